@@ -1,0 +1,29 @@
+# `make demo` and `make test` are all a fresh machine needs: each makes the environment first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(abspath $(VENV))/bin
+FAMILY ?= llama
+READY := $(VENV)/.ready
+
+.PHONY: env demo test test-full lint
+
+env: $(READY)
+
+$(READY): constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(READY)
+	PATH="$(BIN):$$PATH" $(BIN)/python -m scripts.demo --family $(FAMILY)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m "not slow"
+
+test-full: lint
+	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest

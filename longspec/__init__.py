@@ -1,0 +1,7 @@
+"""LongSpec: lossless speculative decoding for long contexts."""
+
+from longspec.inference.generate import generate
+from longspec.models.llama import LlamaGlide
+from longspec.models.qwen2 import Qwen2Glide
+
+__all__ = ["LlamaGlide", "Qwen2Glide", "generate"]

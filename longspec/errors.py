@@ -1,0 +1,26 @@
+"""The one exception for bad input, and how the commands show it."""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class UserError(ValueError):
+    """Bad input: one line that says what is wrong, where, and what to do."""
+
+
+def reports_user_errors(main: Callable[..., T]) -> Callable[..., T]:
+    """Make a command's `main` print a UserError as one line on stderr and exit with code 2."""
+
+    @wraps(main)
+    def wrapped(*args: object, **kwargs: object) -> T:
+        try:
+            return main(*args, **kwargs)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(2) from error
+
+    return wrapped

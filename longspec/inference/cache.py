@@ -1,0 +1,109 @@
+"""The two caches of decoding: the target's static KV for all layers, and the draft's constant ring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedConfig
+
+from longspec.models.draft_layer import head_dim
+
+
+class TargetCache(Cache):
+    """One preallocated store for all layers: keys, values [L, B, Hkv, S, D].
+
+    Slots 0 … lengths[b] - 1 of row b hold accepted tokens, in order of position. A forward pass writes its tokens
+    to `slots` (LongTensor [B, N], set by whoever runs the pass); what lies past `lengths` is scratch.
+    """
+
+    def __init__(
+        self, config: PreTrainedConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(layers=[])
+        shape = (config.num_hidden_layers, batch, config.num_key_value_heads, capacity, head_dim(config))
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.max_length = 0
+        """Upper bound of `lengths`, known to the host."""
+        self.rows = torch.arange(batch, device=device)[:, None]
+        self.slots = torch.empty(0, dtype=torch.long, device=device)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write this layer's new keys and values [B, Hkv, N, D] to `slots`; return the layer's whole store."""
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        keys[self.rows, :, self.slots] = key_states.transpose(1, 2)
+        values[self.rows, :, self.slots] = value_states.transpose(1, 2)
+        return keys, values
+
+    @property
+    def last_layer(self) -> tuple[Tensor, Tensor]:
+        """What the draft's cross-attention reads: keys, values [B, Hkv, S, D]."""
+        return self.keys[-1], self.values[-1]
+
+    def next_slots(self, count: int) -> Tensor:
+        """The `count` slots after each row's accepted tokens, LongTensor [B, count]."""
+        return self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
+
+    def keep(self, path: Tensor, counts: Tensor) -> None:
+        """Make the first counts[b] nodes of `path` accepted tokens: move their entries up, in all layers.
+
+        path: LongTensor [B, J], increasing node numbers of the tree just written behind `lengths`; counts: [B].
+        """
+        to = torch.arange(path.shape[1], device=path.device)
+        source = self.lengths[:, None] + torch.where(to < counts[:, None], path, to)
+        target = self.lengths[:, None] + to
+        for store in (self.keys, self.values):
+            store[:, self.rows, :, target] = store[:, self.rows, :, source]
+        self.lengths += counts
+
+
+class DraftCache:
+    """The draft's own keys and values [B, Hkv, W + N, D], whatever the context: a ring of W, then N tree nodes.
+
+    The ring's slot p % W holds the accepted token at position p, for the W positions before the root.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        batch: int,
+        window: int,
+        nodes: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (batch, config.num_key_value_heads, window + nodes, head_dim(config))
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.window = window
+        self.rows = torch.arange(batch, device=device)[:, None]
+
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor, valid: Tensor) -> None:
+        """Put accepted tokens into the ring where `valid`.
+
+        keys, values: [B, Hkv, T, D]; positions: LongTensor [B, T], at most W consecutive ones; valid: bool [B, T].
+        """
+        slots = positions % self.window
+        for store, new in ((self.keys, keys), (self.values, values)):
+            old = store[self.rows, :, slots]
+            store[self.rows, :, slots] = torch.where(valid[..., None, None], new.transpose(1, 2), old)
+
+    def write_nodes(self, keys: Tensor, values: Tensor, first: int) -> None:
+        """Put a level's keys and values [B, Hkv, n, D] at tree nodes first … first + n - 1."""
+        slots = slice(self.window + first, self.window + first + keys.shape[2])
+        self.keys[:, :, slots] = keys
+        self.values[:, :, slots] = values
+
+    def ring_visible(self, root: Tensor, positions: Tensor) -> Tensor:
+        """bool [B, n, W]: which ring slots a query at positions [B, n] sees, the root being at root [B].
+
+        A query at position p sees accepted tokens at positions p - W … root - 1.
+        """
+        slots = torch.arange(self.window, device=root.device)
+        held = root[:, None] - 1 - (root[:, None] - 1 - slots) % self.window  # newest position < root in each slot
+        return (held[:, None] >= 0) & (held[:, None] >= positions[..., None] - self.window)

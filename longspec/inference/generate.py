@@ -1,0 +1,236 @@
+"""`generate`: from prompts to tokens, with names as in transformers' own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from longspec.errors import UserError
+from longspec.inference.acceptance import Sampler
+from longspec.inference.engine import Engine
+from longspec.inference.methods import METHODS, make_drafter
+from longspec.models.glide import GlideMixin
+
+
+class Streamer(Protocol):
+    """transformers' streamer interface."""
+
+    def put(self, value: Tensor) -> None: ...
+
+    def end(self) -> None: ...
+
+
+@dataclass
+class GenerationStats:
+    """Counts over all rows, each while it is unfinished; times in seconds, prefill and its token apart."""
+
+    rounds: int = 0
+    """Verification passes, counted for each row."""
+    decoded_tokens: int = 0
+    """Tokens that verification passes emitted, the bonus tokens included."""
+    accepted_by_depth: list[int] = field(default_factory=list)
+    """Entry d - 1: passes that emitted at least d draft tokens."""
+    ttft_s: float = 0.0
+    """Time to first token: prefill."""
+    decode_s: float = 0.0
+    peak_memory_bytes: int = 0
+    """Most bytes allocated on the CUDA device during the call; 0 on a CPU."""
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens emitted by verification passes over passes; nan before the first pass."""
+        return self.decoded_tokens / self.rounds if self.rounds else float("nan")
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed over all rows; nan before the first pass."""
+        return self.decoded_tokens / self.decode_s if self.decode_s else float("nan")
+
+
+@dataclass
+class GenerationOutput:
+    sequences: Tensor
+    """LongTensor [B, longest]: prompt without its padding + new tokens, padded right."""
+    new_tokens: list[Tensor]
+    """A LongTensor a row: the generated tokens up to and with its EOS."""
+    stats: GenerationStats
+
+
+@torch.no_grad()
+def generate(
+    model: GlideMixin,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    method: str = "tree",
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    tree_shape: Sequence[int] = (4, 16, 16, 16, 16),
+    gamma: int = 4,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    seed: int | None = None,
+    streamer: Streamer | None = None,
+) -> GenerationOutput:
+    """Continue prompts losslessly: greedy at temperature 0, else samples of the target's own distribution.
+
+    input_ids, attention_mask: LongTensor [B, P], padded left or right as the mask says (all real without one).
+    method: vanilla, seq (a chain of gamma), tree (of tree_shape) or magicdec (a chain of gamma).
+    eos_token_id, pad_token_id: None takes the model's own. streamer: gets the new tokens of a single row as they
+    come, on the CPU. seed: None draws from torch's global generator. Raises UserError (a ValueError) for settings
+    that cannot work.
+    """
+    rows = _prompt_rows(input_ids, attention_mask)
+    _check_settings(model, rows, method, max_new_tokens, temperature, top_p, top_k, tree_shape, gamma, streamer)
+    device = model.lm_head.weight.device
+    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+    sampler = Sampler(temperature, top_k, top_p, generator)
+    drafter = make_drafter(method, model, len(rows), sampler, tree_shape, gamma)
+    eos_ids = _eos_ids(model, eos_token_id)
+    pad_id = _pad_id(model, pad_token_id)
+    prompts = _pad_right(rows, pad_id).to(device)
+    engine = Engine(model, drafter, sampler, prompts, [len(row) for row in rows], max_new_tokens)
+    decoder = _Decoder(engine, max_new_tokens, eos_ids, streamer)
+    decoder.run()
+    new_tokens = [torch.tensor(tokens, dtype=torch.long, device=device) for tokens in decoder.new_tokens]
+    whole = [torch.cat([row.to(device), new]) for row, new in zip(rows, new_tokens, strict=True)]
+    return GenerationOutput(_pad_right(whole, pad_id), new_tokens, decoder.stats)
+
+
+class _Decoder:
+    """The host's side of a generation: which tokens each row has, and when it is finished."""
+
+    def __init__(self, engine: Engine, max_new_tokens: int, eos_ids: set[int], streamer: Streamer | None) -> None:
+        self.engine, self.limit, self.eos_ids, self.streamer = engine, max_new_tokens, eos_ids, streamer
+        batch = len(engine.prompts)
+        self.new_tokens: list[list[int]] = [[] for _ in range(batch)]
+        self.active = [True] * batch
+        self.stats = GenerationStats(accepted_by_depth=[0] * engine.drafter.depth)
+
+    def run(self) -> None:
+        device = self.engine.prompts.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        start = time.perf_counter()
+        first = self.engine.prefill().tolist()
+        self.stats.ttft_s = time.perf_counter() - start
+        for row, token in enumerate(first):
+            self._emit(row, [token])
+        start = time.perf_counter()
+        while any(self.active):
+            self._round(torch.tensor(self.active, device=device))
+        self.stats.decode_s = time.perf_counter() - start
+        if device.type == "cuda":
+            self.stats.peak_memory_bytes = torch.cuda.max_memory_allocated(device)
+        if self.streamer is not None:
+            self.streamer.end()
+
+    def _round(self, active: Tensor) -> None:
+        tokens, counts = self.engine.round(active)
+        host_counts = counts.tolist()
+        self.engine.note_lengths(host_counts)
+        for row, (row_tokens, count) in enumerate(zip(tokens.tolist(), host_counts, strict=True)):
+            if self.active[row]:
+                emitted = self._emit(row, row_tokens[:count])
+                self.stats.rounds += 1
+                self.stats.decoded_tokens += emitted
+                for depth in range(min(emitted, count - 1)):
+                    self.stats.accepted_by_depth[depth] += 1
+
+    def _emit(self, row: int, tokens: list[int]) -> int:
+        """Append `tokens` to a row up to its EOS or limit; how many were taken."""
+        tokens = tokens[: self.limit - len(self.new_tokens[row])]
+        end = next((i + 1 for i, token in enumerate(tokens) if token in self.eos_ids), None)
+        tokens = tokens[:end]
+        self.new_tokens[row] += tokens
+        self.active[row] = end is None and len(self.new_tokens[row]) < self.limit
+        if self.streamer is not None:
+            self.streamer.put(torch.tensor(tokens))
+        return len(tokens)
+
+
+def _prompt_rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
+    """Each prompt without its padding."""
+    if input_ids.dim() != 2 or input_ids.numel() == 0:
+        raise UserError(f"input_ids: shape {tuple(input_ids.shape)}; give token ids [batch, length], none empty")
+    if attention_mask is None:
+        return list(input_ids)
+    if attention_mask.shape != input_ids.shape:
+        raise UserError(
+            f"attention_mask: shape {tuple(attention_mask.shape)} is not that of input_ids {tuple(input_ids.shape)}"
+        )
+    rows = [ids[keep] for ids, keep in zip(input_ids, attention_mask.bool(), strict=True)]
+    if empty := [row for row, ids in enumerate(rows) if len(ids) == 0]:
+        raise UserError(f"attention_mask: row {empty[0]} has no real token; a prompt needs at least one")
+    return rows
+
+
+def check_drafting(method: str, tree_shape: Sequence[int], gamma: int, vocab_size: int) -> None:
+    """Raise UserError for an unknown method, or a tree shape or gamma that cannot be drafted."""
+    if method not in METHODS:
+        raise UserError(f"method: {method!r} is unknown; choose one of {', '.join(METHODS)}")
+    if method == "tree" and not tree_shape:
+        raise UserError("tree_shape: empty; give the number of nodes of each level, as in 4 16 16 16 16")
+    if method == "tree" and not all(1 <= width <= vocab_size for width in tree_shape):
+        raise UserError(f"tree_shape: {list(tree_shape)}; each level needs 1 … {vocab_size} (vocabulary) nodes")
+    if method in ("seq", "magicdec") and gamma < 1:
+        raise UserError(f"gamma: {gamma}; a chain needs at least 1 token")
+
+
+def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k: int) -> None:
+    """Raise UserError for sampling settings outside their range."""
+    for name, value, fits, wanted in (
+        ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
+        ("temperature", temperature, temperature >= 0, "0 (greedy) or more"),
+        ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
+        ("top_k", top_k, top_k >= 0, "0 (off) or more"),
+    ):
+        if not fits:
+            raise UserError(f"{name}: {value}; it must be {wanted}")
+
+
+def _check_settings(
+    model: GlideMixin,
+    rows: list[Tensor],
+    method: str,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    tree_shape: Sequence[int],
+    gamma: int,
+    streamer: Streamer | None,
+) -> None:
+    check_drafting(method, tree_shape, gamma, model.config.vocab_size)
+    check_sampling(max_new_tokens, temperature, top_p, top_k)
+    longest, limit = max(len(row) for row in rows), model.config.max_position_embeddings
+    if longest + max_new_tokens > limit:
+        raise UserError(
+            f"prompt of {longest} tokens + max_new_tokens {max_new_tokens}: more than the target's {limit} positions"
+        )
+    if streamer is not None and len(rows) > 1:
+        raise UserError(f"streamer: batch of {len(rows)}; streaming takes a single prompt")
+
+
+def _eos_ids(model: GlideMixin, eos_token_id: int | Sequence[int] | None) -> set[int]:
+    ids = model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
+    if ids is None:
+        return set()
+    return {ids} if isinstance(ids, int) else set(ids)
+
+
+def _pad_id(model: GlideMixin, pad_token_id: int | None) -> int:
+    for candidate in (pad_token_id, model.generation_config.pad_token_id, model.config.pad_token_id):
+        if candidate is not None:
+            return candidate
+    return 0
+
+
+def _pad_right(rows: Sequence[Tensor], pad_id: int) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=pad_id)

@@ -1,0 +1,26 @@
+"""The four methods: one engine, and a drafting strategy for each."""
+
+from collections.abc import Sequence
+
+from longspec.inference.acceptance import Sampler
+from longspec.inference.drafting.chain import ChainDrafter, NoDraft
+from longspec.inference.drafting.glide import GlideDraft
+from longspec.inference.drafting.magicdec import SparseTarget
+from longspec.inference.drafting.proposal import Drafter
+from longspec.inference.drafting.tree import TreeDrafter
+from longspec.models.glide import GlideMixin
+
+METHODS = ("vanilla", "seq", "tree", "magicdec")
+
+
+def make_drafter(
+    method: str, model: GlideMixin, batch: int, sampler: Sampler, tree_shape: Sequence[int], gamma: int
+) -> Drafter:
+    """The drafter of one of METHODS for `batch` rows."""
+    if method == "tree":
+        return TreeDrafter(model, batch, tree_shape, sampler.temperature)
+    if method == "seq":
+        return ChainDrafter(GlideDraft(model, batch, gamma), gamma, sampler)
+    if method == "magicdec":
+        return ChainDrafter(SparseTarget(model, gamma), gamma, sampler)
+    return NoDraft()

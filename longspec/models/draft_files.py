@@ -1,0 +1,129 @@
+"""Every form in which draft weights lie on disk, and whether they fit a target."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig
+
+from longspec.errors import UserError
+
+DRAFT_WEIGHTS_NAME = "draft_model_weights.pth"
+DRAFT_PREFIX = "draft_model."
+DEAD_WEIGHTS = {f"cross_attn.{p}_proj.{kind}" for p in "kv" for kind in ("weight", "bias")}
+"""In published drafts; the cross-attention reads the target's keys and values, so nothing ever used them."""
+_HUB_ERRORS = (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError)
+
+
+def read_config(path: str | Path) -> PreTrainedConfig:
+    """The transformers config of a target folder or hub id; UserError where there is none."""
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise UserError(
+            f"{path}: no model checkpoint (no config.json in this folder); give a target's folder or hub id"
+        )
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (*_HUB_ERRORS, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{path}: no model checkpoint there ({reason}); give a target's folder or hub id") from error
+
+
+def resolve_draft(path: str | Path) -> Path:
+    """A local `.pth` file or folder for `path`; anything that is not on disk is taken for a hub id and fetched."""
+    local = Path(path)
+    if local.exists():
+        return local
+    if local.suffix in {".pth", ".bin", ".pt"} or local.is_absolute() or str(path).startswith("."):
+        raise UserError(f"{path}: no such draft; give a .pth file, a folder or a hub id")
+    try:
+        return Path(snapshot_download(str(path)))
+    except _HUB_ERRORS as error:
+        raise UserError(
+            f"{path}: no such draft on disk or on the hub; give a .pth file, a folder or a hub id"
+        ) from error
+
+
+def load_draft(path: str | Path) -> dict[str, Tensor]:
+    """Draft weights on the CPU, `draft_model.` stripped, from any form that `resolve_draft` accepts.
+
+    A folder holds `draft_model_weights.pth`, or is in Hugging Face form: `config.json` with safetensors or
+    `pytorch_model*.bin`. Files are read without running code from them. Raises UserError.
+    """
+    place = resolve_draft(path)
+    if place.is_file():
+        return strip_prefix(_load_file(place))
+    for pattern in (DRAFT_WEIGHTS_NAME, "*.safetensors", "pytorch_model*.bin"):
+        if files := sorted(place.glob(pattern)):
+            return strip_prefix({name: tensor for file in files for name, tensor in _load_file(file).items()})
+    raise UserError(f"{path}: no draft in this folder ({DRAFT_WEIGHTS_NAME}, *.safetensors or pytorch_model*.bin)")
+
+
+def _load_file(file: Path) -> dict[str, Tensor]:
+    if file.suffix == ".safetensors":
+        return load_file(file)
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{file}: not a readable file of plain weights ({reason})") from error
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise UserError(f"{file}: not a dictionary of draft weights")
+    return state
+
+
+def strip_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The draft's part of a state dict: keys under `draft_model.` without it, or all keys if none has it."""
+    draft = {name.removeprefix(DRAFT_PREFIX): w for name, w in state.items() if name.startswith(DRAFT_PREFIX)}
+    return draft or dict(state)
+
+
+def fit_draft(state: Mapping[str, Tensor], layer: nn.Module, source: str) -> dict[str, Tensor]:
+    """`state` without prefix and dead weights, if it fits `layer` (which may lie on the meta device).
+
+    Raises UserError that names `source` and every missing, unexpected or misshapen key.
+    """
+    given = {name: w for name, w in strip_prefix(state).items() if name not in DEAD_WEIGHTS}
+    wanted = layer.state_dict()
+    faults = [f"missing {name}" for name in wanted.keys() - given.keys()]
+    faults += [f"unexpected {name}" for name in given.keys() - wanted.keys()]
+    faults += [
+        f"{name} is {list(given[name].shape)}, the target needs {list(wanted[name].shape)}"
+        for name in wanted.keys() & given.keys()
+        if given[name].shape != wanted[name].shape
+    ]
+    if faults:
+        raise UserError(f"{source}: this draft does not fit the target: {'; '.join(sorted(faults))}")
+    return given
+
+
+def check_draft(path: str | Path, config: PreTrainedConfig, layer_class: Any) -> dict[str, Tensor]:
+    """The weights at `path` if they belong to a target with `config`, before that target is loaded.
+
+    Compares the family (where the draft's folder names one) and every shape. Raises UserError.
+    """
+    config_file = resolve_draft(path) / "config.json"
+    if config_file.is_file():
+        family = json.loads(config_file.read_text()).get("model_type")
+        if family not in (None, config.model_type):
+            raise UserError(f"{path}: a draft for a {family} target; this target is {config.model_type}")
+    with torch.device("meta"):
+        layer = layer_class(config)
+    return fit_draft(load_draft(path), layer, str(path))
+
+
+def save_draft_folder(state: Mapping[str, Tensor], config: PreTrainedConfig, folder: str | Path) -> None:
+    """Write a draft in Hugging Face form (`config.json` of its target + safetensors), ready for the hub."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: w.contiguous() for name, w in strip_prefix(state).items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(folder)

@@ -1,0 +1,116 @@
+"""The GLIDE layer: the whole draft model (LongSpec, arXiv 2502.17421; GLIDE, arXiv 2402.02082).
+
+    x = E(tokens)
+    h = x + SelfAttn(RMSNorm(x))      window W: the query at position i sees keys i - W … i
+    h = h + CrossAttn(RMSNorm(h))     own queries over the target's last-layer keys and values
+    h = h + SwiGLU(RMSNorm(h))
+    logits = lm_head(h)               frozen, shared with the target; no final norm
+
+Which keys a query sees is the caller's business: training passes attention over whole sequences, decoding attention
+over its caches. The layer itself is the same in both.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import rotate_half
+
+WINDOW = 512
+"""Self-attention window W in tokens: a query sees itself and the W positions before it."""
+
+Rope = tuple[Tensor, Tensor]
+"""The target's rotary table at the tokens' positions: cos, sin, each [B, T, D]."""
+SelfAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(q [B, Hq, T, D], k, v [B, Hkv, T, D] of the same tokens) -> [B, Hq, T, D]"""
+CrossAttend = Callable[[Tensor], Tensor]
+"""(q [B, Hq, T, D]) -> [B, Hq, T, D], over the target's last-layer keys and values"""
+
+
+def head_dim(config: Any) -> int:
+    """Width of one head: `config.head_dim` where it is set, else hidden_size / heads."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """Rotary embedding of x [B, H, T, D]."""
+    cos, sin = (table.unsqueeze(1) for table in rope)
+    return x * cos + rotate_half(x) * sin
+
+
+class _Attention(nn.Module):
+    """Query and output projections; q, k and v have biases, o has none."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.head_dim = head_dim(config)
+        width = config.num_attention_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=True)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """[B, T, H·D] -> [B, H, T, D]"""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def queries(self, x: Tensor, rope: Rope) -> Tensor:
+        return rotate(self.split_heads(self.q_proj(x)), rope)
+
+    def output(self, heads: Tensor) -> Tensor:
+        return self.o_proj(heads.transpose(1, 2).flatten(2))
+
+
+class DraftSelfAttention(_Attention):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        width = config.num_key_value_heads * self.head_dim
+        self.k_proj = nn.Linear(config.hidden_size, width, bias=True)
+        self.v_proj = nn.Linear(config.hidden_size, width, bias=True)
+
+    def keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values [B, Hkv, T, D]; they depend on a token's embedding and position alone."""
+        return rotate(self.split_heads(self.k_proj(x)), rope), self.split_heads(self.v_proj(x))
+
+    def forward(self, x: Tensor, rope: Rope, attend: SelfAttend) -> Tensor:
+        return self.output(attend(self.queries(x, rope), *self.keys_values(x, rope)))
+
+
+class DraftCrossAttention(_Attention):
+    def forward(self, x: Tensor, rope: Rope, attend: CrossAttend) -> Tensor:
+        return self.output(attend(self.queries(x, rope)))
+
+
+class GlideDecoderLayer(nn.Module):
+    """One draft layer; a family subclass names its norm and MLP modules."""
+
+    norm_class: Callable[..., nn.Module]
+    mlp_class: Callable[..., nn.Module]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        norm = type(self).norm_class
+        self.self_attn = DraftSelfAttention(config)
+        self.cross_attn = DraftCrossAttention(config)
+        self.mlp = type(self).mlp_class(config)
+        self.input_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_self_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_cross_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def reset_parameters(self, std: float) -> None:
+        """A fresh draft: weights N(0, std), biases 0, norms 1."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif "layernorm" in name:
+                nn.init.ones_(parameter)
+            else:
+                nn.init.normal_(parameter, std=std)
+
+    def keys_values(self, embeddings: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """The self-attention keys and values of tokens with `embeddings` [B, T, hidden]: all that prefill needs."""
+        return self.self_attn.keys_values(self.input_layernorm(embeddings), rope)
+
+    def forward(self, embeddings: Tensor, rope: Rope, self_attend: SelfAttend, cross_attend: CrossAttend) -> Tensor:
+        """embeddings [B, T, hidden] -> hidden states [B, T, hidden], ready for lm_head."""
+        h = embeddings + self.self_attn(self.input_layernorm(embeddings), rope, self_attend)
+        h = h + self.cross_attn(self.post_self_attention_layernorm(h), rope, cross_attend)
+        return h + self.mlp(self.post_cross_attention_layernorm(h))

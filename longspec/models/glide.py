@@ -1,0 +1,186 @@
+"""A frozen target with its GLIDE draft: how the pair is built, and the draft's training forward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from longspec.errors import UserError
+from longspec.kernels.attention import resolve_attention
+from longspec.kernels.varlen import block_attention, varlen_attention
+from longspec.models.draft_files import fit_draft, load_draft, read_config
+from longspec.models.draft_layer import WINDOW, GlideDecoderLayer
+from longspec.models.parallel import PretrainedModelParallelPreSplitMixin
+from longspec.models.target_attention import ATTENTION_NAME, LastLayerKV, run_backbone
+
+Objective = Callable[[Tensor, Tensor, Tensor, nn.Module], Any]
+"""(draft hidden [B, T, hidden], target hidden, labels [B, T], lm_head) -> whatever the trainer wants back"""
+
+
+def _dtype(value: str | torch.dtype) -> torch.dtype:
+    if isinstance(value, torch.dtype):
+        return value
+    dtype = getattr(torch, value.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise UserError(f"torch_dtype: {value!r} is no torch dtype; use float32, float16 or bfloat16")
+    return dtype
+
+
+class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
+    """Comes before the family's `…ForCausalLM`; `model` and `lm_head` are frozen, `draft_model` trains."""
+
+    target_class: Any
+    draft_layer_class: type[GlideDecoderLayer]
+    gradient_checkpointing = False
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        target_model_path: str | Path,
+        glide_path: str | Path | None = None,
+        torch_dtype: str | torch.dtype = torch.float16,
+        attn_implementation: str | None = None,
+    ) -> None:
+        """Load the target from `target_model_path` and the draft from `glide_path`, or start a fresh draft.
+
+        glide_path: a `.pth` file, a folder holding `draft_model_weights.pth`, or a folder or hub id in Hugging Face
+        form. Raises UserError for a target of another family and for a draft that does not fit.
+        """
+        self._check_family(config, target_model_path)
+        with torch.device("meta"):  # the target's modules replace these: nothing is allocated or initialised twice
+            super().__init__(copy.deepcopy(config))
+        resolve_attention(attn_implementation)
+        target = self.target_class.from_pretrained(
+            self.shard_path(target_model_path),
+            config=config,
+            dtype=_dtype(torch_dtype),
+            attn_implementation=ATTENTION_NAME,
+        )
+        self.config, self.generation_config = target.config, target.generation_config
+        self.model, self.lm_head = target.model, target.lm_head
+        self.requires_grad_(False)
+        self.draft_model = self.draft_layer_class(self.config).to(_dtype(torch_dtype))
+        self.draft_model.reset_parameters(self.config.initializer_range)
+        if glide_path is not None:
+            self.load_draft_state(load_draft(glide_path), source=str(glide_path))
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        path: str | Path,
+        state_dict: Mapping[str, Tensor] | None = None,
+        glide_path: str | Path | None = None,
+        torch_dtype: str | torch.dtype = torch.float16,
+        attn_implementation: str | None = None,
+        gradient_checkpointing: bool = False,
+        pad_token_id: int | None = None,
+        ignore_mismatched_sizes: bool = True,
+    ) -> GlideMixin:
+        """The target at `path` (folder or hub id) with the draft in `state_dict`, at `glide_path`, or a fresh one.
+
+        state_dict: draft weights, with or without the `draft_model.` prefix. gradient_checkpointing recomputes the
+        draft layer in backward. ignore_mismatched_sizes is accepted because configs carry it; a draft that does not
+        fit is a UserError all the same.
+        """
+        model = cls(read_config(path), path, glide_path, torch_dtype, attn_implementation)
+        if state_dict is not None:
+            model.load_draft_state(state_dict, source="state_dict")
+        if pad_token_id is not None:
+            model.config.pad_token_id = pad_token_id
+        model.gradient_checkpointing = gradient_checkpointing
+        return model
+
+    @classmethod
+    def _check_family(cls, config: PreTrainedConfig, path: str | Path) -> None:
+        family = cls.target_class.config_class.model_type
+        if config.model_type != family:
+            raise UserError(f"{path}: a {config.model_type} target; {cls.__name__} takes {family} targets")
+        if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+            raise UserError(f"{path}: a target with sliding-window attention layers; the draft needs full attention")
+
+    def load_draft_state(self, state: Mapping[str, Tensor], source: str) -> None:
+        """Put draft weights in place; UserError naming every key that is missing, unexpected or misshapen."""
+        self.draft_model.load_state_dict(fit_draft(state, self.draft_model, source))
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Frozen embeddings [B, T, hidden] of tokens [B, T] and the target's rotary table at positions [B, T]."""
+        embeddings = self.model.embed_tokens(tokens)
+        return embeddings, self.model.rotary_emb(embeddings, positions)
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        logits_to_keep: Any = 0,
+        *,
+        objective: Objective | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The target's own forward; with `objective`, the draft's training forward (see `draft_forward`).
+
+        transformers' `generate` looks the named arguments up in this signature.
+        """
+        if objective is not None:
+            return self.draft_forward(input_ids, position_ids=position_ids, objective=objective, **kwargs)
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            logits_to_keep=logits_to_keep,
+            **kwargs,
+        )
+
+    def draft_forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        objective: Objective,
+        lags: Tensor | None = None,
+    ) -> Any:
+        """Teacher-forced draft over packed segments, and what `objective` makes of its hidden states.
+
+        input_ids, labels, position_ids: LongTensor [B, T]; cu_seqlens: int32 [S + 1], the borders of the segments in
+        the flattened B·T tokens. lags: LongTensor [S] (flash noisy training: a query sees target keys up to its own
+        index minus its segment's lag), or None for GLIDE's block pattern.
+        """
+        with torch.no_grad():
+            kv = LastLayerKV(self.config.num_hidden_layers)
+
+            def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+                return _on_flat(varlen_attention, q, k, v, cu_seqlens, scale)
+
+            target_hidden = run_backbone(self.model, input_ids, position_ids, kv, causal)
+            embeddings, rope = self.embed(input_ids, position_ids)
+        scale = self.draft_model.self_attn.head_dim**-0.5
+
+        def self_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return _on_flat(varlen_attention, q, k, v, cu_seqlens, scale, window=WINDOW)
+
+        def cross_attend(q: Tensor) -> Tensor:
+            if lags is None:
+                return _on_flat(block_attention, q, kv.keys, kv.values, cu_seqlens, scale)
+            return _on_flat(varlen_attention, q, kv.keys, kv.values, cu_seqlens, scale, lags=lags)
+
+        if self.gradient_checkpointing:
+            hidden = checkpoint(self.draft_model, embeddings, rope, self_attend, cross_attend, use_reentrant=False)
+        else:
+            hidden = self.draft_model(embeddings, rope, self_attend, cross_attend)
+        return objective(hidden, target_hidden, labels, self.lm_head)
+
+
+def _on_flat(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Run a varlen attention, which takes flattened tokens [B·T, H, D], on [B, H, T, D] tensors."""
+    flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    return attention(*flat, *args, **kwargs).unflatten(0, (q.shape[0], -1)).transpose(1, 2)

@@ -1,0 +1,73 @@
+"""The hook by which transformers' own Llama and Qwen2 modules run attention of ours.
+
+`attn_implementation="longspec"` names a function in transformers' attention registry. A call that passes `attend=`
+runs that callable on the rotated queries, keys and values; without it the module behaves as under SDPA, so the
+target stays an ordinary transformers model.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+ATTENTION_NAME = "longspec"
+
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""(q [B, Hq, T, D], k, v [B, Hkv, S, D], scale) -> [B, Hq, T, D]"""
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    attend: Attend | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    if attend is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    return attend(query, key, value, scaling).transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention)
+AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+
+
+class LastLayerKV(Cache):
+    """A cache that keeps nothing but the last layer's keys and values, [B, Hkv, T, D], keys rotated."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[])
+        self.last = num_layers - 1
+        self.keys = self.values = torch.empty(0)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if layer_idx == self.last:
+            self.keys, self.values = key_states, value_states
+        return key_states, value_states
+
+
+def run_backbone(backbone: nn.Module, input_ids: Tensor, positions: Tensor, cache: Cache, attend: Attend) -> Tensor:
+    """Hidden states [B, T, hidden] (after the final norm) of the target with attention `attend`.
+
+    input_ids, positions: LongTensor [B, T]; `cache.update` sees every layer's rotated keys and values.
+    """
+    # A mask that is already 4-D is passed through untouched, so transformers builds none; `attend` ignores it.
+    no_mask = torch.empty(0, 0, 0, 0, device=input_ids.device)
+    output = backbone(
+        input_ids=input_ids,
+        position_ids=positions,
+        attention_mask=no_mask,
+        past_key_values=cache,
+        use_cache=True,
+        attend=attend,
+    )
+    return output.last_hidden_state

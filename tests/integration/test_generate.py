@@ -1,0 +1,242 @@
+"""`generate`: the target's own tokens, for every method, batch, padding and place of EOS."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from pairs import FAMILIES, make_pair, target_greedy
+from torch import Tensor
+
+from longspec import generate
+from longspec.errors import UserError
+from longspec.inference import engine as engine_module
+from longspec.inference.drafting import magicdec
+from longspec.inference.methods import METHODS
+from longspec.models.glide import GlideMixin
+
+SETTINGS = {"tree_shape": (3, 5, 4), "gamma": 3}
+
+
+def prompts(*lengths: int, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, 61, (n,), generator=generator) for n in lengths]
+
+
+def padded(rows: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(r) for r in rows], batch_first=True, padding_side=side)
+    return ids, mask
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_greedy_tokens_are_the_targets_own(tmp_path: Path, method: str, family: str, side: str) -> None:
+    model = make_pair(tmp_path, family, num_key_value_heads=1 if side == "left" else 4)
+    rows = prompts(1, 7, 30)
+    out = generate(model, *padded(rows, side), method=method, max_new_tokens=24, pad_token_id=0, **SETTINGS)
+    for b, row in enumerate(rows):
+        expected = target_greedy(model, row, 24)
+        assert out.new_tokens[b].tolist() == expected
+        whole = row.tolist() + expected
+        assert out.sequences[b].tolist() == whole + [0] * (out.sequences.shape[1] - len(whole))
+    assert out.sequences.shape[1] == 30 + 24
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_max_new_tokens_is_exact(tmp_path: Path, method: str, count: int) -> None:
+    model = make_pair(tmp_path)
+    (row,) = prompts(9)
+    out = generate(model, row[None], method=method, max_new_tokens=count, **SETTINGS)
+    assert out.new_tokens[0].tolist() == target_greedy(model, row, count)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_row_stops_at_its_own_eos(tmp_path: Path, method: str) -> None:
+    """EOS at every place of row 0, inside accepted paths too (magicdec accepts them whole); row 1 goes on."""
+    model = make_pair(tmp_path)
+    rows = prompts(8, 11)
+    expected = [target_greedy(model, row, 14) for row in rows]
+    for eos in dict.fromkeys(expected[0]):
+        out = generate(
+            model, *padded(rows, "right"), method=method, max_new_tokens=14, eos_token_id=[eos, 9999], **SETTINGS
+        )
+        for new, tokens in zip(out.new_tokens, expected, strict=True):
+            end = tokens.index(eos) + 1 if eos in tokens else len(tokens)
+            assert new.tolist() == tokens[:end]
+
+
+def test_eos_defaults_to_the_models_own(tmp_path: Path) -> None:
+    model = make_pair(tmp_path)
+    (row,) = prompts(8)
+    tokens = target_greedy(model, row, 10)
+    model.generation_config.eos_token_id = tokens[4]
+    out = generate(model, row[None], max_new_tokens=10)
+    assert out.new_tokens[0].tolist() == tokens[: tokens.index(tokens[4]) + 1]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_stats_count_verification_passes_only(tmp_path: Path, method: str) -> None:
+    """The prefill token is no pass's; acceptance length is the other tokens over passes, vanilla's exactly 1."""
+    model = make_pair(tmp_path)
+    rows = prompts(6, 9)
+    out = generate(model, *padded(rows, "left"), method=method, max_new_tokens=21, **SETTINGS)
+    stats = out.stats
+    assert stats.decoded_tokens == sum(len(new) - 1 for new in out.new_tokens) == 40
+    assert stats.mean_acceptance_length == 40 / stats.rounds
+    assert len(stats.accepted_by_depth) == {"vanilla": 0, "tree": 3}.get(method, 3)
+    assert stats.accepted_by_depth == sorted(stats.accepted_by_depth, reverse=True)
+    if method == "vanilla":
+        assert stats.mean_acceptance_length == 1
+    if method == "magicdec":  # a short prompt is read whole: every draft token is the target's own
+        assert stats.rounds == 2 * 5 and stats.accepted_by_depth == [10, 10, 10]
+    assert stats.ttft_s > 0 and stats.tokens_per_second > 0
+
+
+def test_no_pass_no_acceptance_length(tmp_path: Path) -> None:
+    out = generate(make_pair(tmp_path), torch.ones(1, 3, dtype=torch.long), max_new_tokens=1)
+    assert math.isnan(out.stats.mean_acceptance_length)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_chunked_prefill_changes_nothing(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that end inside the first, at the edge of, and after a chunk."""
+    model = make_pair(tmp_path)
+    rows = prompts(3, 7, 14, 20)
+    monkeypatch.setattr(engine_module, "PREFILL_CHUNK", 7)
+    out = generate(model, *padded(rows, "right"), method=method, max_new_tokens=8, **SETTINGS)
+    assert [new.tolist() for new in out.new_tokens] == [target_greedy(model, row, 8) for row in rows]
+
+
+def test_magicdec_drafts_from_a_constant_view_and_stays_lossless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Past sink + window the draft differs from the target, so some tokens are refused; the output does not change."""
+    monkeypatch.setattr(magicdec, "SINK", 4)
+    monkeypatch.setattr(magicdec, "RECENT", 8)
+    model = make_pair(tmp_path)
+    rows = prompts(5, 60)
+    out = generate(model, *padded(rows, "left"), method="magicdec", max_new_tokens=20, gamma=4)
+    assert [new.tolist() for new in out.new_tokens] == [target_greedy(model, row, 20) for row in rows]
+    assert 1 <= out.stats.mean_acceptance_length < 5
+    view, visible = magicdec.SparseTarget(model, gamma=4)._view(torch.tensor([2, 6, 100]), step=1, capacity=120)
+    assert view.shape == (3, 4 + 8 + 4)
+    seen = [sorted(slots[keep].tolist()) for slots, keep in zip(view, visible, strict=True)]
+    assert seen == [[0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, *range(92, 102)]]
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        assert value.device.type == "cpu" and not self.ended
+        self.tokens += value.tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_streamer_gets_exactly_the_new_tokens(tmp_path: Path, method: str) -> None:
+    model = make_pair(tmp_path)
+    (row,) = prompts(8)
+    eos = target_greedy(model, row, 12)[7]
+    recorder = Recorder()
+    out = generate(
+        model, row[None], method=method, max_new_tokens=12, eos_token_id=eos, streamer=recorder, **SETTINGS
+    )
+    assert recorder.tokens == out.new_tokens[0].tolist() and recorder.ended
+
+
+def test_model_is_left_as_it_was(tmp_path: Path) -> None:
+    model = make_pair(tmp_path)
+    model.train()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    config, attention = model.config.to_dict(), model.config._attn_implementation
+    grads = [p.requires_grad for p in model.parameters()]
+    (row,) = prompts(8)
+    first, second = (generate(model, row[None], max_new_tokens=8).new_tokens[0] for _ in range(2))
+    assert first.tolist() == second.tolist()
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    assert model.training and model.config.to_dict() == config
+    assert model.config._attn_implementation == attention
+    assert [p.requires_grad for p in model.parameters()] == grads and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_same_seed_same_samples(tmp_path: Path, method: str) -> None:
+    model = make_pair(tmp_path)
+    rows = prompts(6, 9)
+    runs = [
+        generate(model, *padded(rows, "left"), method=method, temperature=1.5, seed=seed, max_new_tokens=16, **SETTINGS)
+        for seed in (3, 3, 4)
+    ]
+    same, again, other = ([new.tolist() for new in run.new_tokens] for run in runs)
+    assert same == again and same != other
+
+
+def exact_distribution(model: GlideMixin, prompt: Tensor, temperature: float) -> Tensor:
+    """P(first, second, third token), [4, 4, 4], of the target itself."""
+    pairs = torch.cartesian_prod(torch.arange(4), torch.arange(4))
+    with torch.no_grad():
+        logits = model(torch.cat([prompt.expand(16, -1), pairs], 1)).logits[:, -3:]
+    p = (logits / temperature).softmax(-1)
+    first = p[0, 0]
+    second = p[::4, 1]
+    return first[:, None, None] * second[:, :, None] * p[:, 2].view(4, 4, 4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_samples_follow_the_targets_distribution(tmp_path: Path, method: str, temperature: float) -> None:
+    """Three tokens on a vocabulary of 4, 4000 rows: G statistic below the 1 - 1e-6 quantile of chi-square(63), 136."""
+    model = make_pair(tmp_path, vocab_size=4, initializer_range=0.2)
+    (prompt,) = prompts(5)
+    prompt %= 4
+    rows = prompt.expand(4000, -1)
+    out = generate(
+        model, rows, method=method, temperature=temperature, max_new_tokens=3, seed=11, tree_shape=(2, 3), gamma=2
+    )
+    tokens = torch.stack(out.new_tokens)
+    counts = torch.bincount(tokens[:, 0] * 16 + tokens[:, 1] * 4 + tokens[:, 2], minlength=64).double()
+    expected = exact_distribution(model, prompt, temperature).flatten().double() * 4000
+    g = 2 * torch.where(counts > 0, counts * (counts / expected).log(), 0).sum()
+    assert g < 136, f"G = {g:.1f}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "beam"}, "method: 'beam' is unknown"),
+        ({"tree_shape": ()}, "tree_shape: empty"),
+        ({"tree_shape": (4, -1)}, "tree_shape"),
+        ({"tree_shape": (4, 62)}, "vocabulary"),
+        ({"method": "seq", "gamma": 0}, "gamma: 0"),
+        ({"method": "magicdec", "gamma": 0}, "gamma: 0"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"max_new_tokens": 4096}, "4096 positions"),
+    ],
+)
+def test_bad_settings_are_one_clear_line(tmp_path: Path, settings: dict, message: str) -> None:
+    model = make_pair(tmp_path)
+    with pytest.raises(UserError, match=message) as error:
+        generate(model, torch.ones(1, 4, dtype=torch.long), **settings)
+    assert "\n" not in str(error.value)
+
+
+def test_bad_prompts_are_one_clear_line(tmp_path: Path) -> None:
+    model = make_pair(tmp_path)
+    ids = torch.ones(2, 4, dtype=torch.long)
+    with pytest.raises(UserError, match="row 1 has no real token"):
+        generate(model, ids, torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]]))
+    with pytest.raises(UserError, match="none empty"):
+        generate(model, ids[:, :0])
+    with pytest.raises(UserError, match="streaming takes a single prompt"):
+        generate(model, ids, streamer=Recorder())

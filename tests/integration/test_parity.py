@@ -1,0 +1,193 @@
+"""A draft must compute the same while decoding as while training: ring and stale target cache against full sequences."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from pairs import FAMILIES, make_pair
+from torch import Tensor
+
+from longspec.inference.acceptance import Sampler
+from longspec.inference.drafting.chain import ChainDrafter
+from longspec.inference.drafting.glide import GlideDraft
+from longspec.inference.drafting.tree import TreeDrafter
+from longspec.inference.engine import Engine
+from longspec.models.glide import GlideMixin
+
+DEPTH = 5
+TOLERANCE = {"rtol": 0.0, "atol": 1e-5}
+
+
+def parity_pair(folder: Path, family: str, **overrides: int) -> GlideMixin:
+    """Logits of order one, so that 1e-5 is close to fp32's own rounding."""
+    return make_pair(folder, family, initializer_range=0.1, **overrides)
+
+
+def random_tokens(*shape: int) -> Tensor:
+    return torch.randint(0, 61, shape, generator=torch.Generator().manual_seed(7))
+
+
+@torch.no_grad()
+def training_logits(model: GlideMixin, tokens: Tensor, lag: int) -> Tensor:
+    """The training forward's logits [T, V] over one segment, tokens [T], at one lag."""
+    return model(
+        tokens[None],
+        labels=tokens[None],
+        position_ids=torch.arange(len(tokens))[None],
+        cu_seqlens=torch.tensor([0, len(tokens)], dtype=torch.int32),
+        lags=torch.tensor([lag]),
+        objective=lambda hidden, target_hidden, labels, lm_head: lm_head(hidden)[0],
+    )
+
+
+def prefilled(model: GlideMixin, prompts: list[Tensor], drafter: ChainDrafter | TreeDrafter) -> Engine:
+    rows = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+    engine = Engine(model, drafter, Sampler(0.0, 0, 1.0), rows, [len(p) for p in prompts], max_new_tokens=16)
+    engine.prefill()
+    return engine
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("overrides", [{}, {"num_key_value_heads": 4, "head_dim": 16}], ids=["gqa", "mha"])
+@torch.no_grad()
+def test_chain_logits_equal_training_logits_at_the_same_lag(tmp_path: Path, family: str, overrides: dict) -> None:
+    """Roots from 1 to past the window, ragged in one batch; node d - 1 of the chain proposes level d at lag d."""
+    model = parity_pair(tmp_path, family, **overrides)
+    roots = [1, 2, 5, 511, 512, 513, 530]
+    tokens = random_tokens(len(roots), 540)
+    draft = GlideDraft(model, len(roots), nodes=DEPTH)
+    engine = prefilled(
+        model,
+        [row[:n] for row, n in zip(tokens, roots, strict=True)],
+        ChainDrafter(draft, DEPTH, Sampler(0.0, 0, 1.0)),
+    )
+    for step in range(DEPTH):
+        node = torch.stack([row[n + step] for row, n in zip(tokens, roots, strict=True)])
+        logits = draft.next_logits(node, step, engine.cache)
+        for b, n in enumerate(roots):
+            expected = training_logits(model, tokens[b, : n + step + 1], lag=step + 1)[-1]
+            torch.testing.assert_close(logits[b], expected, **TOLERANCE, msg=f"root {n}, step {step}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_tree_logits_equal_training_logits_along_each_path(tmp_path: Path, family: str) -> None:
+    """Every node of a tree, whatever its siblings, equals the training forward over the prefix and its own ancestors."""
+    model = parity_pair(tmp_path, family)
+    prompts = [row[:n] for row, n in zip(random_tokens(3, 540), (3, 509, 530), strict=True)]
+    drafter = TreeDrafter(model, len(prompts), shape=(3, 5, 4, 1), temperature=0.0)
+    levels: list[Tensor] = []
+    level = drafter.draft.level
+    drafter.draft.level = lambda *args: levels.append(level(*args)) or levels[-1]  # type: ignore[method-assign]
+    engine = prefilled(model, prompts, drafter)
+    proposal = drafter.propose(engine.root, engine.cache)
+    logits = torch.cat(levels, dim=1)
+    for b, prompt in enumerate(prompts):
+        for node in range(logits.shape[1]):
+            path = proposal.tokens[b, proposal.visible[b, node]]
+            lag = int(proposal.levels[node]) + 1
+            expected = training_logits(model, torch.cat([prompt, path]), lag)[-1]
+            torch.testing.assert_close(logits[b, node], expected, **TOLERANCE, msg=f"row {b}, node {node}")
+
+
+@torch.no_grad()
+def test_window_edge(tmp_path: Path) -> None:
+    """The query at position i sees the keys i - 512 … i, in training and (by parity) in decoding: 512 back yes, 513 no."""
+    model = parity_pair(tmp_path, "llama")
+    model.draft_model.cross_attn.o_proj.weight.zero_()  # leaves the self-attention as the only way to the past
+    tokens = random_tokens(530)
+    last = training_logits(model, tokens, lag=1)[-1]
+    for back, seen in ((512, True), (513, False)):
+        changed = tokens.clone()
+        changed[-1 - back] = (changed[-1 - back] + 1) % 61
+        assert torch.equal(training_logits(model, changed, lag=1)[-1], last) != seen
+
+
+@torch.no_grad()
+def test_lag_edge(tmp_path: Path) -> None:
+    """At lag s the query at i sees the target's keys up to i - s: a change there shows, one later does not."""
+    model = parity_pair(tmp_path, "llama")
+    model.draft_model.self_attn.o_proj.weight.zero_()
+    tokens = random_tokens(20)
+    for lag in range(1, DEPTH + 1):
+        last = training_logits(model, tokens, lag)[-1]
+        for back, seen in ((lag, True), (lag - 1, False)):
+            if back == 0:
+                continue  # the query itself
+            changed = tokens.clone()
+            changed[-1 - back] = (changed[-1 - back] + 1) % 61
+            assert torch.equal(training_logits(model, changed, lag)[-1], last) != seen, (lag, back)
+
+
+@torch.no_grad()
+def test_base_variant_sees_whole_blocks_before_its_own(tmp_path: Path) -> None:
+    """Block size 4: the query at i sees target keys j with j // 4 < i // 4, so labels never leak through the target."""
+    model = parity_pair(tmp_path, "llama")
+    model.draft_model.self_attn.o_proj.weight.zero_()
+
+    def base_logits(tokens: Tensor) -> Tensor:
+        return model(
+            tokens[None],
+            labels=tokens[None],
+            position_ids=torch.arange(len(tokens))[None],
+            cu_seqlens=torch.tensor([0, len(tokens)], dtype=torch.int32),
+            objective=lambda hidden, target_hidden, labels, lm_head: lm_head(hidden)[0],
+        )
+
+    tokens = random_tokens(14)
+    plain = base_logits(tokens)
+    for key in range(14):
+        changed = tokens.clone()
+        changed[key] = (changed[key] + 1) % 61
+        differs = (base_logits(changed) != plain).any(-1).tolist()
+        assert differs == [query == key or key // 4 < query // 4 for query in range(14)], key
+
+
+@torch.no_grad()
+def test_packed_segments_do_not_see_each_other(tmp_path: Path) -> None:
+    """Segments that share a row give the logits of the same segments alone, jumps in position (anchors) included."""
+    model = parity_pair(tmp_path, "qwen2")
+    first, second = random_tokens(9), random_tokens(23)
+    anchored = torch.cat([torch.arange(4), 1000 + torch.arange(4, 23)])
+    packed = model(
+        torch.cat([first, second])[None],
+        labels=torch.zeros(1, 32, dtype=torch.long),
+        position_ids=torch.cat([torch.arange(9), anchored])[None],
+        cu_seqlens=torch.tensor([0, 9, 32], dtype=torch.int32),
+        lags=torch.tensor([2, 3]),
+        objective=lambda hidden, target_hidden, labels, lm_head: torch.cat([hidden, target_hidden], -1)[0],
+    )
+    for tokens, positions, lag, rows in ((first, torch.arange(9), 2, slice(0, 9)), (second, anchored, 3, slice(9, 32))):
+        alone = model(
+            tokens[None],
+            labels=tokens[None],
+            position_ids=positions[None],
+            cu_seqlens=torch.tensor([0, len(tokens)], dtype=torch.int32),
+            lags=torch.tensor([lag]),
+            objective=lambda hidden, target_hidden, labels, lm_head: torch.cat([hidden, target_hidden], -1)[0],
+        )
+        torch.testing.assert_close(packed[rows], alone, **TOLERANCE)
+
+
+@torch.no_grad()
+def test_target_sees_its_sinks_across_the_jump(tmp_path: Path) -> None:
+    """Anchor-offset positions leave the attention whole: a change in the first token reaches the target's last state."""
+    model = parity_pair(tmp_path, "llama")
+    positions = torch.cat([torch.arange(4), 2000 + torch.arange(4, 20)])[None]
+
+    def last_state(tokens: Tensor) -> Tensor:
+        return model(
+            tokens[None],
+            labels=tokens[None],
+            position_ids=positions,
+            cu_seqlens=torch.tensor([0, 20], dtype=torch.int32),
+            lags=torch.tensor([1]),
+            objective=lambda hidden, target_hidden, labels, lm_head: target_hidden[0, -1],
+        )
+
+    tokens = random_tokens(20)
+    changed = tokens.clone()
+    changed[0] = (changed[0] + 1) % 61
+    assert not torch.equal(last_state(tokens), last_state(changed))
+    with_mask = model.model(tokens[None], position_ids=positions, attention_mask=torch.ones(1, 20)).last_hidden_state
+    torch.testing.assert_close(last_state(tokens), with_mask[0, -1], **TOLERANCE)

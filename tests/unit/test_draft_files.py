@@ -1,0 +1,140 @@
+"""Every form of draft on disk loads to the same weights; a draft that does not fit is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from pairs import make_pair, tiny_config
+from safetensors.torch import save_file
+
+from longspec.errors import UserError
+from longspec.models.draft_files import check_draft, load_draft, save_draft_folder
+from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
+
+PUBLISHED_NAMES = (
+    [f"self_attn.{p}_proj.{kind}" for p in "qkv" for kind in ("weight", "bias")]
+    + [f"cross_attn.{p}_proj.{kind}" for p in "qkv" for kind in ("weight", "bias")]
+    + ["self_attn.o_proj.weight", "cross_attn.o_proj.weight"]
+    + [f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
+    + ["input_layernorm.weight", "post_self_attention_layernorm.weight", "post_cross_attention_layernorm.weight"]
+)
+
+
+def published_state(hidden: int = 32, inner: int = 48, heads: int = 4, kv_heads: int = 2) -> dict[str, torch.Tensor]:
+    """Random weights under exactly the parameter names of the published drafts, dead cross k/v included."""
+    generator = torch.Generator().manual_seed(3)
+    width = hidden // heads
+    rows = {"q": heads * width, "k": kv_heads * width, "v": kv_heads * width, "o": hidden}
+    rows |= {"gate": inner, "up": inner, "down": hidden}
+    state = {}
+    for name in PUBLISHED_NAMES:
+        if name.endswith("layernorm.weight"):
+            shape: tuple[int, ...] = (hidden,)
+        else:
+            out = rows[name.split(".")[1].removesuffix("_proj")]
+            shape = (out,) if name.endswith("bias") else (out, inner if "down" in name else hidden)
+        state[name] = torch.randn(shape, generator=generator)
+    return state
+
+
+def write(state: dict[str, torch.Tensor], form: str, folder: Path) -> Path:
+    if form == "pth":
+        torch.save(state, folder / "any_name.pth")
+        return folder / "any_name.pth"
+    if form == "folder":
+        torch.save({f"draft_model.{k}": w for k, w in state.items()}, folder / "draft_model_weights.pth")
+        return folder
+    tiny_config("llama").save_pretrained(folder)
+    if form == "safetensors":
+        save_file(state, folder / "model.safetensors")
+    elif form == "sharded safetensors":
+        names = list(state)
+        for part in (0, 1):
+            save_file({n: state[n] for n in names[part::2]}, folder / f"model-0000{part + 1}-of-00002.safetensors")
+    else:
+        torch.save(state, folder / "pytorch_model.bin")
+    return folder
+
+
+@pytest.mark.parametrize("form", ["pth", "folder", "safetensors", "sharded safetensors", "bin"])
+def test_published_names_load_from_every_form(tmp_path: Path, form: str) -> None:
+    state = published_state()
+    make_pair(tmp_path / "target")
+    draft = write(state, form, _made(tmp_path / "draft"))
+    model = LlamaGlide(tiny_config("llama"), tmp_path / "target", glide_path=draft, torch_dtype=torch.float32)
+    loaded = model.draft_model.state_dict()
+    assert set(state) - set(loaded) == {f"cross_attn.{p}_proj.{k}" for p in "kv" for k in ("weight", "bias")}
+    assert all(torch.equal(weight, state[name]) for name, weight in loaded.items())
+
+
+def test_saved_folder_comes_back(tmp_path: Path) -> None:
+    draft = make_pair(tmp_path / "target").draft_model.state_dict()
+    save_draft_folder(draft, tiny_config("llama"), tmp_path / "hub")
+    assert (tmp_path / "hub" / "config.json").is_file()
+    back = load_draft(tmp_path / "hub")
+    assert back.keys() == draft.keys() and all(torch.equal(back[name], draft[name]) for name in draft)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("mlp.up_proj.weight"), "missing mlp.up_proj.weight"),
+        (lambda s: s.update({"extra.weight": torch.ones(1)}), "unexpected extra.weight"),
+        (
+            lambda s: s.update({"self_attn.k_proj.weight": torch.ones(32, 32)}),
+            r"self_attn.k_proj.weight is \[32, 32\], the target needs \[16, 32\]",
+        ),
+    ],
+)
+def test_misfit_is_named_even_when_configs_ignore_mismatched_sizes(tmp_path: Path, change, message: str) -> None:
+    make_pair(tmp_path)
+    state = published_state()
+    change(state)
+    with pytest.raises(UserError, match=message):
+        LlamaGlide.from_pretrained(tmp_path, state_dict=state, ignore_mismatched_sizes=True)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"hidden": 64}, "the target needs"),
+        ({"kv_heads": 4}, "self_attn.k_proj.weight"),
+    ],
+)
+def test_check_draft_before_the_target_is_loaded(tmp_path: Path, other: dict[str, int], message: str) -> None:
+    file = write(published_state(**other), "pth", tmp_path)
+    with pytest.raises(UserError, match=message) as error:
+        check_draft(file, tiny_config("llama"), LlamaGlideDecoderLayer)
+    assert "\n" not in str(error.value) and str(file) in str(error.value)
+
+
+def test_draft_of_another_family_is_named(tmp_path: Path) -> None:
+    folder = write(published_state(), "safetensors", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "qwen2"}))
+    with pytest.raises(UserError, match="a draft for a qwen2 target; this target is llama"):
+        check_draft(folder, tiny_config("llama"), LlamaGlideDecoderLayer)
+
+
+def test_file_that_carries_code_is_refused(tmp_path: Path) -> None:
+    class Payload:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "ran",))
+
+    torch.save({"weights": Payload()}, tmp_path / "bad.pth")
+    with pytest.raises(UserError, match="not a readable file of plain weights"):
+        load_draft(tmp_path / "bad.pth")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["missing.pth", "empty"])
+def test_missing_draft_is_one_clear_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=str(tmp_path / name)):
+        load_draft(tmp_path / name)

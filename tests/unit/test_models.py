@@ -1,0 +1,122 @@
+"""How a target and its draft are built."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from pairs import FAMILIES, make_pair, save_target, tiny_config
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2ForCausalLM
+
+from longspec.errors import UserError
+from longspec.models.parallel import PretrainedModelParallelPreSplitMixin
+from longspec.train.models.llama_glide import LlamaGlide, LlamaGlideDecoderLayer
+from longspec.train.models.qwen2_glide import Qwen2Glide, Qwen2GlideDecoderLayer
+
+GLIDE = {"llama": LlamaGlide, "qwen2": Qwen2Glide}
+
+
+def test_bases_are_the_contract() -> None:
+    assert issubclass(LlamaGlide, LlamaForCausalLM) and issubclass(Qwen2Glide, Qwen2ForCausalLM)
+    assert issubclass(LlamaGlide, PretrainedModelParallelPreSplitMixin)
+    assert issubclass(Qwen2Glide, PretrainedModelParallelPreSplitMixin)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_constructor_loads_the_target_in_float16_and_freezes_it(tmp_path: Path, family: str) -> None:
+    save_target(tmp_path, family)
+    model = GLIDE[family](tiny_config(family), target_model_path=tmp_path, glide_path=None)
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trainable == {name for name, _ in model.named_parameters() if name.startswith("draft_model.")}
+    assert not any(p.is_meta for p in model.parameters()) and not any(b.is_meta for b in model.buffers())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_target_weights_and_logits_are_the_files(tmp_path: Path, family: str) -> None:
+    model = make_pair(tmp_path, family)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for name, weight in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight), name
+    tokens = torch.randint(0, 61, (2, 11), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(model(tokens).logits, plain(tokens).logits)
+
+
+def test_transformers_generate_still_works_on_padded_prompts(tmp_path: Path) -> None:
+    """The target stays an ordinary transformers model: mask, cache and all."""
+    model = make_pair(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = torch.randint(1, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    ours, theirs = (m.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False) for m in (model, plain))
+    assert ours.tolist() == theirs.tolist()
+
+
+def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
+    model = make_pair(tmp_path, tie_word_embeddings=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_fresh_draft_has_the_stated_initialisation(tmp_path: Path) -> None:
+    """Weights N(0, initializer_range), biases 0, norms 1."""
+    draft = make_pair(tmp_path, hidden_size=64, intermediate_size=256, initializer_range=0.05).draft_model
+    for name, parameter in draft.named_parameters():
+        if name.endswith("bias"):
+            assert torch.all(parameter == 0), name
+        elif "layernorm" in name:
+            assert torch.all(parameter == 1), name
+        else:
+            assert abs(parameter.std().item() - 0.05) < 0.005 and abs(parameter.mean().item()) < 0.005, name
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, None), (4, 2, None), (4, 1, 16), (6, 2, 32)])
+def test_head_layout_follows_the_target(tmp_path: Path, heads: int, kv_heads: int, head_dim: int | None) -> None:
+    """MHA, GQA and an explicit head_dim that is not hidden_size / heads."""
+    layout = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 48}
+    model = make_pair(tmp_path, **layout, **({"head_dim": head_dim} if head_dim else {}))
+    width = head_dim or 48 // heads
+    draft = model.draft_model
+    assert draft.self_attn.q_proj.weight.shape == (heads * width, 48)
+    assert draft.self_attn.k_proj.bias.shape == (kv_heads * width,)
+    assert draft.cross_attn.o_proj.weight.shape == (48, heads * width)
+    assert draft.self_attn.o_proj.bias is None and not hasattr(draft.cross_attn, "k_proj")
+
+
+def test_state_dict_route_takes_weights_with_and_without_prefix(tmp_path: Path) -> None:
+    source = make_pair(tmp_path).draft_model.state_dict()
+    for prefix in ("", "draft_model."):
+        given = {prefix + name: weight for name, weight in source.items()}
+        loaded = LlamaGlide.from_pretrained(
+            tmp_path,
+            state_dict=given,
+            torch_dtype="float32",
+            attn_implementation="flash_attention_2",
+            gradient_checkpointing=True,
+            pad_token_id=5,
+            ignore_mismatched_sizes=True,
+        )
+        assert all(torch.equal(weight, source[name]) for name, weight in loaded.draft_model.state_dict().items())
+        assert loaded.gradient_checkpointing and loaded.config.pad_token_id == 5
+
+
+def test_decoder_layers_are_importable_where_configs_point() -> None:
+    assert set(dict(LlamaGlideDecoderLayer(tiny_config("llama")).named_parameters())) == set(
+        dict(Qwen2GlideDecoderLayer(tiny_config("qwen2")).named_parameters())
+    )
+
+
+def test_other_family_is_one_clear_line(tmp_path: Path) -> None:
+    save_target(tmp_path, "llama")
+    with pytest.raises(UserError, match="a llama target; Qwen2Glide takes qwen2 targets"):
+        Qwen2Glide.from_pretrained(tmp_path)
+
+
+def test_folder_without_checkpoint_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"{tmp_path}: no model checkpoint"):
+        LlamaGlide.from_pretrained(tmp_path)
+
+
+def test_sliding_window_target_is_refused(tmp_path: Path) -> None:
+    save_target(tmp_path, "qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1)
+    with pytest.raises(UserError, match="sliding-window"):
+        Qwen2Glide.from_pretrained(tmp_path)
