@@ -53,12 +53,12 @@ def full_forward_kv(model: GlideMixin, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_state_after_every_accepted_length(tmp_path: Path, family: str) -> None:
+def test_state_after_every_accepted_length(tmp_path: Path, family: str, device: str) -> None:
     """After each round: compacted target cache, draft ring, length and root equal those of a fresh start there."""
-    model = make_pair(tmp_path, family)
+    model = make_pair(tmp_path, family).to(device)
     lengths = [1, 40, WINDOW - 6]  # the last row's ring wraps around on the way
     generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(0, VOCAB, (n,), generator=generator) for n in lengths]
+    prompts = [torch.randint(0, VOCAB, (n,), generator=generator).to(device) for n in lengths]
     truth = [target_greedy(model, prompt, 1 + (DEPTH + 1) * (len(PLAN) + 1)) for prompt in prompts]
     oracle = OracleTree(model, truth, lengths)
     padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
@@ -67,7 +67,7 @@ def test_state_after_every_accepted_length(tmp_path: Path, family: str) -> None:
     at = [0, 0, 0]
     for planned in PLAN:
         oracle.plan = planned
-        tokens, counts = engine.round(torch.ones(3, dtype=torch.bool))
+        tokens, counts = engine.round(torch.ones(3, dtype=torch.bool, device=device))
         assert counts.tolist() == [n + 1 for n in planned]
         engine.note_lengths(counts.tolist())
         for b, count in enumerate(counts.tolist()):
@@ -75,7 +75,7 @@ def test_state_after_every_accepted_length(tmp_path: Path, family: str) -> None:
             at[b] += count
             assert engine.root[b] == truth[b][at[b]]
             assert engine.cache.lengths[b] == lengths[b] + at[b]
-            check_row(model, engine, oracle, b, torch.cat([prompts[b], torch.tensor(truth[b][: at[b]])]))
+            check_row(model, engine, oracle, b, torch.cat([prompts[b], torch.tensor(truth[b][: at[b]], device=device)]))
 
 
 def check_row(model: GlideMixin, engine: Engine, oracle: OracleTree, b: int, read: Tensor) -> None:
@@ -83,7 +83,7 @@ def check_row(model: GlideMixin, engine: Engine, oracle: OracleTree, b: int, rea
     length = len(read)
     for store, expected in zip((engine.cache.keys, engine.cache.values), full_forward_kv(model, read), strict=True):
         torch.testing.assert_close(store[:, b, :, :length], expected, rtol=1e-4, atol=1e-4)
-    positions = torch.arange(max(0, length - WINDOW), length)
+    positions = torch.arange(max(0, length - WINDOW), length, device=read.device)
     embeddings, rope = model.embed(read[None, positions], positions[None])
     ring = oracle.draft.cache
     for store, expected in zip((ring.keys, ring.values), model.draft_model.keys_values(embeddings, rope), strict=True):

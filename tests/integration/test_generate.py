@@ -32,8 +32,8 @@ def padded(rows: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_greedy_tokens_are_the_targets_own(tmp_path: Path, method: str, family: str, side: str) -> None:
-    model = make_pair(tmp_path, family, num_key_value_heads=1 if side == "left" else 4)
+def test_greedy_tokens_are_the_targets_own(tmp_path: Path, method: str, family: str, side: str, device: str) -> None:
+    model = make_pair(tmp_path, family, num_key_value_heads=1 if side == "left" else 4).to(device)
     rows = prompts(1, 7, 30)
     out = generate(model, *padded(rows, side), method=method, max_new_tokens=24, pad_token_id=0, **SETTINGS)
     for b, row in enumerate(rows):
@@ -146,9 +146,7 @@ def test_streamer_gets_exactly_the_new_tokens(tmp_path: Path, method: str) -> No
     (row,) = prompts(8)
     eos = target_greedy(model, row, 12)[7]
     recorder = Recorder()
-    out = generate(
-        model, row[None], method=method, max_new_tokens=12, eos_token_id=eos, streamer=recorder, **SETTINGS
-    )
+    out = generate(model, row[None], method=method, max_new_tokens=12, eos_token_id=eos, streamer=recorder, **SETTINGS)
     assert recorder.tokens == out.new_tokens[0].tolist() and recorder.ended
 
 
@@ -192,18 +190,18 @@ def exact_distribution(model: GlideMixin, prompt: Tensor, temperature: float) ->
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_samples_follow_the_targets_distribution(tmp_path: Path, method: str, temperature: float) -> None:
+def test_samples_follow_the_targets_distribution(tmp_path: Path, method: str, temperature: float, device: str) -> None:
     """Three tokens on a vocabulary of 4, 4000 rows: G statistic below the 1 - 1e-6 quantile of chi-square(63), 136."""
-    model = make_pair(tmp_path, vocab_size=4, initializer_range=0.2)
+    model = make_pair(tmp_path, vocab_size=4, initializer_range=0.2).to(device)
     (prompt,) = prompts(5)
     prompt %= 4
     rows = prompt.expand(4000, -1)
     out = generate(
         model, rows, method=method, temperature=temperature, max_new_tokens=3, seed=11, tree_shape=(2, 3), gamma=2
     )
-    tokens = torch.stack(out.new_tokens)
+    tokens = torch.stack(out.new_tokens).cpu()
     counts = torch.bincount(tokens[:, 0] * 16 + tokens[:, 1] * 4 + tokens[:, 2], minlength=64).double()
-    expected = exact_distribution(model, prompt, temperature).flatten().double() * 4000
+    expected = exact_distribution(model.cpu(), prompt, temperature).flatten().double() * 4000
     g = 2 * torch.where(counts > 0, counts * (counts / expected).log(), 0).sum()
     assert g < 136, f"G = {g:.1f}"
 

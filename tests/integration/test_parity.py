@@ -1,4 +1,4 @@
-"""A draft must compute the same while decoding as while training: ring and stale target cache against full sequences."""
+"""A draft computes the same while decoding (ring, stale target cache) as while training (full sequences)."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def training_logits(model: GlideMixin, tokens: Tensor, lag: int) -> Tensor:
     return model(
         tokens[None],
         labels=tokens[None],
-        position_ids=torch.arange(len(tokens))[None],
+        position_ids=torch.arange(len(tokens), device=tokens.device)[None],
         cu_seqlens=torch.tensor([0, len(tokens)], dtype=torch.int32),
         lags=torch.tensor([lag]),
         objective=lambda hidden, target_hidden, labels, lm_head: lm_head(hidden)[0],
@@ -50,11 +50,13 @@ def prefilled(model: GlideMixin, prompts: list[Tensor], drafter: ChainDrafter | 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("overrides", [{}, {"num_key_value_heads": 4, "head_dim": 16}], ids=["gqa", "mha"])
 @torch.no_grad()
-def test_chain_logits_equal_training_logits_at_the_same_lag(tmp_path: Path, family: str, overrides: dict) -> None:
+def test_chain_logits_equal_training_logits_at_the_same_lag(
+    tmp_path: Path, family: str, overrides: dict, device: str
+) -> None:
     """Roots from 1 to past the window, ragged in one batch; node d - 1 of the chain proposes level d at lag d."""
-    model = parity_pair(tmp_path, family, **overrides)
+    model = parity_pair(tmp_path, family, **overrides).to(device)
     roots = [1, 2, 5, 511, 512, 513, 530]
-    tokens = random_tokens(len(roots), 540)
+    tokens = random_tokens(len(roots), 540).to(device)
     draft = GlideDraft(model, len(roots), nodes=DEPTH)
     engine = prefilled(
         model,
@@ -71,10 +73,10 @@ def test_chain_logits_equal_training_logits_at_the_same_lag(tmp_path: Path, fami
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_tree_logits_equal_training_logits_along_each_path(tmp_path: Path, family: str) -> None:
-    """Every node of a tree, whatever its siblings, equals the training forward over the prefix and its own ancestors."""
-    model = parity_pair(tmp_path, family)
-    prompts = [row[:n] for row, n in zip(random_tokens(3, 540), (3, 509, 530), strict=True)]
+def test_tree_logits_equal_training_logits_along_each_path(tmp_path: Path, family: str, device: str) -> None:
+    """Every node, whatever its siblings, equals the training forward over the prefix and its own ancestors."""
+    model = parity_pair(tmp_path, family).to(device)
+    prompts = [row[:n] for row, n in zip(random_tokens(3, 540).to(device), (3, 509, 530), strict=True)]
     drafter = TreeDrafter(model, len(prompts), shape=(3, 5, 4, 1), temperature=0.0)
     levels: list[Tensor] = []
     level = drafter.draft.level
@@ -92,7 +94,7 @@ def test_tree_logits_equal_training_logits_along_each_path(tmp_path: Path, famil
 
 @torch.no_grad()
 def test_window_edge(tmp_path: Path) -> None:
-    """The query at position i sees the keys i - 512 … i, in training and (by parity) in decoding: 512 back yes, 513 no."""
+    """The query at i sees the keys i - 512 … i, in training and (by parity) in decoding: 512 back yes, 513 no."""
     model = parity_pair(tmp_path, "llama")
     model.draft_model.cross_attn.o_proj.weight.zero_()  # leaves the self-attention as the only way to the past
     tokens = random_tokens(530)
@@ -171,7 +173,7 @@ def test_packed_segments_do_not_see_each_other(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_target_sees_its_sinks_across_the_jump(tmp_path: Path) -> None:
-    """Anchor-offset positions leave the attention whole: a change in the first token reaches the target's last state."""
+    """Anchor-offset positions leave the attention whole: the first token still reaches the target's last state."""
     model = parity_pair(tmp_path, "llama")
     positions = torch.cat([torch.arange(4), 2000 + torch.arange(4, 20)])[None]
 

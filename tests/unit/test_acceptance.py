@@ -60,7 +60,8 @@ def test_tree_descent_emits_the_targets_distribution(seed: int) -> None:
     )
     accepted = follow(batch, draws)
     emitted: dict[tuple[int, ...], float] = {}
-    for path, count, bonus, w in zip(*(x.tolist() for x in (accepted.path, accepted.count, accepted.bonus, weight))):
+    columns = (column.tolist() for column in (accepted.path, accepted.count, accepted.bonus, weight))
+    for path, count, bonus, w in zip(*columns, strict=True):
         sequence = (*(tree.tokens[0, n].item() for n in path[1 : count + 1]), bonus)
         emitted[sequence] = emitted.get(sequence, 0.0) + w
     assert sum(emitted.values()) == pytest.approx(1, abs=1e-9)
@@ -73,9 +74,7 @@ def _target_probability(tree: Proposal, p: Tensor, sequence: tuple[int, ...]) ->
     for step, token in enumerate(sequence):
         probability *= p[node, token].item()
         if step < len(sequence) - 1:
-            node = next(
-                n for n in range(6) if tree.parents[0, n] == node and n > 0 and tree.tokens[0, n] == token
-            )
+            node = next(n for n in range(6) if tree.parents[0, n] == node and n > 0 and tree.tokens[0, n] == token)
     return probability
 
 
