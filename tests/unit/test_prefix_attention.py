@@ -1,0 +1,105 @@
+"""The split-KV prefix kernel against its torch reference, in Triton's interpreter and on the GPU."""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from longspec.kernels import reference
+from longspec.kernels.prefix_attention import prefix_attention
+
+DEVICES = [
+    pytest.param(
+        "cpu", marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs interpreter")
+    ),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def make_case(
+    lengths: list[int], kv_heads: int, group: int, nodes: int, head_dim: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v, lengths; K and V differ in strides and hold NaN and inf behind each row's length."""
+    generator = torch.Generator().manual_seed(sum(lengths) + nodes)
+    batch, slots = len(lengths), max(lengths) + 70
+    q = torch.randn(batch, nodes, kv_heads * group, head_dim, generator=generator).transpose(1, 2)
+    k = torch.randn(batch, slots, kv_heads, head_dim, generator=generator).transpose(1, 2)
+    v = torch.randn(batch, kv_heads, slots, head_dim + 16, generator=generator)[..., :head_dim]
+    for row, length in enumerate(lengths):
+        k[row, :, length:] = torch.nan
+        v[row, :, length:] = torch.inf
+    return q.to(dtype), k.to(dtype), v.to(dtype), torch.tensor(lengths)
+
+
+def check(case: tuple[Tensor, ...], num_splits: int, device: str, scale: float = 0.2) -> tuple[Tensor, Tensor]:
+    q, k, v, lengths = (x.to(device) for x in case)
+    out, lse = prefix_attention(q, k, v, lengths, scale, num_splits)
+    expected_out, expected_lse = reference.prefix_attention(q, k, v, lengths, scale, num_splits)
+    tolerance = TOLERANCE[q.dtype]
+    torch.testing.assert_close(out, expected_out, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse, expected_lse, atol=tolerance, rtol=tolerance)
+    return out, lse
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("lengths", "kv_heads", "group", "nodes", "head_dim", "num_splits"),
+    [
+        ([200, 0, 65], 2, 1, 1, 64, 3),
+        ([129], 1, 4, 69, 64, 2),
+        ([70, 20], 3, 4, 2, 32, 2),
+        ([64, 1], 1, 5, 3, 128, 1),
+        ([300, 7], 1, 8, 2, 80, 4),
+        ([33], 1, 1, 69, 16, 2),
+    ],
+)
+def test_equals_the_reference_over_ragged_lengths(
+    lengths: list[int], kv_heads: int, group: int, nodes: int, head_dim: int, num_splits: int, device: str
+) -> None:
+    """Each partial by itself; slots behind a row's length hold NaN and inf and must never count."""
+    check(make_case(lengths, kv_heads, group, nodes, head_dim), num_splits, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_half_precision_accumulates_in_fp32(device: str) -> None:
+    check(make_case([150, 90], 1, 4, 5, 64, torch.float16), 2, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_empty_prefix_and_spare_splits_give_zero_and_minus_infinity(device: str) -> None:
+    out, lse = check(make_case([0, 70], 1, 2, 3, 64), 5, device)
+    assert out[:, 0].eq(0).all() and lse[:, 0].eq(-torch.inf).all()
+    assert out[2:, 1].eq(0).all() and lse[2:, 1].eq(-torch.inf).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (80, 1), (128, 4), (128, 5), (256, 2)])
+def test_every_dtype_and_group_on_the_gpu(head_dim: int, group: int, dtype: torch.dtype) -> None:
+    for nodes in (1, 69):
+        check(make_case([5000, 0, 1, 2113], 2, group, nodes, head_dim, dtype), 7, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_a_long_prefix_on_the_gpu(dtype: torch.dtype) -> None:
+    for nodes in (1, 69):
+        check(make_case([32768, 32001], 8, 4, nodes, 128, dtype), 33, "cuda", scale=128**-0.5)
+
+
+@pytest.mark.gpu
+def test_offsets_past_two_to_the_31_on_the_gpu() -> None:
+    """The second row of this cache starts beyond 2**31 elements."""
+    store = torch.zeros(2, 1, 2**31 // 128 + 256, 128, dtype=torch.float16, device="cuda")
+    small = make_case([100, 100], 1, 4, 5, 128, torch.float16)
+    k, v = store, store.flip(0)
+    for row in range(2):
+        k[row, :, :100], v[row, :, :100] = small[1][row, :, :100].cuda(), small[2][row, :, :100].cuda()
+    lengths = small[3].cuda()
+    out, lse = prefix_attention(small[0].cuda(), k, v, lengths, 0.1, 2)
+    expected = prefix_attention(*(x.cuda() for x in small[:3]), lengths, 0.1, 2)
+    torch.testing.assert_close((out, lse), expected)
