@@ -1,0 +1,213 @@
+"""The whole way from JSONL files to rows of token ids."""
+
+import functools
+import inspect
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset, Features, Value
+from datasets import Sequence as ListOf
+from datasets.fingerprint import Hasher
+
+from longspec.data import aligners as aligner_functions
+from longspec.data import packing, records, templates
+from longspec.data.aligners import DEFAULT_ALIGNERS, Aligner, Sample, common_form_aligner
+from longspec.data.collators import Segment
+from longspec.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+OVERFLOWS = ("split", "truncate")
+TOKEN_FEATURES = Features(
+    {
+        "id": Value("string"),
+        "input_ids": ListOf(Value("int32")),
+        "prompt_length": Value("int32"),
+        "length": Value("int32"),
+    }
+)
+# `length` of samples that are left out, so that a cached table still says why.
+NO_ANSWER, NO_ROOM = 0, -1
+LINES_PER_BATCH = 64  # long documents: a batch is held in memory as Python integers
+
+
+class RowDataset(torch.utils.data.Dataset[list[Segment]]):
+    """Rows of segments over a memory-mapped table of tokenised samples.
+
+    Item r is a list of segments: `input_ids` int64 [T] and `prompt_length`; a row has at most max_length tokens in all.
+    """
+
+    def __init__(self, samples: Dataset, rows: packing.Rows):
+        self.samples = samples.with_format("numpy", columns=["input_ids", "prompt_length"])
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> list[Segment]:
+        found = self.samples[self.rows[row].tolist()]
+        return [
+            {"input_ids": ids, "prompt_length": int(length)}
+            for ids, length in zip(found["input_ids"], found["prompt_length"], strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Tokenise:
+    """The mapped function: a batch of `records.index_lines` rows to tokenised samples (TOKEN_FEATURES)."""
+
+    tokenizer: Any
+    eos_token_id: int
+    family: str
+    chat_format: str
+    max_length: int
+    overflow: str
+    answer_only: bool
+    aligners: tuple[Aligner, ...]
+
+    def __call__(self, index: dict[str, list]) -> dict[str, list]:
+        samples, texts = self._texts(index)
+        whole = templates.encode_texts([prompt + answer for prompt, answer in texts], self.tokenizer)
+        prompts = iter(templates.encode_texts([prompt for prompt, _ in texts if prompt], self.tokenizer))
+        columns: dict[str, list] = {name: [] for name in TOKEN_FEATURES}
+        for sample, (prompt, answer), ids in zip(samples, texts, whole, strict=True):
+            prompt_length = _common_prefix(next(prompts), ids) if prompt else 0
+            if not answer.strip():
+                pieces = [_piece([], 0, NO_ANSWER)]
+            else:
+                pieces = self._pieces(ids, prompt_length, plain=not prompt)
+            for piece in pieces:
+                for name, value in {"id": sample["id"], **piece}.items():
+                    columns[name].append(value)
+        return columns
+
+    def fingerprint(self, index: Dataset) -> str:
+        """Changes with the lines, each setting and the code that makes the tokens (aligners of others included)."""
+        modules = [records, templates, aligner_functions, inspect.getmodule(Tokenise)]
+        modules += [inspect.getmodule(getattr(aligner, "func", aligner)) for aligner in self.aligners]
+        sources = [inspect.getsource(module) for module in modules if module and hasattr(module, "__file__")]
+        return Hasher.hash([index._fingerprint, sources, vars(self)])
+
+    def _texts(self, index: dict[str, list]) -> tuple[list[Sample], list[tuple[str, str]]]:
+        samples: list[Sample] = []
+        texts: list[tuple[str, str]] = []
+        for path, line, raw in records.read_lines(index):
+            record = records.parse_record(path, line, raw)
+            with records.located(path, line):
+                for part in records.split_pairs(record):
+                    sample: Any = functools.reduce(lambda value, align: align(value), self.aligners, part)
+                    samples.append(sample)
+                    texts.append(templates.render(sample, self.family, self.tokenizer, self.chat_format))
+        return samples, texts
+
+    def _pieces(self, ids: list[int], prompt_length: int, plain: bool) -> list[dict[str, Any]]:
+        """One sample cut to max_length: all pieces of plain text if it is split, else its beginning."""
+        if ids[-1:] != [self.eos_token_id]:
+            ids = [*ids, self.eos_token_id]
+        if self.answer_only and prompt_length >= self.max_length:
+            return [_piece([], 0, NO_ROOM)]
+        if not plain or self.overflow == "truncate":
+            kept = ids[: self.max_length]
+            return [_piece(kept, min(prompt_length, len(kept)), len(kept))]
+        cut = [ids[start : start + self.max_length] for start in range(0, len(ids), self.max_length)]
+        return [_piece(piece, 0, len(piece)) for piece in cut if len(piece) > 1]  # one token alone predicts nothing
+
+
+def build_dataset(
+    files: records.Files,
+    tokenizer: Any,
+    *,
+    family: str,
+    max_length: int,
+    pack: bool,
+    chat_format: str = "published",
+    overflow: str = "truncate",
+    answer_only: bool = False,
+    aligners: Iterable[Aligner] = DEFAULT_ALIGNERS,
+    eos_token_id: int | None = None,
+    num_proc: int = 1,
+    seed: int = 42,
+    cache_dir: str | None = None,
+) -> RowDataset:
+    """Rows for the collators from JSONL files; the same arguments always give the same rows.
+
+    `max_length` is in tokens. `overflow` says what happens to longer plain text: "split" into pieces or "truncate";
+    records with a prompt are truncated. With `answer_only` those whose prompt leaves no room for an answer are left out
+    and counted in the log. `pack` puts several samples into a row. `eos_token_id` ends documents and answers (default:
+    the tokenizer's). Lines and tokens are cached in `cache_dir` (default: that of Hugging Face datasets), so of several
+    processes let one build first.
+
+    Raises UserError for bad files, records (naming file, line and field) and settings, and if nothing is left.
+    """
+    aligners = tuple(aligners)
+    _check(tokenizer, family, chat_format, max_length, overflow, aligners)
+    eos = tokenizer.eos_token_id if eos_token_id is None else eos_token_id
+    if eos is None:
+        raise UserError("the tokenizer has no EOS token: give eos_token_id, or a tokenizer with one")
+    tokenise = Tokenise(tokenizer, eos, family, chat_format, max_length, overflow, answer_only, aligners)
+    index = records.index_lines(files, num_proc, cache_dir)
+    workers = min(num_proc, -(-len(index) // LINES_PER_BATCH))
+    samples = index.map(
+        tokenise,
+        batched=True,
+        batch_size=LINES_PER_BATCH,
+        remove_columns=index.column_names,
+        features=TOKEN_FEATURES,
+        num_proc=workers if workers > 1 else None,
+        new_fingerprint=tokenise.fingerprint(index),
+        desc="Tokenising",
+    )
+    lengths = np.asarray(samples.data.column("length"))
+    rows = _rows(lengths, max_length, pack, seed)
+    _report(len(index), lengths, len(rows), max_length)
+    return RowDataset(samples, rows)
+
+
+def _rows(lengths: np.ndarray, max_length: int, pack: bool, seed: int) -> packing.Rows:
+    kept = np.flatnonzero(lengths > 0)
+    if not pack:
+        return packing.Rows(kept, np.arange(len(kept) + 1))
+    packed = packing.pack(lengths[kept], max_length, seed)
+    return packing.Rows(kept[packed.samples], packed.starts)
+
+
+def _report(records_read: int, lengths: np.ndarray, rows: int, max_length: int) -> None:
+    no_answer, no_room = int((lengths == NO_ANSWER).sum()), int((lengths == NO_ROOM).sum())
+    left_out = (
+        f"left out: {no_answer} with an empty answer or text, {no_room} with a prompt of {max_length} tokens or more"
+    )
+    if not rows:
+        raise UserError(
+            f"none of the {records_read} records can be trained on ({left_out}); check the data and max_length"
+        )
+    real = lengths[lengths > 0]
+    logger.info(
+        "%d records -> %d samples of %d tokens (%s) -> %d rows, %.1f%% of %d tokens filled",
+        *(records_read, len(real), real.sum(), left_out, rows, 100 * real.sum() / (rows * max_length), max_length),
+    )
+
+
+def _check(
+    tokenizer: Any, family: str, chat_format: str, max_length: int, overflow: str, aligners: Sequence[Aligner]
+) -> None:
+    templates.check_chat_format(family, tokenizer, chat_format)
+    if max_length < 2:
+        raise UserError(f"max_length is {max_length}: a row needs at least 2 tokens to learn one")
+    if overflow not in OVERFLOWS:
+        raise UserError(f"unknown overflow '{overflow}': use one of {', '.join(OVERFLOWS)}")
+    if list(aligners[-1:]) != [common_form_aligner()]:
+        raise UserError("the last of `aligners` must be longspec.data.aligners.common_form_aligner")
+
+
+def _piece(ids: list[int], prompt_length: int, length: int) -> dict[str, Any]:
+    return {"input_ids": np.array(ids, dtype=np.int32), "prompt_length": prompt_length, "length": length}
+
+
+def _common_prefix(prompt: Sequence[int], whole: Sequence[int]) -> int:
+    """How many tokens of the prompt alone `whole` starts with: a token that joins prompt and answer is no prompt."""
+    shared = min(len(prompt), len(whole))
+    return next((i for i in range(shared) if prompt[i] != whole[i]), shared)

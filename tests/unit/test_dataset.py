@@ -1,0 +1,193 @@
+"""From JSONL files to rows: what is tokenised, cut, packed, left out, cached, and what bad input says."""
+
+import json
+import logging
+import pickle
+
+import numpy as np
+import pytest
+from tiny_tokenizer import byte_tokenizer
+
+from longspec.data.aligners import add_id_aligner
+from longspec.data.collators import Collator
+from longspec.data.dataset import build_dataset
+from longspec.data.templates import chat_prompt
+from longspec.errors import UserError
+
+TOKENIZER = byte_tokenizer()
+EOS = TOKENIZER.eos_token_id
+
+
+@pytest.fixture
+def build(tmp_path):
+    """Build from records (or raw lines, or whole files) with short defaults."""
+
+    def run(*files, **settings):
+        paths = []
+        for number, lines in enumerate(files):
+            path = tmp_path / f"file{number}.jsonl"
+            texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+            path.write_text("".join(text + "\n" for text in texts))
+            paths.append(path)
+        defaults = {"family": "llama", "max_length": 200, "pack": False, "cache_dir": str(tmp_path / "cache")}
+        return build_dataset(paths, settings.pop("tokenizer", TOKENIZER), **{**defaults, **settings})
+
+    return run
+
+
+def ids(text):
+    return TOKENIZER(text)["input_ids"]
+
+
+def tokens(rows):
+    return [[segment["input_ids"].tolist() for segment in row] for row in rows]
+
+
+def test_each_record_becomes_its_tokens_and_the_eos(build):
+    rows = build([{"text": "abc"}, {"source": "Why?", "target": "So."}, {"prefix": "x =", "suffix": " 1"}])
+    prompt = ids(chat_prompt("Why?", "llama"))
+    assert tokens(rows) == [[[*ids("abc"), EOS]], [[*prompt, *ids("So."), EOS]], [[*ids("x = 1"), EOS]]]
+    assert [row[0]["prompt_length"] for row in rows] == [0, len(prompt), 3]
+    assert rows[0][0]["input_ids"].dtype == np.int64
+
+
+def test_pairs_in_lists_become_samples_of_their_own(build):
+    rows = build([{"article": ["a", "b"], "abstract": ["1", "2"]}], family="qwen2", max_length=400)
+    assert [TOKENIZER.decode(row[0]["input_ids"][row[0]["prompt_length"] :]) for row in rows] == ["1</s>", "2</s>"]
+    assert [sample_id.rpartition(":")[2] for sample_id in rows.samples.with_format(None)["id"]] == ["1#0", "1#1"]
+
+
+def test_the_eos_is_learnt_when_it_is_also_the_pad_token(build):
+    rows = build([{"text": "abc"}, {"text": "longer one"}])
+    batch = Collator(pad_token_id=EOS)([rows[0], rows[1]])
+    assert batch["labels"][0].tolist() == [-100, *ids("bc"), EOS] + [-100] * 7
+    assert batch["labels"][1, -1] == EOS
+
+
+def test_a_given_eos_ends_answers_and_is_not_doubled(build):
+    end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+    rows = build([{"text": "abc"}, {"text": "abc<|im_end|>"}], eos_token_id=end)
+    assert tokens(rows) == [[[*ids("abc"), end]]] * 2
+
+
+def test_a_token_across_prompt_and_answer_is_no_prompt(build):
+    """The prompt's length counts the tokens that the prompt alone has too."""
+    tokenizer = byte_tokenizer()
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["model"]["vocab"]["ab"] = len(state["model"]["vocab"])
+    state["model"]["merges"] = [["a", "b"]]
+    merged = type(tokenizer)(tokenizer_object=type(tokenizer.backend_tokenizer).from_str(json.dumps(state)))
+    merged.eos_token = "</s>"
+    row = build([{"prefix": "cca", "suffix": "bc"}], tokenizer=merged)[0]
+    assert row[0]["prompt_length"] == 2
+    assert len(row[0]["input_ids"]) == 5
+
+
+def test_long_text_is_split_into_pieces_or_cut(build):
+    text = "0123456789" * 2 + "x"
+    whole = [*ids(text), EOS]
+    pieces = build([{"text": text}], max_length=8, overflow="split")
+    assert [piece for (piece,) in tokens(pieces)] == [whole[:8], whole[8:16], whole[16:]]
+    assert tokens(build([{"text": text}], max_length=8)) == [[whole[:8]]]
+
+
+def test_a_last_piece_of_one_token_is_left_out(build):
+    pieces = build([{"text": "01234567"}], max_length=8, overflow="split")
+    assert tokens(pieces) == [[ids("01234567")]]
+
+
+def test_records_with_a_prompt_are_cut_even_where_text_is_split(build):
+    rows = build([{"prefix": "0123456789", "suffix": "ab"}], max_length=8, overflow="split")
+    assert tokens(rows) == [[ids("01234567")]]
+    assert rows[0][0]["prompt_length"] == 8
+
+
+def test_prompts_that_leave_no_room_are_counted_and_left_out(build, caplog):
+    records = [{"prefix": "01234567", "suffix": "ab"}, {"prefix": "0123456", "suffix": "ab"}, {"text": " "}]
+    for _ in range(2):  # the second time from the cache
+        with caplog.at_level(logging.INFO, logger="longspec"):
+            rows = build(records, max_length=8, answer_only=True)
+        assert tokens(rows) == [[ids("0123456a")]]
+        assert "3 records -> 1 samples of 8 tokens" in caplog.text
+        assert "1 with an empty answer or text, 1 with a prompt of 8 tokens or more" in caplog.text
+        caplog.clear()
+
+
+def test_packed_rows_hold_every_sample_once(build):
+    texts = ["ab" * (number % 30 + 1) for number in range(100)]
+    rows = build([{"text": ""}, *({"text": text} for text in texts)], pack=True, max_length=128)
+    segments = [segment for row in tokens(rows) for segment in row]
+    assert sorted(segments) == sorted([*ids(text), EOS] for text in texts)
+    filled = [sum(map(len, row)) for row in tokens(rows)]
+    assert max(filled) <= 128 and sum(filled) >= 0.97 * 128 * len(rows)
+    assert any(len(row) > 1 for row in rows)
+    other = build([{"text": text} for text in texts], pack=True, max_length=128, seed=1)
+    assert tokens(other) != tokens(rows) and sorted(tokens(other)) == sorted(tokens(rows))
+
+
+def test_two_processes_give_the_same_rows(build, tmp_path):
+    records = [{"text": f"text {number}"} for number in range(150)]
+    one = build(records[:100], records[100:], pack=True, cache_dir=str(tmp_path / "one"))
+    two = build(records[:100], records[100:], pack=True, cache_dir=str(tmp_path / "two"), num_proc=2)
+    assert tokens(one) == tokens(two)
+    assert len(list((tmp_path / "two").rglob("*_of_00002.arrow"))) >= 2
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"text": "a"', "not a JSON line"),
+        ('{"report": "a"}', "field 'summary' is missing"),
+        ('{"text": 3}', "field 'text' must be a string, not int"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "field 'messages' has no turn with role 'assistant'"),
+    ],
+)
+def test_a_bad_record_names_file_line_and_field(build, tmp_path, num_proc, line, says):
+    good = [{"text": "fine"}] * 70
+    with pytest.raises(UserError, match=says) as error:
+        build(good, [*good[:2], "", line], num_proc=num_proc)
+    assert str(error.value).startswith(f"{tmp_path / 'file1.jsonl'}, line 4: ")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"family": "gpt2"}, "unknown model family 'gpt2'"),
+        ({"chat_format": "tokenizer"}, "chat template"),
+        ({"overflow": "drop"}, "unknown overflow 'drop'"),
+        ({"max_length": 1}, "max_length is 1"),
+        ({"aligners": [add_id_aligner()]}, "common_form_aligner"),
+        ({"tokenizer": type(TOKENIZER)(tokenizer_object=TOKENIZER.backend_tokenizer)}, "no EOS token"),
+    ],
+)
+def test_bad_settings_are_named_before_any_reading(build, settings, says):
+    with pytest.raises(UserError, match=says):
+        build(["not JSON"], **settings)
+
+
+def test_nothing_to_train_on_is_an_error(build):
+    with pytest.raises(UserError, match=r"none of the 2 records can be trained on .*2 with an empty answer"):
+        build([{"text": ""}, {"source": "q", "target": "\n"}])
+
+
+def test_tokens_come_from_the_cache_unless_something_changed(build, tmp_path):
+    def tables():
+        return {path for path in (tmp_path / "cache").rglob("*.arrow") if path.name.startswith("cache-")}
+
+    records = [{"text": "abc"}]
+    build(records)
+    first = tables()
+    path = tmp_path / "file0.jsonl"
+    settings = {"family": "llama", "pack": False, "cache_dir": str(tmp_path / "cache")}
+    build_dataset(path, TOKENIZER, max_length=200, **settings)
+    assert tables() == first and len(first) == 1
+    build_dataset(path, TOKENIZER, max_length=100, **settings)
+    build_dataset(path, byte_tokenizer(reversed_ids=True), max_length=200, **settings)
+    assert len(tables()) == 3
+
+
+def test_rows_travel_to_loader_workers(build):
+    rows = build([{"text": "abc"}, {"text": "d"}], pack=True)
+    assert tokens(pickle.loads(pickle.dumps(rows))) == tokens(rows)

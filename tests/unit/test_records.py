@@ -1,0 +1,178 @@
+"""Reading JSONL: which lines, where they lie, what kind each record is, and what is said about bad ones."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from longspec.data.records import (
+    WHERE,
+    RecordError,
+    data_files,
+    index_lines,
+    located,
+    parse_record,
+    read_lines,
+    record_kind,
+    split_pairs,
+)
+from longspec.errors import UserError
+
+
+def read_all(files, cache: Path) -> list[dict]:
+    return [parse_record(*line) for line in read_lines(index_lines(files, cache_dir=str(cache))[:])]
+
+
+def test_files_folders_and_patterns_are_found_in_order(tmp_path):
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    for name in ("b.jsonl", "a.json", "deep/c.jsonl", "note.txt"):
+        (tmp_path / "in" / name).write_text("{}\n")
+    inside = [str(tmp_path / "in" / name) for name in ("a.json", "b.jsonl", "deep/c.jsonl")]
+    assert data_files(tmp_path / "in") == inside
+    assert data_files(str(tmp_path / "in" / "*.jsonl")) == inside[1:2]
+    assert data_files([inside[2], str(tmp_path / "in" / "note.txt"), inside[0]]) == [
+        inside[2],
+        str(tmp_path / "in" / "note.txt"),
+        inside[0],
+    ]
+
+
+@pytest.mark.parametrize("name", ["gone.jsonl", "*.jsonl", "."])
+def test_a_name_with_nothing_behind_it_is_named(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no data file at") as error:
+        data_files(name)
+    assert f"'{name}'" in str(error.value)
+
+
+def test_no_files_and_only_blank_lines_are_errors(tmp_path):
+    (tmp_path / "blank.jsonl").write_text("\n  \n")
+    with pytest.raises(UserError, match="no data files given"):
+        data_files([])
+    with pytest.raises(UserError, match=r"blank\.jsonl"):
+        index_lines(tmp_path / "blank.jsonl", cache_dir=str(tmp_path / "cache"))
+
+
+def test_lines_end_at_newline_only(tmp_path):
+    """Python's and Unicode's other line ends may stand raw inside a JSON string."""
+    text = "a\u2028b\u2029c\x85d"
+    file = tmp_path / "odd.jsonl"
+    lines = [json.dumps({"text": text}, ensure_ascii=False), "", json.dumps({"text": "second"}) + "\r", "   "]
+    file.write_bytes("\n".join([*lines, json.dumps({"text": "third"})]).encode())
+    records = read_all(file, tmp_path / "cache")
+    assert [record["text"] for record in records] == [text, "second", "third"]
+    assert [record[WHERE] for record in records] == [f"{file}:1", f"{file}:3", f"{file}:5"]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path):
+    (tmp_path / "bom.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n')
+    assert read_all(tmp_path / "bom.jsonl", tmp_path / "cache")[0]["text"] == "a"
+
+
+def test_lines_are_counted_in_each_file_and_read_in_any_order(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name}{n}"}}\n' for n in range(3)))
+    index = index_lines(tmp_path, cache_dir=str(tmp_path / "cache"))
+    mixed = index[[5, 0, 3, 2]]
+    records = [parse_record(*line) for line in read_lines(mixed)]
+    assert [record["text"] for record in records] == ["b2", "a0", "b0", "a2"]
+    assert mixed["line"] == [3, 1, 1, 3]
+
+
+def test_a_changed_file_is_read_again(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "old"}\n')
+    assert len(read_all(file, tmp_path / "cache")) == 1
+    file.write_text('{"text": "new"}\n{"text": "more"}\n')
+    assert [record["text"] for record in read_all(file, tmp_path / "cache")] == ["new", "more"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (b'{"text": "a"', "not a JSON line"),
+        (b"[", "not a JSON line"),
+        (b'{"text": "\xff"}', "not a JSON line.*utf-8"),
+        (b'["text"]', "a list where a JSON object"),
+        (b"3", "a int where a JSON object"),
+        (b"[" * 100_000, "not a JSON line"),
+    ],
+)
+def test_a_line_that_is_no_object_names_file_and_line(raw, says):
+    with pytest.raises(UserError, match=says) as error:
+        parse_record("data.jsonl", 17, raw)
+    assert str(error.value).startswith("data.jsonl, line 17: ")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("record", "kind"),
+    [
+        ({"text": "t"}, ("text", None, "text")),
+        ({"source": "What?", "target": "t"}, ("source", "source", "target")),
+        ({"target": "t"}, ("text", None, "target")),
+        ({"source": "", "target": "t"}, ("text", None, "target")),
+        ({"source": None, "target": "t"}, ("text", None, "target")),
+        ({"source": "code", "target": "t"}, ("text", None, "target")),
+        ({"source": "book", "text": "t"}, ("text", None, "text")),
+        ({"source": "tulu-v2", "messages": []}, ("messages", None, "messages")),
+        ({"conversation": []}, ("conversation", None, "conversation")),
+        ({"source": "arxiv", "article": "a", "abstract": "b"}, ("article", "article", "abstract")),
+        ({"source": "gov-report", "report": "a", "summary": "b"}, ("report", "report", "summary")),
+        ({"source": "multi-news", "document": "a", "summary": "b"}, ("document", "document", "summary")),
+        ({"source": "meetingbank", "transcript": "a", "summary": "b"}, ("transcript", "transcript", "summary")),
+        ({"prefix": "a", "suffix": "b"}, ("prefix", "prefix", "suffix")),
+        ({"problem": "a", "qwq": "b"}, ("problem", "problem", "qwq")),
+        ({"problem": "a", "solution": "b"}, ("problem", "problem", "solution")),
+        ({"problem": "a", "qwq": "b", "solution": "c"}, ("problem", "problem", "qwq")),
+        ({"text": None, "report": "a", "summary": "b"}, ("report", "report", "summary")),
+    ],
+)
+def test_the_fields_tell_the_kind(record, kind):
+    assert tuple(record_kind(record)) == kind
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({"source": "What?"}, "field 'target' is missing"),
+        ({"report": "a", "summary": None}, "field 'summary' is missing or null, and 'report' needs it"),
+        ({"problem": "a"}, "field 'qwq' or 'solution' is missing"),
+        ({"prefix": "a"}, "field 'suffix' is missing"),
+        ({"source": "code", "body": "x"}, "field 'text' is missing or null; this record has body, source; wanted"),
+        ({}, "this record has none"),
+    ],
+)
+def test_missing_fields_are_named(record, says):
+    with pytest.raises(RecordError, match=says):
+        record_kind({**record, WHERE: "data.jsonl:1"})
+
+
+def test_location_is_added_in_one_line():
+    with pytest.raises(UserError) as error, located("data.jsonl", 9):
+        record_kind({"report": "a"})
+    assert str(error.value).startswith("data.jsonl, line 9: field 'summary' is missing")
+
+
+def test_lists_of_articles_are_pairs():
+    record = {"article": ["a", "b"], "abstract": ["x", "y"], WHERE: "f:1"}
+    pairs = split_pairs(record)
+    assert [(pair["article"], pair["abstract"], pair[WHERE]) for pair in pairs] == [
+        ("a", "x", "f:1#0"),
+        ("b", "y", "f:1#1"),
+    ]
+    assert record == {"article": ["a", "b"], "abstract": ["x", "y"], WHERE: "f:1"}
+    assert split_pairs({"article": "a", "abstract": "x"}) == [{"article": "a", "abstract": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("article", "abstract", "says"),
+    [
+        (["a", "b"], ["x"], "field 'abstract' has 1 items where 'article' has 2"),
+        (["a"], "x", "field 'abstract' must be a list.*not str"),
+        ("a", ["x"], "field 'article' must be a list.*not str"),
+    ],
+)
+def test_lists_that_do_not_pair_are_errors(article, abstract, says):
+    with pytest.raises(RecordError, match=says):
+        split_pairs({"article": article, "abstract": abstract, WHERE: "f:1"})
