@@ -15,6 +15,7 @@ from longspec.inference.acceptance import Sampler
 from longspec.inference.engine import Engine
 from longspec.inference.methods import METHODS, make_drafter
 from longspec.models.glide import GlideMixin
+from longspec.models.target_files import context_window
 
 
 class Streamer(Protocol):
@@ -31,6 +32,8 @@ class GenerationStats:
 
     rounds: int = 0
     """Verification passes, counted for each row."""
+    row_rounds: list[int] = field(default_factory=list)
+    """The passes of each row."""
     decoded_tokens: int = 0
     """Tokens that verification passes emitted, the bonus tokens included."""
     accepted_by_depth: list[int] = field(default_factory=list)
@@ -111,7 +114,7 @@ class _Decoder:
         batch = len(engine.prompts)
         self.new_tokens: list[list[int]] = [[] for _ in range(batch)]
         self.active = [True] * batch
-        self.stats = GenerationStats(accepted_by_depth=[0] * engine.drafter.depth)
+        self.stats = GenerationStats(row_rounds=[0] * batch, accepted_by_depth=[0] * engine.drafter.depth)
 
     def run(self) -> None:
         device = self.engine.prompts.device
@@ -139,6 +142,7 @@ class _Decoder:
             if self.active[row]:
                 emitted = self._emit(row, row_tokens[:count])
                 self.stats.rounds += 1
+                self.stats.row_rounds[row] += 1
                 self.stats.decoded_tokens += emitted
                 for depth in range(min(emitted, count - 1)):
                     self.stats.accepted_by_depth[depth] += 1
@@ -209,7 +213,7 @@ def _check_settings(
 ) -> None:
     check_drafting(method, tree_shape, gamma, model.config.vocab_size)
     check_sampling(max_new_tokens, temperature, top_p, top_k)
-    longest, limit = max(len(row) for row in rows), model.config.max_position_embeddings
+    longest, limit = max(len(row) for row in rows), context_window(model.config)
     if longest + max_new_tokens > limit:
         raise UserError(
             f"prompt of {longest} tokens + max_new_tokens {max_new_tokens}: more than the target's {limit} positions"

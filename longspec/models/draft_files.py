@@ -10,31 +10,17 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from longspec.errors import UserError
+from longspec.models.target_files import HUB_ERRORS
 
 DRAFT_WEIGHTS_NAME = "draft_model_weights.pth"
 DRAFT_PREFIX = "draft_model."
 DEAD_WEIGHTS = {f"cross_attn.{p}_proj.{kind}" for p in "kv" for kind in ("weight", "bias")}
 """In published drafts; the cross-attention reads the target's keys and values, so nothing ever used them."""
-_HUB_ERRORS = (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError)
-
-
-def read_config(path: str | Path) -> PreTrainedConfig:
-    """The transformers config of a target folder or hub id; UserError where there is none."""
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise UserError(
-            f"{path}: no model checkpoint (no config.json in this folder); give a target's folder or hub id"
-        )
-    try:
-        return AutoConfig.from_pretrained(path)
-    except (*_HUB_ERRORS, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{path}: no model checkpoint there ({reason}); give a target's folder or hub id") from error
 
 
 def resolve_draft(path: str | Path) -> Path:
@@ -46,7 +32,7 @@ def resolve_draft(path: str | Path) -> Path:
         raise UserError(f"{path}: no such draft; give a .pth file, a folder or a hub id")
     try:
         return Path(snapshot_download(str(path)))
-    except _HUB_ERRORS as error:
+    except HUB_ERRORS as error:
         raise UserError(
             f"{path}: no such draft on disk or on the hub; give a .pth file, a folder or a hub id"
         ) from error

@@ -15,10 +15,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspec.errors import UserError
 from longspec.kernels.attention import resolve_attention
 from longspec.kernels.varlen import block_attention, varlen_attention
-from longspec.models.draft_files import fit_draft, load_draft, read_config
+from longspec.models.draft_files import fit_draft, load_draft
 from longspec.models.draft_layer import WINDOW, GlideDecoderLayer
 from longspec.models.parallel import PretrainedModelParallelPreSplitMixin
 from longspec.models.target_attention import ATTENTION_NAME, LastLayerKV, run_backbone
+from longspec.models.target_files import read_config
 
 Objective = Callable[[Tensor, Tensor, Tensor, nn.Module], Any]
 """(draft hidden [B, T, hidden], target hidden, labels [B, T], lm_head) -> whatever the trainer wants back"""

@@ -1,0 +1,274 @@
+"""The command `inference_long-bench.py`: options and data are checked first, then weights are loaded and timed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedConfig
+
+from longspec.data.templates import CHAT_FORMATS, check_chat_format
+from longspec.errors import UserError, reports_user_errors
+from longspec.inference.generate import check_drafting, check_sampling, generate
+from longspec.inference.methods import METHODS
+from longspec.inference.registry import (
+    PUBLISHED_PAIRS,
+    Pair,
+    check_draft_tokenizer,
+    choose_pair,
+    family_class,
+)
+from longspec.inference.report import Report, SampleResult, table
+from longspec.inference.tasks import HEADROOM, MIN_PROMPT_LEN, TASKS, Sample, Selection, read_questions, select_samples
+from longspec.models.draft_files import check_draft
+from longspec.models.glide import GlideMixin
+from longspec.models.target_files import check_weights, context_window, load_tokenizer, read_config
+
+GLIDE_METHODS = ("seq", "tree")
+WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 16
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass
+class Plan:
+    """A run whose every part has been checked; only the weights are still to be loaded."""
+
+    options: argparse.Namespace
+    pair: Pair
+    config: PreTrainedConfig
+    window: int
+    tokenizer: Any
+    draft_state: dict[str, Tensor] | None
+    selection: Selection
+    max_new_tokens: int
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What every call of `generate` gets, but for the seed."""
+        options = self.options
+        return {
+            "method": options.method,
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+            "top_k": options.top_k,
+            "tree_shape": options.tree_shape,
+            "gamma": options.gamma,
+            "eos_token_id": self.pair.eos_token_id,
+            "pad_token_id": self.pair.pad_token_id,
+        }
+
+    @property
+    def output_dir(self) -> Path:
+        options = self.options
+        return Path(options.output_dir or Path("outputs", "inference", self.pair.name, options.task, options.method))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see --help)")
+
+
+@reports_user_errors
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run one method on one task and return the summary. Bad input ends the process with exit code 2."""
+    plan = make_plan(parse_options(argv))
+    model = load_model(plan)
+    report = Report(plan.output_dir)
+    run(model, plan, report)
+    summary = report.finish(plan.device, **describe(plan))
+    print(table(summary))
+    print(f"written to {plan.output_dir}")
+    return summary
+
+
+def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command's options; UserError for an option that does not parse."""
+    parser = _Parser(description="Measure a target, alone or with its draft.", allow_abbrev=False)
+    add = parser.add_argument
+    add("--model_name", choices=PUBLISHED_PAIRS, help="a published pair of target and draft")
+    add("--target", help="folder or hub id of any target")
+    add("--draft", help="its draft: .pth file, folder or hub id (for seq and tree)")
+    add("--method", choices=METHODS, default="tree")
+    add("--task", choices=TASKS, required=True)
+    add("--data_path_prefix", required=True, help="folder that holds <task>.jsonl")
+    add("--test_length", type=int, default=0, help="samples to run, 0 for all")
+    add("--max_gen_len", type=int, help="new tokens a sample; by default the task's own")
+    add("--temperature", type=float, default=0.0, help="0 is greedy")
+    add("--top_p", type=float, default=1.0)
+    add("--top_k", type=int, default=0)
+    add("--tree_shape", type=int, nargs="*", default=[4, 16, 16, 16, 16], help="nodes of each level (tree)")
+    add("--gamma", type=int, default=4, help="length of the chain (seq, magicdec)")
+    add("--seed", type=int, default=0)
+    add("--batch_size", type=int, default=1)
+    add("--output_dir", help="default: outputs/inference/<model>/<task>/<method>")
+    add("--chat_format", choices=CHAT_FORMATS, default="published")
+    add("--min_prompt_len", type=int, default=MIN_PROMPT_LEN, help="LongBench: leave out prompts up to this length")
+    add("--headroom", type=int, default=HEADROOM, help="LongBench: leave out prompts over window - headroom")
+    add("--dtype", choices=DTYPES, help="default: the target's own, on a CPU float32")
+    add("--device", help="default: cuda where there is one")
+    return parser.parse_args(argv)
+
+
+def make_plan(options: argparse.Namespace) -> Plan:
+    """Check everything that can be checked without the weights, and say which prompts are left out.
+
+    Raises UserError.
+    """
+    max_new_tokens = TASKS[options.task].max_new_tokens if options.max_gen_len is None else options.max_gen_len
+    check_sampling(max_new_tokens, options.temperature, options.top_p, options.top_k)
+    _check_numbers(options)
+    device = _device(options.device)
+    pair = choose_pair(options.model_name, options.target, options.draft)
+    config = read_config(pair.target)
+    model_class = family_class(config, pair.target)
+    check_weights(pair.target)
+    check_drafting(options.method, options.tree_shape, options.gamma, config.vocab_size)
+    tokenizer = load_tokenizer(pair.target, config)
+    check_chat_format(config.model_type, tokenizer, options.chat_format)
+    draft_state = None
+    if draft := _draft_in_use(options, pair):
+        draft_state = check_draft(draft, config, model_class.draft_layer_class)
+        check_draft_tokenizer(draft, pair.target, tokenizer)
+    window = pair.window or context_window(config)
+    selection = _select(options, config.model_type, tokenizer, window)
+    _check_samples(selection.samples, max_new_tokens, window, config.vocab_size)
+    dtype = _dtype(options.dtype, config, device)
+    return Plan(options, pair, config, window, tokenizer, draft_state, selection, max_new_tokens, device, dtype)
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    for name, least in (("test_length", 0), ("batch_size", 1), ("min_prompt_len", 0), ("headroom", 0)):
+        if getattr(options, name) < least:
+            raise UserError(f"--{name}: {getattr(options, name)}; it must be at least {least}")
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise UserError(f"--device: {name!r} is no device; use cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"--device: {name}; this machine has {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def _dtype(name: str | None, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
+    if name is not None:
+        return getattr(torch, name)
+    if device.type == "cpu":
+        return torch.float32
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float16
+
+
+def _draft_in_use(options: argparse.Namespace, pair: Pair) -> str | None:
+    """The draft that the method needs, or that was given anyway and must then be right."""
+    if options.method in GLIDE_METHODS:
+        if pair.draft is None:
+            raise UserError(f"--draft: method {options.method} needs the draft of {pair.target}; give its path")
+        return pair.draft
+    return options.draft
+
+
+def _select(options: argparse.Namespace, family: str, tokenizer: Any, window: int) -> Selection:
+    longest = window - options.headroom
+    selection = select_samples(
+        options.task,
+        read_questions(options.task, options.data_path_prefix),
+        family,
+        tokenizer,
+        options.chat_format,
+        options.test_length,
+        options.min_prompt_len,
+        longest,
+    )
+    print(selection.describe(options.task, options.min_prompt_len, longest))
+    return selection
+
+
+def _check_samples(samples: Sequence[Sample], max_new_tokens: int, window: int, vocab_size: int) -> None:
+    """Every prompt must be made of the target's tokens and leave room for its answer."""
+    for sample in samples:
+        length, highest = len(sample.token_ids), max(sample.token_ids)
+        if length + max_new_tokens > window:
+            raise UserError(
+                f"sample {sample.id}: prompt of {length} tokens + {max_new_tokens} new tokens (--max_gen_len) "
+                f"are more than the target's {window} positions"
+            )
+        if highest >= vocab_size:
+            raise UserError(
+                f"sample {sample.id}: token id {highest}, the target has {vocab_size} embeddings; "
+                "this tokenizer is not the target's"
+            )
+
+
+def load_model(plan: Plan) -> GlideMixin:
+    """Target and draft on the plan's device; without a draft in use, a fresh one that nothing reads."""
+    model_class = family_class(plan.config, plan.pair.target)
+    model = model_class.from_pretrained(plan.pair.target, state_dict=plan.draft_state, torch_dtype=plan.dtype)
+    return model.to(plan.device).eval()  # type: ignore[arg-type]
+
+
+def run(model: GlideMixin, plan: Plan, report: Report) -> None:
+    """One untimed warm-up with the run's own settings, then every sample, batch by batch."""
+    samples, size = plan.selection.samples, plan.options.batch_size
+    # Without an end of sequence, so that the warm-up comes to its rounds.
+    warm_up = plan.settings | {"max_new_tokens": min(WARM_UP_TOKENS, plan.max_new_tokens), "eos_token_id": ()}
+    first = [Sample(sample.id, sample.token_ids[:WARM_UP_PROMPT]) for sample in samples[:size]]
+    generate(model, *_padded(first), **warm_up, seed=plan.options.seed)
+    with tqdm(total=len(samples), desc=f"{plan.options.task}, {plan.options.method}", unit="sample") as progress:
+        for number, batch in enumerate(_batches(samples, size)):
+            output = generate(model, *_padded(batch), **plan.settings, seed=plan.options.seed + number)
+            answers = [tokens.tolist() for tokens in output.new_tokens]
+            report.add([_result(*pair, plan.tokenizer) for pair in zip(batch, answers, strict=True)], output.stats)
+            progress.update(len(batch))
+
+
+def _batches(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
+    for start in range(0, len(samples), size):
+        yield samples[start : start + size]
+
+
+def _padded(batch: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+    """input_ids and attention_mask, LongTensor [B, longest], padded right."""
+    rows = [torch.tensor(sample.token_ids) for sample in batch]
+    pad = torch.nn.utils.rnn.pad_sequence
+    return pad(rows, batch_first=True), pad([torch.ones_like(row) for row in rows], batch_first=True)
+
+
+def _result(sample: Sample, token_ids: list[int], tokenizer: Any) -> SampleResult:
+    text = tokenizer.decode(token_ids, skip_special_tokens=True)
+    return SampleResult(sample.id, len(sample.token_ids), token_ids, text)
+
+
+def describe(plan: Plan) -> dict[str, Any]:
+    """The summary's facts about the run: what ran, on what, and the whole configuration."""
+    selection = plan.selection
+    return {
+        "method": plan.options.method,
+        "model": plan.pair.name,
+        "task": plan.options.task,
+        "left_out": {
+            "too_short": selection.too_short,
+            "too_long": selection.too_long,
+            "not_reached": selection.not_reached,
+        },
+        "config": vars(plan.options)
+        | plan.settings
+        | {
+            "target": plan.pair.target,
+            "draft": _draft_in_use(plan.options, plan.pair),
+            "window": plan.window,
+            "dtype": str(plan.dtype).removeprefix("torch."),
+            "device": str(plan.device),
+            "output_dir": str(plan.output_dir),
+        },
+    }

@@ -1,0 +1,314 @@
+"""`inference_long-bench.py` on a tiny pair: the same tokens by every method, what it writes, what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pairs import FAMILIES, make_pair, tiny_config
+from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
+
+from longspec.inference import command
+from longspec.inference.command import main
+from longspec.inference.generate import GenerationOutput, generate
+from longspec.inference.methods import METHODS
+from longspec.inference.registry import PUBLISHED_PAIRS, choose_pair
+from longspec.models.draft_files import save_draft_folder
+from longspec.models.glide import GlideMixin
+from longspec.models.target_files import context_window
+
+ROOT = Path(__file__).parents[2]
+SHORT = ["--min_prompt_len", "10", "--headroom", "3000"]  # the tiny target has 4096 positions
+
+
+def make_target(folder: Path, family: str = "llama", **overrides: object) -> Path:
+    """A target with its tokenizer in `folder`, its random draft beside it as `folder`-draft.pth."""
+    model = make_pair(folder, family, vocab_size=VOCAB_SIZE, **overrides)
+    save_tokenizer(folder)
+    state = {f"draft_model.{name}": weight for name, weight in model.draft_model.state_dict().items()}
+    torch.save(state, draft_of(folder))
+    return folder
+
+
+def draft_of(target: Path) -> Path:
+    return target.parent / f"{target.name}-draft.pth"
+
+
+def write_records(folder: Path, task: str = "lcc", count: int = 3) -> Path:
+    folder.mkdir(exist_ok=True)
+    records = [{"_id": f"r{n}", "input": "", "context": f"x = {n}\n" * (n + 1)} for n in range(count)]
+    if task == "aime24":
+        records = [{"id": n, "problem": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(count)]
+    (folder / f"{task}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def arguments(target: Path, data: Path, out: Path, *more: str, draft: Path | None = None) -> list[str]:
+    return [
+        *("--target", str(target), "--draft", str(draft or draft_of(target)), "--task", "lcc"),
+        *("--data_path_prefix", str(data), "--output_dir", str(out), "--device", "cpu", *SHORT, *more),
+    ]
+
+
+def lines_of(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_methods_write_vanillas_tokens(tmp_path: Path, family: str) -> None:
+    target, data = make_target(tmp_path / "target", family), write_records(tmp_path / "data")
+    size = {"vanilla": "1", "seq": "2", "tree": "3", "magicdec": "2"}
+    tokens = {}
+    for method in METHODS:
+        out = tmp_path / method
+        more = ("--method", method, "--max_gen_len", "11", "--batch_size", size[method])
+        summary = main(arguments(target, data, out, *more))
+        assert summary == json.loads((out / "summary.json").read_text())
+        assert (summary["method"], summary["task"], summary["samples"]) == (method, "lcc", 3)
+        tokens[method] = {line["id"]: line["token_ids"] for line in lines_of(out)}
+        assert all(len(ids) == 11 for ids in tokens[method].values())
+        if method == "vanilla":
+            assert summary["mean_acceptance_length"] == 1
+        if method == "magicdec":  # these prompts are shorter than its window, so it drafts what the target says
+            assert summary["mean_acceptance_length"] == 5
+            assert summary["accepted_by_depth"] == [6] * 4
+    assert all(tokens[method] == tokens["vanilla"] for method in METHODS)
+
+
+def test_the_command_as_a_process(tmp_path: Path) -> None:
+    """The contract's line with the default method: exit code 0, table, JSON lines and the whole configuration."""
+    target, data = make_target(tmp_path / "target"), write_records(tmp_path / "data")
+    out = tmp_path / "out"
+    options = ["--method", "tree", "--test_length", "2", "--max_gen_len", "6", "--temperature", "0.7"]
+    line = [*arguments(target, data, out, *options), "--tree_shape", "4", "16", "--seed", "3", "--dtype", "bfloat16"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "inference_long-bench.py", *line],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "lcc: 2 prompts kept, 0 left out; 1 not reached" in done.stdout
+    assert "acceptance length" in done.stdout
+    summary = json.loads((out / "summary.json").read_text())
+    config = summary["config"]
+    assert (config["tree_shape"], config["temperature"], config["seed"]) == ([4, 16], 0.7, 3)
+    assert (config["dtype"], config["window"], config["draft"]) == ("bfloat16", 4096, str(draft_of(target)))
+    assert summary["left_out"] == {"too_short": 0, "too_long": 0, "not_reached": 1}
+    assert summary["peak_memory_bytes"] > 0 and summary["device"].startswith("cpu")
+    assert [sample["id"] for sample in lines_of(out)] == ["r0", "r1"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_warms_up_before_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """One short call with the run's own settings comes first and leaves no trace in the results."""
+    calls = []
+
+    def spied(model: GlideMixin, ids: torch.Tensor, *rest: object, **settings: object) -> GenerationOutput:
+        calls.append((ids.shape[1], settings))
+        return generate(model, ids, *rest, **settings)
+
+    monkeypatch.setattr(command, "generate", spied)
+    target, data = make_target(tmp_path / "target"), write_records(tmp_path / "data", count=2)
+    options = ("--method", method, "--max_gen_len", "20", "--gamma", "2", "--tree_shape", "3", "3")
+    summary = main(arguments(target, data, tmp_path / "out", *options))
+    (warm_length, warm_up), *measured = calls
+    assert len(measured) == summary["samples"] == len(lines_of(tmp_path / "out")) == 2
+    assert warm_length == 64 and warm_up["max_new_tokens"] == 16
+    own = {"max_new_tokens", "eos_token_id", "seed"}
+    for _, settings in measured:
+        assert all(warm_up[name] == settings[name] for name in settings.keys() - own)
+
+
+def test_a_seed_makes_sampling_repeatable(tmp_path: Path) -> None:
+    target, data = make_target(tmp_path / "target"), write_records(tmp_path / "data")
+
+    def sampled(seed: str, name: str) -> list[list[int]]:
+        more = ("--method", "seq", "--temperature", "1", "--max_gen_len", "8", "--seed", seed)
+        main(arguments(target, data, tmp_path / name, *more))
+        return [line["token_ids"] for line in lines_of(tmp_path / name)]
+
+    assert sampled("1", "one") == sampled("1", "again") != sampled("2", "two")
+
+
+def test_vanilla_and_magicdec_need_no_draft(tmp_path: Path) -> None:
+    target, data = make_target(tmp_path / "target"), write_records(tmp_path / "data", "aime24", 1)
+    for method in ("vanilla", "magicdec"):
+        summary = main(
+            [
+                *("--target", str(target), "--task", "aime24", "--data_path_prefix", str(data)),
+                *("--method", method, "--max_gen_len", "4", "--output_dir", str(tmp_path / method)),
+            ]
+        )
+        assert summary["samples"] == 1 and summary["config"]["draft"] is None
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target whose weights cannot be read, and data: a refusal has to come before the weights are loaded."""
+    folder = tmp_path_factory.mktemp("refused")
+    target, data = make_target(folder / "target"), write_records(folder / "data")
+    (target / "model.safetensors").write_bytes(b"unreadable")
+    return target, data
+
+
+def refusal(capsys: pytest.CaptureFixture[str], line: list[str]) -> str:
+    """The one line with which `main` refuses; nothing else may be on stderr."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main(line)
+    assert stop.value.code == 2
+    (message,) = capsys.readouterr().err.splitlines()
+    assert message.startswith("error: ")
+    return message
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--tree_shape"], "tree_shape: empty"),
+        (["--tree_shape", "4", "-1"], "tree_shape: [4, -1]"),
+        (["--tree_shape", "4", str(VOCAB_SIZE + 1)], f"1 … {VOCAB_SIZE}"),
+        (["--tree_shape", "four"], "invalid int value: 'four'"),
+        (["--method", "seq", "--gamma", "0"], "gamma: 0"),
+        (["--method", "magicdec", "--gamma", "-2"], "gamma: -2"),
+        (["--max_gen_len", "4090"], "4096 positions"),
+        (["--max_gen_len", "0"], "max_new_tokens: 0"),
+        (["--temperature", "-1"], "temperature: -1.0"),
+        (["--top_p", "0"], "top_p: 0.0"),
+        (["--batch_size", "0"], "--batch_size: 0"),
+        (["--min_prompt_len", "4000"], "0 prompts kept, 3 left out (3 of 4000 tokens or fewer"),
+        (["--headroom", "4096"], "(0 of 10 tokens or fewer, 3 of more than 0 tokens)"),
+        (["--method", "beam"], "--method: invalid choice: 'beam'"),
+        (["--task", "narrativeqa"], "--task: invalid choice: 'narrativeqa'"),
+        (["--device", "abacus"], "--device: 'abacus'"),
+        (["--device", "cuda:99"], "--device: cuda:99"),
+        (["--chat_format", "tokenizer"], "chat template"),
+        (["--model_name", "qwq"], "--model_name or by --target"),
+        (["--temprature", "1"], "unrecognized arguments: --temprature 1"),
+    ],
+)
+def test_bad_options_are_refused(
+    setting: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], complaint: str
+) -> None:
+    target, data = setting
+    out = tmp_path / "out"
+    assert complaint in refusal(capsys, arguments(target, data, out, *options))
+    assert not out.exists()
+
+
+def test_bad_data_is_refused(setting: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, data = setting
+    assert "lcc.jsonl: no such file" in refusal(capsys, arguments(target, tmp_path, tmp_path / "out"))
+    (tmp_path / "lcc.jsonl").write_text((data / "lcc.jsonl").read_text() + '{"_id": "r3", "context"\n')
+    assert "lcc.jsonl, line 4: not a JSON line" in refusal(capsys, arguments(target, tmp_path, tmp_path / "out"))
+    (tmp_path / "lcc.jsonl").write_text('{"_id": "r3", "input": "a"}\n')
+    assert "line 1: field 'context'" in refusal(capsys, arguments(target, tmp_path, tmp_path / "out"))
+
+
+def test_a_draft_of_another_target_is_refused(
+    setting: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Width, KV layout and family, the last one told by the draft folder's config."""
+    target, data = setting
+
+    def refused(draft: Path) -> str:
+        return refusal(capsys, arguments(target, data, tmp_path / "out", draft=draft))
+
+    wide = make_target(tmp_path / "wide", hidden_size=48, head_dim=8)
+    grouped = make_target(tmp_path / "grouped", num_key_value_heads=1)
+    assert "input_layernorm.weight is [48], the target needs [32]" in refused(draft_of(wide))
+    assert "self_attn.k_proj.weight is [8, 32], the target needs [16, 32]" in refused(draft_of(grouped))
+    qwen = make_pair(tmp_path / "qwen", "qwen2", vocab_size=VOCAB_SIZE)
+    save_draft_folder(qwen.draft_model.state_dict(), qwen.config, tmp_path / "qwen-draft")
+    assert "a draft for a qwen2 target; this target is llama" in refused(tmp_path / "qwen-draft")
+    assert "no such draft" in refused(tmp_path / "nowhere.pth")
+    (tmp_path / "broken.pth").write_bytes(b"no weights")
+    assert "broken.pth" in refused(tmp_path / "broken.pth")
+    (tmp_path / "empty").mkdir()
+    assert "no draft in this folder" in refused(tmp_path / "empty")
+
+
+def test_a_method_with_a_draft_asks_for_it(
+    setting: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, data = setting
+    line = ["--target", str(target), "--task", "lcc", "--data_path_prefix", str(data), "--method", "seq"]
+    assert "--draft: method seq needs the draft" in refusal(capsys, line)
+
+
+def test_a_tokenizer_that_is_not_the_targets_is_refused(
+    setting: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, data = setting
+    small = make_pair(tmp_path / "small", vocab_size=VOCAB_SIZE - 1)
+    save_tokenizer(tmp_path / "small")
+    message = refusal(capsys, arguments(tmp_path / "small", data, tmp_path / "out", draft=draft_of(target)))
+    assert f"token ids up to {VOCAB_SIZE - 1}, its model only {small.config.vocab_size} embeddings" in message
+    make_pair(tmp_path / "mute", vocab_size=VOCAB_SIZE)
+    message = refusal(capsys, arguments(tmp_path / "mute", data, tmp_path / "out", draft=draft_of(target)))
+    assert "no tokenizer that loads" in message
+    checkpoint = tmp_path / "checkpoint"
+    save_tokenizer(checkpoint, reversed_ids=True)
+    (checkpoint / "draft_model_weights.pth").write_bytes(draft_of(target).read_bytes())
+    for draft in (checkpoint, checkpoint / "draft_model_weights.pth"):
+        message = refusal(capsys, arguments(target, data, tmp_path / "out", draft=draft))
+        assert "its tokenizer is not the target's: 256 ids differ" in message
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(
+    setting: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, data = setting
+
+    def refused(folder: Path) -> str:
+        return refusal(capsys, arguments(folder, data, tmp_path / "out", draft=draft_of(target)))
+
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "no model checkpoint" in refused(empty)
+    assert "no model checkpoint" in refused(tmp_path / "nowhere")
+    (empty / "config.json").write_bytes((target / "config.json").read_bytes())
+    assert "no model checkpoint (no *.safetensors" in refused(empty)
+    config = json.loads((target / "config.json").read_text())
+    (empty / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    assert "the supported families are llama, qwen2" in refused(empty)
+
+
+def test_published_pairs() -> None:
+    """The drafts' names follow from the targets'; a draft by path replaces the published one."""
+    assert list(PUBLISHED_PAIRS) == ["vicuna7b", "vicuna13b", "longchat7b", "longchat13b", "llama8b", "qwq"]
+    pair = choose_pair("llama8b", None, None)
+    assert pair.target == "gradientai/Llama-3-8B-Instruct-262k"
+    assert pair.draft == "sail/longspec-Llama-3-8B-Instruct-262k"
+    assert (pair.eos_token_id, pair.pad_token_id) == (128009, 128001)
+    assert choose_pair("qwq", None, "mine.pth").draft == "mine.pth"
+
+
+@pytest.mark.parametrize(
+    ("rope", "window"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e4}, 4096),
+        ({"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, 16384),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 512,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+            4096,
+        ),
+    ],
+)
+def test_linear_rotary_scaling_stretches_the_window(rope: dict, window: int) -> None:
+    assert context_window(tiny_config("llama", rope_parameters=rope, max_position_embeddings=4096)) == window

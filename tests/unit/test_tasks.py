@@ -1,0 +1,142 @@
+"""Tasks: the exact prompts, which prompts are kept, and errors that name file, line and field."""
+
+import json
+from pathlib import Path
+from string import Formatter
+
+import pytest
+from tiny_tokenizer import byte_tokenizer
+
+from longspec.errors import UserError
+from longspec.inference.tasks import TASKS, Question, encode_question, read_questions, select_samples
+
+LONGBENCH = ("gov_report", "qmsum", "multi_news", "lcc", "repobench-p")
+
+
+def write_task(folder: Path, name: str, *lines: object) -> Path:
+    """DIR/<name>.jsonl; what is not a string becomes JSON."""
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def record(**fields: object) -> dict[str, object]:
+    """A LongBench record with all of its fields."""
+    rest = {"answers": ["a"], "length": 3, "dataset": "d", "language": "en", "all_classes": None}
+    return {"input": "question", "context": "context", **rest, "_id": "r0", **fields}
+
+
+def questions_of(*lengths: int) -> list[Question]:
+    return [Question(str(number), "x" * length) for number, length in enumerate(lengths)]
+
+
+def prompt_length(text: str, task: str = "lcc") -> int:
+    sample = encode_question(Question("0", text), TASKS[task], "qwen2", byte_tokenizer(), "published")
+    return len(sample.token_ids)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_prompt_quotes_exactly_its_declared_fields(name: str) -> None:
+    task = TASKS[name]
+    assert tuple(field for _, field, _, _ in Formatter().parse(task.prompt) if field) == task.fields
+
+
+def test_answer_lengths_are_longbenchs() -> None:
+    assert [TASKS[name].max_new_tokens for name in LONGBENCH] == [512, 512, 512, 64, 64]
+    assert TASKS["aime24"].max_new_tokens == 20000
+
+
+def test_records_become_longbench_prompts_with_braces_left_alone(tmp_path: Path) -> None:
+    write_task(tmp_path, "repobench-p", record(context="f = {0}\n", input="g({x})\n"))
+    write_task(tmp_path, "qmsum", record(context="A: {hi}", input="Who?"))
+    write_task(tmp_path, "aime24", {"id": 60, "problem": "Find $\\frac{1}{2}$.", "answer": "204"})
+    (code,) = read_questions("repobench-p", tmp_path)
+    (meeting,) = read_questions("qmsum", tmp_path)
+    (riddle,) = read_questions("aime24", tmp_path)
+    assert code.prompt == "Please complete the code given below. \nf = {0}\ng({x})\nNext line of code:\n"
+    assert "\n\nTranscript:\nA: {hi}\n\nNow, answer" in meeting.prompt
+    assert meeting.prompt.endswith("in one or more sentences.\n\nQuery: Who?\nAnswer:")
+    assert (riddle.id, riddle.prompt) == ("60", "Find $\\frac{1}{2}$.")
+
+
+@pytest.mark.parametrize(
+    ("family", "task", "text"),
+    [
+        ("llama", "gov_report", "<s>system\nYou are a helpful assistant</s>\n<s>user\nQ</s>\n<s>assistant\nSummary:"),
+        ("llama", "multi_news", "<s>system\nYou are a helpful assistant</s>\n<s>user\nQ</s>\n<s>assistant\nSummary:"),
+        ("llama", "qmsum", "<s>system\nYou are a helpful assistant</s>\n<s>user\nQ</s>\n<s>assistant\nAnswer:"),
+        ("llama", "lcc", "<s>system\nYou are a helpful assistant</s>\n<s>user\nQ</s>\n<s>assistant\n"),
+        (
+            "qwen2",
+            "gov_report",
+            "<|im_start|>system\nYou are a helpful assistant<|im_end|>\n"
+            "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n",
+        ),
+    ],
+)
+def test_published_chat_format(family: str, task: str, text: str) -> None:
+    tokenizer = byte_tokenizer()
+    sample = encode_question(Question("0", "Q"), TASKS[task], family, tokenizer, "published")
+    assert tokenizer.decode(sample.token_ids) == text
+
+
+def test_the_tokenizers_own_template_gets_no_answer_prefix() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    sample = encode_question(Question("0", "Q"), TASKS["qmsum"], "llama", tokenizer, "tokenizer")
+    assert tokenizer.decode(sample.token_ids) == "[user]Q"
+
+
+def test_kept_prompts_are_longer_than_the_minimum_and_at_most_the_maximum() -> None:
+    """1200 < n <= window - 2000: the lower end is left out, the upper one kept."""
+    shortest, longest = prompt_length("x" * 20), prompt_length("x" * 30)
+    questions = questions_of(19, 20, 21, 30, 31, 90)
+    selection = select_samples("lcc", questions, "qwen2", byte_tokenizer(), "published", 0, shortest, longest)
+    assert [sample.id for sample in selection.samples] == ["2", "3"]
+    assert (selection.too_short, selection.too_long, selection.not_reached) == (2, 2, 0)
+    line = selection.describe("lcc", shortest, longest)
+    assert line == (
+        f"lcc: 2 prompts kept, 4 left out (2 of {shortest} tokens or fewer, 2 of more than {longest} tokens)"
+    )
+
+
+def test_test_length_counts_kept_prompts() -> None:
+    shortest = prompt_length("x" * 20)
+    questions = questions_of(5, 30, 6, 31, 32, 33)
+    selection = select_samples("lcc", questions, "qwen2", byte_tokenizer(), "published", 2, shortest, 10_000)
+    assert [sample.id for sample in selection.samples] == ["1", "3"]
+    assert (selection.too_short, selection.not_reached) == (2, 2)
+    assert "2 not reached" in selection.describe("lcc", shortest, 10_000)
+
+
+def test_aime24_keeps_every_length() -> None:
+    questions = questions_of(1, 5000)
+    selection = select_samples("aime24", questions, "llama", byte_tokenizer(), "published", 0, 1200, 2000)
+    assert len(selection.samples) == 2
+
+
+def test_a_run_without_prompts_is_refused() -> None:
+    with pytest.raises(UserError, match="0 prompts kept, 2 left out"):
+        select_samples("lcc", questions_of(1, 2), "llama", byte_tokenizer(), "published", 0, 1200, 2000)
+
+
+@pytest.mark.parametrize(
+    ("lines", "complaint"),
+    [
+        ([record(), '{"input": "x", '], r"lcc\.jsonl, line 2: not a JSON line"),
+        ([record(), "", [1]], r"lcc\.jsonl, line 3: a list"),
+        ([{"input": "x", "_id": "a"}], r"lcc\.jsonl, line 1: field 'context'"),
+        ([record(context=7)], r"line 1: field 'context' must be a string"),
+        ([{"context": "x"}], r"line 1: field '_id' is missing"),
+        ([""], r"lcc\.jsonl: no record"),
+    ],
+)
+def test_bad_records_are_named(tmp_path: Path, lines: list[object], complaint: str) -> None:
+    write_task(tmp_path, "lcc", *lines)
+    with pytest.raises(UserError, match=complaint):
+        read_questions("lcc", tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"lcc\.jsonl: no such file"):
+        read_questions("lcc", tmp_path)
