@@ -7,6 +7,7 @@ no key gets 0. On CUDA nothing here waits for the device: sizes come from `max_l
 
 import importlib.util
 import logging
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -35,14 +36,13 @@ def hybrid_attention(
     """
     if _use_triton(q):
         return _hybrid_triton(q, k, v, lengths, tree_mask, scale, max_length)
-    counts = lengths.tolist()
-    if len(set(counts)) > 1:
-        rows = [slice(b, b + 1) for b in range(len(counts))]
-        parts = [(q[b], k[b], v[b], lengths[b], tree_mask[b]) for b in rows]
-        return torch.cat([hybrid_attention(*part, scale, max_length) for part in parts])
-    used = counts[0] + q.shape[2]
-    visible = F.pad(tree_mask, (counts[0], 0), value=True)
-    return masked_attention(q, k[:, :, :used], v[:, :, :used], visible, scale)
+
+    def attend(count: int, q: Tensor, k: Tensor, v: Tensor, tree_mask: Tensor) -> Tensor:
+        used = count + q.shape[2]
+        visible = F.pad(tree_mask, (count, 0), value=True)
+        return masked_attention(q, k[:, :, :used], v[:, :, :used], visible, scale)
+
+    return _by_length(attend, lengths, q, k, v, tree_mask)
 
 
 def prefix_only_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, max_length: int) -> Tensor:
@@ -52,14 +52,11 @@ def prefix_only_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scal
     """
     if _use_triton(q):
         return _prefix_triton(q, k, v, lengths, scale, max_length)
-    counts = lengths.tolist()
-    if len(set(counts)) > 1:
-        rows = [slice(b, b + 1) for b in range(len(counts))]
-        parts = [(q[b], k[b], v[b], lengths[b]) for b in rows]
-        return torch.cat([prefix_only_attention(*part, scale, max_length) for part in parts])
-    if counts[0] == 0:
-        return torch.zeros_like(q)
-    return _sdpa(q, k[:, :, : counts[0]], v[:, :, : counts[0]], None, scale)
+
+    def attend(count: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _sdpa(q, k[:, :, :count], v[:, :, :count], None, scale) if count else torch.zeros_like(q)
+
+    return _by_length(attend, lengths, q, k, v)
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -115,6 +112,19 @@ def _triton_installed() -> bool:
 
 def _use_triton(q: Tensor) -> bool:
     return q.is_cuda and _triton_installed()
+
+
+def _by_length(attend: Callable[..., Tensor], lengths: Tensor, q: Tensor, *others: Tensor) -> Tensor:
+    """attend(length, q, *others) on the rows of each length together, so that slots past it are never touched."""
+    counts = lengths.tolist()
+    if len(set(counts)) == 1:
+        return attend(counts[0], q, *others)
+    out = torch.empty_like(q)
+    for count in set(counts):
+        rows = [row for row, length in enumerate(counts) if length == count]
+        index = slice(rows[0], rows[0] + 1) if len(rows) == 1 else rows
+        out[index] = attend(count, *(x[index] for x in (q, *others)))
+    return out
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
