@@ -1,0 +1,239 @@
+"""What a training run can be told: the typed schema, the composed Hydra config merged into it, and cross-checks."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+from yaml import YAMLError
+
+from longspec.data.records import data_files
+from longspec.errors import UserError
+from longspec.train.loss import LOSSES
+from longspec.train.positions import VARIANTS
+
+CONFIG_NAME = "training_config.yaml"
+"""The configuration in a checkpoint folder."""
+DTYPES = ("float32", "bfloat16")
+WANDB_MODES = ("auto", "online", "offline", "disabled")
+
+
+@dataclass
+class ModelConfig:
+    """The keyword arguments of `_target_`, a `from_pretrained` of ours."""
+
+    _target_: str = MISSING
+    torch_dtype: str = MISSING
+    attn_implementation: str | None = MISSING
+    gradient_checkpointing: bool = MISSING
+    pad_token_id: int | None = MISSING
+    ignore_mismatched_sizes: bool = MISSING
+
+
+@dataclass
+class DataConfig:
+    """See `longspec.data.dataset.build_dataset`; `num_workers` load on each rank."""
+
+    files: Any = MISSING
+    max_length: int = MISSING
+    pack: bool = MISSING
+    overflow: str = MISSING
+    answer_only: bool = MISSING
+    chat_format: str = MISSING
+    aligners: list[Any] = MISSING
+    num_proc: int = MISSING
+    num_workers: int = MISSING
+    cache_dir: str | None = MISSING
+
+
+@dataclass
+class DeepSpeedConfig:
+    """DeepSpeed's own section; what else goes into its configuration follows from the other keys."""
+
+    zero_optimization: dict[str, Any] = MISSING
+
+
+@dataclass
+class VariantConfig:
+    """base, or sinkpi-slicing with its `max_offset` of positions and its largest lag `depth`."""
+
+    name: str = MISSING
+    max_offset: int = MISSING
+    depth: int = MISSING
+
+
+@dataclass
+class WandbConfig:
+    project: str = MISSING
+    mode: str = MISSING
+
+
+@dataclass
+class TrainConfig:
+    """Every key of a training run. The values lie in `conf/` alone, so here nothing has a default."""
+
+    model: ModelConfig = MISSING
+    data: DataConfig = MISSING
+    deepspeed: DeepSpeedConfig = MISSING
+    variant: VariantConfig = MISSING
+    wandb: WandbConfig = MISSING
+    model_name_or_path: str = MISSING
+    draft_model_name_or_path: str | None = MISSING
+    eos_token_id: int | None = MISSING
+    output_dir: str = MISSING
+    resume: str | None = MISSING
+    seed: int = MISSING
+    loss: str = MISSING
+    log_target_loss: bool = MISSING
+    learning_rate: float = MISSING
+    warmup_ratio: float = MISSING
+    weight_decay: float = MISSING
+    adam_betas: list[float] = MISSING
+    max_grad_norm: float = MISSING
+    per_device_train_batch_size: int = MISSING
+    gradient_accumulation_steps: int = MISSING
+    num_train_epochs: float = MISSING
+    max_steps: int | None = MISSING
+    save_steps: int = MISSING
+    tp_size: int = MISSING
+
+
+def load_config(argv: Sequence[str]) -> TrainConfig | None:
+    """The run that the launch line asks for; None if `--cfg job` only wanted to see it (it is printed then).
+
+    Raises UserError, with the key's full name, for anything wrong in it.
+    """
+    parser = argparse.ArgumentParser(description="Train a GLIDE draft for a frozen target.")
+    parser.add_argument("-cp", "--config-path", default="conf/exp", help="folder of the experiments")
+    parser.add_argument("-cn", "--config-name", required=True, help="experiment: a file in that folder")
+    parser.add_argument("-c", "--cfg", choices=["job"], help="print the composed configuration and stop")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as in Hydra")
+    args = parser.parse_intermixed_args(argv)
+    composed = compose_config(args.config_path, args.config_name, args.overrides)
+    if args.cfg:
+        print(OmegaConf.to_yaml(composed), end="")
+        return None
+    config = typed(composed)
+    given = {override.lstrip("+").partition("=")[0] for override in args.overrides}
+    if "model_name_or_path" in given and "draft_model_name_or_path" not in given and is_checkpoint(config):
+        config.draft_model_name_or_path = None  # the experiment's default gives way to the checkpoint's own draft
+    check(config)
+    return config
+
+
+def compose_config(folder: str | Path, name: str, overrides: Sequence[str] = ()) -> DictConfig:
+    """Hydra's composition of `folder`/`name`.yaml, without Hydra's working folders and log files."""
+    if not Path(folder).is_dir():
+        raise UserError(f"config path {folder}: no such folder; run from the repository's root or give its full path")
+    if not (Path(folder) / f"{name.removesuffix('.yaml')}.yaml").is_file():
+        raise UserError(f"config name {name}: no such experiment; {folder} holds those there are")
+    try:
+        with initialize_config_dir(str(Path(folder).absolute()), version_base=None):
+            return compose(name.removesuffix(".yaml"), overrides=list(overrides))
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
+        raise UserError(f"config {name}: {_one_line(error)}") from error
+
+
+def typed(composed: DictConfig) -> TrainConfig:
+    """`composed` as a TrainConfig. UserError for an unknown, missing or ill-typed key."""
+    merged = OmegaConf.structured(TrainConfig)
+    key = ""
+    try:
+        given: Any = OmegaConf.to_container(composed, resolve=True)
+        for key, value in given.items():
+            merged = OmegaConf.merge(merged, {key: value})
+        return OmegaConf.to_object(merged)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        where = getattr(error, "full_key", None) or key
+        raise UserError(f"config key {where}: {_one_line(error)}") from error
+
+
+def read_config_file(file: Path) -> TrainConfig:
+    """The configuration in a checkpoint folder. Raises UserError."""
+    try:
+        return typed(OmegaConf.load(file))  # type: ignore[arg-type]
+    except (OSError, YAMLError, UserError) as error:
+        raise UserError(f"{file}: not a readable training configuration ({_one_line(error)})") from error
+
+
+def _one_line(error: Exception) -> str:
+    """The message without OmegaConf's footer of full_key, object_type and the like."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type=")))
+
+
+def is_checkpoint(config: TrainConfig) -> bool:
+    """Whether `model_name_or_path` is a checkpoint folder of ours and no target."""
+    return (Path(config.model_name_or_path) / CONFIG_NAME).is_file()
+
+
+def check(config: TrainConfig) -> None:
+    """What types alone do not say. Raises UserError with the key's name."""
+    for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "save_steps", "learning_rate"):
+        _require(getattr(config, key) > 0, key, "must be positive", getattr(config, key))
+    for key in ("num_train_epochs", "max_grad_norm"):
+        _require(getattr(config, key) > 0, key, "must be positive", getattr(config, key))
+    _require(config.max_steps is None or config.max_steps > 0, "max_steps", "must be positive", config.max_steps)
+    _require(0 <= config.warmup_ratio <= 1, "warmup_ratio", "must lie in 0 … 1", config.warmup_ratio)
+    _require(len(config.adam_betas) == 2, "adam_betas", "must be two numbers", config.adam_betas)
+    _require(config.tp_size == 1, "tp_size", "must be 1", config.tp_size)
+    _choice("loss", config.loss, LOSSES)
+    _choice("resume", config.resume, (None, "latest"))
+    _choice("variant.name", config.variant.name, VARIANTS)
+    _choice("model.torch_dtype", config.model.torch_dtype, DTYPES)
+    _choice("wandb.mode", config.wandb.mode, WANDB_MODES)
+    if config.variant.name != "base":
+        _require(config.variant.depth > 0, "variant.depth", "must be positive", config.variant.depth)
+        _require(
+            config.variant.max_offset >= 0, "variant.max_offset", "must not be negative", config.variant.max_offset
+        )
+    for worker_key in ("num_proc", "num_workers"):
+        count = getattr(config.data, worker_key)
+        _require(count >= (worker_key == "num_proc"), f"data.{worker_key}", "is too small", count)
+    _check_zero(config.deepspeed.zero_optimization)
+    _check_paths(config)
+
+
+def _check_zero(section: dict[str, Any]) -> None:
+    _choice("deepspeed.zero_optimization.stage", section.get("stage"), (1, 2, 3))
+    try:
+        DeepSpeedZeroConfig(**section)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, ("deepspeed.zero_optimization", *first["loc"])))
+        raise UserError(f"config key {key}: {first['msg']}, not {first['input']!r}") from error
+
+
+def _check_paths(config: TrainConfig) -> None:
+    if isinstance(config.data.files, str):
+        config.data.files = [config.data.files]
+    _require(isinstance(config.data.files, list), "data.files", "must be a path or a list of paths", config.data.files)
+    data_files(config.data.files)
+    output = Path(config.output_dir)
+    _require(not output.exists() or output.is_dir(), "output_dir", "is a file", config.output_dir)
+    existing = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
+    _require(os.access(existing, os.W_OK), "output_dir", "cannot be written", config.output_dir)
+
+
+def _require(condition: bool, key: str, problem: str, value: object) -> None:
+    if not condition:
+        raise UserError(f"config key {key}: {problem}, not {value!r}")
+
+
+def _choice(key: str, value: object, allowed: Sequence[object]) -> None:
+    names = ", ".join("null" if choice is None else str(choice) for choice in allowed)
+    _require(value in allowed, key, f"must be one of {names}", value)
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The whole configuration as YAML, in the schema's order."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))

@@ -1,0 +1,67 @@
+"""The ranks of a run: starting them, and agreeing on things."""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from typing import Any, TypeVar
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longspec.errors import UserError
+
+T = TypeVar("T")
+
+
+def start_ranks() -> None:
+    """Join the ranks that the launcher started (NCCL on GPUs, gloo on the CPU); a run without launcher has one rank."""
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}.items():
+        os.environ.setdefault(name, str(value))
+    os.environ.setdefault("MASTER_PORT", "29500")
+    # DeepSpeed would spend half a minute compiling a CPU all-reduce that only inference uses.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.init_distributed(backend, verbose=False)
+
+
+def summed(values: Tensor) -> Tensor:
+    """`values` summed over the ranks, in place."""
+    dist.all_reduce(values)
+    return values
+
+
+@cache
+def _waiting_group() -> Any:
+    """For waiting as long as a large corpus takes to tokenise. (A rank that dies ends the others by the launcher.)"""
+    return dist.new_group(backend="gloo", timeout=timedelta(days=2))
+
+
+def from_rank_zero(compute: Callable[[], T]) -> T:
+    """What `compute()` returns on rank 0, on every rank (it is pickled).
+
+    A UserError there ends the other ranks quietly: one bad input, one message.
+    """
+    result: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            result[0] = compute()
+        except UserError as error:
+            result[1] = str(error)
+            dist.broadcast_object_list(result, group=_waiting_group())
+            raise
+    dist.broadcast_object_list(result, group=_waiting_group())
+    if result[1] is not None:
+        raise SystemExit(2)
+    return result[0]
+
+
+def rank_zero_first(build: Callable[[], T]) -> T:
+    """`build()` on every rank, on the others once rank 0 is done, so that they find its caches. UserErrors as above."""
+    built: list[T] = []
+    from_rank_zero(lambda: built.append(build()))
+    return built[0] if built else build()

@@ -1,0 +1,68 @@
+"""The DeepSpeed engine around a pair: optimizer, learning rate, precision."""
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+from deepspeed.utils import logger as deepspeed_logger
+from torch import nn
+
+from longspec.train.config import TrainConfig
+
+
+def cosine_with_warmup(total_steps: int, warmup_ratio: float) -> Callable[[int], float]:
+    """The factor on the learning rate of step 0, 1, … `total_steps` - 1: a linear rise to 1, then half a cosine.
+
+    The rise takes ceil(total_steps · warmup_ratio) steps, and no step has a learning rate of 0.
+    """
+    warmup = math.ceil(total_steps * warmup_ratio)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        return 0.5 * (1 + math.cos(math.pi * progress))
+
+    return factor
+
+
+def engine_config(config: TrainConfig) -> dict[str, Any]:
+    """DeepSpeed's configuration: our `deepspeed` section, and what follows from the other keys."""
+    offload = config.deepspeed.zero_optimization.get("offload_optimizer") is not None
+    optimizer = {
+        "lr": config.learning_rate,
+        "betas": config.adam_betas,
+        "weight_decay": config.weight_decay,
+        "torch_adam": not offload,  # offloaded states are stepped by DeepSpeedCPUAdam
+    }
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": config.per_device_train_batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "gradient_clipping": config.max_grad_norm,
+        "optimizer": {"type": "AdamW", "params": optimizer},
+        "zero_optimization": config.deepspeed.zero_optimization,
+        "zero_force_ds_cpu_optimizer": offload,
+    }
+    if config.model.torch_dtype == "bfloat16":
+        # Over 128 micro-batches a sum in bf16 loses the small gradients.
+        settings |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    return settings
+
+
+def build_engine(config: TrainConfig, model: nn.Module) -> deepspeed.DeepSpeedEngine:
+    """The engine; its optimizer holds the draft's parameters alone. It has no schedule: see `set_learning_rate`."""
+    deepspeed_logger.setLevel(logging.WARNING)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
+        config=engine_config(config),
+    )
+    return engine
+
+
+def set_learning_rate(engine: Any, rate: float) -> None:
+    """For the next step. Set anew each time, it needs no saved state and a resumed run may have another length."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = rate

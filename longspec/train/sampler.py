@@ -1,0 +1,37 @@
+"""Which rows each rank trains on, and when."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from torch.utils.data import Sampler
+
+
+class ResumableSampler(Sampler[list[int]]):
+    """Batches of row numbers for one rank, a function of the micro-step alone, so a run can start at any of them.
+
+    All ranks walk one endless sequence: the rows in a new order each epoch. Micro-step m takes the next
+    `batch_size` · `world_size` of it, rank after rank. An epoch's last rows share an optimizer step with the next
+    epoch's first ones, so every step has its full batch and no row is skipped or padded.
+    """
+
+    def __init__(
+        self, rows: int, batch_size: int, rank: int, world_size: int, seed: int, start: int, stop: int
+    ) -> None:
+        """Micro-steps `start` … `stop` - 1 of a dataset with `rows` rows (> 0)."""
+        self.rows, self.batch_size, self.rank, self.world_size = rows, batch_size, rank, world_size
+        self.seed, self.start, self.stop = seed, start, stop
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for micro_step in range(self.start, self.stop):
+            first = (micro_step * self.world_size + self.rank) * self.batch_size
+            yield [self._row(place) for place in range(first, first + self.batch_size)]
+
+    def _row(self, place: int) -> int:
+        epoch, index = divmod(place, self.rows)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.rows)
+        return int(self._order[index])

@@ -1,0 +1,187 @@
+"""A training run, from the launch line to the last checkpoint."""
+
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import hydra
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from longspec.data.collators import IGNORED
+from longspec.errors import UserError, reports_user_errors
+from longspec.train.checkpoint import Progress, find_latest, load_state, locate, save_checkpoint
+from longspec.train.config import TrainConfig, load_config
+from longspec.train.distributed import from_rank_zero, rank_zero_first, start_ranks, summed
+from longspec.train.engine import build_engine, cosine_with_warmup, set_learning_rate
+from longspec.train.inputs import Inputs, read_inputs
+from longspec.train.logging import RunLog, setup_logging
+from longspec.train.loss import make_objective
+from longspec.train.positions import (
+    anchor_offset_positions,
+    contiguous_positions,
+    micro_step_generator,
+    random_lags,
+)
+from longspec.train.sampler import ResumableSampler
+
+logger = logging.getLogger(__name__)
+Batch = dict[str, Tensor]
+
+
+@reports_user_errors
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the launch line's arguments. Bad input is one line on stderr and exit code 2."""
+    try:
+        config = load_config(sys.argv[1:] if argv is None else argv)
+    except UserError:
+        if os.environ.get("LOCAL_RANK", "0") != "0":  # every rank sees the same mistake; one a node reports it
+            raise SystemExit(2) from None
+        raise
+    if config is None:
+        return
+    start_ranks()
+    setup_logging(dist.get_rank())
+    train(config)
+    dist.destroy_process_group()
+
+
+def train(asked: TrainConfig) -> None:
+    """The whole run on this rank."""
+    config = from_rank_zero(lambda: locate(asked))
+    resumed = from_rank_zero(lambda: _where_to_start(config))
+    inputs = rank_zero_first(lambda: read_inputs(config))
+    torch.manual_seed(config.seed)  # a fresh draft is the same on all ranks
+    model = hydra.utils.call(config.model, config.model_name_or_path, state_dict=inputs.draft)
+    rows, rows_per_step = len(inputs.rows), rows_a_step(config)
+    total = config.max_steps or math.ceil(config.num_train_epochs * rows / rows_per_step)
+    engine = build_engine(config, model)
+    start = 0
+    if resumed is not None:
+        folder, progress = resumed
+        load_state(engine, folder, progress)
+        start = progress.step
+    logger.info(
+        "%d rows, %d a step; steps %d … %d; target %s, draft %s",
+        *(rows, rows_per_step, start + 1, total, config.model_name_or_path),
+        resumed[0] if resumed else config.draft_model_name_or_path or "fresh",
+    )
+    Trainer(config, engine, inputs, start, total).run()
+
+
+def _where_to_start(config: TrainConfig) -> tuple[Any, Progress] | None:
+    """What to resume from, on rank 0. UserError if an earlier run's checkpoints lie there and must not be lost."""
+    found = find_latest(config.output_dir)
+    if found is None:
+        if config.resume:
+            logger.warning("resume: no checkpoint in %s yet, so this run starts at step 0", config.output_dir)
+        return None
+    folder, progress = found
+    if not config.resume:
+        raise UserError(
+            f"config key output_dir: {config.output_dir} holds a checkpoint of step {progress.step}; "
+            "give resume=latest to go on from it, or another output_dir"
+        )
+    now = _progress(config, progress.step)
+    if now != progress:
+        raise UserError(f"config key resume: {folder} was saved by {progress}, this run is {now}; make them equal")
+    return found
+
+
+def _progress(config: TrainConfig, step: int) -> Progress:
+    return Progress(step, dist.get_world_size(), config.per_device_train_batch_size, config.gradient_accumulation_steps)
+
+
+def rows_a_step(config: TrainConfig) -> int:
+    return config.per_device_train_batch_size * config.gradient_accumulation_steps * dist.get_world_size()
+
+
+class Trainer:
+    """The loop over optimizer steps. Every rank has one; rank 0's also logs."""
+
+    def __init__(self, config: TrainConfig, engine: Any, inputs: Inputs, start: int, total: int) -> None:
+        self.config, self.engine, self.inputs = config, engine, inputs
+        self.start, self.total = start, total
+        self.schedule = cosine_with_warmup(total, config.warmup_ratio)
+        self.objective = make_objective(config.loss, config.log_target_loss)
+        self.accumulation = config.gradient_accumulation_steps
+        sampler = ResumableSampler(
+            rows=len(inputs.rows),
+            batch_size=config.per_device_train_batch_size,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            seed=config.seed,
+            start=start * self.accumulation,
+            stop=total * self.accumulation,
+        )
+        self.loader = DataLoader(
+            inputs.rows,
+            batch_sampler=sampler,
+            collate_fn=inputs.collate,
+            num_workers=config.data.num_workers,
+            pin_memory=engine.device.type == "cuda",
+        )
+
+    def run(self) -> None:
+        """Train up to the last step and save there, whatever `save_steps` says."""
+        self.engine.train()
+        batches = iter(self.loader)
+        log = RunLog(self.config, dist.get_rank(), self.start, self.total)
+        for step in range(self.start + 1, self.total + 1):
+            began = time.perf_counter()
+            window = [next(batches) for _ in range(self.accumulation)]
+            metrics = self.train_step(step, window)
+            log.step({"step": step, **metrics, "seconds": time.perf_counter() - began})
+            if step % self.config.save_steps == 0 or step == self.total:
+                progress = _progress(self.config, step)
+                save_checkpoint(self.engine, self.inputs.tokenizer, self.config, progress, self.config.output_dir)
+        log.close()
+
+    def train_step(self, step: int, window: list[Batch]) -> dict[str, float]:
+        """One optimizer step over the accumulation window's micro-batches.
+
+        DeepSpeed divides by accumulation steps and averages over ranks. Each summed loss is scaled so that the result
+        is the mean over the tokens of all ranks and micro-batches, however unevenly they lie.
+        """
+        counts = torch.tensor([int((batch["labels"] != IGNORED).sum()) for batch in window], device=self.engine.device)
+        tokens = max(1, int(summed(counts.sum())))
+        scale = dist.get_world_size() * self.accumulation / tokens
+        sums: dict[str, Tensor] = {}
+        rate = self.config.learning_rate * self.schedule(step - 1)
+        set_learning_rate(self.engine, rate)
+        for number, batch in enumerate(window):
+            loss, terms = self.forward((step - 1) * self.accumulation + number, batch)
+            self.engine.backward(loss * scale)
+            self.engine.step()
+            sums = {name: sums.get(name, 0) + value for name, value in terms.items()}
+        means = summed(torch.stack(list(sums.values()))) / tokens
+        norm = self.engine.get_global_grad_norm()
+        return {
+            **dict(zip(sums, means.tolist(), strict=True)),
+            "lr": rate,
+            "grad_norm": float(norm) if norm is not None else math.nan,
+            "tokens": tokens,
+            "epoch": step * rows_a_step(self.config) / len(self.inputs.rows),
+        }
+
+    def forward(self, micro_step: int, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The objective on one micro-batch, with positions and lags drawn for it."""
+        generator = micro_step_generator(self.config.seed, micro_step, dist.get_rank())
+        torch.manual_seed(generator.initial_seed())  # so that whatever else is random does not depend on the past
+        shape = (batch["input_ids"].shape[0], batch["input_ids"].shape[1])
+        segments, variant = batch["cu_seqlens"], self.config.variant
+        lags = None
+        if variant.name == "base":
+            positions = contiguous_positions(segments, shape)
+        else:
+            window = self.inputs.window
+            positions = anchor_offset_positions(segments, shape, variant.max_offset, window, generator)
+            lags = random_lags(len(segments) - 1, variant.depth, generator).to(self.engine.device)
+        given = {name: tensor.to(self.engine.device, non_blocking=True) for name, tensor in batch.items()}
+        return self.engine(**given, position_ids=positions.to(self.engine.device), lags=lags, objective=self.objective)

@@ -1,0 +1,43 @@
+"""Run by the launcher: load a run's newest checkpoint and save what the engine holds, gathered in two ways.
+
+The arguments are the launch line's. Writes `gathered.pt` (our draft) and, under ZeRO-3, `consolidated.pt` (DeepSpeed's
+own consolidation of the whole pair) into the output folder.
+"""
+
+import sys
+from pathlib import Path
+
+import hydra
+import torch
+import torch.distributed as dist
+
+from longspec.train.checkpoint import find_latest, gather_draft, load_state, locate
+from longspec.train.config import load_config
+from longspec.train.distributed import from_rank_zero, rank_zero_first, start_ranks
+from longspec.train.engine import build_engine
+from longspec.train.inputs import read_inputs
+
+
+def main() -> None:
+    config = load_config(sys.argv[1:])
+    assert config is not None
+    start_ranks()
+    config = locate(config)
+    found = from_rank_zero(lambda: find_latest(config.output_dir))
+    assert found is not None
+    draft = rank_zero_first(lambda: read_inputs(config)).draft
+    model = hydra.utils.call(config.model, config.model_name_or_path, state_dict=draft)
+    engine = build_engine(config, model)
+    load_state(engine, *found)
+    output = Path(config.output_dir)
+    gathered = gather_draft(engine.module)
+    assert bool(gathered) == (dist.get_rank() == 0)
+    if dist.get_rank() == 0:
+        torch.save(gathered, output / "gathered.pt")
+    if engine.zero_optimization_partition_weights():
+        consolidated = engine._zero3_consolidated_16bit_state_dict()
+        if dist.get_rank() == 0:
+            torch.save(dict(consolidated), output / "consolidated.pt")
+
+
+main()

@@ -1,0 +1,176 @@
+"""The real launch line on two CPU ranks: what it computes, leaves behind, and goes on from."""
+
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import hydra
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from training_fixtures import ROOT, launch, launched, make_target, metrics, write_answers, write_texts
+
+from longspec.data.collators import IGNORED
+from longspec.models.draft_files import load_draft
+from longspec.train.config import TrainConfig, load_config
+from longspec.train.engine import cosine_with_warmup
+from longspec.train.inputs import read_inputs
+from longspec.train.loss import make_objective
+from longspec.train.positions import contiguous_positions
+from longspec.train.sampler import ResumableSampler
+
+STAGES = [f"tiny_glide_stage{number}_sinkpi-slicing" for number in (1, 2, 3)]
+SHARDED = "+deepspeed.zero_optimization.stage3_param_persistence_threshold=0"  # or tiny weights stay whole
+STEPS = 4
+ONE_FAMILY = pytest.mark.parametrize("curriculum", ["llama"], indirect=True)
+
+
+def plain_training(config: TrainConfig, steps: int, world: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and draft of the base variant by one process, one batch a step, and torch's own optimizer."""
+    inputs = read_inputs(config)
+    torch.manual_seed(config.seed)
+    model = hydra.utils.call(config.model, config.model_name_or_path, state_dict=None)
+    draft, factor = list(model.draft_model.parameters()), cosine_with_warmup(steps, config.warmup_ratio)
+    optimizer = torch.optim.AdamW(draft, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+    rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * world
+    losses = []
+    for step, numbers in enumerate(ResumableSampler(len(inputs.rows), rows, 0, 1, config.seed, 0, steps)):
+        batch = inputs.collate([inputs.rows[number] for number in numbers])
+        positions = contiguous_positions(batch["cu_seqlens"], tuple(batch["input_ids"].shape))  # type: ignore[arg-type]
+        total, _ = model(**batch, position_ids=positions, objective=make_objective("ce"))
+        loss = total / (batch["labels"] != IGNORED).sum()
+        optimizer.param_groups[0]["lr"] = config.learning_rate * factor(step)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(draft, config.max_grad_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.draft_model.state_dict()
+
+
+def test_two_ranks_train_as_one_plain_loop_does(tmp_path: Path) -> None:
+    """Ranks, accumulation, uneven token counts, ZeRO-1, clipping and schedule change nothing but rounding."""
+    target, data = make_target(tmp_path / "target"), write_texts(tmp_path / "data.jsonl")
+    overrides = [f"model_name_or_path={target}", f"data.files={data}", f"data.cache_dir={tmp_path}/cache"]
+    overrides += [f"output_dir={tmp_path}/out", "variant=base", "max_steps=3", "max_grad_norm=0.3", "data.pack=false"]
+    config = load_config(["-cp", str(ROOT / "conf/exp"), "-cn", STAGES[0], *overrides])
+    assert config is not None
+    losses, weights = plain_training(config, steps=3, world=2)
+    launched(STAGES[0], *overrides)
+    logged = metrics(tmp_path / "out")
+    assert [line["step"] for line in logged] == [1, 2, 3]
+    assert [line["loss"] for line in logged] == pytest.approx(losses, rel=1e-5)
+    assert min(line["grad_norm"] for line in logged) > 0.3, "the clipping must be at work"
+    draft = load_draft(tmp_path / "out" / "checkpoint-last")
+    torch.testing.assert_close(draft, dict(weights), rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def curriculum(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All three stages of one family, each from the draft of the one before: folders 1, 2, 3 beside target and data.
+
+    The second family also has what the first has not: tied embeddings, recomputation, the mixed loss.
+    """
+    work = tmp_path_factory.mktemp(request.param)
+    make_target(work / "target", request.param, tie_word_embeddings=request.param == "qwen2")
+    write_texts(work / "texts.jsonl")
+    write_answers(work / "answers.jsonl")
+    (work / "family").write_text(request.param)
+    (work / "before.safetensors").write_bytes((work / "target" / "model.safetensors").read_bytes())
+    for stage in (1, 2, 3):
+        launched(STAGES[stage - 1], *overrides(work, stage))
+    return work
+
+
+def overrides(work: Path, stage: int) -> list[str]:
+    data = work / ("texts.jsonl" if stage < 3 else "answers.jsonl")
+    family = (work / "family").read_text()
+    extra = ["model.gradient_checkpointing=true", "loss=mixed", "log_target_loss=true"]
+    given = [
+        *(extra if family == "qwen2" else []),
+        f"model={family}",
+        f"model_name_or_path={work}/target",
+        f"data.files={data}",
+    ]
+    given += [f"data.cache_dir={work}/cache", f"output_dir={work}/{stage}", f"max_steps={STEPS}", "save_steps=2"]
+    if stage > 1:
+        given += [f"draft_model_name_or_path={work}/{stage - 1}/checkpoint-last/draft_model_weights.pth", SHARDED]
+    return given
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).detach().abs().max()) for name in one)
+
+
+@pytest.mark.slow
+def test_each_stage_starts_from_the_draft_of_the_one_before(curriculum: Path) -> None:
+    """AdamW moves a weight by about the learning rate a step; a fresh draft would be 0.1 away."""
+    first, second, third = (load_draft(curriculum / str(stage) / "checkpoint-last") for stage in (1, 2, 3))
+    for before, after in ((first, second), (second, third)):
+        assert 0 < distance(before, after) < 2 * STEPS * 5e-5
+    for stage in (1, 2, 3):
+        lines = metrics(curriculum / str(stage))
+        assert len(lines) == STEPS and all(math.isfinite(line["loss"]) for line in lines)
+        if "target_loss" in lines[0]:
+            assert all(line["loss"] == pytest.approx((line["ce"] + line["kl"]) / 2, rel=1e-5) for line in lines)
+
+
+@pytest.mark.slow
+def test_extracted_draft_is_the_engines_and_the_target_is_untouched(curriculum: Path) -> None:
+    """checkpoint-last = gathered after loading = DeepSpeed's consolidation = the script's two forms, bit for bit."""
+    before = load_file(curriculum / "before.safetensors")
+    assert distance(before, load_file(curriculum / "target" / "model.safetensors")) == 0
+    launched(STAGES[2], *overrides(curriculum, 3), script="tests/consolidate_run.py")
+    output = curriculum / "3"
+    draft = load_draft(output / "checkpoint-last")
+    assert distance(draft, torch.load(output / "gathered.pt")) == 0
+    whole = torch.load(output / "consolidated.pt")
+    assert distance(draft, load_draft(output / "consolidated.pt")) == 0
+    assert distance(before, {name: whole[name] for name in before}) == 0
+    script = [sys.executable, "scripts/extract_draft.py", str(output / "last_ds")]
+    for form in ([f"{output}/draft.pth"], [f"{output}/hub", "--hf"]):
+        subprocess.run([*script, *form], cwd=ROOT, check=True, capture_output=True)
+        assert distance(draft, load_draft(form[0])) == 0
+
+
+@pytest.mark.slow
+@ONE_FAMILY
+@pytest.mark.parametrize("stage", [1, 3])
+def test_resumed_run_ends_as_the_straight_one(curriculum: Path, stage: int, tmp_path: Path) -> None:
+    """The newest checkpoint is lost, so steps 3 and 4 run again from the older one: same losses, same bits."""
+    straight, again = curriculum / str(stage), tmp_path / "again"
+    shutil.copytree(straight, again)
+    shutil.rmtree(again / "last_ds")
+    shutil.rmtree(again / "checkpoint-last")
+    said = launched(STAGES[stage - 1], *overrides(curriculum, stage), f"output_dir={again}", "resume=latest")
+    assert "going back to the older checkpoint" in said and f"steps 3 … {STEPS}" in said
+    shown = ("step", "loss", "lr", "grad_norm", "tokens", "epoch")
+    rows = [[[line[name] for name in shown] for line in metrics(folder)] for folder in (straight, again)]
+    assert rows[0] == rows[1]
+    drafts = [load_draft(folder / "checkpoint-last") for folder in (straight, again)]
+    assert distance(*drafts) == 0
+
+
+@pytest.mark.slow
+@ONE_FAMILY
+def test_a_run_is_not_overwritten_and_bad_input_is_one_line(curriculum: Path) -> None:
+    for change, part in (([], "resume=latest"), (["model_name_or_path=/nowhere", "output_dir=/tmp/x"], "/nowhere")):
+        result = launch(STAGES[0], *overrides(curriculum, 1), *change)
+        errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+        assert result.returncode == 2 and len(errors) == 1 and part in errors[0]
+        assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+@ONE_FAMILY
+def test_checkpoint_folder_stands_for_target_and_draft(curriculum: Path, tmp_path: Path) -> None:
+    """Stage 2 told nothing but stage 1's checkpoint folder; with tied steps it ends where the explicit run ended."""
+    folder = curriculum / "1" / "checkpoint-last"
+    given = [pair for pair in overrides(curriculum, 2) if not pair.startswith(("draft_model", "model_name"))]
+    launched(STAGES[1], *given, f"model_name_or_path={folder}", f"output_dir={tmp_path}/out")
+    drafts = [load_draft(place / "checkpoint-last") for place in (tmp_path / "out", curriculum / "2")]
+    assert distance(*drafts) == 0

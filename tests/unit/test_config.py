@@ -1,0 +1,179 @@
+"""All experiments compose to valid runs, and a mistake in one is named by its key."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from training_fixtures import ROOT, write_texts
+
+from longspec.errors import UserError
+from longspec.train.config import (
+    CONFIG_NAME,
+    check,
+    compose_config,
+    load_config,
+    read_config_file,
+    to_yaml,
+    typed,
+)
+from longspec.train.engine import cosine_with_warmup, engine_config
+
+EXP = ROOT / "conf" / "exp"
+EXPERIMENTS = sorted(file.stem for file in EXP.glob("*.yaml"))
+TINY = "tiny_glide_stage1_sinkpi-slicing"
+LONG = "longv2-32k-zero3_5e-6-ligce-nomask"
+CONTRACT = [
+    f"qwq_glide_8gpu_slim6b{variant}{stage}"
+    for variant in ("", "_sinkpi-slicing")
+    for stage in ("", f"_{LONG}", f"_{LONG}_longcot_5e-6")
+]
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[str]:
+    """The overrides that the tiny experiments need."""
+    write_texts(tmp_path / "data.jsonl", count=3)
+    return ["model_name_or_path=target", f"data.files={tmp_path}/data.jsonl", f"output_dir={tmp_path}/out"]
+
+
+def load(name: str, *overrides: str, folder: str | Path = EXP):  # type: ignore[no-untyped-def]
+    return load_config(["--local_rank=1", "-cp", str(folder), "-cn", name, *overrides])
+
+
+def test_contract_names_are_there() -> None:
+    assert set(CONTRACT) <= set(EXPERIMENTS)
+    assert {name.replace("qwq", "llama8b") for name in CONTRACT} <= set(EXPERIMENTS)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_composes_and_checks(name: str, paths: list[str]) -> None:
+    config = load(name, *paths)
+    stage3 = "longcot" in name or "stage3" in name
+    stage2 = not stage3 and ("longv2" in name or "stage2" in name)
+    assert config.variant.name == ("sinkpi-slicing" if "sinkpi" in name else "base")
+    assert config.deepspeed.zero_optimization["stage"] == (3 if stage2 or stage3 else 1)
+    assert config.data.answer_only == stage3
+    assert (config.draft_model_name_or_path is None) == (not stage2 and not stage3)
+    assert ("Qwen2Glide" in config.model._target_) == ("qwq" in name)
+    assert engine_config(config)["optimizer"]["params"]["betas"] == [0.9, 0.95]
+
+
+def test_published_numbers() -> None:
+    """SPEC: lr, batch and length of the three stages; each starts from the draft of the one before."""
+    for variant in ("", "_sinkpi-slicing"):
+        stages = [typed(compose_config(EXP, name)) for name in CONTRACT if ("sinkpi" in name) == bool(variant)]
+        batches = [(c.per_device_train_batch_size, c.gradient_accumulation_steps) for c in stages]
+        assert batches == [(2, 128), (1, 8), (1, 32)]
+        assert [c.learning_rate for c in stages] == [5e-4, 5e-6, 5e-6]
+        assert [c.data.max_length for c in stages] == [1024, 32768, 32768]
+        for before, after in pairwise(stages):
+            assert after.draft_model_name_or_path == f"{before.output_dir}/checkpoint-last/draft_model_weights.pth"
+        for c in stages:
+            assert (c.weight_decay, c.max_grad_norm, c.warmup_ratio, c.seed, c.save_steps) == (0.1, 1.0, 0.1, 42, 200)
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_experiments_compose_with_plain_hydra(name: str) -> None:
+    """conf/exp is the config root, so the groups must be found from it without any help of ours."""
+    with initialize_config_dir(str(EXP), version_base=None):
+        assert compose(name).model.pad_token_id == 151643
+
+
+def test_relative_config_path_with_and_without_slash(monkeypatch: pytest.MonkeyPatch, paths: list[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    assert load(TINY, *paths, folder="conf/exp/") == load(TINY, *paths, folder="conf/exp")
+
+
+def test_family_is_an_override(paths: list[str]) -> None:
+    config = load(TINY, *paths, "model=qwen2")
+    assert config.model._target_ == "longspec.train.models.qwen2_glide.Qwen2Glide.from_pretrained"
+    assert config.model.torch_dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("learning_rte=1", "learning_rte"),
+        ("+learning_rte=1", "learning_rte"),
+        ("data.max_len=1", "data.max_len"),
+        ("+data.max_len=1", "data.max_len"),
+        ("data.max_length=long", "data.max_length"),
+        ("per_device_train_batch_size=1.5", "per_device_train_batch_size"),
+        ("per_device_train_batch_size=0", "per_device_train_batch_size"),
+        ("gradient_accumulation_steps=-1", "gradient_accumulation_steps"),
+        ("learning_rate=fast", "learning_rate"),
+        ("loss=mse", "loss"),
+        ("resume=yes", "resume"),
+        ("variant.name=other", "variant.name"),
+        ("variant.depth=0", "variant.depth"),
+        ("model.torch_dtype=int8", "model.torch_dtype"),
+        ("++model=llama", "model"),
+        ("+deepspeed.zero_optimisation.stage=1", "deepspeed.zero_optimisation"),
+        ("+deepspeed.zero_optimization.stge=1", "deepspeed.zero_optimization.stge"),
+        ("deepspeed.zero_optimization.stage=4", "deepspeed.zero_optimization.stage"),
+        ("model_name_or_path=null", "model_name_or_path"),
+        ("model_name_or_path=???", "model_name_or_path"),
+        ("adam_betas=[0.9]", "adam_betas"),
+        ("tp_size=2", "tp_size"),
+    ],
+)
+def test_wrong_key_is_named(override: str, key: str, paths: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        load(TINY, *paths, override)
+    assert key in str(error.value) and "\n" not in str(error.value)
+
+
+def test_missing_things_are_named(paths: list[str], tmp_path: Path) -> None:
+    for override in ("data.files=nowhere.jsonl", "data.files=[nowhere.jsonl]"):
+        with pytest.raises(UserError, match=r"nowhere\.jsonl"):
+            load(TINY, *paths, override)
+    with pytest.raises(UserError, match="no_such_experiment"):
+        load("no_such_experiment", *paths)
+    with pytest.raises(UserError, match="no_such_folder"):
+        load(TINY, *paths, folder=tmp_path / "no_such_folder")
+
+
+def test_saved_configuration_reads_back(paths: list[str], tmp_path: Path) -> None:
+    config = load(TINY, *paths, "max_steps=7")
+    (tmp_path / CONFIG_NAME).write_text(to_yaml(config))
+    assert read_config_file(tmp_path / CONFIG_NAME) == config
+    (tmp_path / CONFIG_NAME).write_text("seed: [")
+    with pytest.raises(UserError, match=CONFIG_NAME):
+        read_config_file(tmp_path / CONFIG_NAME)
+
+
+def test_checkpoint_folder_brings_its_own_draft(paths: list[str], tmp_path: Path) -> None:
+    """An experiment's default draft gives way to the one in the checkpoint; one on the launch line does not."""
+    (tmp_path / CONFIG_NAME).write_text(to_yaml(load(TINY, *paths)))
+    stage2, target = "tiny_glide_stage2_sinkpi-slicing", f"model_name_or_path={tmp_path}"
+    assert load(stage2, *paths).draft_model_name_or_path is not None
+    assert load(stage2, *paths[1:], target).draft_model_name_or_path is None
+    assert load(stage2, *paths[1:], target, "draft_model_name_or_path=x").draft_model_name_or_path == "x"
+
+
+def test_print_config_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert load(TINY, "--cfg", "job") is None
+    assert "gradient_accumulation_steps: 2" in capsys.readouterr().out
+
+
+def test_composing_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paths: list[str]) -> None:
+    empty = tmp_path / "cwd"
+    empty.mkdir()
+    monkeypatch.chdir(empty)
+    load(TINY, *paths)
+    assert not list(empty.iterdir())
+
+
+def test_check_accepts_a_composed_config_twice(paths: list[str]) -> None:
+    config = load(TINY, *paths)
+    check(config)
+    assert isinstance(config.data.files, list)
+
+
+def test_schedule_warms_up_then_falls_to_zero() -> None:
+    factor = cosine_with_warmup(100, 0.1)
+    assert [factor(step) for step in range(10)] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert factor(10) == 1 and factor(55) == pytest.approx(0.5)
+    assert 0 < factor(99) < 0.001 and factor(100) == pytest.approx(0)
+    assert all(cosine_with_warmup(1, ratio)(0) == 1 for ratio in (0, 0.1, 1))

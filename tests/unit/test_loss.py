@@ -1,0 +1,88 @@
+"""The chunked objectives against plain full-logits formulas: value and gradient, in fp64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from longspec.train.loss import make_objective
+
+B, T, HIDDEN, V = 3, 11, 8, 23
+
+
+def example(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, nn.Linear]:
+    torch.manual_seed(0)
+    head = nn.Linear(HIDDEN, V, bias=False).to(dtype).requires_grad_(False)
+    labels = torch.randint(0, V, (B, T))
+    labels[0, :4] = labels[1, 7:] = labels[2, 5] = -100
+    labels[:, 0] = -100
+    hidden = torch.randn(B, T, HIDDEN, dtype=dtype, requires_grad=True)
+    return hidden, torch.randn(B, T, HIDDEN, dtype=dtype), labels, head
+
+
+def plain(loss: str, hidden: Tensor, target_hidden: Tensor, labels: Tensor, head: nn.Linear) -> Tensor:
+    """The same objective with all logits at once: hidden state i is scored on label i + 1."""
+    logits, teacher = head(hidden[:, :-1]).flatten(0, 1), head(target_hidden[:, :-1]).flatten(0, 1)
+    wanted = labels[:, 1:].flatten()
+    ce = F.cross_entropy(logits, wanted, ignore_index=-100, reduction="sum")
+    kept = wanted != -100
+    kl = F.kl_div(logits[kept].log_softmax(-1), teacher[kept].log_softmax(-1), reduction="sum", log_target=True)
+    return {"ce": ce, "distill": kl, "mixed": (ce + kl) / 2}[loss]
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+@pytest.mark.parametrize("loss", ["ce", "distill", "mixed"])
+def test_value_and_gradient_equal_the_full_logits_formula(loss: str, chunk: int) -> None:
+    hidden, teacher, labels, head = example()
+    value, metrics = make_objective(loss, chunk=chunk)(hidden, teacher, labels, head)
+    (gradient,) = torch.autograd.grad(value * 0.3, hidden)
+    expected = plain(loss, hidden, teacher, labels, head)
+    (wanted,) = torch.autograd.grad(expected * 0.3, hidden)
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)
+    assert metrics["loss"] == value.detach() and not metrics["loss"].requires_grad
+
+
+def test_target_loss_is_reported_only_when_asked_for() -> None:
+    hidden, teacher, labels, head = example()
+    _, metrics = make_objective("ce", log_target_loss=True)(hidden, teacher, labels, head)
+    torch.testing.assert_close(metrics["target_loss"], plain("ce", teacher, teacher, labels, head))
+    assert set(make_objective("ce")(hidden, teacher, labels, head)[1]) == {"loss", "ce"}
+    assert set(make_objective("mixed")(hidden, teacher, labels, head)[1]) == {"loss", "ce", "kl"}
+
+
+def test_a_micro_batch_without_labels_has_loss_zero_and_a_gradient() -> None:
+    """A rank whose micro-batch is all prompt must still take part in backward."""
+    hidden, teacher, labels, head = example()
+    value, _ = make_objective("ce")(hidden, teacher, torch.full_like(labels, -100), head)
+    value.backward()
+    assert value == 0 and hidden.grad is not None and not hidden.grad.any()
+
+
+def test_bf16_hidden_states_are_scored_in_fp32() -> None:
+    hidden, teacher, labels, head = example(torch.bfloat16)
+    value, _ = make_objective("ce", chunk=5)(hidden, teacher, labels, head)
+    (gradient,) = torch.autograd.grad(value, hidden)
+    logits = head(hidden[:, :-1]).flatten(0, 1).float()
+    expected = F.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+    assert value.dtype == torch.float32 and gradient.dtype == torch.bfloat16
+    torch.testing.assert_close(value, expected)
+
+
+def test_never_more_than_a_chunk_of_logits() -> None:
+    """The widest tensor over the vocabulary that is ever made has `chunk` rows, in forward and in backward."""
+    rows: list[int] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.ndim == 2 and out.shape[1] == V and out.data_ptr() != weight:
+                rows.append(out.shape[0])
+            return out
+
+    hidden, teacher, labels, head = example()
+    weight = head.weight.data_ptr()
+    with Watch():
+        value, _ = make_objective("mixed", log_target_loss=True, chunk=4)(hidden, teacher, labels, head)
+        value.backward()
+    assert max(rows) == 4

@@ -1,0 +1,29 @@
+"""The order in which ranks see rows: every row once an epoch, and a start at any micro-step."""
+
+import pytest
+
+from longspec.train.sampler import ResumableSampler
+
+
+def walk(rows: int, batch: int, world: int, start: int, stop: int, seed: int = 42) -> list[list[list[int]]]:
+    """One list of batches a rank."""
+    return [list(ResumableSampler(rows, batch, rank, world, seed, start, stop)) for rank in range(world)]
+
+
+@pytest.mark.parametrize(("rows", "batch", "world"), [(12, 2, 3), (7, 2, 2), (5, 4, 3), (1, 1, 2)])
+def test_every_row_comes_once_an_epoch(rows: int, batch: int, world: int) -> None:
+    micro_steps = 4 * rows
+    ranks = walk(rows, batch, world, 0, micro_steps)
+    sequence = [row for step in range(micro_steps) for rank in range(world) for row in ranks[rank][step]]
+    for epoch in range(len(sequence) // rows):
+        assert sorted(sequence[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
+
+
+def test_a_later_start_continues_the_same_walk() -> None:
+    whole = walk(13, 2, 2, 0, 20)
+    assert walk(13, 2, 2, 9, 20) == [rank[9:] for rank in whole]
+
+
+def test_order_changes_with_epoch_and_seed() -> None:
+    first, second = walk(50, 50, 1, 0, 2)[0]
+    assert first != second and first != walk(50, 50, 1, 0, 1, seed=43)[0][0]
