@@ -25,6 +25,11 @@ CONFIG_NAME = "training_config.yaml"
 DTYPES = ("float32", "bfloat16")
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 
+POSITIVE = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "save_steps"),
+    *("learning_rate", "max_grad_norm"),
+)
+
 
 @dataclass
 class ModelConfig:
@@ -178,9 +183,7 @@ def is_checkpoint(config: TrainConfig) -> bool:
 
 def check(config: TrainConfig) -> None:
     """What types alone do not say. Raises UserError with the key's name."""
-    for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "save_steps", "learning_rate"):
-        _require(getattr(config, key) > 0, key, "must be positive", getattr(config, key))
-    for key in ("num_train_epochs", "max_grad_norm"):
+    for key in POSITIVE:
         _require(getattr(config, key) > 0, key, "must be positive", getattr(config, key))
     _require(config.max_steps is None or config.max_steps > 0, "max_steps", "must be positive", config.max_steps)
     _require(0 <= config.warmup_ratio <= 1, "warmup_ratio", "must lie in 0 … 1", config.warmup_ratio)
@@ -196,9 +199,8 @@ def check(config: TrainConfig) -> None:
         _require(
             config.variant.max_offset >= 0, "variant.max_offset", "must not be negative", config.variant.max_offset
         )
-    for worker_key in ("num_proc", "num_workers"):
-        count = getattr(config.data, worker_key)
-        _require(count >= (worker_key == "num_proc"), f"data.{worker_key}", "is too small", count)
+    _require(config.data.num_proc > 0, "data.num_proc", "must be positive", config.data.num_proc)
+    _require(config.data.num_workers >= 0, "data.num_workers", "must not be negative", config.data.num_workers)
     _check_zero(config.deepspeed.zero_optimization)
     _check_paths(config)
 

@@ -1,0 +1,68 @@
+"""The demo's two sizes: the one that is shown, and one of seconds that tests run."""
+
+from dataclasses import dataclass
+
+from scripts.demo.corpus import CorpusSettings
+from scripts.demo.evaluate import EvaluationSettings
+from scripts.demo.stages import StageSettings
+from scripts.demo.target import TargetSettings
+
+
+@dataclass(frozen=True)
+class Required:
+    """What the demo must show, beside every method's tokens being vanilla's."""
+
+    tree_acceptance: float = 2.0
+    tree_over_seq: float = 0.0
+    tree_over_untrained: float = 0.8
+    bigram_over_target: float = 0.15
+    """Bits per byte."""
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    corpus: CorpusSettings
+    target: TargetSettings
+    stages: tuple[StageSettings, ...]
+    evaluation: EvaluationSettings
+    required: Required
+
+
+def shown(family: str) -> DemoSettings:
+    """`make demo`: some ten minutes on two cores."""
+    return DemoSettings(
+        CorpusSettings(),
+        TargetSettings(family),
+        (
+            StageSettings(1, family, steps=200, learning_rate=4e-3, max_length=512, rows_a_step=8),
+            StageSettings(2, family, steps=50, learning_rate=1e-3, max_length=1024, rows_a_step=4),
+            StageSettings(3, family, steps=50, learning_rate=1e-3, max_length=1024, rows_a_step=4),
+        ),
+        EvaluationSettings(family),
+        Required(),
+    )
+
+
+def tiny(family: str) -> DemoSettings:
+    """The same path with models that have learnt next to nothing."""
+    return DemoSettings(
+        CorpusSettings(context=200, code=300, answer=400, answers=40, prompts=3, largest=400_000),
+        TargetSettings(
+            family,
+            vocab_size=512,
+            hidden_size=64,
+            intermediate_size=128,
+            layers=2,
+            positions=3072,
+            steps=20,
+            tokens_a_step=512,
+            short=64,
+            long=256,
+        ),
+        tuple(StageSettings(n, family, steps=4, learning_rate=1e-3, max_length=128, rows_a_step=2) for n in (1, 2, 3)),
+        EvaluationSettings(family, new_tokens=8, tree_shape=(2, 3), gamma=2, rows=2, forced_rows=2),
+        Required(tree_acceptance=1.0, tree_over_seq=-1.0, tree_over_untrained=-1.0, bigram_over_target=-10.0),
+    )
+
+
+SIZES = {"shown": shown, "tiny": tiny}
