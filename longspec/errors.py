@@ -12,6 +12,12 @@ class UserError(ValueError):
     """Bad input: one line that says what is wrong, where, and what to do."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, short enough to stand inside a UserError."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def reports_user_errors(main: Callable[..., T]) -> Callable[..., T]:
     """Make a command's `main` print a UserError as one line on stderr and exit with code 2."""
 

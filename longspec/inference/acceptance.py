@@ -20,7 +20,7 @@ class Sampler:
         self.generator = generator
         self.warpers = LogitsProcessorList()
         if not self.greedy and temperature != 1:
-            self.warpers.append(TemperatureLogitsWarper(temperature))
+            self.warpers.append(TemperatureLogitsWarper(float(temperature)))
         if top_k > 0:
             self.warpers.append(TopKLogitsWarper(top_k))
         if top_p < 1:

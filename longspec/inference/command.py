@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from longspec.models.glide import GlideMixin
 from longspec.models.target_files import check_weights, context_window, load_tokenizer, read_config
 
 GLIDE_METHODS = ("seq", "tree")
-WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 16
+WARM_UP_TOKENS = 16
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -126,6 +127,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     max_new_tokens = TASKS[options.task].max_new_tokens if options.max_gen_len is None else options.max_gen_len
     check_sampling(max_new_tokens, options.temperature, options.top_p, options.top_k)
     _check_numbers(options)
+    _check_output(options.output_dir)
     device = _device(options.device)
     pair = choose_pair(options.model_name, options.target, options.draft)
     config = read_config(pair.target)
@@ -138,7 +140,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     if draft := _draft_in_use(options, pair):
         draft_state = check_draft(draft, config, model_class.draft_layer_class)
         check_draft_tokenizer(draft, pair.target, tokenizer)
-    window = pair.window or context_window(config)
+    window = min(pair.window or sys.maxsize, context_window(config))
     selection = _select(options, config.model_type, tokenizer, window)
     _check_samples(selection.samples, max_new_tokens, window, config.vocab_size)
     dtype = _dtype(options.dtype, config, device)
@@ -146,9 +148,16 @@ def make_plan(options: argparse.Namespace) -> Plan:
 
 
 def _check_numbers(options: argparse.Namespace) -> None:
-    for name, least in (("test_length", 0), ("batch_size", 1), ("min_prompt_len", 0), ("headroom", 0)):
+    for name, least in (("test_length", 0), ("batch_size", 1), ("min_prompt_len", 0), ("headroom", 0), ("seed", 0)):
         if getattr(options, name) < least:
             raise UserError(f"--{name}: {getattr(options, name)}; it must be at least {least}")
+
+
+def _check_output(folder: str | None) -> None:
+    place = Path(folder or ".").absolute()
+    existing = next(part for part in (place, *place.parents) if part.exists())
+    if not existing.is_dir():
+        raise UserError(f"--output_dir: {folder}: {existing} is a file; give a folder")
 
 
 def _device(name: str | None) -> torch.device:
@@ -222,8 +231,9 @@ def run(model: GlideMixin, plan: Plan, report: Report) -> None:
     samples, size = plan.selection.samples, plan.options.batch_size
     # Without an end of sequence, so that the warm-up comes to its rounds.
     warm_up = plan.settings | {"max_new_tokens": min(WARM_UP_TOKENS, plan.max_new_tokens), "eos_token_id": ()}
-    first = [Sample(sample.id, sample.token_ids[:WARM_UP_PROMPT]) for sample in samples[:size]]
-    generate(model, *_padded(first), **warm_up, seed=plan.options.seed)
+    # The longest prompts, because kernels are compiled for sizes.
+    longest = sorted(samples, key=lambda sample: len(sample.token_ids), reverse=True)[:size]
+    generate(model, *_padded(longest), **warm_up, seed=plan.options.seed)
     with tqdm(total=len(samples), desc=f"{plan.options.task}, {plan.options.method}", unit="sample") as progress:
         for number, batch in enumerate(_batches(samples, size)):
             output = generate(model, *_padded(batch), **plan.settings, seed=plan.options.seed + number)

@@ -86,11 +86,15 @@ def generate(
     input_ids, attention_mask: LongTensor [B, P], padded left or right as the mask says (all real without one).
     method: vanilla, seq (a chain of gamma), tree (of tree_shape) or magicdec (a chain of gamma).
     eos_token_id, pad_token_id: None takes the model's own. streamer: gets the new tokens of a single row as they
-    come, on the CPU. seed: None draws from torch's global generator. Raises UserError (a ValueError) for settings
-    that cannot work.
+    come, on the CPU, and not the prompt. seed: None draws from torch's global generator.
+    Raises UserError (a ValueError) for settings that cannot work.
     """
     rows = _prompt_rows(input_ids, attention_mask)
-    _check_settings(model, rows, method, max_new_tokens, temperature, top_p, top_k, tree_shape, gamma, streamer)
+    check_drafting(method, tree_shape, gamma, model.config.vocab_size)
+    check_sampling(max_new_tokens, temperature, top_p, top_k)
+    _check_rows(model, rows, max_new_tokens)
+    if streamer is not None and len(rows) > 1:
+        raise UserError(f"streamer: batch of {len(rows)}; streaming takes a single prompt")
     device = model.lm_head.weight.device
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     sampler = Sampler(temperature, top_k, top_p, generator)
@@ -169,7 +173,7 @@ def _prompt_rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tenso
         raise UserError(
             f"attention_mask: shape {tuple(attention_mask.shape)} is not that of input_ids {tuple(input_ids.shape)}"
         )
-    rows = [ids[keep] for ids, keep in zip(input_ids, attention_mask.bool(), strict=True)]
+    rows = [ids[keep] for ids, keep in zip(input_ids, attention_mask.bool().to(input_ids.device), strict=True)]
     if empty := [row for row, ids in enumerate(rows) if len(ids) == 0]:
         raise UserError(f"attention_mask: row {empty[0]} has no real token; a prompt needs at least one")
     return rows
@@ -199,27 +203,15 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k:
             raise UserError(f"{name}: {value}; it must be {wanted}")
 
 
-def _check_settings(
-    model: GlideMixin,
-    rows: list[Tensor],
-    method: str,
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    tree_shape: Sequence[int],
-    gamma: int,
-    streamer: Streamer | None,
-) -> None:
-    check_drafting(method, tree_shape, gamma, model.config.vocab_size)
-    check_sampling(max_new_tokens, temperature, top_p, top_k)
+def _check_rows(model: GlideMixin, rows: list[Tensor], max_new_tokens: int) -> None:
+    highest, vocab_size = max(int(row.max()) for row in rows), model.config.vocab_size
+    if highest >= vocab_size:
+        raise UserError(f"input_ids: token id {highest}, the target has {vocab_size}; use the target's own tokenizer")
     longest, limit = max(len(row) for row in rows), context_window(model.config)
     if longest + max_new_tokens > limit:
         raise UserError(
             f"prompt of {longest} tokens + max_new_tokens {max_new_tokens}: more than the target's {limit} positions"
         )
-    if streamer is not None and len(rows) > 1:
-        raise UserError(f"streamer: batch of {len(rows)}; streaming takes a single prompt")
 
 
 def _eos_ids(model: GlideMixin, eos_token_id: int | Sequence[int] | None) -> set[int]:

@@ -7,11 +7,12 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedConfig
 
-from longspec.errors import UserError
+from longspec.errors import UserError, first_line
 from longspec.models.draft_files import resolve_draft
 from longspec.models.glide import GlideMixin
 from longspec.models.llama import LlamaGlide
 from longspec.models.qwen2 import Qwen2Glide
+from longspec.models.target_files import FILE_ERRORS
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 FAMILIES: dict[str, type[GlideMixin]] = {"llama": LlamaGlide, "qwen2": Qwen2Glide}
@@ -57,9 +58,7 @@ def choose_pair(model_name: str | None, target: str | None, draft: str | None) -
         raise UserError("name the target either by --model_name or by --target PATH (with --draft PATH)")
     if target is not None:
         return Pair(target.rstrip("/").split("/")[-1], target, draft)
-    if model_name not in PUBLISHED_PAIRS:
-        raise UserError(f"--model_name: {model_name!r} is unknown; choose one of {', '.join(PUBLISHED_PAIRS)}")
-    pair = PUBLISHED_PAIRS[model_name]
+    pair = PUBLISHED_PAIRS[str(model_name)]
     return pair if draft is None else replace(pair, draft=draft)
 
 
@@ -79,9 +78,8 @@ def check_draft_tokenizer(draft: str, target: str, tokenizer: Any) -> None:
         return
     try:
         other = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{folder}: the tokenizer beside the draft does not load ({reason})") from error
+    except FILE_ERRORS as error:
+        raise UserError(f"{folder}: the tokenizer beside the draft does not load ({first_line(error)})") from error
     theirs, ours = ({number: token for token, number in one.get_vocab().items()} for one in (other, tokenizer))
     if differing := sorted(number for number in theirs.keys() & ours.keys() if theirs[number] != ours[number]):
         first = differing[0]

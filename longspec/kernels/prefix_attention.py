@@ -11,6 +11,7 @@ from torch import Tensor
 
 from longspec.kernels.reference import SPLIT_ALIGNMENT
 from longspec.kernels.tiles import (
+    LOG2_E,
     check_layout,
     load_key_tile,
     load_query_tile,
@@ -116,7 +117,7 @@ def launch_prefix_attention(
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
-        scale * 1.4426950408889634,
+        scale * LOG2_E,
         kv_heads,
         nodes,
         num_rows,

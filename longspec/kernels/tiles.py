@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+LOG2_E = 1.4426950408889634
+
 
 class Tiles(NamedTuple):
     """Sizes of a kernel's blocks: query rows, keys, and head_dim padded to a power of two."""

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspec.kernels.tiles import (
+    LOG2_E,
     check_layout,
     load_key_tile,
     load_query_tile,
@@ -112,7 +113,7 @@ def launch_tree_attention(
         *k.stride()[:3],
         *v.stride()[:3],
         *mask.stride(),
-        scale * 1.4426950408889634,
+        scale * LOG2_E,
         kv_heads,
         nodes,
         num_rows,

@@ -46,6 +46,7 @@ def varlen_attention(
     scale: float,
     window: int | None = None,
     lags: Tensor | None = None,
+    use_flash: bool = True,
 ) -> Tensor:
     """Causal attention within each segment, with a window, a lag per segment, or both.
 
@@ -58,7 +59,7 @@ def varlen_attention(
     if window is not None:
         spans = [span for span in spans if span.lag <= window]
     same_lag = len({span.lag for span in spans}) == 1
-    if spans and (window is None or same_lag) and (flash := _flash_varlen(q)):
+    if use_flash and spans and (window is None or same_lag) and (flash := _flash_varlen(q)):
         return _flash_attention(flash, q, k, v, spans, scale, window)
     groups: dict[tuple[int, int | None], list[Span]] = defaultdict(list)
     for span in spans:

@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from longspec.errors import UserError
-from longspec.models.target_files import HUB_ERRORS
+from longspec.errors import UserError, first_line
+from longspec.models.target_files import HUB_ERRORS, WEIGHT_ERRORS
 
 DRAFT_WEIGHTS_NAME = "draft_model_weights.pth"
 DRAFT_PREFIX = "draft_model."
+TRAINING_CONFIG_NAME = "training_config.yaml"
+"""What a training run leaves beside its draft."""
 DEAD_WEIGHTS = {f"cross_attn.{p}_proj.{kind}" for p in "kv" for kind in ("weight", "bias")}
 """In published drafts; the cross-attention reads the target's keys and values, so nothing ever used them."""
 
@@ -54,13 +57,12 @@ def load_draft(path: str | Path) -> dict[str, Tensor]:
 
 
 def _load_file(file: Path) -> dict[str, Tensor]:
-    if file.suffix == ".safetensors":
-        return load_file(file)
     try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
         state = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{file}: not a readable file of plain weights ({reason})") from error
+    except (*WEIGHT_ERRORS, pickle.UnpicklingError) as error:
+        raise UserError(f"{file}: not a readable file of plain weights ({first_line(error)})") from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise UserError(f"{file}: not a dictionary of draft weights")
     return state
@@ -94,16 +96,35 @@ def fit_draft(state: Mapping[str, Tensor], layer: nn.Module, source: str) -> dic
 def check_draft(path: str | Path, config: PreTrainedConfig, layer_class: Any) -> dict[str, Tensor]:
     """The weights at `path` if they belong to a target with `config`, before that target is loaded.
 
-    Compares the family (where the draft's folder names one) and every shape. Raises UserError.
+    Compares family and head layout (where the draft's folder names them) and every shape. Raises UserError.
     """
-    config_file = resolve_draft(path) / "config.json"
-    if config_file.is_file():
-        family = json.loads(config_file.read_text()).get("model_type")
-        if family not in (None, config.model_type):
-            raise UserError(f"{path}: a draft for a {family} target; this target is {config.model_type}")
+    place = resolve_draft(path)
+    if (place / "config.json").is_file():
+        _compare_configs(place / "config.json", config)
+    _compare_run((place if place.is_dir() else place.parent) / TRAINING_CONFIG_NAME, layer_class)
     with torch.device("meta"):
         layer = layer_class(config)
-    return fit_draft(load_draft(path), layer, str(path))
+    return fit_draft(load_draft(place), layer, str(path))
+
+
+def _compare_configs(file: Path, config: PreTrainedConfig) -> None:
+    try:
+        draft = dict(json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{file}: not a readable config ({first_line(error)})") from error
+    for name in ("model_type", "num_attention_heads", "num_key_value_heads", "head_dim"):
+        wanted = getattr(config, name, None)
+        if wanted is not None and draft.get(name, wanted) not in (None, wanted):
+            raise UserError(f"{file}: a draft for a target with {name} {draft[name]}; this target has {wanted}")
+
+
+def _compare_run(file: Path, layer_class: type[nn.Module]) -> None:
+    """Our checkpoint folders say which class of pair was trained in them."""
+    if not file.is_file():
+        return
+    pair = str(yaml.safe_load(file.read_text()).get("model", {}).get("_target_")).split(".")[-2:][0]
+    if not layer_class.__name__.startswith(pair):
+        raise UserError(f"{file.parent}: a draft trained as {pair}; this target needs a {layer_class.__name__}")
 
 
 def save_draft_folder(state: Mapping[str, Tensor], config: PreTrainedConfig, folder: str | Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +13,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from longspec.errors import UserError
+from longspec.errors import UserError, first_line
 from longspec.kernels.attention import resolve_attention
 from longspec.kernels.varlen import block_attention, varlen_attention
-from longspec.models.draft_files import fit_draft, load_draft
+from longspec.models.draft_files import check_draft, fit_draft
 from longspec.models.draft_layer import WINDOW, GlideDecoderLayer
 from longspec.models.parallel import PretrainedModelParallelPreSplitMixin
 from longspec.models.target_attention import ATTENTION_NAME, LastLayerKV, run_backbone
-from longspec.models.target_files import read_config
+from longspec.models.target_files import WEIGHT_ERRORS, check_target, read_config
 
 Objective = Callable[[Tensor, Tensor, Tensor, nn.Module], Any]
 """(draft hidden [B, T, hidden], target hidden, labels [B, T], lm_head) -> whatever the trainer wants back"""
 
 
 def _dtype(value: str | torch.dtype) -> torch.dtype:
-    if isinstance(value, torch.dtype):
-        return value
-    dtype = getattr(torch, value.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
+    dtype = value if isinstance(value, torch.dtype) else getattr(torch, value.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise UserError(f"torch_dtype: {value!r} is no torch dtype; use float32, float16 or bfloat16")
     return dtype
 
@@ -54,23 +53,21 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
         glide_path: a `.pth` file, a folder holding `draft_model_weights.pth`, or a folder or hub id in Hugging Face
         form. Raises UserError for a target of another family and for a draft that does not fit.
         """
-        self._check_family(config, target_model_path)
+        self.check_family(config, target_model_path)
+        draft = None if glide_path is None else check_draft(glide_path, config, self.draft_layer_class)
+        config = copy.deepcopy(config)
+        config._attn_implementation = ATTENTION_NAME
         with torch.device("meta"):  # the target's modules replace these: nothing is allocated or initialised twice
-            super().__init__(copy.deepcopy(config))
-        resolve_attention(attn_implementation)
-        target = self.target_class.from_pretrained(
-            self.shard_path(target_model_path),
-            config=config,
-            dtype=_dtype(torch_dtype),
-            attn_implementation=ATTENTION_NAME,
-        )
+            super().__init__(config)
+        self.attention = resolve_attention(attn_implementation)
+        target = self._load_target(config, target_model_path, _dtype(torch_dtype))
         self.config, self.generation_config = target.config, target.generation_config
         self.model, self.lm_head = target.model, target.lm_head
         self.requires_grad_(False)
         self.draft_model = self.draft_layer_class(self.config).to(_dtype(torch_dtype))
         self.draft_model.reset_parameters(self.config.initializer_range)
-        if glide_path is not None:
-            self.load_draft_state(load_draft(glide_path), source=str(glide_path))
+        if draft is not None:
+            self.draft_model.load_state_dict(draft)
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -99,12 +96,24 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
         return model
 
     @classmethod
-    def _check_family(cls, config: PreTrainedConfig, path: str | Path) -> None:
+    def check_family(cls, config: PreTrainedConfig, path: str | Path) -> None:
+        """Raise UserError for a target that this class cannot take."""
         family = cls.target_class.config_class.model_type
         if config.model_type != family:
             raise UserError(f"{path}: a {config.model_type} target; {cls.__name__} takes {family} targets")
-        if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-            raise UserError(f"{path}: a target with sliding-window attention layers; the draft needs full attention")
+        check_target(config, path)
+
+    def _load_target(self, config: PreTrainedConfig, path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+        folder = self.shard_path(path)
+        try:
+            target, info = self.target_class.from_pretrained(
+                folder, config=config, dtype=dtype, output_loading_info=True
+            )
+        except WEIGHT_ERRORS as error:
+            raise UserError(f"{folder}: the target's weights do not load ({first_line(error)})") from error
+        if absent := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
+            raise UserError(f"{folder}: no whole target: {len(absent)} weights missing or misshapen, as {absent[0]}")
+        return target
 
     def load_draft_state(self, state: Mapping[str, Tensor], source: str) -> None:
         """Put draft weights in place; UserError naming every key that is missing, unexpected or misshapen."""
@@ -156,23 +165,24 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
         the flattened B·T tokens. lags: LongTensor [S] (flash noisy training: a query sees target keys up to its own
         index minus its segment's lag), or None for GLIDE's block pattern.
         """
+        varlen = partial(varlen_attention, use_flash=self.attention.startswith("flash"))
         with torch.no_grad():
             kv = LastLayerKV(self.config.num_hidden_layers)
 
             def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-                return _on_flat(varlen_attention, q, k, v, cu_seqlens, scale)
+                return _on_flat(varlen, q, k, v, cu_seqlens, scale)
 
             target_hidden = run_backbone(self.model, input_ids, position_ids, kv, causal)
             embeddings, rope = self.embed(input_ids, position_ids)
         scale = self.draft_model.self_attn.head_dim**-0.5
 
         def self_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return _on_flat(varlen_attention, q, k, v, cu_seqlens, scale, window=WINDOW)
+            return _on_flat(varlen, q, k, v, cu_seqlens, scale, window=WINDOW)
 
         def cross_attend(q: Tensor) -> Tensor:
             if lags is None:
                 return _on_flat(block_attention, q, kv.keys, kv.values, cu_seqlens, scale)
-            return _on_flat(varlen_attention, q, kv.keys, kv.values, cu_seqlens, scale, lags=lags)
+            return _on_flat(varlen, q, kv.keys, kv.values, cu_seqlens, scale, lags=lags)
 
         if self.gradient_checkpointing:
             hidden = checkpoint(self.draft_model, embeddings, rope, self_attend, cross_attend, use_reentrant=False)

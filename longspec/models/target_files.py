@@ -5,13 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
-from longspec.errors import UserError
+from longspec.errors import UserError, first_line
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-HUB_ERRORS = (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError)
+HUB_ERRORS = (OSError, HFValidationError)
+FILE_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, StrictDataclassError)
+"""What transformers and tokenizers raise for files that are not what their names say."""
+WEIGHT_ERRORS = (OSError, RuntimeError, ValueError, IndexError, EOFError, SafetensorError)
+"""What torch and safetensors raise for weight files that are cut off or something else."""
+RESCALED_BY_LENGTH = ("dynamic", "longrope")
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:
@@ -22,20 +28,33 @@ def read_config(path: str | Path) -> PreTrainedConfig:
         )
     try:
         return AutoConfig.from_pretrained(path)
-    except (*HUB_ERRORS, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except FILE_ERRORS as error:
+        reason = first_line(error)
         raise UserError(f"{path}: no model checkpoint there ({reason}); give a target's folder or hub id") from error
 
 
 def context_window(config: PreTrainedConfig) -> int:
-    """How many positions a target serves.
+    """How many positions a target serves, stretched by linear or YaRN scaling of its rotary embedding.
 
-    Linear and dynamic rotary scaling stretch `max_position_embeddings`, which then names the length before
-    scaling (Vicuna-16k: 4096 × 4); the other kinds of scaling already count in it.
+    `max_position_embeddings` is the length before linear scaling (Vicuna-16k: 4096 × 4), and under YaRN it may be.
     """
     rope = config.rope_parameters or {}
-    stretched = rope.get("rope_type") in ("linear", "dynamic")
-    return int(config.max_position_embeddings * (rope.get("factor", 1.0) if stretched else 1))
+    positions, factor = config.max_position_embeddings, rope.get("factor", 1.0)
+    if rope.get("rope_type") == "linear":
+        return int(positions * factor)
+    if rope.get("rope_type") == "yarn":
+        return max(positions, int(rope.get("original_max_position_embeddings", positions) * factor))
+    return positions
+
+
+def check_target(config: PreTrainedConfig, path: str | Path) -> None:
+    """Raise UserError for a target whose cached keys a draft cannot share."""
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise UserError(f"{path}: a target with sliding-window attention layers; the draft needs full attention")
+    kind = (config.rope_parameters or {}).get("rope_type")
+    if kind in RESCALED_BY_LENGTH:
+        # Its frequencies change with the longest position of a call, so cached keys would not fit later queries.
+        raise UserError(f"{path}: a target with {kind} rotary scaling; its scaling must be fixed, as linear or yarn")
 
 
 def check_weights(target: str) -> None:
@@ -49,8 +68,8 @@ def load_tokenizer(target: str, config: PreTrainedConfig) -> Any:
     """The target's tokenizer; UserError where there is none, or where it has more tokens than the target."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(target)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except FILE_ERRORS as error:
+        reason = first_line(error)
         raise UserError(f"{target}: no tokenizer that loads ({reason}); it must lie beside the weights") from error
     # Tokens added later, such as a pad token, may lie past the embeddings as long as no prompt holds them.
     vocab = tokenizer.get_vocab()

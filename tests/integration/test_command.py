@@ -108,7 +108,7 @@ def test_the_command_as_a_process(tmp_path: Path) -> None:
 def test_every_method_warms_up_before_it_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """One short call with the run's own settings comes first and leaves no trace in the results."""
+    """One short call on the longest prompt, with the run's own settings, comes first and leaves no trace."""
     calls = []
 
     def spied(model: GlideMixin, ids: torch.Tensor, *rest: object, **settings: object) -> GenerationOutput:
@@ -118,10 +118,14 @@ def test_every_method_warms_up_before_it_is_measured(
     monkeypatch.setattr(command, "generate", spied)
     target, data = make_target(tmp_path / "target"), write_records(tmp_path / "data", count=2)
     options = ("--method", method, "--max_gen_len", "20", "--gamma", "2", "--tree_shape", "3", "3")
+    options += ("--temperature", "0.7", "--top_p", "0.9", "--top_k", "7", "--seed", "5")
     summary = main(arguments(target, data, tmp_path / "out", *options))
     (warm_length, warm_up), *measured = calls
     assert len(measured) == summary["samples"] == len(lines_of(tmp_path / "out")) == 2
-    assert warm_length == 64 and warm_up["max_new_tokens"] == 16
+    assert warm_length == max(length for length, _ in measured) and warm_up["max_new_tokens"] == 16
+    given = {"method": method, "gamma": 2, "tree_shape": [3, 3], "temperature": 0.7, "top_p": 0.9, "top_k": 7}
+    assert warm_up | given == warm_up
+    assert [settings["seed"] for _, settings in measured] == [5, 6]
     own = {"max_new_tokens", "eos_token_id", "seed"}
     for _, settings in measured:
         assert all(warm_up[name] == settings[name] for name in settings.keys() - own)
@@ -228,7 +232,7 @@ def test_a_draft_of_another_target_is_refused(
     assert "self_attn.k_proj.weight is [8, 32], the target needs [16, 32]" in refused(draft_of(grouped))
     qwen = make_pair(tmp_path / "qwen", "qwen2", vocab_size=VOCAB_SIZE)
     save_draft_folder(qwen.draft_model.state_dict(), qwen.config, tmp_path / "qwen-draft")
-    assert "a draft for a qwen2 target; this target is llama" in refused(tmp_path / "qwen-draft")
+    assert "a draft for a target with model_type qwen2; this target has llama" in refused(tmp_path / "qwen-draft")
     assert "no such draft" in refused(tmp_path / "nowhere.pth")
     (tmp_path / "broken.pth").write_bytes(b"no weights")
     assert "broken.pth" in refused(tmp_path / "broken.pth")

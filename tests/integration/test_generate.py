@@ -7,6 +7,7 @@ import pytest
 import torch
 from pairs import FAMILIES, make_pair, target_greedy
 from torch import Tensor
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from longspec import generate
 from longspec.errors import UserError
@@ -68,6 +69,39 @@ def test_each_row_stops_at_its_own_eos(tmp_path: Path, method: str) -> None:
             assert new.tolist() == tokens[:end]
 
 
+def test_tokens_past_eos_or_limit_are_not_counted(tmp_path: Path) -> None:
+    """magicdec accepts whole chains here; the last pass of each row emits more than the row may keep."""
+    model = make_pair(tmp_path)
+    rows = prompts(8, 11)
+    eos = target_greedy(model, rows[0], 12)[6]
+    out = generate(
+        model, *padded(rows, "right"), method="magicdec", gamma=4, max_new_tokens=12, eos_token_id=eos, pad_token_id=60
+    )
+    assert out.stats.decoded_tokens == sum(len(new) - 1 for new in out.new_tokens)
+    assert sum(out.stats.row_rounds) == out.stats.rounds
+    for prompt, row, new, rounds in zip(rows, out.sequences, out.new_tokens, out.stats.row_rounds, strict=True):
+        assert rounds == -(-(len(new) - 1) // 5)
+        assert set(row[len(prompt) + len(new) :].tolist()) <= {60}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_row_that_overshoots_its_limit_leaves_room_for_the_others(tmp_path: Path, method: str) -> None:
+    """Rows finish at different rounds, the longest prompt first too; nothing is written past the cache's end."""
+    model = make_pair(tmp_path)
+    rows = prompts(3, 40, 9)
+    for count in (6, 7, 8, 9):
+        out = generate(model, *padded(rows, "left"), method=method, max_new_tokens=count, **SETTINGS)
+        assert [new.tolist() for new in out.new_tokens] == [target_greedy(model, row, count) for row in rows]
+
+
+def test_prompt_and_new_tokens_may_fill_the_targets_positions_exactly(tmp_path: Path) -> None:
+    model = make_pair(tmp_path, max_position_embeddings=32)
+    (row,) = prompts(20)
+    assert generate(model, row[None], max_new_tokens=12).new_tokens[0].tolist() == target_greedy(model, row, 12)
+    with pytest.raises(UserError, match="32 positions"):
+        generate(model, row[None], max_new_tokens=13)
+
+
 def test_eos_defaults_to_the_models_own(tmp_path: Path) -> None:
     model = make_pair(tmp_path)
     (row,) = prompts(8)
@@ -114,6 +148,7 @@ def test_magicdec_drafts_from_a_constant_view_and_stays_lossless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Past sink + window the draft differs from the target, so some tokens are refused; the output does not change."""
+    assert (magicdec.SINK, magicdec.RECENT) == (32, 1024)
     monkeypatch.setattr(magicdec, "SINK", 4)
     monkeypatch.setattr(magicdec, "RECENT", 8)
     model = make_pair(tmp_path)
@@ -177,31 +212,35 @@ def test_same_seed_same_samples(tmp_path: Path, method: str) -> None:
     assert same == again and same != other
 
 
-def exact_distribution(model: GlideMixin, prompt: Tensor, temperature: float) -> Tensor:
-    """P(first, second, third token), [4, 4, 4], of the target itself."""
+def exact_distribution(model: GlideMixin, prompt: Tensor, warp: dict) -> Tensor:
+    """P(first, second, third token), [4, 4, 4], of the target itself under transformers' warpers."""
     pairs = torch.cartesian_prod(torch.arange(4), torch.arange(4))
     with torch.no_grad():
         logits = model(torch.cat([prompt.expand(16, -1), pairs], 1)).logits[:, -3:]
-    p = (logits / temperature).softmax(-1)
-    first = p[0, 0]
-    second = p[::4, 1]
-    return first[:, None, None] * second[:, :, None] * p[:, 2].view(4, 4, 4)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(float(warp["temperature"]))])
+    if "top_k" in warp:
+        warpers.append(TopKLogitsWarper(warp["top_k"]))
+    if "top_p" in warp:
+        warpers.append(TopPLogitsWarper(warp["top_p"]))
+    p = warpers(pairs, logits.flatten(0, 1)).softmax(-1).view(16, 3, 4)
+    return p[0, 0][:, None, None] * p[::4, 1][:, :, None] * p[:, 2].view(4, 4, 4)
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_samples_follow_the_targets_distribution(tmp_path: Path, method: str, temperature: float, device: str) -> None:
+@pytest.mark.parametrize(
+    "warp", [{"temperature": 0.6}, {"temperature": 1, "top_k": 3}, {"temperature": 1.0, "top_p": 0.8}]
+)
+def test_samples_follow_the_targets_distribution(tmp_path: Path, method: str, warp: dict, device: str) -> None:
     """Three tokens on a vocabulary of 4, 4000 rows: G statistic below the 1 - 1e-6 quantile of chi-square(63), 136."""
     model = make_pair(tmp_path, vocab_size=4, initializer_range=0.2).to(device)
     (prompt,) = prompts(5)
     prompt %= 4
     rows = prompt.expand(4000, -1)
-    out = generate(
-        model, rows, method=method, temperature=temperature, max_new_tokens=3, seed=11, tree_shape=(2, 3), gamma=2
-    )
+    out = generate(model, rows, method=method, **warp, max_new_tokens=3, seed=11, tree_shape=(2, 3), gamma=2)
     tokens = torch.stack(out.new_tokens).cpu()
     counts = torch.bincount(tokens[:, 0] * 16 + tokens[:, 1] * 4 + tokens[:, 2], minlength=64).double()
-    expected = exact_distribution(model.cpu(), prompt, temperature).flatten().double() * 4000
+    expected = exact_distribution(model.cpu(), prompt, warp).flatten().double() * 4000
+    assert not counts[expected == 0].any(), "a token that top-k or top-p excludes"
     g = 2 * torch.where(counts > 0, counts * (counts / expected).log(), 0).sum()
     assert g < 136, f"G = {g:.1f}"
 
@@ -234,6 +273,8 @@ def test_bad_prompts_are_one_clear_line(tmp_path: Path) -> None:
     ids = torch.ones(2, 4, dtype=torch.long)
     with pytest.raises(UserError, match="row 1 has no real token"):
         generate(model, ids, torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]]))
+    with pytest.raises(UserError, match="token id 61, the target has 61"):
+        generate(model, ids * 61)
     with pytest.raises(UserError, match="none empty"):
         generate(model, ids[:, :0])
     with pytest.raises(UserError, match="streaming takes a single prompt"):

@@ -1,6 +1,7 @@
 """A draft computes the same while decoding (ring, stale target cache) as while training (full sequences)."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ DEPTH = 5
 TOLERANCE = {"rtol": 0.0, "atol": 1e-5}
 
 
-def parity_pair(folder: Path, family: str, **overrides: int) -> GlideMixin:
+def parity_pair(folder: Path, family: str, **overrides: Any) -> GlideMixin:
     """Logits of order one, so that 1e-5 is close to fp32's own rounding."""
     return make_pair(folder, family, initializer_range=0.1, **overrides)
 
@@ -45,6 +46,30 @@ def prefilled(model: GlideMixin, prompts: list[Tensor], drafter: ChainDrafter | 
     engine = Engine(model, drafter, Sampler(0.0, 0, 1.0), rows, [len(p) for p in prompts], max_new_tokens=16)
     engine.prefill()
     return engine
+
+
+ROPES = {
+    "llama": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    },
+    "qwen2": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_draft_uses_the_targets_scaled_rotary_embedding(tmp_path: Path, family: str) -> None:
+    """The table at a token's position is the target's own, its scaling included."""
+    model = parity_pair(tmp_path, family, rope_parameters=ROPES[family] | {"rope_theta": 10000.0})
+    positions = torch.arange(700)[None]
+    _, table = model.embed(random_tokens(1, 700), positions)
+    plain = parity_pair(tmp_path / "plain", family).embed(random_tokens(1, 700), positions)[1]
+    expected = model.model.rotary_emb(torch.zeros(1), positions)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(table, expected, strict=True))
+    assert not torch.allclose(table[0], plain[0])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -118,7 +118,42 @@ def test_draft_of_another_family_is_named(tmp_path: Path) -> None:
     folder = write(published_state(), "safetensors", tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "qwen2"}))
-    with pytest.raises(UserError, match="a draft for a qwen2 target; this target is llama"):
+    with pytest.raises(UserError, match="a draft for a target with model_type qwen2; this target has llama"):
+        check_draft(folder, tiny_config("llama"), LlamaGlideDecoderLayer)
+
+
+def test_draft_of_another_head_layout_with_the_same_shapes_is_named(tmp_path: Path) -> None:
+    folder = write(published_state(), "safetensors", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 8, "head_dim": 4}))
+    with pytest.raises(UserError, match="num_attention_heads 8; this target has 4"):
+        check_draft(folder, tiny_config("llama"), LlamaGlideDecoderLayer)
+
+
+@pytest.mark.parametrize("form", ["pth", "folder"])
+def test_draft_trained_for_another_family_is_named(tmp_path: Path, form: str) -> None:
+    """Our own checkpoint folders hold no config.json, but the run's configuration."""
+    draft = write(published_state(), form, tmp_path)
+    target = "longspec.train.models.qwen2_glide.Qwen2Glide.from_pretrained"
+    (tmp_path / "training_config.yaml").write_text(f"model:\n  _target_: {target}\n")
+    with pytest.raises(UserError, match="trained as Qwen2Glide; this target needs a LlamaGlideDecoderLayer"):
+        check_draft(draft, tiny_config("llama"), LlamaGlideDecoderLayer)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80", b"PK\x03\x04cut off", b"no weights"])
+@pytest.mark.parametrize("name", ["draft.pth", "model.safetensors"])
+def test_broken_draft_file_is_one_clear_line(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match="not a readable file of plain weights") as error:
+        load_draft(tmp_path / name if name.endswith("pth") else tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["{broken", "[1]"])
+def test_broken_config_beside_a_draft_is_one_clear_line(tmp_path: Path, content: str) -> None:
+    folder = write(published_state(), "safetensors", tmp_path)
+    (folder / "config.json").write_text(content)
+    with pytest.raises(UserError, match="not a readable config"):
         check_draft(folder, tiny_config("llama"), LlamaGlideDecoderLayer)
 
 

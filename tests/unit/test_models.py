@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from pairs import FAMILIES, make_pair, save_target, tiny_config
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2ForCausalLM
 
 from longspec.errors import UserError
 from longspec.models.parallel import PretrainedModelParallelPreSplitMixin
+from longspec.models.target_files import context_window
 from longspec.train.models.llama_glide import LlamaGlide, LlamaGlideDecoderLayer
 from longspec.train.models.qwen2_glide import Qwen2Glide, Qwen2GlideDecoderLayer
 
@@ -120,3 +122,63 @@ def test_sliding_window_target_is_refused(tmp_path: Path) -> None:
     save_target(tmp_path, "qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1)
     with pytest.raises(UserError, match="sliding-window"):
         Qwen2Glide.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_scaling_that_follows_the_length_is_refused(tmp_path: Path, kind: str) -> None:
+    """Its cached keys would change meaning from call to call, so no cache could be lossless."""
+    rope = {
+        "rope_type": kind,
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+    }
+    config = tiny_config("llama")
+    config.rope_parameters = rope
+    with pytest.raises(UserError, match=f"{kind} rotary scaling"):
+        LlamaGlide(config, tmp_path)
+
+
+def test_target_with_a_missing_weight_is_refused(tmp_path: Path) -> None:
+    """transformers would fill it with random numbers and go on."""
+    save_target(tmp_path, "llama")
+    weights = load_file(tmp_path / "model.safetensors")
+    weights.pop("model.layers.2.mlp.down_proj.weight")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="no whole target: 1 weights missing"):
+        LlamaGlide.from_pretrained(tmp_path)
+
+
+def test_draft_is_checked_before_the_target_is_loaded(tmp_path: Path) -> None:
+    save_target(tmp_path, "llama")
+    (tmp_path / "model.safetensors").write_bytes(b"unreadable")
+    with pytest.raises(UserError, match="no such draft"):
+        LlamaGlide.from_pretrained(tmp_path, glide_path=tmp_path / "missing.pth")
+    with pytest.raises(UserError, match="weights do not load"):
+        LlamaGlide.from_pretrained(tmp_path)
+
+
+def test_config_that_asks_for_flash_attention_runs_without_it(tmp_path: Path) -> None:
+    save_target(tmp_path, "llama")
+    config = tiny_config("llama")
+    config._attn_implementation = "flash_attention_2"
+    LlamaGlide(config, tmp_path, attn_implementation="flash_attention_2")
+
+
+@pytest.mark.parametrize("dtype", ["int64", "flaot16"])
+def test_bad_dtype_is_one_clear_line(tmp_path: Path, dtype: str) -> None:
+    save_target(tmp_path, "llama")
+    with pytest.raises(UserError, match="torch_dtype"):
+        LlamaGlide.from_pretrained(tmp_path, torch_dtype=dtype)
+
+
+def test_context_window_counts_the_scaling() -> None:
+    """Linear: the length before scaling is stated. YaRN: either may be stated. llama3: the length after."""
+    for rope, positions, window in (
+        ({"rope_type": "linear", "factor": 4.0}, 4096, 16384),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 32768, 131072),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072, 131072),
+        ({"rope_type": "default"}, 4096, 4096),
+    ):
+        config = tiny_config("llama", max_position_embeddings=positions)
+        config.rope_parameters = rope | {"rope_theta": 10000.0}
+        assert context_window(config) == window

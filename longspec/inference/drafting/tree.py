@@ -37,7 +37,7 @@ class TreeDrafter:
         above = slice(0, 1)
         for depth, width in enumerate(self.shape, start=1):
             logits = self.draft.level(tokens[:, above], depth - 1, above.start, visible[:, above], cache)
-            scores, parent, token = best_children(scores, logits / self.temperature, width)
+            scores, parent, token = best_children(scores, logits.float() / self.temperature, width)
             here = slice(above.stop, above.stop + width)
             tokens[:, here], parents[:, here], levels[here] = token, parent + above.start, depth
             visible[:, here] |= visible[rows, parents[:, here]]
@@ -52,7 +52,7 @@ def best_children(scores: Tensor, logits: Tensor, width: int) -> tuple[Tensor, T
     the level, token), each [B, width], best first.
     """
     # A level's best `width` are among the best `width` of each parent, which are far fewer than parents × V.
-    best, token = logits.float().log_softmax(-1).topk(width, dim=-1)
+    best, token = logits.log_softmax(-1).topk(width, dim=-1)
     best = scores[..., None] + best
     score, index = best.flatten(1).topk(width, dim=-1)
     return score, index // width, token.flatten(1).gather(1, index)
