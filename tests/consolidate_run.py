@@ -7,14 +7,13 @@ own consolidation of the whole pair) into the output folder.
 import sys
 from pathlib import Path
 
-import hydra
 import torch
 import torch.distributed as dist
 
 from longspec.train.checkpoint import find_latest, gather_draft, load_state, locate
 from longspec.train.config import load_config
 from longspec.train.distributed import from_rank_zero, rank_zero_first, start_ranks
-from longspec.train.engine import build_engine
+from longspec.train.engine import build_engine, build_pair
 from longspec.train.inputs import read_inputs
 
 
@@ -26,8 +25,7 @@ def main() -> None:
     found = from_rank_zero(lambda: find_latest(config.output_dir))
     assert found is not None
     draft = rank_zero_first(lambda: read_inputs(config)).draft
-    model = hydra.utils.call(config.model, config.model_name_or_path, state_dict=draft)
-    engine = build_engine(config, model)
+    engine = build_engine(config, build_pair(config, draft))
     load_state(engine, *found)
     output = Path(config.output_dir)
     gathered = gather_draft(engine.module)

@@ -10,34 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from pairs import save_target
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-SPECIALS = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 WORDS = ("the", "target", "reads", "a", "prompt", "and", "its", "draft", "guesses", "what", "comes", "next")
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, and the marks of both chat formats."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate([*SPECIALS, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="</s>",
-        additional_special_tokens=["<s>", "<|im_start|>", "<|im_end|>"],
-    )
 
 
 def make_target(folder: Path, family: str = "llama", **overrides: Any) -> Path:
     """A random target of 3 layers with its tokenizer."""
-    tokenizer = byte_tokenizer()
-    save_target(folder, family, vocab_size=len(tokenizer) + 3, initializer_range=0.1, **overrides)
-    tokenizer.save_pretrained(folder)
+    save_target(folder, family, vocab_size=VOCAB_SIZE + 3, initializer_range=0.1, **overrides)
+    save_tokenizer(folder)
     return folder
 
 

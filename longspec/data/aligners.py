@@ -1,7 +1,8 @@
 """Aligners: functions record -> record that bring every kind of record to one form.
 
 Each public function here makes an aligner, so a Hydra list of `_target_`s composes them. The last one of a list has to
-be `common_form_aligner`: its records {id, kind, prompt, answer} are what templates read.
+be `common_form_aligner`: its records {id, kind, prompt, answer} are what templates read. Lists of articles are split
+into pairs right before it, so the aligners in front of it still see the lists.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,5 @@
 """The whole way from JSONL files to rows of token ids."""
 
-import functools
 import inspect
 import logging
 from collections.abc import Iterable, Sequence
@@ -17,7 +16,7 @@ from longspec.data import aligners as aligner_functions
 from longspec.data import packing, records, templates
 from longspec.data.aligners import DEFAULT_ALIGNERS, Aligner, Sample, common_form_aligner
 from longspec.data.collators import Segment
-from longspec.errors import UserError
+from longspec.errors import UserError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +84,20 @@ class Tokenise:
                     columns[name].append(value)
         return columns
 
+    def table(self, index: Dataset, num_proc: int) -> Dataset:
+        """The samples of all lines of `index`, by at most `num_proc` processes, or from the cache."""
+        workers = min(num_proc, -(-len(index) // LINES_PER_BATCH))
+        return index.map(
+            self,
+            batched=True,
+            batch_size=LINES_PER_BATCH,
+            remove_columns=index.column_names,
+            features=TOKEN_FEATURES,
+            num_proc=workers if workers > 1 else None,
+            new_fingerprint=self.fingerprint(index),
+            desc="Tokenising",
+        )
+
     def fingerprint(self, index: Dataset) -> str:
         """Changes with the lines, each setting and the code that makes the tokens (aligners of others included)."""
         modules = [records, templates, aligner_functions, inspect.getmodule(Tokenise)]
@@ -98,8 +111,8 @@ class Tokenise:
         for path, line, raw in records.read_lines(index):
             record = records.parse_record(path, line, raw)
             with records.located(path, line):
-                for part in records.split_pairs(record):
-                    sample: Any = functools.reduce(lambda value, align: align(value), self.aligners, part)
+                for part in records.split_pairs(_aligned(record, self.aligners[:-1])):
+                    sample: Any = self.aligners[-1](part)
                     samples.append(sample)
                     texts.append(templates.render(sample, self.family, self.tokenizer, self.chat_format))
         return samples, texts
@@ -150,21 +163,26 @@ def build_dataset(
         raise UserError("the tokenizer has no EOS token: give eos_token_id, or a tokenizer with one")
     tokenise = Tokenise(tokenizer, eos, family, chat_format, max_length, overflow, answer_only, aligners)
     index = records.index_lines(files, num_proc, cache_dir)
-    workers = min(num_proc, -(-len(index) // LINES_PER_BATCH))
-    samples = index.map(
-        tokenise,
-        batched=True,
-        batch_size=LINES_PER_BATCH,
-        remove_columns=index.column_names,
-        features=TOKEN_FEATURES,
-        num_proc=workers if workers > 1 else None,
-        new_fingerprint=tokenise.fingerprint(index),
-        desc="Tokenising",
-    )
+    samples = tokenise.table(index, num_proc)
     lengths = np.asarray(samples.data.column("length"))
     rows = _rows(lengths, max_length, pack, seed)
     _report(len(index), lengths, len(rows), max_length)
     return RowDataset(samples, rows)
+
+
+def _aligned(record: records.Record, aligners: Sequence[Aligner]) -> records.Record:
+    """`record` through each of `aligners`. What one of them stumbles over becomes a UserError that says where."""
+    place = record[records.WHERE]
+    for aligner in aligners:
+        try:
+            record = aligner(record)
+        except UserError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            name = getattr(getattr(aligner, "func", aligner), "__qualname__", type(aligner).__name__)
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise UserError(f"{place}: the aligner {name} cannot take this record ({reason})") from error
+    return record
 
 
 def _rows(lengths: np.ndarray, max_length: int, pack: bool, seed: int) -> packing.Rows:

@@ -150,18 +150,23 @@ def parse_record(path: str, line: int, raw: bytes) -> Record:
 
 
 def split_pairs(record: Record) -> list[Record]:
-    """One record per pair where `article` and `abstract` are equally long lists; the record itself otherwise."""
+    """One record per pair where the kind is article and its two fields are equally long lists; else the record itself.
+
+    Two empty lists are one pair of empty texts. Each pair's id (if there is one) and place end in its number.
+    """
     article, abstract = record.get("article"), record.get("abstract")
-    if article is None or abstract is None or not (isinstance(article, list) or isinstance(abstract, list)):
+    lists = isinstance(article, list) or isinstance(abstract, list)
+    if not lists or record_kind(record).name != "article":
         return [record]
     if not isinstance(article, list) or not isinstance(abstract, list):
         lone = "abstract" if isinstance(article, list) else "article"
         raise RecordError(lone, f"must be a list, as its partner is, not {_type_name(record[lone])}")
     if len(article) != len(abstract):
         raise RecordError("abstract", f"has {len(abstract)} items where 'article' has {len(article)}")
-    pairs = zip(article, abstract, strict=True)
+    pairs = list(zip(article, abstract, strict=True)) or [("", "")]
+    names = [name for name in ("id", WHERE) if name in record]
     return [
-        {**record, "article": one, "abstract": other, WHERE: f"{record[WHERE]}#{number}"}
+        {**record, "article": one, "abstract": other, **{name: f"{record[name]}#{number}" for name in names}}
         for number, (one, other) in enumerate(pairs)
     ]
 

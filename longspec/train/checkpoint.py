@@ -21,6 +21,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from longspec.errors import UserError
@@ -31,17 +32,22 @@ logger = logging.getLogger(__name__)
 
 MARKER = "complete.json"
 STATES = ("saving_ds", "last_ds", "last_2ds")
+RESUMED_KEYS = (
+    *("seed", "loss", "variant.name", "variant.max_offset", "variant.depth", "model_name_or_path", "eos_token_id"),
+    *("data.files", "data.max_length", "data.pack", "data.overflow", "data.answer_only", "data.chat_format"),
+    *("data.aligners", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("model.torch_dtype", "deepspeed.zero_optimization.stage"),
+)
+"""What a resumed run must have as the run had that it goes on from: other values would be another run."""
 DRAFTS = ("saving_checkpoint", "checkpoint-last", "checkpoint-2last")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a checkpoint is, and with how many samples a step it got there."""
+    """How far a checkpoint is, and how many ranks brought it there."""
 
     step: int
     world_size: int
-    per_device_train_batch_size: int
-    gradient_accumulation_steps: int
 
 
 def save_checkpoint(
@@ -148,6 +154,15 @@ def find_latest(output_dir: str | Path) -> tuple[Path, Progress] | None:
     return None
 
 
+def check_same_run(config: TrainConfig, folder: Path, progress: Progress, world_size: int) -> None:
+    """Raise UserError if `config` differs from the run in `folder` in one of RESUMED_KEYS; it names each that does."""
+    saved, now = (OmegaConf.structured(_absolute(c)) for c in (read_config_file(folder / CONFIG_NAME), config))
+    pairs = {key: (OmegaConf.select(saved, key), OmegaConf.select(now, key)) for key in RESUMED_KEYS}
+    pairs["number of ranks"] = (progress.world_size, world_size)
+    if changes := [f"{key} was {before}, is {after}" for key, (before, after) in pairs.items() if before != after]:
+        raise UserError(f"config key resume: {folder} is of another run: {'; '.join(changes)}; make them equal")
+
+
 def load_state(engine: Any, folder: Path, progress: Progress) -> None:
     """Put a saved state into an engine that has not stepped yet: draft, optimizer and step count."""
     path, _ = engine.load_checkpoint(str(folder), load_module_strict=False)  # the frozen target is not in it
@@ -159,11 +174,15 @@ def locate(config: TrainConfig) -> TrainConfig:
     """`config` with `model_name_or_path` a target, where it was one of our checkpoint folders.
 
     The target is then the one that checkpoint's run had, and the draft the one in it unless `config` names another.
-    Raises UserError for a checkpoint folder whose configuration cannot be read.
+    Raises UserError for a folder of DeepSpeed's state, one that is not whole, or one with an unreadable configuration.
     """
     if not is_checkpoint(config):
         return config
     folder = Path(config.model_name_or_path)
+    if (folder / "latest").is_file():
+        raise UserError(f"{folder}: DeepSpeed's state, not a target; give {DRAFTS[1]} (or {DRAFTS[2]}) beside it")
+    if not is_whole(folder):
+        raise UserError(f"{folder}: this checkpoint was not saved whole (no {MARKER}); give {DRAFTS[1]} or {DRAFTS[2]}")
     target = read_config_file(folder / CONFIG_NAME).model_name_or_path
     draft = config.draft_model_name_or_path or str(folder / DRAFT_WEIGHTS_NAME)
     return replace(config, model_name_or_path=target, draft_model_name_or_path=draft)
@@ -176,8 +195,10 @@ def _absolute(config: TrainConfig) -> TrainConfig:
         return str(Path(path).absolute()) if Path(path).exists() else path
 
     draft = config.draft_model_name_or_path
+    files = [absolute(file) for file in config.data.files]
     return replace(
         config,
+        data=replace(config.data, files=files),
         model_name_or_path=absolute(config.model_name_or_path),
         draft_model_name_or_path=None if draft is None else absolute(draft),
     )

@@ -1,6 +1,7 @@
 """What a training run can be told: the typed schema, the composed Hydra config merged into it, and cross-checks."""
 
 import argparse
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from yaml import YAMLError
 
 from longspec.data.records import data_files
 from longspec.errors import UserError
+from longspec.kernels.attention import resolve_attention
 from longspec.train.loss import LOSSES
 from longspec.train.positions import VARIANTS
 
@@ -26,9 +28,10 @@ DTYPES = ("float32", "bfloat16")
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 
 POSITIVE = (
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "save_steps"),
-    *("learning_rate", "max_grad_norm"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "save_steps"),
+    *("learning_rate", "max_grad_norm", "data.num_proc"),
 )
+NOT_NEGATIVE = ("seed", "weight_decay", "data.num_workers", "variant.max_offset")
 
 
 @dataclass
@@ -177,17 +180,25 @@ def _one_line(error: Exception) -> str:
 
 
 def is_checkpoint(config: TrainConfig) -> bool:
-    """Whether `model_name_or_path` is a checkpoint folder of ours and no target."""
+    """Whether `model_name_or_path` is a folder that a run of ours saved, and no target."""
     return (Path(config.model_name_or_path) / CONFIG_NAME).is_file()
 
 
 def check(config: TrainConfig) -> None:
-    """What types alone do not say. Raises UserError with the key's name."""
-    for key in POSITIVE:
-        _require(getattr(config, key) > 0, key, "must be positive", getattr(config, key))
-    _require(config.max_steps is None or config.max_steps > 0, "max_steps", "must be positive", config.max_steps)
+    """What types alone do not say; makes the output folder. Raises UserError with the key's name."""
+    values = OmegaConf.structured(config)
+    for key in (*POSITIVE, *NOT_NEGATIVE):
+        value = OmegaConf.select(values, key)
+        if value is None:  # max_steps: not wanted
+            continue
+        _require(math.isfinite(value), key, "must be finite", value)
+        if key in POSITIVE:
+            _require(value > 0, key, "must be positive", value)
+        else:
+            _require(value >= 0, key, "must not be negative", value)
     _require(0 <= config.warmup_ratio <= 1, "warmup_ratio", "must lie in 0 … 1", config.warmup_ratio)
-    _require(len(config.adam_betas) == 2, "adam_betas", "must be two numbers", config.adam_betas)
+    two_betas = len(config.adam_betas) == 2 and all(0 <= beta < 1 for beta in config.adam_betas)
+    _require(two_betas, "adam_betas", "must be two numbers in [0, 1)", config.adam_betas)
     _require(config.tp_size == 1, "tp_size", "must be 1", config.tp_size)
     _choice("loss", config.loss, LOSSES)
     _choice("resume", config.resume, (None, "latest"))
@@ -196,11 +207,7 @@ def check(config: TrainConfig) -> None:
     _choice("wandb.mode", config.wandb.mode, WANDB_MODES)
     if config.variant.name != "base":
         _require(config.variant.depth > 0, "variant.depth", "must be positive", config.variant.depth)
-        _require(
-            config.variant.max_offset >= 0, "variant.max_offset", "must not be negative", config.variant.max_offset
-        )
-    _require(config.data.num_proc > 0, "data.num_proc", "must be positive", config.data.num_proc)
-    _require(config.data.num_workers >= 0, "data.num_workers", "must not be negative", config.data.num_workers)
+    resolve_attention(config.model.attn_implementation)
     _check_zero(config.deepspeed.zero_optimization)
     _check_paths(config)
 
@@ -222,8 +229,11 @@ def _check_paths(config: TrainConfig) -> None:
     data_files(config.data.files)
     output = Path(config.output_dir)
     _require(not output.exists() or output.is_dir(), "output_dir", "is a file", config.output_dir)
-    existing = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
-    _require(os.access(existing, os.W_OK), "output_dir", "cannot be written", config.output_dir)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"config key output_dir: {output} cannot be made ({error.strerror})") from error
+    _require(os.access(output, os.W_OK), "output_dir", "cannot be written", config.output_dir)
 
 
 def _require(condition: bool, key: str, problem: str, value: object) -> None:

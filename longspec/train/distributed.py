@@ -1,6 +1,7 @@
 """The ranks of a run: starting them, and agreeing on things."""
 
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
@@ -18,9 +19,9 @@ T = TypeVar("T")
 
 def start_ranks() -> None:
     """Join the ranks that the launcher started (NCCL on GPUs, gloo on the CPU); a run without launcher has one rank."""
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}.items():
-        os.environ.setdefault(name, str(value))
-    os.environ.setdefault("MASTER_PORT", "29500")
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    for name, value in alone.items():
+        os.environ.setdefault(name, str(value))  # port 0: any that is free
     # DeepSpeed would spend half a minute compiling a CPU all-reduce that only inference uses.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -44,20 +45,22 @@ def _waiting_group() -> Any:
 def from_rank_zero(compute: Callable[[], T]) -> T:
     """What `compute()` returns on rank 0, on every rank (it is pickled).
 
-    A UserError there ends the other ranks quietly: one bad input, one message.
+    A UserError or SystemExit there ends every rank with its exit code: one bad input, one message.
     """
-    result: list[Any] = [None, None]
+    outcome: list[Any] = [None, False, None]  # the result, or whether to end and the exit code
     if dist.get_rank() == 0:
         try:
-            result[0] = compute()
+            outcome[0] = compute()
         except UserError as error:
-            result[1] = str(error)
-            dist.broadcast_object_list(result, group=_waiting_group())
-            raise
-    dist.broadcast_object_list(result, group=_waiting_group())
-    if result[1] is not None:
-        raise SystemExit(2)
-    return result[0]
+            print(f"error: {error}", file=sys.stderr)  # now: the first rank to end makes the launcher end the others
+            outcome = [None, True, 2]
+        except SystemExit as end:
+            outcome = [None, True, end.code]
+    dist.broadcast_object_list(outcome, group=_waiting_group())
+    result, ends, code = outcome
+    if ends:
+        raise SystemExit(code)
+    return result
 
 
 def rank_zero_first(build: Callable[[], T]) -> T:

@@ -6,9 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import deepspeed
+import hydra
+import torch
 from deepspeed.utils import logger as deepspeed_logger
-from torch import nn
+from hydra.errors import InstantiationException
+from torch import Tensor, nn
 
+from longspec.errors import UserError
 from longspec.train.config import TrainConfig
 
 
@@ -51,14 +55,34 @@ def engine_config(config: TrainConfig) -> dict[str, Any]:
     return settings
 
 
+def build_pair(config: TrainConfig, draft: dict[str, Tensor] | None) -> nn.Module:
+    """The target with `draft`, or with a fresh one that is the same on all ranks. Raises the pair's own UserErrors."""
+    torch.manual_seed(config.seed)
+    try:
+        return hydra.utils.call(config.model, config.model_name_or_path, state_dict=draft)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, UserError):
+            raise error.__cause__ from None
+        raise
+
+
 def build_engine(config: TrainConfig, model: nn.Module) -> deepspeed.DeepSpeedEngine:
-    """The engine; its optimizer holds the draft's parameters alone. It has no schedule: see `set_learning_rate`."""
+    """The engine; its optimizer holds the draft's parameters alone. It has no schedule: see `set_learning_rate`.
+
+    Raises RuntimeError for a DeepSpeed that casts the target's rotary frequencies, as old ones do under bf16.
+    """
     deepspeed_logger.setLevel(logging.WARNING)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
         config=engine_config(config),
     )
+    frequencies: Any = engine.module.get_submodule("model.rotary_emb").inv_freq
+    if frequencies.dtype != torch.float32:
+        raise RuntimeError(
+            f"DeepSpeed {deepspeed.__version__} made the target's rotary frequencies {frequencies.dtype}, which moves "
+            "far positions; install one that leaves a model's buffers as they are"
+        )
     return engine
 
 

@@ -1,16 +1,20 @@
 """Everything a run reads before its target is loaded, checked against one another."""
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import hydra
+from hydra.errors import InstantiationException
 from torch import Tensor
 
+from longspec.data.aligners import Aligner
 from longspec.data.collators import Collator
 from longspec.data.dataset import RowDataset, build_dataset
-from longspec.errors import UserError
+from longspec.errors import UserError, first_line
 from longspec.models.draft_files import check_draft
+from longspec.models.glide import GlideMixin
 from longspec.models.target_files import check_weights, context_window, load_tokenizer, read_config
 from longspec.train.config import TrainConfig
 
@@ -29,24 +33,52 @@ class Inputs:
 
 def read_inputs(config: TrainConfig) -> Inputs:
     """Check target, tokenizer and draft, then tokenise the data (or find it in the cache). Raises UserError."""
-    glide: Any = hydra.utils.get_class(config.model._target_.rpartition(".")[0])
+    glide = _pair_class(config.model._target_)
+    aligners = [_aligner(number, entry) for number, entry in enumerate(config.data.aligners)]
     target = read_config(config.model_name_or_path)
-    glide._check_family(target, config.model_name_or_path)
+    glide.check_family(target, config.model_name_or_path)
     check_weights(config.model_name_or_path)
     window = context_window(target)
     if config.data.max_length > window:
         raise UserError(
             f"config key data.max_length: {config.data.max_length} tokens do not fit the target's {window} positions"
         )
+    for key, token in (("eos_token_id", config.eos_token_id), ("model.pad_token_id", config.model.pad_token_id)):
+        if token is not None and not 0 <= token < target.vocab_size:
+            raise UserError(f"config key {key}: {token} is none of the target's token ids, 0 … {target.vocab_size - 1}")
     tokenizer = load_tokenizer(config.model_name_or_path, target)
     draft = None
     if config.draft_model_name_or_path is not None:
         draft = check_draft(config.draft_model_name_or_path, target, glide.draft_layer_class)
-    rows = _read_rows(config, tokenizer, target.model_type)
+    rows = _read_rows(config, tokenizer, target.model_type, aligners)
     return Inputs(rows, _collator(config, tokenizer, target.vocab_size), tokenizer, draft, window)
 
 
-def _read_rows(config: TrainConfig, tokenizer: Any, family: str) -> RowDataset:
+def _pair_class(target: str) -> type[GlideMixin]:
+    """The class in model._target_, "module.Class.from_pretrained"."""
+    module, _, name = target.removesuffix(".from_pretrained").rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"config key model._target_: {target} is not there ({first_line(error)})") from error
+    if not (target.endswith(".from_pretrained") and isinstance(found, type) and issubclass(found, GlideMixin)):
+        raise UserError(f"config key model._target_: {target} is no from_pretrained of a class of pairs")
+    return found
+
+
+def _aligner(number: int, entry: Any) -> Aligner:
+    """The function that entry `number` of data.aligners makes."""
+    key = f"config key data.aligners[{number}]"
+    try:
+        made = hydra.utils.instantiate(entry)
+    except InstantiationException as error:
+        raise UserError(f"{key}: makes no aligner ({first_line(error.__cause__ or error)})") from error
+    if not callable(made):
+        raise UserError(f"{key}: makes no aligner; give the _target_ of a function that does, not {entry!r}")
+    return made
+
+
+def _read_rows(config: TrainConfig, tokenizer: Any, family: str, aligners: Sequence[Aligner]) -> RowDataset:
     data = config.data
     return build_dataset(
         data.files,
@@ -57,7 +89,7 @@ def _read_rows(config: TrainConfig, tokenizer: Any, family: str) -> RowDataset:
         chat_format=data.chat_format,
         overflow=data.overflow,
         answer_only=data.answer_only,
-        aligners=[hydra.utils.instantiate(aligner) for aligner in data.aligners],
+        aligners=aligners,
         eos_token_id=config.eos_token_id,
         num_proc=data.num_proc,
         seed=config.seed,

@@ -33,16 +33,17 @@ def anchor_offset_positions(
     cu_seqlens: Tensor,
     shape: tuple[int, int],
     max_offset: int,
-    max_position_embeddings: int,
+    context_window: int,
     generator: torch.Generator,
 ) -> Tensor:
     """Position ids, Long `shape` = [B, T], with a jump after the attention sinks of each short segment.
 
     In a segment of at most 1200 tokens tokens 0..3 keep positions 0..3 and token j >= 4 gets o + j, with o uniform in
-    0 … max(0, min(max_offset, max_position_embeddings - 1000) - length). Longer segments stay contiguous.
+    0 … max(0, min(max_offset, context_window - 1000) - length). Longer segments stay contiguous. `context_window` is
+    how many positions the target serves: max_position_embeddings, or more where its rotary scaling stretches it.
     """
     lengths = cu_seqlens.diff().long()
-    largest = (min(max_offset, max_position_embeddings - HEADROOM) - lengths).clamp(min=0)
+    largest = (min(max_offset, context_window - HEADROOM) - lengths).clamp(min=0)
     largest[lengths > SHORT] = 0
     uniform = torch.rand(len(lengths), generator=generator, dtype=torch.float64)
     offsets = (uniform * (largest + 1)).long()

@@ -2,13 +2,12 @@
 
 import logging
 import math
-import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-import hydra
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,10 +15,10 @@ from torch.utils.data import DataLoader
 
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError, reports_user_errors
-from longspec.train.checkpoint import Progress, find_latest, load_state, locate, save_checkpoint
+from longspec.train.checkpoint import Progress, check_same_run, find_latest, load_state, locate, save_checkpoint
 from longspec.train.config import TrainConfig, load_config
 from longspec.train.distributed import from_rank_zero, rank_zero_first, start_ranks, summed
-from longspec.train.engine import build_engine, cosine_with_warmup, set_learning_rate
+from longspec.train.engine import build_engine, build_pair, cosine_with_warmup, set_learning_rate
 from longspec.train.inputs import Inputs, read_inputs
 from longspec.train.logging import RunLog, setup_logging
 from longspec.train.loss import make_objective
@@ -38,17 +37,11 @@ Batch = dict[str, Tensor]
 @reports_user_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the launch line's arguments. Bad input is one line on stderr and exit code 2."""
-    try:
-        config = load_config(sys.argv[1:] if argv is None else argv)
-    except UserError:
-        if os.environ.get("LOCAL_RANK", "0") != "0":  # every rank sees the same mistake; one a node reports it
-            raise SystemExit(2) from None
-        raise
-    if config is None:
-        return
     start_ranks()
     setup_logging(dist.get_rank())
-    train(config)
+    config = from_rank_zero(lambda: load_config(sys.argv[1:] if argv is None else argv))
+    if config is not None:
+        train(config)
     dist.destroy_process_group()
 
 
@@ -56,22 +49,22 @@ def train(asked: TrainConfig) -> None:
     """The whole run on this rank."""
     config = from_rank_zero(lambda: locate(asked))
     resumed = from_rank_zero(lambda: _where_to_start(config))
-    inputs = rank_zero_first(lambda: read_inputs(config))
-    torch.manual_seed(config.seed)  # a fresh draft is the same on all ranks
-    model = hydra.utils.call(config.model, config.model_name_or_path, state_dict=inputs.draft)
-    rows, rows_per_step = len(inputs.rows), rows_a_step(config)
-    total = config.max_steps or math.ceil(config.num_train_epochs * rows / rows_per_step)
-    engine = build_engine(config, model)
-    start = 0
-    if resumed is not None:
-        folder, progress = resumed
-        load_state(engine, folder, progress)
-        start = progress.step
+    # A resumed run has its draft: that of the stage before may be gone.
+    needed = replace(config, draft_model_name_or_path=None) if resumed else config
+    inputs = rank_zero_first(lambda: read_inputs(needed))
+    start = resumed[1].step if resumed else 0
+    total = from_rank_zero(lambda: _last_step(config, len(inputs.rows), start))
+    if start == total:
+        logger.info("nothing left to do: %s already holds step %d, the last one", config.output_dir, total)
+        return
     logger.info(
         "%d rows, %d a step; steps %d … %d; target %s, draft %s",
-        *(rows, rows_per_step, start + 1, total, config.model_name_or_path),
+        *(len(inputs.rows), rows_a_step(config), start + 1, total, config.model_name_or_path),
         resumed[0] if resumed else config.draft_model_name_or_path or "fresh",
     )
+    engine = build_engine(config, build_pair(config, inputs.draft))
+    if resumed:
+        load_state(engine, *resumed)
     Trainer(config, engine, inputs, start, total).run()
 
 
@@ -88,14 +81,19 @@ def _where_to_start(config: TrainConfig) -> tuple[Any, Progress] | None:
             f"config key output_dir: {config.output_dir} holds a checkpoint of step {progress.step}; "
             "give resume=latest to go on from it, or another output_dir"
         )
-    now = _progress(config, progress.step)
-    if now != progress:
-        raise UserError(f"config key resume: {folder} was saved by {progress}, this run is {now}; make them equal")
+    check_same_run(config, folder, progress, dist.get_world_size())
     return found
 
 
-def _progress(config: TrainConfig, step: int) -> Progress:
-    return Progress(step, dist.get_world_size(), config.per_device_train_batch_size, config.gradient_accumulation_steps)
+def _last_step(config: TrainConfig, rows: int, start: int) -> int:
+    """The number of the run's last step. Raises UserError if the run is to start after it."""
+    total = config.max_steps or math.ceil(config.num_train_epochs * rows / rows_a_step(config))
+    if start > total:
+        raise UserError(
+            f"config key resume: the checkpoint in {config.output_dir} is of step {start}, this run ends with step "
+            f"{total}; give more max_steps or num_train_epochs"
+        )
+    return total
 
 
 def rows_a_step(config: TrainConfig) -> int:
@@ -139,7 +137,7 @@ class Trainer:
             metrics = self.train_step(step, window)
             log.step({"step": step, **metrics, "seconds": time.perf_counter() - began})
             if step % self.config.save_steps == 0 or step == self.total:
-                progress = _progress(self.config, step)
+                progress = Progress(step, dist.get_world_size())
                 save_checkpoint(self.engine, self.inputs.tokenizer, self.config, progress, self.config.output_dir)
         log.close()
 
@@ -182,6 +180,8 @@ class Trainer:
         else:
             window = self.inputs.window
             positions = anchor_offset_positions(segments, shape, variant.max_offset, window, generator)
-            lags = random_lags(len(segments) - 1, variant.depth, generator).to(self.engine.device)
-        given = {name: tensor.to(self.engine.device, non_blocking=True) for name, tensor in batch.items()}
-        return self.engine(**given, position_ids=positions.to(self.engine.device), lags=lags, objective=self.objective)
+            lags = random_lags(len(segments) - 1, variant.depth, generator)
+        given = {"input_ids": batch["input_ids"], "labels": batch["labels"], "position_ids": positions}
+        on_device = {name: tensor.to(self.engine.device, non_blocking=True) for name, tensor in given.items()}
+        # Segments and lags stay: attention reads them on the host, and a copy back would wait for the device.
+        return self.engine(**on_device, cu_seqlens=segments, lags=lags, objective=self.objective)

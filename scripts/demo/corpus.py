@@ -158,7 +158,8 @@ def whole_lines(text: str) -> str:
 
 def up_to(files: list[SourceFile], characters: int) -> list[SourceFile]:
     """The first files, with no more than so many characters in all, but one at least."""
-    kept, size = [], 0
+    kept: list[SourceFile] = []
+    size = 0
     for file in files:
         size += len(file.text)
         if kept and size > characters:

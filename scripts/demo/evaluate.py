@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from longspec.inference.methods import METHODS
 from longspec.inference.report import SAMPLES_NAME, SUMMARY_NAME
@@ -17,7 +18,7 @@ from longspec.models.llama import LlamaGlide
 from longspec.models.qwen2 import Qwen2Glide
 from scripts.demo.corpus import HELD_OUT_TEXTS, TASK, TEXTS, read_jsonl
 from scripts.demo.forced import teacher_forced_acceptance
-from scripts.demo.machine import gpus, run, threads
+from scripts.demo.machine import gpus, run
 from scripts.demo.quality import bigram_nats, bits_per_byte, bytes_of_tokens, distinct_share, target_nats
 from scripts.demo.steps import write_json
 from scripts.demo.target import text_rows
@@ -43,6 +44,7 @@ class EvaluationSettings:
 
 def evaluate(folder: Path, corpus: Path, target: Path, draft: Path, settings: EvaluationSettings) -> None:
     """Everything measured, into `folder`/results.json. draft: the folder of the last stage's checkpoint."""
+    logging.disable_progress_bar()
     untrained = folder / UNTRAINED
     untrained.mkdir()
     pair = PAIRS[settings.family]
@@ -75,7 +77,7 @@ def run_method(
     command = [sys.executable, "inference_long-bench.py"]
     command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
     command += ["--tree_shape", *map(str, settings.tree_shape)]
-    run(command, folder / "log.txt", {"OMP_NUM_THREADS": str(threads())})
+    run(command, folder / "log.txt", {"OMP_NUM_THREADS": "1"})
     summary = json.loads((folder / SUMMARY_NAME).read_text())
     samples = {sample["id"]: sample["token_ids"] for sample in read_jsonl(folder / SAMPLES_NAME)}
     return {"summary": summary, "token_ids": samples, "distinct_4grams": distinct_share(list(samples.values()))}
@@ -89,14 +91,14 @@ def on_held_out_text(corpus: Path, target: Path, draft: Path, settings: Evaluati
     rows = text_rows(texts, tokenizer, settings.row_length)
     rows = rows[:: max(1, len(rows) // settings.rows)][: settings.rows]
     train = text_rows([record["text"] for record in read_jsonl(corpus / TEXTS)], tokenizer, 1).flatten()
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     byte_counts = bytes_of_tokens(tokenizer)
-    pair = PAIRS[settings.family].from_pretrained(target, glide_path=draft, torch_dtype=torch.float32).to(device).eval()
+    pair: Any = PAIRS[settings.family].from_pretrained(target, glide_path=draft, torch_dtype=torch.float32)
     forced = rows[:: max(1, len(rows) // settings.forced_rows)][: settings.forced_rows].to(device)
     return {
-        "target_bits_per_byte": bits_per_byte(target_nats(model, rows), rows, byte_counts),
+        "target_bits_per_byte": bits_per_byte(target_nats(model.to(device), rows), rows, byte_counts),
         "bigram_bits_per_byte": bits_per_byte(bigram_nats(train, rows, model.config.vocab_size), rows, byte_counts),
         "teacher_forced_acceptance": teacher_forced_acceptance(
-            pair, forced, settings.forced_prompt, settings.tree_shape
+            pair.to(device).eval(), forced, settings.forced_prompt, settings.tree_shape
         ),
     }

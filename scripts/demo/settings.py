@@ -59,9 +59,9 @@ def tiny(family: str) -> DemoSettings:
             short=64,
             long=256,
         ),
-        tuple(StageSettings(n, family, steps=4, learning_rate=1e-3, max_length=128, rows_a_step=2) for n in (1, 2, 3)),
+        tuple(StageSettings(n, family, steps=4, learning_rate=1e-3, max_length=512, rows_a_step=2) for n in (1, 2, 3)),
         EvaluationSettings(family, new_tokens=8, tree_shape=(2, 3), gamma=2, rows=2, forced_rows=2),
-        Required(tree_acceptance=1.0, tree_over_seq=-1.0, tree_over_untrained=-1.0, bigram_over_target=-10.0),
+        Required(tree_acceptance=1.0, tree_over_seq=-10.0, tree_over_untrained=-10.0, bigram_over_target=-10.0),
     )
 
 

@@ -36,8 +36,9 @@ def train_stage(folder: Path, corpus: Path, target: Path, draft: Path | None, se
     include = ["--include", "localhost:" + ",".join(map(str, range(ranks)))] if gpus() else ["--num_gpus", str(ranks)]
     command = [executable("deepspeed"), *include, "--master_port", str(free_port())]
     command += ["./trainer_base_ds_mul_fs_tp.py", "-cp", "conf/exp/", "-cn", settings.experiment]
+    family = settings.family
     overrides = {
-        "model._target_": f"longspec.train.models.{settings.family}_glide.{settings.family.title()}Glide.from_pretrained",
+        "model._target_": f"longspec.train.models.{family}_glide.{family.title()}Glide.from_pretrained",
         "model.torch_dtype": "bfloat16" if bf16_is_faster() else "float32",
         "model_name_or_path": target.resolve(),
         "draft_model_name_or_path": draft.resolve() if draft else "null",

@@ -35,9 +35,9 @@ class Steps:
         if marker.get("key") == key:
             print(f"{name:<10} done before", flush=True)
         else:
-            print(f"{name:<10} …", end="", flush=True)
+            print(f"{name:<10} …", end=" ", flush=True)
             marker = _run_afresh(folder, key, work)
-            print(f"\r{name:<10} {marker['seconds']:.0f} s", flush=True)
+            print(f"{marker['seconds']:.0f} s", flush=True)
         self.seconds[name] = marker["seconds"]
         self.before = marker["result"]
         return folder

@@ -46,7 +46,7 @@ class TargetSettings:
     layers: int = 6
     kv_heads: int = 1
     positions: int = 4096
-    steps: int = 480
+    steps: int = 600
     tokens_a_step: int = 4096
     short: int = 256
     """Tokens in a row of running text, with which training begins: attention costs least there."""
@@ -166,6 +166,10 @@ class MuonWithAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        # Whoever prepares the optimizer may replace its groups, so the schedule's rates are handed on here.
+        theirs = (group for part in self.parts for group in part.param_groups)
+        for group, own in zip(theirs, self.param_groups, strict=True):
+            group["lr"] = own["lr"]
         for part in self.parts:
             part.step()
 

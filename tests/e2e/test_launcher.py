@@ -5,8 +5,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-import hydra
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,7 +16,7 @@ from training_fixtures import ROOT, launch, launched, make_target, metrics, writ
 from longspec.data.collators import IGNORED
 from longspec.models.draft_files import load_draft
 from longspec.train.config import TrainConfig, load_config
-from longspec.train.engine import cosine_with_warmup
+from longspec.train.engine import build_pair, cosine_with_warmup
 from longspec.train.inputs import read_inputs
 from longspec.train.loss import make_objective
 from longspec.train.positions import contiguous_positions
@@ -31,8 +31,7 @@ ONE_FAMILY = pytest.mark.parametrize("curriculum", ["llama"], indirect=True)
 def plain_training(config: TrainConfig, steps: int, world: int) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and draft of the base variant by one process, one batch a step, and torch's own optimizer."""
     inputs = read_inputs(config)
-    torch.manual_seed(config.seed)
-    model = hydra.utils.call(config.model, config.model_name_or_path, state_dict=None)
+    model: Any = build_pair(config, None)
     draft, factor = list(model.draft_model.parameters()), cosine_with_warmup(steps, config.warmup_ratio)
     optimizer = torch.optim.AdamW(draft, betas=(0.9, 0.95), weight_decay=config.weight_decay)
     rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * world
@@ -66,6 +65,20 @@ def test_two_ranks_train_as_one_plain_loop_does(tmp_path: Path) -> None:
     assert min(line["grad_norm"] for line in logged) > 0.3, "the clipping must be at work"
     draft = load_draft(tmp_path / "out" / "checkpoint-last")
     torch.testing.assert_close(draft, dict(weights), rtol=1e-4, atol=1e-6)
+
+
+def refusal(*arguments: str) -> str:
+    """The one line that a launch says before it ends with exit code 2."""
+    result = launch(*arguments)
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert result.returncode == 2 and len(errors) == 1, result.stderr[-3000:]
+    assert "Traceback" not in result.stderr
+    return errors[0]
+
+
+def test_a_mistake_on_the_launch_line_is_one_line_of_all_ranks() -> None:
+    """The rank that knows the message must say it before any rank ends, for then the launcher ends them all."""
+    assert "learning_rte" in refusal(STAGES[0], "learning_rte=1")
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
@@ -141,12 +154,16 @@ def test_extracted_draft_is_the_engines_and_the_target_is_untouched(curriculum: 
 @ONE_FAMILY
 @pytest.mark.parametrize("stage", [1, 3])
 def test_resumed_run_ends_as_the_straight_one(curriculum: Path, stage: int, tmp_path: Path) -> None:
-    """The newest checkpoint is lost, so steps 3 and 4 run again from the older one: same losses, same bits."""
+    """The newest checkpoint is lost, so steps 3 and 4 run again from the older one: same losses, same bits.
+
+    The draft of the stage before may be gone by then.
+    """
     straight, again = curriculum / str(stage), tmp_path / "again"
     shutil.copytree(straight, again)
     shutil.rmtree(again / "last_ds")
     shutil.rmtree(again / "checkpoint-last")
-    said = launched(STAGES[stage - 1], *overrides(curriculum, stage), f"output_dir={again}", "resume=latest")
+    changes = [f"output_dir={again}", "resume=latest", "draft_model_name_or_path=/gone.pth"]
+    said = launched(STAGES[stage - 1], *overrides(curriculum, stage), *changes)
     assert "going back to the older checkpoint" in said and f"steps 3 … {STEPS}" in said
     shown = ("step", "loss", "lr", "grad_norm", "tokens", "epoch")
     rows = [[[line[name] for name in shown] for line in metrics(folder)] for folder in (straight, again)]
@@ -157,12 +174,28 @@ def test_resumed_run_ends_as_the_straight_one(curriculum: Path, stage: int, tmp_
 
 @pytest.mark.slow
 @ONE_FAMILY
-def test_a_run_is_not_overwritten_and_bad_input_is_one_line(curriculum: Path) -> None:
-    for change, part in (([], "resume=latest"), (["model_name_or_path=/nowhere", "output_dir=/tmp/x"], "/nowhere")):
-        result = launch(STAGES[0], *overrides(curriculum, 1), *change)
-        errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
-        assert result.returncode == 2 and len(errors) == 1 and part in errors[0]
-        assert "Traceback" not in result.stderr
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ([], "resume=latest"),
+        (["resume=latest", "seed=7"], "seed was 42, is 7"),
+        (["resume=latest", "max_steps=2"], "this run ends with step 2"),
+        (["model_name_or_path=/nowhere"], "/nowhere"),
+    ],
+)
+def test_a_run_is_not_overwritten_and_bad_input_is_one_line(
+    curriculum: Path, changes: list[str], part: str, tmp_path: Path
+) -> None:
+    output = [f"output_dir={tmp_path}"] if "/nowhere" in part else []
+    assert part in refusal(STAGES[0], *overrides(curriculum, 1), *changes, *output)
+
+
+@pytest.mark.slow
+@ONE_FAMILY
+def test_going_on_after_the_last_step_changes_nothing(curriculum: Path) -> None:
+    before = (curriculum / "1" / "metrics.jsonl").read_bytes()
+    assert "nothing left to do" in launched(STAGES[0], *overrides(curriculum, 1), "resume=latest")
+    assert (curriculum / "1" / "metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from longspec.train.checkpoint import (
     MARKER,
     STATES,
     Progress,
+    check_same_run,
     find_latest,
     is_whole,
     locate,
@@ -28,7 +29,7 @@ DRAFT_FILE = "draft_model_weights.pth"
 
 
 def progress(step: int) -> Progress:
-    return Progress(step, world_size=2, per_device_train_batch_size=1, gradient_accumulation_steps=4)
+    return Progress(step, world_size=2)
 
 
 def write(folder: Path, step: int, whole: bool = True) -> None:
@@ -141,7 +142,7 @@ def test_nothing_is_not_the_same_as_nothing_whole(tmp_path: Path) -> None:
 
 
 def stored_config(**overrides: str) -> TrainConfig:
-    given = {"model_name_or_path": "target", "output_dir": "out", "data.files": "x.jsonl"} | overrides
+    given = {"model_name_or_path": "target", "output_dir": "out", "data.files": "[x.jsonl]"} | overrides
     pairs = [f"{key}={value}" for key, value in given.items()]
     return typed(compose_config(ROOT / "conf" / "exp", "tiny_glide_stage1_sinkpi-slicing", pairs))
 
@@ -151,12 +152,46 @@ def test_checkpoint_folder_as_model_names_target_and_draft(tmp_path: Path) -> No
     folder.mkdir()
     (folder / CONFIG_NAME).write_text(to_yaml(stored_config(model_name_or_path="the/target")))
     torch.save({}, folder / DRAFT_FILE)
+    with pytest.raises(UserError, match="not saved whole"):
+        locate(stored_config(model_name_or_path=str(folder)))
+    (folder / MARKER).touch()
     found = locate(stored_config(model_name_or_path=str(folder)))
     assert found.model_name_or_path == "the/target"
     assert found.draft_model_name_or_path == str(folder / DRAFT_FILE)
     found = locate(stored_config(model_name_or_path=str(folder), draft_model_name_or_path="mine.pth"))
     assert (found.model_name_or_path, found.draft_model_name_or_path) == ("the/target", "mine.pth")
     assert locate(stored_config()) == stored_config()
+
+
+def test_deepspeed_state_as_model_is_told_to_be_the_folder_beside_it(tmp_path: Path) -> None:
+    (tmp_path / CONFIG_NAME).write_text(to_yaml(stored_config()))
+    (tmp_path / "latest").write_text("step4")
+    with pytest.raises(UserError, match="give checkpoint-last"):
+        locate(stored_config(model_name_or_path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seed", "7"),
+        ("loss", "mixed"),
+        ("variant", "base"),
+        ("data.files", "[y.jsonl]"),
+        ("data.pack", "false"),
+        ("model_name_or_path", "other"),
+        ("per_device_train_batch_size", "1"),
+        ("deepspeed", "zero3"),
+    ],
+)
+def test_going_on_with_other_settings_is_refused_by_key(key: str, value: str, tmp_path: Path) -> None:
+    """Each would change what the steps so far stand for; what only changes how it runs may differ."""
+    (tmp_path / CONFIG_NAME).write_text(to_yaml(stored_config()))
+    check_same_run(stored_config(max_steps="9", save_steps="3"), tmp_path, progress(2), world_size=2)
+    with pytest.raises(UserError, match=f"of another run: {key}") as error:
+        check_same_run(stored_config(**{key: value}), tmp_path, progress(2), world_size=2)
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="number of ranks was 2, is 4; make"):
+        check_same_run(stored_config(), tmp_path, progress(2), world_size=4)
 
 
 def test_extraction_names_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:

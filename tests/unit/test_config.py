@@ -115,6 +115,14 @@ def test_family_is_an_override(paths: list[str]) -> None:
         ("model_name_or_path=null", "model_name_or_path"),
         ("model_name_or_path=???", "model_name_or_path"),
         ("adam_betas=[0.9]", "adam_betas"),
+        ("adam_betas=[0.9,1]", "adam_betas"),
+        ("seed=-1", "seed"),
+        ("weight_decay=-0.1", "weight_decay"),
+        ("learning_rate=nan", "learning_rate"),
+        ("num_train_epochs=inf", "num_train_epochs"),
+        ("max_steps=0", "max_steps"),
+        ("data.num_proc=0", "data.num_proc"),
+        ("model.attn_implementation=flash", "attn_implementation"),
         ("tp_size=2", "tp_size"),
     ],
 )
@@ -132,6 +140,13 @@ def test_missing_things_are_named(paths: list[str], tmp_path: Path) -> None:
         load("no_such_experiment", *paths)
     with pytest.raises(UserError, match="no_such_folder"):
         load(TINY, *paths, folder=tmp_path / "no_such_folder")
+
+
+def test_output_folder_is_made_at_the_check(paths: list[str], tmp_path: Path) -> None:
+    load(TINY, *paths)
+    assert (tmp_path / "out").is_dir()
+    with pytest.raises(UserError, match=r"output_dir: .*data\.jsonl/out cannot be made"):
+        load(TINY, *paths, f"output_dir={tmp_path}/data.jsonl/out")
 
 
 def test_saved_configuration_reads_back(paths: list[str], tmp_path: Path) -> None:

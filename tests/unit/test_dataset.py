@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_tokenizer import byte_tokenizer
 
-from longspec.data.aligners import add_id_aligner
+from longspec.data.aligners import add_id_aligner, common_form_aligner, rename_fields_aligner
 from longspec.data.collators import Collator
 from longspec.data.dataset import build_dataset
 from longspec.data.templates import chat_prompt
@@ -55,6 +55,31 @@ def test_pairs_in_lists_become_samples_of_their_own(build):
     rows = build([{"article": ["a", "b"], "abstract": ["1", "2"]}], family="qwen2", max_length=400)
     assert [TOKENIZER.decode(row[0]["input_ids"][row[0]["prompt_length"] :]) for row in rows] == ["1</s>", "2</s>"]
     assert [sample_id.rpartition(":")[2] for sample_id in rows.samples.with_format(None)["id"]] == ["1#0", "1#1"]
+
+
+def test_lists_are_split_once_their_fields_have_their_names(build, caplog):
+    aligners = [add_id_aligner(), rename_fields_aligner({"body": "article"}), common_form_aligner()]
+    with caplog.at_level(logging.INFO, logger="longspec"):
+        rows = build(
+            [{"body": ["a", "b"], "abstract": ["1", "2"]}, {"body": [], "abstract": []}],
+            family="qwen2",
+            max_length=400,
+            aligners=aligners,
+        )
+    assert len(rows) == 2
+    assert "1 with an empty answer or text" in caplog.text, "a record with empty lists must be counted"
+
+
+def look_up(record):
+    return {**record, "text": record["body"].strip()}
+
+
+@pytest.mark.parametrize(("line", "says"), [({"text": "a"}, "KeyError: 'body'"), ({"body": 3}, "AttributeError")])
+def test_what_an_aligner_stumbles_over_is_located(build, tmp_path, line, says):
+    with pytest.raises(UserError, match=says) as error:
+        build([{"body": "fine"}, line], aligners=[look_up, common_form_aligner()])
+    assert str(error.value).startswith(f"{tmp_path / 'file0.jsonl'}:2: the aligner look_up")
+    assert isinstance(error.value.__cause__, KeyError | AttributeError)
 
 
 def test_the_eos_is_learnt_when_it_is_also_the_pad_token(build):

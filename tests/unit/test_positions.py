@@ -46,7 +46,7 @@ def test_offsets_are_uniform_from_zero_to_the_largest_inclusive() -> None:
 
 
 def test_offsets_leave_headroom_before_the_last_position() -> None:
-    """min(max_offset, max_position_embeddings - 1000) - T bounds them, never below 0."""
+    """min(max_offset, context_window - 1000) - T bounds them, never below 0."""
     longest = max(int(segment[4]) - 4 for segment in draw([8] * 2000, 15000, 1100))
     assert longest == 1100 - 1000 - 8
     assert all(int(segment[4]) == 4 for segment in draw([8] * 50, 15000, 1004))

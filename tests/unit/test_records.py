@@ -162,7 +162,13 @@ def test_lists_of_articles_are_pairs():
         ("b", "y", "f:1#1"),
     ]
     assert record == {"article": ["a", "b"], "abstract": ["x", "y"], WHERE: "f:1"}
+    assert [pair["id"] for pair in split_pairs({**record, "id": "f:1"})] == ["f:1#0", "f:1#1"]
     assert split_pairs({"article": "a", "abstract": "x"}) == [{"article": "a", "abstract": "x"}]
+
+
+def test_only_the_article_kind_is_split():
+    record = {"text": "t", "article": ["a"], "abstract": ["x", "y"], WHERE: "f:1"}
+    assert split_pairs(record) == [record]
 
 
 @pytest.mark.parametrize(

@@ -41,11 +41,8 @@ def test_tree_holds_the_drafts_most_probable_continuations(tmp_path: Path, tempe
     score, above = {0: 0.0}, [0]
     for depth, (logits, width) in enumerate(zip(levels, SHAPE, strict=True), start=1):
         log_p = (logits[0] / (temperature or 1.0)).log_softmax(-1).tolist()
-        candidates = {
-            (node, token): score[node] + p
-            for node, row in zip(above, log_p, strict=True)
-            for token, p in enumerate(row)
-        }
+        rows = zip(above, log_p, strict=True)
+        candidates = {(node, token): score[node] + p for node, row in rows for token, p in enumerate(row)}
         best = sorted(candidates, key=candidates.__getitem__, reverse=True)[:width]
         here = (tree.levels == depth).nonzero()[:, 0].tolist()
         chosen = {node: (tree.parents[0, node].item(), tree.tokens[0, node].item()) for node in here}

@@ -1,0 +1,64 @@
+"""The demo's chain of steps: done once, and again exactly when something before it has changed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from scripts.demo.steps import Steps
+
+
+@dataclass
+class Setting:
+    value: int
+
+
+class Chain:
+    """Two steps that note their runs."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.ran: list[str] = []
+
+    def go(self, first: int, second: int, broken: bool = False) -> list[str]:
+        self.ran = []
+        steps = Steps(self.root)
+        folder = steps.run("first", Setting(first), lambda folder: self.work(folder, first))
+        assert (folder / "result").read_text() == str(first)
+        steps.run("second", Setting(second), lambda folder: self.work(folder, second, broken))
+        return self.ran
+
+    def work(self, folder: Path, value: int, broken: bool = False) -> None:
+        self.ran.append(folder.name)
+        assert not list(folder.iterdir()), "an earlier run's files are still there"
+        (folder / "result").write_text(str(value))
+        if broken:
+            raise RuntimeError("broken")
+
+
+def test_a_second_call_does_nothing(tmp_path: Path) -> None:
+    chain = Chain(tmp_path)
+    assert chain.go(1, 2) == ["first", "second"]
+    assert chain.go(1, 2) == []
+
+
+def test_a_change_runs_its_step_and_those_behind_it(tmp_path: Path) -> None:
+    chain = Chain(tmp_path)
+    chain.go(1, 2)
+    assert chain.go(1, 3) == ["second"]
+    assert chain.go(5, 3) == ["first", "second"]
+
+
+def test_a_step_that_broke_off_is_run_again(tmp_path: Path) -> None:
+    chain = Chain(tmp_path)
+    with pytest.raises(RuntimeError):
+        chain.go(1, 2, broken=True)
+    assert chain.go(1, 2) == ["second"]
+
+
+def test_a_step_made_anew_makes_those_behind_it_stale(tmp_path: Path) -> None:
+    """Training does not give the same weights twice, so a result from the old ones is no longer true."""
+    chain = Chain(tmp_path)
+    chain.go(1, 2)
+    (tmp_path / "first" / "done.json").unlink()
+    assert chain.go(1, 2) == ["first", "second"]

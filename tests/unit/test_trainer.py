@@ -1,0 +1,130 @@
+"""What the trainer hands to the model, and what it must not do to the target, on one rank."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from training_fixtures import ROOT, make_target, write_texts
+
+from longspec.errors import UserError
+from longspec.train import trainer as trainer_module
+from longspec.train.config import TrainConfig, load_config
+from longspec.train.distributed import start_ranks
+from longspec.train.engine import build_engine, build_pair
+from longspec.train.inputs import Inputs, read_inputs
+from longspec.train.positions import anchor_offset_positions, micro_step_generator, random_lags
+from longspec.train.trainer import Trainer
+
+SEGMENTS = torch.tensor([0, 9, 16, 32], dtype=torch.int32)
+WINDOW = 4096
+
+
+@pytest.fixture
+def load(tmp_path: Path):  # type: ignore[no-untyped-def]
+    """The tiny first stage on a target and data of its own."""
+    target, data = make_target(tmp_path / "target"), write_texts(tmp_path / "data.jsonl", count=4)
+    given = [f"model_name_or_path={target}", f"data.files={data}", f"data.cache_dir={tmp_path}/cache"]
+
+    def run(*overrides: str) -> TrainConfig:
+        arguments = ["-cp", str(ROOT / "conf/exp"), "-cn", "tiny_glide_stage1_sinkpi-slicing"]
+        config = load_config([*arguments, *given, f"output_dir={tmp_path}/out", *overrides])
+        assert config is not None
+        return config
+
+    return run
+
+
+def handed_over(config: TrainConfig, rank: int, micro_step: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The engine's arguments for one micro-batch of 2 x 16 tokens on `rank`."""
+
+    class Engine:
+        device = torch.device("cpu")
+
+        def __call__(self, **given: Any) -> dict[str, Any]:
+            return given
+
+    monkeypatch.setattr(trainer_module, "dist", SimpleNamespace(get_rank=lambda: rank, get_world_size=lambda: 2))
+    inputs = Inputs([[]], lambda rows: {}, None, None, WINDOW)  # type: ignore[arg-type]
+    tokens = torch.arange(32).view(2, 16)
+    batch = {"input_ids": tokens, "labels": tokens + 1, "cu_seqlens": SEGMENTS}
+    return Trainer(config, Engine(), inputs, 0, 1).forward(micro_step, batch)  # type: ignore[return-value]
+
+
+def test_slicing_draws_positions_and_lags_by_seed_step_and_rank(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offsets jump behind the sinks, lags cover 1 … 5, and each micro-step of each rank has its own."""
+    config = load("seed=3")
+    lags, offsets, streams = set(), set(), set()
+    for rank in (0, 1):
+        for micro_step in range(30):
+            given = handed_over(config, rank, micro_step, monkeypatch)
+            generator = micro_step_generator(3, micro_step, rank)
+            positions = anchor_offset_positions(SEGMENTS, (2, 16), 15000, WINDOW, generator)
+            assert torch.equal(given["position_ids"], positions)
+            assert torch.equal(given["lags"], random_lags(3, 5, generator))
+            assert torch.equal(given["labels"], given["input_ids"] + 1) and given["cu_seqlens"] is SEGMENTS
+            lags |= set(given["lags"].tolist())
+            offsets.add(int(positions[0, 4]) - 4)
+            streams.add((*positions.flatten().tolist(), *given["lags"].tolist()))
+    assert lags == {1, 2, 3, 4, 5}
+    assert len(streams) == 60 and max(offsets) > 1000
+
+
+def test_base_has_contiguous_positions_and_no_lags(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = handed_over(load("variant=base"), 0, 0, monkeypatch)
+    assert given["lags"] is None
+    assert given["position_ids"].flatten().tolist() == [*range(9), *range(7), *range(16)]
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in alone.items():
+        monkeypatch.setenv(name, value)
+    start_ranks()
+    yield
+    dist.destroy_process_group()
+
+
+def test_bf16_keeps_rotary_frequencies_and_master_weights_in_fp32(load: Any, one_rank: None) -> None:
+    """Frequencies in bf16 would move far positions; without fp32 masters a small step rounds to nothing."""
+    config = load("model.torch_dtype=bfloat16")
+    pair: Any = build_pair(config, None)
+    frequencies = pair.model.rotary_emb.inv_freq.clone()
+    engine: Any = build_engine(config, pair)
+    assert engine.module.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.equal(engine.module.model.rotary_emb.inv_freq.cpu(), frequencies.cpu())
+    assert {weight.dtype for weight in engine.module.parameters()} == {torch.bfloat16}
+    masters = [weight for group in engine.optimizer.optimizer.param_groups for weight in group["params"]]
+    assert masters and {weight.dtype for weight in masters} == {torch.float32}
+
+
+def test_a_pair_that_does_not_load_says_why(load: Any, tmp_path: Path) -> None:
+    """The pair's own UserError must come through Hydra as it is."""
+    config = load()
+    (tmp_path / "target" / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(UserError, match="weights do not load"):
+        build_pair(config, None)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("model._target_=longspec.train.models.llama_glide.LlamaGlyde.from_pretrained", "model._target_"),
+        ("model._target_=nowhere.LlamaGlide.from_pretrained", "model._target_"),
+        ("model._target_=collections.OrderedDict.fromkeys", "model._target_"),
+        ("model._target_=LlamaGlide", "model._target_"),
+        ("data.aligners=[{_target_: longspec.data.aligners.no_aligner}]", r"data.aligners\[0\]"),
+        ("data.aligners=[{_target_: longspec.data.aligners.add_id_aligner, fields: x}]", r"data.aligners\[0\]"),
+        ("data.aligners=[add_id_aligner]", r"data.aligners\[0\]"),
+        ("eos_token_id=265", "eos_token_id"),
+        ("model.pad_token_id=-1", "model.pad_token_id"),
+    ],
+)
+def test_what_only_the_target_or_an_import_can_tell_is_named_by_key(load: Any, override: str, key: str) -> None:
+    with pytest.raises(UserError, match=f"config key {key}") as error:
+        read_inputs(load(override))
+    assert "\n" not in str(error.value)
