@@ -24,8 +24,9 @@ def start_ranks() -> None:
         os.environ.setdefault(name, str(value))  # port 0: any that is free
     # DeepSpeed would spend half a minute compiling a CPU all-reduce that only inference uses.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if torch.cuda.is_available():
+    on_gpus = deepspeed.get_accelerator().device_name() == "cuda"  # which DS_ACCELERATOR=cpu denies
+    backend = "nccl" if on_gpus else "gloo"
+    if on_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(backend, verbose=False)
 

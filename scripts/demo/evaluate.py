@@ -69,6 +69,7 @@ def run_method(
         "draft": draft,
         "data_path_prefix": corpus,
         "min_prompt_len": 0,
+        "chat_format": "tokenizer",
         "max_gen_len": settings.new_tokens,
         "gamma": settings.gamma,
         "dtype": "float32",

@@ -34,7 +34,7 @@ def shown(family: str) -> DemoSettings:
         CorpusSettings(),
         TargetSettings(family),
         (
-            StageSettings(1, family, steps=200, learning_rate=4e-3, max_length=512, rows_a_step=8),
+            StageSettings(1, family, steps=500, learning_rate=3e-3, max_length=256, rows_a_step=4),
             StageSettings(2, family, steps=50, learning_rate=1e-3, max_length=1024, rows_a_step=4),
             StageSettings(3, family, steps=50, learning_rate=1e-3, max_length=1024, rows_a_step=4),
         ),

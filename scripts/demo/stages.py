@@ -47,6 +47,7 @@ def train_stage(folder: Path, corpus: Path, target: Path, draft: Path | None, se
         "data.cache_dir": (folder / "cache").resolve(),
         "data.max_length": settings.max_length,
         "data.overflow": "split",
+        "data.chat_format": "tokenizer",
         "loss": "distill",
         "learning_rate": settings.learning_rate,
         "max_steps": settings.steps,

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -25,7 +25,6 @@ from transformers import (
     TrainingArguments,
 )
 
-from longspec.data.templates import chat_prompt
 from scripts.demo.corpus import ANSWERS, TEXTS, read_jsonl
 from scripts.demo.machine import CPU_RANKS, bf16_is_faster, gpus, run, threads_a_rank
 
@@ -35,6 +34,11 @@ SPECIAL_TOKENS = {
 }
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config}
 HEAD_DIM = 64
+PLAIN_CHAT = "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}"
+"""The chat template of a target that was trained on text alone: the prompt as it stands."""
+PIECES = r"[^\S\r\n]?[\p{L}_]+| ?\p{N}+| ?[^\s\p{L}\p{N}_]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""What no token reaches across. A line's end is not joined with the next line's indentation, so that a prompt and its
+answer have the same tokens whether they are encoded together or apart."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class TargetSettings:
     layers: int = 6
     kv_heads: int = 1
     positions: int = 4096
-    steps: int = 600
+    steps: int = 300
     tokens_a_step: int = 4096
     short: int = 256
     """Tokens in a row of running text, with which training begins: attention costs least there."""
@@ -70,10 +74,15 @@ def train_target(folder: Path, corpus: Path, settings: TargetSettings) -> None:
 
 
 def make_tokenizer(corpus: Path, settings: TargetSettings) -> PreTrainedTokenizerFast:
-    """Byte-level BPE on the training texts and on the chat format around a prompt."""
+    """Byte-level BPE on the training texts."""
     special = SPECIAL_TOKENS[settings.family]
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=settings.vocab_size,
@@ -82,16 +91,14 @@ def make_tokenizer(corpus: Path, settings: TargetSettings) -> PreTrainedTokenize
         show_progress=False,
     )
     texts = [record["text"] for record in read_jsonl(corpus / TEXTS)]
-    prompts = [prompt for prompt, _ in chats(corpus, settings.family)]
-    tokenizer.train_from_iterator([*texts, *prompts[: len(texts) // 10]], trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=settings.positions, clean_up_tokenization_spaces=False, **special
+        tokenizer_object=tokenizer,
+        model_max_length=settings.positions,
+        clean_up_tokenization_spaces=False,
+        chat_template=PLAIN_CHAT,
+        **special,
     )
-
-
-def chats(corpus: Path, family: str) -> list[tuple[str, str]]:
-    """(prompt in the family's published chat format, answer) of each completion record."""
-    return [(chat_prompt(record["source"], family), record["target"]) for record in read_jsonl(corpus / ANSWERS)]
 
 
 def fresh_target(settings: TargetSettings, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
@@ -121,9 +128,9 @@ def text_rows(texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int)
     return stream[: len(stream) // length * length].view(-1, length)
 
 
-def chat_rows(corpus: Path, family: str, tokenizer: PreTrainedTokenizerFast, length: int) -> Tensor:
+def completion_rows(corpus: Path, tokenizer: PreTrainedTokenizerFast, length: int) -> Tensor:
     """The completion records as the target will be asked, their first `length` tokens; shorter ones are left out."""
-    texts = [prompt + answer for prompt, answer in chats(corpus, family)]
+    texts = [record["source"] + record["target"] for record in read_jsonl(corpus / ANSWERS)]
     ids = tokenizer(texts, verbose=False)["input_ids"]
     return torch.tensor([row[:length] for row in ids if len(row) >= length])
 
@@ -187,7 +194,7 @@ def train_rank(folder: Path, corpus: Path, settings: TargetSettings) -> None:
     texts = [record["text"] for record in read_jsonl(corpus / TEXTS)]
     batches = schedule_of_batches(
         text_rows(texts, tokenizer, settings.short),
-        chat_rows(corpus, settings.family, tokenizer, settings.long),
+        completion_rows(corpus, tokenizer, settings.long),
         settings,
         int(os.environ["WORLD_SIZE"]),
     )
