@@ -15,7 +15,7 @@ from scripts.demo.evaluate import UNTRAINED
 
 FORCED = "forced"
 NAMES = (*METHODS, UNTRAINED)
-LABELS = {method: method for method in METHODS} | {UNTRAINED: "tree,\nuntrained draft", FORCED: "tree,\non real text"}
+LABELS = {method: method for method in METHODS} | {UNTRAINED: "tree,\nuntrained", FORCED: "tree,\nreal text"}
 COLOURS = {
     "vanilla": "#8a8f98",
     "seq": "#4c9be8",
@@ -24,7 +24,7 @@ COLOURS = {
     UNTRAINED: "#e3b1b8",
     FORCED: "#a13a49",
 }
-STAGES = ("1: short text", "2: long text", "3: answers")
+STAGES = ("1", "2", "3")
 INK = "#2b2d42"
 
 
@@ -76,7 +76,12 @@ def training(axes: Axes, stages: list[list[dict[str, float]]]) -> None:
             (start + steps[-1]) / 2, 0.97, name, transform=axes.get_xaxis_transform(), ha="center", va="top", size=8
         )
         start = steps[-1]
-    axes.set(title="Draft training", xlabel="step", ylabel="KL from the target, nats", xlim=(0.5, start + 0.5))
+    axes.set(
+        title="Draft training: short text, long text, answers",
+        xlabel="step",
+        ylabel="KL from the target, nats",
+        xlim=(0.5, start + 0.5),
+    )
     axes.set_ylim(bottom=0)
 
 
