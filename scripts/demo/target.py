@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer
@@ -226,8 +227,10 @@ def train_rank(folder: Path, corpus: Path, settings: TargetSettings) -> None:
     )
     trainer.train()
     trainer.save_model(str(folder))
-    if trainer.is_world_process_zero():
-        (folder / "losses.json").write_text(json.dumps(trainer.state.log_history))
+    if dist.is_initialized():
+        # A rank that ends while another still needs it, or with gloo's threads running, can abort the launch.
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
