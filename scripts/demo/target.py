@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -227,11 +228,16 @@ def train_rank(folder: Path, corpus: Path, settings: TargetSettings) -> None:
     )
     trainer.train()
     trainer.save_model(str(folder))
+
+
+def end_rank() -> NoReturn:
+    """Leave without the interpreter's clean-up: DDP keeps gloo's threads alive, and there they abort now and then."""
     if dist.is_initialized():
-        # A rank that ends while another still needs it, or with gloo's threads running, can abort the launch.
         dist.barrier()
-        dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
     train_rank(Path(sys.argv[1]), Path(sys.argv[2]), TargetSettings(**json.loads(sys.argv[3])))
+    end_rank()
