@@ -40,8 +40,13 @@ class Sampler:
         flat = probabilities.flatten(0, -2)
         return torch.multinomial(flat, 1, generator=self.generator).view(probabilities.shape[:-1])
 
-    def uniform(self, like: Tensor) -> Tensor:
-        return torch.rand(like.shape, generator=self.generator, device=like.device, dtype=like.dtype)
+    def coin(self, probability: Tensor) -> Tensor:
+        """Independent coins, bool [...]: True with `probability` [...], where 1 and more is certain."""
+        return torch.empty_like(probability).uniform_(generator=self.generator) < probability
+
+    def arrivals(self, rates: Tensor) -> Tensor:
+        """Independent exponential times [...] of events with `rates` [...]; inf for a rate of 0."""
+        return torch.empty_like(rates).exponential_(generator=self.generator) / rates
 
 
 @dataclass
@@ -58,9 +63,9 @@ class Accepted:
 
 def accept(proposal: Proposal, logits: Tensor, sampler: Sampler) -> Accepted:
     """Keep what the target would have said itself. logits [B, N, V]: the target's, at every node."""
-    if proposal.sampled_from is None or sampler.greedy:
+    if proposal.sampled_from is None:
         return follow(proposal, sampler.choose(logits))
-    return accept_sampled_chain(proposal, sampler.probabilities(logits), sampler)
+    return reject(proposal, proposal.sampled_from, sampler.probabilities(logits), sampler)
 
 
 def follow(proposal: Proposal, choice: Tensor) -> Accepted:
@@ -83,25 +88,51 @@ def follow(proposal: Proposal, choice: Tensor) -> Accepted:
     return Accepted(torch.cat(path, 1), count[:, 0], choice.gather(1, node)[:, 0])
 
 
-def accept_sampled_chain(proposal: Proposal, p: Tensor, sampler: Sampler) -> Accepted:
-    """Speculative sampling (arXiv 2211.17192): accept with min(1, p/q), else draw from (p - q)₊ normalised.
+def reject(proposal: Proposal, q: Tensor, p: Tensor, sampler: Sampler) -> Accepted:
+    """Descend to the first child that passes min(1, p/q); every child that fails turns p into (p - q)₊ normalised and
+    leaves q. The bonus token is drawn from the p that is left where no child passes.
 
-    p: the target's probabilities [B, d + 1, V] along the chain; q = proposal.sampled_from [B, d, V], what each
-    token was really sampled from.
+    p: the target's probabilities [B, N, V]; q = proposal.sampled_from. For a chain this is speculative sampling
+    (arXiv 2211.17192), for siblings sampled without replacement its recursion (arXiv 2402.14160).
     """
-    q = proposal.sampled_from
-    assert q is not None
-    depth = proposal.depth
-    drafted = proposal.tokens[:, 1:, None]
-    p_drafted, q_drafted = p[:, :depth].gather(2, drafted)[..., 0], q.gather(2, drafted)[..., 0]
-    kept = sampler.uniform(q_drafted) * q_drafted < p_drafted
-    count = kept.long().cumprod(1).sum(1)
-    # Past the chain's end q is 0, so that the residual there is p itself: the bonus token of a full acceptance.
-    q_at = torch.cat([q, torch.zeros_like(q[:, :1])], 1)
-    here = count[:, None, None].expand(-1, 1, p.shape[-1])
-    p_here, q_here = p.gather(1, here)[:, 0], q_at.gather(1, here)[:, 0]
-    residual = (p_here - q_here).clamp(min=0)
-    # Rounding can leave no residual where p and q agree; a rejection there has probability zero.
-    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_here)
-    path = torch.arange(depth + 1, device=count.device).expand(len(count), -1)
-    return Accepted(path, count, sampler.draw(residual))
+    node = torch.zeros(len(p), dtype=torch.long, device=p.device)
+    alive = torch.ones_like(node, dtype=torch.bool)
+    count = torch.zeros_like(node)
+    path = [node]
+    p_here = p[:, 0]
+    first = 1
+    for width in proposal.shape:
+        q_here = _at(q, node)
+        parent, found = node, torch.zeros_like(alive)
+        for child in range(first, first + width):
+            token = proposal.tokens[:, child, None]
+            q_token = q_here.gather(1, token)[:, 0]
+            # A distribution of few tokens can run out of children; what then fills the level has probability 0.
+            tried = alive & ~found & (proposal.parents[:, child] == parent) & (q_token > 0)
+            passed = tried & sampler.coin(p_here.gather(1, token)[:, 0] / q_token)
+            node = torch.where(passed, child, node)
+            found |= passed
+            failed = (tried & ~passed)[:, None]
+            p_here = torch.where(failed, _residual(p_here, q_here), p_here)
+            q_here = torch.where(failed, _normalised(q_here.scatter(1, token, 0.0)), q_here)
+        alive = found
+        p_here = torch.where(alive[:, None], _at(p, node), p_here)
+        count = count + alive
+        path.append(node)
+        first += width
+    return Accepted(torch.stack(path, 1), count, sampler.draw(p_here))
+
+
+def _at(values: Tensor, node: Tensor) -> Tensor:
+    """values [B, N, V] at node [B]: [B, V]."""
+    return values.gather(1, node[:, None, None].expand(-1, 1, values.shape[-1]))[:, 0]
+
+
+def _normalised(weights: Tensor) -> Tensor:
+    return weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+
+
+def _residual(p: Tensor, q: Tensor) -> Tensor:
+    """(p - q)₊ normalised. Rounding can leave nothing where p and q agree; a rejection there has probability zero."""
+    left = (p - q).clamp(min=0)
+    return torch.where(left.sum(-1, keepdim=True) > 0, _normalised(left), p)

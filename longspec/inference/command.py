@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from longspec.data.templates import CHAT_FORMATS, check_chat_format
 from longspec.errors import UserError, reports_user_errors
 from longspec.inference.generate import check_drafting, check_sampling, generate
-from longspec.inference.methods import METHODS
+from longspec.inference.methods import METHODS, TREE_RULES
 from longspec.inference.registry import (
     PUBLISHED_PAIRS,
     Pair,
@@ -63,6 +63,7 @@ class Plan:
             "top_k": options.top_k,
             "tree_shape": options.tree_shape,
             "gamma": options.gamma,
+            "tree_rule": options.tree_rule,
             "eos_token_id": self.pair.eos_token_id,
             "pad_token_id": self.pair.pad_token_id,
         }
@@ -107,6 +108,12 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--top_p", type=float, default=1.0)
     add("--top_k", type=int, default=0)
     add("--tree_shape", type=int, nargs="*", default=[4, 16, 16, 16, 16], help="nodes of each level (tree)")
+    add(
+        "--tree_rule",
+        choices=TREE_RULES,
+        default="descend",
+        help="how a tree is drawn and accepted above temperature 0",
+    )
     add("--gamma", type=int, default=4, help="length of the chain (seq, magicdec)")
     add("--seed", type=int, default=0)
     add("--batch_size", type=int, default=1)
@@ -133,7 +140,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     config = read_config(pair.target)
     model_class = family_class(config, pair.target)
     check_weights(pair.target)
-    check_drafting(options.method, options.tree_shape, options.gamma, config.vocab_size)
+    check_drafting(options.method, options.tree_shape, options.gamma, options.tree_rule, config.vocab_size)
     tokenizer = load_tokenizer(pair.target, config)
     check_chat_format(config.model_type, tokenizer, options.chat_format)
     draft_state = None

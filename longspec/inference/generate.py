@@ -13,7 +13,7 @@ from torch import Tensor
 from longspec.errors import UserError
 from longspec.inference.acceptance import Sampler
 from longspec.inference.engine import Engine
-from longspec.inference.methods import METHODS, make_drafter
+from longspec.inference.methods import METHODS, TREE_RULES, make_drafter
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import context_window
 
@@ -80,17 +80,20 @@ def generate(
     pad_token_id: int | None = None,
     seed: int | None = None,
     streamer: Streamer | None = None,
+    tree_rule: str = "descend",
 ) -> GenerationOutput:
     """Continue prompts losslessly: greedy at temperature 0, else samples of the target's own distribution.
 
     input_ids, attention_mask: LongTensor [B, P], padded left or right as the mask says (all real without one).
     method: vanilla, seq (a chain of gamma), tree (of tree_shape) or magicdec (a chain of gamma).
     eos_token_id, pad_token_id: None takes the model's own. streamer: gets the new tokens of a single row as they
-    come, on the CPU, and not the prompt. seed: None draws from torch's global generator.
+    come, on the CPU, and not the prompt. seed: None draws from torch's global generator. tree_rule, above temperature
+    0: "descend" (the draft's most probable tree, entered where the target's own draw is in it) or "reject" (a tree
+    sampled from the draft without replacement, with recursive rejection); both are exact.
     Raises UserError (a ValueError) for settings that cannot work.
     """
     rows = _prompt_rows(input_ids, attention_mask)
-    check_drafting(method, tree_shape, gamma, model.config.vocab_size)
+    check_drafting(method, tree_shape, gamma, tree_rule, model.config.vocab_size)
     check_sampling(max_new_tokens, temperature, top_p, top_k)
     _check_rows(model, rows, max_new_tokens)
     if streamer is not None and len(rows) > 1:
@@ -98,7 +101,7 @@ def generate(
     device = model.lm_head.weight.device
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     sampler = Sampler(temperature, top_k, top_p, generator)
-    drafter = make_drafter(method, model, len(rows), sampler, tree_shape, gamma)
+    drafter = make_drafter(method, model, len(rows), sampler, tree_shape, gamma, tree_rule)
     eos_ids = _eos_ids(model, eos_token_id)
     pad_id = _pad_id(model, pad_token_id)
     prompts = _pad_right(rows, pad_id).to(device)
@@ -179,10 +182,11 @@ def _prompt_rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tenso
     return rows
 
 
-def check_drafting(method: str, tree_shape: Sequence[int], gamma: int, vocab_size: int) -> None:
-    """Raise UserError for an unknown method, or a tree shape or gamma that cannot be drafted."""
-    if method not in METHODS:
-        raise UserError(f"method: {method!r} is unknown; choose one of {', '.join(METHODS)}")
+def check_drafting(method: str, tree_shape: Sequence[int], gamma: int, tree_rule: str, vocab_size: int) -> None:
+    """Raise UserError for an unknown method or tree rule, or a tree shape or gamma that cannot be drafted."""
+    for name, value, known in (("method", method, METHODS), ("tree_rule", tree_rule, TREE_RULES)):
+        if value not in known:
+            raise UserError(f"{name}: {value!r} is unknown; choose one of {', '.join(known)}")
     if method == "tree" and not tree_shape:
         raise UserError("tree_shape: empty; give the number of nodes of each level, as in 4 16 16 16 16")
     if method == "tree" and not all(1 <= width <= vocab_size for width in tree_shape):

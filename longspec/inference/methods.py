@@ -11,14 +11,21 @@ from longspec.inference.drafting.tree import TreeDrafter
 from longspec.models.glide import GlideMixin
 
 METHODS = ("vanilla", "seq", "tree", "magicdec")
+TREE_RULES = ("descend", "reject")
 
 
 def make_drafter(
-    method: str, model: GlideMixin, batch: int, sampler: Sampler, tree_shape: Sequence[int], gamma: int
+    method: str,
+    model: GlideMixin,
+    batch: int,
+    sampler: Sampler,
+    tree_shape: Sequence[int],
+    gamma: int,
+    tree_rule: str,
 ) -> Drafter:
-    """The drafter of one of METHODS for `batch` rows."""
+    """The drafter of one of METHODS for `batch` rows; a tree is for one of TREE_RULES."""
     if method == "tree":
-        return TreeDrafter(model, batch, tree_shape, sampler.temperature)
+        return TreeDrafter(model, batch, tree_shape, sampler, tree_rule)
     if method == "seq":
         return ChainDrafter(GlideDraft(model, batch, gamma), gamma, sampler)
     if method == "magicdec":

@@ -38,7 +38,7 @@ def teacher_forced_acceptance(model: GlideMixin, rows: Tensor, prompt: int, tree
     as far as the draft's tree holds the text and one token further.
     """
     sampler = TextSampler(rows, tree_shape)
-    drafter = make_drafter("tree", model, len(rows), sampler, tree_shape, gamma=1)
+    drafter = make_drafter("tree", model, len(rows), sampler, tree_shape, gamma=1, tree_rule="descend")
     engine = Engine(model, drafter, sampler, rows[:, :prompt], [prompt] * len(rows), rows.shape[1] - prompt)
     sampler.lengths = torch.full_like(sampler.lengths, prompt)
     engine.prefill()

@@ -1,4 +1,4 @@
-"""The demo's two sizes: the one that is shown, and one of seconds that tests run."""
+"""The demo's sizes: the one that is shown, a larger one for a GPU, and one of seconds that tests run."""
 
 from dataclasses import dataclass
 
@@ -43,6 +43,32 @@ def shown(family: str) -> DemoSettings:
     )
 
 
+def gpu(family: str) -> DemoSettings:
+    """A target of 110M parameters, for measurements on a GPU: some seven minutes there."""
+    return DemoSettings(
+        CorpusSettings(answers=4000, prompts=48),
+        TargetSettings(
+            family,
+            vocab_size=8192,
+            hidden_size=768,
+            intermediate_size=2048,
+            layers=16,
+            kv_heads=4,
+            steps=1200,
+            tokens_a_step=32768,
+            matrix_lr=2e-3,
+            embedding_lr=4e-3,
+        ),
+        (
+            StageSettings(1, family, steps=1000, learning_rate=1e-3, max_length=256, rows_a_step=32),
+            StageSettings(2, family, steps=150, learning_rate=3e-4, max_length=1024, rows_a_step=8),
+            StageSettings(3, family, steps=150, learning_rate=3e-4, max_length=1024, rows_a_step=8),
+        ),
+        EvaluationSettings(family, new_tokens=128, row_length=1024),
+        Required(),
+    )
+
+
 def tiny(family: str) -> DemoSettings:
     """The same path with models that have learnt next to nothing."""
     return DemoSettings(
@@ -65,4 +91,4 @@ def tiny(family: str) -> DemoSettings:
     )
 
 
-SIZES = {"shown": shown, "tiny": tiny}
+SIZES = {"shown": shown, "gpu": gpu, "tiny": tiny}

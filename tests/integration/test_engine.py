@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracles import Oracle
 from pairs import FAMILIES, make_pair, target_greedy
 from torch import Tensor
 
 from longspec.inference.acceptance import Sampler
-from longspec.inference.cache import TargetCache
-from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.models.draft_layer import WINDOW
@@ -18,31 +17,14 @@ from longspec.models.glide import GlideMixin
 SHAPE = (2, 4, 3, 2)
 DEPTH = len(SHAPE)
 VOCAB = 61
+GREEDY = Sampler(0.0, 0, 1.0)
 # Accepted lengths by round and row: 0 … DEPTH all occur, in changing order, with a different one in each row.
 PLAN = [[0, 4, 2], [4, 0, 1], [1, 3, 4], [3, 1, 0], [2, 2, 3], [4, 4, 4], [0, 0, 0]]
 
 
-class OracleTree(TreeDrafter):
-    """Puts the true continuation, up to a planned depth, on a random path of the real draft's tree."""
-
-    def __init__(self, model: GlideMixin, truth: list[list[int]], prompt_lengths: list[int]) -> None:
-        super().__init__(model, len(truth), SHAPE, temperature=0.0)
-        self.truth, self.prompt_lengths = truth, prompt_lengths
-        self.plan = [0] * len(truth)
-        self.generator = torch.Generator().manual_seed(5)
-
-    def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
-        proposal = super().propose(root, cache)
-        for b, planned in enumerate(self.plan):
-            at = int(cache.lengths[b]) - self.prompt_lengths[b]
-            assert self.truth[b][at] == root[b]
-            node = proposal.tokens.shape[1] - 1 - int(torch.randint(SHAPE[-1], (1,), generator=self.generator))
-            path = proposal.visible[b, node].nonzero()[:, 0].tolist()
-            for other in range(1, proposal.tokens.shape[1]):
-                level = int(proposal.levels[other])
-                hit = other in path and level <= planned
-                proposal.tokens[b, other] = (self.truth[b][at + level] + (0 if hit else 1)) % VOCAB
-        return proposal
+def oracle_tree(model: GlideMixin, truth: list[list[int]], lengths: list[int], plan: list[list[int]]) -> Oracle:
+    """Puts the true continuation, down to a planned depth, on a random path of the real draft's tree."""
+    return Oracle(TreeDrafter(model, len(truth), SHAPE, GREEDY), lengths, truth, plan, VOCAB)
 
 
 def full_forward_kv(model: GlideMixin, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,13 +42,12 @@ def test_state_after_every_accepted_length(tmp_path: Path, family: str, device: 
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, VOCAB, (n,), generator=generator).to(device) for n in lengths]
     truth = [target_greedy(model, prompt, 1 + (DEPTH + 1) * (len(PLAN) + 1)) for prompt in prompts]
-    oracle = OracleTree(model, truth, lengths)
+    oracle = oracle_tree(model, truth, lengths, PLAN)
     padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
-    engine = Engine(model, oracle, Sampler(0.0, 0, 1.0), padded, lengths, max_new_tokens=60)
+    engine = Engine(model, oracle, GREEDY, padded, lengths, max_new_tokens=60)
     assert engine.prefill().tolist() == [row[0] for row in truth]
     at = [0, 0, 0]
     for planned in PLAN:
-        oracle.plan = planned
         tokens, counts = engine.round(torch.ones(3, dtype=torch.bool, device=device))
         assert counts.tolist() == [n + 1 for n in planned]
         engine.note_lengths(counts.tolist())
@@ -78,14 +59,14 @@ def test_state_after_every_accepted_length(tmp_path: Path, family: str, device: 
             check_row(model, engine, oracle, b, torch.cat([prompts[b], torch.tensor(truth[b][: at[b]], device=device)]))
 
 
-def check_row(model: GlideMixin, engine: Engine, oracle: OracleTree, b: int, read: Tensor) -> None:
+def check_row(model: GlideMixin, engine: Engine, oracle: Oracle, b: int, read: Tensor) -> None:
     """`read`: the tokens before the root. Target cache against a full forward, ring against fresh projections."""
     length = len(read)
     for store, expected in zip((engine.cache.keys, engine.cache.values), full_forward_kv(model, read), strict=True):
         torch.testing.assert_close(store[:, b, :, :length], expected, rtol=1e-4, atol=1e-4)
     positions = torch.arange(max(0, length - WINDOW), length, device=read.device)
     embeddings, rope = model.embed(read[None, positions], positions[None])
-    ring = oracle.draft.cache
+    ring = oracle.drafter.draft.cache
     for store, expected in zip((ring.keys, ring.values), model.draft_model.keys_values(embeddings, rope), strict=True):
         torch.testing.assert_close(store[b][:, positions % WINDOW], expected[0], rtol=1e-5, atol=1e-5)
 
@@ -95,21 +76,21 @@ def test_inactive_rows_stay_as_they_are(tmp_path: Path) -> None:
     model = make_pair(tmp_path)
     prompts = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(2))
     truth = [target_greedy(model, row, 20) for row in prompts]
-    oracle = OracleTree(model, truth, [12, 12])
-    oracle.plan = [3, 3]
-    engine = Engine(model, oracle, Sampler(0.0, 0, 1.0), prompts, [12, 12], max_new_tokens=20)
-    engine.prefill()
-    kept, ring = engine.cache.keys[:, 1, :, :12].clone(), oracle.draft.cache.keys[1, :, :WINDOW].clone()
+    oracle = oracle_tree(model, truth, [12, 12], [[3, 3]])
+    engine = Engine(model, oracle, GREEDY, prompts, [12, 12], max_new_tokens=20)
+    assert engine.prefill().tolist() == [row[0] for row in truth]
+    ring = oracle.drafter.draft.cache
+    kept, ring_kept = engine.cache.keys[:, 1, :, :12].clone(), ring.keys[1, :, :WINDOW].clone()
     _, counts = engine.round(torch.tensor([True, False]))
     assert counts.tolist() == [4, 0] and engine.cache.lengths.tolist() == [16, 12]
     assert engine.root[1] == truth[1][0]
     assert torch.equal(engine.cache.keys[:, 1, :, :12], kept)
-    assert torch.equal(oracle.draft.cache.keys[1, :, :WINDOW], ring)
+    assert torch.equal(ring.keys[1, :, :WINDOW], ring_kept)
 
 
 def test_draft_cache_does_not_grow_with_the_prompt(tmp_path: Path) -> None:
     model = make_pair(tmp_path)
-    short, long = (TreeDrafter(model, 1, SHAPE, 0.0) for _ in range(2))
+    short, long = (TreeDrafter(model, 1, SHAPE, GREEDY) for _ in range(2))
     short.start(torch.zeros(1, 3, dtype=torch.long), torch.tensor([3]))
     long.start(torch.zeros(1, 3000, dtype=torch.long), torch.tensor([3000]))
     assert short.draft.cache.keys.shape == long.draft.cache.keys.shape == (1, 2, WINDOW + 1 + sum(SHAPE), 8)

@@ -7,14 +7,12 @@ import pytest
 import torch
 from pairs import FAMILIES, make_pair, target_greedy
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from longspec import generate
 from longspec.errors import UserError
 from longspec.inference import engine as engine_module
 from longspec.inference.drafting import magicdec
 from longspec.inference.methods import METHODS
-from longspec.models.glide import GlideMixin
 
 SETTINGS = {"tree_shape": (3, 5, 4), "gamma": 3}
 
@@ -212,43 +210,11 @@ def test_same_seed_same_samples(tmp_path: Path, method: str) -> None:
     assert same == again and same != other
 
 
-def exact_distribution(model: GlideMixin, prompt: Tensor, warp: dict) -> Tensor:
-    """P(first, second, third token), [4, 4, 4], of the target itself under transformers' warpers."""
-    pairs = torch.cartesian_prod(torch.arange(4), torch.arange(4))
-    with torch.no_grad():
-        logits = model(torch.cat([prompt.expand(16, -1), pairs], 1)).logits[:, -3:]
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(float(warp["temperature"]))])
-    if "top_k" in warp:
-        warpers.append(TopKLogitsWarper(warp["top_k"]))
-    if "top_p" in warp:
-        warpers.append(TopPLogitsWarper(warp["top_p"]))
-    p = warpers(pairs, logits.flatten(0, 1)).softmax(-1).view(16, 3, 4)
-    return p[0, 0][:, None, None] * p[::4, 1][:, :, None] * p[:, 2].view(4, 4, 4)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "warp", [{"temperature": 0.6}, {"temperature": 1, "top_k": 3}, {"temperature": 1.0, "top_p": 0.8}]
-)
-def test_samples_follow_the_targets_distribution(tmp_path: Path, method: str, warp: dict, device: str) -> None:
-    """Three tokens on a vocabulary of 4, 4000 rows: G statistic below the 1 - 1e-6 quantile of chi-square(63), 136."""
-    model = make_pair(tmp_path, vocab_size=4, initializer_range=0.2).to(device)
-    (prompt,) = prompts(5)
-    prompt %= 4
-    rows = prompt.expand(4000, -1)
-    out = generate(model, rows, method=method, **warp, max_new_tokens=3, seed=11, tree_shape=(2, 3), gamma=2)
-    tokens = torch.stack(out.new_tokens).cpu()
-    counts = torch.bincount(tokens[:, 0] * 16 + tokens[:, 1] * 4 + tokens[:, 2], minlength=64).double()
-    expected = exact_distribution(model.cpu(), prompt, warp).flatten().double() * 4000
-    assert not counts[expected == 0].any(), "a token that top-k or top-p excludes"
-    g = 2 * torch.where(counts > 0, counts * (counts / expected).log(), 0).sum()
-    assert g < 136, f"G = {g:.1f}"
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"method": "beam"}, "method: 'beam' is unknown"),
+        ({"tree_rule": "accept"}, "tree_rule: 'accept' is unknown"),
         ({"tree_shape": ()}, "tree_shape: empty"),
         ({"tree_shape": (4, -1)}, "tree_shape"),
         ({"tree_shape": (4, 62)}, "vocabulary"),

@@ -1,115 +1,176 @@
-"""Acceptance emits the target's own distribution: exact sums over all draws, no sampling."""
+"""Acceptance emits the target's own distribution: exact sums over all draws, of the draft and of the rule."""
 
-import itertools
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
+from distributions import p_value
+from enumeration import RandomLanguage, Tokens, outcomes, sampled_trees
+from faults import IN_THE_RULE
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from longspec.inference.acceptance import Sampler, accept_sampled_chain, follow
+from longspec.inference.acceptance import Accepted, Sampler, accept, follow
+from longspec.inference.drafting import tree as tree_drafting
+from longspec.inference.drafting.chain import ChainDrafter
 from longspec.inference.drafting.proposal import Proposal, chain
 
 VOCAB = 3
+SHAPES = [(1,), (3,), (2, 2), (2, 3), (3, 1), (1, 2, 1)]
+EXACT = 1e-6
+SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 30))]
 
 
-class ScriptedSampler(Sampler):
-    """Replays a uniform number per chain step and keeps the distribution that the bonus token is drawn from."""
+def build_tree(nodes: Iterable[Tokens], shape: Tokens, q: RandomLanguage | None = None) -> Proposal:
+    """The proposal whose nodes are token paths, given level by level; with q, as if its nodes were sampled from it.
 
-    def __init__(self, uniforms: Tensor) -> None:
-        super().__init__(1.0, 0, 1.0)
-        self.uniforms, self.residual = uniforms, torch.empty(0)
-
-    def uniform(self, like: Tensor) -> Tensor:
-        return self.uniforms
-
-    def draw(self, probabilities: Tensor) -> Tensor:
-        self.residual = probabilities / probabilities.sum(-1, keepdim=True)
-        return super().draw(probabilities)
-
-
-def random_tree(generator: torch.Generator, nodes: int) -> Proposal:
-    """Siblings differ in token; parents come before children."""
-    parents, tokens, levels = [-1], [0], [0]
-    while len(parents) < nodes:
-        parent = int(torch.randint(len(parents), (1,), generator=generator))
-        token = int(torch.randint(VOCAB, (1,), generator=generator))
-        if (parent, token) not in zip(parents, tokens, strict=True) and levels[parent] < 3:
-            parents.append(parent)
-            tokens.append(token)
-            levels.append(levels[parent] + 1)
-    empty = torch.zeros(1, nodes, nodes, dtype=torch.bool)
-    return Proposal(torch.tensor([tokens]), torch.tensor([parents]), torch.tensor(levels), empty, max(levels))
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_tree_descent_emits_the_targets_distribution(seed: int) -> None:
-    """Summed over all draws at all nodes, P(emitted sequence) is the product of the target's probabilities."""
-    generator = torch.Generator().manual_seed(seed)
-    tree = random_tree(generator, nodes=6)
-    p = torch.rand(6, VOCAB, generator=generator, dtype=torch.float64)
-    p /= p.sum(-1, keepdim=True)
-    draws = torch.tensor(list(itertools.product(range(VOCAB), repeat=6)))
-    weight = p[torch.arange(6), draws].prod(-1)
-    batch = Proposal(
-        tree.tokens.expand(len(draws), -1),
-        tree.parents.expand(len(draws), -1),
-        tree.levels,
-        tree.visible,
-        tree.depth,
+    A level that has fewer nodes than its width is filled with ones that q cannot have drawn, as the drafter does.
+    """
+    paths: list[Tokens] = [()]
+    for level, width in enumerate(shape, start=1):
+        here = [path for path in nodes if len(path) == level]
+        parent = paths[-1] if not here else here[0][:-1]
+        absent = [(*parent, token) for token in range(VOCAB) if q is not None and q(parent)[token] == 0]
+        paths += (here + absent * width)[:width]
+    parents = [-1] + [paths.index(path[:-1]) for path in paths[1:]]
+    inner = paths[: len(paths) - shape[-1]]
+    return Proposal(
+        torch.tensor([[0, *(path[-1] for path in paths[1:])]]),
+        torch.tensor([parents]),
+        torch.tensor([len(path) for path in paths]),
+        torch.zeros(1, len(paths), len(paths), dtype=torch.bool),
+        shape,
+        None if q is None else torch.stack([q(path) for path in inner])[None],
     )
-    accepted = follow(batch, draws)
-    emitted: dict[tuple[int, ...], float] = {}
-    columns = (column.tolist() for column in (accepted.path, accepted.count, accepted.bonus, weight))
-    for path, count, bonus, w in zip(*columns, strict=True):
-        sequence = (*(tree.tokens[0, n].item() for n in path[1 : count + 1]), bonus)
-        emitted[sequence] = emitted.get(sequence, 0.0) + w
-    assert sum(emitted.values()) == pytest.approx(1, abs=1e-9)
-    for sequence, probability in emitted.items():
-        assert probability == pytest.approx(_target_probability(tree, p, sequence), abs=1e-9), sequence
 
 
-def _target_probability(tree: Proposal, p: Tensor, sequence: tuple[int, ...]) -> float:
-    node, probability = 0, 1.0
-    for step, token in enumerate(sequence):
-        probability *= p[node, token].item()
-        if step < len(sequence) - 1:
-            node = next(n for n in range(6) if tree.parents[0, n] == node and n > 0 and tree.tokens[0, n] == token)
-    return probability
+def token_paths(proposal: Proposal) -> list[Tokens]:
+    """Each node's tokens below the root."""
+    paths: list[Tokens] = [()]
+    for token, parent in zip(proposal.tokens[0, 1:].tolist(), proposal.parents[0, 1:].tolist(), strict=True):
+        paths.append((*paths[parent], token))
+    return paths
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_sampled_chain_emits_the_targets_distribution(seed: int) -> None:
-    """One drafted token, summed over the draft's draws and both outcomes of the coin: token 1 ~ p_0, token 2 ~ p_1."""
-    generator = torch.Generator().manual_seed(seed)
-    p = torch.rand(1, 2, VOCAB, generator=generator, dtype=torch.float64) + 0.01
-    q = torch.rand(1, 1, VOCAB, generator=generator, dtype=torch.float64) + 0.01
-    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
-    first = torch.zeros(VOCAB, dtype=torch.float64)
-    for token in range(VOCAB):
-        proposal = chain(torch.tensor([[0, token]]), q)
-        ratio = min(1.0, (p[0, 0, token] / q[0, 0, token]).item())
-        for uniform, weight in ((ratio - 1e-9, ratio), (ratio + 1e-9, 1 - ratio)):
-            if weight <= 0:
-                continue
-            sampler = ScriptedSampler(torch.tensor([[uniform]], dtype=torch.float64))
-            accepted = accept_sampled_chain(proposal, p, sampler)
-            assert accepted.count.item() == (uniform < ratio)
-            if accepted.count.item():
-                first[token] += q[0, 0, token] * weight
-                torch.testing.assert_close(sampler.residual[0], p[0, 1])
+def emitted(proposal: Proposal, p: RandomLanguage, sampler: Sampler) -> Tokens:
+    """What a round emits where p is the target."""
+    logits = torch.stack([p(path) for path in token_paths(proposal)]).log()
+    accepted: Accepted = accept(proposal, logits[None], sampler)
+    path = accepted.path[0, 1 : int(accepted.count) + 1]
+    return (*proposal.tokens[0, path].tolist(), int(accepted.bonus))
+
+
+def check_exact(p: RandomLanguage, depth: int, rounds: Iterable[tuple[float, Callable[[Sampler], Tokens]]]) -> None:
+    """Rounds, weighted by probability and each completed by the target, make the target's law of depth + 1 tokens."""
+    law: dict[Tokens, float] = {}
+    for weight, run in rounds:
+        for probability, tokens in outcomes(run):
+            for sequence, rest in p.sequences(depth + 1, tokens).items():
+                law[sequence] = law.get(sequence, 0.0) + weight * probability * rest
+    expected = p.sequences(depth + 1)
+    assert law == pytest.approx(expected | {key: 0.0 for key in law if key not in expected}, abs=EXACT)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_descending_any_tree_is_exact(shape: Tokens, seed: int) -> None:
+    """A tree that was built without chance, here any tree at all."""
+    p, generator = RandomLanguage(VOCAB, seed), torch.Generator().manual_seed(seed)
+    nodes: list[Tokens] = []
+    above: list[Tokens] = [()]
+    for width in shape:
+        candidates = [(*path, token) for path in above for token in range(VOCAB)]
+        above = [candidates[i] for i in torch.randperm(len(candidates), generator=generator)[:width].tolist()]
+        nodes += above
+    proposal = build_tree(nodes, shape)
+    check_exact(p, len(shape), [(1.0, lambda sampler: emitted(proposal, p, sampler))])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rejecting_in_a_tree_sampled_without_replacement_is_exact(shape: Tokens, seed: int) -> None:
+    """Summed over all trees that the draft can sample, which may run out of tokens."""
+    p, q = RandomLanguage(VOCAB, seed), RandomLanguage(VOCAB, seed + 1000)
+    rounds = []
+    for nodes, weight in sampled_trees(q, shape).items():
+        proposal = build_tree(nodes, shape, q)
+        rounds.append((weight, lambda sampler, proposal=proposal: emitted(proposal, p, sampler)))
+    check_exact(p, len(shape), rounds)
+
+
+class LanguageChain:
+    """A ChainModel that says what a language says."""
+
+    def __init__(self, language: RandomLanguage) -> None:
+        self.language = language
+        self.prefix: Tokens = ()
+
+    def start(self, prompts: Tensor, lengths: Tensor) -> None: ...
+
+    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None: ...
+
+    def next_logits(self, tokens: Tensor, step: int, cache: object) -> Tensor:
+        self.prefix = (*self.prefix[: step - 1], int(tokens)) if step else ()
+        return self.language(self.prefix).log()[None]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("gamma", [1, 2, 3])
+def test_a_sampled_chain_is_exact(gamma: int, seed: int) -> None:
+    """The drafter's own draws and the acceptance's, together."""
+    p, q = RandomLanguage(VOCAB, seed), RandomLanguage(VOCAB, seed + 1000)
+
+    def run(sampler: Sampler) -> Tokens:
+        proposal = ChainDrafter(LanguageChain(q), gamma, sampler).propose(torch.zeros(1, dtype=torch.long), None)  # type: ignore[arg-type]
+        return emitted(proposal, p, sampler)
+
+    check_exact(p, gamma, [(1.0, run)])
+
+
+class LanguageDraft:
+    """In place of the tree drafter's GLIDE draft: says what a language says, after at most one token."""
+
+    def __init__(self, language: RandomLanguage) -> None:
+        self.language = language
+        self.start = self.feed = None
+
+    def level(self, tokens: Tensor, level: int, *_: object) -> Tensor:
+        known = [self.language((token,) if level else ()).log() for token in range(VOCAB)]
+        return torch.stack(known)[tokens]
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2), (2, 3)])
+def test_sampled_trees_follow_the_law_that_was_integrated(shape: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
+    """50,000 trees of the drafter against the law of sampling without replacement; chi-square at a level of 1e-6."""
+    q, count = RandomLanguage(VOCAB, 7, zeros=0.0), 50_000
+    monkeypatch.setattr(tree_drafting, "GlideDraft", lambda *_: LanguageDraft(q))
+    sampler = Sampler(1.0, 0, 1.0, torch.Generator().manual_seed(0))
+    drafter = tree_drafting.TreeDrafter(None, count, shape, sampler, "reject")  # type: ignore[arg-type]
+    drawn = drafter.propose(torch.zeros(count, dtype=torch.long), None)  # type: ignore[arg-type]
+    law = sampled_trees(q, shape)
+    known = [build_tree(nodes, shape, q) for nodes in law]
+    rows = torch.cat([torch.cat([tree.tokens, tree.parents], 1) for tree in [*known, drawn]])
+    _, number, counts = rows.unique(dim=0, return_inverse=True, return_counts=True)
+    assert len(counts) == len(known), "a tree that cannot be"
+    counts = counts[number[: len(known)]] - 1  # each once as a known one
+    assert p_value(counts[None], torch.tensor([list(law.values())])) > 1e-6
+    for tree, at in zip(known, number[: len(known)], strict=True):
+        for row in (number[len(known) :] == at).nonzero()[:3, 0]:
+            torch.testing.assert_close(drawn.sampled_from[row], tree.sampled_from[0])  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("name", "method"), [(name, m) for name, fault in IN_THE_RULE.items() for m in fault.methods])
+def test_planted_faults_are_seen_in_the_sums(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tests as above fail with each fault of the rule."""
+    IN_THE_RULE[name].plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        for seed in range(2):
+            if method == "tree":
+                test_descending_any_tree_is_exact((2, 2), seed)
+            elif method == "tree, reject":
+                test_rejecting_in_a_tree_sampled_without_replacement_is_exact((2, 2), seed)
             else:
-                first += q[0, 0, token] * weight * sampler.residual[0]
-    torch.testing.assert_close(first, p[0, 0], rtol=0, atol=1e-9)
-
-
-def test_chain_counts_up_to_the_first_rejection() -> None:
-    """A token after a rejected one is never kept, and the bonus comes from the distribution at the rejection."""
-    p = torch.tensor([[[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0]]])
-    q = torch.tensor([[[1.0, 0, 0], [0, 0, 1], [0, 0, 1]]])
-    sampler = ScriptedSampler(torch.full((1, 3), 0.5))
-    accepted = accept_sampled_chain(chain(torch.tensor([[9, 0, 2, 2]]), q), p, sampler)
-    assert accepted.count.tolist() == [1] and accepted.bonus.tolist() == [1]
+                test_a_sampled_chain_is_exact(2, seed)
 
 
 def test_probabilities_follow_transformers_order_of_warpers() -> None:
@@ -119,14 +180,27 @@ def test_probabilities_follow_transformers_order_of_warpers() -> None:
     torch.testing.assert_close(Sampler(0.6, 5, 0.8).probabilities(logits[None])[0], expected)
 
 
+def test_coins_and_arrivals_have_their_probabilities() -> None:
+    """200,000 each: within 5 standard deviations; certain and impossible ones without exception."""
+    sampler, count = Sampler(1.0, 0, 1.0, torch.Generator().manual_seed(0)), 200_000
+    heads = torch.tensor([0.0, 0.3, 1.0, 2.0]).expand(count, -1)
+    share = sampler.coin(heads).double().mean(0)
+    assert share[0] == 0 and share[2] == share[3] == 1 and abs(share[1] - 0.3) < 5 * (0.21 / count) ** 0.5
+    times = sampler.arrivals(torch.tensor([0.0, 0.5, 4.0]).expand(count, -1))
+    assert times[:, 0].isinf().all()
+    assert times[:, 1:].mean(0).tolist() == pytest.approx([2.0, 0.25], rel=5 / count**0.5)
+
+
+def test_chain_counts_up_to_the_first_rejection() -> None:
+    """A token after a rejected one is never kept, and the bonus comes from the residual at the rejection."""
+    p = torch.tensor([[[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0]]])
+    q = torch.tensor([[[1.0, 0, 0], [0, 0, 1], [0, 0, 1]]])
+    accepted = accept(chain(torch.tensor([[9, 0, 2, 2]]), q), p.log(), Sampler(1.0, 0, 1.0))
+    assert accepted.count.tolist() == [1] and accepted.bonus.tolist() == [1]
+
+
 def test_greedy_follows_the_argmax_down_the_deepest_path() -> None:
     """Root with children 1 and 2, child 2 with child 1: path 2 → 1, then the bonus token."""
-    tree = Proposal(
-        torch.tensor([[0, 1, 2, 1]]),
-        torch.tensor([[-1, 0, 0, 2]]),
-        torch.tensor([0, 1, 1, 2]),
-        torch.zeros(1, 4, 4, dtype=torch.bool),
-        2,
-    )
+    tree = build_tree([(1,), (2,), (2, 1)], (2, 1))
     accepted = follow(tree, torch.tensor([[2, 0, 1, 0]]))
     assert accepted.path.tolist() == [[0, 2, 3]] and accepted.count.tolist() == [2] and accepted.bonus.tolist() == [0]

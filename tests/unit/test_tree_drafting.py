@@ -31,11 +31,12 @@ def test_tree_holds_the_drafts_most_probable_continuations(tmp_path: Path, tempe
     """Each level is the top k over parents × vocabulary of the draft's own log-probabilities at that temperature."""
     model = make_pair(tmp_path)
     prompt = torch.randint(0, 61, (1, 20), generator=torch.Generator().manual_seed(3))
-    drafter = TreeDrafter(model, 1, SHAPE, temperature)
+    sampler = Sampler(temperature, 0, 1.0)
+    drafter = TreeDrafter(model, 1, SHAPE, sampler)
     levels: list[torch.Tensor] = []
     level = drafter.draft.level
     drafter.draft.level = lambda *args: levels.append(level(*args)) or levels[-1]  # type: ignore[method-assign]
-    engine = Engine(model, drafter, Sampler(temperature, 0, 1.0), prompt, [20], max_new_tokens=8)
+    engine = Engine(model, drafter, sampler, prompt, [20], max_new_tokens=8)
     engine.prefill()
     tree = drafter.propose(engine.root, engine.cache)
     score, above = {0: 0.0}, [0]

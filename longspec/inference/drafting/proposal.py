@@ -23,14 +23,19 @@ class Proposal:
     """LongTensor [N]: a node's depth, 0 for the root; the same for every row."""
     visible: Tensor
     """bool [B, N, N]: visible[b, i, j] where j is i or an ancestor of i."""
-    depth: int
+    shape: tuple[int, ...]
+    """Nodes of each level below the root; they are numbered level by level."""
     sampled_from: Tensor | None = None
-    """[B, depth, V]: the distributions that a chain's tokens were sampled from; None for a proposal built without
-    chance."""
+    """[B, N - shape[-1], V]: the distribution q that each inner node's children were sampled from without replacement,
+    in the order of their numbers; None for a proposal built without chance."""
+
+    @property
+    def depth(self) -> int:
+        return len(self.shape)
 
 
 def chain(tokens: Tensor, sampled_from: Tensor | None = None) -> Proposal:
-    """A tree without branches: tokens LongTensor [B, depth + 1], the root first."""
+    """A tree without branches: tokens LongTensor [B, depth + 1], the root first; sampled_from [B, depth, V]."""
     batch, nodes = tokens.shape
     levels = torch.arange(nodes, device=tokens.device)
     visible = levels[None, :] <= levels[:, None]
@@ -39,7 +44,7 @@ def chain(tokens: Tensor, sampled_from: Tensor | None = None) -> Proposal:
         (levels - 1).expand(batch, -1),
         levels,
         visible.expand(batch, -1, -1),
-        nodes - 1,
+        (1,) * (nodes - 1),
         sampled_from,
     )
 

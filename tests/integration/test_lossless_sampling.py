@@ -1,0 +1,204 @@
+"""What is generated above temperature 0 follows the target's own distribution, and planted faults do not pass.
+
+A vocabulary of 4 and three tokens: 64 outcomes, whose exact probabilities the target alone gives. Chi-square tests at a
+family-wise level of 1e-3 over all of them; what they can see is itself tested.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributions import hardest_to_see, p_value
+from faults import IN_CORRELATIONS, IN_THE_OUTPUT
+from pairs import make_pair
+from torch import Tensor
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from longspec import generate
+from longspec.inference.drafting import glide, magicdec
+from longspec.models.glide import GlideMixin
+
+VOCAB = 4
+METHODS: dict[str, dict[str, Any]] = {
+    "vanilla": {"method": "vanilla"},
+    "seq": {"method": "seq", "gamma": 2},
+    "tree": {"method": "tree", "tree_shape": (2, 3)},
+    "tree, reject": {"method": "tree", "tree_shape": (2, 3), "tree_rule": "reject"},
+    "magicdec": {"method": "magicdec", "gamma": 2},
+}
+TEMPERATURES = (0.6, 1.0, 1.5)
+WARPS: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.8}, {"top_k": 3})
+CASES = [(method, {"temperature": t} | warp) for method in METHODS for t in TEMPERATURES for warp in WARPS]
+# One setting a method in the fast tests, each temperature and each warper once.
+FAST_WARPS: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.0},
+    {"temperature": 0.6},
+    {"temperature": 1.0, "top_p": 0.8},
+    {"temperature": 1.5, "top_k": 3},
+    {"temperature": 1.0},
+)
+FAST = list(zip(METHODS, FAST_WARPS, strict=True))
+LEVEL = 1e-3 / (len(CASES) + len(FAST))
+TRIALS = 2**17
+DISTANCE = 0.02
+"""Total-variation error that TRIALS rows show, and an eighth of them in the fast tests if it is three times that."""
+BATCH_1_LEVEL, BATCH_1_TRIALS, BATCH_1_DISTANCE = 1e-3 / len(METHODS), 2000, 0.1
+PROMPTS = torch.tensor([[0, 0, 0, 0, 0, 0, 2], [3, 1, 0, 2, 2, 1, 3]])
+MASK = torch.tensor([[0, 0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 1, 1]])
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GlideMixin:
+    """Drafts are often wrong; windows are short, so that the draft's ring turns and magicdec leaves keys out."""
+    monkeypatch.setattr(glide, "WINDOW", 8)
+    monkeypatch.setattr(magicdec, "SINK", 1)
+    monkeypatch.setattr(magicdec, "RECENT", 2)
+    layout = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_key_value_heads": 1}
+    return make_pair(tmp_path, vocab_size=VOCAB, num_attention_heads=2, seed=1, **layout)
+
+
+def samples(model: GlideMixin, method: str, warp: dict[str, Any], rows: int, count: int, seed: int = 0) -> Tensor:
+    """`count` tokens of `rows` rows [rows, count], in turn after each of PROMPTS, in large ragged batches."""
+    found = []
+    for start in range(0, rows, 2**15):
+        times = min(2**15, rows - start) // len(PROMPTS)
+        ids, mask = PROMPTS.repeat(times, 1), MASK.repeat(times, 1)
+        out = generate(model, ids, mask, **METHODS[method], **warp, max_new_tokens=count, seed=seed + start)
+        found += out.new_tokens
+    return torch.stack(found).cpu()
+
+
+def target_probabilities(model: GlideMixin, prompt: Tensor, tokens: Tensor, warp: dict[str, Any]) -> Tensor:
+    """The target's own law [rows, T, V] of each of `tokens` [rows, T] after `prompt` [P], by transformers alone."""
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(warp["temperature"])])
+    if "top_k" in warp:
+        warpers.append(TopKLogitsWarper(warp["top_k"]))
+    if "top_p" in warp:
+        warpers.append(TopPLogitsWarper(warp["top_p"]))
+    ids = torch.cat([prompt.expand(len(tokens), -1), tokens], 1).to(model.device)
+    with torch.no_grad():
+        logits = model(ids).logits[:, len(prompt) - 1 : -1]
+    return warpers(ids, logits.flatten(0, 1)).softmax(-1).view(logits.shape).cpu()
+
+
+def law_of_three(model: GlideMixin, warp: dict[str, Any]) -> Tensor:
+    """[prompts, 64]: the exact probability of each three tokens after each prompt."""
+    tokens = torch.cartesian_prod(*[torch.arange(VOCAB)] * 3)
+    laws = []
+    for prompt, mask in zip(PROMPTS, MASK, strict=True):
+        p = target_probabilities(model, prompt[mask.bool()], tokens, warp)
+        laws.append(p.gather(2, tokens[..., None])[..., 0].double().prod(1))
+    return torch.stack(laws)
+
+
+def count_threes(tokens: Tensor) -> Tensor:
+    """[prompts, 64]: how often each three tokens came, from tokens [rows, 3]."""
+    codes = tokens[:, 0] * VOCAB**2 + tokens[:, 1] * VOCAB + tokens[:, 2]
+    return torch.stack([codes[turn :: len(PROMPTS)].bincount(minlength=VOCAB**3) for turn in range(len(PROMPTS))])
+
+
+def fit(model: GlideMixin, method: str, warp: dict[str, Any], trials: int) -> float:
+    """p-value of `trials` rows against the target's law."""
+    return p_value(count_threes(samples(model, method, warp, trials, 3)), law_of_three(model, warp))
+
+
+@pytest.mark.parametrize(
+    ("method", "warp", "trials"),
+    [
+        *((method, warp, TRIALS // 8) for method, warp in FAST),
+        *(pytest.param(method, warp, TRIALS, marks=pytest.mark.slow) for method, warp in CASES),
+    ],
+)
+def test_three_tokens_follow_the_targets_law(
+    model: GlideMixin, method: str, warp: dict, trials: int, device: str
+) -> None:
+    """For every row of a batch, whatever the other rows: two prompts of unequal length take turns."""
+    assert fit(model.to(device), method, warp, trials) > LEVEL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_a_single_prompt_at_a_time_follows_the_targets_law(model: GlideMixin, method: str) -> None:
+    """Batch 1, a new generation for every three tokens."""
+    prompt, warp = PROMPTS[1, None], {"temperature": 1.0}
+    tokens = [
+        generate(model, prompt, **METHODS[method], **warp, max_new_tokens=3, seed=seed).new_tokens[0]
+        for seed in range(BATCH_1_TRIALS)
+    ]
+    codes = torch.stack(tokens) @ torch.tensor([VOCAB**2, VOCAB, 1])
+    assert p_value(codes.bincount(minlength=VOCAB**3)[None], law_of_three(model, warp)[1:]) > BATCH_1_LEVEL
+
+
+@pytest.mark.parametrize("warp", [{"temperature": 0.6}, {"temperature": 1.0, "top_p": 0.8}, {"temperature": 1.5}])
+def test_the_test_sees_small_errors(model: GlideMixin, warp: dict) -> None:
+    """Of 50 samples of the law that is hardest to see at a distance, 45 or more are refused; of the right law, none."""
+    generator = torch.Generator().manual_seed(0)
+    laws = law_of_three(model, warp)
+    for rows, trials, level, distance in (
+        (laws, TRIALS // len(PROMPTS), LEVEL, DISTANCE),
+        (laws, TRIALS // 8 // len(PROMPTS), LEVEL, 3 * DISTANCE),
+        (laws[1:], BATCH_1_TRIALS, BATCH_1_LEVEL, BATCH_1_DISTANCE),
+    ):
+        wrong = torch.stack([hardest_to_see(law, distance) for law in rows])
+        torch.testing.assert_close((wrong - rows).abs().sum(1) / 2, torch.full((len(rows),), distance).double())
+        for law, least, most in ((rows, 0, 0), (wrong, 45, 50)):
+            draws = torch.multinomial(law.float().repeat(50, 1), trials, replacement=True, generator=generator)
+            counts = torch.stack([row.bincount(minlength=VOCAB**3) for row in draws]).view(50, len(rows), -1)
+            refused = sum(p_value(one, rows) <= level for one in counts)
+            assert least <= refused <= most, f"{refused} of 50 at {distance}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "method"), [(name, method) for name, fault in IN_THE_OUTPUT.items() for method in fault.methods]
+)
+def test_planted_faults_are_seen(model: GlideMixin, name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first test fails for each of them, with an eighth of the rows already."""
+    IN_THE_OUTPUT[name].plant(monkeypatch)
+    assert fit(model, method, {"temperature": 1.5} | IN_THE_OUTPUT[name].warp, TRIALS // 8) < LEVEL
+
+
+def correlations(model: GlideMixin, method: str) -> dict[str, float]:
+    """The largest standard score of correlation between tokens that should have none.
+
+    A token's surprise is its one-hot vector less the target's law; given all that came before it has mean 0, so that
+    products of surprises do too.
+    """
+    warp, count = {"temperature": 1.0}, 8
+    tokens = samples(model, method, warp, 2**14, count)
+    surprise = torch.empty(*tokens.shape, VOCAB, dtype=torch.float64)
+    for turn, (prompt, mask) in enumerate(zip(PROMPTS, MASK, strict=True)):
+        mine = tokens[turn :: len(PROMPTS)]
+        law = target_probabilities(model, prompt[mask.bool()], mine, warp)
+        surprise[turn :: len(PROMPTS)] = torch.nn.functional.one_hot(mine, VOCAB) - law.double()
+
+    def score(one: Tensor, other: Tensor) -> float:
+        products = (one[..., :, None] * other[..., None, :]).flatten(0, -3)
+        return (products.sum(0) / products.square().sum(0).sqrt()).abs().max().item()
+
+    return {
+        "consecutive tokens": score(surprise[:, :-1], surprise[:, 1:]),
+        "tokens two apart": score(surprise[:, :-2], surprise[:, 2:]),
+        "tokens three apart": score(surprise[:, :-3], surprise[:, 3:]),
+        "neighbouring rows": score(surprise[:-1], surprise[1:]),
+        "rows of the same prompt": score(surprise[:-2], surprise[2:]),
+    }
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_draws_have_nothing_to_do_with_each_other(model: GlideMixin, method: str, device: str) -> None:
+    """16,384 rows of 8 tokens: no standard score above 5.5, of 80 whose chance is 4e-8 each."""
+    scores = correlations(model.to(device), method)
+    assert max(scores.values()) < 5.5, scores
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "method"), [(name, method) for name, fault in IN_CORRELATIONS.items() for method in fault.methods]
+)
+def test_planted_correlations_are_seen(
+    model: GlideMixin, name: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    IN_CORRELATIONS[name].plant(monkeypatch)
+    assert max(correlations(model, method).values()) > 5.5

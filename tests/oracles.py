@@ -1,0 +1,79 @@
+"""A drafter that knows the continuation: right down to a planned depth, then wrong; for trees and chains."""
+
+from collections.abc import Iterable, Sequence
+from random import Random
+
+from torch import Tensor
+
+from longspec.inference.cache import TargetCache
+from longspec.inference.drafting.proposal import Drafter, Proposal
+
+Plan = Sequence[Sequence[int]]
+"""plan[round][row]: how many draft tokens shall be accepted; after its last round it starts again."""
+
+
+class Oracle:
+    """Wraps a drafter and, where there is a plan, puts right and wrong tokens into its trees, whose branches it keeps.
+    With or without one it records what was accepted."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        prompt_lengths: Sequence[int],
+        truth: Sequence[Sequence[int]] = (),
+        plan: Plan = (),
+        vocab: int = 0,
+    ) -> None:
+        """truth: each row's continuation from its first new token on, as far as any round looks ahead."""
+        self.drafter = drafter
+        self.depth, self.nodes, self.start = drafter.depth, drafter.nodes, drafter.start
+        self.prompt_lengths, self.truth, self.plan, self.vocab = prompt_lengths, truth, plan, vocab
+        self.random = Random(5)
+        self.rounds = 0
+        self.accepted: list[list[int]] = [[] for _ in prompt_lengths]
+        """By row: how many draft tokens each of its passes accepted."""
+
+    def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
+        proposal = self.drafter.propose(root, cache)
+        if self.plan:
+            planned = self.plan[self.rounds % len(self.plan)]
+            for row, length in enumerate(cache.lengths.tolist()):
+                self._plant(proposal, row, self.truth[row][length - self.prompt_lengths[row] :], planned[row])
+        self.rounds += 1
+        return proposal
+
+    def _plant(self, proposal: Proposal, row: int, ahead: Sequence[int], planned: int) -> None:
+        """Put `ahead`, the true tokens from the root's on, on the path to a random node of level `planned`.
+
+        Every other child of that path is wrong; what hangs below these is right or wrong by chance, and out of reach.
+        """
+        levels, parents = proposal.levels.tolist(), proposal.parents[row].tolist()
+        node = self.random.choice([node for node, level in enumerate(levels) if level == planned])
+        path = {0}
+        while node > 0:
+            path.add(node)
+            node = parents[node]
+        for node, level in enumerate(levels[1:], start=1):
+            right = node in path or (parents[node] not in path and self.random.random() < 0.5)
+            proposal.tokens[row, node] = ahead[level] if right else (ahead[level] + 1) % self.vocab
+
+    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
+        for accepted, count in zip(self.accepted, valid.sum(1).tolist(), strict=True):
+            if count:
+                accepted.append(count - 1)
+        self.drafter.feed(tokens, positions, valid)
+
+
+def passes_of(accepted: Iterable[int], length: int, depth: int) -> tuple[list[int], list[int]]:
+    """The first of the passes `accepted` that bring a row from its first token to `length`, and how many of them emit
+    at least 1, 2, … `depth` draft tokens."""
+    passes, by_depth, at = [], [0] * depth, 1
+    for count in accepted:
+        if at == length:
+            break
+        passes.append(count)
+        emitted = min(count + 1, length - at)
+        at += emitted
+        for d in range(min(count, emitted)):
+            by_depth[d] += 1
+    return passes, by_depth

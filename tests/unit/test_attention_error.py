@@ -1,0 +1,163 @@
+"""The error of verification attention against dense fp64 arithmetic: torch path, Triton's interpreter, GPU."""
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from longspec.kernels.attention import hybrid_attention
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+LOGITS = [
+    "plain",
+    "equal",
+    "huge of either sign",
+    "dominant first slot",
+    "dominant last slot",
+    "dominant root",
+    "prefix far below tree",
+    "tree far below prefix",
+]
+HUGE = 1e4
+U32 = 2.0**-24
+"""Unit roundoff of fp32, in which every path accumulates."""
+
+Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int], Tensor]
+
+
+def offsets(logits: str, length: int, nodes: int, generator: torch.Generator) -> Tensor:
+    """What `logits` adds to the score of each used slot, prefix first."""
+    prefix, tree = torch.zeros(length + nodes).split([length, nodes])
+    match logits:
+        case "huge of either sign":
+            return HUGE * (2.0 * torch.randint(2, (length + nodes,), generator=generator) - 1)
+        case "dominant first slot":
+            prefix[:1] = HUGE
+        case "dominant last slot":
+            prefix[-1:] = HUGE
+        case "dominant root":
+            tree[0] = HUGE
+        case "prefix far below tree":
+            prefix -= HUGE
+        case "tree far below prefix":
+            tree -= HUGE
+    return torch.cat([prefix, tree])
+
+
+def make_case(
+    logits: str, lengths: list[int], kv_heads: int, group: int, nodes: int, head_dim: int, device: str
+) -> Case:
+    """q, k, v, lengths, tree_mask, scale; slots past lengths[b] + nodes are NaN. Dimension 0 carries the offsets."""
+    generator = torch.Generator().manual_seed(nodes)
+    on_device = torch.Generator(device).manual_seed(nodes)
+    scale, batch = head_dim**-0.5, len(lengths)
+    q = torch.randn(batch, kv_heads * group, nodes, head_dim, generator=on_device, device=device)
+    k, v = torch.randn(2, batch, kv_heads, max(lengths) + nodes + 11, head_dim, generator=on_device, device=device)
+    q[..., 0] = (HUGE / scale) ** 0.5
+    if logits == "equal":
+        q.zero_()
+    for row, length in enumerate(lengths):
+        used = length + nodes
+        k[row, :, :used, 0] = offsets(logits, length, nodes, generator).to(device) / (HUGE * scale) ** 0.5
+        k[row, :, used:] = v[row, :, used:] = torch.nan
+    tree_mask = torch.rand(batch, nodes, nodes, generator=generator) < 0.3
+    tree_mask = tree_mask.tril() | torch.eye(nodes, dtype=torch.bool)
+    tree_mask[:, :, 0] = True
+    return q, k, v, torch.tensor(lengths, device=device), tree_mask.to(device), scale
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tree_mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The fp64 output, and per query the score magnitude sum_j p_j (1 - p_j) |s_j|; one KV head at a time."""
+    batch, heads, nodes, head_dim = q.shape
+    kv_heads = k.shape[1]
+    out = torch.empty(batch, kv_heads, heads // kv_heads, nodes, head_dim, dtype=torch.float64, device=q.device)
+    magnitude = out.new_empty(out.shape[:-1])
+    for row, length in enumerate(lengths.tolist()):
+        visible = torch.nn.functional.pad(tree_mask[row], (length, 0), value=True)
+        for head in range(kv_heads):
+            keys, values = (x[row, head, : length + nodes].double() for x in (k, v))
+            scores = q[row].unflatten(0, (kv_heads, -1))[head].double() @ keys.T * scale
+            weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+            out[row, head] = weights @ values
+            magnitude[row, head] = (weights * (1 - weights) * scores.abs()).sum(-1)
+    return out.view(q.shape), magnitude.view(q.shape[:-1])
+
+
+def check(attend: Attention, case: Case, dtype: torch.dtype) -> None:
+    """Every query's error norm, relative to the norm of its exact output, stays below the bound.
+
+    With u the dtype's unit roundoff: the softmax weights are rounded to the dtype once and so is the output, 2u. The
+    rest is fp32, its roundings of random sign. A score s sums head_dim products: ds is sqrt(head_dim / 3) U32 |s|, here
+    three times that, and moves the output by sum_j p_j ds_j (v_j - out), where |v_j - out| <= (1 - p_j) 2 max|v|.
+    The sum over the keys costs sqrt(keys) U32, and the hardware's exp2 two ulp, 4 U32.
+    """
+    q, k, v, lengths, tree_mask, scale = case
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    expected, magnitude = exact(q, k, v, lengths, tree_mask, scale)
+    got = attend(q, k, v, lengths, tree_mask, scale, int(lengths.max()))
+    assert got.dtype == dtype and got.isfinite().all()
+    keys = (lengths + q.shape[2]).view(-1, 1, 1)
+    bound = torch.finfo(dtype).eps + U32 * (6 * (q.shape[3] / 3) ** 0.5 * magnitude + keys**0.5 + 4)
+    error = (got.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    if os.environ.get("ERRLOG"):
+        rec = [
+            str(dtype),
+            *[os.environ["PYTEST_CURRENT_TEST"]],
+            (error / bound).amax((1, 2)).tolist(),
+            error.amax((1, 2)).tolist(),
+        ]
+        open(os.environ["ERRLOG"], "a").write(repr(rec) + "\n")
+    worst = (error / bound).max().item()
+    assert worst <= 1, f"{worst:.2f} times the bound; errors per row {error.amax((1, 2)).tolist()}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize(("kv_heads", "group", "nodes", "head_dim"), [(1, 4, 69, 128), (1, 1, 69, 64), (2, 4, 1, 64)])
+def test_torch_attention_is_as_exact_as_its_dtype(
+    kv_heads: int, group: int, nodes: int, head_dim: int, logits: str, dtype: torch.dtype
+) -> None:
+    for lengths in ([0, 1, 63, 64, 65, 500], [4096]):
+        check(hybrid_attention, make_case(logits, lengths, kv_heads, group, nodes, head_dim, "cpu"), dtype)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs interpreter")
+@pytest.mark.parametrize("dtype", DTYPES[:2])  # the interpreter's tl.dot multiplies the bit patterns of bf16
+@pytest.mark.parametrize(
+    ("logits", "splits", "lengths", "group", "nodes", "head_dim"),
+    [
+        *((logits, 3, [0, 1, 130], 1, 69, 64) for logits in LOGITS),
+        *((logits, 2, [0, 65], 4, 1, 128) for logits in LOGITS),
+        ("plain", 1, [4096], 4, 1, 128),
+    ],
+)
+def test_interpreted_kernels_are_as_exact_as_their_dtype(
+    logits: str, splits: int, lengths: list[int], group: int, nodes: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    """The kernels as `hybrid_attention` composes them on CUDA."""
+    pytest.importorskip("triton")
+    from longspec.kernels.merge import merge_states
+    from longspec.kernels.prefix_attention import prefix_attention
+    from longspec.kernels.tree_attention import tree_attention
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tree_mask: Tensor, scale: float, max_length: int
+    ) -> Tensor:
+        prefix = prefix_attention(q, k, v, lengths, scale, splits)
+        tree = tree_attention(q, k, v, lengths, tree_mask, scale)
+        outs, lses = (torch.cat([many, one[None]]) for many, one in zip(prefix, tree, strict=True))
+        return merge_states(outs, lses, q.dtype)[0]
+
+    check(attend, make_case(logits, lengths, 1, group, nodes, head_dim, "cpu"), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize("nodes", [1, 69])
+@pytest.mark.parametrize("length", [0, 1, 4096, 32768, 131072])
+def test_gpu_attention_is_as_exact_as_its_dtype(length: int, nodes: int, logits: str, dtype: torch.dtype) -> None:
+    check(hybrid_attention, make_case(logits, [length], 8, 4, nodes, 128, "cuda"), dtype)
