@@ -169,7 +169,7 @@ def logit_errors(model: Any, rows: Tensor, options: argparse.Namespace) -> dict[
 
     rows: LongTensor [prompts, T]. By the ways to read those tokens: transformers, one by one, all in one verification.
     """
-    nodes = 1 + sum(options.tree_shape)
+    nodes = min(1 + sum(options.tree_shape), options.new_tokens)
     exact = copy.deepcopy(model).float()
     squares = {"transformers": 0.0, "vanilla": 0.0, "verification": 0.0}
     for row in rows[:, None, : options.prompt_len + nodes].unbind():

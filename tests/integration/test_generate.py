@@ -15,6 +15,7 @@ from longspec.inference.drafting import magicdec
 from longspec.inference.methods import METHODS
 
 SETTINGS = {"tree_shape": (3, 5, 4), "gamma": 3}
+SAMPLED = [*({"method": method} for method in METHODS), {"method": "tree", "tree_rule": "reject"}]
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[Tensor]:
@@ -183,6 +184,44 @@ def test_streamer_gets_exactly_the_new_tokens(tmp_path: Path, method: str) -> No
     assert recorder.tokens == out.new_tokens[0].tolist() and recorder.ended
 
 
+class Breaks(Recorder):
+    def put(self, value: Tensor) -> None:
+        super().put(value)
+        if len(self.tokens) > 4:
+            raise RuntimeError("the reader has gone")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_exception_in_the_streamer_leaves_the_model_usable(tmp_path: Path, method: str) -> None:
+    model = make_pair(tmp_path)
+    (row,) = prompts(8)
+    expected = target_greedy(model, row, 12)
+    breaks = Breaks()
+    with pytest.raises(RuntimeError, match="the reader has gone"):
+        generate(model, row[None], method=method, max_new_tokens=12, streamer=breaks, **SETTINGS)
+    assert breaks.tokens == expected[: len(breaks.tokens)] and torch.is_grad_enabled()
+    assert generate(model, row[None], method=method, max_new_tokens=12, **SETTINGS).new_tokens[0].tolist() == expected
+    assert target_greedy(model, row, 12) == expected
+
+
+@pytest.mark.parametrize("settings", SAMPLED)
+def test_generations_do_not_influence_each_other(tmp_path: Path, settings: dict) -> None:
+    """Another prompt, batch and length before leaves no trace; a seed leaves torch's own chance alone."""
+    model = make_pair(tmp_path)
+    first, second = prompts(30, 6)
+
+    def run() -> list[int]:
+        out = generate(model, second[None], temperature=1.2, seed=5, max_new_tokens=9, **SETTINGS | settings)
+        return out.new_tokens[0].tolist()
+
+    state = torch.random.get_rng_state()
+    alone = run()
+    assert len(alone) == 9
+    generate(model, first.view(2, 15), temperature=0.7, seed=8, max_new_tokens=17, **SETTINGS | settings)
+    assert run() == alone
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
 def test_model_is_left_as_it_was(tmp_path: Path) -> None:
     model = make_pair(tmp_path)
     model.train()
@@ -198,14 +237,11 @@ def test_model_is_left_as_it_was(tmp_path: Path) -> None:
     assert [p.requires_grad for p in model.parameters()] == grads and torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_same_seed_same_samples(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize("settings", SAMPLED)
+def test_same_seed_same_samples(tmp_path: Path, settings: dict) -> None:
     model = make_pair(tmp_path)
-    rows = prompts(6, 9)
-    runs = [
-        generate(model, *padded(rows, "left"), method=method, temperature=1.5, seed=seed, max_new_tokens=16, **SETTINGS)
-        for seed in (3, 3, 4)
-    ]
+    batch, sampling = padded(prompts(6, 9), "left"), {"temperature": 1.5, "max_new_tokens": 16} | SETTINGS | settings
+    runs = [generate(model, *batch, **sampling, seed=seed) for seed in (3, 3, 4)]
     same, again, other = ([new.tolist() for new in run.new_tokens] for run in runs)
     assert same == again and same != other
 

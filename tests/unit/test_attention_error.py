@@ -1,7 +1,7 @@
 """The error of verification attention against dense fp64 arithmetic: torch path, Triton's interpreter, GPU."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -26,6 +26,14 @@ U32 = 2.0**-24
 
 Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors this small lose more to the hand-over between threads than they gain
+    yield
+    torch.set_num_threads(threads)
 
 
 def offsets(logits: str, length: int, nodes: int, generator: torch.Generator) -> Tensor:
@@ -89,9 +97,9 @@ def exact(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tree_mask: Tensor, s
 def check(attend: Attention, case: Case, dtype: torch.dtype) -> None:
     """Every query's error norm, relative to the norm of its exact output, stays below the bound.
 
-    With u the dtype's unit roundoff: the softmax weights are rounded to the dtype once and so is the output, 2u. The
-    rest is fp32, its roundings of random sign. A score s sums head_dim products: ds is sqrt(head_dim / 3) U32 |s|, here
-    three times that, and moves the output by sum_j p_j ds_j (v_j - out), where |v_j - out| <= (1 - p_j) 2 max|v|.
+    With u the dtype's unit roundoff: the softmax weights are rounded to the dtype once and so is the output, 2u = eps.
+    The rest is fp32, its roundings of random sign. A score s sums head_dim products: ds is sqrt(head_dim / 3) U32 |s|,
+    here three times that, and moves the output by sum_j p_j ds_j (v_j - out), where |v_j - out| <= (1 - p_j) 2 max|v|.
     The sum over the keys costs sqrt(keys) U32, and the hardware's exp2 two ulp, 4 U32.
     """
     q, k, v, lengths, tree_mask, scale = case
@@ -102,21 +110,13 @@ def check(attend: Attention, case: Case, dtype: torch.dtype) -> None:
     keys = (lengths + q.shape[2]).view(-1, 1, 1)
     bound = torch.finfo(dtype).eps + U32 * (6 * (q.shape[3] / 3) ** 0.5 * magnitude + keys**0.5 + 4)
     error = (got.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
-    if os.environ.get("ERRLOG"):
-        rec = [
-            str(dtype),
-            *[os.environ["PYTEST_CURRENT_TEST"]],
-            (error / bound).amax((1, 2)).tolist(),
-            error.amax((1, 2)).tolist(),
-        ]
-        open(os.environ["ERRLOG"], "a").write(repr(rec) + "\n")
     worst = (error / bound).max().item()
     assert worst <= 1, f"{worst:.2f} times the bound; errors per row {error.amax((1, 2)).tolist()}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("logits", LOGITS)
-@pytest.mark.parametrize(("kv_heads", "group", "nodes", "head_dim"), [(1, 4, 69, 128), (1, 1, 69, 64), (2, 4, 1, 64)])
+@pytest.mark.parametrize(("kv_heads", "group", "nodes", "head_dim"), [(1, 4, 69, 64), (1, 1, 69, 128), (2, 4, 1, 64)])
 def test_torch_attention_is_as_exact_as_its_dtype(
     kv_heads: int, group: int, nodes: int, head_dim: int, logits: str, dtype: torch.dtype
 ) -> None:
@@ -129,8 +129,8 @@ def test_torch_attention_is_as_exact_as_its_dtype(
 @pytest.mark.parametrize(
     ("logits", "splits", "lengths", "group", "nodes", "head_dim"),
     [
-        *((logits, 3, [0, 1, 130], 1, 69, 64) for logits in LOGITS),
-        *((logits, 2, [0, 65], 4, 1, 128) for logits in LOGITS),
+        *((logits, 3, [0, 130], 1, 69, 64) for logits in LOGITS),
+        *((logits, 2, [0, 1, 65], 4, 1, 128) for logits in LOGITS),
         ("plain", 1, [4096], 4, 1, 128),
     ],
 )
