@@ -5,7 +5,7 @@ BIN := $(abspath $(VENV))/bin
 FAMILY ?= llama
 READY := $(VENV)/.ready
 
-.PHONY: env demo test test-full lint
+.PHONY: env demo drill test test-full lint
 
 env: $(READY)
 
@@ -16,6 +16,9 @@ $(READY): constraints.txt pyproject.toml
 
 demo: $(READY)
 	PATH="$(BIN):$$PATH" $(BIN)/python -m scripts.demo --family $(FAMILY)
+
+drill: $(READY)
+	PATH="$(BIN):$$PATH" $(BIN)/python -m scripts.drill
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from longspec.train.checkpoint import find_latest, gather_draft, load_state, locate
+from longspec.train.checkpoint import gather_draft, load_state, locate
 from longspec.train.config import load_config
 from longspec.train.distributed import from_rank_zero, rank_zero_first, start_ranks
 from longspec.train.engine import build_engine, build_pair
+from longspec.train.generations import find_latest
 from longspec.train.inputs import read_inputs
 
 

@@ -22,7 +22,7 @@ Patch = pytest.MonkeyPatch
 class Fault:
     plant: Callable[[Patch], None]
     methods: tuple[str, ...]
-    """The methods that it spoils; "tree" and "tree, reject" are the two tree rules."""
+    """The methods that it spoils; "tree" and "tree, descend" are the two tree rules."""
     warp: dict[str, Any] = field(default_factory=dict)
     """Settings that it takes to show."""
 
@@ -146,10 +146,10 @@ def rounds_repeat_their_draws(patch: Patch) -> None:
     patch.setattr(engine, "accept", faulty)
 
 
-BY_REJECTION = ("seq", "tree, reject", "magicdec")
+BY_REJECTION = ("seq", "tree", "magicdec")
 IN_THE_RULE = {
-    "probabilities by node number": Fault(probabilities_by_node_number, ("tree",)),
-    "nothing renormalised": Fault(nothing_renormalised, ("tree, reject",)),
+    "probabilities by node number": Fault(probabilities_by_node_number, ("tree, descend",)),
+    "nothing renormalised": Fault(nothing_renormalised, ("tree",)),
     "resampling from p": Fault(resampling_from_p, BY_REJECTION),
     "threshold off by one depth": Fault(threshold_off_by_one_depth, BY_REJECTION),
     "one token too many": Fault(one_token_too_many, ("seq", "magicdec")),
@@ -157,15 +157,15 @@ IN_THE_RULE = {
 }
 """Seen by integrating the rule over its draws, and in what is generated."""
 IN_THE_OUTPUT = IN_THE_RULE | {
-    "top-k children as samples of q": Fault(top_k_children_as_samples, ("tree, reject",)),
-    "siblings out of order": Fault(siblings_out_of_order, ("tree, reject",)),
-    "temperature left out": Fault(temperature_left_out, ("seq", "tree", "tree, reject", "magicdec")),
-    "greedy first token": Fault(greedy_first_token, ("seq", "tree", "tree, reject", "magicdec")),
-    "warpers in another order": Fault(warpers_in_another_order, ("tree",), {"top_p": 0.8}),
+    "top-k children as samples of q": Fault(top_k_children_as_samples, ("tree",)),
+    "siblings out of order": Fault(siblings_out_of_order, ("tree",)),
+    "temperature left out": Fault(temperature_left_out, ("seq", "tree, descend", "tree", "magicdec")),
+    "greedy first token": Fault(greedy_first_token, ("seq", "tree, descend", "tree", "magicdec")),
+    "warpers in another order": Fault(warpers_in_another_order, ("tree, descend",), {"top_p": 0.8}),
 }
 """Seen in the distribution of what is generated."""
 IN_CORRELATIONS = {
-    "rows share their draws": Fault(rows_share_their_draws, ("seq", "tree", "tree, reject", "magicdec")),
-    "rounds repeat their draws": Fault(rounds_repeat_their_draws, ("seq", "tree", "tree, reject", "magicdec")),
+    "rows share their draws": Fault(rows_share_their_draws, ("seq", "tree, descend", "tree", "magicdec")),
+    "rounds repeat their draws": Fault(rounds_repeat_their_draws, ("seq", "tree, descend", "tree", "magicdec")),
 }
 """Seen in what draws have to do with each other."""

@@ -43,25 +43,35 @@ def write_answers(path: Path, count: int = 40) -> Path:
     return path
 
 
-def launch(
-    experiment: str, *overrides: str, ranks: int = 2, script: str = "./trainer_base_ds_mul_fs_tp.py"
-) -> subprocess.CompletedProcess[str]:
-    """The launch line of the README on CPU ranks (or another script with the same arguments), whatever it returns."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "CUDA_VISIBLE_DEVICES": ""}
-    environment["DS_ACCELERATOR"] = "cpu"
+TRAINER = "./trainer_base_ds_mul_fs_tp.py"
+
+
+def launch_line(experiment: str, *overrides: str, ranks: int = 2, script: str = TRAINER) -> list[str]:
+    """The launch line of the README on CPU ranks, or another script with the same arguments."""
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
-    launcher += ["--master_port", str(_free_port()), script, "-cp", "conf/exp/"]
+    return [*launcher, "--master_port", str(_free_port()), script, "-cp", "conf/exp/", "-cn", experiment, *overrides]
+
+
+def launch_environment(**more: str) -> dict[str, str]:
+    cpu = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    return {**os.environ, **cpu, **more}
+
+
+def launch(
+    experiment: str, *overrides: str, ranks: int = 2, script: str = TRAINER, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a launch line, whatever it returns."""
     return subprocess.run(
-        [*launcher, "-cn", experiment, *overrides],
+        launch_line(experiment, *overrides, ranks=ranks, script=script),
         cwd=ROOT,
-        env=environment,
+        env=launch_environment(**environment),
         text=True,
         capture_output=True,
         timeout=600,
     )
 
 
-def launched(experiment: str, *overrides: str, ranks: int = 2, script: str = "./trainer_base_ds_mul_fs_tp.py") -> str:
+def launched(experiment: str, *overrides: str, ranks: int = 2, script: str = TRAINER) -> str:
     """What a launch that must succeed says on stderr."""
     result = launch(experiment, *overrides, ranks=ranks, script=script)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]

@@ -42,10 +42,15 @@ class RowDataset(torch.utils.data.Dataset[list[Segment]]):
 
     def __init__(self, samples: Dataset, rows: packing.Rows):
         self.samples = samples.with_format("numpy", columns=["input_ids", "prompt_length"])
+        self.names = samples.with_format(None, columns=["id"])
         self.rows = rows
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def ids(self, row: int) -> list[str]:
+        """The names of a row's samples."""
+        return self.names[self.rows[row].tolist()]["id"]
 
     def __getitem__(self, row: int) -> list[Segment]:
         found = self.samples[self.rows[row].tolist()]

@@ -111,7 +111,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--tree_rule",
         choices=TREE_RULES,
-        default="descend",
+        default=TREE_RULES[0],
         help="how a tree is drawn and accepted above temperature 0",
     )
     add("--gamma", type=int, default=4, help="length of the chain (seq, magicdec)")

@@ -80,7 +80,7 @@ def generate(
     pad_token_id: int | None = None,
     seed: int | None = None,
     streamer: Streamer | None = None,
-    tree_rule: str = "descend",
+    tree_rule: str = "reject",
 ) -> GenerationOutput:
     """Continue prompts losslessly: greedy at temperature 0, else samples of the target's own distribution.
 
@@ -88,8 +88,8 @@ def generate(
     method: vanilla, seq (a chain of gamma), tree (of tree_shape) or magicdec (a chain of gamma).
     eos_token_id, pad_token_id: None takes the model's own. streamer: gets the new tokens of a single row as they
     come, on the CPU, and not the prompt. seed: None draws from torch's global generator. tree_rule, above temperature
-    0: "descend" (the draft's most probable tree, entered where the target's own draw is in it) or "reject" (a tree
-    sampled from the draft without replacement, with recursive rejection); both are exact.
+    0: "reject" (a tree sampled from the draft without replacement, with recursive rejection) or "descend" (the draft's
+    most probable tree, as far as the target's own draws lead into it); both are exact, the first accepts more.
     Raises UserError (a ValueError) for settings that cannot work.
     """
     rows = _prompt_rows(input_ids, attention_mask)

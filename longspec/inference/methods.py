@@ -11,7 +11,7 @@ from longspec.inference.drafting.tree import TreeDrafter
 from longspec.models.glide import GlideMixin
 
 METHODS = ("vanilla", "seq", "tree", "magicdec")
-TREE_RULES = ("descend", "reject")
+TREE_RULES = ("reject", "descend")
 
 
 def make_drafter(

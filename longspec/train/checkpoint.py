@@ -1,19 +1,11 @@
-"""Checkpoints of a run: two generations, each whole or not there at all. Global rank 0 writes (not local rank 0).
+"""What a run saves and how it goes on from there. Global rank 0 writes (not local rank 0); see `generations`."""
 
-An output folder holds, newest first,
-
-    last_ds,  checkpoint-last       DeepSpeed's state without the frozen target, and beside it the draft for users
-    last_2ds, checkpoint-2last      the same one save earlier
-
-A save writes into `saving_*` folders and puts a marker into each as its last act. The marker of `saving_checkpoint`
-decides: with it the save is whole and only renames are left, which `settle` finishes after a crash; without it the save
-never was. So at any moment at least one generation is whole.
-"""
-
-import json
+import errno
 import logging
 import shutil
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,53 +16,65 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from longspec.errors import UserError
+from longspec.errors import UserError, first_line
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, strip_prefix
 from longspec.train.config import CONFIG_NAME, TrainConfig, is_checkpoint, read_config_file, to_yaml
+from longspec.train.generations import DRAFTS, STATES, Progress, damage, seal, settle
 
 logger = logging.getLogger(__name__)
 
-MARKER = "complete.json"
-STATES = ("saving_ds", "last_ds", "last_2ds")
 RESUMED_KEYS = (
     *("seed", "loss", "variant.name", "variant.max_offset", "variant.depth", "model_name_or_path", "eos_token_id"),
     *("data.files", "data.max_length", "data.pack", "data.overflow", "data.answer_only", "data.chat_format"),
-    *("data.aligners", "per_device_train_batch_size", "gradient_accumulation_steps"),
-    *("model.torch_dtype", "deepspeed.zero_optimization.stage"),
+    *("data.aligners", "model.torch_dtype"),
 )
 """What a resumed run must have as the run had that it goes on from: other values would be another run."""
-DRAFTS = ("saving_checkpoint", "checkpoint-last", "checkpoint-2last")
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a checkpoint is, and how many ranks brought it there."""
-
-    step: int
-    world_size: int
+SHARDED_KEYS = ("per_device_train_batch_size", "gradient_accumulation_steps", "deepspeed.zero_optimization.stage")
+"""And what it must have besides if DeepSpeed's state is to fit, as it does with the same number of ranks."""
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def save_checkpoint(
     engine: Any, tokenizer: Any, config: TrainConfig, progress: Progress, output_dir: str | Path
 ) -> None:
-    """Save the run as the newest generation. Every rank takes part; global rank 0 writes all but its shards."""
+    """Save the run as the newest generation. Every rank takes part; global rank 0 writes all but the others' shards.
+
+    Raises UserError where the disk is full, and then the generations before stay as they are.
+    """
     output = Path(output_dir)
     state, draft_folder = output / STATES[0], output / DRAFTS[0]
     if dist.get_rank() == 0:
         settle(output)
     dist.barrier()
-    engine.save_checkpoint(str(state), tag=f"step{progress.step}", exclude_frozen_parameters=True)
-    draft = gather_draft(engine.module)
+    with _disk_may_be_full(output, progress):
+        engine.save_checkpoint(str(state), tag=f"step{progress.step}", exclude_frozen_parameters=True)
+        draft = gather_draft(engine.module)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            draft_folder.mkdir()
+            torch.save(draft, draft_folder / DRAFT_WEIGHTS_NAME)
+            tokenizer.save_pretrained(draft_folder)
+            for folder in (state, draft_folder):
+                (folder / CONFIG_NAME).write_text(to_yaml(_absolute(config)))
+                seal(folder, progress)
+            settle(output)
     dist.barrier()
-    if dist.get_rank() == 0:
-        draft_folder.mkdir()
-        torch.save(draft, draft_folder / DRAFT_WEIGHTS_NAME)
-        tokenizer.save_pretrained(draft_folder)
-        for folder in (state, draft_folder):
-            (folder / CONFIG_NAME).write_text(to_yaml(_absolute(config)))
-            (folder / MARKER).write_text(json.dumps(asdict(progress)))
-        settle(output)
-    dist.barrier()
+
+
+@contextmanager
+def _disk_may_be_full(output: Path, progress: Progress) -> Iterator[None]:
+    """Turn what a full disk raises (torch's writer hides the reason) into one clear line."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        full = isinstance(error, OSError) and error.errno in FULL_DISK
+        if not (full or "inline_container" in str(error)):
+            raise
+        free = shutil.disk_usage(output).free / 2**20
+        raise UserError(
+            f"{output}: the checkpoint of step {progress.step} could not be written ({first_line(error)}; {free:.0f} "
+            "MiB are free there); the ones before it stay. Make room, then go on with resume=latest"
+        ) from error
 
 
 def gather_draft(model: nn.Module) -> dict[str, Tensor]:
@@ -92,8 +96,10 @@ def read_draft(folder: str | Path) -> dict[str, Tensor]:
     Needs neither the target nor as many ranks as saved it. Raises UserError for anything but a whole state.
     """
     folder = Path(folder)
-    if not (is_whole(folder) and (folder / "latest").is_file()):
-        raise UserError(f"{folder}: no whole DeepSpeed checkpoint of ours; give the {STATES[1]} folder of a run")
+    if not (folder / "latest").is_file():
+        raise UserError(f"{folder}: no DeepSpeed checkpoint of ours; give the {STATES[1]} folder of a run")
+    if problem := damage(folder):
+        raise UserError(f"{problem}; give the {STATES[1]} or {STATES[2]} folder of a run")
     tag = (folder / "latest").read_text().strip()
     unsharded = folder / tag / "mp_rank_00_model_states.pt"  # ZeRO-1 and 2 have the weights whole
     if unsharded.is_file():
@@ -103,68 +109,38 @@ def read_draft(folder: str | Path) -> dict[str, Tensor]:
     return {name: weight.to(dtype) for name, weight in strip_prefix(masters).items()}
 
 
-def settle(output: Path) -> None:
-    """Finish the renames of a save that was whole, or remove one that was not. Safe to call again after a crash."""
-    whole = is_whole(output / DRAFTS[0])
-    for staged, last, second in ([output / name for name in names] for names in (STATES, DRAFTS)):
-        if not staged.exists():
-            continue
-        if not whole:
-            _remove(staged)
-            continue
-        if is_whole(last):
-            _remove(second)
-            last.rename(second)
-        _remove(last)
-        staged.rename(last)
-
-
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        (folder / MARKER).unlink(missing_ok=True)  # first: a folder that is half gone must not look whole
-        shutil.rmtree(folder)
-
-
-def is_whole(folder: Path) -> bool:
-    return (folder / MARKER).is_file()
-
-
-def read_progress(folder: Path) -> Progress:
-    return Progress(**json.loads((folder / MARKER).read_text()))
-
-
-def find_latest(output_dir: str | Path) -> tuple[Path, Progress] | None:
-    """The newest whole DeepSpeed state in an output folder; None if no save ever began there.
-
-    Says so in the log when that is the older one. Raises UserError if there are states but none is whole.
-    """
-    output = Path(output_dir)
-    settle(output)
-    newest, older = (output / name for name in STATES[1:])
-    for folder in (newest, older):
-        if is_whole(folder):
-            if folder == older:
-                logger.warning("%s is missing or not whole: going back to the older checkpoint %s", newest, older)
-            return folder, read_progress(folder)
-    if newest.exists() or older.exists():
-        raise UserError(
-            f"{output}: neither {STATES[1]} nor {STATES[2]} is whole (no {MARKER}); restore one of them, or train into "
-            "another output_dir"
-        )
-    return None
-
-
 def check_same_run(config: TrainConfig, folder: Path, progress: Progress, world_size: int) -> None:
-    """Raise UserError if `config` differs from the run in `folder` in one of RESUMED_KEYS; it names each that does."""
+    """Raise UserError if `config` differs from the run in `folder` in one of RESUMED_KEYS; it names each that does.
+
+    Another number of ranks is another way to take the same steps, if all of them together take as many rows.
+    """
     saved, now = (OmegaConf.structured(_absolute(c)) for c in (read_config_file(folder / CONFIG_NAME), config))
-    pairs = {key: (OmegaConf.select(saved, key), OmegaConf.select(now, key)) for key in RESUMED_KEYS}
-    pairs["number of ranks"] = (progress.world_size, world_size)
+    keys = RESUMED_KEYS if progress.world_size != world_size else RESUMED_KEYS + SHARDED_KEYS
+    pairs = {key: (OmegaConf.select(saved, key), OmegaConf.select(now, key)) for key in keys}
+    rows = (
+        run.per_device_train_batch_size * run.gradient_accumulation_steps * ranks
+        for run, ranks in ((saved, progress.world_size), (now, world_size))
+    )
+    pairs["rows a step (micro-batch x accumulation x ranks)"] = tuple(rows)  # type: ignore[assignment]
     if changes := [f"{key} was {before}, is {after}" for key, (before, after) in pairs.items() if before != after]:
         raise UserError(f"config key resume: {folder} is of another run: {'; '.join(changes)}; make them equal")
+    if progress.world_size != world_size:
+        logger.warning(
+            "resume: %d ranks go on where %d were. Kept: the draft's weights (in %s), the step, the learning rate, the "
+            "order of the data. Not kept: the optimizer's moments and fp32 master weights, which start anew, and the "
+            "lags and offsets that would have been drawn",
+            *(world_size, progress.world_size, config.model.torch_dtype),
+        )
 
 
 def load_state(engine: Any, folder: Path, progress: Progress) -> None:
-    """Put a saved state into an engine that has not stepped yet: draft, optimizer and step count."""
+    """Put a saved state into an engine that has not stepped yet: draft, optimizer and step count.
+
+    Of a state that other ranks saved only the step count is taken; the draft is then to be in the engine already.
+    """
+    if progress.world_size != dist.get_world_size():
+        engine.global_steps = progress.step
+        return
     path, _ = engine.load_checkpoint(str(folder), load_module_strict=False)  # the frozen target is not in it
     if path is None or engine.global_steps != progress.step:
         raise RuntimeError(f"{folder}: DeepSpeed found step {engine.global_steps} there, not {progress.step}")
@@ -181,8 +157,8 @@ def locate(config: TrainConfig) -> TrainConfig:
     folder = Path(config.model_name_or_path)
     if (folder / "latest").is_file():
         raise UserError(f"{folder}: DeepSpeed's state, not a target; give {DRAFTS[1]} (or {DRAFTS[2]}) beside it")
-    if not is_whole(folder):
-        raise UserError(f"{folder}: this checkpoint was not saved whole (no {MARKER}); give {DRAFTS[1]} or {DRAFTS[2]}")
+    if problem := damage(folder):
+        raise UserError(f"{problem}; give {DRAFTS[1]} or {DRAFTS[2]} of a run")
     target = read_config_file(folder / CONFIG_NAME).model_name_or_path
     draft = config.draft_model_name_or_path or str(folder / DRAFT_WEIGHTS_NAME)
     return replace(config, model_name_or_path=target, draft_model_name_or_path=draft)

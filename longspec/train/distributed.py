@@ -1,11 +1,13 @@
 """The ranks of a run: starting them, and agreeing on things."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
-from typing import Any, TypeVar
+from types import FrameType
+from typing import Any, Self, TypeVar
 
 import deepspeed
 import torch
@@ -62,6 +64,41 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
     if ends:
         raise SystemExit(code)
     return result
+
+
+def from_every_rank(mine: T) -> list[T]:
+    """What each rank gave (it is pickled), in order of rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine, group=_waiting_group())
+    return found
+
+
+class Termination:
+    """While it is entered, SIGTERM asks for a stop instead of ending the process at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __enter__(self) -> Self:
+        def note(number: int, frame: FrameType | None) -> None:
+            self.asked = True
+
+        self.before = signal.signal(signal.SIGTERM, note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self.before)
+
+    def agreed(self) -> bool:
+        """Whether any rank was asked to stop; the same on all of them, which must call it together."""
+        asked = torch.tensor(int(self.asked))
+        dist.all_reduce(asked, dist.ReduceOp.MAX, group=_waiting_group())
+        return bool(asked)
+
+
+def ignore_sigterm(_: int) -> None:
+    """For the loader's processes: a launcher signals them too, and the ranks still need them for the step at hand."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def rank_zero_first(build: Callable[[], T]) -> T:

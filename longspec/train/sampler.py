@@ -26,9 +26,12 @@ class ResumableSampler(Sampler[list[int]]):
         return self.stop - self.start
 
     def __iter__(self) -> Iterator[list[int]]:
-        for micro_step in range(self.start, self.stop):
-            first = (micro_step * self.world_size + self.rank) * self.batch_size
-            yield [self._row(place) for place in range(first, first + self.batch_size)]
+        return map(self.batch, range(self.start, self.stop))
+
+    def batch(self, micro_step: int) -> list[int]:
+        """This rank's row numbers in `micro_step`."""
+        first = (micro_step * self.world_size + self.rank) * self.batch_size
+        return [self._row(place) for place in range(first, first + self.batch_size)]
 
     def _row(self, place: int) -> int:
         epoch, index = divmod(place, self.rows)

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,10 +16,19 @@ from torch.utils.data import DataLoader
 
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError, reports_user_errors
-from longspec.train.checkpoint import Progress, check_same_run, find_latest, load_state, locate, save_checkpoint
+from longspec.train.checkpoint import check_same_run, load_state, locate, read_draft, save_checkpoint
 from longspec.train.config import TrainConfig, load_config
-from longspec.train.distributed import from_rank_zero, rank_zero_first, start_ranks, summed
+from longspec.train.distributed import (
+    Termination,
+    from_every_rank,
+    from_rank_zero,
+    ignore_sigterm,
+    rank_zero_first,
+    start_ranks,
+    summed,
+)
 from longspec.train.engine import build_engine, build_pair, cosine_with_warmup, set_learning_rate
+from longspec.train.generations import Progress, find_latest
 from longspec.train.inputs import Inputs, read_inputs
 from longspec.train.logging import RunLog, setup_logging
 from longspec.train.loss import make_objective
@@ -62,7 +72,10 @@ def train(asked: TrainConfig) -> None:
         *(len(inputs.rows), rows_a_step(config), start + 1, total, config.model_name_or_path),
         resumed[0] if resumed else config.draft_model_name_or_path or "fresh",
     )
-    engine = build_engine(config, build_pair(config, inputs.draft))
+    draft = inputs.draft
+    if resumed and resumed[1].world_size != dist.get_world_size():
+        draft = read_draft(resumed[0])
+    engine = build_engine(config, build_pair(config, draft))
     if resumed:
         load_state(engine, *resumed)
     Trainer(config, engine, inputs, start, total).run()
@@ -109,7 +122,7 @@ class Trainer:
         self.schedule = cosine_with_warmup(total, config.warmup_ratio)
         self.objective = make_objective(config.loss, config.log_target_loss)
         self.accumulation = config.gradient_accumulation_steps
-        sampler = ResumableSampler(
+        self.sampler = ResumableSampler(
             rows=len(inputs.rows),
             batch_size=config.per_device_train_batch_size,
             rank=dist.get_rank(),
@@ -120,53 +133,84 @@ class Trainer:
         )
         self.loader = DataLoader(
             inputs.rows,
-            batch_sampler=sampler,
+            batch_sampler=self.sampler,
             collate_fn=inputs.collate,
             num_workers=config.data.num_workers,
+            worker_init_fn=ignore_sigterm,
             pin_memory=engine.device.type == "cuda",
         )
 
     def run(self) -> None:
-        """Train up to the last step and save there, whatever `save_steps` says."""
+        """Train up to the last step and save there, whatever `save_steps` says; SIGTERM stops and saves earlier."""
         self.engine.train()
         batches = iter(self.loader)
         log = RunLog(self.config, dist.get_rank(), self.start, self.total)
-        for step in range(self.start + 1, self.total + 1):
-            began = time.perf_counter()
-            window = [next(batches) for _ in range(self.accumulation)]
-            metrics = self.train_step(step, window)
-            log.step({"step": step, **metrics, "seconds": time.perf_counter() - began})
-            if step % self.config.save_steps == 0 or step == self.total:
-                progress = Progress(step, dist.get_world_size())
-                save_checkpoint(self.engine, self.inputs.tokenizer, self.config, progress, self.config.output_dir)
+        done = self.start
+        with Termination() as termination:
+            for step in range(self.start + 1, self.total + 1):
+                began = time.perf_counter()
+                window = [next(batches) for _ in range(self.accumulation)]
+                metrics = self.train_step(step, window, termination)
+                if metrics is None:
+                    break
+                done = step
+                log.step({"step": step, **metrics, "seconds": time.perf_counter() - began})
+                if step % self.config.save_steps == 0 or step == self.total:
+                    self.save(step)
+            if done < self.total:
+                if done > self.start and done % self.config.save_steps:
+                    self.save(done)
+                logger.warning("SIGTERM: stopped after step %d; resume=latest goes on from there", done)
         log.close()
 
-    def train_step(self, step: int, window: list[Batch]) -> dict[str, float]:
-        """One optimizer step over the accumulation window's micro-batches.
+    def save(self, step: int) -> None:
+        progress = Progress(step, dist.get_world_size())
+        save_checkpoint(self.engine, self.inputs.tokenizer, self.config, progress, self.config.output_dir)
+
+    def train_step(self, step: int, window: list[Batch], termination: Termination) -> dict[str, float] | None:
+        """One optimizer step over the accumulation window's micro-batches; None if SIGTERM came before its end.
 
         DeepSpeed divides by accumulation steps and averages over ranks. Each summed loss is scaled so that the result
-        is the mean over the tokens of all ranks and micro-batches, however unevenly they lie.
+        is the mean over the tokens of all ranks and micro-batches, however unevenly they lie. Raises UserError for a
+        loss or gradient that is not finite.
         """
         counts = torch.tensor([int((batch["labels"] != IGNORED).sum()) for batch in window], device=self.engine.device)
         tokens = max(1, int(summed(counts.sum())))
         scale = dist.get_world_size() * self.accumulation / tokens
-        sums: dict[str, Tensor] = {}
+        terms: list[dict[str, Tensor]] = []
         rate = self.config.learning_rate * self.schedule(step - 1)
         set_learning_rate(self.engine, rate)
         for number, batch in enumerate(window):
-            loss, terms = self.forward((step - 1) * self.accumulation + number, batch)
+            if termination.agreed():  # an unfinished window is forgotten: the step is taken again by whoever resumes
+                return None
+            loss, found = self.forward((step - 1) * self.accumulation + number, batch)
             self.engine.backward(loss * scale)
             self.engine.step()
-            sums = {name: sums.get(name, 0) + value for name, value in terms.items()}
-        means = summed(torch.stack(list(sums.values()))) / tokens
+            terms.append(found)
+        sums = {name: torch.stack([found[name] for found in terms]).sum() for name in terms[0]}
+        means = dict(zip(sums, (summed(torch.stack(list(sums.values()))) / tokens).tolist(), strict=True))
         norm = self.engine.get_global_grad_norm()
-        return {
-            **dict(zip(sums, means.tolist(), strict=True)),
-            "lr": rate,
-            "grad_norm": float(norm) if norm is not None else math.nan,
-            "tokens": tokens,
-            "epoch": step * rows_a_step(self.config) / len(self.inputs.rows),
-        }
+        norm = float(norm) if norm is not None else math.nan
+        if not (math.isfinite(means["loss"]) and math.isfinite(norm)):
+            self.stop_at_broken_loss(step, means["loss"], norm, [found["loss"] for found in terms])
+        epoch = step * rows_a_step(self.config) / len(self.inputs.rows)
+        return {**means, "lr": rate, "grad_norm": norm, "tokens": tokens, "epoch": epoch}
+
+    def stop_at_broken_loss(self, step: int, loss: float, norm: float, losses: list[Tensor]) -> None:
+        """End all ranks, naming the samples of the micro-batches whose loss is not finite, or all if each one's is."""
+        batches = [self.sampler.batch((step - 1) * self.accumulation + number) for number in range(len(losses))]
+        names = [[name for row in batch for name in self.inputs.rows.ids(row)] for batch in batches]
+        broken = [batch for batch, one in zip(names, losses, strict=True) if not math.isfinite(one)]
+        found = from_every_rank((list(chain.from_iterable(broken)), list(chain.from_iterable(names))))
+
+        def complain() -> None:
+            samples = [name for mine, _ in found for name in mine] or [name for _, all_of in found for name in all_of]
+            raise UserError(
+                f"step {step}: the loss is {loss}, the gradient's norm {norm}; training stops and this step is not "
+                f"saved. Samples: {', '.join(samples)}"
+            )
+
+        from_rank_zero(complain)
 
     def forward(self, micro_step: int, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective on one micro-batch, with positions and lags drawn for it."""

@@ -24,7 +24,7 @@ PLAN = [[0, 4, 2], [4, 0, 1], [1, 3, 4], [3, 1, 0], [2, 2, 3], [4, 4, 4], [0, 0,
 
 def oracle_tree(model: GlideMixin, truth: list[list[int]], lengths: list[int], plan: list[list[int]]) -> Oracle:
     """Puts the true continuation, down to a planned depth, on a random path of the real draft's tree."""
-    return Oracle(TreeDrafter(model, len(truth), SHAPE, GREEDY), lengths, truth, plan, VOCAB)
+    return Oracle(TreeDrafter(model, len(truth), SHAPE, GREEDY, "descend"), lengths, truth, plan, VOCAB)
 
 
 def full_forward_kv(model: GlideMixin, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,7 @@ def test_inactive_rows_stay_as_they_are(tmp_path: Path) -> None:
 
 def test_draft_cache_does_not_grow_with_the_prompt(tmp_path: Path) -> None:
     model = make_pair(tmp_path)
-    short, long = (TreeDrafter(model, 1, SHAPE, GREEDY) for _ in range(2))
+    short, long = (TreeDrafter(model, 1, SHAPE, GREEDY, "descend") for _ in range(2))
     short.start(torch.zeros(1, 3, dtype=torch.long), torch.tensor([3]))
     long.start(torch.zeros(1, 3000, dtype=torch.long), torch.tensor([3000]))
     assert short.draft.cache.keys.shape == long.draft.cache.keys.shape == (1, 2, WINDOW + 1 + sum(SHAPE), 8)

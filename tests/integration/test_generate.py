@@ -15,7 +15,7 @@ from longspec.inference.drafting import magicdec
 from longspec.inference.methods import METHODS
 
 SETTINGS = {"tree_shape": (3, 5, 4), "gamma": 3}
-SAMPLED = [*({"method": method} for method in METHODS), {"method": "tree", "tree_rule": "reject"}]
+SAMPLED = [*({"method": method} for method in METHODS), {"method": "tree", "tree_rule": "descend"}]
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[Tensor]:

@@ -23,8 +23,8 @@ VOCAB = 4
 METHODS: dict[str, dict[str, Any]] = {
     "vanilla": {"method": "vanilla"},
     "seq": {"method": "seq", "gamma": 2},
+    "tree, descend": {"method": "tree", "tree_shape": (2, 3), "tree_rule": "descend"},
     "tree": {"method": "tree", "tree_shape": (2, 3)},
-    "tree, reject": {"method": "tree", "tree_shape": (2, 3), "tree_rule": "reject"},
     "magicdec": {"method": "magicdec", "gamma": 2},
 }
 TEMPERATURES = (0.6, 1.0, 1.5)

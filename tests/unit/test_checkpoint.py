@@ -1,29 +1,19 @@
 """Rotation of checkpoints: a crash between any two acts of a save leaves a whole pair, and the newest one is found."""
 
-import json
+import errno
 import shutil
-from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from training_fixtures import ROOT
 
 from longspec.errors import UserError
-from longspec.train import checkpoint
-from longspec.train.checkpoint import (
-    DRAFTS,
-    MARKER,
-    STATES,
-    Progress,
-    check_same_run,
-    find_latest,
-    is_whole,
-    locate,
-    read_draft,
-    settle,
-)
+from longspec.train import checkpoint, generations
+from longspec.train.checkpoint import check_same_run, locate, read_draft, save_checkpoint
 from longspec.train.config import CONFIG_NAME, TrainConfig, compose_config, to_yaml, typed
+from longspec.train.generations import DRAFTS, MARKER, STATES, Progress, find_latest, is_whole, seal, settle
 
 DRAFT_FILE = "draft_model_weights.pth"
 
@@ -36,7 +26,7 @@ def write(folder: Path, step: int, whole: bool = True) -> None:
     (folder / "sub").mkdir(parents=True)
     (folder / "sub" / "content").write_text(str(step))
     if whole:
-        (folder / MARKER).write_text(json.dumps(asdict(progress(step))))
+        seal(folder, progress(step))
 
 
 def step_of(folder: Path) -> int:
@@ -44,7 +34,7 @@ def step_of(folder: Path) -> int:
     return int((folder / "sub" / "content").read_text())
 
 
-def generations(output: Path) -> list[tuple[str, int]]:
+def whole_folders(output: Path) -> list[tuple[str, int]]:
     return sorted((folder.name, step_of(folder)) for folder in output.iterdir())
 
 
@@ -68,7 +58,7 @@ def crash_at(act: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "rename", wrapped(Path.rename, lambda *_: None))
     monkeypatch.setattr(Path, "unlink", wrapped(Path.unlink, lambda *_: None))
     rmtree = shutil.rmtree
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", wrapped(rmtree, lambda folder: rmtree(folder / "sub")))
+    monkeypatch.setattr(generations.shutil, "rmtree", wrapped(rmtree, lambda folder: rmtree(folder / "sub")))
 
 
 def test_saves_rotate_newest_to_last(tmp_path: Path) -> None:
@@ -76,7 +66,7 @@ def test_saves_rotate_newest_to_last(tmp_path: Path) -> None:
         write(tmp_path / STATES[0], step)
         write(tmp_path / DRAFTS[0], step)
         settle(tmp_path)
-    assert generations(tmp_path) == [
+    assert whole_folders(tmp_path) == [
         ("checkpoint-2last", 2),
         ("checkpoint-last", 3),
         ("last_2ds", 2),
@@ -103,7 +93,7 @@ def test_a_crash_in_rotation_loses_nothing(act: int, tmp_path: Path, monkeypatch
     assert find_latest(tmp_path) == (tmp_path / "last_ds", progress(3))
     assert step_of(tmp_path / "checkpoint-last") == 3
     assert not (tmp_path / STATES[0]).exists() and not (tmp_path / DRAFTS[0]).exists()
-    assert all(step == 2 for name, step in generations(tmp_path) if "2" in name)
+    assert all(step == 2 for name, step in whole_folders(tmp_path) if "2" in name)
 
 
 @pytest.mark.parametrize("state_whole", [True, False])
@@ -114,7 +104,7 @@ def test_a_crash_before_the_last_marker_leaves_the_earlier_pair(state_whole: boo
     write(tmp_path / STATES[0], 3, whole=state_whole)
     write(tmp_path / DRAFTS[0], 3, whole=False)
     assert find_latest(tmp_path) == (tmp_path / "last_ds", progress(2))
-    assert step_of(tmp_path / "checkpoint-last") == 2 and len(generations(tmp_path)) == 4
+    assert step_of(tmp_path / "checkpoint-last") == 2 and len(whole_folders(tmp_path)) == 4
 
 
 def test_fallback_to_the_older_is_said_and_counts_as_its_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -137,8 +127,71 @@ def test_nothing_is_not_the_same_as_nothing_whole(tmp_path: Path) -> None:
     """An empty folder is a fresh run; states without a whole one among them must never restart at 0."""
     assert find_latest(tmp_path) is None and find_latest(tmp_path / "absent") is None
     write(tmp_path / "last_ds", 4, whole=False)
-    with pytest.raises(UserError, match="neither last_ds nor last_2ds"):
+    with pytest.raises(UserError, match="last_ds was not saved whole"):
         find_latest(tmp_path)
+
+
+DAMAGES = {
+    "truncated": (lambda file: file.write_text("4" * 3), "content has 3 bytes, 4 were saved"),
+    "foreign": (lambda file: file.write_text("5555"), "content is not the file that was saved"),
+    "gone": (Path.unlink, "content is missing"),
+    "marker": (lambda file: (file.parents[1] / MARKER).write_text('{"step": '), f"{MARKER} is no marker of ours"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_skipped(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And the next save takes its place, not that of the good one. With both damaged, both are named."""
+    damage, said = DAMAGES[kind]
+    for names in (STATES, DRAFTS):
+        write(tmp_path / names[1], 4444)
+        write(tmp_path / names[2], 3333)
+    damage(tmp_path / "last_ds" / "sub" / "content")
+    assert find_latest(tmp_path) == (tmp_path / "last_2ds", progress(3333))
+    assert said in caplog.text and "older checkpoint" in caplog.text
+    for names in (STATES, DRAFTS):
+        write(tmp_path / names[0], 5555)
+    settle(tmp_path)
+    assert [step_of(tmp_path / name) for name in STATES[1:]] == [5555, 3333]
+    for name in STATES[1:]:
+        (tmp_path / name / "sub" / "content").write_text("?")
+    with pytest.raises(UserError, match=r"last_ds/sub/content has 1 bytes.*last_2ds/sub/content has 1 bytes") as error:
+        find_latest(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+class FullDisk:
+    """An engine whose shard fits only in part."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def save_checkpoint(self, folder: str, tag: str, **_: object) -> None:
+        Path(folder).mkdir()
+        (Path(folder) / "half").write_text("half")
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("[enforce fail at inline_container.cc:783] . PytorchStreamWriter failed writing file data/3"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 6848 vs 6742"),
+    ],
+)
+def test_a_full_disk_is_said_and_the_older_checkpoints_stay(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "dist", SimpleNamespace(get_rank=lambda: 0, barrier=lambda: None))
+    for names in (STATES, DRAFTS):
+        write(tmp_path / names[1], 2)
+        write(tmp_path / names[2], 1)
+    with pytest.raises(UserError, match=r"step 3 could not be written.*MiB are free.*resume=latest") as said:
+        save_checkpoint(FullDisk(error), None, stored_config(), progress(3), tmp_path)
+    assert "\n" not in str(said.value)
+    assert find_latest(tmp_path) == (tmp_path / "last_ds", progress(2))
+    assert whole_folders(tmp_path) == [("checkpoint-2last", 1), ("checkpoint-last", 2), ("last_2ds", 1), ("last_ds", 2)]
 
 
 def stored_config(**overrides: str) -> TrainConfig:
@@ -154,13 +207,16 @@ def test_checkpoint_folder_as_model_names_target_and_draft(tmp_path: Path) -> No
     torch.save({}, folder / DRAFT_FILE)
     with pytest.raises(UserError, match="not saved whole"):
         locate(stored_config(model_name_or_path=str(folder)))
-    (folder / MARKER).touch()
+    seal(folder, progress(1))
     found = locate(stored_config(model_name_or_path=str(folder)))
     assert found.model_name_or_path == "the/target"
     assert found.draft_model_name_or_path == str(folder / DRAFT_FILE)
     found = locate(stored_config(model_name_or_path=str(folder), draft_model_name_or_path="mine.pth"))
     assert (found.model_name_or_path, found.draft_model_name_or_path) == ("the/target", "mine.pth")
     assert locate(stored_config()) == stored_config()
+    (folder / DRAFT_FILE).write_bytes(b"cut off")
+    with pytest.raises(UserError, match=f"{DRAFT_FILE} has 7 bytes"):
+        locate(stored_config(model_name_or_path=str(folder)))
 
 
 def test_deepspeed_state_as_model_is_told_to_be_the_folder_beside_it(tmp_path: Path) -> None:
@@ -190,10 +246,20 @@ def test_going_on_with_other_settings_is_refused_by_key(key: str, value: str, tm
     with pytest.raises(UserError, match=f"of another run: {key}") as error:
         check_same_run(stored_config(**{key: value}), tmp_path, progress(2), world_size=2)
     assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match="number of ranks was 2, is 4; make"):
-        check_same_run(stored_config(), tmp_path, progress(2), world_size=4)
+
+
+def test_other_ranks_take_the_same_steps_and_it_is_said_what_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = stored_config(per_device_train_batch_size="2", gradient_accumulation_steps="2")
+    (tmp_path / CONFIG_NAME).write_text(to_yaml(before))
+    with pytest.raises(UserError, match=r"rows a step .* was 8, is 16; make"):
+        check_same_run(before, tmp_path, progress(2), world_size=4)
+    other = stored_config(per_device_train_batch_size="1", gradient_accumulation_steps="2", deepspeed="zero3")
+    check_same_run(other, tmp_path, progress(2), world_size=4)
+    assert "Kept: the draft's weights" in caplog.text and "Not kept: the optimizer's moments" in caplog.text
 
 
 def test_extraction_names_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"{tmp_path}: no whole DeepSpeed checkpoint"):
+    with pytest.raises(UserError, match=f"{tmp_path}: no DeepSpeed checkpoint"):
         read_draft(tmp_path)

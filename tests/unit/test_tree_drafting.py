@@ -32,7 +32,7 @@ def test_tree_holds_the_drafts_most_probable_continuations(tmp_path: Path, tempe
     model = make_pair(tmp_path)
     prompt = torch.randint(0, 61, (1, 20), generator=torch.Generator().manual_seed(3))
     sampler = Sampler(temperature, 0, 1.0)
-    drafter = TreeDrafter(model, 1, SHAPE, sampler)
+    drafter = TreeDrafter(model, 1, SHAPE, sampler, "descend")
     levels: list[torch.Tensor] = []
     level = drafter.draft.level
     drafter.draft.level = lambda *args: levels.append(level(*args)) or levels[-1]  # type: ignore[method-assign]

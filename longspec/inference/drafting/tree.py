@@ -17,13 +17,11 @@ from longspec.models.glide import GlideMixin
 class TreeDrafter:
     """A tree of static shape: level d holds the shape[d - 1] best continuations over parents × vocabulary.
 
-    tree_rule "descend": the most probable ones (LongSpec, tree drafting), whatever the chance; "reject": samples of the
-    draft without replacement, for recursive rejection. At temperature 0 both are the first.
+    tree_rule "reject": samples of the draft without replacement, for recursive rejection; "descend": the most probable
+    ones (LongSpec, tree drafting), built without chance. At temperature 0 both are the latter.
     """
 
-    def __init__(
-        self, model: GlideMixin, batch: int, shape: Sequence[int], sampler: Sampler, tree_rule: str = "descend"
-    ) -> None:
+    def __init__(self, model: GlideMixin, batch: int, shape: Sequence[int], sampler: Sampler, tree_rule: str) -> None:
         self.shape = tuple(shape)
         self.depth = len(self.shape)
         self.nodes = 1 + sum(self.shape)

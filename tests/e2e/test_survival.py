@@ -1,0 +1,174 @@
+"""What a run survives, on the real launcher: kill -9, SIGTERM, a rank that ends, a loss of NaN, a full disk."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from training_fixtures import ROOT, launch, launch_environment, launch_line, launched, make_target, metrics, write_texts
+
+from longspec.models.draft_files import load_draft
+from longspec.train.generations import find_latest
+
+pytestmark = pytest.mark.slow
+EXPERIMENT = "tiny_glide_stage1_sinkpi-slicing"
+SHOWN = ("step", "loss", "lr", "grad_norm", "tokens", "epoch")
+STEPS = 20
+FAULTY = "tests/faulty_run.py"
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Target and texts; 40 texts unpacked at 16 rows a step, so that an epoch ends inside a step."""
+    work = tmp_path_factory.mktemp("survival")
+    make_target(work / "target")
+    write_texts(work / "texts.jsonl")
+    return work
+
+
+def overrides(work: Path, output: Path, *more: str) -> list[str]:
+    given = [f"model_name_or_path={work}/target", f"data.files={work}/texts.jsonl", f"data.cache_dir={work}/cache"]
+    return [*given, "data.pack=false", f"output_dir={output}", f"max_steps={STEPS}", "save_steps=5", *more]
+
+
+@contextmanager
+def running(output: Path, *given: str) -> Iterator[subprocess.Popen[str]]:
+    """A launch in the background that logs to `output`.log; nothing of it is left behind."""
+    with output.with_suffix(".log").open("w") as log:
+        run = subprocess.Popen(
+            launch_line(EXPERIMENT, *given),
+            cwd=ROOT,
+            env=launch_environment(),
+            stdout=log,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            yield run
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+
+
+def wait_for_step(run: subprocess.Popen[str], output: Path, step: int) -> None:
+    deadline = time.monotonic() + 180
+    while not (output / "metrics.jsonl").exists() or len(metrics(output)) < step:
+        assert run.poll() is None and time.monotonic() < deadline, output.with_suffix(".log").read_text()[-3000:]
+        time.sleep(0.01)
+
+
+def shown(output: Path) -> list[list[float]]:
+    return [[line[name] for name in SHOWN] for line in metrics(output)]
+
+
+@pytest.mark.parametrize("zero", ["zero1", "zero3"])
+def test_a_killed_run_goes_on_bit_for_bit(work: Path, zero: str, tmp_path: Path) -> None:
+    """kill -9 of everything between steps 12 and 15, mostly inside an accumulation window, and another number of
+    loading processes when it goes on: losses, rates, norms and the draft are those of the straight run."""
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    launched(EXPERIMENT, *overrides(work, straight, f"deepspeed={zero}"))
+    with running(killed, *overrides(work, killed, f"deepspeed={zero}")) as run:
+        wait_for_step(run, killed, 12)
+    assert 12 <= len(metrics(killed)) < STEPS
+    said = launched(EXPERIMENT, *overrides(work, killed, f"deepspeed={zero}", "resume=latest", "data.num_workers=1"))
+    assert re.search(r"steps (11|16) … 20", said)
+    assert shown(killed) == shown(straight)
+    drafts = [load_draft(output / "checkpoint-last") for output in (straight, killed)]
+    assert all(torch.equal(weight, drafts[1][name]) for name, weight in drafts[0].items())
+
+
+@pytest.mark.parametrize("sent_to", ["launcher", "everything"])
+def test_sigterm_saves_the_last_step_and_ends_cleanly(work: Path, sent_to: str, tmp_path: Path) -> None:
+    """Within the launcher's 30 seconds, loading processes and all; the run then goes on from there.
+
+    A scheduler signals every process; by hand it is `deepspeed.launcher.launch`, the command's one child.
+    """
+    output = tmp_path / "out"
+    endless = overrides(work, output, "max_steps=100000", "save_steps=100000", "data.num_workers=1")
+    with running(output, *endless) as run:
+        wait_for_step(run, output, 3)
+        processes = psutil.Process(run.pid).children(recursive=True)
+        began = time.monotonic()
+        if sent_to == "everything":
+            os.killpg(run.pid, signal.SIGTERM)
+        else:
+            psutil.Process(run.pid).children()[0].terminate()
+        run.wait(timeout=60)
+        psutil.wait_procs(processes, timeout=30)
+        assert time.monotonic() - began < 25
+    said = output.with_suffix(".log").read_text()
+    stopped = re.search(r"SIGTERM: stopped after step (\d+)", said)
+    assert stopped and "Traceback" not in said, said[-3000:]
+    found = find_latest(output)
+    assert found is not None and found[1].step == int(stopped[1]) == len(metrics(output))
+    more = f"max_steps={found[1].step + 1}"
+    assert f"steps {found[1].step + 1} …" in launched(EXPERIMENT, *endless, "resume=latest", more)
+
+
+@pytest.mark.parametrize(
+    ("fault", "sign"), [("throws", "ValueError: this rank has had enough"), ("dies", "exits with")]
+)
+def test_a_rank_that_ends_ends_them_all(work: Path, fault: str, sign: str, tmp_path: Path) -> None:
+    began = time.monotonic()
+    run = launch(EXPERIMENT, *overrides(work, tmp_path), script=FAULTY, FAULT=fault)
+    assert run.returncode != 0 and time.monotonic() - began < 100
+    assert sign in run.stderr + run.stdout, run.stderr[-3000:]
+    assert len(metrics(tmp_path)) == 2
+
+
+def test_a_loss_that_is_no_number_names_its_samples(work: Path, tmp_path: Path) -> None:
+    """Those of the one micro-batch of the one rank whose loss it was, and nothing is saved after it."""
+    run = launch(EXPERIMENT, *overrides(work, tmp_path, "save_steps=2"), script=FAULTY, FAULT="nan")
+    errors = [line for line in run.stderr.splitlines() if line.startswith("error:")]
+    assert run.returncode == 2 and len(errors) == 1, run.stderr[-3000:]
+    assert "step 3: the loss is nan" in errors[0] and "Traceback" not in run.stderr
+    samples = re.findall(r"texts\.jsonl:(\d+)", errors[0])
+    assert len(samples) == 4 and all(1 <= int(line) <= 40 for line in samples)
+    found = find_latest(tmp_path)
+    assert found is not None and found[1].step == 2
+
+
+def test_a_full_disk_keeps_the_older_checkpoint(work: Path, tmp_path: Path) -> None:
+    """Files may not grow past 20 kB from the second save on."""
+    run = launch(EXPERIMENT, *overrides(work, tmp_path, "save_steps=2"), script=FAULTY, FAULT="full")
+    errors = [line for line in run.stderr.splitlines() if line.startswith("error:")]
+    assert run.returncode == 2 and errors, run.stderr[-3000:]
+    assert all("the checkpoint of step 4 could not be written" in line for line in errors)
+    found = find_latest(tmp_path)
+    assert found is not None and found[1].step == 2
+    assert "steps 3 … 4" in launched(EXPERIMENT, *overrides(work, tmp_path, "resume=latest", "max_steps=4"))
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_rows(work: Path, tmp_path: Path) -> None:
+    """One rank with twice the accumulation takes the steps of two; what it cannot keep is said."""
+    launched(EXPERIMENT, *overrides(work, tmp_path, "max_steps=4", "save_steps=2"))
+    before = load_draft(tmp_path / "checkpoint-last")
+    given = overrides(work, tmp_path, "max_steps=6", "resume=latest")
+    said = launched(EXPERIMENT, *given, "gradient_accumulation_steps=4", ranks=1)
+    assert "Not kept: the optimizer's moments" in said and "steps 5 … 6" in said
+    after, lines = load_draft(tmp_path / "checkpoint-last"), metrics(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert 0 < max(float((after[name] - weight).abs().max()) for name, weight in before.items()) < 3 * 5e-4
+    assert lines[5]["tokens"] > 0 and abs(lines[5]["loss"] - lines[3]["loss"]) < 1
+
+
+def test_drill(tmp_path: Path) -> None:
+    """`make drill` with one kill of each kind."""
+    drill = [sys.executable, "-m", "scripts.drill", "--trials", "4", "--output", str(tmp_path / "drill")]
+    run = subprocess.run(drill, cwd=ROOT, env=launch_environment(), capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    trials = json.loads((tmp_path / "drill" / "summary.json").read_text())
+    assert {(trial["zero_stage"], trial["killed"]) for trial in trials} == {
+        (stage, killed) for stage in (1, 3) for killed in ("all ranks", "one rank")
+    }

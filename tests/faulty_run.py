@@ -1,0 +1,53 @@
+"""Run by the launcher in place of the trainer: the same, with the fault that the environment variable FAULT names."""
+
+import os
+import resource
+import sys
+
+import torch
+
+from longspec.train import trainer
+from longspec.train.trainer import Trainer
+
+STEP = 3
+rank = int(os.environ["RANK"])
+train_step, forward, save_checkpoint = Trainer.train_step, Trainer.forward, trainer.save_checkpoint
+
+
+def one_rank_throws(self: Trainer, step: int, *args: object) -> object:
+    if step == STEP and rank == 1:
+        raise ValueError("this rank has had enough")
+    return train_step(self, step, *args)  # type: ignore[arg-type]
+
+
+def one_rank_dies(self: Trainer, step: int, *args: object) -> object:
+    if step == STEP and rank == 1:
+        os.kill(os.getpid(), 9)
+    return train_step(self, step, *args)  # type: ignore[arg-type]
+
+
+def loss_is_nan(self: Trainer, micro_step: int, batch: dict) -> tuple:
+    loss, terms = forward(self, micro_step, batch)
+    if micro_step == (STEP - 1) * self.accumulation + 1 and rank == 1:
+        return loss * torch.nan, {name: term * torch.nan for name, term in terms.items()}
+    return loss, terms
+
+
+def disk_is_full(engine: object, tokenizer: object, config: object, progress: trainer.Progress, output: object) -> None:
+    if progress.step == STEP + 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    save_checkpoint(engine, tokenizer, config, progress, output)  # type: ignore[arg-type]
+
+
+fault = os.environ["FAULT"]
+if fault == "throws":
+    Trainer.train_step = one_rank_throws  # type: ignore[assignment, method-assign]
+elif fault == "dies":
+    Trainer.train_step = one_rank_dies  # type: ignore[assignment, method-assign]
+elif fault == "nan":
+    Trainer.forward = loss_is_nan  # type: ignore[assignment, method-assign]
+elif fault == "full":
+    trainer.save_checkpoint = disk_is_full  # type: ignore[assignment]
+else:
+    sys.exit(f"FAULT: {fault!r} is unknown")
+trainer.main()
