@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
+torch.set_num_threads(1)  # tensors this small lose more to the hand-over between threads than they gain
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,7 +2,6 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import cycle, product
@@ -79,15 +78,6 @@ class Case:
     def truth(self) -> list[list[int]]:
         """As long as an oracle looks: a last pass may go depth tokens past the limit, the next proposal as many."""
         return [greedy(self.target, tuple(row), self.max_new_tokens + 2 * self.depth + 2) for row in self.prompts()]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny matrices gain nothing from a second thread, and lose much on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @lru_cache(maxsize=4)

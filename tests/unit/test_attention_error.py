@@ -1,7 +1,7 @@
 """The error of verification attention against dense fp64 arithmetic: torch path, Triton's interpreter, GPU."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -26,14 +26,6 @@ U32 = 2.0**-24
 
 Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tensors this small lose more to the hand-over between threads than they gain
-    yield
-    torch.set_num_threads(threads)
 
 
 def offsets(logits: str, length: int, nodes: int, generator: torch.Generator) -> Tensor:
