@@ -20,6 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from longspec import generate
+from longspec.errors import UserError, reports_user_errors
 from longspec.inference.acceptance import Sampler
 from longspec.inference.drafting.proposal import chain
 from longspec.inference.engine import Engine
@@ -48,8 +49,11 @@ class Divergence:
     """In units of the dtype's last place at that logit."""
 
 
+@reports_user_errors
 def main() -> None:
     options = parse_options()
+    if not torch.cuda.is_available():
+        raise UserError("benchmarks.lossless: half precision is measured on a CUDA device, and there is none here")
     config = read_config(options.target)
     prompts = read_prompts(options.data, load_tokenizer(options.target, config), options.prompts, options.prompt_len)
     prompts = prompts.to("cuda")
@@ -61,6 +65,7 @@ def main() -> None:
             options.target, glide_path=options.draft, torch_dtype=name
         )
         model: Any = pair.cuda().eval()  # type: ignore[call-arg]
+        model.generation_config.eos_token_id = None  # every run gives as many tokens
         reference, found = compare(model, prompts, options)
         rows += found
         distinct[name] = distinct_4grams(reference)
@@ -106,15 +111,15 @@ def compare(model: Any, prompts: Tensor, options: argparse.Namespace) -> tuple[T
 
     def ours(method: str) -> Continue:
         def run(ids: Tensor) -> Tensor:
-            settings = {"tree_shape": options.tree_shape, "gamma": options.gamma, "eos_token_id": ()}
-            out = generate(model, ids, method=method, max_new_tokens=options.new_tokens, **settings)
+            drafting = {"method": method, "tree_shape": options.tree_shape, "gamma": options.gamma}
+            out = generate(model, ids, max_new_tokens=options.new_tokens, **drafting)
             return torch.stack(out.new_tokens)
 
         return run
 
     def theirs(ids: Tensor) -> Tensor:
-        settings = {"max_new_tokens": options.new_tokens, "eos_token_id": None, "pad_token_id": 0}
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **settings)
+        settings = {"max_new_tokens": options.new_tokens, "do_sample": False, "pad_token_id": 0}
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
         return out[:, ids.shape[1] :]
 
     others: dict[str, tuple[Continue, int]] = {
