@@ -31,6 +31,7 @@ from scripts.demo.steps import write_json
 from scripts.demo.target import fresh_target, make_tokenizer
 
 TRAINER = "trainer_base_ds_mul_fs_tp.py"
+SUMMARY = "summary.json"
 START_LIMIT_S, END_LIMIT_S = 180, 60
 
 
@@ -53,6 +54,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("outputs/drill"))
     options = parser.parse_args()
+    if options.output.exists() and not (options.output / SUMMARY).is_file():
+        parser.error(f"--output {options.output}: there is something that no drill left; give another folder")
     shutil.rmtree(options.output, ignore_errors=True)
     target, texts = prepare(options.output.resolve())
     chance = random.Random(options.seed)
@@ -62,7 +65,7 @@ def main() -> int:
         trials.append(drill(options.output.resolve() / f"zero{zero_stage}", target, texts, zero_stage, killed, chance))
         tqdm.write(" ".join(f"{name} {value}" for name, value in asdict(trials[-1]).items()))
     failed = [trial for trial in trials if trial.problem]
-    write_json(options.output / "summary.json", [asdict(trial) for trial in trials])
+    write_json(options.output / SUMMARY, [asdict(trial) for trial in trials])
     in_a_save = sum(trial.in_a_save for trial in trials)
     print(f"{len(trials)} kills, {in_a_save} of them in a save: {len(failed)} left no good checkpoint")
     return 1 if failed else 0
@@ -154,8 +157,9 @@ def kill(run: subprocess.Popen, killed: str, chance: random.Random) -> float:
         os.killpg(run.pid, signal.SIGKILL)
     else:
         chance.choice(ranks).kill()
-    run.wait(timeout=2 * END_LIMIT_S)
-    psutil.wait_procs(processes, timeout=2 * END_LIMIT_S)
+    with suppress(subprocess.TimeoutExpired):
+        run.wait(timeout=2 * END_LIMIT_S)
+    psutil.wait_procs(processes, timeout=1)
     return time.monotonic() - start
 
 

@@ -107,8 +107,7 @@ def reject(proposal: Proposal, q: Tensor, p: Tensor, sampler: Sampler) -> Accept
         for child in range(first, first + width):
             token = proposal.tokens[:, child, None]
             q_token = q_here.gather(1, token)[:, 0]
-            # A distribution of few tokens can run out of children; what then fills the level has probability 0.
-            tried = alive & ~found & (proposal.parents[:, child] == parent) & (q_token > 0)
+            tried = alive & ~found & (proposal.parents[:, child] == parent)
             passed = tried & sampler.coin(p_here.gather(1, token)[:, 0] / q_token)
             node = torch.where(passed, child, node)
             found |= passed
@@ -129,7 +128,8 @@ def _at(values: Tensor, node: Tensor) -> Tensor:
 
 
 def _normalised(weights: Tensor) -> Tensor:
-    return weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+    total = weights.sum(-1, keepdim=True)
+    return torch.where(total > 0, weights / total, weights)
 
 
 def _residual(p: Tensor, q: Tensor) -> Tensor:

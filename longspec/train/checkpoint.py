@@ -63,12 +63,12 @@ def save_checkpoint(
 
 @contextmanager
 def _disk_may_be_full(output: Path, progress: Progress) -> Iterator[None]:
-    """Turn what a full disk raises (torch's writer hides the reason) into one clear line."""
+    """Turn what a full disk raises (torch's writer hides the reason, tokenizers' the kind) into one clear line."""
     try:
         yield
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # tokenizers raises nothing more special
         full = isinstance(error, OSError) and error.errno in FULL_DISK
-        if not (full or "inline_container" in str(error)):
+        if not (full or any(sign in str(error) for sign in ("inline_container", "os error 28"))):
             raise
         free = shutil.disk_usage(output).free / 2**20
         raise UserError(

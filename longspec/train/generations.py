@@ -81,23 +81,33 @@ def damage(folder: Path) -> str | None:
         return f"{folder} was not saved whole (no {MARKER})"
     try:
         files = json.loads((folder / MARKER).read_text())["files"]
+        for name, saved in files.items():
+            file = folder / name
+            if not file.is_file():
+                return f"{file} is missing"
+            if file.stat().st_size != saved["bytes"]:
+                return f"{file} has {file.stat().st_size} bytes, {saved['bytes']} were saved"
+        for name, saved in files.items():
+            if _description(folder / name) != saved:
+                return f"{folder / name} is not the file that was saved"
     except (ValueError, LookupError, TypeError):
         return f"{folder / MARKER} is no marker of ours"
-    for name, saved in files.items():
-        file = folder / name
-        if not file.is_file():
-            return f"{file} is missing"
-        if file.stat().st_size != saved["bytes"]:
-            return f"{file} has {file.stat().st_size} bytes, {saved['bytes']} were saved"
-    for name, saved in files.items():
-        if _description(folder / name) != saved:
-            return f"{folder / name} is not the file that was saved"
+    except OSError as error:
+        return f"{error.filename or folder} cannot be read ({error.strerror})"
     return None
 
 
 def read_progress(folder: Path) -> Progress:
     marker = json.loads((folder / MARKER).read_text())
     return Progress(marker["step"], marker["world_size"])
+
+
+def set_newer_aside(output: Path, chosen: Path, progress: Progress) -> None:
+    """Once a run goes on from `chosen`, what is damaged or of another step in the place of the newest is no longer
+    whole: the next save takes its place, and not that of the older generation. Its marker stays, under another name."""
+    for newest in (output / STATES[1], output / DRAFTS[1]):
+        if newest != chosen and is_whole(newest) and (damage(newest) or read_progress(newest) != progress):
+            (newest / MARKER).rename(newest / f"{MARKER}.aside")
 
 
 def settle(output: Path) -> None:
@@ -127,8 +137,7 @@ def _remove(folder: Path) -> None:
 def find_latest(output_dir: str | Path) -> tuple[Path, Progress] | None:
     """The newest undamaged DeepSpeed state in an output folder; None if no save ever began there.
 
-    Says so in the log when that is the older one; a damaged one is no longer whole from then on, so that the next save
-    takes its place and not the older one's. Raises UserError if there are states but all of them are damaged.
+    Says so in the log when that is the older one. Raises UserError if there are states but all of them are damaged.
     """
     output = Path(output_dir)
     settle(output)
@@ -143,7 +152,6 @@ def find_latest(output_dir: str | Path) -> tuple[Path, Progress] | None:
                 logger.warning("%s: going back to the older checkpoint %s", reason, folder)
             return folder, read_progress(folder)
         problems.append(problem)
-        (folder / MARKER).unlink(missing_ok=True)
     if problems:
         raise UserError(
             f"{output}: no checkpoint there can be loaded: {'; '.join(problems)}; restore {STATES[1]} or {STATES[2]}, "

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,7 @@ import wandb
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from longspec.errors import first_line
 from longspec.train.config import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -63,7 +65,7 @@ class RunLog:
             return
         self.file.write(json.dumps(metrics) + "\n")
         self.file.flush()
-        self.wandb.log(metrics, step=metrics["step"])
+        self._tell_wandb(lambda: self.wandb.log(metrics, step=metrics["step"]))
         values = " ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name != "step")
         with logging_redirect_tqdm():
             logger.info("step %d/%d %s", metrics["step"], self.total, values)
@@ -73,7 +75,17 @@ class RunLog:
         if self.active:
             self.bar.close()
             self.file.close()
-            self.wandb.finish()
+            self._tell_wandb(lambda: self.wandb.finish())
+
+    def _tell_wandb(self, tell: Callable[[], object]) -> None:
+        """W&B works in a process of its own, which a SIGTERM to all ends first; no step depends on it."""
+        if self.wandb is None:
+            return
+        try:
+            tell()
+        except Exception as error:
+            logger.warning("W&B is gone (%s); metrics.jsonl has every step", first_line(error))
+            self.wandb = None
 
 
 def _reopen(path: Path, last_step: int) -> Any:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from longspec.train.distributed import (
     summed,
 )
 from longspec.train.engine import build_engine, build_pair, cosine_with_warmup, set_learning_rate
-from longspec.train.generations import Progress, find_latest
+from longspec.train.generations import Progress, find_latest, set_newer_aside
 from longspec.train.inputs import Inputs, read_inputs
 from longspec.train.logging import RunLog, setup_logging
 from longspec.train.loss import make_objective
@@ -95,6 +96,7 @@ def _where_to_start(config: TrainConfig) -> tuple[Any, Progress] | None:
             "give resume=latest to go on from it, or another output_dir"
         )
     check_same_run(config, folder, progress, dist.get_world_size())
+    set_newer_aside(Path(config.output_dir), folder, progress)
     return found
 
 

@@ -41,13 +41,13 @@ def overrides(work: Path, output: Path, *more: str) -> list[str]:
 
 
 @contextmanager
-def running(output: Path, *given: str) -> Iterator[subprocess.Popen[str]]:
+def running(output: Path, *given: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """A launch in the background that logs to `output`.log; nothing of it is left behind."""
     with output.with_suffix(".log").open("w") as log:
         run = subprocess.Popen(
             launch_line(EXPERIMENT, *given),
             cwd=ROOT,
-            env=launch_environment(),
+            env=launch_environment(**environment),
             stdout=log,
             stderr=log,
             text=True,
@@ -96,7 +96,7 @@ def test_sigterm_saves_the_last_step_and_ends_cleanly(work: Path, sent_to: str, 
     """
     output = tmp_path / "out"
     endless = overrides(work, output, "max_steps=100000", "save_steps=100000", "data.num_workers=1")
-    with running(output, *endless) as run:
+    with running(output, *endless, WANDB_MODE="offline") as run:
         wait_for_step(run, output, 3)
         processes = psutil.Process(run.pid).children(recursive=True)
         began = time.monotonic()

@@ -1,6 +1,7 @@
 """Acceptance emits the target's own distribution: exact sums over all draws, of the draft and of the rule."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,20 +25,18 @@ SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in ran
 def build_tree(nodes: Iterable[Tokens], shape: Tokens, q: RandomLanguage | None = None) -> Proposal:
     """The proposal whose nodes are token paths, given level by level; with q, as if its nodes were sampled from it.
 
-    A level that has fewer nodes than its width is filled with ones that q cannot have drawn, as the drafter does.
+    A level that has fewer nodes than its width is filled with ones that have no parent, as the drafter does.
     """
-    paths: list[Tokens] = [()]
+    paths: list[Tokens | None] = [()]
     for level, width in enumerate(shape, start=1):
-        here = [path for path in nodes if len(path) == level]
-        parent = paths[-1] if not here else here[0][:-1]
-        absent = [(*parent, token) for token in range(VOCAB) if q is not None and q(parent)[token] == 0]
-        paths += (here + absent * width)[:width]
-    parents = [-1] + [paths.index(path[:-1]) for path in paths[1:]]
-    inner = paths[: len(paths) - shape[-1]]
+        here: list[Tokens | None] = [path for path in nodes if len(path) == level]
+        paths += here + [None] * (width - len(here))
+    inner = [path or () for path in paths[: len(paths) - shape[-1]]]
+    levels = [level for level, width in enumerate((1, *shape)) for _ in range(width)]
     return Proposal(
-        torch.tensor([[0, *(path[-1] for path in paths[1:])]]),
-        torch.tensor([parents]),
-        torch.tensor([len(path) for path in paths]),
+        torch.tensor([[0, *(path[-1] if path else 0 for path in paths[1:])]]),
+        torch.tensor([[-1, *(paths.index(path[:-1]) if path else -1 for path in paths[1:])]]),
+        torch.tensor(levels),
         torch.zeros(1, len(paths), len(paths), dtype=torch.bool),
         shape,
         None if q is None else torch.stack([q(path) for path in inner])[None],
@@ -48,7 +47,7 @@ def token_paths(proposal: Proposal) -> list[Tokens]:
     """Each node's tokens below the root."""
     paths: list[Tokens] = [()]
     for token, parent in zip(proposal.tokens[0, 1:].tolist(), proposal.parents[0, 1:].tolist(), strict=True):
-        paths.append((*paths[parent], token))
+        paths.append((*paths[parent], token) if parent >= 0 else ())
     return paths
 
 
@@ -189,6 +188,31 @@ def test_coins_and_arrivals_have_their_probabilities() -> None:
     times = sampler.arrivals(torch.tensor([0.0, 0.5, 4.0]).expand(count, -1))
     assert times[:, 0].isinf().all()
     assert times[:, 1:].mean(0).tolist() == pytest.approx([2.0, 0.25], rel=5 / count**0.5)
+
+
+@pytest.mark.parametrize("tail", [1e-30, 1e-39, 1e-45])
+def test_rejecting_does_not_lose_what_is_improbable(tail: float) -> None:
+    """In fp32, where the draft leaves next to nothing to the siblings of its favourite, down to denormal numbers, and
+    the target wants these: two of them alike."""
+    q = torch.tensor([1.0, tail, tail]).expand(20_000, 1, -1)
+    p = torch.tensor([[0.0, 0.5, 0.5]] * 4).expand(20_000, -1, -1)
+    tree = build_tree([(0,), (1,), (2,)], (3,))
+    many = replace(tree, tokens=tree.tokens.expand(20_000, -1), parents=tree.parents.expand(20_000, -1), sampled_from=q)
+    flipped = replace(many, tokens=torch.cat([many.tokens[:10_000], many.tokens[10_000:, [0, 1, 3, 2]]]))
+    accepted = accept(flipped, p.log(), Sampler(1.0, 0, 1.0, torch.Generator().manual_seed(0)))
+    emitted = torch.where(accepted.count > 0, flipped.tokens.gather(1, accepted.path[:, -1:])[:, 0], accepted.bonus)
+    assert (emitted == 1).double().mean().item() == pytest.approx(0.5, abs=0.02) and not (emitted == 0).any()
+
+
+def test_the_race_keeps_improbable_paths_apart() -> None:
+    """Where a level is filled by a path of probability 1e-60, its children still come by their q, and each but once."""
+    q, count = torch.tensor([0.6, 0.3, 0.1, 0.0]).expand(20_000, 1, -1), 20_000
+    scores, arrivals = torch.full((count, 1), -138.0, dtype=torch.float64), torch.zeros(count, 1, dtype=torch.float64)
+    sampler = Sampler(1.0, 0, 1.0, torch.Generator().manual_seed(0))
+    _, times, _, token = tree_drafting.sampled_children(scores, arrivals, q, 4, sampler)
+    assert times[:, 3].isinf().all() and times[:, :3].isfinite().all() and (token[:, 3] == 3).all()
+    share = torch.nn.functional.one_hot(token[:, 0], 4).double().mean(0)
+    assert share.tolist() == pytest.approx([0.6, 0.3, 0.1, 0.0], abs=0.02)
 
 
 def test_chain_counts_up_to_the_first_rejection() -> None:

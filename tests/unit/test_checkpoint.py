@@ -13,7 +13,17 @@ from longspec.errors import UserError
 from longspec.train import checkpoint, generations
 from longspec.train.checkpoint import check_same_run, locate, read_draft, save_checkpoint
 from longspec.train.config import CONFIG_NAME, TrainConfig, compose_config, to_yaml, typed
-from longspec.train.generations import DRAFTS, MARKER, STATES, Progress, find_latest, is_whole, seal, settle
+from longspec.train.generations import (
+    DRAFTS,
+    MARKER,
+    STATES,
+    Progress,
+    find_latest,
+    is_whole,
+    seal,
+    set_newer_aside,
+    settle,
+)
 
 DRAFT_FILE = "draft_model_weights.pth"
 
@@ -141,7 +151,8 @@ DAMAGES = {
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_skipped(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And the next save takes its place, not that of the good one. With both damaged, both are named."""
+    """Once a run goes on from the older one, the next save takes the damaged one's place, and the draft beside it goes
+    too. With both damaged, both are named."""
     damage, said = DAMAGES[kind]
     for names in (STATES, DRAFTS):
         write(tmp_path / names[1], 4444)
@@ -149,15 +160,37 @@ def test_a_damaged_checkpoint_is_named_and_skipped(kind: str, tmp_path: Path, ca
     damage(tmp_path / "last_ds" / "sub" / "content")
     assert find_latest(tmp_path) == (tmp_path / "last_2ds", progress(3333))
     assert said in caplog.text and "older checkpoint" in caplog.text
+    set_newer_aside(tmp_path, tmp_path / "last_2ds", progress(3333))
     for names in (STATES, DRAFTS):
         write(tmp_path / names[0], 5555)
     settle(tmp_path)
-    assert [step_of(tmp_path / name) for name in STATES[1:]] == [5555, 3333]
+    assert [step_of(tmp_path / name) for names in (STATES, DRAFTS) for name in names[1:]] == [5555, 3333] * 2
     for name in STATES[1:]:
         (tmp_path / name / "sub" / "content").write_text("?")
     with pytest.raises(UserError, match=r"last_ds/sub/content has 1 bytes.*last_2ds/sub/content has 1 bytes") as error:
         find_latest(tmp_path)
     assert "\n" not in str(error.value)
+
+
+def test_looking_for_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
+    """A file that was only away for a while comes back as it was."""
+    write(tmp_path / "last_ds", 4)
+    content = tmp_path / "last_ds" / "sub" / "content"
+    content.rename(tmp_path / "away")
+    with pytest.raises(UserError, match="content is missing"):
+        find_latest(tmp_path)
+    (tmp_path / "away").rename(content)
+    assert find_latest(tmp_path) == (tmp_path / "last_ds", progress(4))
+
+
+def test_a_file_that_cannot_be_read_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(file: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(file))
+
+    write(tmp_path / "last_ds", 4)
+    monkeypatch.setattr(generations, "_description", broken)
+    with pytest.raises(UserError, match=r"content cannot be read \(Input/output error\)"):
+        find_latest(tmp_path)
 
 
 class FullDisk:

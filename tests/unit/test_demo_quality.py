@@ -71,7 +71,9 @@ def test_teacher_forced_on_the_targets_own_words_is_its_greedy_acceptance(tmp_pa
     model = make_pair(tmp_path, initializer_range=0.02).eval()
     prompts = torch.randint(VOCAB, (3, prompt), generator=torch.Generator().manual_seed(2))
     sampler = Sampler(0.0, 0, 1.0)
-    engine = Engine(model, make_drafter("tree", model, 3, sampler, shape, 1), sampler, prompts, [prompt] * 3, 100)
+    engine = Engine(
+        model, make_drafter("tree", model, 3, sampler, shape, 1, "descend"), sampler, prompts, [prompt] * 3, 100
+    )
     text = [[*row, token] for row, token in zip(prompts.tolist(), engine.prefill().tolist(), strict=True)]
     per_round = []
     for _ in range(20):

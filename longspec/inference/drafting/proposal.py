@@ -18,7 +18,8 @@ class Proposal:
     tokens: Tensor
     """LongTensor [B, N]."""
     parents: Tensor
-    """LongTensor [B, N]: parents come before their children; -1 for the root."""
+    """LongTensor [B, N]: parents come before their children; -1 for the root, and for what only fills a level because
+    the draft's distribution has run out of tokens."""
     levels: Tensor
     """LongTensor [N]: a node's depth, 0 for the root; the same for every row."""
     visible: Tensor

@@ -1,4 +1,4 @@
-"""Tree drafting: each level holds the most probable continuations of the level before it."""
+"""Tree drafting: each level holds the best continuations of the level before it, likeliest or sampled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from longspec.models.glide import GlideMixin
 
 
 class TreeDrafter:
-    """A tree of static shape: level d holds the shape[d - 1] best continuations over parents × vocabulary.
+    """A tree of static shape: level d holds shape[d - 1] continuations of the level before, over parents × vocabulary.
 
     tree_rule "reject": samples of the draft without replacement, for recursive rejection; "descend": the most probable
     ones (LongSpec, tree drafting), built without chance. At temperature 0 both are the latter.
@@ -53,6 +53,8 @@ class TreeDrafter:
             here = slice(above.stop, above.stop + width)
             tokens[:, here], parents[:, here], levels[here] = token, parent + above.start, depth
             visible[:, here] |= visible[rows, parents[:, here]]
+            if self.sampled:
+                parents[:, here].masked_fill_(arrivals.isinf(), -1)
             above = here
         q = torch.cat(distributions, 1) if self.sampled else None
         return Proposal(tokens, parents, levels, visible, self.shape, q)
@@ -81,10 +83,12 @@ def sampled_children(
     parent's children are, in their order, draws from its q without replacement, however many of them are kept.
 
     scores, arrivals: [B, n], log-probability and arrival of each parent's path; q: [B, n, V]. Returns (score, arrival,
-    parent number within the level, token), each [B, width]; where q holds too few tokens, the rest arrives at inf.
+    parent number within the level, token), each [B, width], the first two fp64; where q holds too few tokens, the rest
+    arrives at inf.
     """
     vocab = q.shape[-1]
-    score = scores[..., None] + q.log()
+    # fp32 would lose improbable paths, and its exponential is coarse near 0 on CUDA.
+    score = scores[..., None] + q.double().log()
     rates = score.exp()
     times = sampler.arrivals(rates)
     times = torch.where(rates > 0, arrivals[..., None] + (times - times.amin(-1, keepdim=True)), torch.inf)
