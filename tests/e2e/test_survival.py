@@ -109,7 +109,8 @@ def test_sigterm_saves_the_last_step_and_ends_cleanly(work: Path, sent_to: str, 
         assert time.monotonic() - began < 25
     said = output.with_suffix(".log").read_text()
     stopped = re.search(r"SIGTERM: stopped after step (\d+)", said)
-    assert stopped and "Traceback" not in said, said[-3000:]
+    ours = said.partition("Exception ignored in atexit callback")[0]  # W&B's, whose process was ended too
+    assert stopped and "Traceback" not in ours, said[-3000:]
     found = find_latest(output)
     assert found is not None and found[1].step == int(stopped[1]) == len(metrics(output))
     more = f"max_steps={found[1].step + 1}"
