@@ -2,7 +2,7 @@
 
 `python -m benchmarks.lossless --target FOLDER --draft FOLDER --data held_out.jsonl` prints a table and one JSON line.
 `python -m scripts.demo --size gpu --output OUT` makes such a pair (OUT/target, OUT/stage3/checkpoint-last) and held-out
-text (OUT/corpus/held_out.jsonl) on a GPU, in some seven minutes.
+text (OUT/corpus/held_out.jsonl) on a GPU.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from longspec.inference.methods import make_drafter
 from longspec.inference.registry import family_class
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import load_tokenizer, read_config
+from scripts.demo.quality import distinct_share
 
 Continue = Callable[[Tensor], Tensor]
 """Greedy continuation [B, new] of prompts [B, P]."""
@@ -70,7 +71,7 @@ def main() -> None:
         model.generation_config.eos_token_id = None  # every run gives as many tokens
         reference, found = compare(model, prompts, options)
         rows += found
-        distinct[name] = distinct_4grams(reference)
+        distinct[name] = distinct_share(reference.tolist())
         errors[name] = logit_errors(model, torch.cat([prompts, reference], 1), options)
         print(table(found, errors[name]), flush=True)
         del model, pair
@@ -204,12 +205,6 @@ def read_on(model: GlideMixin, row: Tensor, prompt_len: int, steps: list[int]) -
         engine.note_lengths([count])
         start += count
     return torch.cat(found, 1)
-
-
-def distinct_4grams(rows: Tensor) -> float:
-    """Share of 4-grams that are distinct within their row; loops, which hold few near ties, make it low."""
-    grams = rows.unfold(1, 4, 1)
-    return sum(len(row.unique(dim=0)) for row in grams) / grams[..., 0].numel()
 
 
 def table(rows: list[Divergence], errors: dict[str, float]) -> str:

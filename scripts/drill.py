@@ -25,12 +25,11 @@ from longspec.train.checkpoint import read_draft
 from longspec.train.generations import STATES, find_latest
 from longspec.train.logging import METRICS_NAME
 from scripts.demo.corpus import TEXTS, write_corpus
-from scripts.demo.machine import CPU_RANKS, ROOT, executable, free_port
+from scripts.demo.machine import CPU_RANKS, ROOT, TRAINER, launch_line
 from scripts.demo.settings import tiny
 from scripts.demo.steps import write_json
 from scripts.demo.target import fresh_target, make_tokenizer
 
-TRAINER = "trainer_base_ds_mul_fs_tp.py"
 SUMMARY = "summary.json"
 START_LIMIT_S, END_LIMIT_S = 180, 60
 
@@ -86,7 +85,7 @@ def drill(output: Path, target: Path, texts: Path, zero_stage: int, killed: str,
     """Start or resume the run in `output`, kill it about a save, and look at what is left."""
     before = last_step(output)
     with output.with_suffix(".log").open("a") as log:
-        command = launch_line(output, target, texts, zero_stage)
+        command = endless_run(output, target, texts, zero_stage)
         environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
         run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
@@ -110,18 +109,19 @@ def drill(output: Path, target: Path, texts: Path, zero_stage: int, killed: str,
     return trial
 
 
-def launch_line(output: Path, target: Path, texts: Path, zero_stage: int) -> list[str]:
+def endless_run(output: Path, target: Path, texts: Path, zero_stage: int) -> list[str]:
     """A run without end that saves after every step."""
-    given = [f"model_name_or_path={target}", f"data.files=[{texts}]", f"data.cache_dir={output.parent}/cache"]
-    given += [
-        f"output_dir={output}",
-        f"deepspeed=zero{zero_stage}",
-        "resume=latest",
-        "save_steps=1",
-        "max_steps=100000",
-    ]
-    command = [executable("deepspeed"), "--num_gpus", str(CPU_RANKS), "--master_port", str(free_port()), TRAINER]
-    return [*command, "-cp", "conf/exp/", "-cn", "tiny_glide_stage1_sinkpi-slicing", *given]
+    overrides = {
+        "model_name_or_path": target,
+        "data.files": f"[{texts}]",
+        "data.cache_dir": output.parent / "cache",
+        "output_dir": output,
+        "deepspeed": f"zero{zero_stage}",
+        "resume": "latest",
+        "save_steps": 1,
+        "max_steps": 100_000,
+    }
+    return launch_line(["--num_gpus", str(CPU_RANKS)], "tiny_glide_stage1_sinkpi-slicing", overrides)
 
 
 def last_step(output: Path) -> int:
@@ -159,7 +159,7 @@ def kill(run: subprocess.Popen, killed: str, chance: random.Random) -> float:
         chance.choice(ranks).kill()
     with suppress(subprocess.TimeoutExpired):
         run.wait(timeout=2 * END_LIMIT_S)
-    psutil.wait_procs(processes, timeout=1)
+    psutil.wait_procs(processes, timeout=END_LIMIT_S)  # ranks that outlive their launcher count
     return time.monotonic() - start
 
 

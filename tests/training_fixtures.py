@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 from pairs import save_target
 from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
+
+from scripts.demo.machine import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = ("the", "target", "reads", "a", "prompt", "and", "its", "draft", "guesses", "what", "comes", "next")
@@ -49,7 +50,7 @@ TRAINER = "./trainer_base_ds_mul_fs_tp.py"
 def launch_line(experiment: str, *overrides: str, ranks: int = 2, script: str = TRAINER) -> list[str]:
     """The launch line of the README on CPU ranks, or another script with the same arguments."""
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
-    return [*launcher, "--master_port", str(_free_port()), script, "-cp", "conf/exp/", "-cn", experiment, *overrides]
+    return [*launcher, "--master_port", str(free_port()), script, "-cp", "conf/exp/", "-cn", experiment, *overrides]
 
 
 def launch_environment(**more: str) -> dict[str, str]:
@@ -76,12 +77,6 @@ def launched(experiment: str, *overrides: str, ranks: int = 2, script: str = TRA
     result = launch(experiment, *overrides, ranks=ranks, script=script)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
     return result.stderr
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def metrics(output: Path) -> list[dict[str, float]]:

@@ -96,27 +96,24 @@ def reject(proposal: Proposal, q: Tensor, p: Tensor, sampler: Sampler) -> Accept
     (arXiv 2211.17192), for siblings sampled without replacement its recursion (arXiv 2402.14160).
     """
     node = torch.zeros(len(p), dtype=torch.long, device=p.device)
-    alive = torch.ones_like(node, dtype=torch.bool)
     count = torch.zeros_like(node)
     path = [node]
     p_here = p[:, 0]
     first = 1
     for width in proposal.shape:
-        q_here = _at(q, node)
-        parent, found = node, torch.zeros_like(alive)
+        q_here, parent = _at(q, node), node
         for child in range(first, first + width):
             token = proposal.tokens[:, child, None]
-            q_token = q_here.gather(1, token)[:, 0]
-            tried = alive & ~found & (proposal.parents[:, child] == parent)
-            passed = tried & sampler.coin(p_here.gather(1, token)[:, 0] / q_token)
+            # A row that stopped further up has no children on this level.
+            tried = (node == parent) & (proposal.parents[:, child] == parent)
+            passed = tried & sampler.coin((p_here.gather(1, token) / q_here.gather(1, token))[:, 0])
             node = torch.where(passed, child, node)
-            found |= passed
             failed = (tried & ~passed)[:, None]
             p_here = torch.where(failed, _residual(p_here, q_here), p_here)
             q_here = torch.where(failed, _normalised(q_here.scatter(1, token, 0.0)), q_here)
-        alive = found
-        p_here = torch.where(alive[:, None], _at(p, node), p_here)
-        count = count + alive
+        found = node != parent
+        p_here = torch.where(found[:, None], _at(p, node), p_here)
+        count = count + found
         path.append(node)
         first += width
     return Accepted(torch.stack(path, 1), count, sampler.draw(p_here))

@@ -68,7 +68,8 @@ def _disk_may_be_full(output: Path, progress: Progress) -> Iterator[None]:
         yield
     except Exception as error:  # tokenizers raises nothing more special
         full = isinstance(error, OSError) and error.errno in FULL_DISK
-        if not (full or any(sign in str(error) for sign in ("inline_container", "os error 28"))):
+        signs = ("inline_container", *(f"(os error {number})" for number in FULL_DISK))
+        if not (full or any(sign in str(error) for sign in signs)):
             raise
         free = shutil.disk_usage(output).free / 2**20
         raise UserError(

@@ -5,11 +5,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+TRAINER = "./trainer_base_ds_mul_fs_tp.py"
 CPU_RANKS = 2
 LAST_LINES = 25
 
@@ -52,9 +54,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def executable(name: str) -> str:
-    """A command of this Python's environment."""
-    return str(Path(sys.executable).with_name(name))
+def launch_line(ranks: Sequence[str], experiment: str, overrides: Mapping[str, object]) -> list[str]:
+    """The launch line that trains every draft; ranks: DeepSpeed's options that say which."""
+    deepspeed = str(Path(sys.executable).with_name("deepspeed"))  # this environment's
+    command = [deepspeed, *ranks, "--master_port", str(free_port()), TRAINER, "-cp", "conf/exp/", "-cn", experiment]
+    return [*command, *(f"{key}={value}" for key, value in overrides.items())]
 
 
 def run(command: list[str], log: Path, environment: dict[str, str]) -> None:

@@ -44,7 +44,7 @@ def shown(family: str) -> DemoSettings:
 
 
 def gpu(family: str) -> DemoSettings:
-    """A target of 110M parameters, for measurements on a GPU: some seven minutes there."""
+    """A target of 110M parameters, for measurements on a GPU."""
     return DemoSettings(
         CorpusSettings(answers=4000, prompts=48),
         TargetSettings(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.demo.corpus import ANSWERS, LONG_TEXTS, TEXTS
-from scripts.demo.machine import CPU_RANKS, bf16_is_faster, executable, free_port, gpus, run, threads_a_rank
+from scripts.demo.machine import CPU_RANKS, bf16_is_faster, gpus, launch_line, run, threads_a_rank
 
 CHECKPOINT = "checkpoint-last"
 DRAFT_WEIGHTS = "draft_model_weights.pth"
@@ -34,8 +34,6 @@ def train_stage(folder: Path, corpus: Path, target: Path, draft: Path | None, se
     """One stage in `folder`, from the draft in `draft`, a file (None: a fresh one)."""
     ranks = min(gpus() or CPU_RANKS, settings.rows_a_step)
     include = ["--include", "localhost:" + ",".join(map(str, range(ranks)))] if gpus() else ["--num_gpus", str(ranks)]
-    command = [executable("deepspeed"), *include, "--master_port", str(free_port())]
-    command += ["./trainer_base_ds_mul_fs_tp.py", "-cp", "conf/exp/", "-cn", settings.experiment]
     family = settings.family
     overrides = {
         "model._target_": f"longspec.train.models.{family}_glide.{family.title()}Glide.from_pretrained",
@@ -57,7 +55,7 @@ def train_stage(folder: Path, corpus: Path, target: Path, draft: Path | None, se
         "wandb.mode": "disabled",
     }
     environment = {"OMP_NUM_THREADS": str(threads_a_rank())} | ({} if gpus() else {"DS_ACCELERATOR": "cpu"})
-    run([*command, *(f"{key}={value}" for key, value in overrides.items())], folder / "log.txt", environment)
+    run(launch_line(include, settings.experiment, overrides), folder / "log.txt", environment)
 
 
 def draft_weights(folder: Path) -> Path:

@@ -88,15 +88,15 @@ def test_a_killed_run_goes_on_bit_for_bit(work: Path, zero: str, tmp_path: Path)
     assert all(torch.equal(weight, drafts[1][name]) for name, weight in drafts[0].items())
 
 
-@pytest.mark.parametrize("sent_to", ["launcher", "everything"])
-def test_sigterm_saves_the_last_step_and_ends_cleanly(work: Path, sent_to: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sent_to", "wandb"), [("launcher", "offline"), ("everything", "disabled")])
+def test_sigterm_saves_the_last_step_and_ends_cleanly(work: Path, sent_to: str, wandb: str, tmp_path: Path) -> None:
     """Within the launcher's 30 seconds, loading processes and all; the run then goes on from there.
 
     A scheduler signals every process; by hand it is `deepspeed.launcher.launch`, the command's one child.
     """
     output = tmp_path / "out"
     endless = overrides(work, output, "max_steps=100000", "save_steps=100000", "data.num_workers=1")
-    with running(output, *endless, WANDB_MODE="offline") as run:
+    with running(output, *endless, WANDB_MODE=wandb) as run:
         wait_for_step(run, output, 3)
         processes = psutil.Process(run.pid).children(recursive=True)
         began = time.monotonic()
@@ -109,7 +109,8 @@ def test_sigterm_saves_the_last_step_and_ends_cleanly(work: Path, sent_to: str, 
         assert time.monotonic() - began < 25
     said = output.with_suffix(".log").read_text()
     stopped = re.search(r"SIGTERM: stopped after step (\d+)", said)
-    ours = said.partition("Exception ignored in atexit callback")[0]  # W&B's, whose process was ended too
+    # W&B's process is ended too, and its own hook complains of that at the very end.
+    ours = said.partition("Exception ignored in atexit callback")[0] if wandb == "offline" else said
     assert stopped and "Traceback" not in ours, said[-3000:]
     found = find_latest(output)
     assert found is not None and found[1].step == int(stopped[1]) == len(metrics(output))

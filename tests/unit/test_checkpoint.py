@@ -211,6 +211,7 @@ class FullDisk:
         OSError(errno.ENOSPC, "No space left on device"),
         RuntimeError("[enforce fail at inline_container.cc:783] . PytorchStreamWriter failed writing file data/3"),
         RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 6848 vs 6742"),
+        Exception("No space left on device (os error 28)"),
     ],
 )
 def test_a_full_disk_is_said_and_the_older_checkpoints_stay(
