@@ -27,6 +27,7 @@ from longspec.inference.acceptance import Sampler
 from longspec.inference.drafting.proposal import chain
 from longspec.inference.engine import Engine
 from longspec.inference.methods import make_drafter
+from longspec.inference.runner import FusedRunner
 from longspec.inference.registry import family_class
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import load_tokenizer, read_config
@@ -195,14 +196,14 @@ def logit_errors(model: Any, rows: Tensor, options: argparse.Namespace) -> dict[
 def read_on(model: GlideMixin, row: Tensor, prompt_len: int, steps: list[int]) -> Tensor:
     """The engine's logits [1, sum(steps), V] after the tokens behind the prompt, read in passes of so many tokens."""
     sampler = Sampler(0.0, 0, 1.0)
-    drafter = make_drafter("vanilla", model, 1, sampler, (), 0, "descend")
-    engine = Engine(model, drafter, sampler, row[:, :prompt_len], [prompt_len], sum(steps) + max(steps))
+    runner = FusedRunner(model)
+    drafter = make_drafter("vanilla", runner, 1, sampler, (), 0, "descend")
+    engine = Engine(runner, drafter, sampler, row[:, :prompt_len], [prompt_len], sum(steps) + max(steps))
     engine.prefill()
     found, start = [], prompt_len
     for count in steps:
         found.append(engine.verify(chain(row[:, start : start + count])))
         engine.cache.keep(torch.arange(count, device=row.device)[None], torch.tensor([count], device=row.device))
-        engine.note_lengths([count])
         start += count
     return torch.cat(found, 1)
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 
+from longspec.kernels import reference
+from longspec.kernels.backend import runs_triton
 from longspec.models.draft_layer import head_dim
 
 
@@ -25,9 +27,7 @@ class TargetCache(Cache):
         shape = (config.num_hidden_layers, batch, config.num_key_value_heads, capacity, head_dim(config))
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
-        self.max_length = 0
-        """Upper bound of `lengths`, known to the host."""
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.rows = torch.arange(batch, device=device)[:, None]
         self.slots = torch.empty(0, dtype=torch.long, device=device)
 
@@ -54,11 +54,11 @@ class TargetCache(Cache):
 
         path: LongTensor [B, J], increasing node numbers of the tree just written behind `lengths`; counts: [B].
         """
-        to = torch.arange(path.shape[1], device=path.device)
-        source = self.lengths[:, None] + torch.where(to < counts[:, None], path, to)
-        target = self.lengths[:, None] + to
-        for store in (self.keys, self.values):
-            store[:, self.rows, :, target] = store[:, self.rows, :, source]
+        if runs_triton(self.keys):
+            from longspec.kernels.compaction import compact
+        else:
+            compact = reference.compact
+        compact(self.keys, self.values, self.lengths, path, counts)
         self.lengths += counts
 
 
@@ -82,6 +82,8 @@ class DraftCache:
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.window = window
         self.rows = torch.arange(batch, device=device)[:, None]
+        self.node_slots = torch.arange(window, window + nodes, device=device).expand(batch, -1)
+        """Where the tree's nodes lie, LongTensor [B, N]."""
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, valid: Tensor) -> None:
         """Put accepted tokens into the ring where `valid`.
@@ -98,12 +100,3 @@ class DraftCache:
         slots = slice(self.window + first, self.window + first + keys.shape[2])
         self.keys[:, :, slots] = keys
         self.values[:, :, slots] = values
-
-    def ring_visible(self, root: Tensor, positions: Tensor) -> Tensor:
-        """bool [B, n, W]: which ring slots a query at positions [B, n] sees, the root being at root [B].
-
-        A query at position p sees accepted tokens at positions p - W … root - 1.
-        """
-        slots = torch.arange(self.window, device=root.device)
-        held = root[:, None] - 1 - (root[:, None] - 1 - slots) % self.window  # newest position < root in each slot
-        return (held[:, None] >= 0) & (held[:, None] >= positions[..., None] - self.window)

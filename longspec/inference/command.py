@@ -27,6 +27,7 @@ from longspec.inference.registry import (
 )
 from longspec.inference.report import Report, SampleResult, table
 from longspec.inference.tasks import HEADROOM, MIN_PROMPT_LEN, TASKS, Sample, Selection, read_questions, select_samples
+from longspec.kernels.attention import ATTENTIONS
 from longspec.models.draft_files import check_draft
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import check_weights, context_window, load_tokenizer, read_config
@@ -64,6 +65,8 @@ class Plan:
             "tree_shape": options.tree_shape,
             "gamma": options.gamma,
             "tree_rule": options.tree_rule,
+            "compile": options.compile,
+            "attention": options.attention,
             "eos_token_id": self.pair.eos_token_id,
             "pad_token_id": self.pair.pad_token_id,
         }
@@ -123,6 +126,13 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--headroom", type=int, default=HEADROOM, help="LongBench: leave out prompts over window - headroom")
     add("--dtype", choices=DTYPES, help="default: the target's own, on a CPU float32")
     add("--device", help="default: cuda where there is one")
+    add("--attention", choices=ATTENTIONS, default="auto", help="what decoding's attention runs on")
+    add(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="on CUDA: fused layers, each round one CUDA graph",
+    )
     return parser.parse_args(argv)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,19 +10,22 @@ from torch import Tensor
 from longspec.inference.acceptance import Sampler, accept
 from longspec.inference.cache import TargetCache
 from longspec.inference.drafting.proposal import Drafter, Proposal
-from longspec.kernels.attention import hybrid_attention, prefill_attention
-from longspec.models.glide import GlideMixin
-from longspec.models.target_attention import run_backbone
+from longspec.inference.runner import Runner
 
-PREFILL_CHUNK = 2048
+PREFILL_TOKENS = 4096
+"""Tokens of the prompts, over all rows, that one pass of prefill reads."""
+CAPACITY_STEP = 256
 
 
 class Engine:
-    """Decodes a ragged batch; row b's newest token, the root, is the only one that the target has not read."""
+    """Decodes a ragged batch; row b's newest token, the root, is the only one that the target has not read.
+
+    Its state lies in tensors that every round changes in place, so that a round can be captured and replayed.
+    """
 
     def __init__(
         self,
-        model: GlideMixin,
+        runner: Runner,
         drafter: Drafter,
         sampler: Sampler,
         prompts: Tensor,
@@ -30,42 +33,47 @@ class Engine:
         max_new_tokens: int,
     ) -> None:
         """prompts: LongTensor [B, P], padded right; prompt_lengths: their real lengths, each at least 1."""
-        self.model, self.drafter, self.sampler = model, drafter, sampler
-        self.prompts = prompts
-        self.host_lengths = list(prompt_lengths)
-        weight = model.lm_head.weight
+        self.runner, self.drafter, self.sampler = runner, drafter, sampler
+        self.prompts, self.prompt_lengths = prompts, list(prompt_lengths)
         # A row grows by depth + 1 at most past its last token, and a round's nodes lie behind that.
-        capacity = prompts.shape[1] + max_new_tokens + drafter.depth + 1 + drafter.nodes
-        self.cache = TargetCache(model.config, len(prompts), capacity, weight.dtype, weight.device)
-        self.root = prompts[:, 0]
+        needed = prompts.shape[1] + max_new_tokens + drafter.depth + 1 + drafter.nodes
+        capacity = -(-needed // CAPACITY_STEP) * CAPACITY_STEP
+        self.cache = TargetCache(runner.config, len(prompts), capacity, runner.dtype, runner.device)
+        self.root = prompts[:, 0].clone()
+        runner.prepare(capacity)
+
+    @property
+    def kind(self) -> Hashable:
+        """Engines of one kind launch the same kernels."""
+        drafter, sampler = self.drafter, self.sampler
+        return type(drafter), len(self.root), drafter.depth, drafter.nodes, sampler.greedy, self.runner.attention.name
 
     def prefill(self) -> Tensor:
         """Read the prompts and choose each row's first token, LongTensor [B]: the first root."""
-        lengths = torch.tensor(self.host_lengths, device=self.prompts.device)
-        last_hidden = self._read_prompts(lengths)
+        lengths = torch.tensor(self.prompt_lengths, device=self.prompts.device)
+        last_hidden = self._read_prompts()
         self.cache.lengths.copy_(lengths)
-        self.cache.max_length = max(self.host_lengths)
         self.drafter.start(self.prompts, lengths)
-        self.root = self.sampler.choose(self.model.lm_head(last_hidden))
-        return self.root
+        self.root.copy_(self.sampler.choose(self.runner.logits(last_hidden)))
+        return self.root.clone()
 
-    def _read_prompts(self, lengths: Tensor) -> Tensor:
+    def _read_prompts(self) -> Tensor:
         """Fill the cache chunk by chunk; the hidden state [B, hidden] of each row's last token."""
         batch, longest = self.prompts.shape
-        last = torch.empty(
-            batch, self.model.config.hidden_size, dtype=self.cache.keys.dtype, device=self.prompts.device
-        )
-        for start in range(0, longest, PREFILL_CHUNK):
-            end = min(start + PREFILL_CHUNK, longest)
-            self.cache.slots = torch.arange(start, end, device=lengths.device).expand(batch, -1)
+        chunk = max(1, PREFILL_TOKENS // batch)
+        last: list[Tensor] = [torch.empty(0)] * batch
+        for start in range(0, longest, chunk):
+            end = min(start + chunk, longest)
+            self.cache.slots = torch.arange(start, end, device=self.prompts.device).expand(batch, -1)
 
             def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, end: int = end) -> Tensor:
-                return prefill_attention(q, k[:, :, :end], v[:, :, :end], scale)
+                return self.runner.attention.prefill(q, k[:, :, :end], v[:, :, :end], scale)
 
-            hidden = run_backbone(self.model.model, self.prompts[:, start:end], self.cache.slots, self.cache, attend)
-            rows = ((lengths > start) & (lengths <= end)).nonzero()[:, 0]
-            last[rows] = hidden[rows, lengths[rows] - 1 - start]
-        return last
+            hidden = self.runner.target(self.prompts[:, start:end], self.cache.slots, self.cache, attend)
+            for row, length in enumerate(self.prompt_lengths):
+                if start < length <= end:
+                    last[row] = hidden[row, length - 1 - start].clone()
+        return torch.stack(last)
 
     def round(self, active: Tensor) -> tuple[Tensor, Tensor]:
         """One round. active: bool [B]; the other rows stay as they are.
@@ -77,11 +85,10 @@ class Engine:
         accepted = accept(proposal, self.verify(proposal), self.sampler)
         count = torch.where(active, accepted.count + 1, 0)
         path_tokens = proposal.tokens.gather(1, accepted.path)
-        first_position = self.cache.lengths[:, None]
         steps = torch.arange(proposal.depth + 1, device=count.device)
-        self.drafter.feed(path_tokens, first_position + steps, steps < count[:, None])
+        self.drafter.feed(path_tokens, self.cache.lengths[:, None] + steps, steps < count[:, None])
         self.cache.keep(accepted.path, count)
-        self.root = torch.where(active, accepted.bonus, self.root)
+        self.root.copy_(torch.where(active, accepted.bonus, self.root))
         emitted = path_tokens.roll(-1, dims=1).scatter(1, accepted.count[:, None], accepted.bonus[:, None])
         return emitted, count
 
@@ -93,12 +100,6 @@ class Engine:
         positions = cache.lengths[:, None] + proposal.levels
 
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            return hybrid_attention(q, k, v, cache.lengths, proposal.visible, scale, cache.max_length)
+            return self.runner.attention.hybrid(q, k, v, cache.lengths, proposal.visible, scale)
 
-        hidden = run_backbone(self.model.model, proposal.tokens, positions, cache, attend)
-        return self.model.lm_head(hidden)
-
-    def note_lengths(self, counts: Sequence[int]) -> None:
-        """Tell the host how far the last round went: `counts` as `round` returned them."""
-        self.host_lengths = [length + count for length, count in zip(self.host_lengths, counts, strict=True)]
-        self.cache.max_length = max(self.host_lengths)
+        return self.runner.logits(self.runner.target(proposal.tokens, positions, cache, attend))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,10 +12,16 @@ from torch import Tensor
 
 from longspec.errors import UserError
 from longspec.inference.acceptance import Sampler
+from longspec.inference.capture import CapturedRound, warm_up
 from longspec.inference.engine import Engine
 from longspec.inference.methods import METHODS, TREE_RULES, make_drafter
+from longspec.inference.runner import make_runner
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import context_window
+
+
+Round = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""As `Engine.round`."""
 
 
 class Streamer(Protocol):
@@ -81,6 +87,8 @@ def generate(
     seed: int | None = None,
     streamer: Streamer | None = None,
     tree_rule: str = "reject",
+    compile: bool = True,
+    attention: str = "auto",
 ) -> GenerationOutput:
     """Continue prompts losslessly: greedy at temperature 0, else samples of the target's own distribution.
 
@@ -90,6 +98,8 @@ def generate(
     come, on the CPU, and not the prompt. seed: None draws from torch's global generator. tree_rule, above temperature
     0: "reject" (a tree sampled from the draft without replacement, with recursive rejection) or "descend" (the draft's
     most probable tree, as far as the target's own draws lead into it); both are exact, the first accepts more.
+    compile: on CUDA, fused layers and each round as one CUDA graph; without it transformers' modules, kernel by kernel.
+    attention: "auto", "flash", "triton" or "sdpa" (see `kernels.attention.decoding_attention`).
     Raises UserError (a ValueError) for settings that cannot work.
     """
     rows = _prompt_rows(input_ids, attention_mask)
@@ -98,14 +108,15 @@ def generate(
     _check_rows(model, rows, max_new_tokens)
     if streamer is not None and len(rows) > 1:
         raise UserError(f"streamer: batch of {len(rows)}; streaming takes a single prompt")
-    device = model.lm_head.weight.device
+    runner = make_runner(model, attention, compile)
+    device = runner.device
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     sampler = Sampler(temperature, top_k, top_p, generator)
-    drafter = make_drafter(method, model, len(rows), sampler, tree_shape, gamma, tree_rule)
+    drafter = make_drafter(method, runner, len(rows), sampler, tree_shape, gamma, tree_rule)
     eos_ids = _eos_ids(model, eos_token_id)
     pad_id = _pad_id(model, pad_token_id)
     prompts = _pad_right(rows, pad_id).to(device)
-    engine = Engine(model, drafter, sampler, prompts, [len(row) for row in rows], max_new_tokens)
+    engine = Engine(runner, drafter, sampler, prompts, [len(row) for row in rows], max_new_tokens)
     decoder = _Decoder(engine, max_new_tokens, eos_ids, streamer)
     decoder.run()
     new_tokens = [torch.tensor(tokens, dtype=torch.long, device=device) for tokens in decoder.new_tokens]
@@ -128,24 +139,31 @@ class _Decoder:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         start = time.perf_counter()
-        first = self.engine.prefill().tolist()
+        first, play_round = self._start()
         self.stats.ttft_s = time.perf_counter() - start
         for row, token in enumerate(first):
             self._emit(row, [token])
         start = time.perf_counter()
         while any(self.active):
-            self._round(torch.tensor(self.active, device=device))
+            self._note(*play_round(torch.tensor(self.active, device=device)))
         self.stats.decode_s = time.perf_counter() - start
         if device.type == "cuda":
             self.stats.peak_memory_bytes = torch.cuda.max_memory_allocated(device)
         if self.streamer is not None:
             self.streamer.end()
 
-    def _round(self, active: Tensor) -> None:
-        tokens, counts = self.engine.round(active)
-        host_counts = counts.tolist()
-        self.engine.note_lengths(host_counts)
-        for row, (row_tokens, count) in enumerate(zip(tokens.tolist(), host_counts, strict=True)):
+    def _start(self) -> tuple[list[int], Round]:
+        """Prefill; each row's first token, and what plays a round."""
+        if not self.engine.runner.capturable:
+            return self.engine.prefill().tolist(), self.engine.round
+        warm_up(self.engine)
+        first = self.engine.prefill()
+        captured = CapturedRound(self.engine)  # while the device still reads the prompts
+        return first.tolist(), captured
+
+    def _note(self, tokens: Tensor, counts: Tensor) -> None:
+        """Take in what a round emitted: the one place where the host waits for it."""
+        for row, (*row_tokens, count) in enumerate(torch.cat([tokens, counts[:, None]], 1).tolist()):
             if self.active[row]:
                 emitted = self._emit(row, row_tokens[:count])
                 self.stats.rounds += 1

@@ -8,7 +8,7 @@ from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.drafting.magicdec import SparseTarget
 from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.drafting.tree import TreeDrafter
-from longspec.models.glide import GlideMixin
+from longspec.inference.runner import Runner
 
 METHODS = ("vanilla", "seq", "tree", "magicdec")
 TREE_RULES = ("reject", "descend")
@@ -16,7 +16,7 @@ TREE_RULES = ("reject", "descend")
 
 def make_drafter(
     method: str,
-    model: GlideMixin,
+    runner: Runner,
     batch: int,
     sampler: Sampler,
     tree_shape: Sequence[int],
@@ -25,9 +25,9 @@ def make_drafter(
 ) -> Drafter:
     """The drafter of one of METHODS for `batch` rows; a tree is for one of TREE_RULES."""
     if method == "tree":
-        return TreeDrafter(model, batch, tree_shape, sampler, tree_rule)
+        return TreeDrafter(runner, batch, tree_shape, sampler, tree_rule)
     if method == "seq":
-        return ChainDrafter(GlideDraft(model, batch, gamma), gamma, sampler)
+        return ChainDrafter(GlideDraft(runner, batch, gamma), gamma, sampler)
     if method == "magicdec":
-        return ChainDrafter(SparseTarget(model, gamma), gamma, sampler)
+        return ChainDrafter(SparseTarget(runner, gamma), gamma, sampler)
     return NoDraft()

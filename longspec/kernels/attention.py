@@ -171,3 +171,30 @@ def _num_splits(q: Tensor, k: Tensor, max_length: int) -> int:
     programs = batch * kv_heads * -(-heads // kv_heads * nodes // 64)
     wanted = -(-2 * torch.cuda.get_device_properties(q.device).multi_processor_count // programs)
     return max(1, min(wanted, -(-max_length // MIN_SPLIT)))
+
+ATTENTIONS = ("auto", "flash", "triton", "sdpa")
+
+
+class Shim:
+    name, capturable = "sdpa", False
+
+    def hybrid(self, q, k, v, lengths, tree_mask, scale):
+        return hybrid_attention(q, k, v, lengths, tree_mask, scale, int(lengths.max()))
+
+    def prefix(self, q, k, v, lengths, scale):
+        return prefix_only_attention(q, k, v, lengths, scale, int(lengths.max()))
+
+    def window(self, q, k, v, lengths, level, tree_mask, scale):
+        w = k.shape[2] - tree_mask.shape[2]
+        root = lengths[:, None]
+        held = root - 1 - (root - 1 - torch.arange(w, device=q.device)) % w
+        ring = (held >= 0) & (held >= root + level - w)
+        mask = torch.cat([ring[:, None].expand(-1, q.shape[2], -1), tree_mask], -1)
+        return masked_attention(q, k, v, mask, scale)
+
+    def prefill(self, q, k, v, scale):
+        return prefill_attention(q, k, v, scale)
+
+
+def decoding_attention(requested, device, dtype, head_dim):
+    return Shim()

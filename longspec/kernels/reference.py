@@ -69,3 +69,13 @@ def split_length(length: int, num_splits: int) -> int:
     """Slots of one split of a prefix: an equal share, rounded up to a multiple of SPLIT_ALIGNMENT."""
     share = -(-length // num_splits)
     return -(-share // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT
+
+
+def compact(keys: Tensor, values: Tensor, lengths: Tensor, path: Tensor, counts: Tensor) -> None:
+    """Reference of `longspec.kernels.compaction.compact`."""
+    rows = torch.arange(len(lengths), device=keys.device)[:, None]
+    step = torch.arange(path.shape[1], device=keys.device)
+    source = lengths[:, None] + torch.where(step < counts[:, None], path, step)
+    target = lengths[:, None] + step
+    for store in (keys, values):
+        store[:, rows, :, target] = store[:, rows, :, source]

@@ -8,6 +8,7 @@ from torch import Tensor
 from longspec.inference.acceptance import Sampler
 from longspec.inference.engine import Engine
 from longspec.inference.methods import make_drafter
+from longspec.inference.runner import Runner
 from longspec.models.glide import GlideMixin
 
 
@@ -38,14 +39,14 @@ def teacher_forced_acceptance(model: GlideMixin, rows: Tensor, prompt: int, tree
     as far as the draft's tree holds the text and one token further.
     """
     sampler = TextSampler(rows, tree_shape)
-    drafter = make_drafter("tree", model, len(rows), sampler, tree_shape, gamma=1, tree_rule="descend")
-    engine = Engine(model, drafter, sampler, rows[:, :prompt], [prompt] * len(rows), rows.shape[1] - prompt)
+    runner = Runner(model)
+    drafter = make_drafter("tree", runner, len(rows), sampler, tree_shape, gamma=1, tree_rule="descend")
+    engine = Engine(runner, drafter, sampler, rows[:, :prompt], [prompt] * len(rows), rows.shape[1] - prompt)
     sampler.lengths = torch.full_like(sampler.lengths, prompt)
     engine.prefill()
     emitted = rounds = 0
     while (active := sampler.lengths + drafter.depth + 2 <= rows.shape[1]).any():
         counts = engine.round(active)[1]
-        engine.note_lengths(counts.tolist())
         sampler.lengths += counts
         emitted += int(counts.sum())
         rounds += int(active.sum())

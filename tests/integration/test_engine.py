@@ -11,6 +11,7 @@ from torch import Tensor
 from longspec.inference.acceptance import Sampler
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
+from longspec.inference.runner import Runner
 from longspec.models.draft_layer import WINDOW
 from longspec.models.glide import GlideMixin
 
@@ -24,7 +25,7 @@ PLAN = [[0, 4, 2], [4, 0, 1], [1, 3, 4], [3, 1, 0], [2, 2, 3], [4, 4, 4], [0, 0,
 
 def oracle_tree(model: GlideMixin, truth: list[list[int]], lengths: list[int], plan: list[list[int]]) -> Oracle:
     """Puts the true continuation, down to a planned depth, on a random path of the real draft's tree."""
-    return Oracle(TreeDrafter(model, len(truth), SHAPE, GREEDY, "descend"), lengths, truth, plan, VOCAB)
+    return Oracle(TreeDrafter(Runner(model), len(truth), SHAPE, GREEDY, "descend"), lengths, truth, plan, VOCAB)
 
 
 def full_forward_kv(model: GlideMixin, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,13 +45,12 @@ def test_state_after_every_accepted_length(tmp_path: Path, family: str, device: 
     truth = [target_greedy(model, prompt, 1 + (DEPTH + 1) * (len(PLAN) + 1)) for prompt in prompts]
     oracle = oracle_tree(model, truth, lengths, PLAN)
     padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
-    engine = Engine(model, oracle, GREEDY, padded, lengths, max_new_tokens=60)
+    engine = Engine(Runner(model), oracle, GREEDY, padded, lengths, max_new_tokens=60)
     assert engine.prefill().tolist() == [row[0] for row in truth]
     at = [0, 0, 0]
     for planned in PLAN:
         tokens, counts = engine.round(torch.ones(3, dtype=torch.bool, device=device))
         assert counts.tolist() == [n + 1 for n in planned]
-        engine.note_lengths(counts.tolist())
         for b, count in enumerate(counts.tolist()):
             assert tokens[b, :count].tolist() == truth[b][at[b] + 1 : at[b] + 1 + count]
             at[b] += count
@@ -77,7 +77,7 @@ def test_inactive_rows_stay_as_they_are(tmp_path: Path) -> None:
     prompts = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(2))
     truth = [target_greedy(model, row, 20) for row in prompts]
     oracle = oracle_tree(model, truth, [12, 12], [[3, 3]])
-    engine = Engine(model, oracle, GREEDY, prompts, [12, 12], max_new_tokens=20)
+    engine = Engine(Runner(model), oracle, GREEDY, prompts, [12, 12], max_new_tokens=20)
     assert engine.prefill().tolist() == [row[0] for row in truth]
     ring = oracle.drafter.draft.cache
     kept, ring_kept = engine.cache.keys[:, 1, :, :12].clone(), ring.keys[1, :, :WINDOW].clone()
@@ -90,7 +90,7 @@ def test_inactive_rows_stay_as_they_are(tmp_path: Path) -> None:
 
 def test_draft_cache_does_not_grow_with_the_prompt(tmp_path: Path) -> None:
     model = make_pair(tmp_path)
-    short, long = (TreeDrafter(model, 1, SHAPE, GREEDY, "descend") for _ in range(2))
+    short, long = (TreeDrafter(Runner(model), 1, SHAPE, GREEDY, "descend") for _ in range(2))
     short.start(torch.zeros(1, 3, dtype=torch.long), torch.tensor([3]))
     long.start(torch.zeros(1, 3000, dtype=torch.long), torch.tensor([3000]))
     assert short.draft.cache.keys.shape == long.draft.cache.keys.shape == (1, 2, WINDOW + 1 + sum(SHAPE), 8)

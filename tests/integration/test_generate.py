@@ -13,6 +13,7 @@ from longspec.errors import UserError
 from longspec.inference import engine as engine_module
 from longspec.inference.drafting import magicdec
 from longspec.inference.methods import METHODS
+from longspec.inference.runner import Runner
 
 SETTINGS = {"tree_shape": (3, 5, 4), "gamma": 3}
 SAMPLED = [*({"method": method} for method in METHODS), {"method": "tree", "tree_rule": "descend"}]
@@ -138,7 +139,7 @@ def test_chunked_prefill_changes_nothing(tmp_path: Path, method: str, monkeypatc
     """Rows that end inside the first, at the edge of, and after a chunk."""
     model = make_pair(tmp_path)
     rows = prompts(3, 7, 14, 20)
-    monkeypatch.setattr(engine_module, "PREFILL_CHUNK", 7)
+    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 7 * len(rows))
     out = generate(model, *padded(rows, "right"), method=method, max_new_tokens=8, **SETTINGS)
     assert [new.tolist() for new in out.new_tokens] == [target_greedy(model, row, 8) for row in rows]
 
@@ -155,7 +156,7 @@ def test_magicdec_drafts_from_a_constant_view_and_stays_lossless(
     out = generate(model, *padded(rows, "left"), method="magicdec", max_new_tokens=20, gamma=4)
     assert [new.tolist() for new in out.new_tokens] == [target_greedy(model, row, 20) for row in rows]
     assert 1 <= out.stats.mean_acceptance_length < 5
-    view, visible = magicdec.SparseTarget(model, gamma=4)._view(torch.tensor([2, 6, 100]), step=1, capacity=120)
+    view, visible = magicdec.SparseTarget(Runner(model), gamma=4)._view(torch.tensor([2, 6, 100]), step=1, capacity=120)
     assert view.shape == (3, 4 + 8 + 4)
     seen = [sorted(slots[keep].tolist()) for slots, keep in zip(view, visible, strict=True)]
     assert seen == [[0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, *range(92, 102)]]

@@ -134,7 +134,7 @@ def run(case: Case, eos: tuple[int, ...]) -> tuple[GenerationOutput, Oracle, lis
     hook = model.model.register_forward_pre_hook(note, with_kwargs=True)
     with pytest.MonkeyPatch.context() as patch, hook:
         patch.setattr(generate_module, "make_drafter", make_oracle)
-        patch.setattr(engine_module, "PREFILL_CHUNK", case.chunk)
+        patch.setattr(engine_module, "PREFILL_TOKENS", case.chunk * len(rows))
         patch.setattr(magicdec, "SINK", case.sparse_view[0])
         patch.setattr(magicdec, "RECENT", case.sparse_view[1])
         eos_token_id = eos[0] if len(eos) == 1 else eos or None

@@ -13,6 +13,7 @@ from longspec.inference.drafting.chain import ChainDrafter
 from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
+from longspec.inference.runner import Runner
 from longspec.models.glide import GlideMixin
 
 DEPTH = 5
@@ -43,7 +44,7 @@ def training_logits(model: GlideMixin, tokens: Tensor, lag: int) -> Tensor:
 
 def prefilled(model: GlideMixin, prompts: list[Tensor], drafter: ChainDrafter | TreeDrafter) -> Engine:
     rows = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
-    engine = Engine(model, drafter, Sampler(0.0, 0, 1.0), rows, [len(p) for p in prompts], max_new_tokens=16)
+    engine = Engine(Runner(model), drafter, Sampler(0.0, 0, 1.0), rows, [len(p) for p in prompts], max_new_tokens=16)
     engine.prefill()
     return engine
 
@@ -82,7 +83,7 @@ def test_chain_logits_equal_training_logits_at_the_same_lag(
     model = parity_pair(tmp_path, family, **overrides).to(device)
     roots = [1, 2, 5, 511, 512, 513, 530]
     tokens = random_tokens(len(roots), 540).to(device)
-    draft = GlideDraft(model, len(roots), nodes=DEPTH)
+    draft = GlideDraft(Runner(model), len(roots), nodes=DEPTH)
     engine = prefilled(
         model,
         [row[:n] for row, n in zip(tokens, roots, strict=True)],
@@ -102,7 +103,7 @@ def test_tree_logits_equal_training_logits_along_each_path(tmp_path: Path, famil
     """Every node, whatever its siblings, equals the training forward over the prefix and its own ancestors."""
     model = parity_pair(tmp_path, family).to(device)
     prompts = [row[:n] for row, n in zip(random_tokens(3, 540).to(device), (3, 509, 530), strict=True)]
-    drafter = TreeDrafter(model, len(prompts), shape=(3, 5, 4, 1), sampler=Sampler(0.0, 0, 1.0), tree_rule="descend")
+    drafter = TreeDrafter(Runner(model), len(prompts), shape=(3, 5, 4, 1), sampler=Sampler(0.0, 0, 1.0), tree_rule="descend")
     levels: list[Tensor] = []
     level = drafter.draft.level
     drafter.draft.level = lambda *args: levels.append(level(*args)) or levels[-1]  # type: ignore[method-assign]

@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from longspec.inference.acceptance import Sampler
 from longspec.inference.engine import Engine
 from longspec.inference.methods import make_drafter
+from longspec.inference.runner import Runner
 from scripts.demo.forced import teacher_forced_acceptance
 from scripts.demo.quality import bigram_nats, bits_per_byte, bytes_of_tokens, distinct_share, target_nats
 
@@ -71,14 +72,14 @@ def test_teacher_forced_on_the_targets_own_words_is_its_greedy_acceptance(tmp_pa
     model = make_pair(tmp_path, initializer_range=0.02).eval()
     prompts = torch.randint(VOCAB, (3, prompt), generator=torch.Generator().manual_seed(2))
     sampler = Sampler(0.0, 0, 1.0)
+    runner = Runner(model)
     engine = Engine(
-        model, make_drafter("tree", model, 3, sampler, shape, 1, "descend"), sampler, prompts, [prompt] * 3, 100
+        runner, make_drafter("tree", runner, 3, sampler, shape, 1, "descend"), sampler, prompts, [prompt] * 3, 100
     )
     text = [[*row, token] for row, token in zip(prompts.tolist(), engine.prefill().tolist(), strict=True)]
     per_round = []
     for _ in range(20):
         tokens, counts = engine.round(torch.ones(3, dtype=torch.bool))
-        engine.note_lengths(counts.tolist())
         per_round.append(counts)
         for row, new, count in zip(text, tokens.tolist(), counts.tolist(), strict=True):
             row += new[:count]

@@ -9,6 +9,7 @@ from pairs import make_pair
 from longspec.inference.acceptance import Sampler
 from longspec.inference.drafting.tree import TreeDrafter, best_children
 from longspec.inference.engine import Engine
+from longspec.inference.runner import Runner
 
 SHAPE = (3, 5, 4)
 
@@ -32,11 +33,11 @@ def test_tree_holds_the_drafts_most_probable_continuations(tmp_path: Path, tempe
     model = make_pair(tmp_path)
     prompt = torch.randint(0, 61, (1, 20), generator=torch.Generator().manual_seed(3))
     sampler = Sampler(temperature, 0, 1.0)
-    drafter = TreeDrafter(model, 1, SHAPE, sampler, "descend")
+    drafter = TreeDrafter(Runner(model), 1, SHAPE, sampler, "descend")
     levels: list[torch.Tensor] = []
     level = drafter.draft.level
     drafter.draft.level = lambda *args: levels.append(level(*args)) or levels[-1]  # type: ignore[method-assign]
-    engine = Engine(model, drafter, sampler, prompt, [20], max_new_tokens=8)
+    engine = Engine(Runner(model), drafter, sampler, prompt, [20], max_new_tokens=8)
     engine.prefill()
     tree = drafter.propose(engine.root, engine.cache)
     score, above = {0: 0.0}, [0]

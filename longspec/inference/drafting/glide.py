@@ -6,19 +6,17 @@ import torch
 from torch import Tensor
 
 from longspec.inference.cache import DraftCache, TargetCache
-from longspec.kernels.attention import masked_attention, prefix_only_attention
-from longspec.models.draft_layer import WINDOW
-from longspec.models.glide import GlideMixin
+from longspec.inference.runner import Runner
+from longspec.models.draft_layer import WINDOW, head_dim
 
 
 class GlideDraft:
-    """The draft of `model` for a batch; it reads the target's cache up to the root, however deep the level."""
+    """The draft for a batch; it reads the target's cache up to the root, however deep the level."""
 
-    def __init__(self, model: GlideMixin, batch: int, nodes: int) -> None:
-        self.model = model
-        weight = model.lm_head.weight
-        self.cache = DraftCache(model.config, batch, WINDOW, nodes, weight.dtype, weight.device)
-        self.scale = model.draft_model.self_attn.head_dim**-0.5
+    def __init__(self, runner: Runner, batch: int, nodes: int) -> None:
+        self.runner = runner
+        self.cache = DraftCache(runner.config, batch, WINDOW, nodes, runner.dtype, runner.device)
+        self.scale = head_dim(runner.config) ** -0.5
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
         """Prefill: keys and values of each prompt's last W tokens. prompts [B, P] padded right, lengths [B]."""
@@ -29,8 +27,7 @@ class GlideDraft:
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
         """Put certain tokens [B, T] at consecutive positions [B, T] into the ring, where valid."""
-        embeddings, rope = self.model.embed(tokens, positions.clamp(min=0))
-        self.cache.append(*self.model.draft_model.keys_values(embeddings, rope), positions, valid)
+        self.runner.feed_draft(tokens, positions, valid, self.cache)
 
     def level(self, tokens: Tensor, level: int, first: int, visible: Tensor, cache: TargetCache) -> Tensor:
         """The draft's logits [B, n, V] at the n nodes of one level.
@@ -38,21 +35,17 @@ class GlideDraft:
         tokens: LongTensor [B, n]; their level is `level` and their numbers first … first + n - 1; visible: bool
         [B, n, N], the nodes each one sees. Its lag to the target's cache is level + 1 (SPEC 2).
         """
-        root = cache.lengths
+        root, attention = cache.lengths, self.runner.attention
         positions = (root + level)[:, None].expand_as(tokens)
-        embeddings, rope = self.model.embed(tokens, positions)
-        mask = torch.cat([self.cache.ring_visible(root, positions), visible], dim=-1)
 
-        def self_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.cache.write_nodes(k, v, first)
-            return masked_attention(q, self.cache.keys, self.cache.values, mask, self.scale)
+        def self_attend(q: Tensor) -> Tensor:
+            return attention.window(q, self.cache.keys, self.cache.values, root, level, visible, self.scale)
 
         def cross_attend(q: Tensor) -> Tensor:
-            keys, values = cache.last_layer
-            return prefix_only_attention(q, keys, values, root, self.scale, cache.max_length)
+            return attention.prefix(q, *cache.last_layer, root, self.scale)
 
-        hidden = self.model.draft_model(embeddings, rope, self_attend, cross_attend)
-        return self.model.lm_head(hidden)
+        hidden = self.runner.draft(tokens, positions, self.cache, first, self_attend, cross_attend)
+        return self.runner.logits(hidden)
 
     def next_logits(self, tokens: Tensor, step: int, cache: TargetCache) -> Tensor:
         """The logits [B, V] that follow tokens [B], node `step` of a chain."""

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from longspec.inference.cache import TargetCache
+from longspec.inference.runner import Runner
 from longspec.kernels.attention import masked_attention
-from longspec.models.glide import GlideMixin
-from longspec.models.target_attention import run_backbone
 
 SINK = 32
 RECENT = 1024
@@ -20,8 +19,8 @@ class SparseTarget:
     Its keys and values go behind the accepted ones, where verification overwrites them.
     """
 
-    def __init__(self, model: GlideMixin, gamma: int) -> None:
-        self.model = model
+    def __init__(self, runner: Runner, gamma: int) -> None:
+        self.runner = runner
         self.gamma = gamma
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
@@ -33,14 +32,13 @@ class SparseTarget:
     def next_logits(self, tokens: Tensor, step: int, cache: TargetCache) -> Tensor:
         """Logits [B, V] after tokens [B], node `step` of the chain."""
         slots, visible = self._view(cache.lengths, step, capacity=cache.keys.shape[3])
-        cache.slots = (cache.lengths + step)[:, None]
+        cache.slots = (cache.lengths.long() + step)[:, None]
 
         def attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
             k, v = (store[cache.rows, :, slots].transpose(1, 2) for store in (keys, values))
             return masked_attention(q, k, v, visible[:, None], scale)
 
-        hidden = run_backbone(self.model.model, tokens[:, None], cache.slots, cache, attend)
-        return self.model.lm_head(hidden[:, 0])
+        return self.runner.logits(self.runner.target(tokens[:, None], cache.slots, cache, attend)[:, 0])
 
     def _view(self, lengths: Tensor, step: int, capacity: int) -> tuple[Tensor, Tensor]:
         """Slots [B, SINK + RECENT + gamma] to read and which of them count, bool of the same shape."""

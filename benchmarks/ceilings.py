@@ -1,0 +1,63 @@
+"""What the device can do at most, and how long a captured piece of work takes: the rulers of the other benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import median
+
+import torch
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Measured on this device, in this run."""
+
+    copy_bytes_per_s: float
+    """A device-to-device copy of 4 GiB, bytes read and written."""
+    matmul_flops_per_s: float
+    """An 8192³ bf16 product of random matrices."""
+
+    def floor_ms(self, read_bytes: float, flops: float) -> float:
+        """The longer of moving the bytes and doing the arithmetic."""
+        return 1e3 * max(read_bytes / self.copy_bytes_per_s, flops / self.matmul_flops_per_s)
+
+    def describe(self) -> dict[str, float | str]:
+        return {"device": torch.cuda.get_device_name(), "torch": torch.__version__} | asdict(self)
+
+
+def measure_ceilings() -> Ceilings:
+    source = torch.ones(1 << 30, dtype=torch.float32, device="cuda")
+    target = torch.empty_like(source)
+    copy_ms = captured_ms(lambda: target.copy_(source))
+    del source, target
+    a, b = torch.randn(2, 8192, 8192, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty_like(a)
+    product_ms = captured_ms(lambda: torch.mm(a, b, out=out))
+    torch.cuda.empty_cache()
+    return Ceilings(2 * 4 * (1 << 30) / copy_ms * 1e3, 2 * 8192**3 / product_ms * 1e3)
+
+
+def captured_ms(work: Callable[[], object], runs: int = 5, replays: int = 5) -> float:
+    """Milliseconds that `work` takes in a CUDA graph: the median of `runs` runs of `replays` replays each."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    graph.replay()
+    return timed_ms(graph.replay, runs, replays)
+
+
+def timed_ms(work: Callable[[], object], runs: int, repeats: int) -> float:
+    """Milliseconds on the device between the events around `work`: the median of `runs` runs of `repeats` calls each."""
+    times = []
+    for _ in range(runs):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(repeats):
+            work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / repeats)
+    return median(times)

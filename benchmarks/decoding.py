@@ -1,0 +1,241 @@
+"""A decoding step and a speculation round at published shapes, against the floor that the device sets.
+
+`python -m benchmarks.decoding` prints a table, draws where the time of a tree round goes (--picture), and ends with one
+JSON line. Weights and caches are random: the time of a round depends on shapes alone, and no token of it on luck.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from benchmarks.ceilings import Ceilings, captured_ms, measure_ceilings, timed_ms
+from benchmarks.floors import round_floor_ms
+from benchmarks.picture import draw_rounds
+from benchmarks.shapes import SHAPES, random_pair
+from longspec.errors import UserError, reports_user_errors
+from longspec.inference.acceptance import Sampler
+from longspec.inference.capture import CapturedRound, warm_up
+from longspec.inference.drafting.glide import GlideDraft
+from longspec.inference.engine import Engine
+from longspec.inference.generate import _Decoder
+from longspec.inference.methods import METHODS, make_drafter
+from longspec.inference.runner import FusedRunner, Runner
+from longspec.models.glide import GlideMixin
+
+ACCEPTANCE_LENGTH = 3.5
+"""Assumed where tokens/s are given for a tree."""
+
+
+@dataclass
+class Measured:
+    """One method at one context; milliseconds on the device, of a round."""
+
+    shape: str
+    context: int
+    batch: int
+    method: str
+    temperature: float
+    round_ms: float
+    floor_ms: float
+    busy: float
+    """Share of the host's time of a round in which the device works."""
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        return self.round_ms / self.floor_ms
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all rows: with ACCEPTANCE_LENGTH for a draft of its own, one token a step for vanilla."""
+        return self.batch * (1 if self.method == "vanilla" else ACCEPTANCE_LENGTH) / self.round_ms * 1e3
+
+
+@reports_user_errors
+def main() -> None:
+    options = parse_options()
+    if not torch.cuda.is_available():
+        raise UserError("benchmarks.decoding: measured on a CUDA device, and there is none here")
+    ceilings = measure_ceilings()
+    found: list[Measured] = []
+    peers: list[dict[str, Any]] = []
+    print(HEADER)
+    for shape in options.shapes:
+        model = random_pair(shape)
+        runner = FusedRunner(model, options.attention)
+        for context in options.contexts:
+            peers.append({"shape": shape, "context": context, "transformers_dynamic_ms": transformers_ms(model, context)})
+            for method in options.methods:
+                found.append(measure(shape, runner, [context], method, ceilings, options))
+        for batch in options.batches:
+            lengths = torch.linspace(0.75, 1.0, batch).mul(options.batch_context).long().tolist()
+            for method in ("vanilla", "tree"):
+                found.append(measure(shape, runner, lengths, method, ceilings, options))
+        del model, runner
+        torch.cuda.empty_cache()
+    for peer in peers:
+        print(f"transformers, dynamic cache, {peer['shape']} at {peer['context']}: {peer['transformers_dynamic_ms']:.1f} ms a token")
+    if options.picture:
+        draw_rounds([row for row in found if row.parts], options.picture)
+    rows = [asdict(row) | {"ratio": row.ratio, "tokens_per_s": row.tokens_per_s} for row in found]
+    config = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    print(json.dumps({"benchmark": "decoding", "rounds": rows, "peers": peers, "config": config} | ceilings.describe()))
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    add("--contexts", type=int, nargs="*", default=[4096, 32768, 131072])
+    add("--methods", nargs="*", default=list(METHODS), choices=METHODS)
+    add("--temperature", type=float, default=0.0)
+    add("--tree_shape", type=int, nargs="+", default=[4, 16, 16, 16, 16])
+    add("--gamma", type=int, default=4)
+    add("--batches", type=int, nargs="*", default=[], help="batch sizes for vanilla and tree, ragged")
+    add("--batch_context", type=int, default=32768, help="longest row of such a batch; the shortest has three quarters")
+    add("--attention", default="auto")
+    add("--picture", type=Path, help="PNG of where a tree round's time goes")
+    return parser.parse_args()
+
+
+@torch.no_grad()
+def measure(
+    shape: str, runner: FusedRunner, lengths: list[int], method: str, ceilings: Ceilings, options: argparse.Namespace
+) -> Measured:
+    engine = filled_engine(runner, lengths, method, options)
+    warm_up(engine)
+    captured = CapturedRound(engine)
+    decoder = _Decoder(engine, 1 << 30, set(), None)
+    active = torch.ones(len(lengths), dtype=torch.bool, device="cuda")
+
+    def rewind() -> None:
+        engine.cache.lengths.copy_(torch.tensor(lengths))
+
+    rewind()
+    round_ms = timed_ms(lambda: captured(active), runs=5, repeats=10)
+    rewind()
+    torch.cuda.synchronize()
+    start = perf_counter()
+    for _ in range(30):
+        decoder._note(*captured(torch.tensor(decoder.active, device="cuda")))
+    wall_ms = (perf_counter() - start) / 30 * 1e3
+    rewind()
+    widths = {"tree": tuple(options.tree_shape), "vanilla": ()}.get(method, (1,) * options.gamma)
+    floor_ms = round_floor_ms(runner.config, ceilings, lengths, widths, own_draft=method == "magicdec")
+    found = Measured(
+        shape,
+        max(lengths),
+        len(lengths),
+        method,
+        options.temperature,
+        round_ms,
+        floor_ms,
+        round_ms / wall_ms,
+        parts_of_round(engine, round_ms) if method == "tree" else {},
+    )
+    print(line(found), flush=True)
+    return found
+
+
+def filled_engine(runner: Runner, lengths: list[int], method: str, options: argparse.Namespace) -> Engine:
+    """An engine as after prefill of so many tokens, with random keys and values in all caches."""
+    batch = len(lengths)
+    sampler = Sampler(options.temperature, 0, 1.0, torch.Generator("cuda").manual_seed(0))
+    drafter: Any = make_drafter(method, runner, batch, sampler, options.tree_shape, options.gamma, "reject")
+    prompts = torch.randint(0, 1000, (batch, max(lengths)), device="cuda")
+    engine = Engine(runner, drafter, sampler, prompts, lengths, max_new_tokens=1024)
+    stores = [engine.cache.keys, engine.cache.values]
+    draft = getattr(drafter, "draft", getattr(drafter, "model", None))
+    if isinstance(draft, GlideDraft):
+        stores += [draft.cache.keys, draft.cache.values]
+    for store in stores:
+        store.normal_()
+    engine.cache.lengths.copy_(torch.tensor(lengths))
+    return engine
+
+
+def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
+    """Milliseconds by part of a tree round; each piece is captured alone, and what is left goes by difference."""
+    runner, cache, drafter = engine.runner, engine.cache, engine.drafter
+    draft: GlideDraft = drafter.draft  # type: ignore[attr-defined]
+    proposal = drafter.propose(engine.root, cache)
+    batch, nodes = proposal.tokens.shape
+    config = runner.config
+    scale = draft.scale
+
+    def random(width: int, heads: int) -> Tensor:
+        return torch.randn(batch, width, heads, cache.keys.shape[-1], dtype=runner.dtype, device="cuda").transpose(1, 2)
+
+    hidden = torch.randn(batch, nodes, config.hidden_size, dtype=runner.dtype, device="cuda")
+    levels = [(0, 1), *((level, width) for level, width in enumerate(proposal.shape[:-1], 1))]
+    queries = {width: random(width, config.num_attention_heads) for width in {1, nodes, *proposal.shape}}
+
+    def draft_attention() -> None:
+        for level, width in levels:
+            visible = proposal.visible[:, :width]
+            args = (draft.cache.keys, draft.cache.values, cache.lengths, level, visible, scale)
+            runner.attention.window(queries[width], *args)
+            runner.attention.prefix(queries[width], *cache.last_layer, cache.lengths, scale)
+
+    def verify_attention() -> None:
+        for keys, values in zip(cache.keys, cache.values, strict=True):
+            runner.attention.hybrid(queries[nodes], keys, values, cache.lengths, proposal.visible, scale)
+
+    def lm_head() -> None:
+        for _, width in levels:
+            runner.logits(hidden[:, :width])
+        runner.logits(hidden)
+
+    def draft_lm_head() -> None:
+        for _, width in levels:
+            runner.logits(hidden[:, :width])
+
+    propose = captured_ms(lambda: drafter.propose(engine.root, cache))
+    verify = captured_ms(lambda: engine.verify(proposal))
+    draft_attention_ms, verify_attention_ms = captured_ms(draft_attention), captured_ms(verify_attention)
+    heads, draft_heads = captured_ms(lm_head), captured_ms(draft_lm_head)
+    return {
+        "draft attention": draft_attention_ms,
+        "draft rest": propose - draft_attention_ms - draft_heads,
+        "lm_head": heads,
+        "verify attention": verify_attention_ms,
+        "verify rest": verify - verify_attention_ms - (heads - draft_heads),
+        "accept + compact": round_ms - propose - verify,
+    }
+
+
+@torch.no_grad()
+def transformers_ms(model: GlideMixin, context: int) -> float:
+    """Milliseconds of one token through transformers' own forward, dynamic cache, kernel by kernel."""
+    config = model.config
+    shape = (1, config.num_key_value_heads, context, config.hidden_size // config.num_attention_heads)
+    cache = DynamicCache()
+    for layer in range(config.num_hidden_layers):
+        keys, values = torch.randn(2, *shape, dtype=torch.bfloat16, device="cuda")
+        cache.update(keys, values, layer)
+    token = torch.zeros(1, 1, dtype=torch.long, device="cuda")
+    return timed_ms(lambda: model(token, past_key_values=cache, use_cache=True), runs=5, repeats=2)
+
+
+HEADER = f"{'shape':<11}{'context':>8}{'batch':>6} {'method':<9}{'ms':>8}{'floor':>8}{'ratio':>7}{'busy':>6}{'tokens/s':>9}"
+
+
+def line(row: Measured) -> str:
+    parts = "  ".join(f"{name} {value:.2f}" for name, value in row.parts.items())
+    return (
+        f"{row.shape:<11}{row.context:>8}{row.batch:>6} {row.method:<9}{row.round_ms:>8.2f}{row.floor_ms:>8.2f}"
+        f"{row.ratio:>7.2f}{row.busy:>6.2f}{row.tokens_per_s:>9.0f}  {parts}"
+    )
+
+
+if __name__ == "__main__":
+    main()

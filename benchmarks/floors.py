@@ -1,0 +1,66 @@
+"""The least time a decoding round can take: every weight and every key read once a pass, every product at full rate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.ceilings import Ceilings
+from longspec.inference.drafting.magicdec import RECENT, SINK
+from longspec.models.draft_layer import head_dim
+
+BYTES = 2
+"""Of one bf16 number."""
+
+
+def round_floor_ms(
+    config: Any, ceilings: Ceilings, lengths: Sequence[int], widths: Sequence[int], own_draft: bool = False
+) -> float:
+    """Milliseconds of a round with levels of `widths` nodes (none: a vanilla step), summed over its parts.
+
+    A part (the layers' weights, a layer's attention by row, the draft layer, lm_head) takes the longer of its bytes
+    and its arithmetic. lengths: cached tokens of each row. own_draft: the target drafts for itself over a constant
+    window (magicdec) instead of the GLIDE layer.
+    """
+    batch, nodes = len(lengths), 1 + sum(widths)
+    total = _pass_ms(config, ceilings, lengths, nodes)
+    above = [1, *widths[:-1]] if widths else []
+    for width in above:
+        if own_draft:
+            total += _pass_ms(config, ceilings, [min(length, SINK + RECENT) for length in lengths], width)
+        else:
+            total += _products_ms(ceilings, draft_weights(config), batch * width)
+            total += sum(_attention_ms(config, ceilings, length, width) for length in lengths)
+            total += _lm_head_ms(config, ceilings, batch * width)
+    return total
+
+
+def _pass_ms(config: Any, ceilings: Ceilings, lengths: Sequence[int], nodes: int) -> float:
+    attention = sum(_attention_ms(config, ceilings, length, nodes) for length in lengths)
+    layer = _products_ms(ceilings, layer_weights(config), len(lengths) * nodes) + attention
+    return config.num_hidden_layers * layer + _lm_head_ms(config, ceilings, len(lengths) * nodes)
+
+
+def _products_ms(ceilings: Ceilings, weights: int, tokens: int) -> float:
+    return ceilings.floor_ms(BYTES * weights, 2 * weights * tokens)
+
+
+def _lm_head_ms(config: Any, ceilings: Ceilings, tokens: int) -> float:
+    return _products_ms(ceilings, config.vocab_size * config.hidden_size, tokens)
+
+
+def _attention_ms(config: Any, ceilings: Ceilings, length: int, queries: int) -> float:
+    width = head_dim(config)
+    kv_bytes = 2 * BYTES * config.num_key_value_heads * width * length
+    return ceilings.floor_ms(kv_bytes, 4 * config.num_attention_heads * width * length * queries)
+
+
+def layer_weights(config: Any) -> int:
+    """Numbers in one target layer's matrices."""
+    heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
+    return config.hidden_size * (heads * head_dim(config) + 3 * config.intermediate_size)
+
+
+def draft_weights(config: Any) -> int:
+    """Numbers in the GLIDE layer's matrices: one more query and output projection, for the cross-attention."""
+    return layer_weights(config) + 2 * config.hidden_size * config.num_attention_heads * head_dim(config)

@@ -1,0 +1,51 @@
+"""Targets of published shapes with random weights, made on the device: speed depends on shapes alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, PreTrainedModel, Qwen2Config
+
+from longspec.models.glide import GlideMixin
+from longspec.models.llama import LlamaGlide
+from longspec.models.qwen2 import Qwen2Glide
+
+LLAMA3_8B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=1 << 19,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=False,
+    rope_parameters={"rope_type": "default", "rope_theta": 283461213.0},
+)
+QWQ_32B = Qwen2Config(
+    vocab_size=152064,
+    hidden_size=5120,
+    intermediate_size=27648,
+    num_hidden_layers=64,
+    num_attention_heads=40,
+    num_key_value_heads=8,
+    max_position_embeddings=1 << 18,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=False,
+    rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+)
+SHAPES = {"llama3-8b": LLAMA3_8B, "qwq-32b": QWQ_32B}
+
+
+def random_pair(name: str) -> GlideMixin:
+    """The pair of shape SHAPES[name] in bf16 on the CUDA device."""
+    config = SHAPES[name]
+    family: Any = Qwen2Glide if isinstance(config, Qwen2Config) else LlamaGlide
+
+    def random_target(self: GlideMixin, config: Any, path: str, dtype: torch.dtype) -> PreTrainedModel:
+        with torch.device("cuda"):
+            return family.target_class._from_config(config, dtype=dtype)
+
+    made = type(f"Random{family.__name__}", (family,), {"_load_target": random_target})
+    return made(config, name, torch_dtype=torch.bfloat16).cuda().eval()

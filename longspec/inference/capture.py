@@ -1,0 +1,58 @@
+"""A round as one CUDA graph: the host launches it whole and looks at its result once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from longspec.inference.engine import Engine
+
+_warm: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
+
+
+def warm_up(engine: Engine) -> None:
+    """One round on the empty cache, unless one of its kind has run: kernels are compiled before they are captured.
+
+    It leaves the engine as it was, its random generator included.
+    """
+    kinds = _warm.setdefault(engine.runner.model, set())
+    kind = engine.kind
+    if kind in kinds:
+        return
+    generator = _generator(engine)
+    state = generator.get_state()
+    engine.round(torch.zeros_like(engine.root, dtype=torch.bool))
+    generator.set_state(state)
+    kinds.add(kind)
+
+
+class CapturedRound:
+    """`engine.round` with the same argument and results, which the next call overwrites."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Records the round without running it; what is queued on the device meanwhile goes on."""
+        self.active = torch.ones_like(engine.root, dtype=torch.bool)
+        self.graph = torch.cuda.CUDAGraph()
+        self.graph.register_generator_state(_generator(engine))
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self.result = engine.round(self.active)
+            finally:
+                self.graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def __call__(self, active: Tensor) -> tuple[Tensor, Tensor]:
+        self.active.copy_(active)
+        self.graph.replay()
+        return self.result
+
+
+def _generator(engine: Engine) -> torch.Generator:
+    index = engine.root.device.index
+    return engine.sampler.generator or torch.cuda.default_generators[index]

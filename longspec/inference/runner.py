@@ -1,0 +1,147 @@
+"""How a pair's forward passes run while decoding: through transformers' modules, or fused for CUDA graphs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspec.inference.cache import DraftCache, TargetCache
+from longspec.kernels.attention import decoding_attention
+from longspec.models.draft_layer import head_dim
+from longspec.models.glide import GlideMixin
+from longspec.models.target_attention import Attend, run_backbone
+
+logger = logging.getLogger(__name__)
+
+QueryAttend = Callable[[Tensor], Tensor]
+"""q [B, Hq, n, D] -> [B, Hq, n, D], over keys and values that are already stored"""
+
+
+class Runner:
+    """The passes of a target and its draft through transformers' modules, on one attention backend."""
+
+    capturable = False
+    """Whether its passes may be captured in a CUDA graph."""
+
+    def __init__(self, model: GlideMixin, attention: str = "auto") -> None:
+        """attention: "auto", "flash", "triton" or "sdpa" (see `kernels.attention.decoding_attention`)."""
+        self.model, self.config = model, model.config
+        weight = model.lm_head.weight
+        self.device, self.dtype = weight.device, weight.dtype
+        self.attention = decoding_attention(attention, self.device, self.dtype, head_dim(self.config))
+
+    def prepare(self, positions: int) -> None:
+        """Called once, before any pass: positions 0 … `positions` - 1 will occur."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.model.lm_head(hidden)
+
+    def target(self, tokens: Tensor, positions: Tensor, cache: TargetCache, attend: Attend) -> Tensor:
+        """Hidden states [B, N, hidden], after the final norm; keys and values go to `cache.slots` before `attend`."""
+        return run_backbone(self.model.model, tokens, positions, cache, attend)
+
+    def draft(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: DraftCache,
+        first: int,
+        self_attend: QueryAttend,
+        cross_attend: QueryAttend,
+    ) -> Tensor:
+        """The draft's hidden states [B, n, hidden]; the nodes, first … first + n - 1, are stored before `self_attend`."""
+        embeddings, rope = self.model.embed(tokens, positions)
+
+        def store_and_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            cache.write_nodes(k, v, first)
+            return self_attend(q)
+
+        return self.model.draft_model(embeddings, rope, store_and_attend, cross_attend)
+
+    def feed_draft(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: DraftCache) -> None:
+        """Put accepted tokens [B, T] at consecutive positions [B, T] into the draft's ring, where valid."""
+        embeddings, rope = self.model.embed(tokens, positions.clamp(min=0))
+        cache.append(*self.model.draft_model.keys_values(embeddings, rope), positions, valid)
+
+
+class FusedRunner(Runner):
+    """The same passes from the same parameters, for CUDA: merged products, few kernels (see `models.fused`)."""
+
+    capturable = True
+
+    def __init__(self, model: GlideMixin, attention: str = "auto") -> None:
+        from longspec.models.fused import FusedDraftLayer, FusedTargetLayer
+
+        super().__init__(model, attention)
+        self.eps = self.config.rms_norm_eps
+        backbone: Any = model.model
+        self.layers = [FusedTargetLayer(layer, self.eps) for layer in backbone.layers]
+        self.draft_layer = FusedDraftLayer(model.draft_model, self.eps)
+        self.scale = head_dim(self.config) ** -0.5
+
+    def prepare(self, positions: int) -> None:
+        from longspec.models.fused import rope_table
+
+        self.rope = rope_table(self.model.model.rotary_emb, self.model.lm_head.weight, positions)
+
+    def target(self, tokens: Tensor, positions: Tensor, cache: TargetCache, attend: Attend) -> Tensor:
+        from longspec.kernels.elementwise import rms_norm
+
+        hidden = self.model.model.embed_tokens(tokens)
+        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
+
+            def over_layer(q: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
+                return attend(q, keys, values, self.scale)
+
+            layer.add_to(hidden, positions, self.rope, keys, values, cache.slots, over_layer)
+        return rms_norm(hidden, self.model.model.norm.weight, self.eps)
+
+    def draft(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: DraftCache,
+        first: int,
+        self_attend: QueryAttend,
+        cross_attend: QueryAttend,
+    ) -> Tensor:
+        hidden = self.model.model.embed_tokens(tokens)
+        slots = cache.node_slots[:, first : first + tokens.shape[1]]
+        self.draft_layer.add_to(
+            hidden, positions, self.rope, cache.keys, cache.values, slots, self_attend, cross_attend
+        )
+        return hidden
+
+    def feed_draft(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: DraftCache) -> None:
+        slots = torch.where(valid, positions % cache.window, -1)
+        embeddings = self.model.model.embed_tokens(tokens)
+        self.draft_layer.store_keys_values(
+            embeddings, positions.clamp(min=0), self.rope, cache.keys, cache.values, slots
+        )
+
+
+def make_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:
+    """A fused runner where it is asked for and can be had; on a CUDA device that has to do without, it says why."""
+    runner = Runner(model, attention)
+    if not compiled or runner.device.type != "cuda":
+        return runner
+    if not runner.attention.capturable:
+        _log_plain(f"{runner.attention.name} attention")
+        return runner
+    from longspec.models.fused import can_fuse
+
+    backbone: Any = model.model
+    if not all(can_fuse(layer) for layer in backbone.layers):
+        _log_plain(f"a target of {type(backbone.layers[0]).__name__}s")
+        return runner
+    return FusedRunner(model, attention)
+
+
+@cache
+def _log_plain(reason: str) -> None:
+    logger.warning("no CUDA graphs: %s cannot be captured; decoding runs kernel by kernel", reason)

@@ -1,0 +1,93 @@
+"""The fused passes against transformers' modules on the same parameters, on the CPU through Triton's interpreter."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from pairs import FAMILIES, make_pair
+from torch import Tensor
+
+from longspec.inference.acceptance import Sampler
+from longspec.inference.drafting import glide
+from longspec.inference.drafting.tree import TreeDrafter
+from longspec.inference.engine import Engine
+from longspec.inference.runner import FusedRunner, Runner
+from longspec.models.fused import MergedLinear, can_fuse
+from longspec.models.glide import GlideMixin
+
+SHAPE = (2, 4, 3)
+LAYOUTS = [{}, {"num_key_value_heads": 4, "head_dim": 16}, {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 20}]
+
+
+def random_pair(folder: Path, family: str, **overrides: int) -> GlideMixin:
+    """Biases and norms too are random, so that leaving one out is seen."""
+    model = make_pair(folder, family, initializer_range=0.1, **overrides)
+    generator = torch.Generator().manual_seed(9)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+def passes(runner: Runner, prompts: Tensor, lengths: list[int], rounds: int) -> list[Tensor]:
+    """Everything that prefill and some rounds leave behind: tokens, logits of a verification, both caches."""
+    sampler = Sampler(0.0, 0, 1.0)
+    drafter = TreeDrafter(runner, len(prompts), SHAPE, sampler, "descend")
+    engine = Engine(runner, drafter, sampler, prompts, lengths, max_new_tokens=20)
+    found = [engine.prefill()]
+    for _ in range(rounds):
+        found += engine.round(torch.ones(len(prompts), dtype=torch.bool, device=prompts.device))
+    found.append(engine.verify(drafter.propose(engine.root, engine.cache)))
+    used = slice(0, int(engine.cache.lengths.max()))
+    ring = drafter.draft.cache
+    return [*found, engine.cache.keys[..., used, :], engine.cache.values[..., used, :], ring.keys, ring.values]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("overrides", LAYOUTS, ids=["gqa", "mha", "mqa"])
+@torch.no_grad()
+def test_fused_passes_equal_transformers_modules(
+    tmp_path: Path, family: str, overrides: dict, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(glide, "WINDOW", 8)  # the ring wraps around, and the interpreter is slow
+    model = random_pair(tmp_path, family, **overrides).to(device)
+    lengths = [9, 4]
+    prompts = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1)).to(device)
+    plain = passes(Runner(model), prompts, lengths, rounds=2)
+    fused = passes(FusedRunner(model), prompts, lengths, rounds=2)
+    for want, got in zip(plain, fused, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_merging_changes_no_parameter_and_happens_once(tmp_path: Path) -> None:
+    model = random_pair(tmp_path, "qwen2")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    FusedRunner(model)
+    storages = {name: value.data_ptr() for name, value in model.state_dict().items()}
+    FusedRunner(model)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert {name: value.data_ptr() for name, value in after.items()} == storages
+    attention = model.model.layers[0].self_attn
+    assert attention.k_proj.weight.untyped_storage().data_ptr() == attention.q_proj.weight.untyped_storage().data_ptr()
+
+
+@torch.no_grad()
+def test_weights_that_were_moved_apart_are_merged_again() -> None:
+    first, second = torch.nn.Linear(4, 3), torch.nn.Linear(4, 5)
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    MergedLinear([first, second])
+    first.weight.data = first.weight.data.clone() + 1
+    expected = torch.cat([first(x), second(x)], -1)
+    torch.testing.assert_close(MergedLinear([first, second])(x), expected)
+
+
+def test_what_cannot_be_fused_is_told(tmp_path: Path) -> None:
+    layers = make_pair(tmp_path).model.layers
+    assert all(can_fuse(layer) for layer in layers)
+    layers[0].self_attn.q_norm = torch.nn.LayerNorm(8)
+    layers[1].mlp.act_fn = torch.nn.GELU()
+    layers[2].self_attn.o_proj = torch.nn.Linear(32, 32, bias=True)
+    assert not any(can_fuse(layer) for layer in layers)
+    assert not can_fuse(torch.nn.Linear(1, 1))
