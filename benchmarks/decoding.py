@@ -73,7 +73,9 @@ def main() -> None:
         model = random_pair(shape)
         runner = FusedRunner(model, options.attention)
         for context in options.contexts:
-            peers.append({"shape": shape, "context": context, "transformers_dynamic_ms": transformers_ms(model, context)})
+            peers.append(
+                {"shape": shape, "context": context, "transformers_dynamic_ms": transformers_ms(model, context)}
+            )
             for method in options.methods:
                 found.append(measure(shape, runner, [context], method, ceilings, options))
         for batch in options.batches:
@@ -83,7 +85,9 @@ def main() -> None:
         del model, runner
         torch.cuda.empty_cache()
     for peer in peers:
-        print(f"transformers, dynamic cache, {peer['shape']} at {peer['context']}: {peer['transformers_dynamic_ms']:.1f} ms a token")
+        print(
+            f"transformers, dynamic cache, {peer['shape']} at {peer['context']}: {peer['transformers_dynamic_ms']:.1f} ms a token"
+        )
     if options.picture:
         draw_rounds([row for row in found if row.parts], options.picture)
     rows = [asdict(row) | {"ratio": row.ratio, "tokens_per_s": row.tokens_per_s} for row in found]
@@ -226,7 +230,9 @@ def transformers_ms(model: GlideMixin, context: int) -> float:
     return timed_ms(lambda: model(token, past_key_values=cache, use_cache=True), runs=5, repeats=2)
 
 
-HEADER = f"{'shape':<11}{'context':>8}{'batch':>6} {'method':<9}{'ms':>8}{'floor':>8}{'ratio':>7}{'busy':>6}{'tokens/s':>9}"
+HEADER = (
+    f"{'shape':<11}{'context':>8}{'batch':>6} {'method':<9}{'ms':>8}{'floor':>8}{'ratio':>7}{'busy':>6}{'tokens/s':>9}"
+)
 
 
 def line(row: Measured) -> str:

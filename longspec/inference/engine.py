@@ -54,11 +54,11 @@ class Engine:
         last_hidden = self._read_prompts()
         self.cache.lengths.copy_(lengths)
         self.drafter.start(self.prompts, lengths)
-        self.root.copy_(self.sampler.choose(self.runner.logits(last_hidden)))
+        self.root.copy_(self.sampler.choose(self.runner.logits(last_hidden)[:, 0]))
         return self.root.clone()
 
     def _read_prompts(self) -> Tensor:
-        """Fill the cache chunk by chunk; the hidden state [B, hidden] of each row's last token."""
+        """Fill the cache chunk by chunk; the hidden state [B, 1, hidden] of each row's last token."""
         batch, longest = self.prompts.shape
         chunk = max(1, PREFILL_TOKENS // batch)
         last: list[Tensor] = [torch.empty(0)] * batch
@@ -73,7 +73,7 @@ class Engine:
             for row, length in enumerate(self.prompt_lengths):
                 if start < length <= end:
                     last[row] = hidden[row, length - 1 - start].clone()
-        return torch.stack(last)
+        return torch.stack(last)[:, None]
 
     def round(self, active: Tensor) -> tuple[Tensor, Tensor]:
         """One round. active: bool [B]; the other rows stay as they are.

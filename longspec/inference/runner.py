@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -75,31 +75,31 @@ class FusedRunner(Runner):
     capturable = True
 
     def __init__(self, model: GlideMixin, attention: str = "auto") -> None:
-        from longspec.models.fused import FusedDraftLayer, FusedTargetLayer
+        from longspec.models import fused, residual
 
         super().__init__(model, attention)
-        self.eps = self.config.rms_norm_eps
-        backbone: Any = model.model
-        self.layers = [FusedTargetLayer(layer, self.eps) for layer in backbone.layers]
-        self.draft_layer = FusedDraftLayer(model.draft_model, self.eps)
+        self.fused, self.linear = fused, residual.linear
+        self.stream = partial(residual.ResidualStream, eps=self.config.rms_norm_eps)
+        self.backbone: Any = model.model
+        self.layers = [fused.FusedTargetLayer(layer) for layer in self.backbone.layers]
+        self.draft_layer = fused.FusedDraftLayer(model.draft_model)
         self.scale = head_dim(self.config) ** -0.5
 
     def prepare(self, positions: int) -> None:
-        from longspec.models.fused import rope_table
+        self.rope = self.fused.rope_table(self.backbone.rotary_emb, self.model.lm_head.weight, positions)
 
-        self.rope = rope_table(self.model.model.rotary_emb, self.model.lm_head.weight, positions)
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.linear(hidden, self.model.lm_head.weight)
 
     def target(self, tokens: Tensor, positions: Tensor, cache: TargetCache, attend: Attend) -> Tensor:
-        from longspec.kernels.elementwise import rms_norm
-
-        hidden = self.model.model.embed_tokens(tokens)
+        stream = self.stream(self.backbone.embed_tokens(tokens))
         for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
 
             def over_layer(q: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
                 return attend(q, keys, values, self.scale)
 
-            layer.add_to(hidden, positions, self.rope, keys, values, cache.slots, over_layer)
-        return rms_norm(hidden, self.model.model.norm.weight, self.eps)
+            layer.add_to(stream, positions, self.rope, keys, values, cache.slots, over_layer)
+        return stream.normed(self.backbone.norm.weight)
 
     def draft(
         self,
@@ -110,19 +110,18 @@ class FusedRunner(Runner):
         self_attend: QueryAttend,
         cross_attend: QueryAttend,
     ) -> Tensor:
-        hidden = self.model.model.embed_tokens(tokens)
+        stream = self.stream(self.backbone.embed_tokens(tokens))
         slots = cache.node_slots[:, first : first + tokens.shape[1]]
         self.draft_layer.add_to(
-            hidden, positions, self.rope, cache.keys, cache.values, slots, self_attend, cross_attend
+            stream, positions, self.rope, cache.keys, cache.values, slots, self_attend, cross_attend
         )
-        return hidden
+        return stream.hidden
 
     def feed_draft(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: DraftCache) -> None:
         slots = torch.where(valid, positions % cache.window, -1)
-        embeddings = self.model.model.embed_tokens(tokens)
-        self.draft_layer.store_keys_values(
-            embeddings, positions.clamp(min=0), self.rope, cache.keys, cache.values, slots
-        )
+        stream = self.stream(self.backbone.embed_tokens(tokens))
+        positions = positions.clamp(min=0)
+        self.draft_layer.store_keys_values(stream, positions, self.rope, cache.keys, cache.values, slots)
 
 
 def make_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:

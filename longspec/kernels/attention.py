@@ -172,6 +172,7 @@ def _num_splits(q: Tensor, k: Tensor, max_length: int) -> int:
     wanted = -(-2 * torch.cuda.get_device_properties(q.device).multi_processor_count // programs)
     return max(1, min(wanted, -(-max_length // MIN_SPLIT)))
 
+
 ATTENTIONS = ("auto", "flash", "triton", "sdpa")
 
 

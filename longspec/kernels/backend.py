@@ -1,8 +1,9 @@
-"""Whether a tensor's operations run through Triton."""
+"""What the device at hand offers to the kernels."""
 
 import importlib.util
 from functools import cache
 
+import torch
 from torch import Tensor
 
 
@@ -14,3 +15,11 @@ def runs_triton(tensor: Tensor) -> bool:
 @cache
 def _triton_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may take; on a CPU (Triton's interpreter) as much as on a small GPU."""
+    if device.type != "cuda":
+        return 96 << 10
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

@@ -8,24 +8,47 @@ from torch import Tensor
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, width, eps, BLOCK: tl.constexpr):
+def _rms_norm_kernel(
+    x_ptr, parts_ptr, weight_ptr, out_ptr, width, eps, part_size, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    place = row * width + column
+    x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if NUM_PARTS > 0:
+        for part in tl.static_range(NUM_PARTS):
+            x += tl.load(parts_ptr + part * part_size + place, mask=inside, other=0.0)
+        x = x.to(x_ptr.dtype.element_ty)
+        tl.store(x_ptr + place, x, mask=inside)
+        x = x.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
     # transformers rounds before it multiplies by the weight.
     normed = (x * scale).to(out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + row * width + column, normed * weight, mask=inside)
+    tl.store(out_ptr + place, normed * weight, mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension; x contiguous [..., H], weight [H]."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, parts: Tensor | None = None) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension; x contiguous [..., H], weight [H].
+
+    parts: fp32 [P, ..., H], contiguous, is added to x first, in place: a product in parts (see `skinny_product`).
+    """
     out = torch.empty_like(x)
     width = x.shape[-1]
     block = triton.next_power_of_2(width)
-    _rms_norm_kernel[(x.numel() // width,)](x, weight, out, width, eps, BLOCK=block, num_warps=max(4, block // 512))
+    _rms_norm_kernel[(x.numel() // width,)](
+        x,
+        x if parts is None else parts,
+        weight,
+        out,
+        width,
+        eps,
+        x.numel(),
+        NUM_PARTS=0 if parts is None else len(parts),
+        BLOCK=block,
+        num_warps=max(4, min(16, block // 512)),
+    )
     return out
 
 

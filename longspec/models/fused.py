@@ -1,7 +1,7 @@
 """Decoder layers for decoding on CUDA: the modules' own parameters, few and large matrix products, one kernel between.
 
-Per layer one product makes queries, keys and values, one makes gate and up, and the products that end a branch add
-to the residual stream themselves. The residual stream [B, N, hidden] is changed in place.
+Per layer one product makes queries, keys and values, one makes gate and up, and what ends a branch is added to the
+residual stream without a launch of its own (see `models.residual`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from longspec.kernels.elementwise import rms_norm, rotate_and_store, rotate_queries, swiglu
+from longspec.kernels.elementwise import rotate_and_store, rotate_queries
 from longspec.models.draft_layer import GlideDecoderLayer
+from longspec.models.residual import ResidualStream
 
 RopeTable = tuple[Tensor, Tensor]
 """The target's rotary table at positions 0 … P - 1: cos, sin, each [P, D]."""
@@ -29,7 +29,11 @@ def can_fuse(layer: nn.Module) -> bool:
         attention, mlp = layer.self_attn, layer.mlp
         unbiased = (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         known = {"q_proj", "k_proj", "v_proj", "o_proj"} == {name for name, _ in attention.named_children()}
-        return known and isinstance(mlp.act_fn, (nn.SiLU, SiLUActivation)) and all(linear.bias is None for linear in unbiased)
+        return (
+            known
+            and isinstance(mlp.act_fn, (nn.SiLU, SiLUActivation))
+            and all(linear.bias is None for linear in unbiased)
+        )
     except AttributeError:
         return False
 
@@ -41,17 +45,14 @@ def rope_table(rotary_embedding: nn.Module, like: Tensor, positions: int) -> Rop
 
 
 class MergedLinear:
-    """Several linears of one input as one product [..., in] -> [..., sum of outs].
+    """Several linears of one input as one: weight [sum of outs, in], bias [sum of outs] or None.
 
-    Their weights become views of one weight, so that the modules stay as they were and no byte is held twice.
+    Their own weights become views of it, so that the modules stay as they were and no byte is held twice.
     """
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.weight = _merged([linear.weight for linear in linears])
         self.bias = None if linears[0].bias is None else _merged([linear.bias for linear in linears])
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
 
 
 @torch.no_grad()
@@ -75,11 +76,6 @@ def _merged(parts: Sequence[nn.Parameter]) -> Tensor:
     return whole
 
 
-def _add_product(residual: Tensor, x: Tensor, linear: nn.Linear) -> None:
-    """residual += linear(x), in the product's own epilogue; residual [B, N, hidden], x [B, N, in]."""
-    residual.flatten(0, 1).addmm_(x.flatten(0, 1), linear.weight.t())
-
-
 def _heads_last(heads: Tensor) -> Tensor:
     """[B, H, N, D] -> [B, N, H·D]"""
     return heads.transpose(1, 2).flatten(2)
@@ -87,22 +83,21 @@ def _heads_last(heads: Tensor) -> Tensor:
 
 class _FusedMLP:
     def __init__(self, norm: Any, mlp: Any) -> None:
-        self.norm, self.down = norm, mlp.down_proj
+        self.norm, self.down = norm.weight, mlp.down_proj.weight
         self.gate_up = MergedLinear([mlp.gate_proj, mlp.up_proj])
 
-    def add_to(self, residual: Tensor, eps: float) -> None:
-        _add_product(residual, swiglu(self.gate_up(rms_norm(residual, self.norm.weight, eps))), self.down)
+    def add_to(self, stream: ResidualStream, last: bool = False) -> None:
+        stream.add_product(stream.project_gated(self.norm, self.gate_up.weight), self.down, last)
 
 
 class _FusedSelfAttention:
     def __init__(self, norm: Any, attention: Any) -> None:
-        self.norm, self.output = norm, attention.o_proj
+        self.norm, self.output = norm.weight, attention.o_proj.weight
         self.qkv = MergedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
 
     def add_to(
         self,
-        residual: Tensor,
-        eps: float,
+        stream: ResidualStream,
         positions: Tensor,
         rope: RopeTable,
         keys: Tensor,
@@ -110,22 +105,21 @@ class _FusedSelfAttention:
         slots: Tensor,
         attend: Attend,
     ) -> None:
-        projected = self.qkv(rms_norm(residual, self.norm.weight, eps))
+        projected = stream.project(self.norm, self.qkv.weight, self.qkv.bias)
         q = rotate_and_store(projected, positions, rope, keys, values, slots)
-        _add_product(residual, _heads_last(attend(q)), self.output)
+        stream.add_product(_heads_last(attend(q)), self.output)
 
 
 class FusedTargetLayer:
     """One layer of a target that `can_fuse`."""
 
-    def __init__(self, layer: Any, eps: float) -> None:
-        self.eps = eps
+    def __init__(self, layer: Any) -> None:
         self.attention = _FusedSelfAttention(layer.input_layernorm, layer.self_attn)
         self.mlp = _FusedMLP(layer.post_attention_layernorm, layer.mlp)
 
     def add_to(
         self,
-        residual: Tensor,
+        stream: ResidualStream,
         positions: Tensor,
         rope: RopeTable,
         keys: Tensor,
@@ -133,19 +127,18 @@ class FusedTargetLayer:
         slots: Tensor,
         attend: Attend,
     ) -> None:
-        """Add the layer's two branches to residual [B, N, hidden]; keys, values [B, Hkv, S, D] get the new entries at
-        slots int [B, N], before `attend` runs."""
-        self.attention.add_to(residual, self.eps, positions, rope, keys, values, slots, attend)
-        self.mlp.add_to(residual, self.eps)
+        """Add the layer's two branches; keys, values [B, Hkv, S, D] get the new entries at slots int [B, N], before
+        `attend` runs."""
+        self.attention.add_to(stream, positions, rope, keys, values, slots, attend)
+        self.mlp.add_to(stream)
 
 
 class FusedDraftLayer:
     """The GLIDE layer (see `models.draft_layer`)."""
 
-    def __init__(self, layer: GlideDecoderLayer, eps: float) -> None:
-        self.eps = eps
+    def __init__(self, layer: GlideDecoderLayer) -> None:
         self.self_attention = _FusedSelfAttention(layer.input_layernorm, layer.self_attn)
-        self.cross_norm, self.cross = layer.post_self_attention_layernorm, layer.cross_attn
+        self.cross_norm, self.cross = layer.post_self_attention_layernorm.weight, layer.cross_attn
         self.mlp = _FusedMLP(layer.post_cross_attention_layernorm, layer.mlp)
         queries = layer.self_attn.q_proj.out_features
         merged = self.self_attention.qkv
@@ -153,15 +146,15 @@ class FusedDraftLayer:
         self.kv_weight, self.kv_bias = merged.weight[queries:], merged.bias[queries:]
 
     def store_keys_values(
-        self, embeddings: Tensor, positions: Tensor, rope: RopeTable, keys: Tensor, values: Tensor, slots: Tensor
+        self, stream: ResidualStream, positions: Tensor, rope: RopeTable, keys: Tensor, values: Tensor, slots: Tensor
     ) -> None:
-        """Put the self-attention keys and values of tokens [B, T, hidden] at slots int [B, T]; negative ones not."""
-        normed = rms_norm(embeddings, self.self_attention.norm.weight, self.eps)
-        rotate_and_store(F.linear(normed, self.kv_weight, self.kv_bias), positions, rope, keys, values, slots)
+        """Put the self-attention keys and values of tokens at slots int [B, T]; those of negative slots nowhere."""
+        projected = stream.project(self.self_attention.norm, self.kv_weight, self.kv_bias)
+        rotate_and_store(projected, positions, rope, keys, values, slots)
 
     def add_to(
         self,
-        residual: Tensor,
+        stream: ResidualStream,
         positions: Tensor,
         rope: RopeTable,
         keys: Tensor,
@@ -170,9 +163,9 @@ class FusedDraftLayer:
         self_attend: Attend,
         cross_attend: Attend,
     ) -> None:
-        """Add the layer's three branches to residual [B, N, hidden], the tokens' embeddings."""
-        self.self_attention.add_to(residual, self.eps, positions, rope, keys, values, slots, self_attend)
-        q = self.cross.q_proj(rms_norm(residual, self.cross_norm.weight, self.eps))
+        """Add the layer's three branches to the tokens' embeddings."""
+        self.self_attention.add_to(stream, positions, rope, keys, values, slots, self_attend)
+        q = stream.project(self.cross_norm, self.cross.q_proj.weight, self.cross.q_proj.bias)
         q = rotate_queries(q, positions, rope, self.cross.head_dim)
-        _add_product(residual, _heads_last(cross_attend(q)), self.cross.o_proj)
-        self.mlp.add_to(residual, self.eps)
+        stream.add_product(_heads_last(cross_attend(q)), self.cross.o_proj.weight)
+        self.mlp.add_to(stream, last=True)

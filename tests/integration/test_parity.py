@@ -103,7 +103,9 @@ def test_tree_logits_equal_training_logits_along_each_path(tmp_path: Path, famil
     """Every node, whatever its siblings, equals the training forward over the prefix and its own ancestors."""
     model = parity_pair(tmp_path, family).to(device)
     prompts = [row[:n] for row, n in zip(random_tokens(3, 540).to(device), (3, 509, 530), strict=True)]
-    drafter = TreeDrafter(Runner(model), len(prompts), shape=(3, 5, 4, 1), sampler=Sampler(0.0, 0, 1.0), tree_rule="descend")
+    drafter = TreeDrafter(
+        Runner(model), len(prompts), shape=(3, 5, 4, 1), sampler=Sampler(0.0, 0, 1.0), tree_rule="descend"
+    )
     levels: list[Tensor] = []
     level = drafter.draft.level
     drafter.draft.level = lambda *args: levels.append(level(*args)) or levels[-1]  # type: ignore[method-assign]

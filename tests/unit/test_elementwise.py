@@ -28,6 +28,17 @@ def test_rms_norm_equals_transformers(width: int, dtype: torch.dtype, device: st
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_rms_norm_adds_the_parts_of_a_product_first(dtype: torch.dtype, device: str) -> None:
+    x, weight = random(4, 48).to(device, dtype), random(48, seed=1).to(device, dtype)
+    parts = random(2, 4, 48, seed=2).to(device)
+    total = (x.float() + parts.sum(0)).to(dtype)
+    expected = rms_norm(total, weight, 1e-6)
+    got = rms_norm(x, weight, 1e-6, parts)
+    torch.testing.assert_close(x, total, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    torch.testing.assert_close(got, expected, rtol=2 * TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("width", [3, 1024, 1500])
 def test_swiglu_equals_plain_torch(width: int, dtype: torch.dtype, device: str) -> None:
     gate_up = random(2, 3, 2 * width).to(device, dtype)

@@ -38,7 +38,7 @@ class SparseTarget:
             k, v = (store[cache.rows, :, slots].transpose(1, 2) for store in (keys, values))
             return masked_attention(q, k, v, visible[:, None], scale)
 
-        return self.runner.logits(self.runner.target(tokens[:, None], cache.slots, cache, attend)[:, 0])
+        return self.runner.logits(self.runner.target(tokens[:, None], cache.slots, cache, attend))[:, 0]
 
     def _view(self, lengths: Tensor, step: int, capacity: int) -> tuple[Tensor, Tensor]:
         """Slots [B, SINK + RECENT + gamma] to read and which of them count, bool of the same shape."""

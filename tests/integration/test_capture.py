@@ -1,0 +1,144 @@
+"""Rounds captured as CUDA graphs: the eager path's tokens, whatever changes between calls, and nothing left behind."""
+
+import gc
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from oracles import DeviceOracle
+from pairs import FAMILIES, make_pair, target_greedy
+from torch import Tensor
+
+from longspec import generate
+from longspec.inference import capture as capture_module
+from longspec.inference import generate as generate_module
+from longspec.inference.methods import METHODS
+from longspec.inference.runner import _log_plain
+from longspec.models.glide import GlideMixin
+
+pytestmark = pytest.mark.gpu
+VOCAB = 61
+SHAPE = (2, 4, 3, 2)
+
+
+@pytest.fixture(autouse=True)
+def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+def prompts(*lengths: int, seed: int = 0) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Token ids and mask, padded right, and the rows alone."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(0, VOCAB, (n,), generator=generator) for n in lengths]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    return ids.cuda(), mask.cuda(), rows
+
+
+def tokens(model: GlideMixin, *lengths: int, seed: int = 0, **settings: object) -> list[list[int]]:
+    ids, mask, _ = prompts(*lengths, seed=seed)
+    return [new.tolist() for new in generate(model, ids, mask, **settings).new_tokens]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", METHODS)
+def test_captured_rounds_give_the_eager_paths_and_the_targets_own_tokens(
+    tmp_path: Path, family: str, method: str
+) -> None:
+    model = make_pair(tmp_path, family).cuda()
+    for seed, lengths in enumerate([(1,), (40,), (700, 3, 90), (512, 511, 513, 2)]):
+        settings = {"method": method, "max_new_tokens": 30, "tree_shape": SHAPE, "seed": seed}
+        captured, eager = (tokens(model, *lengths, **settings, compile=compiled) for compiled in (True, False))
+        expected = [target_greedy(model, row, 30) for row in prompts(*lengths, seed=seed)[2]]
+        assert captured == eager == expected
+
+
+def test_every_accepted_length_in_a_captured_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An oracle proposes the target's own tokens down to planned depths, different ones in each row."""
+    model = make_pair(tmp_path).cuda()
+    lengths, new = [1, 40, 506], 60
+    ids, mask, rows = prompts(*lengths)
+    truth = torch.tensor([target_greedy(model, row, new + 8) for row in rows]).cuda()
+    plan = [[0, 4, 2], [4, 0, 1], [1, 3, 4], [3, 1, 0], [2, 2, 3], [4, 4, 4], [0, 0, 0]]
+    make_drafter = generate_module.make_drafter
+
+    def make_oracle(*args: object) -> DeviceOracle:
+        return DeviceOracle(make_drafter(*args), SHAPE, lengths, truth, plan, VOCAB)
+
+    monkeypatch.setattr(generate_module, "make_drafter", make_oracle)
+    out = generate(model, ids, mask, tree_shape=SHAPE, max_new_tokens=new)
+    assert [row.tolist() for row in out.new_tokens] == truth[:, :new].tolist()
+    assert out.stats.mean_acceptance_length > 2.5
+    by_depth = out.stats.accepted_by_depth
+    assert by_depth == sorted(by_depth, reverse=True) and by_depth[-1] > 0 and out.stats.rounds > by_depth[0]
+    assert len(set(by_depth)) == len(SHAPE), "some accepted length never occurred"
+
+
+def test_capture_survives_changing_lengths_batches_shapes_and_settings(tmp_path: Path) -> None:
+    model = make_pair(tmp_path).cuda()
+    for step, (lengths, shape) in enumerate([((5,), (3,)), ((90, 7), (2, 3)), ((5,), (3, 9, 1)), ((300,) * 5, (2, 3))]):
+        for temperature in (0.0, 1.0):
+            settings = {"max_new_tokens": 12, "tree_shape": shape, "seed": step, "temperature": temperature}
+            found = tokens(model, *lengths, **settings)
+            assert found == tokens(model, *lengths, **settings), "same seed, other output"
+            if temperature == 0:
+                assert found == [target_greedy(model, row, 12) for row in prompts(*lengths)[2]]
+
+
+def test_sampled_replays_draw_anew(tmp_path: Path) -> None:
+    """Each replay advances the generator: other seeds and later rounds give other tokens."""
+    model = make_pair(tmp_path, initializer_range=0.01).cuda()  # nearly uniform
+    found = [tokens(model, 8, method="seq", max_new_tokens=60, temperature=1.0, seed=seed)[0] for seed in (1, 1, 2)]
+    assert found[0] == found[1] != found[2]
+    assert len(set(found[0])) > 20
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    """After generate its cache and graph are gone, after the model its weights."""
+    torch.cuda.synchronize()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    model = make_pair(tmp_path, hidden_size=512, intermediate_size=1024).cuda()
+    tokens(model, 50, max_new_tokens=4)  # libraries keep workspaces
+    loaded = torch.cuda.memory_allocated()
+    tokens(model, 2000, max_new_tokens=40)
+    gc.collect()
+    assert torch.cuda.memory_allocated() == loaded
+    assert len(capture_module._warm) == 1
+    del model
+    gc.collect()
+    assert len(capture_module._warm) == 0
+    assert torch.cuda.memory_allocated() - before < 40 << 20, "more than a library's workspace"
+
+
+def test_the_host_waits_once_a_round(tmp_path: Path) -> None:
+    model = make_pair(tmp_path).cuda()
+    settings = {"tree_shape": SHAPE, "temperature": 0.0, "seed": 0}
+    tokens(model, 30, max_new_tokens=8, **settings)
+
+    def waits(new: int) -> tuple[int, int]:
+        ids, mask, _ = prompts(30)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                out = generate(model, ids, mask, max_new_tokens=new, **settings)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return sum("synchroniz" in str(warning.message) for warning in seen), out.stats.rounds
+
+    (few, few_rounds), (many, many_rounds) = waits(10), waits(40)
+    assert many_rounds > few_rounds
+    assert many - few == many_rounds - few_rounds
+
+
+def test_what_cannot_be_captured_runs_kernel_by_kernel_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _log_plain.cache_clear()
+    model = make_pair(tmp_path).cuda()
+    expected = [target_greedy(model, prompts(9)[2][0], 10)]
+    for _ in range(2):
+        assert tokens(model, 9, max_new_tokens=10, attention="sdpa") == expected
+    assert caplog.text.count("no CUDA graphs") == 1 and "sdpa" in caplog.text

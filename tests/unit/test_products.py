@@ -1,0 +1,96 @@
+"""Matrix-vector and skinny products, with what rides along, against plain torch in fp64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from longspec.kernels.skinny_product import skinny_product, split_product
+from longspec.kernels.vector_product import vector_product
+from longspec.models.residual import ResidualStream
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def skip_what_the_interpreter_cannot(dtype: torch.dtype, device: str) -> None:
+    if dtype == torch.bfloat16 and device == "cpu":
+        pytest.skip("Triton's interpreter has no bf16 dot")
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gate(values: Tensor) -> Tensor:
+    low, high = values.chunk(2, -1)
+    return torch.nn.functional.silu(low) * high
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("rows", "width"), [(10, 32), (6, 2100), (2, 1)])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_vector_product_equals_plain_torch(
+    rows: int, width: int, gated: bool, normed: bool, dtype: torch.dtype, device: str
+) -> None:
+    x, weight = random(1, 1, width).to(device, dtype), (random(rows, width, seed=1) / width**0.5).to(device, dtype)
+    norm = random(width, seed=2).to(device, dtype) if normed else None
+    inputs = x.double() if norm is None else rms(x.double(), norm.double(), 1e-5)
+    product = inputs @ weight.double().t()
+    bias, start = None, random(1, 1, rows, seed=4).to(device, dtype)
+    if not gated:
+        bias = random(rows, seed=3).to(device, dtype)
+        product = product + bias.double()
+    expected = gate(product) if gated else product
+    close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    got = vector_product(x, weight, bias, norm, 1e-5, gated)
+    torch.testing.assert_close(got.double(), expected, **close)
+    start = start[..., : expected.shape[-1]].contiguous()
+    total = start.double() + expected
+    assert vector_product(x, weight, bias, norm, 1e-5, gated, add_to=start) is start
+    torch.testing.assert_close(start.double(), total, **close)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("tokens", [2, 16, 17, 64, 65, 69, 80])
+@pytest.mark.parametrize(("rows", "width"), [(70, 96), (128, 256), (2, 40)])
+def test_skinny_products_equal_plain_torch(tokens: int, rows: int, width: int, dtype: torch.dtype, device: str) -> None:
+    """With a bias, gated, and in parts; sizes with and without remainders."""
+    skip_what_the_interpreter_cannot(dtype, device)
+    x, weight = random(tokens, width).to(device, dtype), (random(rows, width, seed=1) / width**0.5).to(device, dtype)
+    bias = random(rows, seed=2).to(device, dtype)
+    product = x.double() @ weight.double().t()
+    close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    torch.testing.assert_close(skinny_product(x, weight, bias).double(), product + bias.double(), **close)
+    torch.testing.assert_close(skinny_product(x, weight, gated=True).double(), gate(product), **close)
+    parts = split_product(x, weight)
+    assert parts.dtype == torch.float32
+    torch.testing.assert_close(parts.sum(0).double(), product, **close)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("batch", "nodes"), [(1, 1), (2, 3), (2, 50)])
+def test_stream_sums_its_branches_whatever_the_number_of_tokens(
+    batch: int, nodes: int, dtype: torch.dtype, device: str
+) -> None:
+    """Two branches and a last one, each way of adding them, against the plain sum."""
+    skip_what_the_interpreter_cannot(dtype, device)
+    hidden, width = random(batch, nodes, 24).to(device, dtype), 24
+    norm = random(width, seed=1).to(device, dtype)
+    first = (random(40, width, seed=2) / 5).to(device, dtype)
+    gate_up = (random(2 * 40, width, seed=3) / 5).to(device, dtype)
+    back = (random(width, 40, seed=4) / 6).to(device, dtype)
+    x = hidden.double()
+    for project in (lambda y: y @ first.double().t(), lambda y: gate(y @ gate_up.double().t())):
+        x = x + project(rms(x, norm.double(), 1e-5)) @ back.double().t()
+    expected = x + x.new_ones(batch, nodes, 40) @ back.double().t()
+    stream = ResidualStream(hidden, 1e-5)
+    stream.add_product(stream.project(norm, first, None), back)
+    stream.add_product(stream.project_gated(norm, gate_up), back)
+    close = {"rtol": 3 * TOLERANCE[dtype], "atol": 3 * TOLERANCE[dtype]}
+    torch.testing.assert_close(stream.normed(norm).double(), rms(x, norm.double(), 1e-5), **close)
+    stream.add_product(hidden.new_ones(batch, nodes, 40), back, last=True)
+    torch.testing.assert_close(stream.hidden.double(), expected, **close)
