@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -29,11 +30,11 @@ class Ceilings:
 def measure_ceilings() -> Ceilings:
     source = torch.ones(1 << 30, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
-    copy_ms = captured_ms(lambda: target.copy_(source))
-    del source, target
+    copy_ms = captured_ms(partial(target.copy_, source), runs=9)
+    source = target = torch.empty(0)
     a, b = torch.randn(2, 8192, 8192, dtype=torch.bfloat16, device="cuda")
     out = torch.empty_like(a)
-    product_ms = captured_ms(lambda: torch.mm(a, b, out=out))
+    product_ms = captured_ms(partial(torch.mm, a, b, out=out), runs=9)
     torch.cuda.empty_cache()
     return Ceilings(2 * 4 * (1 << 30) / copy_ms * 1e3, 2 * 8192**3 / product_ms * 1e3)
 
@@ -50,7 +51,7 @@ def captured_ms(work: Callable[[], object], runs: int = 5, replays: int = 5) -> 
 
 
 def timed_ms(work: Callable[[], object], runs: int, repeats: int) -> float:
-    """Milliseconds on the device between the events around `work`: the median of `runs` runs of `repeats` calls each."""
+    """Milliseconds on the device for one of `repeats` calls between two events: the median of `runs` runs."""
     times = []
     for _ in range(runs):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

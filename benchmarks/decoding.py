@@ -26,7 +26,7 @@ from longspec.inference.acceptance import Sampler
 from longspec.inference.capture import CapturedRound, warm_up
 from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.engine import Engine
-from longspec.inference.generate import _Decoder
+from longspec.inference.generate import Decoder
 from longspec.inference.methods import METHODS, make_drafter
 from longspec.inference.runner import FusedRunner, Runner
 from longspec.models.glide import GlideMixin
@@ -73,9 +73,7 @@ def main() -> None:
         model = random_pair(shape)
         runner = FusedRunner(model, options.attention)
         for context in options.contexts:
-            peers.append(
-                {"shape": shape, "context": context, "transformers_dynamic_ms": transformers_ms(model, context)}
-            )
+            peers.append({"shape": shape, "context": context, "ms": transformers_ms(model, context)})
             for method in options.methods:
                 found.append(measure(shape, runner, [context], method, ceilings, options))
         for batch in options.batches:
@@ -85,9 +83,7 @@ def main() -> None:
         del model, runner
         torch.cuda.empty_cache()
     for peer in peers:
-        print(
-            f"transformers, dynamic cache, {peer['shape']} at {peer['context']}: {peer['transformers_dynamic_ms']:.1f} ms a token"
-        )
+        print(f"transformers, dynamic cache, {peer['shape']} at {peer['context']}: {peer['ms']:.1f} ms a token")
     if options.picture:
         draw_rounds([row for row in found if row.parts], options.picture)
     rows = [asdict(row) | {"ratio": row.ratio, "tokens_per_s": row.tokens_per_s} for row in found]
@@ -118,7 +114,7 @@ def measure(
     engine = filled_engine(runner, lengths, method, options)
     warm_up(engine)
     captured = CapturedRound(engine)
-    decoder = _Decoder(engine, 1 << 30, set(), None)
+    decoder = Decoder(engine, 1 << 30, set(), None)
     active = torch.ones(len(lengths), dtype=torch.bool, device="cuda")
 
     def rewind() -> None:
@@ -130,7 +126,7 @@ def measure(
     torch.cuda.synchronize()
     start = perf_counter()
     for _ in range(30):
-        decoder._note(*captured(torch.tensor(decoder.active, device="cuda")))
+        decoder.note(*captured(torch.tensor(decoder.active, device="cuda")))
     wall_ms = (perf_counter() - start) / 30 * 1e3
     rewind()
     widths = {"tree": tuple(options.tree_shape), "vanilla": ()}.get(method, (1,) * options.gamma)

@@ -22,7 +22,9 @@ def draw_rounds(rows: Sequence[Any], path: Path) -> None:
         axes.bar(names, heights, bottom=bottom, label=part, width=0.6)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     for place, row in enumerate(rows):
-        axes.hlines(row.floor_ms, place - 0.35, place + 0.35, colors="black", label="floor" if place == 0 else None)
+        axes.hlines(
+            row.floor_ms, place - 0.35, place + 0.35, colors="black", label="floor" if place == 0 else "_nolegend_"
+        )
     axes.set_ylabel("ms a round")
     axes.set_title("A tree round")
     axes.legend(fontsize="small")

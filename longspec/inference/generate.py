@@ -19,7 +19,6 @@ from longspec.inference.runner import make_runner
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import context_window
 
-
 Round = Callable[[Tensor], tuple[Tensor, Tensor]]
 """As `Engine.round`."""
 
@@ -117,14 +116,14 @@ def generate(
     pad_id = _pad_id(model, pad_token_id)
     prompts = _pad_right(rows, pad_id).to(device)
     engine = Engine(runner, drafter, sampler, prompts, [len(row) for row in rows], max_new_tokens)
-    decoder = _Decoder(engine, max_new_tokens, eos_ids, streamer)
+    decoder = Decoder(engine, max_new_tokens, eos_ids, streamer)
     decoder.run()
     new_tokens = [torch.tensor(tokens, dtype=torch.long, device=device) for tokens in decoder.new_tokens]
     whole = [torch.cat([row.to(device), new]) for row, new in zip(rows, new_tokens, strict=True)]
     return GenerationOutput(_pad_right(whole, pad_id), new_tokens, decoder.stats)
 
 
-class _Decoder:
+class Decoder:
     """The host's side of a generation: which tokens each row has, and when it is finished."""
 
     def __init__(self, engine: Engine, max_new_tokens: int, eos_ids: set[int], streamer: Streamer | None) -> None:
@@ -145,7 +144,7 @@ class _Decoder:
             self._emit(row, [token])
         start = time.perf_counter()
         while any(self.active):
-            self._note(*play_round(torch.tensor(self.active, device=device)))
+            self.note(*play_round(torch.tensor(self.active, device=device)))
         self.stats.decode_s = time.perf_counter() - start
         if device.type == "cuda":
             self.stats.peak_memory_bytes = torch.cuda.max_memory_allocated(device)
@@ -161,7 +160,7 @@ class _Decoder:
         captured = CapturedRound(self.engine)  # while the device still reads the prompts
         return first.tolist(), captured
 
-    def _note(self, tokens: Tensor, counts: Tensor) -> None:
+    def note(self, tokens: Tensor, counts: Tensor) -> None:
         """Take in what a round emitted: the one place where the host waits for it."""
         for row, (*row_tokens, count) in enumerate(torch.cat([tokens, counts[:, None]], 1).tolist()):
             if self.active[row]:

@@ -54,7 +54,7 @@ class Runner:
         self_attend: QueryAttend,
         cross_attend: QueryAttend,
     ) -> Tensor:
-        """The draft's hidden states [B, n, hidden]; the nodes, first … first + n - 1, are stored before `self_attend`."""
+        """The draft's hidden states [B, n, hidden]; nodes first … first + n - 1 are stored before `self_attend`."""
         embeddings, rope = self.model.embed(tokens, positions)
 
         def store_and_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -22,4 +22,6 @@ def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may take; on a CPU (Triton's interpreter) as much as on a small GPU."""
     if device.type != "cuda":
         return 96 << 10
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    from triton.runtime import driver
+
+    return driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]

@@ -1,6 +1,5 @@
-"""Compaction of the KV cache after acceptance: the accepted nodes of a tree move up behind the prefix, in all layers."""
+"""Compaction of the KV cache: after acceptance a path of the tree moves up behind the prefix, in all layers."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

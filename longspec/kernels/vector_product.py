@@ -2,7 +2,6 @@
 vector (RMSNorm before, bias, SwiGLU, residual after) rides along. Arithmetic is fp32, rounded once at the end.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

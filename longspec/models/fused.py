@@ -23,7 +23,7 @@ Attend = Callable[[Tensor], Tensor]
 """q [B, Hq, N, D] -> [B, Hq, N, D], over keys and values that are already stored"""
 
 
-def can_fuse(layer: nn.Module) -> bool:
+def can_fuse(layer: Any) -> bool:
     """Whether a target's layer has the Llama shape: biases on q, k and v at most, a gated SiLU MLP, rotary halves."""
     try:
         attention, mlp = layer.self_attn, layer.mlp
@@ -56,7 +56,7 @@ class MergedLinear:
 
 
 @torch.no_grad()
-def _merged(parts: Sequence[nn.Parameter]) -> Tensor:
+def _merged(parts: Sequence[Tensor]) -> Tensor:
     """The parts below one another in one tensor [rows, …], which they are made views of unless they are already."""
     first = parts[0]
     rows, end = 0, first.data_ptr()
@@ -138,7 +138,8 @@ class FusedDraftLayer:
 
     def __init__(self, layer: GlideDecoderLayer) -> None:
         self.self_attention = _FusedSelfAttention(layer.input_layernorm, layer.self_attn)
-        self.cross_norm, self.cross = layer.post_self_attention_layernorm.weight, layer.cross_attn
+        self.cross_norm: Any = None
+        self.cross_norm, self.cross = layer.post_self_attention_layernorm, layer.cross_attn
         self.mlp = _FusedMLP(layer.post_cross_attention_layernorm, layer.mlp)
         queries = layer.self_attn.q_proj.out_features
         merged = self.self_attention.qkv
@@ -165,7 +166,7 @@ class FusedDraftLayer:
     ) -> None:
         """Add the layer's three branches to the tokens' embeddings."""
         self.self_attention.add_to(stream, positions, rope, keys, values, slots, self_attend)
-        q = stream.project(self.cross_norm, self.cross.q_proj.weight, self.cross.q_proj.bias)
+        q = stream.project(self.cross_norm.weight, self.cross.q_proj.weight, self.cross.q_proj.bias)
         q = rotate_queries(q, positions, rope, self.cross.head_dim)
         stream.add_product(_heads_last(cross_attend(q)), self.cross.o_proj.weight)
         self.mlp.add_to(stream, last=True)

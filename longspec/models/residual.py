@@ -1,7 +1,8 @@
 """The residual stream of a decoding pass, and the products that read it and add to it.
 
-One token: matrix-vector kernels that take the norm in front and the addition behind with them. Up to MAX_ROWS tokens in
-half precision: skinny products, where what ends a branch stays in parts until the next norm adds them. More: the library's.
+One token: matrix-vector kernels that take the norm in front and the addition behind with them. Up to MAX_ROWS tokens
+in half precision: skinny products, where what ends a branch stays in parts until the next norm adds them. More: the
+library's products.
 """
 
 from __future__ import annotations

@@ -1,0 +1,118 @@
+"""Prefill of a long prompt beside transformers' own, and the memory that generation takes beside weights and KV.
+
+`python -m benchmarks.prefill` prints a table and, last, one JSON line. Weights and prompts are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from benchmarks.ceilings import measure_ceilings
+from benchmarks.shapes import SHAPES, random_pair
+from longspec import generate
+from longspec.errors import UserError, reports_user_errors
+from longspec.inference.acceptance import Sampler
+from longspec.inference.engine import Engine
+from longspec.inference.methods import make_drafter
+from longspec.inference.runner import FusedRunner
+from longspec.models.draft_layer import WINDOW, head_dim
+from longspec.models.glide import GlideMixin
+
+TREE_SHAPE = (4, 16, 16, 16, 16)
+NEW_TOKENS = 64
+
+
+@reports_user_errors
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="llama3-8b", choices=list(SHAPES))
+    parser.add_argument("--prompt_lens", type=int, nargs="*", default=[131072], help="prefill, against transformers")
+    parser.add_argument("--generate_lens", type=int, nargs="*", default=[4096, 131072, 262144 - NEW_TOKENS])
+    parser.add_argument("--runs", type=int, default=3)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise UserError("benchmarks.prefill: measured on a CUDA device, and there is none here")
+    model = random_pair(options.shape)
+    runner = FusedRunner(model)
+    weights = torch.cuda.memory_allocated()
+    prefills, generations = [], []
+    for length in options.prompt_lens:
+        ids = torch.randint(0, model.config.vocab_size, (1, length), device="cuda")
+        ways: dict[str, Callable[[Tensor], Any]] = {
+            "ours": lambda ids: ours(runner, ids),
+            "transformers": theirs(model),
+        }
+        for name, way in ways.items():
+            row = {"prompt": length, "by": name} | timed(way, weights, options.runs)
+            prefills.append(row)
+            print(f"prefill of {length}: {name} {row['seconds']:.2f} s, {row['peak_gib']:.2f} GiB over weights")
+    for length in options.generate_lens:
+        row = generation(model, length, weights)
+        generations.append(row)
+        print(
+            f"generate after {length}: {row['peak_over_weights_and_kv_gib']:.2f} GiB over weights and KV, draft KV "
+            f"{row['draft_kv_mib']:.2f} MiB, first token {row['ttft_s']:.1f} s, round {row['round_ms']:.2f} ms"
+        )
+    facts = measure_ceilings().describe()
+    print(
+        json.dumps(
+            {"benchmark": "prefill", "prefill": prefills, "generate": generations, "shape": options.shape} | facts
+        )
+    )
+
+
+@torch.no_grad()
+def ours(runner: FusedRunner, ids: Tensor) -> None:
+    sampler = Sampler(0.0, 0, 1.0)
+    drafter = make_drafter("tree", runner, 1, sampler, TREE_SHAPE, 4, "reject")
+    Engine(runner, drafter, sampler, ids, [ids.shape[1]], NEW_TOKENS).prefill()
+
+
+@torch.no_grad()
+def theirs(model: GlideMixin, ids: Tensor) -> None:
+    """One forward over the whole prompt, as transformers' `generate` prefills, with logits for its last token."""
+    model(ids, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
+
+
+def timed(prefill: Callable[[], None], weights: int, runs: int) -> dict[str, float]:
+    """Median seconds after one warm-up, and the peak of memory over the weights."""
+    prefill()
+    seconds = []
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(runs):
+        torch.cuda.synchronize()
+        start = perf_counter()
+        prefill()
+        torch.cuda.synchronize()
+        seconds.append(perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() - weights
+    torch.cuda.empty_cache()
+    return {"seconds": median(seconds), "peak_gib": peak / 2**30}
+
+
+def generation(model: GlideMixin, length: int, weights: int) -> dict[str, float]:
+    """One call of `generate`, method tree, after a prompt of `length` tokens."""
+    config = model.config
+    ids = torch.randint(0, config.vocab_size, (1, length), device="cuda")
+    stats = generate(model, ids, tree_shape=TREE_SHAPE, max_new_tokens=NEW_TOKENS, eos_token_id=()).stats
+    token_bytes = 2 * 2 * config.num_key_value_heads * head_dim(config)
+    target_kv = config.num_hidden_layers * token_bytes * (length + NEW_TOKENS)
+    return {
+        "prompt": length,
+        "peak_over_weights_and_kv_gib": (stats.peak_memory_bytes - weights - target_kv) / 2**30,
+        "draft_kv_mib": token_bytes * (WINDOW + 1 + sum(TREE_SHAPE)) / 2**20,
+        "ttft_s": stats.ttft_s,
+        "round_ms": stats.decode_s / stats.rounds * 1e3,
+    }
+
+
+if __name__ == "__main__":
+    main()
