@@ -46,10 +46,7 @@ def main() -> None:
     prefills, generations = [], []
     for length in options.prompt_lens:
         ids = torch.randint(0, model.config.vocab_size, (1, length), device="cuda")
-        ways: dict[str, Callable[[Tensor], Any]] = {
-            "ours": lambda ids: ours(runner, ids),
-            "transformers": theirs(model),
-        }
+        ways = {"ours": partial(ours, runner, ids), "transformers": partial(theirs, model, ids)}
         for name, way in ways.items():
             row = {"prompt": length, "by": name} | timed(way, weights, options.runs)
             prefills.append(row)
