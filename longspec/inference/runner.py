@@ -78,7 +78,7 @@ class FusedRunner(Runner):
         from longspec.models import fused, residual
 
         super().__init__(model, attention)
-        self.fused, self.linear = fused, residual.linear
+        self.place, self.rope_table, self.linear = fused.Place, fused.rope_table, residual.linear
         self.stream = partial(residual.ResidualStream, eps=self.config.rms_norm_eps)
         self.backbone: Any = model.model
         self.layers = [fused.FusedTargetLayer(layer) for layer in self.backbone.layers]
@@ -86,7 +86,7 @@ class FusedRunner(Runner):
         self.scale = head_dim(self.config) ** -0.5
 
     def prepare(self, positions: int) -> None:
-        self.rope = self.fused.rope_table(self.backbone.rotary_emb, self.model.lm_head.weight, positions)
+        self.rope = self.rope_table(self.backbone.rotary_emb, self.model.lm_head.weight, positions)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.linear(hidden, self.model.lm_head.weight)
@@ -98,7 +98,7 @@ class FusedRunner(Runner):
             def over_layer(q: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
                 return attend(q, keys, values, self.scale)
 
-            layer.add_to(stream, positions, self.rope, keys, values, cache.slots, over_layer)
+            layer.add_to(stream, self.place(positions, self.rope, keys, values, cache.slots), over_layer)
         return stream.normed(self.backbone.norm.weight)
 
     def draft(
@@ -112,16 +112,15 @@ class FusedRunner(Runner):
     ) -> Tensor:
         stream = self.stream(self.backbone.embed_tokens(tokens))
         slots = cache.node_slots[:, first : first + tokens.shape[1]]
-        self.draft_layer.add_to(
-            stream, positions, self.rope, cache.keys, cache.values, slots, self_attend, cross_attend
-        )
+        place = self.place(positions, self.rope, cache.keys, cache.values, slots)
+        self.draft_layer.add_to(stream, place, self_attend, cross_attend)
         return stream.hidden
 
     def feed_draft(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: DraftCache) -> None:
         slots = torch.where(valid, positions % cache.window, -1)
         stream = self.stream(self.backbone.embed_tokens(tokens))
-        positions = positions.clamp(min=0)
-        self.draft_layer.store_keys_values(stream, positions, self.rope, cache.keys, cache.values, slots)
+        place = self.place(positions.clamp(min=0), self.rope, cache.keys, cache.values, slots)
+        self.draft_layer.store_keys_values(stream, place)
 
 
 def make_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:

@@ -7,7 +7,7 @@ residual stream without a launch of its own (see `models.residual`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +23,31 @@ Attend = Callable[[Tensor], Tensor]
 """q [B, Hq, N, D] -> [B, Hq, N, D], over keys and values that are already stored"""
 
 
+class Place(NamedTuple):
+    """Where a pass's tokens stand in the sequence, and where a layer's keys and values of them go."""
+
+    positions: Tensor
+    """int [B, N]"""
+    rope: RopeTable
+    keys: Tensor
+    """[B, Hkv, S, D], as `values`"""
+    values: Tensor
+    slots: Tensor
+    """int [B, N]; a token with a negative one is not stored."""
+
+    def take(self, qkv: Tensor) -> Tensor:
+        """Store the keys and values of a merged projection [B, N, …]; its rotated queries [B, Hq, N, D]."""
+        return rotate_and_store(qkv, self.positions, self.rope, self.keys, self.values, self.slots)
+
+
 def can_fuse(layer: Any) -> bool:
     """Whether a target's layer has the Llama shape: biases on q, k and v at most, a gated SiLU MLP, rotary halves."""
     try:
         attention, mlp = layer.self_attn, layer.mlp
         unbiased = (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         known = {"q_proj", "k_proj", "v_proj", "o_proj"} == {name for name, _ in attention.named_children()}
-        return (
-            known
-            and isinstance(mlp.act_fn, (nn.SiLU, SiLUActivation))
-            and all(linear.bias is None for linear in unbiased)
-        )
+        gated_silu = isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
+        return known and gated_silu and all(linear.bias is None for linear in unbiased)
     except AttributeError:
         return False
 
@@ -95,18 +109,8 @@ class _FusedSelfAttention:
         self.norm, self.output = norm.weight, attention.o_proj.weight
         self.qkv = MergedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
 
-    def add_to(
-        self,
-        stream: ResidualStream,
-        positions: Tensor,
-        rope: RopeTable,
-        keys: Tensor,
-        values: Tensor,
-        slots: Tensor,
-        attend: Attend,
-    ) -> None:
-        projected = stream.project(self.norm, self.qkv.weight, self.qkv.bias)
-        q = rotate_and_store(projected, positions, rope, keys, values, slots)
+    def add_to(self, stream: ResidualStream, place: Place, attend: Attend) -> None:
+        q = place.take(stream.project(self.norm, self.qkv.weight, self.qkv.bias))
         stream.add_product(_heads_last(attend(q)), self.output)
 
 
@@ -117,19 +121,9 @@ class FusedTargetLayer:
         self.attention = _FusedSelfAttention(layer.input_layernorm, layer.self_attn)
         self.mlp = _FusedMLP(layer.post_attention_layernorm, layer.mlp)
 
-    def add_to(
-        self,
-        stream: ResidualStream,
-        positions: Tensor,
-        rope: RopeTable,
-        keys: Tensor,
-        values: Tensor,
-        slots: Tensor,
-        attend: Attend,
-    ) -> None:
-        """Add the layer's two branches; keys, values [B, Hkv, S, D] get the new entries at slots int [B, N], before
-        `attend` runs."""
-        self.attention.add_to(stream, positions, rope, keys, values, slots, attend)
+    def add_to(self, stream: ResidualStream, place: Place, attend: Attend) -> None:
+        """Add the layer's two branches; its keys and values are in place before `attend` runs."""
+        self.attention.add_to(stream, place, attend)
         self.mlp.add_to(stream)
 
 
@@ -146,27 +140,14 @@ class FusedDraftLayer:
         assert merged.bias is not None
         self.kv_weight, self.kv_bias = merged.weight[queries:], merged.bias[queries:]
 
-    def store_keys_values(
-        self, stream: ResidualStream, positions: Tensor, rope: RopeTable, keys: Tensor, values: Tensor, slots: Tensor
-    ) -> None:
-        """Put the self-attention keys and values of tokens at slots int [B, T]; those of negative slots nowhere."""
-        projected = stream.project(self.self_attention.norm, self.kv_weight, self.kv_bias)
-        rotate_and_store(projected, positions, rope, keys, values, slots)
+    def store_keys_values(self, stream: ResidualStream, place: Place) -> None:
+        """Put the self-attention keys and values of tokens in place: all that prefill needs."""
+        place.take(stream.project(self.self_attention.norm, self.kv_weight, self.kv_bias))
 
-    def add_to(
-        self,
-        stream: ResidualStream,
-        positions: Tensor,
-        rope: RopeTable,
-        keys: Tensor,
-        values: Tensor,
-        slots: Tensor,
-        self_attend: Attend,
-        cross_attend: Attend,
-    ) -> None:
+    def add_to(self, stream: ResidualStream, place: Place, self_attend: Attend, cross_attend: Attend) -> None:
         """Add the layer's three branches to the tokens' embeddings."""
-        self.self_attention.add_to(stream, positions, rope, keys, values, slots, self_attend)
+        self.self_attention.add_to(stream, place, self_attend)
         q = stream.project(self.cross_norm.weight, self.cross.q_proj.weight, self.cross.q_proj.bias)
-        q = rotate_queries(q, positions, rope, self.cross.head_dim)
+        q = rotate_queries(q, place.positions, place.rope, self.cross.head_dim)
         stream.add_product(_heads_last(cross_attend(q)), self.cross.o_proj.weight)
         self.mlp.add_to(stream, last=True)
