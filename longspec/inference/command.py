@@ -27,7 +27,7 @@ from longspec.inference.registry import (
 )
 from longspec.inference.report import Report, SampleResult, table
 from longspec.inference.tasks import HEADROOM, MIN_PROMPT_LEN, TASKS, Sample, Selection, read_questions, select_samples
-from longspec.kernels.attention import ATTENTIONS
+from longspec.kernels.attention import BACKENDS
 from longspec.models.draft_files import check_draft
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import check_weights, context_window, load_tokenizer, read_config
@@ -126,7 +126,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--headroom", type=int, default=HEADROOM, help="LongBench: leave out prompts over window - headroom")
     add("--dtype", choices=DTYPES, help="default: the target's own, on a CPU float32")
     add("--device", help="default: cuda where there is one")
-    add("--attention", choices=ATTENTIONS, default="auto", help="what decoding's attention runs on")
+    add("--attention", choices=("auto", *BACKENDS), default="auto", help="what decoding's attention runs on")
     add(
         "--compile",
         action=argparse.BooleanOptionalAction,

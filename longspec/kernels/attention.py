@@ -1,76 +1,168 @@
-"""The attention that decoding calls: Triton kernels on CUDA, torch's scaled_dot_product_attention elsewhere.
+"""The attention that decoding calls: one object, chosen once, that the engine and the draft hold.
 
-Shape letters: B batch, N queries (tree nodes), Hq query heads, Hkv KV heads, D head_dim, S cache slots.
-q [B, Hq, N, D]; k, v [B, Hkv, S, D], last dimension contiguous; outputs [B, Hq, N, D] in q's dtype. A query that sees
-no key gets 0. On CUDA nothing here waits for the device: sizes come from `max_length`, which the host knows.
+Shape letters: B batch, N queries (tree nodes), Hq query heads, Hkv KV heads, D head_dim, S cache slots, W window,
+M tree nodes of the draft. q [B, Hq, N, D]; k, v [B, Hkv, S, D], last dimension contiguous; outputs [B, Hq, N, D] in
+q's dtype. lengths int [B]: row b's prefix is slots 0 … lengths[b] - 1. A query that sees no key gets 0.
 """
 
 import importlib.util
 import logging
 from collections.abc import Callable
 from functools import cache
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from longspec.errors import UserError
+from longspec.kernels.reference import ring_visible
 from longspec.kernels.varlen import FLASH_MODULES, installed_flash_attention
 
 logger = logging.getLogger(__name__)
 
+BACKENDS = ("flash", "triton", "sdpa")
+"""Fastest first."""
+MODULES = {"flash": ("triton", "fa3_fwd_interface"), "triton": ("triton",), "sdpa": ()}
+"""What a backend imports; FlashAttention-3 comes in the package fa3-fwd."""
+SMALLEST_SHARED_MEMORY = 99 * 1024
+"""Bytes that a program can have on every GPU since Ampere, for torch versions that do not say how many."""
 FOLD_LIMIT = 32
 """Up to this many queries the CPU is faster with a group's heads as rows of one KV head."""
-MIN_SPLIT = 256
-"""Fewest prefix slots that are worth a split of their own."""
 
 
-def hybrid_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tree_mask: Tensor, scale: float, max_length: int
-) -> Tensor:
-    """Verification attention: each node sees its row's whole prefix and, under `tree_mask`, the new nodes.
+class DecodingAttention(Protocol):
+    """A backend. What lies in a cache behind the used slots, finite or not, never reaches a result."""
 
-    lengths int [B]: the prefix of row b is slots 0 … lengths[b] - 1; the keys of the N nodes already lie in slots
-    lengths[b] … lengths[b] + N - 1; tree_mask bool [B, N, N], True where query node i sees key node j;
-    max_length: the host's upper bound of lengths. (LongSpec, arXiv 2502.17421: hybrid tree attention.)
+    name: str
+    """What the prefix runs on: "flash", "triton" or "sdpa"."""
+    capturable: bool
+    """Whether calls may be captured in a CUDA graph: no value of `lengths` reaches the host."""
+
+    def hybrid(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tree_mask: Tensor, scale: float) -> Tensor:
+        """Verification: each node sees its row's whole prefix and, under `tree_mask`, the new nodes.
+
+        The keys of the N nodes already lie in slots lengths[b] … lengths[b] + N - 1; tree_mask bool [B, N, N], True
+        where query node i sees key node j. (LongSpec, arXiv 2502.17421: hybrid tree attention.)
+        """
+
+    def prefix(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+        """The draft's cross-attention: every query sees its row's prefix, which may be empty."""
+
+    def window(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float
+    ) -> Tensor:
+        """The draft's self-attention: N nodes of one level see a ring of accepted tokens and nodes of the tree.
+
+        k, v [B, Hkv, W + M, D], finite: slot s < W holds the newest position p < lengths[b] with p % W == s, slot W + j
+        node j. A query, at position lengths[b] + level, sees p if it is >= 0 and at most W positions back, and node j
+        where tree_mask bool [B, N, M] is True.
+        """
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Causal attention of a chunk of the prompt: the N queries are those of the last N of the S slots."""
+
+
+def decoding_attention(requested: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> DecodingAttention:
+    """The backend `requested`: "flash" (FlashAttention-3), "triton", "sdpa", or "auto", the fastest that runs here.
+
+    Logs, once, which package would make "auto" faster. Raises UserError for an unknown name and for a backend that was
+    asked for by name and cannot run here.
     """
-    if _use_triton(q):
-        return _hybrid_triton(q, k, v, lengths, tree_mask, scale, max_length)
+    if requested not in ("auto", *BACKENDS):
+        raise UserError(f"attention: unknown backend {requested!r}; choose one of auto, {', '.join(BACKENDS)}")
+    if requested == "auto":
+        fitting = [name for name in BACKENDS if _misfit(name, device, dtype, head_dim) is None]
+        name = next(name for name in fitting if not _missing_module(name))
+        _log_missing(tuple(fitting[: fitting.index(name)]), name)
+    else:
+        name = requested
+        reason = _misfit(name, device, dtype, head_dim) or _missing_module(name)
+        if reason:
+            raise UserError(f"attention: {name!r} cannot run here: {reason}")
+    if name == "sdpa":
+        return SdpaAttention()
+    from longspec.kernels.triton_attention import FlashAttention, TritonAttention
 
-    def attend(count: int, q: Tensor, k: Tensor, v: Tensor, tree_mask: Tensor) -> Tensor:
-        used = count + q.shape[2]
-        visible = F.pad(tree_mask, (count, 0), value=True)
-        return masked_attention(q, k[:, :, :used], v[:, :, :used], visible, scale)
-
-    return _by_length(attend, lengths, q, k, v, tree_mask)
-
-
-def prefix_only_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, max_length: int) -> Tensor:
-    """The draft's cross-attention in decoding: every query sees its row's slots 0 … lengths[b] - 1.
-
-    lengths int [B], 0 allowed; max_length: the host's upper bound of lengths.
-    """
-    if _use_triton(q):
-        return _prefix_triton(q, k, v, lengths, scale, max_length)
-
-    def attend(count: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _sdpa(q, k[:, :, :count], v[:, :, :count], None, scale) if count else torch.zeros_like(q)
-
-    return _by_length(attend, lengths, q, k, v)
+    properties = torch.cuda.get_device_properties(device)
+    backend = FlashAttention if name == "flash" else TritonAttention
+    shared_memory = getattr(properties, "shared_memory_per_block_optin", SMALLEST_SHARED_MEMORY)
+    return backend(properties.multi_processor_count, shared_memory)
 
 
-def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention of a chunk of the prompt: the N queries are those of the last N of the S slots."""
-    batch, _, nodes, _ = q.shape
-    start = k.shape[2] - nodes
-    if _use_triton(q):
-        starts = torch.full((batch,), start, dtype=torch.int32, device=q.device)
-        causal = torch.ones(nodes, nodes, dtype=torch.bool, device=q.device).tril().expand(batch, -1, -1)
-        return _hybrid_triton(q, k, v, starts, causal, scale, start)
-    if start == 0:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    visible = torch.ones(nodes, k.shape[2], dtype=torch.bool, device=q.device).tril(start)
-    return _sdpa(q, k, v, visible.expand(batch, -1, -1), scale)
+def _misfit(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why no package would make the backend run, None if it fits."""
+    if name == "sdpa":
+        return None
+    if device.type != "cuda":
+        return f"it needs a CUDA device, not {device.type}"
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"it does not take {dtype}"
+    if name == "flash" and (dtype != torch.bfloat16 or head_dim > 256 or head_dim % 8):
+        return f"it takes bfloat16 and a head_dim of 8, 16, … 256, not {dtype} and {head_dim}"
+    if name == "flash" and torch.cuda.get_device_capability(device)[0] != 9:
+        return "it needs a Hopper GPU"
+    return None
+
+
+def _missing_module(name: str) -> str | None:
+    missing = [module for module in MODULES[name] if not _installed(module)]
+    return f"{' and '.join(missing)} cannot be imported" if missing else None
+
+
+@cache
+def _log_missing(faster: tuple[str, ...], used: str) -> None:
+    for name in faster:
+        logger.warning("decoding attention runs on %s; %s would be faster, but %s", used, name, _missing_module(name))
+
+
+@cache
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+class SdpaAttention:
+    """Decoding attention on torch's scaled_dot_product_attention; reads `lengths` on the host."""
+
+    name = "sdpa"
+    capturable = False
+
+    def hybrid(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tree_mask: Tensor, scale: float) -> Tensor:
+        def attend(count: int, q: Tensor, k: Tensor, v: Tensor, tree_mask: Tensor) -> Tensor:
+            used = count + q.shape[2]
+            visible = F.pad(tree_mask, (count, 0), value=True)
+            return masked_attention(q, k[:, :, :used], v[:, :, :used], visible, scale)
+
+        return _by_length(attend, lengths, q, k, v, tree_mask)
+
+    def prefix(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+        def attend(count: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return _sdpa(q, k[:, :, :count], v[:, :, :count], None, scale) if count else torch.zeros_like(q)
+
+        return _by_length(attend, lengths, q, k, v)
+
+    def window(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float
+    ) -> Tensor:
+        ring = ring_visible(lengths, level, k.shape[2] - tree_mask.shape[2], q.shape[2])
+        return masked_attention(q, k, v, torch.cat([ring, tree_mask], 2), scale)
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return causal_prefill(q, k, v, scale)
+
+
+def causal_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """`DecodingAttention.prefill` on torch: its fused kernels on CUDA, which need no [N, S] mask."""
+    nodes, slots = q.shape[2], k.shape[2]
+    if not q.is_cuda and nodes < slots:
+        visible = torch.ones(nodes, slots, dtype=torch.bool).tril(slots - nodes)
+        return _sdpa(q, k, v, visible.expand(len(q), -1, -1), scale)
+    if q.is_cuda and q.dtype == torch.float32:  # the fused kernel that takes fp32 has no grouped heads
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    bias = causal_lower_right(nodes, slots)
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -101,17 +193,8 @@ def resolve_attention(requested: str | None) -> str:
 @cache
 def _log_replacement(requested: str, used: str) -> None:
     if requested != used:
-        decoding = "the Triton kernels" if torch.cuda.is_available() and _triton_installed() else "sdpa"
+        decoding = "the Triton kernels" if torch.cuda.is_available() and _installed("triton") else "sdpa"
         logger.warning("%s is not available here: training uses %s, decoding %s", requested, used, decoding)
-
-
-@cache
-def _triton_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def _use_triton(q: Tensor) -> bool:
-    return q.is_cuda and _triton_installed()
 
 
 def _by_length(attend: Callable[..., Tensor], lengths: Tensor, q: Tensor, *others: Tensor) -> Tensor:
@@ -137,65 +220,3 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) ->
     rows = q.reshape(batch, kv_heads, group * nodes, head_dim)
     row_mask = None if mask is None else mask.repeat(1, group, 1)[:, None]
     return F.scaled_dot_product_attention(rows, k, v, attn_mask=row_mask, scale=scale).reshape(q.shape)
-
-
-def _prefix_triton(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, max_length: int) -> Tensor:
-    from longspec.kernels.merge import merge_states
-    from longspec.kernels.prefix_attention import prefix_attention
-
-    with torch.cuda.device(q.device):
-        outs, lses = prefix_attention(q, k, v, lengths, scale, _num_splits(q, k, max_length))
-        return merge_states(outs, lses, q.dtype)[0]
-
-
-def _hybrid_triton(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tree_mask: Tensor, scale: float, max_length: int
-) -> Tensor:
-    from longspec.kernels.merge import merge_states
-    from longspec.kernels.prefix_attention import launch_prefix_attention
-    from longspec.kernels.tree_attention import launch_tree_attention
-
-    splits = _num_splits(q, k, max_length)
-    outs = torch.empty((splits + 1, *q.shape), dtype=torch.float32, device=q.device)
-    lses = torch.empty(outs.shape[:-1], dtype=torch.float32, device=q.device)
-    with torch.cuda.device(q.device):
-        launch_prefix_attention(q, k, v, lengths, scale, outs[:splits], lses[:splits])
-        launch_tree_attention(q, k, v, lengths, tree_mask, scale, outs[splits], lses[splits])
-        return merge_states(outs, lses, q.dtype)[0]
-
-
-def _num_splits(q: Tensor, k: Tensor, max_length: int) -> int:
-    """Splits of the prefix that give every multiprocessor two programs, none of them shorter than MIN_SPLIT."""
-    batch, heads, nodes, _ = q.shape
-    kv_heads = k.shape[1]
-    programs = batch * kv_heads * -(-heads // kv_heads * nodes // 64)
-    wanted = -(-2 * torch.cuda.get_device_properties(q.device).multi_processor_count // programs)
-    return max(1, min(wanted, -(-max_length // MIN_SPLIT)))
-
-
-ATTENTIONS = ("auto", "flash", "triton", "sdpa")
-
-
-class Shim:
-    name, capturable = "sdpa", False
-
-    def hybrid(self, q, k, v, lengths, tree_mask, scale):
-        return hybrid_attention(q, k, v, lengths, tree_mask, scale, int(lengths.max()))
-
-    def prefix(self, q, k, v, lengths, scale):
-        return prefix_only_attention(q, k, v, lengths, scale, int(lengths.max()))
-
-    def window(self, q, k, v, lengths, level, tree_mask, scale):
-        w = k.shape[2] - tree_mask.shape[2]
-        root = lengths[:, None]
-        held = root - 1 - (root - 1 - torch.arange(w, device=q.device)) % w
-        ring = (held >= 0) & (held >= root + level - w)
-        mask = torch.cat([ring[:, None].expand(-1, q.shape[2], -1), tree_mask], -1)
-        return masked_attention(q, k, v, mask, scale)
-
-    def prefill(self, q, k, v, scale):
-        return prefill_attention(q, k, v, scale)
-
-
-def decoding_attention(requested, device, dtype, head_dim):
-    return Shim()

@@ -1,7 +1,8 @@
-"""Split-KV flash decoding over the cached prefix: every query sees every slot below its row's length, no mask.
+"""Split-KV flash decoding over the whole blocks of the cached prefix: every query sees every slot, no mask at all.
 
-The lengths stay on the device: each program reads its row's length and takes an equal share of it, so a ragged batch
-needs neither padding nor a host synchronisation.
+What is left of the prefix behind its last whole block is the finishing kernel's (`longspec.kernels.finish`). The
+lengths stay on the device: each program reads its row's length and takes an equal share of its blocks, so a ragged
+batch needs neither padding nor a host synchronisation, and the grid depends on shapes alone.
 """
 
 import torch
@@ -9,16 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.reference import SPLIT_ALIGNMENT
-from longspec.kernels.tiles import (
-    LOG2_E,
-    check_layout,
-    load_key_tile,
-    load_query_tile,
-    softmax_step,
-    store_state,
-    tile_sizes,
-)
+from longspec.kernels.tiles import LOG2_E, Tiles, check_layout, load_block, load_query_tile, padded_dim
 
 
 @triton.jit
@@ -40,74 +32,72 @@ def _prefix_kernel(
     stride_vs,
     scale_log2,
     kv_heads,
-    nodes,
+    group,
     num_rows,
     HEAD_DIM: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
-    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
+    LN_2: tl.constexpr = 0.6931471805599453
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    batch = (tl.program_id(2) // kv_heads).to(tl.int64)
+    kv_head = (tl.program_id(2) % kv_heads).to(tl.int64)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     dim = tl.arange(0, BLOCK_D)
-    group = num_rows // nodes
+    blocks = tl.load(lengths_ptr + batch).to(tl.int32) // BLOCK_N
+    # Shares that differ by one block at most: floor((split + 1) * blocks / splits) - floor(split * blocks / splits).
+    first = blocks // splits * split + blocks % splits * split // splits
+    last = blocks // splits * (split + 1) + blocks % splits * (split + 1) // splits
+
     q_base = q_ptr + batch * stride_qb + kv_head * group * stride_qh
-    k_base = k_ptr + batch * stride_kb + kv_head * stride_kh
-    v_base = v_ptr + batch * stride_vb + kv_head * stride_vh
-
-    length = tl.load(lengths_ptr + batch).to(tl.int32)
-    share = tl.cdiv(length, tl.num_programs(2))
-    chunk = tl.cdiv(share, ALIGNMENT) * ALIGNMENT
-    first = tl.program_id(2) * chunk
-    end = tl.minimum(first + chunk, length)
-
-    q = load_query_tile(q_base, stride_qh, stride_qn, row, dim, nodes, num_rows, HEAD_DIM)
+    q = load_query_tile(q_base, stride_qh, stride_qn, row, dim, group, num_rows, HEAD_DIM)
+    key = tl.arange(0, BLOCK_N)
+    k_tile = k_ptr + batch * stride_kb + kv_head * stride_kh + (first * BLOCK_N).to(tl.int64) * stride_ks
+    v_tile = v_ptr + batch * stride_vb + kv_head * stride_vh + (first * BLOCK_N).to(tl.int64) * stride_vs
+    k_offsets = key[:, None] * stride_ks + dim[None, :]
+    v_offsets = key[:, None] * stride_vs + dim[None, :]
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in range(first, end, BLOCK_N):
-        slot = start + tl.arange(0, BLOCK_N)
-        k = load_key_tile(k_base, stride_ks, slot, dim, end, HEAD_DIM)
-        v = load_key_tile(v_base, stride_vs, slot, dim, end, HEAD_DIM)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        scores = tl.where((slot < end)[None, :], scores, float("-inf"))
-        acc, row_max, row_sum = softmax_step(acc, row_max, row_sum, scores, v)
+    for _ in range(first, last):
+        k = load_block(k_tile, k_offsets, dim, HEAD_DIM, BLOCK_D)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - new_max[:, None])
+        decay = tl.exp2(row_max - new_max)
+        row_sum = row_sum * decay + tl.sum(weights, 1)
+        v = load_block(v_tile, v_offsets, dim, HEAD_DIM, BLOCK_D)
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        row_max = new_max
+        k_tile += BLOCK_N * stride_ks
+        v_tile += BLOCK_N * stride_vs
 
-    state = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    lse_base = lse_ptr + state * num_rows
-    out_base = out_ptr + state * num_rows * HEAD_DIM
-    store_state(out_base, lse_base, acc, row_max, row_sum, row, dim, num_rows, HEAD_DIM)
+    divisor = tl.where(row_sum > 0.0, row_sum, 1.0)
+    part_row = ((split * (tl.num_programs(2) // kv_heads) + batch) * (num_rows // group) + row // group).to(tl.int64)
+    part_row = (part_row * kv_heads + kv_head) * group + row % group
+    tl.store(lse_ptr + part_row, (row_max + tl.log2(divisor)) * LN_2, mask=row < num_rows)
+    in_tile = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
+    tl.store(out_ptr + part_row[:, None] * HEAD_DIM + dim[None, :], acc / divisor[:, None], mask=in_tile)
 
 
 def prefix_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, num_splits: int
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, num_splits: int, tiles: Tiles
 ) -> tuple[Tensor, Tensor]:
-    """Partial attention of each query over the cached prefix, in `num_splits` parts.
+    """Partial attention of each query over the whole blocks of the cached prefix, in `num_splits` parts.
 
     q [B, Hq, N, D]; k, v the cache [B, Hkv, S, D] in any strides with a contiguous last dimension, all of one dtype
-    (fp32, fp16, bf16); lengths int [B]. Row b sees slots 0 … lengths[b] - 1; later slots are never read.
-    Part p covers the p-th run of `reference.split_length(lengths[b], num_splits)` slots and may be empty.
-    Returns o fp32 [num_splits, B, Hq, N, D] and lse fp32 [num_splits, B, Hq, N].
+    (fp32, fp16, bf16); lengths int [B]; scale > 0. Row b sees slots 0 … lengths[b] // block_n * block_n - 1; later
+    ones are never read. A part covers a run of whole blocks and may be empty.
+    Returns o fp32 [num_splits, B, Hq, N, D] and lse fp32 [num_splits, B, Hq, N], as views of [num_splits, B, N, Hq, …].
     """
-    out = torch.empty((num_splits, *q.shape), dtype=torch.float32, device=q.device)
-    lse = torch.empty(out.shape[:-1], dtype=torch.float32, device=q.device)
-    launch_prefix_attention(q, k, v, lengths, scale, out, lse)
-    return out, lse
-
-
-def launch_prefix_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, out: Tensor, lse: Tensor
-) -> None:
-    """`prefix_attention` into given contiguous buffers: out fp32 [P, B, Hq, N, D], lse fp32 [P, B, Hq, N]."""
     check_layout(q, k, v)
     batch, heads, nodes, head_dim = q.shape
     kv_heads = k.shape[1]
-    num_rows = heads // kv_heads * nodes
-    tiles = tile_sizes(num_rows, head_dim, q.dtype)
-    grid = (triton.cdiv(num_rows, tiles.block_m), batch * kv_heads, out.shape[0])
-    _prefix_kernel[grid](
+    group = heads // kv_heads
+    out = torch.empty((num_splits, batch, nodes, heads, head_dim), dtype=torch.float32, device=q.device)
+    lse = torch.empty(out.shape[:-1], dtype=torch.float32, device=q.device)
+    _prefix_kernel[(triton.cdiv(group * nodes, tiles.block_m), num_splits, batch * kv_heads)](
         q,
         k,
         v,
@@ -119,11 +109,13 @@ def launch_prefix_attention(
         *v.stride()[:3],
         scale * LOG2_E,
         kv_heads,
-        nodes,
-        num_rows,
+        group,
+        group * nodes,
         HEAD_DIM=head_dim,
-        ALIGNMENT=SPLIT_ALIGNMENT,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
-        BLOCK_D=tiles.block_d,
+        BLOCK_D=padded_dim(head_dim),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )
+    return out.transpose(2, 3), lse.transpose(2, 3)

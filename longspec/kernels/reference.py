@@ -5,10 +5,15 @@ Everywhere in this package: query head h reads KV head h // (Hq // Hkv), LSE is 
 gives output 0 and LSE -inf.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-SPLIT_ALIGNMENT = 64
+if TYPE_CHECKING:
+    from longspec.kernels.tiles import Tiles
 
 
 def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -30,45 +35,75 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sca
     return out.reshape(q.shape).to(q.dtype), lse.reshape(batch, heads, nodes)
 
 
-def tree_attention(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, mask: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Reference of `longspec.kernels.tree_attention.tree_attention`."""
-    nodes = q.shape[2]
-    rows = [slice(start, start + nodes) for start in starts.tolist()]
-    tree_k = torch.stack([k[row, :, slots] for row, slots in enumerate(rows)])
-    tree_v = torch.stack([v[row, :, slots] for row, slots in enumerate(rows)])
-    return attention_with_lse(q.float(), tree_k.float(), tree_v.float(), mask, scale)
-
-
 def prefix_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, num_splits: int
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, num_splits: int, tiles: Tiles
 ) -> tuple[Tensor, Tensor]:
     """Reference of `longspec.kernels.prefix_attention.prefix_attention`."""
     out = q.new_zeros((num_splits, *q.shape), dtype=torch.float32)
     lse = out.new_full(out.shape[:-1], -torch.inf)
     for row, length in enumerate(lengths.tolist()):
-        chunk = split_length(length, num_splits)
+        blocks = length // tiles.block_n
         for split in range(num_splits):
-            slots = slice(split * chunk, min(length, (split + 1) * chunk))
-            if slots.start < slots.stop:
-                q_row, k_row, v_row = q[row, None], k[row, None, :, slots], v[row, None, :, slots]
-                part = attention_with_lse(q_row.float(), k_row.float(), v_row.float(), None, scale)
-                out[split, row], lse[split, row] = part[0][0], part[1][0]
+            first, last = (blocks * edge // num_splits * tiles.block_n for edge in (split, split + 1))
+            q_row, k_row, v_row = q[row, None], k[row, None, :, first:last], v[row, None, :, first:last]
+            part = attention_with_lse(q_row.float(), k_row.float(), v_row.float(), None, scale)
+            out[split, row], lse[split, row] = part[0][0], part[1][0]
     return out, lse
 
 
+def finish_prefix(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    tree_mask: Tensor | None,
+    scale: float,
+    parts: Tensor,
+    lses: Tensor,
+    block: int,
+) -> Tensor:
+    """Reference of `longspec.kernels.finish.finish_prefix`."""
+    out = torch.empty_like(q)
+    for row, length in enumerate(lengths.tolist()):
+        first = length // block * block
+        mask = torch.ones(1, q.shape[2], length - first, dtype=torch.bool, device=q.device)
+        if tree_mask is not None:
+            mask = torch.cat([mask, tree_mask[row, None]], 2)
+        slots = slice(first, first + mask.shape[2])
+        q_row, k_row, v_row = q[row, None], k[row, None, :, slots], v[row, None, :, slots]
+        rest = attention_with_lse(q_row.float(), k_row.float(), v_row.float(), mask, scale)
+        outs = torch.cat([parts[:, row].float(), rest[0]])
+        out[row] = merge_states(outs, torch.cat([lses[:, row], rest[1]]))[0]
+    return out
+
+
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float
+) -> Tensor:
+    """Reference of `longspec.kernels.finish.window_attention`; every slot must hold finite values."""
+    mask = torch.cat([ring_visible(lengths, level, k.shape[2] - tree_mask.shape[2], q.shape[2]), tree_mask], 2)
+    return attention_with_lse(q, k, v, mask, scale)[0]
+
+
+def ring_visible(lengths: Tensor, level: int, window: int, nodes: int) -> Tensor:
+    """bool [B, nodes, window]: the ring slots that the queries at positions lengths[b] + level see.
+
+    Slot s of the ring holds the newest position p < lengths[b] with p % window == s.
+    """
+    newest = lengths[:, None].long() - 1
+    held = newest - (newest - torch.arange(window, device=lengths.device)) % window
+    visible = (held >= 0) & (held >= lengths[:, None] + level - window)
+    return visible[:, None].expand(-1, nodes, -1)
+
+
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Reference of `longspec.kernels.merge.merge_states`."""
+    """Attention over all keys, o [..., D] and lse [...], from states over parts of them.
+
+    outs [P, ..., D]; lses [P, ...], natural log, -inf for a part that saw no key, whose output may hold anything.
+    """
     lse = lses.logsumexp(0)
     weights = lses.softmax(0).masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)
     return (weights * outs.masked_fill(weights == 0.0, 0.0)).sum(0), lse
-
-
-def split_length(length: int, num_splits: int) -> int:
-    """Slots of one split of a prefix: an equal share, rounded up to a multiple of SPLIT_ALIGNMENT."""
-    share = -(-length // num_splits)
-    return -(-share // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT
 
 
 def compact(keys: Tensor, values: Tensor, lengths: Tensor, path: Tensor, counts: Tensor) -> None:

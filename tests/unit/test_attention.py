@@ -1,40 +1,73 @@
-"""The decode entry points against one dense fp64 attention: torch path on CPU, Triton path on the GPU."""
+"""Every backend of decoding attention against one dense fp64 attention; Triton's in its interpreter without a GPU."""
 
+import importlib.util
+import logging
+import os
 import subprocess
 import sys
 from textwrap import dedent
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from longspec.errors import UserError
+from longspec.kernels import attention
 from longspec.kernels.attention import (
-    hybrid_attention,
+    DecodingAttention,
+    SdpaAttention,
+    decoding_attention,
     masked_attention,
-    prefill_attention,
-    prefix_only_attention,
     resolve_attention,
 )
 from longspec.kernels.reference import attention_with_lse
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+FLASH = importlib.util.find_spec("fa3_fwd_interface") is not None
+BACKENDS = [
+    "sdpa cpu",
+    pytest.param("triton cpu", marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="no GPU")),
+    pytest.param("sdpa cuda", marks=pytest.mark.gpu),
+    pytest.param("triton cuda", marks=pytest.mark.gpu),
+    pytest.param("flash cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not FLASH, reason="needs fa3-fwd")]),
+]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SHAPES = [(2, 1, 1, 64), (2, 4, 69, 64), (1, 5, 5, 128), (1, 8, 40, 80)]
+
+
+@pytest.fixture
+def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[DecodingAttention, str]:
+    """A backend and its device; short prefixes are split too, and FlashAttention-3 takes caches of any size."""
+    backend, device = request.param.split()
+    if backend == "sdpa":
+        return SdpaAttention(), device
+    from longspec.kernels import triton_attention
+
+    monkeypatch.setattr(triton_attention, "MIN_SPLIT", 32)
+    monkeypatch.setattr(triton_attention, "FLASH_MIN_CAPACITY", 0)
+    if device == "cpu":
+        return triton_attention.TritonAttention(multiprocessors=16, shared_memory=160 * 1024), device
+    return decoding_attention(backend, torch.device(device), torch.bfloat16, 64), device
+
+
+def takes(attend: DecodingAttention, device: str, dtype: torch.dtype) -> bool:
+    if attend.name == "flash":
+        return dtype == torch.bfloat16
+    return not (attend.name == "triton" and device == "cpu" and dtype == torch.bfloat16)  # the interpreter cannot
 
 
 def make_cache(
     lengths: list[int], kv_heads: int, group: int, nodes: int, head_dim: int, new: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, lengths; slots past lengths[b] + new are NaN."""
+    """q (a view of [B, N, Hq, D]), k, v, lengths; slots past lengths[b] + new are NaN."""
     generator = torch.Generator().manual_seed(nodes)
     slots = max(lengths) + new + 11
-    q = torch.randn(len(lengths), kv_heads * group, nodes, head_dim, generator=generator)
+    q = torch.randn(len(lengths), nodes, kv_heads * group, head_dim, generator=generator).transpose(1, 2)
     k, v = torch.randn(2, len(lengths), kv_heads, slots, head_dim, generator=generator)
     for row, length in enumerate(lengths):
         k[row, :, length + new :] = torch.nan
         v[row, :, length + new :] = torch.nan
-    return q, k, v, torch.tensor(lengths)
+    return q, k, v, torch.tensor(lengths, dtype=torch.int32)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
@@ -49,49 +82,111 @@ def hybrid_mask(lengths: Tensor, tree_mask: Tensor, slots: int) -> Tensor:
     return visible
 
 
-@pytest.mark.parametrize("device", DEVICES)
+def some_mask(batch: int, nodes: int, keys: int) -> Tensor:
+    return torch.rand(batch, nodes, keys, generator=torch.Generator().manual_seed(1)) < 0.5
+
+
+@pytest.mark.parametrize("attend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("lengths", [[150], [90, 90], [0, 130, 7]])
 @pytest.mark.parametrize(("kv_heads", "group", "nodes", "head_dim"), SHAPES)
 def test_hybrid_equals_dense_attention(
-    kv_heads: int, group: int, nodes: int, head_dim: int, lengths: list[int], dtype: torch.dtype, device: str
+    kv_heads: int,
+    group: int,
+    nodes: int,
+    head_dim: int,
+    lengths: list[int],
+    dtype: torch.dtype,
+    attend: tuple[DecodingAttention, str],
 ) -> None:
+    backend, device = attend
+    if not takes(backend, device, dtype):
+        pytest.skip("not for this dtype")
     q, k, v, n = make_cache(lengths, kv_heads, group, nodes, head_dim, nodes)
-    tree_mask = torch.rand(len(lengths), nodes, nodes, generator=torch.Generator().manual_seed(1)) < 0.5
+    tree_mask = some_mask(len(lengths), nodes, nodes)
     tree_mask[:, 0] = False
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     expected = dense(q, k, v, hybrid_mask(n, tree_mask, k.shape[2]), 0.15)
-    inputs = (x.to(device) for x in (q, k, v, n, tree_mask))
-    got = hybrid_attention(*inputs, 0.15, max(lengths) + 5)
+    got = backend.hybrid(*(x.to(device) for x in (q, k, v, n, tree_mask)), 0.15)
     assert got.dtype == dtype
+    if device == "cuda" and backend.capturable:
+        assert got.transpose(1, 2).is_contiguous()
     torch.testing.assert_close(got.cpu().double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("lengths", [[150], [0, 0], [0, 130, 7]])
+@pytest.mark.parametrize("attend", BACKENDS, indirect=True)
+@pytest.mark.parametrize("lengths", [[150], [0, 0], [0, 330, 7]])
 @pytest.mark.parametrize(("kv_heads", "group", "nodes", "head_dim"), SHAPES)
-def test_prefix_only_equals_dense_attention(
-    kv_heads: int, group: int, nodes: int, head_dim: int, lengths: list[int], device: str
+def test_prefix_equals_dense_attention(
+    kv_heads: int,
+    group: int,
+    nodes: int,
+    head_dim: int,
+    lengths: list[int],
+    attend: tuple[DecodingAttention, str],
 ) -> None:
-    q, k, v, n = make_cache(lengths, kv_heads, group, nodes, head_dim, 0)
+    """Row lengths as int64 too; a row without a prefix gives 0."""
+    backend, device = attend
+    dtype = torch.bfloat16 if backend.name == "flash" else torch.float32
+    q, k, v, n = (x.to(dtype) for x in make_cache(lengths, kv_heads, group, nodes, head_dim, 0))
     visible = (torch.arange(k.shape[2]) < n[:, None, None]).expand(-1, nodes, -1)
     expected = dense(q, k, v, visible, 0.15)
-    got = prefix_only_attention(*(x.to(device) for x in (q, k, v, n)), 0.15, max(lengths) + 3)
-    torch.testing.assert_close(got.cpu().double(), expected, atol=1e-5, rtol=1e-5)
+    for index_dtype in (torch.int32, torch.int64):
+        got = backend.prefix(*(x.to(device) for x in (q, k, v, n.to(index_dtype))), 0.15)
+        torch.testing.assert_close(got.cpu().double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        assert all(got[row].eq(0).all() for row, length in enumerate(lengths) if length == 0)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("attend", BACKENDS, indirect=True)
+@pytest.mark.parametrize("level", [0, 1, 4])
+@pytest.mark.parametrize(("nodes", "head_dim"), [(1, 64), (16, 64), (5, 80)])
+def test_window_sees_the_ring_by_position_and_nodes_by_the_mask(
+    nodes: int, head_dim: int, level: int, attend: tuple[DecodingAttention, str]
+) -> None:
+    """Against a list of positions, written out: roots before, at, and behind the first turn of the ring."""
+    backend, device = attend
+    window, tree, roots = 40, 21, [0, 7, 40, 41, 133]
+    dtype = torch.bfloat16 if backend.name == "flash" else torch.float32
+    generator = torch.Generator().manual_seed(nodes)
+    q = torch.randn(len(roots), nodes, 8, head_dim, generator=generator).transpose(1, 2).to(dtype)
+    k, v = torch.randn(2, len(roots), 2, window + tree, head_dim, generator=generator).to(dtype)
+    tree_mask = some_mask(len(roots), nodes, tree)
+    visible = torch.zeros(len(roots), nodes, window + tree, dtype=torch.bool)
+    for row, root in enumerate(roots):
+        for position in range(max(0, root + level - window), root):
+            visible[row, :, position % window] = True
+    visible[:, :, window:] = tree_mask
+    inputs = (x.to(device) for x in (q, k, v, torch.tensor(roots, dtype=torch.int32)))
+    got = backend.window(*inputs, level, tree_mask.to(device), 0.15)
+    expected = dense(q, k, v, visible, 0.15)
+    torch.testing.assert_close(got.cpu().double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("attend", BACKENDS, indirect=True)
 @pytest.mark.parametrize(("nodes", "slots"), [(1, 1), (37, 37), (40, 100), (5, 100)])
-def test_prefill_chunk_is_causal_up_to_its_end(nodes: int, slots: int, device: str) -> None:
+def test_prefill_chunk_is_causal_up_to_its_end(nodes: int, slots: int, attend: tuple[DecodingAttention, str]) -> None:
+    backend, device = attend
+    dtype = torch.bfloat16 if backend.name == "flash" else torch.float32
     generator = torch.Generator().manual_seed(0)
-    q = torch.randn(2, 8, nodes, 64, generator=generator)
-    k, v = torch.randn(2, 2, 2, slots, 64, generator=generator)
+    q = torch.randn(2, 8, nodes, 64, generator=generator).to(dtype)
+    k, v = torch.randn(2, 2, 2, slots, 64, generator=generator).to(dtype)
     visible = torch.ones(2, nodes, slots, dtype=torch.bool).tril(slots - nodes)
-    got = prefill_attention(q.to(device), k.to(device), v.to(device), 0.1)
-    torch.testing.assert_close(got.cpu().double(), dense(q, k, v, visible, 0.1), atol=1e-5, rtol=1e-5)
+    got = backend.prefill(q.to(device), k.to(device), v.to(device), 0.1)
+    expected = dense(q, k, v, visible, 0.1)
+    torch.testing.assert_close(got.cpu().double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_cpu_takes_every_float_dtype(dtype: torch.dtype) -> None:
+    q, k, v, n = (x.to(dtype) if x.is_floating_point() else x for x in make_cache([50, 0], 2, 2, 3, 64, 3))
+    tree_mask = torch.ones(2, 3, 3, dtype=torch.bool).tril()
+    got = decoding_attention("auto", torch.device("cpu"), dtype, 64).hybrid(q, k, v, n, tree_mask, 0.1)
+    expected = dense(q, k, v, hybrid_mask(n, tree_mask, k.shape[2]), 0.1)
+    tolerance = 2 * torch.finfo(dtype).eps
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
+
+
 @pytest.mark.parametrize("nodes", [3, 69])
 def test_masked_attention_gives_zero_and_a_clean_gradient_where_nothing_is_visible(nodes: int, device: str) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -116,16 +211,23 @@ def test_reference_gradient_is_clean_where_nothing_is_visible() -> None:
     assert q.grad is not None and q.grad.isfinite().all()
 
 
+CUDA_BACKENDS = ["triton", pytest.param("flash", marks=pytest.mark.skipif(not FLASH, reason="needs fa3-fwd"))]
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", CUDA_BACKENDS)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_hybrid_over_a_long_prefix_on_the_gpu(dtype: torch.dtype) -> None:
+def test_hybrid_over_a_long_prefix_on_the_gpu(dtype: torch.dtype, backend: str) -> None:
     """32k slots, 69 nodes, 32 heads over 8, a ragged batch; rows one by one against dense fp32 arithmetic."""
+    if backend == "flash" and dtype != torch.bfloat16:
+        pytest.skip("not for this dtype")
+    attend = decoding_attention(backend, torch.device("cuda"), dtype, 128)
     lengths, nodes = torch.tensor([32768, 20011], device="cuda"), 69
     generator = torch.Generator("cuda").manual_seed(0)
     q = torch.randn(2, 32, nodes, 128, generator=generator, device="cuda").to(dtype)
     k, v = torch.randn(2, 2, 8, 33000, 128, generator=generator, device="cuda").to(dtype)
     tree_mask = torch.ones(2, nodes, nodes, dtype=torch.bool, device="cuda").tril()
-    got = hybrid_attention(q, k, v, lengths, tree_mask, 128**-0.5, 32768)
+    got = attend.hybrid(q, k, v, lengths, tree_mask, 128**-0.5)
     for row, length in enumerate(lengths.tolist()):
         used = slice(0, length + nodes)
         visible = torch.nn.functional.pad(tree_mask[row, None], (length, 0), value=True)
@@ -135,22 +237,82 @@ def test_hybrid_over_a_long_prefix_on_the_gpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-def test_decoding_attention_never_waits_for_the_device() -> None:
-    q, k, v, lengths = (x.cuda() for x in make_cache([90, 30], 2, 4, 5, 64, 5))
-    tree_mask = torch.ones(2, 5, 5, dtype=torch.bool, device="cuda").tril()
+@pytest.mark.parametrize("backend", CUDA_BACKENDS)
+def test_a_captured_call_follows_lengths_masks_and_keys(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One CUDA graph of all calls, replayed after every input has changed, equals eager calls; none of them waits."""
+    from longspec.kernels import triton_attention
 
-    def run() -> None:
-        hybrid_attention(q, k, v, lengths, tree_mask, 0.1, 90)
-        prefix_only_attention(q, k, v, lengths, 0.1, 90)
-        prefill_attention(q, k, v, 0.1)
-        masked_attention(q, k, v, torch.ones(2, 5, k.shape[2], dtype=torch.bool, device="cuda"), 0.1)
+    monkeypatch.setattr(triton_attention, "FLASH_MIN_CAPACITY", 0)
+    dtype = torch.bfloat16 if backend == "flash" else torch.float16
+    attend = decoding_attention(backend, torch.device("cuda"), dtype, 128)
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+    q, k, v = random(2, 7, 8, 128).transpose(1, 2), random(2, 2, 3000, 128), random(2, 2, 3000, 128)
+    ring_k, ring_v = random(2, 2, 512 + 7, 128), random(2, 2, 512 + 7, 128)
+    lengths = torch.tensor([2900, 100], dtype=torch.int32, device="cuda")
+    tree_mask = torch.ones(2, 7, 7, dtype=torch.bool, device="cuda").tril()
+
+    def run() -> tuple[Tensor, ...]:
+        return (
+            attend.hybrid(q, k, v, lengths, tree_mask, 0.1),
+            attend.prefix(q, k, v, lengths, 0.1),
+            attend.window(q, ring_k, ring_v, lengths, 2, tree_mask, 0.1),
+            attend.prefill(q, k, v, 0.1),
+        )
 
     run()  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    for rows in ([17, 2950], [0, 0], [1024, 1]):
+        lengths.copy_(torch.tensor(rows))
+        tree_mask.copy_(some_mask(2, 7, 7))
+        for x in (k, v):
+            x.normal_(generator=generator)
+        graph.replay()
+        torch.testing.assert_close(captured, run(), rtol=0, atol=0)
+
+
+def test_unknown_backends_and_those_that_cannot_run_are_named() -> None:
+    for name, problem in [("fast", "unknown backend 'fast'"), ("triton", "CUDA"), ("flash", "CUDA")]:
+        with pytest.raises(UserError, match=problem):
+            decoding_attention(name, torch.device("cpu"), torch.bfloat16, 128)
+
+
+@pytest.mark.parametrize(
+    ("installed", "dtype", "used", "named"),
+    [
+        (("triton", "fa3_fwd_interface"), torch.bfloat16, "flash", []),
+        (("triton", "fa3_fwd_interface"), torch.float16, "triton", []),
+        (("triton",), torch.bfloat16, "triton", ["fa3_fwd_interface"]),
+        ((), torch.float16, "sdpa", ["triton"]),
+    ],
+)
+def test_auto_takes_the_fastest_backend_and_says_once_what_is_missing(
+    installed: tuple[str, ...],
+    dtype: torch.dtype,
+    used: str,
+    named: list[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a Hopper GPU: a package that would not run the dtype is not missed."""
+    attention._log_missing.cache_clear()
+    monkeypatch.setattr(attention, "_installed", lambda module: module in installed)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=2**17)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    with caplog.at_level(logging.WARNING):
+        names = {decoding_attention("auto", torch.device("cuda"), dtype, 128).name for _ in range(3)}
+    assert names == {used}
+    assert len(caplog.records) == len(named) and all(module in caplog.text for module in named)
 
 
 def test_flash_attention_falls_back_to_sdpa_and_says_so_once(
@@ -173,11 +335,12 @@ def test_cpu_decoding_needs_no_triton() -> None:
         import sys
         sys.modules["triton"] = None  # importing it now fails
         import torch
-        from longspec.kernels.attention import hybrid_attention
+        from longspec.kernels.attention import decoding_attention
         from longspec.kernels.varlen import varlen_attention
         x = torch.ones(1, 1, 2, 16)
         mask = torch.ones(1, 1, 1, dtype=torch.bool)
-        print(hybrid_attention(x[:, :, :1], x, x, torch.tensor([1]), mask, 1.0, 1).sum().item())
+        attend = decoding_attention("auto", torch.device("cpu"), torch.float32, 16)
+        print(attend.hybrid(x[:, :, :1], x, x, torch.tensor([1]), mask, 1.0).sum().item())
     """
     run = subprocess.run([sys.executable, "-c", dedent(program)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

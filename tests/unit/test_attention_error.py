@@ -1,5 +1,6 @@
 """The error of verification attention against dense fp64 arithmetic: torch path, Triton's interpreter, GPU."""
 
+import importlib.util
 import os
 from collections.abc import Callable
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspec.kernels.attention import hybrid_attention
+from longspec.kernels.attention import SdpaAttention, decoding_attention
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LOGITS = [
@@ -25,7 +26,7 @@ U32 = 2.0**-24
 """Unit roundoff of fp32, in which every path accumulates."""
 
 Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]
-Attention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int], Tensor]
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
 
 def offsets(logits: str, length: int, nodes: int, generator: torch.Generator) -> Tensor:
@@ -97,7 +98,7 @@ def check(attend: Attention, case: Case, dtype: torch.dtype) -> None:
     q, k, v, lengths, tree_mask, scale = case
     q, k, v = (x.to(dtype) for x in (q, k, v))
     expected, magnitude = exact(q, k, v, lengths, tree_mask, scale)
-    got = attend(q, k, v, lengths, tree_mask, scale, int(lengths.max()))
+    got = attend(q, k, v, lengths, tree_mask, scale)
     assert got.dtype == dtype and got.isfinite().all()
     keys = (lengths + q.shape[2]).view(-1, 1, 1)
     bound = torch.finfo(dtype).eps + U32 * (6 * (q.shape[3] / 3) ** 0.5 * magnitude + keys**0.5 + 4)
@@ -113,7 +114,8 @@ def test_torch_attention_is_as_exact_as_its_dtype(
     kv_heads: int, group: int, nodes: int, head_dim: int, logits: str, dtype: torch.dtype
 ) -> None:
     for lengths in ([0, 1, 63, 64, 65, 500], [4096]):
-        check(hybrid_attention, make_case(logits, lengths, kv_heads, group, nodes, head_dim, "cpu"), dtype)
+        case = make_case(logits, lengths, kv_heads, group, nodes, head_dim, "cpu")
+        check(SdpaAttention().hybrid, case, dtype)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs interpreter")
@@ -127,29 +129,42 @@ def test_torch_attention_is_as_exact_as_its_dtype(
     ],
 )
 def test_interpreted_kernels_are_as_exact_as_their_dtype(
-    logits: str, splits: int, lengths: list[int], group: int, nodes: int, head_dim: int, dtype: torch.dtype
+    logits: str,
+    splits: int,
+    lengths: list[int],
+    group: int,
+    nodes: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The kernels as `hybrid_attention` composes them on CUDA."""
+    """The kernels as they are composed on CUDA, with as many splits as asked for."""
     pytest.importorskip("triton")
-    from longspec.kernels.merge import merge_states
-    from longspec.kernels.prefix_attention import prefix_attention
-    from longspec.kernels.tree_attention import tree_attention
+    from longspec.kernels import triton_attention
 
-    def attend(
-        q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tree_mask: Tensor, scale: float, max_length: int
-    ) -> Tensor:
-        prefix = prefix_attention(q, k, v, lengths, scale, splits)
-        tree = tree_attention(q, k, v, lengths, tree_mask, scale)
-        outs, lses = (torch.cat([many, one[None]]) for many, one in zip(prefix, tree, strict=True))
-        return merge_states(outs, lses, q.dtype)[0]
+    monkeypatch.setattr(triton_attention, "MIN_SPLIT", 1)
+    rows = triton_attention.prefix_tiles(group * nodes, head_dim, dtype, 160 * 1024)
+    programs = len(lengths) * -(-group * nodes // rows.block_m)
+    attend = triton_attention.TritonAttention(-(-splits * programs // rows.residents), shared_memory=160 * 1024)
+    check(attend.hybrid, make_case(logits, lengths, 1, group, nodes, head_dim, "cpu"), dtype)
 
-    check(attend, make_case(logits, lengths, 1, group, nodes, head_dim, "cpu"), dtype)
+
+NEEDS_FLASH = pytest.mark.skipif(not importlib.util.find_spec("fa3_fwd_interface"), reason="needs fa3-fwd")
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", pytest.param("flash", marks=NEEDS_FLASH)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("logits", LOGITS)
 @pytest.mark.parametrize("nodes", [1, 69])
 @pytest.mark.parametrize("length", [0, 1, 4096, 32768, 131072])
-def test_gpu_attention_is_as_exact_as_its_dtype(length: int, nodes: int, logits: str, dtype: torch.dtype) -> None:
-    check(hybrid_attention, make_case(logits, [length], 8, 4, nodes, 128, "cuda"), dtype)
+def test_gpu_attention_is_as_exact_as_its_dtype(
+    length: int, nodes: int, logits: str, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from longspec.kernels import triton_attention
+
+    if backend == "flash" and dtype != torch.bfloat16:
+        pytest.skip("not for this dtype")
+    monkeypatch.setattr(triton_attention, "FLASH_MIN_CAPACITY", 0)
+    attend = decoding_attention(backend, torch.device("cuda"), dtype, 128)
+    check(attend.hybrid, make_case(logits, [length], 8, 4, nodes, 128, "cuda"), dtype)

@@ -1,0 +1,123 @@
+"""Decoding attention on CUDA: a prefix kernel, ours or FlashAttention-3's, and the finishing kernel behind it.
+
+Grids and split counts follow from shapes and the device alone, lengths stay on the device: every call may be captured
+in a CUDA graph and replayed at other lengths.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longspec.kernels.attention import causal_prefill
+from longspec.kernels.finish import finish_prefix, window_attention
+from longspec.kernels.prefix_attention import prefix_attention
+from longspec.kernels.tiles import prefix_tiles
+
+MIN_SPLIT = 256
+"""Fewest prefix slots that are worth a split of their own."""
+FLASH_BLOCKS = {64: 192, 96: 144, 128: 176, 192: 112, 256: 80}
+"""Keys of one FlashAttention-3 block without a mask, by the head_dim that it rounds up to."""
+FLASH_MIN_CAPACITY = 16384
+"""From this many cache slots on FlashAttention-3 is the faster prefix."""
+
+
+class PrefixParts(NamedTuple):
+    """States over parts of the prefix, which together cover its whole blocks of `block` slots."""
+
+    outs: Tensor
+    lses: Tensor
+    block: int
+
+
+class TritonAttention:
+    """Decoding attention on our own kernels."""
+
+    name = "triton"
+    capturable = True
+
+    def __init__(self, multiprocessors: int, shared_memory: int) -> None:
+        """multiprocessors: of the device; shared_memory: bytes that a program can have on one of them."""
+        self.multiprocessors = multiprocessors
+        self.shared_memory = shared_memory
+
+    def hybrid(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tree_mask: Tensor, scale: float) -> Tensor:
+        with torch.cuda.device_of(q):
+            parts = self.prefix_parts(q, k, v, lengths, scale)
+            return finish_prefix(q, k, v, lengths, tree_mask, scale, *parts)
+
+    def prefix(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+        with torch.cuda.device_of(q):
+            parts = self.prefix_parts(q, k, v, lengths, scale)
+            return finish_prefix(q, k, v, lengths, None, scale, *parts)
+
+    def window(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float
+    ) -> Tensor:
+        with torch.cuda.device_of(q):
+            return window_attention(q, k, v, lengths, level, tree_mask, scale)
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return causal_prefill(q, k, v, scale)
+
+    def prefix_parts(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> PrefixParts:
+        """Split so that one wave of programs fills the device, no split shorter than MIN_SPLIT in a full cache."""
+        batch, heads, nodes, head_dim = q.shape
+        kv_heads, capacity = k.shape[1], k.shape[2]
+        rows = heads // kv_heads * nodes
+        tiles = prefix_tiles(rows, head_dim, q.dtype, self.shared_memory)
+        programs = batch * kv_heads * triton.cdiv(rows, tiles.block_m)
+        splits = max(1, min(self.multiprocessors * tiles.residents // programs, capacity // MIN_SPLIT))
+        return PrefixParts(*prefix_attention(q, k, v, lengths, scale, splits, tiles), tiles.block_n)
+
+
+class FlashAttention(TritonAttention):
+    """Decoding attention with FlashAttention-3 for prefill, and for the prefix of a cache that is large enough."""
+
+    name = "flash"
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        import fa3_fwd_interface
+
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return fa3_fwd_interface.flash_attn_func(q, k, v, softmax_scale=scale, causal=True).transpose(1, 2)
+
+    def prefix_parts(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> PrefixParts:
+        if k.shape[2] < FLASH_MIN_CAPACITY:
+            return super().prefix_parts(q, k, v, lengths, scale)
+        return flash_prefix(q, k, v, lengths, scale)
+
+
+def flash_prefix(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> PrefixParts:
+    """The prefix's whole blocks on FlashAttention-3.
+
+    Its kernel multiplies the values behind the last visible slot of a block by zero, so what lies there must be
+    finite; in whole blocks nothing lies there.
+    """
+    import fa3_fwd_interface
+
+    block = next(keys for head_dim, keys in FLASH_BLOCKS.items() if q.shape[3] <= head_dim)
+    out, lse, *_ = fa3_fwd_interface.flash_attn_with_kvcache(
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        cache_seqlens=whole_blocks(lengths, block),
+        softmax_scale=scale,
+        return_softmax_lse=True,
+    )
+    return PrefixParts(out.transpose(1, 2)[None], lse[None], block)
+
+
+@triton.jit
+def _whole_blocks_kernel(lengths_ptr, out_ptr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    tl.store(out_ptr + row, (tl.load(lengths_ptr + row) // BLOCK * BLOCK).to(tl.int32))
+
+
+def whole_blocks(lengths: Tensor, block: int) -> Tensor:
+    """int32 [B]: lengths int [B] rounded down to multiples of block, in one launch."""
+    out = torch.empty_like(lengths, dtype=torch.int32)
+    _whole_blocks_kernel[(len(lengths),)](lengths, out, BLOCK=block, num_warps=1)
+    return out
