@@ -126,7 +126,7 @@ def measure(
     torch.cuda.synchronize()
     start = perf_counter()
     for _ in range(30):
-        decoder.note(*captured(torch.tensor(decoder.active, device="cuda")))
+        decoder.note(*captured(decoder.device_active))
     wall_ms = (perf_counter() - start) / 30 * 1e3
     rewind()
     widths = {"tree": tuple(options.tree_shape), "vanilla": ()}.get(method, (1,) * options.gamma)

@@ -131,6 +131,7 @@ class Decoder:
         batch = len(engine.prompts)
         self.new_tokens: list[list[int]] = [[] for _ in range(batch)]
         self.active = [True] * batch
+        self.device_active = torch.ones(batch, dtype=torch.bool, device=engine.root.device)
         self.stats = GenerationStats(row_rounds=[0] * batch, accepted_by_depth=[0] * engine.drafter.depth)
 
     def run(self) -> None:
@@ -144,7 +145,7 @@ class Decoder:
             self._emit(row, [token])
         start = time.perf_counter()
         while any(self.active):
-            self.note(*play_round(torch.tensor(self.active, device=device)))
+            self.note(*play_round(self.device_active))
         self.stats.decode_s = time.perf_counter() - start
         if device.type == "cuda":
             self.stats.peak_memory_bytes = torch.cuda.max_memory_allocated(device)
@@ -177,7 +178,9 @@ class Decoder:
         end = next((i + 1 for i, token in enumerate(tokens) if token in self.eos_ids), None)
         tokens = tokens[:end]
         self.new_tokens[row] += tokens
-        self.active[row] = end is None and len(self.new_tokens[row]) < self.limit
+        if end is not None or len(self.new_tokens[row]) == self.limit:
+            self.active[row] = False
+            self.device_active[row] = False
         if self.streamer is not None:
             self.streamer.put(torch.tensor(tokens))
         return len(tokens)

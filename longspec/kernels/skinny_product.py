@@ -48,7 +48,9 @@ def _skinny_product_kernel(
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up_tail = tl.zeros([BLOCK_N, TAIL_M if TAIL_M > 0 else 16], tl.float32)
     # Past the last row the last one is read again, and not stored.
-    weight_row = weight_ptr + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * width
+    read_row = tl.minimum(row, rows - 1).to(tl.int64)
+    weight_row = weight_ptr + read_row[:, None] * width
+    up_row = weight_ptr + (read_row + rows)[:, None] * width
     for start in range(first, end, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
         if EVEN:
@@ -64,7 +66,6 @@ def _skinny_product_kernel(
             x_tail = tl.load(x_ptr + tail[None, :] * stride_x + column[:, None], mask=in_tail, other=0.0)
             acc_tail = tl.dot(w, x_tail, acc_tail, input_precision="ieee")
         if GATED:
-            up_row = weight_row + rows.to(tl.int64) * width
             if EVEN:
                 w_up = tl.load(up_row + column[None, :])
             else:

@@ -30,6 +30,7 @@ def _vector_product_kernel(
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows = row < rows
     weight_row = weight_ptr + row.to(tl.int64)[:, None] * width
+    up_row = weight_ptr + (row.to(tl.int64) + rows)[:, None] * width
     squares = tl.zeros([BLOCK_K], tl.float32)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -43,7 +44,6 @@ def _vector_product_kernel(
             x *= tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
         acc += tl.load(weight_row + column[None, :], mask=in_tile, other=0.0).to(tl.float32) * x[None, :]
         if GATED:
-            up_row = weight_row + rows.to(tl.int64) * width
             acc_up += tl.load(up_row + column[None, :], mask=in_tile, other=0.0).to(tl.float32) * x[None, :]
     scale = 1.0
     if HAS_NORM:
