@@ -22,15 +22,15 @@ class EnumeratingSampler(Sampler):
         self.options: list[list[int]] = []
         self.probability = 1.0
 
-    def draw(self, probabilities: Tensor) -> Tensor:
-        chosen = [self._decide((row / row.sum()).tolist()) for row in probabilities.flatten(0, -2)]
-        return torch.tensor(chosen).view(probabilities.shape[:-1])
+    def draw(self, weights: Tensor) -> Tensor:
+        chosen = [self._decide((row / row.sum()).tolist()) for row in weights.flatten(0, -2)]
+        return torch.tensor(chosen).view(weights.shape[:-1])
 
     def coin(self, probability: Tensor) -> Tensor:
         heads = probability.nan_to_num(0.0).clamp(max=1).flatten().tolist()
         return torch.tensor([self._decide([1 - one, one]) == 1 for one in heads]).view(probability.shape)
 
-    def arrivals(self, rates: Tensor) -> Tensor:
+    def exponentials(self, like: Tensor) -> Tensor:
         raise NotImplementedError("times are continuous")
 
     def _decide(self, probabilities: list[float]) -> int:

@@ -13,6 +13,8 @@ from longspec.inference.acceptance import Accepted, Sampler
 from longspec.inference.drafting import chain as chain_drafting
 from longspec.inference.drafting import tree as tree_drafting
 from longspec.inference.drafting.proposal import Proposal
+from longspec.kernels import vocabulary
+from longspec.kernels.vocabulary import Tree
 
 follow, reject, accept = acceptance.follow, acceptance.reject, acceptance.accept
 Patch = pytest.MonkeyPatch
@@ -39,9 +41,11 @@ def probabilities_by_node_number(patch: Patch) -> None:
 def top_k_children_as_samples(patch: Patch) -> None:
     """The most probable children are judged by p/q, as if the draft had drawn them."""
 
-    def faulty(scores: Tensor, arrivals: Tensor, q: Tensor, width: int, sampler: Sampler) -> tuple[Tensor, ...]:
-        score, parent, token = tree_drafting.best_children(scores, q.log(), width)
-        return score, score, parent, token
+    def faulty(
+        tree: Tree, above: slice, width: int, logits: Tensor, temperature: float, noise: Tensor, q: Tensor
+    ) -> None:
+        vocabulary.probabilities(logits, temperature, out=q)
+        vocabulary.best_children(tree, above, width, logits, temperature)
 
     patch.setattr(tree_drafting, "sampled_children", faulty)
 
@@ -50,20 +54,24 @@ def siblings_out_of_order(patch: Patch) -> None:
     """Sampled siblings are tried in the reverse of the order in which they were drawn."""
     sampled = tree_drafting.sampled_children
 
-    def faulty(*args: object) -> tuple[Tensor, ...]:
-        return tuple(x.flip(1) for x in sampled(*args))  # type: ignore[arg-type]
+    def faulty(tree: Tree, above: slice, width: int, *args: Any) -> None:
+        sampled(tree, above, width, *args)
+        here = slice(above.stop, above.stop + width)
+        for values in (tree.tokens, tree.parents, tree.scores, tree.arrivals):
+            values[:, here] = values[:, here].flip(1)
+        tree.visible[:, here, : above.stop] = tree.visible[:, here, : above.stop].flip(1)
 
     patch.setattr(tree_drafting, "sampled_children", faulty)
 
 
 def nothing_renormalised(patch: Patch) -> None:
     """After a rejection the next sibling is judged by what is left of p and q as it stands."""
-    patch.setattr(acceptance, "_normalised", lambda weights: weights)
+    patch.setattr(acceptance, "_sums", lambda left, remaining: torch.ones(2, len(left), dtype=torch.float64))
 
 
 def resampling_from_p(patch: Patch) -> None:
     """After a rejection the token is drawn from p and not from (p - q)₊."""
-    patch.setattr(acceptance, "_residual", lambda p, q: p)
+    patch.setattr(acceptance, "_left", lambda p, q, ratio: p.double())
 
 
 def temperature_left_out(patch: Patch) -> None:

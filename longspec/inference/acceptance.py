@@ -9,6 +9,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from longspec.inference.drafting.proposal import Proposal
+from longspec.kernels.vocabulary import probabilities as softmax
+from longspec.kernels.vocabulary import runs_triton
 
 
 class Sampler:
@@ -18,6 +20,8 @@ class Sampler:
         self.greedy = temperature == 0
         self.temperature = temperature
         self.generator = generator
+        self.cuts = top_k > 0 or top_p < 1
+        """Whether tokens are left out; else the temperature is all."""
         self.warpers = LogitsProcessorList()
         if not self.greedy and temperature != 1:
             self.warpers.append(TemperatureLogitsWarper(float(temperature)))
@@ -26,27 +30,37 @@ class Sampler:
         if top_p < 1:
             self.warpers.append(TopPLogitsWarper(top_p))
 
+    def warped(self, logits: Tensor) -> tuple[Tensor, float]:
+        """Logits [..., V] of the distribution, and the temperature that they are still to be divided by."""
+        if not self.cuts:
+            return logits, self.temperature
+        flat = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+        return self.warpers(None, flat).view(logits.shape), 1.0  # type: ignore[arg-type]  # no history
+
     def probabilities(self, logits: Tensor) -> Tensor:
         """Probabilities [..., V] in fp32 (or wider) under temperature, top-k and top-p; logits [..., V]."""
-        flat = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
-        return self.warpers(None, flat).softmax(-1).view(logits.shape)  # type: ignore[arg-type]  # no history
+        return softmax(*self.warped(logits))
 
     def choose(self, logits: Tensor) -> Tensor:
         """One token for each distribution in logits [..., V]: the argmax at temperature 0, else a draw."""
         return logits.argmax(-1) if self.greedy else self.draw(self.probabilities(logits))
 
-    def draw(self, probabilities: Tensor) -> Tensor:
-        """Independent draws, LongTensor [...], from probabilities [..., V]."""
-        flat = probabilities.flatten(0, -2)
-        return torch.multinomial(flat, 1, generator=self.generator).view(probabilities.shape[:-1])
+    def draw(self, weights: Tensor) -> Tensor:
+        """Independent draws, LongTensor [...], in proportion to weights [..., V]: of exponential arrivals the first."""
+        return (weights / self.exponentials(weights)).argmax(-1)
 
     def coin(self, probability: Tensor) -> Tensor:
         """Independent coins, bool [...]: True with `probability` [...], where 1 and more is certain."""
-        return torch.empty_like(probability).uniform_(generator=self.generator) < probability
+        return self.uniforms(probability) < probability
 
-    def arrivals(self, rates: Tensor) -> Tensor:
-        """Independent exponential times [...] of events with `rates` [...]; inf for a rate of 0."""
-        return torch.empty_like(rates).exponential_(generator=self.generator) / rates
+    def uniforms(self, like: Tensor) -> Tensor:
+        """Independent uniform numbers in [0, 1) of a tensor's shape; fp64, because fp32 ones are multiples of 6e-8."""
+        return torch.empty(like.shape, dtype=torch.float64, device=like.device).uniform_(generator=self.generator)
+
+    def exponentials(self, like: Tensor) -> Tensor:
+        """Independent exponential times of rate 1 of a tensor's shape; fp64, because CUDA's fp32 ones never fall below
+        6e-8, which takes tokens of that probability out of a race."""
+        return torch.empty(like.shape, dtype=torch.float64, device=like.device).exponential_(generator=self.generator)
 
 
 @dataclass
@@ -74,62 +88,94 @@ def follow(proposal: Proposal, choice: Tensor) -> Accepted:
     choice: LongTensor [B, N], at every node the target's argmax, or a draw from its distribution. Exact for any
     proposal that was built without seeing the draws: each emitted token is the target's own choice.
     """
-    batch = choice.shape[0]
-    node = torch.zeros(batch, 1, dtype=torch.long, device=choice.device)
-    alive = torch.ones_like(node, dtype=torch.bool)
-    count = torch.zeros_like(node)
-    path = [node]
-    for _ in range(proposal.depth):
-        is_next = (proposal.parents == node) & (proposal.tokens == choice.gather(1, node))
-        alive = alive & is_next.any(1, keepdim=True)
-        node = torch.where(alive, is_next.to(torch.int8).argmax(1, keepdim=True), node)
-        count = count + alive
-        path.append(node)
-    return Accepted(torch.cat(path, 1), count[:, 0], choice.gather(1, node)[:, 0])
+    if runs_triton(choice):
+        from longspec.kernels.descent import follow_choices
+
+        with torch.cuda.device(choice.device):
+            return Accepted(*follow_choices(proposal.tokens, proposal.parents, choice, proposal.depth))
+    wanted = proposal.tokens == choice.gather(1, proposal.parents.clamp(min=0))
+    path, count = _descend(proposal, wanted)
+    return Accepted(path, count, choice.gather(1, path[:, -1:])[:, 0])
 
 
 def reject(proposal: Proposal, q: Tensor, p: Tensor, sampler: Sampler) -> Accepted:
     """Descend to the first child that passes min(1, p/q); every child that fails turns p into (p - q)₊ normalised and
-    leaves q. The bonus token is drawn from the p that is left where no child passes.
+    leaves q, which is normalised too. The bonus token is drawn from the p that is left where no child passes.
 
     p: the target's probabilities [B, N, V]; q = proposal.sampled_from. For a chain this is speculative sampling
     (arXiv 2211.17192), for siblings sampled without replacement its recursion (arXiv 2402.14160).
     """
-    node = torch.zeros(len(p), dtype=torch.long, device=p.device)
+    if runs_triton(p):
+        from longspec.kernels.rejection import reject_children
+
+        coins, noise = sampler.uniforms(proposal.tokens), sampler.exponentials(p[:, 0])
+        with torch.cuda.device(p.device):
+            return Accepted(*reject_children(proposal.tokens, proposal.parents, q, p, coins, noise, proposal.depth))
+    odds, ratio = _odds(proposal, q, p)
+    path, count = _descend(proposal, sampler.coin(odds))
+    last = path[:, -1]
+    # A leaf has no q, and a ratio of 0.
+    left = _left(_at(p, last), _at(q, last.clamp(max=q.shape[1] - 1)), ratio.gather(1, path[:, -1:]))
+    return Accepted(path, count, sampler.draw(left))
+
+
+def _odds(proposal: Proposal, q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """Each node's probability [B, N] to pass (more than 1 is certain) once its earlier siblings have failed, and the
+    ratio [B, N] at each node once all its children have; both fp64.
+
+    However many children have failed, p is (p - ratio · q)₊ / total and q is what the failed ones left of q, divided
+    by its mass. The next failure adds total / mass to the ratio, and the sums are taken anew: a difference of masses
+    would lose what is improbable.
+    """
+    batch, nodes = proposal.tokens.shape
+    rows = torch.arange(batch, device=p.device)
+    remaining = q.clone()
+    odds, ratio = torch.zeros(2, batch, nodes, dtype=torch.float64, device=p.device)
+    total, mass = torch.ones(2, batch, q.shape[1], dtype=torch.float64, device=p.device)
+    for child in range(1, nodes):
+        exists = proposal.parents[:, child] >= 0
+        at = rows, proposal.parents[:, child].clamp(min=0)
+        token = *at, proposal.tokens[:, child]
+        passing = mass[at] * _left(p[token], q[token], ratio[at]) / (q[token] * total[at])
+        odds[:, child] = passing.where(exists, 0.0)
+        remaining[token] = remaining[token].where(~exists, 0.0)
+        further = ratio[at] + total[at] / mass[at]
+        new_total, new_mass = _sums(_left(p[at], q[at], further[:, None]), remaining[at])
+        # Rounding can leave nothing where p and q agree; a rejection there has probability zero.
+        changed = exists & (new_total > 0)
+        ratio[at] = further.where(changed, ratio[at])
+        total[at] = new_total.where(changed, total[at])
+        mass[at] = new_mass.where(exists, mass[at])
+    return odds, ratio
+
+
+def _left(p: Tensor, q: Tensor, ratio: Tensor) -> Tensor:
+    """(p - ratio · q)₊, element by element, in fp64."""
+    return (p.double() - ratio * q).clamp(min=0)
+
+
+def _sums(left: Tensor, remaining: Tensor) -> tuple[Tensor, Tensor]:
+    """What is left of p and of q, [B, V] each -> total and mass, fp64 [B]."""
+    return left.sum(-1), remaining.sum(-1, dtype=torch.float64)
+
+
+def _descend(proposal: Proposal, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """From the root down to the first child that is wanted (bool [B, N]), as long as there is one.
+
+    Returns the path [B, depth + 1], which stays at its last node, and the number of steps [B].
+    """
+    node = torch.zeros(len(wanted), 1, dtype=torch.long, device=wanted.device)
     count = torch.zeros_like(node)
     path = [node]
-    p_here = p[:, 0]
-    first = 1
-    for width in proposal.shape:
-        q_here, parent = _at(q, node), node
-        for child in range(first, first + width):
-            token = proposal.tokens[:, child, None]
-            # A row that stopped further up has no children on this level.
-            tried = (node == parent) & (proposal.parents[:, child] == parent)
-            passed = tried & sampler.coin((p_here.gather(1, token) / q_here.gather(1, token))[:, 0])
-            node = torch.where(passed, child, node)
-            failed = (tried & ~passed)[:, None]
-            p_here = torch.where(failed, _residual(p_here, q_here), p_here)
-            q_here = torch.where(failed, _normalised(q_here.scatter(1, token, 0.0)), q_here)
-        found = node != parent
-        p_here = torch.where(found[:, None], _at(p, node), p_here)
+    for _ in range(proposal.depth):
+        is_next = wanted & (proposal.parents == node)
+        found = is_next.any(1, keepdim=True)
+        node = torch.where(found, is_next.to(torch.int8).argmax(1, keepdim=True), node)
         count = count + found
         path.append(node)
-        first += width
-    return Accepted(torch.stack(path, 1), count, sampler.draw(p_here))
+    return torch.cat(path, 1), count[:, 0]
 
 
 def _at(values: Tensor, node: Tensor) -> Tensor:
     """values [B, N, V] at node [B]: [B, V]."""
-    return values.gather(1, node[:, None, None].expand(-1, 1, values.shape[-1]))[:, 0]
-
-
-def _normalised(weights: Tensor) -> Tensor:
-    total = weights.sum(-1, keepdim=True)
-    return torch.where(total > 0, weights / total, weights)
-
-
-def _residual(p: Tensor, q: Tensor) -> Tensor:
-    """(p - q)₊ normalised. Rounding can leave nothing where p and q agree; a rejection there has probability zero."""
-    left = (p - q).clamp(min=0)
-    return torch.where(left.sum(-1, keepdim=True) > 0, _normalised(left), p)
+    return values[torch.arange(len(node), device=node.device), node]

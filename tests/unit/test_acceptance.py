@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from longspec.inference.acceptance import Accepted, Sampler, accept, follow
 from longspec.inference.drafting import tree as tree_drafting
 from longspec.inference.drafting.chain import ChainDrafter
 from longspec.inference.drafting.proposal import Proposal, chain
+from longspec.kernels.vocabulary import new_tree, sampled_children
 
 VOCAB = 3
 SHAPES = [(1,), (3,), (2, 2), (2, 3), (3, 1), (1, 2, 1)]
@@ -144,7 +146,8 @@ def test_sampled_trees_follow_the_law_that_was_integrated(shape: Tokens, monkeyp
     q, count = RandomLanguage(VOCAB, 7, zeros=0.0), 50_000
     monkeypatch.setattr(tree_drafting, "GlideDraft", lambda *_: LanguageDraft(q))
     sampler = Sampler(1.0, 0, 1.0, torch.Generator().manual_seed(0))
-    drafter = tree_drafting.TreeDrafter(None, count, shape, sampler, "reject")  # type: ignore[arg-type]
+    model = SimpleNamespace(lm_head=SimpleNamespace(weight=torch.empty(VOCAB, 1)))
+    drafter = tree_drafting.TreeDrafter(model, count, shape, sampler, "reject")  # type: ignore[arg-type]
     drawn = drafter.propose(torch.zeros(count, dtype=torch.long), None)  # type: ignore[arg-type]
     law = sampled_trees(q, shape)
     known = [build_tree(nodes, shape, q) for nodes in law]
@@ -155,7 +158,7 @@ def test_sampled_trees_follow_the_law_that_was_integrated(shape: Tokens, monkeyp
     assert p_value(counts[None], torch.tensor([list(law.values())])) > 1e-6
     for tree, at in zip(known, number[: len(known)], strict=True):
         for row in (number[len(known) :] == at).nonzero()[:3, 0]:
-            torch.testing.assert_close(drawn.sampled_from[row], tree.sampled_from[0])  # type: ignore[index]
+            torch.testing.assert_close(drawn.sampled_from[row], tree.sampled_from[0].float())  # type: ignore[index]
 
 
 @pytest.mark.parametrize(("name", "method"), [(name, m) for name, fault in IN_THE_RULE.items() for m in fault.methods])
@@ -179,15 +182,15 @@ def test_probabilities_follow_transformers_order_of_warpers() -> None:
     torch.testing.assert_close(Sampler(0.6, 5, 0.8).probabilities(logits[None])[0], expected)
 
 
-def test_coins_and_arrivals_have_their_probabilities() -> None:
+def test_coins_and_draws_have_their_probabilities() -> None:
     """200,000 each: within 5 standard deviations; certain and impossible ones without exception."""
     sampler, count = Sampler(1.0, 0, 1.0, torch.Generator().manual_seed(0)), 200_000
     heads = torch.tensor([0.0, 0.3, 1.0, 2.0]).expand(count, -1)
     share = sampler.coin(heads).double().mean(0)
     assert share[0] == 0 and share[2] == share[3] == 1 and abs(share[1] - 0.3) < 5 * (0.21 / count) ** 0.5
-    times = sampler.arrivals(torch.tensor([0.0, 0.5, 4.0]).expand(count, -1))
-    assert times[:, 0].isinf().all()
-    assert times[:, 1:].mean(0).tolist() == pytest.approx([2.0, 0.25], rel=5 / count**0.5)
+    drawn = sampler.draw(torch.tensor([3.0, 0.0, 1.0]).expand(count, -1))
+    assert (drawn != 1).all()
+    assert (drawn == 2).double().mean().item() == pytest.approx(0.25, abs=5 * (0.1875 / count) ** 0.5)
 
 
 @pytest.mark.parametrize("tail", [1e-30, 1e-39, 1e-45])
@@ -206,12 +209,15 @@ def test_rejecting_does_not_lose_what_is_improbable(tail: float) -> None:
 
 def test_the_race_keeps_improbable_paths_apart() -> None:
     """Where a level is filled by a path of probability 1e-60, its children still come by their q, and each but once."""
-    q, count = torch.tensor([0.6, 0.3, 0.1, 0.0]).expand(20_000, 1, -1), 20_000
-    scores, arrivals = torch.full((count, 1), -138.0, dtype=torch.float64), torch.zeros(count, 1, dtype=torch.float64)
-    sampler = Sampler(1.0, 0, 1.0, torch.Generator().manual_seed(0))
-    _, times, _, token = tree_drafting.sampled_children(scores, arrivals, q, 4, sampler)
-    assert times[:, 3].isinf().all() and times[:, :3].isfinite().all() and (token[:, 3] == 3).all()
-    share = torch.nn.functional.one_hot(token[:, 0], 4).double().mean(0)
+    count = 20_000
+    tree = new_tree(count, 5, sampled=True, device=torch.device("cpu"))
+    tree.scores[:, 0] = -138.0
+    q = torch.tensor([0.6, 0.3, 0.1, 0.0]).expand(count, 1, -1)
+    noise = Sampler(1.0, 0, 1.0, torch.Generator().manual_seed(0)).exponentials(q)
+    sampled_children(tree, slice(0, 1), 4, q.log(), 1.0, noise, torch.empty(count, 1, 4))
+    assert tree.arrivals[:, 4].isinf().all() and tree.arrivals[:, :4].isfinite().all()
+    assert (tree.parents[0] == torch.tensor([-1, 0, 0, 0, -1])).all()
+    share = torch.nn.functional.one_hot(tree.tokens[:, 1], 4).double().mean(0)
     assert share.tolist() == pytest.approx([0.6, 0.3, 0.1, 0.0], abs=0.02)
 
 

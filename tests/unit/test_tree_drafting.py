@@ -7,23 +7,11 @@ import torch
 from pairs import make_pair
 
 from longspec.inference.acceptance import Sampler
-from longspec.inference.drafting.tree import TreeDrafter, best_children
+from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.inference.runner import Runner
 
 SHAPE = (3, 5, 4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_best_children_are_the_global_top_k(dtype: torch.dtype) -> None:
-    """Of all parents × vocabulary by parent log-probability + child log-probability, best first."""
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(2, 4, generator=generator)
-    logits = (3 * torch.randn(2, 4, 11, generator=generator)).to(dtype).float()
-    score, parent, token = best_children(scores, logits, width=7)
-    expected = (scores[..., None] + logits.log_softmax(-1)).flatten(1).sort(dim=-1, descending=True)
-    torch.testing.assert_close(score, expected.values[:, :7])
-    assert (parent * 11 + token).tolist() == expected.indices[:, :7].tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])

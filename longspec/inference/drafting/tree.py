@@ -11,6 +11,7 @@ from longspec.inference.acceptance import Sampler
 from longspec.inference.cache import TargetCache
 from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.drafting.proposal import Proposal
+from longspec.kernels.vocabulary import best_children, new_tree, sampled_children
 from longspec.models.glide import GlideMixin
 
 
@@ -26,71 +27,28 @@ class TreeDrafter:
         self.depth = len(self.shape)
         self.nodes = 1 + sum(self.shape)
         self.sampler = sampler
-        self.sampled = tree_rule == "reject" and not sampler.greedy
         self.draft = GlideDraft(model, batch, self.nodes)
         self.start, self.feed = self.draft.start, self.draft.feed
+        sampled = tree_rule == "reject" and not sampler.greedy
+        weight = model.lm_head.weight
+        self.tree = new_tree(batch, self.nodes, sampled, weight.device)
+        inner = self.nodes - self.shape[-1]
+        self.q = torch.empty(batch, inner, len(weight), device=weight.device) if sampled else None
+        widths = torch.tensor([1, *self.shape])
+        levels = torch.arange(self.depth + 1).repeat_interleave(widths).to(weight.device)
+        self.proposal = Proposal(*self.tree[:2], levels, self.tree.visible, self.shape, self.q)
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
-        batch, device = len(root), root.device
-        tokens = torch.zeros(batch, self.nodes, dtype=torch.long, device=device)
-        parents = torch.full_like(tokens, -1)
-        levels = torch.zeros(self.nodes, dtype=torch.long, device=device)
-        visible = torch.eye(self.nodes, dtype=torch.bool, device=device).repeat(batch, 1, 1)
-        tokens[:, 0] = root
-        scores, arrivals = torch.zeros(2, batch, 1, device=device)
-        distributions = []
-        rows = torch.arange(batch, device=device)[:, None]
+        """The same tensors in every round, written anew."""
+        tree = self.tree
+        tree.tokens[:, 0] = root
         above = slice(0, 1)
-        for depth, width in enumerate(self.shape, start=1):
-            logits = self.draft.level(tokens[:, above], depth - 1, above.start, visible[:, above], cache)
-            if self.sampled:
-                distributions.append(self.sampler.probabilities(logits))
-                scores, arrivals, parent, token = sampled_children(
-                    scores, arrivals, distributions[-1], width, self.sampler
-                )
+        for level, width in enumerate(self.shape):
+            logits = self.draft.level(tree.tokens[:, above], level, above.start, tree.visible[:, above], cache)
+            if self.q is None:
+                best_children(tree, above, width, logits, self.sampler.temperature or 1.0)
             else:
-                scores, parent, token = best_children(scores, logits.float() / (self.sampler.temperature or 1), width)
-            here = slice(above.stop, above.stop + width)
-            tokens[:, here], parents[:, here], levels[here] = token, parent + above.start, depth
-            visible[:, here] |= visible[rows, parents[:, here]]
-            if self.sampled:
-                parents[:, here].masked_fill_(arrivals.isinf(), -1)
-            above = here
-        q = torch.cat(distributions, 1) if self.sampled else None
-        return Proposal(tokens, parents, levels, visible, self.shape, q)
-
-
-def best_children(scores: Tensor, logits: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The `width` most probable continuations over all parents × vocabulary.
-
-    scores: [B, n], log-probability of each parent's path; logits: [B, n, V]. Returns (score, parent number within
-    the level, token), each [B, width], best first.
-    """
-    # A level's best `width` are among the best `width` of each parent, which are far fewer than parents × V.
-    best, token = logits.log_softmax(-1).topk(width, dim=-1)
-    best = scores[..., None] + best
-    score, index = best.flatten(1).topk(width, dim=-1)
-    return score, index // width, token.flatten(1).gather(1, index)
-
-
-def sampled_children(
-    scores: Tensor, arrivals: Tensor, q: Tensor, width: int, sampler: Sampler
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`width` continuations sampled without replacement over all parents × vocabulary, in the order of the draws.
-
-    It is a race: each path arrives after an exponential time whose rate is its probability, a parent with the first of
-    its children; the others follow memorylessly. (The Gumbel top-k trick on a tree, arXiv 1903.06059.) Hence a
-    parent's children are, in their order, draws from its q without replacement, however many of them are kept.
-
-    scores, arrivals: [B, n], log-probability and arrival of each parent's path; q: [B, n, V]. Returns (score, arrival,
-    parent number within the level, token), each [B, width], the first two fp64; where q holds too few tokens, the rest
-    arrives at inf.
-    """
-    vocab = q.shape[-1]
-    # fp32 would lose improbable paths, and its exponential is coarse near 0 on CUDA.
-    score = scores[..., None] + q.double().log()
-    rates = score.exp()
-    times = sampler.arrivals(rates)
-    times = torch.where(rates > 0, arrivals[..., None] + (times - times.amin(-1, keepdim=True)), torch.inf)
-    arrival, index = times.flatten(1).topk(width, dim=-1, largest=False)
-    return score.flatten(1).gather(1, index), arrival, index // vocab, index % vocab
+                noise = self.sampler.exponentials(logits)
+                sampled_children(tree, above, width, *self.sampler.warped(logits), noise, self.q[:, above])
+            above = slice(above.stop, above.stop + width)
+        return self.proposal

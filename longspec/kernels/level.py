@@ -1,0 +1,207 @@
+"""The choice of a tree's next level over parents × vocabulary, and its entry into the tree, in one launch.
+
+The best `width` continuations lie in the `width` sub-chunks of the scan whose best entries are the best: first those
+are found, then the continuations within them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longspec.kernels.scan import SUB, load_keys, scan, write_softmax
+
+MAX_WIDTH = 64
+MAX_CANDIDATES = 2**16
+"""Sub-chunks of all parents together that one program takes."""
+
+
+@triton.jit
+def _largest(values, COUNT: tl.constexpr, BLOCK_W: tl.constexpr):
+    """The COUNT largest of values [n] in falling order, the first of equal ones first: values and places [BLOCK_W]."""
+    lane = tl.arange(0, BLOCK_W)
+    place = tl.arange(0, values.shape[0])
+    found = tl.full([BLOCK_W], float("-inf"), values.dtype)
+    places = tl.zeros([BLOCK_W], tl.int32)
+    for rank in range(0, COUNT):
+        value, at = tl.max(values, 0, return_indices=True)
+        found = tl.where(lane == rank, value, found)
+        places = tl.where(lane == rank, at, places)
+        values = tl.where(place == at, float("-inf"), values)
+    return found, places
+
+
+@triton.jit
+def _pick(values, index):
+    """values[index]: values [n], index [w] -> [w]."""
+    chosen = index[:, None] == tl.arange(0, values.shape[0])[None, :]
+    return tl.sum(tl.where(chosen, values[None, :], 0), 1)
+
+
+@triton.jit
+def _merit(key, lse, score, arrival, first, RACE: tl.constexpr):
+    """What continuations are ordered by: the log-probability of their path; in a race minus their arrival time, which
+    is the parent's and what its child comes later than its first child (at `first`)."""
+    if RACE:
+        time = tl.exp(lse - score - key)
+        merit = tl.where(time == float("inf"), float("-inf"), -(arrival + tl.maximum(time - first, 0.0)))
+    else:
+        merit = score + key - lse
+    return merit
+
+
+@triton.jit
+def _level_kernel(
+    logits_ptr,
+    noise_ptr,
+    best_ptr,
+    chunk_maxima_ptr,
+    chunk_sums_ptr,
+    tokens_ptr,
+    parents_ptr,
+    visible_ptr,
+    scores_ptr,
+    arrivals_ptr,
+    inverse_temperature,
+    vocab,
+    subs,
+    chunks,
+    num_parents,
+    nodes,
+    above,
+    here,
+    WIDTH: tl.constexpr,
+    SUB: tl.constexpr,
+    RACE: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    batch = tl.program_id(0).to(tl.int64)
+    first_row = batch * num_parents
+    tree = batch * nodes
+
+    # The parents: log-sum-exp, score, arrival.
+    parent = tl.arange(0, BLOCK_P)
+    is_parent = parent < num_parents
+    part = tl.arange(0, BLOCK_C)
+    parts = (first_row + parent)[:, None] * chunks + part[None, :]
+    in_parts = is_parent[:, None] & (part < chunks)[None, :]
+    maxima = tl.load(chunk_maxima_ptr + parts, mask=in_parts, other=float("-inf"))
+    sums = tl.load(chunk_sums_ptr + parts, mask=in_parts, other=0.0)
+    maximum = tl.where(is_parent, tl.max(maxima, 1), 0.0)
+    lse = maximum + tl.log(tl.where(is_parent, tl.sum(sums * tl.exp(maxima - maximum[:, None]), 1), 1.0))
+    score = tl.load(scores_ptr + tree + above + parent, mask=is_parent, other=float("-inf"))
+    arrival = tl.load(arrivals_ptr + tree + above + parent, mask=is_parent, other=float("inf"))
+
+    # The sub-chunks that hold the best continuations.
+    sub = tl.arange(0, BLOCK_S)
+    in_subs = is_parent[:, None] & (sub < subs)[None, :]
+    best = tl.load(best_ptr + (first_row + parent)[:, None] * subs + sub[None, :], mask=in_subs, other=float("-inf"))
+    first = tl.exp(lse - score - tl.max(best, 1))
+    merit = _merit(best, lse[:, None], score[:, None], arrival[:, None], first[:, None], RACE)
+    merit = tl.where(in_subs, merit, float("-inf"))
+    sub_merit, place = _largest(tl.reshape(merit, [BLOCK_P * BLOCK_S]), WIDTH, BLOCK_W)
+    sub_parent, sub_number = place // BLOCK_S, place % BLOCK_S
+
+    # The best continuations within them.
+    column = sub_number[:, None] * SUB + tl.arange(0, SUB)[None, :]
+    possible = (sub_merit > float("-inf"))[:, None] & (column < vocab)
+    rows = (first_row + sub_parent)[:, None] * vocab
+    _, keys = load_keys(logits_ptr, noise_ptr, rows + column, possible, inverse_temperature, RACE)
+    merit = _merit(
+        keys,
+        _pick(lse, sub_parent)[:, None],
+        _pick(score, sub_parent)[:, None],
+        _pick(arrival, sub_parent)[:, None],
+        _pick(first, sub_parent)[:, None],
+        RACE,
+    )
+    merit = tl.where(possible, merit, float("-inf"))
+    child_merit, place = _largest(tl.reshape(merit, [BLOCK_W * SUB]), WIDTH, BLOCK_W)
+
+    # Their entry into the tree; what only fills the level has no parent.
+    lane = tl.arange(0, BLOCK_W)
+    in_level = lane < WIDTH
+    exists = child_merit > float("-inf")
+    child_parent = _pick(sub_parent, place // SUB)
+    token = tl.where(exists, _pick(sub_number, place // SUB) * SUB + place % SUB, 0)
+    child = tree + here + lane
+    tl.store(tokens_ptr + child, token.to(tl.int64), mask=in_level)
+    tl.store(parents_ptr + child, tl.where(exists, above + child_parent, -1).to(tl.int64), mask=in_level)
+    if RACE:
+        logit = tl.load(logits_ptr + (first_row + child_parent) * vocab + token, mask=exists, other=float("-inf"))
+        log_q = logit.to(tl.float32) * inverse_temperature - _pick(lse, child_parent)
+        tl.store(scores_ptr + child, _pick(score, child_parent) + log_q, mask=in_level)
+        tl.store(arrivals_ptr + child, -child_merit, mask=in_level)
+    else:
+        tl.store(scores_ptr + child, child_merit, mask=in_level)
+    node = tl.arange(0, BLOCK_N)
+    from_row = (tree + above + child_parent)[:, None] * nodes + node[None, :]
+    in_tree = (node < nodes)[None, :]
+    ancestor = tl.load(visible_ptr + from_row, mask=exists[:, None] & in_tree, other=0)
+    is_itself = (here + lane)[:, None] == node[None, :]
+    seen = tl.where(is_itself, 1, ancestor).to(tl.uint8)
+    tl.store(visible_ptr + child[:, None] * nodes + node[None, :], seen, mask=in_level[:, None] & in_tree)
+
+
+def fits(logits: Tensor, width: int) -> bool:
+    """Whether a level of `width` nodes below logits [B, n, V] is within the kernel's sizes."""
+    _, parents, vocab = logits.shape
+    candidates = triton.next_power_of_2(parents) * triton.next_power_of_2(triton.cdiv(vocab, SUB))
+    return width <= MAX_WIDTH and candidates <= MAX_CANDIDATES
+
+
+def grow_level(
+    tokens: Tensor,
+    parents: Tensor,
+    visible: Tensor,
+    scores: Tensor,
+    arrivals: Tensor,
+    above: slice,
+    width: int,
+    logits: Tensor,
+    temperature: float,
+    noise: Tensor | None = None,
+    q: Tensor | None = None,
+) -> None:
+    """Enter the level after `above` into a tree, whose tensors are those of `vocabulary.Tree`, all contiguous.
+
+    Arguments as in `vocabulary.best_children`, or with `noise` and `q` as in `vocabulary.sampled_children`.
+    """
+    logits = logits.contiguous()
+    batch, num_parents, vocab = logits.shape
+    scanned = scan(logits, temperature, noise)
+    if q is not None:
+        write_softmax(scanned, logits, temperature, q)
+    subs, chunks = scanned.best.shape[1], scanned.chunk_sums.shape[1]
+    block_w = triton.next_power_of_2(width)
+    _level_kernel[(batch,)](
+        logits,
+        noise,
+        *scanned,
+        tokens,
+        parents,
+        visible.view(torch.uint8),
+        scores,
+        arrivals,
+        1 / temperature,
+        vocab,
+        subs,
+        chunks,
+        num_parents,
+        tokens.shape[1],
+        above.start,
+        above.stop,
+        WIDTH=width,
+        SUB=SUB,
+        RACE=noise is not None,
+        BLOCK_W=block_w,
+        BLOCK_P=triton.next_power_of_2(num_parents),
+        BLOCK_C=triton.next_power_of_2(chunks),
+        BLOCK_S=triton.next_power_of_2(subs),
+        BLOCK_N=triton.next_power_of_2(tokens.shape[1]),
+        num_warps=16,
+    )

@@ -1,0 +1,147 @@
+"""One pass over logits of any dtype: what their softmax and the choice of their largest entries need to know.
+
+A row of V columns falls into chunks of CHUNK columns, one program each, and a chunk into sub-chunks of SUB columns.
+Logits are divided by a temperature as they are read; nothing of their size is written.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SUB = 256
+SUBS_PER_CHUNK = 16
+CHUNK = SUB * SUBS_PER_CHUNK
+
+
+class Scan(NamedTuple):
+    """Of R rows; the softmax of a row is exp(logit - m) / Σ_c chunk_sums[c] · exp(chunk_maxima[c] - m) for any m."""
+
+    best: Tensor
+    """[R, sub-chunks]: the largest key of each; fp32, or fp64 in a race."""
+    chunk_maxima: Tensor
+    """fp32 [R, chunks]: the largest logit of each."""
+    chunk_sums: Tensor
+    """fp32 [R, chunks]: Σ exp(logit - maximum)."""
+
+
+@triton.jit
+def load_keys(logits_ptr, noise_ptr, offsets, mask, inverse_temperature, RACE: tl.constexpr):
+    """Logits under the temperature, and the keys by which a row's entries are ordered: the logits, or in a race minus
+    the logarithm of the arrival time E / exp(logit), fp64 because E reaches down to 1e-16."""
+    logits = tl.load(logits_ptr + offsets, mask=mask, other=float("-inf")).to(tl.float32) * inverse_temperature
+    if RACE:
+        noise = tl.load(noise_ptr + offsets, mask=mask, other=1.0)
+        keys = logits.to(tl.float64) - tl.log(noise)
+    else:
+        keys = logits
+    return logits, keys
+
+
+@triton.jit
+def _scan_kernel(
+    logits_ptr,
+    noise_ptr,
+    best_ptr,
+    chunk_maxima_ptr,
+    chunk_sums_ptr,
+    inverse_temperature,
+    vocab,
+    subs,
+    chunks,
+    SUB: tl.constexpr,
+    SUBS_PER_CHUNK: tl.constexpr,
+    RACE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    sub = chunk * SUBS_PER_CHUNK + tl.arange(0, SUBS_PER_CHUNK)
+    column = sub[:, None] * SUB + tl.arange(0, SUB)[None, :]
+    logits, keys = load_keys(logits_ptr, noise_ptr, row * vocab + column, column < vocab, inverse_temperature, RACE)
+    tl.store(best_ptr + row * subs + sub, tl.max(keys, 1), mask=sub < subs)
+    maximum = tl.max(tl.max(logits, 1), 0)
+    # A chunk without a single possible token would give -inf - -inf.
+    finite = tl.where(maximum == float("-inf"), 0.0, maximum)
+    total = tl.sum(tl.sum(tl.exp(logits - finite), 1), 0)
+    tl.store(chunk_maxima_ptr + row * chunks + chunk, maximum)
+    tl.store(chunk_sums_ptr + row * chunks + chunk, total)
+
+
+@triton.jit
+def _softmax_kernel(
+    logits_ptr,
+    chunk_maxima_ptr,
+    chunk_sums_ptr,
+    out_ptr,
+    stride_batch,
+    stride_row,
+    inverse_temperature,
+    rows_per_batch,
+    vocab,
+    chunks,
+    CHUNK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, BLOCK_C)
+    maxima = tl.load(chunk_maxima_ptr + row * chunks + part, mask=part < chunks, other=float("-inf"))
+    sums = tl.load(chunk_sums_ptr + row * chunks + part, mask=part < chunks, other=0.0)
+    maximum = tl.max(maxima, 0)
+    total = tl.sum(sums * tl.exp(maxima - maximum), 0)
+    column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    logits = tl.load(logits_ptr + row * vocab + column, mask=column < vocab).to(tl.float32) * inverse_temperature
+    out_row = out_ptr + (row // rows_per_batch) * stride_batch + (row % rows_per_batch) * stride_row
+    tl.store(out_row + column, tl.exp(logits - maximum) / total, mask=column < vocab)
+
+
+def scan(logits: Tensor, temperature: float, noise: Tensor | None = None) -> Scan:
+    """logits [..., V], contiguous, fp32, fp16 or bf16, none of them NaN and one of a row above -inf.
+
+    noise: fp64 of the same shape, contiguous: exponential draws, for the keys of a race.
+    """
+    vocab = logits.shape[-1]
+    rows = logits.numel() // vocab
+    subs, chunks = triton.cdiv(vocab, SUB), triton.cdiv(vocab, CHUNK)
+    key_dtype = torch.float32 if noise is None else torch.float64
+    best = torch.empty(rows, subs, dtype=key_dtype, device=logits.device)
+    chunk_maxima, chunk_sums = torch.empty(2, rows, chunks, device=logits.device)
+    _scan_kernel[(rows, chunks)](
+        logits,
+        noise,
+        best,
+        chunk_maxima,
+        chunk_sums,
+        1 / temperature,
+        vocab,
+        subs,
+        chunks,
+        SUB=SUB,
+        SUBS_PER_CHUNK=SUBS_PER_CHUNK,
+        RACE=noise is not None,
+        num_warps=8,
+    )
+    return Scan(best, chunk_maxima, chunk_sums)
+
+
+def write_softmax(scanned: Scan, logits: Tensor, temperature: float, out: Tensor) -> None:
+    """The softmax of logits [B, n, V] at the temperature they were scanned at, into out fp32 [B, n, V], whose rows are
+    contiguous."""
+    batch, rows, vocab = logits.shape
+    chunks = scanned.chunk_sums.shape[1]
+    _softmax_kernel[(batch * rows, chunks)](
+        logits,
+        scanned.chunk_maxima,
+        scanned.chunk_sums,
+        out,
+        out.stride(0),
+        out.stride(1),
+        1 / temperature,
+        rows,
+        vocab,
+        chunks,
+        CHUNK=CHUNK,
+        BLOCK_C=triton.next_power_of_2(chunks),
+        num_warps=8,
+    )

@@ -1,0 +1,125 @@
+"""What drafting does over the vocabulary: softmax, and a tree's next level. Triton on CUDA, plain torch elsewhere.
+
+Shape letters: B batch, N nodes of the tree, n nodes of one level, V vocabulary. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Tree(NamedTuple):
+    """A tree that grows level by level in the same tensors; the root, node 0, is in place."""
+
+    tokens: Tensor
+    """LongTensor [B, N]."""
+    parents: Tensor
+    """LongTensor [B, N]; -1 for the root and for what only fills a level, because no token is left."""
+    visible: Tensor
+    """bool [B, N, N]: visible[b, i, j] where j is i or an ancestor of i."""
+    scores: Tensor
+    """[B, N], fp64 for a sampled tree: log-probability of each node's path."""
+    arrivals: Tensor
+    """fp64 [B, N]: when each node's path arrives; used by sampled trees alone."""
+
+
+def new_tree(batch: int, nodes: int, sampled: bool, device: torch.device) -> Tree:
+    """A tree of a root and nodes that are still to grow."""
+    shape = (batch, nodes)
+    return Tree(
+        torch.zeros(shape, dtype=torch.long, device=device),
+        torch.full(shape, -1, dtype=torch.long, device=device),
+        torch.eye(nodes, dtype=torch.bool, device=device).repeat(batch, 1, 1),
+        torch.zeros(shape, dtype=torch.float64 if sampled else torch.float32, device=device),
+        torch.zeros(shape, dtype=torch.float64, device=device),
+    )
+
+
+def probabilities(logits: Tensor, temperature: float, out: Tensor | None = None) -> Tensor:
+    """The softmax of logits [B, n, V] / temperature in fp32 or wider; `out`, if given, holds it (fp32, rows
+    contiguous)."""
+    if runs_triton(logits):
+        from longspec.kernels.scan import scan, write_softmax
+
+        logits = logits.contiguous()
+        out = torch.empty(logits.shape, device=logits.device) if out is None else out
+        with torch.cuda.device(logits.device):
+            write_softmax(scan(logits, temperature), logits, temperature, out)
+        return out
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    plain = (wide / temperature).softmax(-1)
+    return plain if out is None else out.copy_(plain)
+
+
+def best_children(tree: Tree, above: slice, width: int, logits: Tensor, temperature: float) -> None:
+    """Grow the level after `above` (numbers of the last one's n nodes) by the `width` most probable continuations over
+    all parents × vocabulary, best first. logits: [B, n, V], divided by the temperature."""
+    if runs_triton(logits):
+        from longspec.kernels import level
+
+        if level.fits(logits, width):
+            with torch.cuda.device(logits.device):
+                return level.grow_level(*tree, above, width, logits, temperature)
+    # A level's best `width` are among the best `width` of each parent, which are far fewer than parents × V.
+    log_p = (logits.float() / temperature).log_softmax(-1)
+    each = min(width, logits.shape[-1])
+    best, token = log_p.topk(each, dim=-1)
+    score, index = (tree.scores[:, above, None] + best).flatten(1).topk(width, dim=-1)
+    _plant(tree, above, index // each, token.flatten(1).gather(1, index), score, exists=score > -torch.inf)
+
+
+def sampled_children(
+    tree: Tree, above: slice, width: int, logits: Tensor, temperature: float, noise: Tensor, q: Tensor
+) -> None:
+    """Grow the level after `above` by `width` continuations sampled without replacement over all parents × vocabulary,
+    in the order of the draws, and write the distributions that they are drawn from to `q`.
+
+    It is a race: each path arrives after an exponential time whose rate is its probability, a parent with the first of
+    its children; the others follow memorylessly. (The Gumbel top-k trick on a tree, arXiv 1903.06059.) Hence a
+    parent's children are, in their order, draws from its q without replacement, however many of them are kept.
+
+    logits [B, n, V], divided by the temperature; noise fp64 [B, n, V]: exponential draws of rate 1 (fp32 ones are too
+    coarse near 0 for a large vocabulary: on CUDA none is below 6e-8); q fp32 [B, n, V], rows contiguous.
+    """
+    if runs_triton(logits):
+        from longspec.kernels import level
+
+        if level.fits(logits, width):
+            with torch.cuda.device(logits.device):
+                return level.grow_level(*tree, above, width, logits, temperature, noise, q)
+    vocab = logits.shape[-1]
+    scores = tree.scores[:, above, None] + probabilities(logits, temperature, out=q).double().log()
+    times = noise / scores.exp()
+    arrivals = tree.arrivals[:, above, None] + (times - times.amin(-1, keepdim=True))
+    arrivals = arrivals.where(times.isfinite(), torch.inf)
+    arrival, index = arrivals.flatten(1).topk(width, dim=-1, largest=False)
+    exists = arrival.isfinite()
+    _plant(tree, above, index // vocab, index % vocab, scores.flatten(1).gather(1, index), exists)
+    tree.arrivals[:, above.stop : above.stop + width] = arrival
+
+
+def _plant(tree: Tree, above: slice, parent: Tensor, token: Tensor, score: Tensor, exists: Tensor) -> None:
+    """Enter a level into the tree. All [B, width]; parent: number within the level above."""
+    here = slice(above.stop, above.stop + token.shape[1])
+    node = parent + above.start
+    rows = torch.arange(len(token), device=token.device)[:, None]
+    itself = torch.eye(tree.tokens.shape[1], dtype=torch.bool, device=token.device)[here]
+    tree.tokens[:, here] = token.where(exists, 0)
+    tree.parents[:, here] = node.where(exists, -1)
+    tree.scores[:, here] = score.where(exists, -torch.inf)
+    tree.visible[:, here] = tree.visible[rows, node] & exists[..., None] | itself
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Whether the Triton kernels take x: on CUDA, in any dtype but fp64."""
+    return x.is_cuda and x.dtype != torch.float64 and _triton_installed()
+
+
+@cache
+def _triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,179 @@
+"""A tree's next level: the kernels against the plain version, and both against brute force over the vocabulary."""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from longspec.kernels import level, scan, vocabulary
+from longspec.kernels.vocabulary import Tree, new_tree
+
+DEVICES = [
+    pytest.param(
+        "cpu", marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs interpreter")
+    ),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+SIZES = [
+    # batch, parents, width, vocabulary: the sub-chunks have 256 columns, the chunks 4096
+    (1, 1, 4, 4),
+    (2, 3, 7, 5),
+    (3, 4, 5, 257),
+    (1, 2, 16, 4096),
+    (2, 5, 3, 4100),
+    (1, 16, 16, 9001),
+    (1, 3, 64, 1000),
+]
+
+
+def half_grown(batch: int, parents: int, width: int, sampled: bool) -> tuple[Tree, slice]:
+    """A tree whose root has two children, below them `parents` nodes and room for `width` more."""
+    tree = new_tree(batch, 3 + parents + width, sampled, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(width)
+    tree.tokens.random_(0, 9, generator=generator)
+    above = slice(3, 3 + parents)
+    tree.parents[:, 1:3] = 0
+    tree.parents[:, above] = torch.randint(1, 3, (batch, parents), generator=generator)
+    tree.visible[:, 1:3, 0] = True
+    tree.visible[:, above, 0] = True
+    tree.visible[:, above].scatter_(2, tree.parents[:, above, None], True)
+    tree.scores[:, above] = -3 * torch.rand(batch, parents, generator=generator)
+    tree.arrivals[:, above] = torch.rand(batch, parents, generator=generator, dtype=torch.float64)
+    return tree, above
+
+
+def random_logits(batch: int, parents: int, vocab: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = 3 * torch.randn(batch, parents, vocab, generator=generator)
+    logits[torch.rand(logits.shape, generator=generator) < 0.1] = -torch.inf
+    logits[..., 0] = 0
+    return logits.to(dtype)
+
+
+def check_best(tree: Tree, above: slice, width: int, logits: Tensor, temperature: float, device: str) -> Tree:
+    mine = Tree(*(x.clone().to(device) for x in tree))
+    level.grow_level(*mine, above, width, logits.to(device), temperature)
+    vocabulary.best_children(tree, above, width, logits, temperature)
+    check_same(mine, tree)
+    return mine
+
+
+def check_sampled(tree: Tree, above: slice, width: int, logits: Tensor, temperature: float, device: str) -> Tree:
+    noise = torch.empty(logits.shape, dtype=torch.float64)
+    noise.exponential_(generator=torch.Generator().manual_seed(5))
+    batch, parents, vocab = logits.shape
+    mine = Tree(*(x.clone().to(device) for x in tree))
+    wide_q, q = torch.full((batch, parents + 2, vocab), torch.nan, device=device), torch.empty(logits.shape)
+    level.grow_level(*mine, above, width, logits.to(device), temperature, noise.to(device), wide_q[:, 1:-1])
+    vocabulary.sampled_children(tree, above, width, logits, temperature, noise, q)
+    check_same(mine, tree)
+    torch.testing.assert_close(wide_q[:, 1:-1].cpu(), q, atol=0, rtol=1e-5)
+    assert wide_q[:, 0].isnan().all() and wide_q[:, -1].isnan().all(), "rows of other levels"
+    return mine
+
+
+def check_same(mine: Tree, plain: Tree) -> None:
+    for name in ("tokens", "parents", "visible"):
+        assert torch.equal(getattr(mine, name).cpu(), getattr(plain, name)), name
+    torch.testing.assert_close(mine.scores.cpu(), plain.scores, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(mine.arrivals.cpu(), plain.arrivals, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_best_level_equals_the_plain_one(sizes: tuple[int, ...], temperature: float, device: str) -> None:
+    """Tokens, parents, scores and visible rows, whatever the level's size and the vocabulary's."""
+    batch, parents, width, vocab = sizes
+    tree, above = half_grown(batch, parents, width, sampled=False)
+    check_best(tree, above, width, random_logits(batch, parents, vocab), temperature, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_sampled_level_equals_the_plain_one(sizes: tuple[int, ...], temperature: float, device: str) -> None:
+    """With the same noise; arrivals and q too, and nothing is written beside q's rows."""
+    batch, parents, width, vocab = sizes
+    tree, above = half_grown(batch, parents, width, sampled=True)
+    check_sampled(tree, above, width, random_logits(batch, parents, vocab), temperature, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_levels_read_logits_of_half_precision(dtype: torch.dtype, device: str) -> None:
+    """Distinct logits, since the order of equal ones is the kernel's own."""
+    values = torch.linspace(-20, 20, 150).to(dtype).unique()
+    logits = values[torch.randperm(len(values), generator=torch.Generator().manual_seed(0))].expand(1, 3, -1)
+    check_best(*half_grown(1, 3, 7, sampled=False), 7, logits, 0.7, device)
+    check_sampled(*half_grown(1, 3, 7, sampled=True), 7, logits, 0.7, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_what_only_fills_a_level_has_no_parent(sampled: bool, device: str) -> None:
+    """Three possible tokens below two parents, one of them a filler itself, for a level of five."""
+    tree, above = half_grown(2, 2, 5, sampled)
+    tree.scores[:, above.start] = -torch.inf
+    tree.arrivals[:, above.start] = torch.inf
+    logits = torch.full((2, 2, 600), -torch.inf)
+    logits[..., [3, 300, 599]] = torch.tensor([0.0, -90.0, 1.0])
+    check = check_sampled if sampled else check_best
+    mine = check(tree, above, 5, logits, 1.0, device)
+    here = slice(above.stop, above.stop + 5)
+    assert (mine.parents[:, here] == torch.tensor([4, 4, 4, -1, -1], device=device)).all()
+    assert (mine.visible[:, here][:, 3:].sum(-1) == 1).all(), "a filler sees itself alone"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_equal_logits_give_distinct_children(device: str) -> None:
+    """Ties within a sub-chunk, between sub-chunks and between parents: the same choice every time, none twice."""
+    logits = torch.zeros(1, 2, 700, device=device)
+    found = []
+    for _ in range(2):
+        tree, above = half_grown(1, 2, 16, sampled=False)
+        tree = Tree(*(x.to(device) for x in tree))
+        tree.scores.zero_()
+        level.grow_level(*tree, above, 16, logits, 1.0)
+        found.append(list(zip(tree.parents[0, 5:].tolist(), tree.tokens[0, 5:].tolist(), strict=True)))
+    assert found[0] == found[1] and len(set(found[0])) == 16
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_race_does_not_lose_improbable_paths(device: str) -> None:
+    """Paths of probability 1e-250, between tokens of which one is all but certain."""
+    tree, above = half_grown(2, 3, 6, sampled=True)
+    tree.scores[:, above] -= 500.0
+    logits = random_logits(2, 3, 300)
+    logits[..., 17] = 80.0
+    mine = check_sampled(tree, above, 6, logits, 1.0, device)
+    assert mine.arrivals[:, above.stop :].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_best_children_are_the_global_top_k(dtype: torch.dtype) -> None:
+    """Of all parents × vocabulary by parent log-probability + child log-probability, best first."""
+    tree, above = half_grown(2, 4, 7, sampled=False)
+    logits = (3 * torch.randn(2, 4, 11, generator=torch.Generator().manual_seed(0))).to(dtype)
+    vocabulary.best_children(tree, above, 7, logits, 1.0)
+    every = tree.scores[:, above, None] + logits.float().log_softmax(-1)
+    expected = every.flatten(1).sort(dim=-1, descending=True)
+    torch.testing.assert_close(tree.scores[:, above.stop :], expected.values[:, :7])
+    chosen = (tree.parents - above.start) * 11 + tree.tokens
+    assert chosen[:, above.stop :].tolist() == expected.indices[:, :7].tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 300, 8195])
+def test_softmax_equals_torchs(vocab: int, dtype: torch.dtype, device: str) -> None:
+    """Chunks without a possible token included, and probabilities down to 1e-38."""
+    logits = random_logits(2, 3, vocab, dtype).to(device)
+    logits[0, 0, 4096:] = -torch.inf
+    logits[0, 1, 1:] -= 80
+    out = torch.empty(logits.shape, device=device)
+    scan.write_softmax(scan.scan(logits, 0.7), logits, 0.7, out)
+    torch.testing.assert_close(out, (logits.float() / 0.7).softmax(-1), atol=1e-38, rtol=3e-5)
