@@ -27,8 +27,9 @@ from longspec.inference.registry import (
 )
 from longspec.inference.report import Report, SampleResult, table
 from longspec.inference.tasks import HEADROOM, MIN_PROMPT_LEN, TASKS, Sample, Selection, read_questions, select_samples
-from longspec.kernels.attention import BACKENDS
+from longspec.kernels.attention import BACKENDS, decoding_attention
 from longspec.models.draft_files import check_draft
+from longspec.models.draft_layer import head_dim
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import check_weights, context_window, load_tokenizer, read_config
 
@@ -161,6 +162,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     selection = _select(options, config.model_type, tokenizer, window)
     _check_samples(selection.samples, max_new_tokens, window, config.vocab_size)
     dtype = _dtype(options.dtype, config, device)
+    decoding_attention(options.attention, device, dtype, head_dim(config))
     return Plan(options, pair, config, window, tokenizer, draft_state, selection, max_new_tokens, device, dtype)
 
 

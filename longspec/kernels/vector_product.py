@@ -1,5 +1,5 @@
-"""A matrix times one vector, as one token's decoding needs it: bound by reading the weights, so everything about the
-vector (RMSNorm before, bias, SwiGLU, residual after) rides along. Arithmetic is fp32, rounded once at the end.
+"""A matrix times one vector, as one token's decoding needs it: bound by reading the weights, so what follows (bias, SwiGLU,
+the residual) rides along. Arithmetic is fp32, rounded once at the end.
 """
 
 import triton
@@ -13,14 +13,11 @@ BLOCK_N, BLOCK_K = 4, 2048
 @triton.jit
 def _vector_product_kernel(
     x_ptr,
-    norm_ptr,
     weight_ptr,
     bias_ptr,
     out_ptr,
     rows,
     width,
-    eps,
-    HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
@@ -31,7 +28,6 @@ def _vector_product_kernel(
     in_rows = row < rows
     weight_row = weight_ptr + row.to(tl.int64)[:, None] * width
     up_row = weight_ptr + (row.to(tl.int64) + rows)[:, None] * width
-    squares = tl.zeros([BLOCK_K], tl.float32)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for start in range(0, width, BLOCK_K):
@@ -39,20 +35,14 @@ def _vector_product_kernel(
         inside = column < width
         in_tile = in_rows[:, None] & inside[None, :]
         x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        if HAS_NORM:
-            squares += x * x
-            x *= tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
         acc += tl.load(weight_row + column[None, :], mask=in_tile, other=0.0).to(tl.float32) * x[None, :]
         if GATED:
             acc_up += tl.load(up_row + column[None, :], mask=in_tile, other=0.0).to(tl.float32) * x[None, :]
-    scale = 1.0
-    if HAS_NORM:
-        scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / width + eps)
-    result = tl.sum(acc, 1) * scale
+    result = tl.sum(acc, 1)
     if HAS_BIAS:
         result += tl.load(bias_ptr + row, mask=in_rows, other=0.0).to(tl.float32)
     if GATED:
-        result = result * tl.sigmoid(result) * tl.sum(acc_up, 1) * scale
+        result = result * tl.sigmoid(result) * tl.sum(acc_up, 1)
     if ADD:
         result += tl.load(out_ptr + row, mask=in_rows, other=0.0).to(tl.float32)
     tl.store(out_ptr + row, result, mask=in_rows)
@@ -62,14 +52,12 @@ def vector_product(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
     gated: bool = False,
     add_to: Tensor | None = None,
 ) -> Tensor:
     """weight @ x + bias for one contiguous vector x [..., K] of K numbers; weight contiguous [N, K], bias [N].
 
-    norm [K]: x goes through RMSNorm with this weight and `eps` first. gated: weight is [2·I, K], gates first, and the
+    gated: weight is [2·I, K], gates first, and the
     result silu(gate) · up. add_to: where the result is added in place instead. Returns [..., N], [..., I] or `add_to`.
     """
     width = x.shape[-1]
@@ -78,14 +66,11 @@ def vector_product(
     block_n = BLOCK_N // 2 if gated else BLOCK_N
     _vector_product_kernel[(triton.cdiv(rows, block_n),)](
         x,
-        x if norm is None else norm,
         weight,
         x if bias is None else bias,
         out,
         rows,
         width,
-        eps,
-        HAS_NORM=norm is not None,
         HAS_BIAS=bias is not None,
         GATED=gated,
         ADD=add_to is not None,

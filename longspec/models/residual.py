@@ -1,8 +1,7 @@
 """The residual stream of a decoding pass, and the products that read it and add to it.
 
-One token: matrix-vector kernels that take the norm in front and the addition behind with them. Up to MAX_ROWS tokens
-in half precision: skinny products, where what ends a branch stays in parts until the next norm adds them. More: the
-library's products.
+One token: matrix-vector kernels that add what ends a branch themselves. Up to MAX_ROWS tokens in half precision: skinny
+products, where what ends a branch stays in parts until the next norm adds them. More: the library's products.
 """
 
 from __future__ import annotations
@@ -37,15 +36,13 @@ class ResidualStream:
 
     def project(self, norm: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """linear(RMSNorm(stream)): [B, N, out]."""
-        if self.is_vector:
-            return vector_product(self.hidden, weight, bias, norm, self.eps)
         return linear(self.normed(norm), weight, bias)
 
     def project_gated(self, norm: Tensor, weight: Tensor) -> Tensor:
         """silu(gate) · up of RMSNorm(stream); weight [2·I, hidden], gates first: [B, N, I]."""
-        if self.is_vector:
-            return vector_product(self.hidden, weight, None, norm, self.eps, gated=True)
         normed = self.normed(norm)
+        if self.is_vector:
+            return vector_product(normed, weight, gated=True)
         if self.is_skinny:
             return skinny_product(normed.flatten(0, 1), weight, gated=True).unflatten(0, normed.shape[:2])
         return swiglu(F.linear(normed, weight))

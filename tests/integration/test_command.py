@@ -149,9 +149,11 @@ def test_vanilla_and_magicdec_need_no_draft(tmp_path: Path) -> None:
             [
                 *("--target", str(target), "--task", "aime24", "--data_path_prefix", str(data)),
                 *("--method", method, "--max_gen_len", "4", "--output_dir", str(tmp_path / method)),
+                *("--attention", "sdpa", "--no-compile"),
             ]
         )
         assert summary["samples"] == 1 and summary["config"]["draft"] is None
+        assert summary["config"]["attention"] == "sdpa" and summary["config"]["compile"] is False
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +196,8 @@ def refusal(capsys: pytest.CaptureFixture[str], line: list[str]) -> str:
         (["--task", "narrativeqa"], "--task: invalid choice: 'narrativeqa'"),
         (["--device", "abacus"], "--device: 'abacus'"),
         (["--device", "cuda:99"], "--device: cuda:99"),
+        (["--device", "cpu", "--attention", "triton"], "attention: 'triton' cannot run here"),
+        (["--attention", "fast"], "--attention: invalid choice: 'fast'"),
         (["--chat_format", "tokenizer"], "chat template"),
         (["--model_name", "qwq"], "--model_name or by --target"),
         (["--temprature", "1"], "unrecognized arguments: --temprature 1"),
