@@ -1,5 +1,6 @@
-"""A matrix times one vector, as one token's decoding needs it: bound by reading the weights, so what follows (bias, SwiGLU,
-the residual) rides along. Arithmetic is fp32, rounded once at the end.
+"""A matrix times one vector, as decoding one token needs it.
+
+Bound by reading the weights, so what follows (bias, SwiGLU, the residual) rides along. Arithmetic is fp32.
 """
 
 import triton

@@ -146,8 +146,8 @@ def test_sampled_trees_follow_the_law_that_was_integrated(shape: Tokens, monkeyp
     q, count = RandomLanguage(VOCAB, 7, zeros=0.0), 50_000
     monkeypatch.setattr(tree_drafting, "GlideDraft", lambda *_: LanguageDraft(q))
     sampler = Sampler(1.0, 0, 1.0, torch.Generator().manual_seed(0))
-    model = SimpleNamespace(lm_head=SimpleNamespace(weight=torch.empty(VOCAB, 1)))
-    drafter = tree_drafting.TreeDrafter(model, count, shape, sampler, "reject")  # type: ignore[arg-type]
+    runner = SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(vocab_size=VOCAB))
+    drafter = tree_drafting.TreeDrafter(runner, count, shape, sampler, "reject")  # type: ignore[arg-type]
     drawn = drafter.propose(torch.zeros(count, dtype=torch.long), None)  # type: ignore[arg-type]
     law = sampled_trees(q, shape)
     known = [build_tree(nodes, shape, q) for nodes in law]

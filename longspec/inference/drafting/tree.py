@@ -11,8 +11,8 @@ from longspec.inference.acceptance import Sampler
 from longspec.inference.cache import TargetCache
 from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.drafting.proposal import Proposal
+from longspec.inference.runner import Runner
 from longspec.kernels.vocabulary import best_children, new_tree, sampled_children
-from longspec.models.glide import GlideMixin
 
 
 class TreeDrafter:
@@ -22,20 +22,19 @@ class TreeDrafter:
     ones (LongSpec, tree drafting), built without chance. At temperature 0 both are the latter.
     """
 
-    def __init__(self, model: GlideMixin, batch: int, shape: Sequence[int], sampler: Sampler, tree_rule: str) -> None:
+    def __init__(self, runner: Runner, batch: int, shape: Sequence[int], sampler: Sampler, tree_rule: str) -> None:
         self.shape = tuple(shape)
         self.depth = len(self.shape)
         self.nodes = 1 + sum(self.shape)
         self.sampler = sampler
-        self.draft = GlideDraft(model, batch, self.nodes)
+        self.draft = GlideDraft(runner, batch, self.nodes)
         self.start, self.feed = self.draft.start, self.draft.feed
         sampled = tree_rule == "reject" and not sampler.greedy
-        weight = model.lm_head.weight
-        self.tree = new_tree(batch, self.nodes, sampled, weight.device)
+        self.tree = new_tree(batch, self.nodes, sampled, runner.device)
         inner = self.nodes - self.shape[-1]
-        self.q = torch.empty(batch, inner, len(weight), device=weight.device) if sampled else None
+        self.q = torch.empty(batch, inner, runner.config.vocab_size, device=runner.device) if sampled else None
         widths = torch.tensor([1, *self.shape])
-        levels = torch.arange(self.depth + 1).repeat_interleave(widths).to(weight.device)
+        levels = torch.arange(self.depth + 1).repeat_interleave(widths).to(runner.device)
         self.proposal = Proposal(*self.tree[:2], levels, self.tree.visible, self.shape, self.q)
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
