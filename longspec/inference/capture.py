@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,7 +38,7 @@ class CapturedRound:
         self.active = torch.ones_like(engine.root, dtype=torch.bool)
         self.graph = torch.cuda.CUDAGraph()
         self.graph.register_generator_state(_generator(engine))
-        stream = torch.cuda.Stream()
+        stream = _capture_stream(self.active.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self.graph.capture_begin(capture_error_mode="thread_local")
@@ -51,6 +52,12 @@ class CapturedRound:
         self.active.copy_(active)
         self.graph.replay()
         return self.result
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: libraries keep a workspace for every stream that they have seen."""
+    return torch.cuda.Stream(device)
 
 
 def _generator(engine: Engine) -> torch.Generator:
