@@ -44,7 +44,7 @@ def top_k_children_as_samples(patch: Patch) -> None:
     def faulty(
         tree: Tree, above: slice, width: int, logits: Tensor, temperature: float, noise: Tensor, q: Tensor
     ) -> None:
-        vocabulary.probabilities(logits, temperature, out=q)
+        q.copy_(vocabulary.probabilities(logits, temperature))
         vocabulary.best_children(tree, above, width, logits, temperature)
 
     patch.setattr(tree_drafting, "sampled_children", faulty)

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from longspec.inference.drafting.proposal import Proposal
+from longspec.kernels.vocabulary import argmax, runs_triton
 from longspec.kernels.vocabulary import probabilities as softmax
-from longspec.kernels.vocabulary import runs_triton
 
 
 class Sampler:
@@ -43,11 +43,11 @@ class Sampler:
 
     def choose(self, logits: Tensor) -> Tensor:
         """One token for each distribution in logits [..., V]: the argmax at temperature 0, else a draw."""
-        return logits.argmax(-1) if self.greedy else self.draw(self.probabilities(logits))
+        return argmax(logits) if self.greedy else self.draw(self.probabilities(logits))
 
     def draw(self, weights: Tensor) -> Tensor:
         """Independent draws, LongTensor [...], in proportion to weights [..., V]: of exponential arrivals the first."""
-        return (weights / self.exponentials(weights)).argmax(-1)
+        return argmax(weights, self.exponentials(weights))
 
     def coin(self, probability: Tensor) -> Tensor:
         """Independent coins, bool [...]: True with `probability` [...], where 1 and more is certain."""
@@ -76,7 +76,10 @@ class Accepted:
 
 
 def accept(proposal: Proposal, logits: Tensor, sampler: Sampler) -> Accepted:
-    """Keep what the target would have said itself. logits [B, N, V]: the target's, at every node."""
+    """Keep what the target would have said itself. logits [B, N, V]: the target's, at every node.
+
+    May use the proposal's `sampled_from` up: what was rejected becomes 0 there.
+    """
     if proposal.sampled_from is None:
         return follow(proposal, sampler.choose(logits))
     return reject(proposal, proposal.sampled_from, sampler.probabilities(logits), sampler)
@@ -108,14 +111,15 @@ def reject(proposal: Proposal, q: Tensor, p: Tensor, sampler: Sampler) -> Accept
     if runs_triton(p):
         from longspec.kernels.rejection import reject_children
 
-        coins, noise = sampler.uniforms(proposal.tokens), sampler.exponentials(p[:, 0])
+        coins = sampler.uniforms(proposal.tokens)
         with torch.cuda.device(p.device):
-            return Accepted(*reject_children(proposal.tokens, proposal.parents, q, p, coins, noise, proposal.depth))
-    odds, ratio = _odds(proposal, q, p)
-    path, count = _descend(proposal, sampler.coin(odds))
-    last = path[:, -1]
-    # A leaf has no q, and a ratio of 0.
-    left = _left(_at(p, last), _at(q, last.clamp(max=q.shape[1] - 1)), ratio.gather(1, path[:, -1:]))
+            path, count, left = reject_children(proposal.tokens, proposal.parents, q, p, coins, proposal.depth)
+    else:
+        odds, ratio = _odds(proposal, q, p)
+        path, count = _descend(proposal, sampler.coin(odds))
+        last = path[:, -1]
+        # A leaf has no q, and a ratio of 0.
+        left = _left(_at(p, last), _at(q, last.clamp(max=q.shape[1] - 1)), ratio.gather(1, path[:, -1:]))
     return Accepted(path, count, sampler.draw(left))
 
 

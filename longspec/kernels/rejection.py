@@ -1,4 +1,4 @@
-"""Recursive rejection down a tree sampled without replacement: one program a row walks the whole path in one launch.
+"""Recursive rejection down a tree sampled without replacement: one program a row walks the whole path.
 
 After some of a node's children have failed, p is (p - ratio · q)₊ / total, and q is what the failed ones left of q,
 divided by its mass. The next child x passes with probability mass · (p(x) - ratio · q(x)) / (q(x) · total); if it
@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 8192
+RESIDUAL_BLOCK = 2048
 LARGEST_FACTOR = 2.0**100
 
 
@@ -38,34 +39,15 @@ def _sums(p_row, q_row, ratio, unit, vocab, BLOCK: tl.constexpr, LARGEST_FACTOR:
 
 
 @triton.jit
-def _earliest(p_row, q_row, noise_row, ratio, unit, vocab, BLOCK: tl.constexpr, LARGEST_FACTOR: tl.constexpr):
-    """The token that arrives first at rates (p - ratio · q)₊."""
-    earliest = tl.full([BLOCK], float("inf"), tl.float32)
-    winner = tl.zeros([BLOCK], tl.int32)
-    for start in tl.range(0, vocab, BLOCK, num_stages=2):
-        token = start + tl.arange(0, BLOCK)
-        p = tl.load(p_row + token, mask=token < vocab, other=0.0)
-        q = tl.load(q_row + token, mask=token < vocab, other=0.0)
-        noise = tl.load(noise_row + token, mask=token < vocab, other=1.0).to(tl.float32)
-        rate = _left(p, q, ratio, unit, LARGEST_FACTOR)
-        time = tl.where(rate > 0.0, noise / rate, float("inf"))
-        winner = tl.where(time < earliest, token, winner)
-        earliest = tl.minimum(time, earliest)
-    lane = tl.argmin(earliest, 0)
-    return tl.sum(tl.where(tl.arange(0, BLOCK) == lane, winner, 0), 0)
-
-
-@triton.jit
 def _rejection_kernel(
     tokens_ptr,
     parents_ptr,
     q_ptr,
     p_ptr,
     coins_ptr,
-    noise_ptr,
     path_ptr,
     count_ptr,
-    bonus_ptr,
+    state_ptr,
     nodes,
     inner_nodes,
     vocab,
@@ -110,43 +92,74 @@ def _rejection_kernel(
                 total = tl.where(changed, new_total, total)
                 unit = tl.where(changed, mass, unit)
                 mass = new_mass
-    noise_row = noise_ptr + batch * vocab
-    bonus = _earliest(p_row, q_row, noise_row, ratio, unit, vocab, BLOCK, LARGEST_FACTOR)
     tl.store(path_ptr + batch * (DEPTH + 1) + step, path, mask=step <= DEPTH)
     tl.store(count_ptr + batch, count.to(tl.int64))
-    tl.store(bonus_ptr + batch, bonus.to(tl.int64))
+    tl.store(state_ptr + batch * 2, ratio)
+    tl.store(state_ptr + batch * 2 + 1, unit)
+
+
+@triton.jit
+def _residual_kernel(
+    q_ptr,
+    p_ptr,
+    path_ptr,
+    state_ptr,
+    left_ptr,
+    nodes,
+    inner_nodes,
+    vocab,
+    DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LARGEST_FACTOR: tl.constexpr,
+):
+    batch = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    node = tl.load(path_ptr + batch * (DEPTH + 1) + DEPTH)
+    ratio = tl.load(state_ptr + batch * 2)
+    unit = tl.load(state_ptr + batch * 2 + 1)
+    p_row = p_ptr + (batch * nodes + node) * vocab
+    q_row = q_ptr + (batch * inner_nodes + tl.minimum(node, inner_nodes - 1)) * vocab  # a leaf's ratio is 0
+    p = tl.load(p_row + token, mask=token < vocab, other=0.0)
+    q = tl.load(q_row + token, mask=token < vocab, other=0.0)
+    left = _left(p, q, ratio, unit, LARGEST_FACTOR)
+    tl.store(left_ptr + batch * vocab + token, left, mask=token < vocab)
 
 
 def reject_children(
-    tokens: Tensor, parents: Tensor, q: Tensor, p: Tensor, coins: Tensor, noise: Tensor, depth: int
+    tokens: Tensor, parents: Tensor, q: Tensor, p: Tensor, coins: Tensor, depth: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Descend to the first child that passes, as far as there is one.
 
     tokens, parents: LongTensors [B, N], numbered level by level, -1 for no parent; q [B, inner nodes, V], what each
-    inner node's children were sampled from, and p [B, N, V], the target's: fp32; coins fp64 [B, N], uniform; noise
-    fp64 [B, V], exponential. Returns the path [B, depth + 1], which stays at its last node, the number
-    of steps [B] and the bonus token [B]. May use p and q up: entries of failed children become 0.
+    inner node's children were sampled from, and p [B, N, V], the target's: fp32; coins fp64 [B, N], uniform. Returns
+    the path [B, depth + 1], which stays at its last node, the number of steps [B], and what is left of p there, fp32
+    [B, V], not normalised. May use p and q up: entries of failed children become 0.
     """
     batch, nodes, vocab = p.shape
+    tokens, parents, q, p, coins = (x.contiguous() for x in (tokens, parents, q, p, coins))
     path = tokens.new_empty(batch, depth + 1)
-    count, bonus = tokens.new_empty(2, batch)
+    count = tokens.new_empty(batch)
+    state = coins.new_empty(batch, 2)
+    left = p.new_empty(batch, vocab)
+    sizes = nodes, q.shape[1], vocab
+    block = min(BLOCK, triton.next_power_of_2(vocab))
     _rejection_kernel[(batch,)](
-        tokens.contiguous(),
-        parents.contiguous(),
-        q.contiguous(),
-        p.contiguous(),
-        coins.contiguous(),
-        noise.contiguous(),
+        tokens,
+        parents,
+        q,
+        p,
+        coins,
         path,
         count,
-        bonus,
-        nodes,
-        q.shape[1],
-        vocab,
+        state,
+        *sizes,
         DEPTH=depth,
         BLOCK_D=triton.next_power_of_2(depth + 1),
-        BLOCK=min(BLOCK, triton.next_power_of_2(vocab)),
+        BLOCK=block,
         LARGEST_FACTOR=LARGEST_FACTOR,
-        num_warps=32 if vocab > BLOCK else 4,
+        num_warps=16 if vocab > BLOCK else 4,
     )
-    return path, count, bonus
+    _residual_kernel[(batch, triton.cdiv(vocab, RESIDUAL_BLOCK))](
+        q, p, path, state, left, *sizes, DEPTH=depth, BLOCK=RESIDUAL_BLOCK, LARGEST_FACTOR=LARGEST_FACTOR
+    )
+    return path, count, left

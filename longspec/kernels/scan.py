@@ -20,7 +20,7 @@ class Scan(NamedTuple):
     """Of R rows; the softmax of a row is exp(logit - m) / Σ_c chunk_sums[c] · exp(chunk_maxima[c] - m) for any m."""
 
     best: Tensor
-    """[R, sub-chunks]: the largest key of each; fp32, or fp64 in a race."""
+    """fp32 [R, sub-chunks]: the largest key of each."""
     chunk_maxima: Tensor
     """fp32 [R, chunks]: the largest logit of each."""
     chunk_sums: Tensor
@@ -30,11 +30,12 @@ class Scan(NamedTuple):
 @triton.jit
 def load_keys(logits_ptr, noise_ptr, offsets, mask, inverse_temperature, RACE: tl.constexpr):
     """Logits under the temperature, and the keys by which a row's entries are ordered: the logits, or in a race minus
-    the logarithm of the arrival time E / exp(logit), fp64 because E reaches down to 1e-16."""
+    the logarithm of the arrival time E / exp(logit). E reaches down to 1e-16, so its logarithm, unlike E or a uniform
+    number, is told finely enough by fp32: a key is rounded by 2e-6, up or down for any token alike."""
     logits = tl.load(logits_ptr + offsets, mask=mask, other=float("-inf")).to(tl.float32) * inverse_temperature
     if RACE:
         noise = tl.load(noise_ptr + offsets, mask=mask, other=1.0)
-        keys = logits.to(tl.float64) - tl.log(noise)
+        keys = logits - tl.log(noise.to(tl.float32))
     else:
         keys = logits
     return logits, keys
@@ -104,8 +105,7 @@ def scan(logits: Tensor, temperature: float, noise: Tensor | None = None) -> Sca
     vocab = logits.shape[-1]
     rows = logits.numel() // vocab
     subs, chunks = triton.cdiv(vocab, SUB), triton.cdiv(vocab, CHUNK)
-    key_dtype = torch.float32 if noise is None else torch.float64
-    best = torch.empty(rows, subs, dtype=key_dtype, device=logits.device)
+    best = torch.empty(rows, subs, device=logits.device)
     chunk_maxima, chunk_sums = torch.empty(2, rows, chunks, device=logits.device)
     _scan_kernel[(rows, chunks)](
         logits,

@@ -1,4 +1,4 @@
-"""What drafting does over the vocabulary: softmax, and a tree's next level. Triton on CUDA, plain torch elsewhere.
+"""What decoding does over the vocabulary: softmax, argmax, a tree's next level. Triton on CUDA, plain torch elsewhere.
 
 Shape letters: B batch, N nodes of the tree, n nodes of one level, V vocabulary. Nothing here waits for the device.
 """
@@ -40,20 +40,28 @@ def new_tree(batch: int, nodes: int, sampled: bool, device: torch.device) -> Tre
     )
 
 
-def probabilities(logits: Tensor, temperature: float, out: Tensor | None = None) -> Tensor:
-    """The softmax of logits [B, n, V] / temperature in fp32 or wider; `out`, if given, holds it (fp32, rows
-    contiguous)."""
-    if runs_triton(logits):
-        from longspec.kernels.scan import scan, write_softmax
+def probabilities(logits: Tensor, temperature: float) -> Tensor:
+    """The softmax of logits [..., V] / temperature in fp32 or wider."""
+    if not runs_triton(logits):
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return (wide / temperature).softmax(-1)
+    from longspec.kernels.scan import scan, write_softmax
 
-        logits = logits.contiguous()
-        out = torch.empty(logits.shape, device=logits.device) if out is None else out
-        with torch.cuda.device(logits.device):
-            write_softmax(scan(logits, temperature), logits, temperature, out)
-        return out
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    plain = (wide / temperature).softmax(-1)
-    return plain if out is None else out.copy_(plain)
+    rows = logits.reshape(1, -1, logits.shape[-1])
+    out = torch.empty(rows.shape, device=logits.device)
+    with torch.cuda.device(logits.device):
+        write_softmax(scan(rows, temperature), rows, temperature, out)
+    return out.view(logits.shape)
+
+
+def argmax(values: Tensor, noise: Tensor | None = None) -> Tensor:
+    """Place of the largest of values [..., V], or of values / noise (fp64, the same shape): LongTensor [...]."""
+    if runs_triton(values):
+        from longspec.kernels import choice
+
+        with torch.cuda.device(values.device):
+            return choice.argmax(values, noise)
+    return (values if noise is None else values / noise).argmax(-1)
 
 
 def best_children(tree: Tree, above: slice, width: int, logits: Tensor, temperature: float) -> None:
@@ -93,7 +101,7 @@ def sampled_children(
             with torch.cuda.device(logits.device):
                 return level.grow_level(*tree, above, width, logits, temperature, noise, q)
     vocab = logits.shape[-1]
-    scores = tree.scores[:, above, None] + probabilities(logits, temperature, out=q).double().log()
+    scores = tree.scores[:, above, None] + q.copy_(probabilities(logits, temperature)).double().log()
     times = noise / scores.exp()
     arrivals = tree.arrivals[:, above, None] + (times - times.amin(-1, keepdim=True))
     arrivals = arrivals.where(times.isfinite(), torch.inf)

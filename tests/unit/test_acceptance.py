@@ -234,3 +234,29 @@ def test_greedy_follows_the_argmax_down_the_deepest_path() -> None:
     tree = build_tree([(1,), (2,), (2, 1)], (2, 1))
     accepted = follow(tree, torch.tensor([[2, 0, 1, 0]]))
     assert accepted.path.tolist() == [[0, 2, 3]] and accepted.count.tolist() == [2] and accepted.bonus.tolist() == [0]
+
+
+@pytest.mark.gpu
+def test_replays_of_a_captured_acceptance_draw_anew() -> None:
+    """The same seed gives the same sequence; and nothing in it asks the host."""
+    logits = torch.randn(4, 3, 5000, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    proposal = chain(logits[:, :, :3].argmax(1), logits[:, :2].softmax(-1))
+
+    q = proposal.sampled_from
+
+    def replays(count: int) -> list[list[int]]:
+        generator = torch.Generator("cuda").manual_seed(7)
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(generator)
+        with torch.cuda.graph(graph):
+            accepted = accept(replace(proposal, sampled_from=q.clone()), logits, Sampler(0.8, 0, 1.0, generator))
+        found = []
+        for _ in range(count):
+            graph.replay()
+            found.append(accepted.bonus.tolist())
+        return found
+
+    accept(replace(proposal, sampled_from=q.clone()), logits, Sampler(0.8, 0, 1.0))  # compiles the kernels
+    drawn = replays(6)
+    assert len({tuple(row) for row in drawn}) > 1
+    assert drawn == replays(6)

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from longspec.inference.acceptance import Accepted, Sampler, follow, reject
 from longspec.inference.drafting.proposal import Proposal, chain
+from longspec.kernels import choice
 from longspec.kernels.descent import follow_choices
 from longspec.kernels.rejection import reject_children
 from longspec.kernels.vocabulary import new_tree, sampled_children
@@ -72,8 +73,9 @@ def check_rejection(tree: Proposal, p: Tensor, device: str, seed: int = 0) -> Ac
     assert tree.sampled_from is not None
     coins, noise = draws(*tree.tokens.shape, p.shape[-1], seed)
     expected = reject(tree, tree.sampled_from, p, FixedSampler(coins, noise))
-    tensors = (tree.tokens, tree.parents, tree.sampled_from, p, coins, noise)
-    check_same(reject_children(*(x.clone().to(device) for x in tensors), tree.depth), expected)
+    tensors = (tree.tokens, tree.parents, tree.sampled_from, p, coins)
+    path, count, left = reject_children(*(x.clone().to(device) for x in tensors), tree.depth)
+    check_same((path, count, choice.argmax(left, noise.to(device))), expected)
     return expected
 
 
@@ -125,9 +127,9 @@ def test_following_equals_the_plain_version(device: str) -> None:
     steps = set()
     for seed in range(6):
         tree = sampled_tree(16, (2, 4, 5), 6, seed, sharpness=0.5)
-        choice = torch.randint(0, 6, tree.tokens.shape, generator=torch.Generator().manual_seed(seed))
-        expected = follow(tree, choice)
-        tensors = (tree.tokens, tree.parents, choice)
+        chosen = torch.randint(0, 6, tree.tokens.shape, generator=torch.Generator().manual_seed(seed))
+        expected = follow(tree, chosen)
+        tensors = (tree.tokens, tree.parents, chosen)
         check_same(follow_choices(*(x.to(device) for x in tensors), tree.depth), expected)
         steps |= set(expected.count.tolist())
     assert steps == {0, 1, 2, 3}

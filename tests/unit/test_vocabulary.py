@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longspec.kernels import level, scan, vocabulary
+from longspec.kernels import choice, level, scan, vocabulary
 from longspec.kernels.vocabulary import Tree, new_tree
 
 DEVICES = [
@@ -177,3 +177,17 @@ def test_softmax_equals_torchs(vocab: int, dtype: torch.dtype, device: str) -> N
     out = torch.empty(logits.shape, device=device)
     scan.write_softmax(scan.scan(logits, 0.7), logits, 0.7, out)
     torch.testing.assert_close(out, (logits.float() / 0.7).softmax(-1), atol=1e-38, rtol=3e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 300, 12300])
+def test_argmax_equals_torchs(vocab: int, dtype: torch.dtype, device: str) -> None:
+    """The first of equal ones, rows with a single possible token included; and of a race the first arrival."""
+    values = random_logits(2, 3, vocab, dtype).to(device)
+    values[0, 0, :-1] = -torch.inf
+    values[0, 1] = 0
+    assert torch.equal(choice.argmax(values), values.argmax(-1))
+    noise = torch.empty(values.shape, dtype=torch.float64).exponential_(generator=torch.Generator().manual_seed(1))
+    noise, rates = noise.to(device), values.float().softmax(-1)
+    assert torch.equal(choice.argmax(rates, noise), (rates / noise).argmax(-1))

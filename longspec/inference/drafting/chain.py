@@ -38,7 +38,7 @@ class ChainDrafter:
         for step in range(self.depth):
             logits = self.model.next_logits(tokens[-1], step, cache)
             if self.sampler.greedy:
-                tokens.append(logits.argmax(-1))
+                tokens.append(self.sampler.choose(logits))
             else:
                 distributions.append(self.sampler.probabilities(logits))
                 tokens.append(self.sampler.draw(distributions[-1]))

@@ -1,0 +1,55 @@
+"""The argmax of each row of a large vocabulary, by many programs a row: plain, or of a race."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 4096
+
+
+@triton.jit
+def _chunk_kernel(values_ptr, noise_ptr, best_ptr, place_ptr, vocab, chunks, CHUNK: tl.constexpr, RACE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    values = tl.load(values_ptr + row * vocab + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+    if RACE:
+        noise = tl.load(noise_ptr + row * vocab + column, mask=column < vocab, other=1.0)
+        values = values / noise.to(tl.float32)
+    best, place = tl.max(values, 0, return_indices=True)
+    tl.store(best_ptr + row * chunks + chunk, best)
+    tl.store(place_ptr + row * chunks + chunk, chunk * CHUNK + place)
+
+
+@triton.jit
+def _row_kernel(best_ptr, place_ptr, out_ptr, chunks, BLOCK_C: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, BLOCK_C)
+    best = tl.load(best_ptr + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
+    winner = tl.argmax(best, 0)
+    tl.store(out_ptr + row, tl.load(place_ptr + row * chunks + winner).to(tl.int64))
+
+
+def argmax(values: Tensor, noise: Tensor | None = None) -> Tensor:
+    """Place of the largest of values [..., V] (any float dtype but fp64), or of values / noise (fp64), the first of
+    equal ones: LongTensor [...]."""
+    vocab = values.shape[-1]
+    rows = values.numel() // vocab
+    chunks = triton.cdiv(vocab, CHUNK)
+    best = torch.empty(rows, chunks, device=values.device)
+    place = torch.empty(rows, chunks, dtype=torch.int32, device=values.device)
+    out = torch.empty(values.shape[:-1], dtype=torch.long, device=values.device)
+    _chunk_kernel[(rows, chunks)](
+        values.contiguous(),
+        None if noise is None else noise.contiguous(),
+        best,
+        place,
+        vocab,
+        chunks,
+        CHUNK=CHUNK,
+        RACE=noise is not None,
+        num_warps=8,
+    )
+    _row_kernel[(rows,)](best, place, out, chunks, BLOCK_C=triton.next_power_of_2(chunks), num_warps=1)
+    return out
