@@ -6,25 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.backend import overlap
-
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr,
-    parts_ptr,
-    weight_ptr,
-    out_ptr,
-    width,
-    eps,
-    part_size,
-    NUM_PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    x_ptr, parts_ptr, weight_ptr, out_ptr, width, eps, part_size, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -62,16 +48,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, parts: Tensor | None = None)
         NUM_PARTS=0 if parts is None else len(parts),
         BLOCK=block,
         num_warps=max(4, min(16, block // 512)),
-        **overlap(x),
     )
     return out
 
 
 @triton.jit
-def _swiglu_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+def _swiglu_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -84,9 +66,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) · up of gate_up [..., 2·I], contiguous, the gate in its first half: [..., I]."""
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
-    _swiglu_kernel[(triton.cdiv(width, 1024), out.numel() // width)](
-        gate_up, out, width, BLOCK=1024, **overlap(gate_up)
-    )
+    _swiglu_kernel[(triton.cdiv(width, 1024), out.numel() // width)](gate_up, out, width, BLOCK=1024)
     return out
 
 
@@ -112,11 +92,7 @@ def _rotate_and_store_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -208,6 +184,5 @@ def _rotate(
         BLOCK_H=block_h,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         num_warps=2,
-        **overlap(qkv),
     )
     return q.transpose(1, 2)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.backend import overlap, shared_memory
+from longspec.kernels.backend import shared_memory
 
 MAX_ROWS = 80
 SPLITS = 2
@@ -35,11 +35,7 @@ def _skinny_product_kernel(
     TAIL_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows = row < rows
     share = tl.cdiv(tl.cdiv(width, SPLITS), BLOCK_K) * BLOCK_K
@@ -133,5 +129,4 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, rows: i
         BLOCK_K=block_k,
         num_warps=4,
         num_stages=max(1, min(5, shared_memory(x.device) // stage_bytes)),
-        **overlap(x),
     )

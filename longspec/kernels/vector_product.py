@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.backend import overlap
-
 BLOCK_N, BLOCK_K = 4, 2048
 """Rows of weights and columns that a program holds at a time."""
 
@@ -26,11 +24,7 @@ def _vector_product_kernel(
     ADD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows = row < rows
     weight_row = weight_ptr + row.to(tl.int64)[:, None] * width
@@ -84,6 +78,5 @@ def vector_product(
         BLOCK_N=block_n,
         BLOCK_K=min(BLOCK_K, triton.next_power_of_2(width)),
         num_warps=4,
-        **overlap(x),
     )
     return out
