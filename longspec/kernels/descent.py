@@ -23,7 +23,7 @@ def _descent_kernel(
     child = tl.arange(0, BLOCK_N)
     parent = tl.load(parents_ptr + tree + child, mask=child < nodes, other=-1)
     token = tl.load(tokens_ptr + tree + child, mask=child < nodes, other=0)
-    wanted = (parent >= 0) & (token == tl.load(choice_ptr + tree + parent, mask=parent >= 0, other=-1))
+    wanted = token == tl.load(choice_ptr + tree + parent, mask=parent >= 0, other=-1)
     step = tl.arange(0, BLOCK_D)
     path = tl.zeros([BLOCK_D], tl.int32)
     node = tl.min(tl.zeros([BLOCK_N], tl.int32), 0)

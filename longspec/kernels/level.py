@@ -12,41 +12,31 @@ from torch import Tensor
 from longspec.kernels.scan import SUB, load_keys, scan, write_softmax
 
 MAX_WIDTH = 64
-MAX_CANDIDATES = 2**14
-"""Sub-chunks of all parents together that one program takes: as many fp64 numbers as shared memory holds."""
-GROUPS = tl.constexpr(256)
+MAX_CANDIDATES = 2**15
+"""Sub-chunks of all parents together that one program takes."""
 
 
 @triton.jit
-def _order(values, COUNT: tl.constexpr):
-    """Places of the COUNT largest of values [n] in falling order, the first of equal ones first; 0 past n."""
+def _largest(values, COUNT: tl.constexpr, BLOCK_W: tl.constexpr):
+    """The COUNT largest of values [n] in falling order, the first of equal ones first: values, -inf past COUNT, and
+    their places, [BLOCK_W] each."""
+    lane = tl.arange(0, BLOCK_W)
     place = tl.arange(0, values.shape[0])
-    equal = values[None, :] == values[:, None]
-    ahead = (values[None, :] > values[:, None]) | (equal & (place[None, :] < place[:, None]))
-    rank = tl.sum(ahead.to(tl.int32), 1)
-    chosen = rank[None, :] == tl.arange(0, COUNT)[:, None]
-    return tl.sum(tl.where(chosen, place[None, :], 0), 1)
+    found = tl.full([BLOCK_W], float("-inf"), values.dtype)
+    places = tl.zeros([BLOCK_W], tl.int32)
+    for rank in range(0, COUNT):
+        value, at = tl.max(values, 0, return_indices=True)
+        found = tl.where(lane == rank, value, found)
+        places = tl.where(lane == rank, at, places)
+        values = tl.where(place == at, float("-inf"), values)
+    return found, places
 
 
 @triton.jit
-def _narrow(values, places, COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """Of groups of SIZE values the COUNT with the largest maxima, in which the COUNT largest values lie."""
-    group = _order(tl.max(tl.reshape(values, [values.shape[0] // SIZE, SIZE]), 1), COUNT)
-    members = tl.reshape(group[:, None] * SIZE + tl.arange(0, SIZE)[None, :], [COUNT * SIZE])
-    return tl.gather(values, members, 0), tl.gather(places, members, 0)
-
-
-@triton.jit
-def _largest(values, COUNT: tl.constexpr):
-    """The COUNT largest of values [n] in falling order, always the same ones of equal ones: values, -inf past n, and
-    their places. To count who is ahead of whom takes no steps one after another, but n² comparisons."""
-    places = tl.arange(0, values.shape[0])
-    for _ in tl.static_range(4):
-        if values.shape[0] > GROUPS:
-            values, places = _narrow(values, places, COUNT, values.shape[0] // GROUPS)
-    order = _order(values, COUNT)
-    found = tl.where(tl.arange(0, COUNT) < values.shape[0], tl.gather(values, order, 0), float("-inf"))
-    return found, tl.gather(places, order, 0)
+def _pick(values, index):
+    """values[index]: values [n], index [w] -> [w]."""
+    chosen = index[:, None] == tl.arange(0, values.shape[0])[None, :]
+    return tl.sum(tl.where(chosen, values[None, :], 0), 1)
 
 
 @triton.jit
@@ -114,7 +104,7 @@ def _level_kernel(
     first = tl.exp(lse - score - tl.max(best, 1))
     merit = _merit(best, lse[:, None], score[:, None], arrival[:, None], first[:, None], RACE)
     merit = tl.where(in_subs, merit, float("-inf"))
-    sub_merit, place = _largest(tl.reshape(merit, [BLOCK_P * BLOCK_S]), BLOCK_W)
+    sub_merit, place = _largest(tl.reshape(merit, [BLOCK_P * BLOCK_S]), WIDTH, BLOCK_W)
     sub_parent, sub_number = place // BLOCK_S, place % BLOCK_S
 
     # The best continuations within them.
@@ -124,28 +114,28 @@ def _level_kernel(
     _, keys = load_keys(logits_ptr, noise_ptr, rows + column, possible, inverse_temperature, RACE)
     merit = _merit(
         keys,
-        tl.gather(lse, sub_parent, 0)[:, None],
-        tl.gather(score, sub_parent, 0)[:, None],
-        tl.gather(arrival, sub_parent, 0)[:, None],
-        tl.gather(first, sub_parent, 0)[:, None],
+        _pick(lse, sub_parent)[:, None],
+        _pick(score, sub_parent)[:, None],
+        _pick(arrival, sub_parent)[:, None],
+        _pick(first, sub_parent)[:, None],
         RACE,
     )
     merit = tl.where(possible, merit, float("-inf"))
-    child_merit, place = _largest(tl.reshape(merit, [BLOCK_W * SUB]), BLOCK_W)
+    child_merit, place = _largest(tl.reshape(merit, [BLOCK_W * SUB]), WIDTH, BLOCK_W)
 
     # Their entry into the tree; what only fills the level has no parent.
     lane = tl.arange(0, BLOCK_W)
     in_level = lane < WIDTH
     exists = child_merit > float("-inf")
-    child_parent = tl.gather(sub_parent, place // SUB, 0)
-    token = tl.where(exists, tl.gather(sub_number, place // SUB, 0) * SUB + place % SUB, 0)
+    child_parent = _pick(sub_parent, place // SUB)
+    token = tl.where(exists, _pick(sub_number, place // SUB) * SUB + place % SUB, 0)
     child = tree + here + lane
     tl.store(tokens_ptr + child, token.to(tl.int64), mask=in_level)
     tl.store(parents_ptr + child, tl.where(exists, above + child_parent, -1).to(tl.int64), mask=in_level)
     if RACE:
         logit = tl.load(logits_ptr + (first_row + child_parent) * vocab + token, mask=exists, other=float("-inf"))
-        log_q = logit.to(tl.float32) * inverse_temperature - tl.gather(lse, child_parent, 0)
-        tl.store(scores_ptr + child, tl.gather(score, child_parent, 0) + log_q, mask=in_level)
+        log_q = logit.to(tl.float32) * inverse_temperature - _pick(lse, child_parent)
+        tl.store(scores_ptr + child, _pick(score, child_parent) + log_q, mask=in_level)
         tl.store(arrivals_ptr + child, -child_merit, mask=in_level)
     else:
         tl.store(scores_ptr + child, child_merit, mask=in_level)

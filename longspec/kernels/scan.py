@@ -31,7 +31,7 @@ class Scan(NamedTuple):
 def load_keys(logits_ptr, noise_ptr, offsets, mask, inverse_temperature, RACE: tl.constexpr):
     """Logits under the temperature, and the keys by which a row's entries are ordered: the logits, or in a race minus
     the logarithm of the arrival time E / exp(logit). E reaches down to 1e-16, so its logarithm, unlike E or a uniform
-    number, is told finely enough by fp32: a key is rounded by 2e-6, up or down for any token alike."""
+    number, is told finely enough by fp32: its rounding, by 2e-6 at most, favours no token."""
     logits = tl.load(logits_ptr + offsets, mask=mask, other=float("-inf")).to(tl.float32) * inverse_temperature
     if RACE:
         noise = tl.load(noise_ptr + offsets, mask=mask, other=1.0)
