@@ -12,6 +12,14 @@ BLOCK_N, BLOCK_K = 4, 2048
 
 
 @triton.jit
+def _load(pointers, inside, EVEN: tl.constexpr):
+    """What lies inside; all of it where the sizes are EVEN, because a mask that is always true costs a third."""
+    if EVEN:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
 def _vector_product_kernel(
     x_ptr,
     weight_ptr,
@@ -22,6 +30,7 @@ def _vector_product_kernel(
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
+    EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -33,12 +42,11 @@ def _vector_product_kernel(
     acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for start in range(0, width, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
-        inside = column < width
-        in_tile = in_rows[:, None] & inside[None, :]
-        x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        acc += tl.load(weight_row + column[None, :], mask=in_tile, other=0.0).to(tl.float32) * x[None, :]
+        x = _load(x_ptr + column, column < width, EVEN).to(tl.float32)[None, :]
+        in_tile = in_rows[:, None] & (column < width)[None, :]
+        acc += _load(weight_row + column[None, :], in_tile, EVEN).to(tl.float32) * x
         if GATED:
-            acc_up += tl.load(up_row + column[None, :], mask=in_tile, other=0.0).to(tl.float32) * x[None, :]
+            acc_up += _load(up_row + column[None, :], in_tile, EVEN).to(tl.float32) * x
     result = tl.sum(acc, 1)
     if HAS_BIAS:
         result += tl.load(bias_ptr + row, mask=in_rows, other=0.0).to(tl.float32)
@@ -65,6 +73,7 @@ def vector_product(
     rows = weight.shape[0] // 2 if gated else weight.shape[0]
     out = x.new_empty(*x.shape[:-1], rows) if add_to is None else add_to
     block_n = BLOCK_N // 2 if gated else BLOCK_N
+    block_k = min(BLOCK_K, triton.next_power_of_2(width))
     _vector_product_kernel[(triton.cdiv(rows, block_n),)](
         x,
         weight,
@@ -75,8 +84,9 @@ def vector_product(
         HAS_BIAS=bias is not None,
         GATED=gated,
         ADD=add_to is not None,
+        EVEN=rows % block_n == 0 and width % block_k == 0,
         BLOCK_N=block_n,
-        BLOCK_K=min(BLOCK_K, triton.next_power_of_2(width)),
+        BLOCK_K=block_k,
         num_warps=4,
     )
     return out

@@ -30,7 +30,7 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize(("rows", "width"), [(10, 32), (6, 2100), (2, 1)])
+@pytest.mark.parametrize(("rows", "width"), [(12, 32), (10, 32), (6, 2100), (4, 4096), (2, 1)])
 @pytest.mark.parametrize("gated", [False, True])
 def test_vector_product_equals_plain_torch(rows: int, width: int, gated: bool, dtype: torch.dtype, device: str) -> None:
     x, weight = random(1, 1, width).to(device, dtype), (random(rows, width, seed=1) / width**0.5).to(device, dtype)
