@@ -52,6 +52,32 @@ def _merit(key, lse, score, arrival, first, RACE: tl.constexpr):
 
 
 @triton.jit
+def _log_sum_exp(chunk_maxima_ptr, chunk_sums_ptr, row, is_row, chunks, BLOCK_C: tl.constexpr):
+    """Of scanned rows [n], where is_row; elsewhere 0."""
+    part = tl.arange(0, BLOCK_C)
+    parts = row[:, None] * chunks + part[None, :]
+    in_parts = is_row[:, None] & (part < chunks)[None, :]
+    maxima = tl.load(chunk_maxima_ptr + parts, mask=in_parts, other=float("-inf"))
+    sums = tl.load(chunk_sums_ptr + parts, mask=in_parts, other=0.0)
+    maximum = tl.where(is_row, tl.max(maxima, 1), 0.0)
+    return maximum + tl.log(tl.where(is_row, tl.sum(sums * tl.exp(maxima - maximum[:, None]), 1), 1.0))
+
+
+@triton.jit
+def _link(visible_ptr, parents_ptr, tree, parent, child, exists, in_level, nodes, BLOCK_N: tl.constexpr):
+    """Enter node numbers `child` [w] below `parent` [w] into tree number `tree`; what only fills the level has no
+    parent and sees itself alone."""
+    tl.store(parents_ptr + tree * nodes + child, tl.where(exists, parent, -1).to(tl.int64), mask=in_level)
+    node = tl.arange(0, BLOCK_N)[None, :]
+    ancestor = tl.load(
+        visible_ptr + (tree * nodes + parent)[:, None] * nodes + node, mask=exists[:, None] & (node < nodes), other=0
+    )
+    seen = tl.where(child[:, None] == node, 1, ancestor).to(tl.uint8)
+    mask = in_level[:, None] & (node < nodes)
+    tl.store(visible_ptr + (tree * nodes + child)[:, None] * nodes + node, seen, mask=mask)
+
+
+@triton.jit
 def _level_kernel(
     logits_ptr,
     noise_ptr,
@@ -81,26 +107,18 @@ def _level_kernel(
     BLOCK_N: tl.constexpr,
 ):
     batch = tl.program_id(0).to(tl.int64)
-    first_row = batch * num_parents
-    tree = batch * nodes
-
-    # The parents: log-sum-exp, score, arrival.
     parent = tl.arange(0, BLOCK_P)
     is_parent = parent < num_parents
-    part = tl.arange(0, BLOCK_C)
-    parts = (first_row + parent)[:, None] * chunks + part[None, :]
-    in_parts = is_parent[:, None] & (part < chunks)[None, :]
-    maxima = tl.load(chunk_maxima_ptr + parts, mask=in_parts, other=float("-inf"))
-    sums = tl.load(chunk_sums_ptr + parts, mask=in_parts, other=0.0)
-    maximum = tl.where(is_parent, tl.max(maxima, 1), 0.0)
-    lse = maximum + tl.log(tl.where(is_parent, tl.sum(sums * tl.exp(maxima - maximum[:, None]), 1), 1.0))
-    score = tl.load(scores_ptr + tree + above + parent, mask=is_parent, other=float("-inf"))
-    arrival = tl.load(arrivals_ptr + tree + above + parent, mask=is_parent, other=float("inf"))
+    row = batch * num_parents + parent
+    lse = _log_sum_exp(chunk_maxima_ptr, chunk_sums_ptr, row, is_parent, chunks, BLOCK_C)
+    parent_node = batch * nodes + above + parent
+    score = tl.load(scores_ptr + parent_node, mask=is_parent, other=float("-inf"))
+    arrival = tl.load(arrivals_ptr + parent_node, mask=is_parent, other=float("inf"))
 
     # The sub-chunks that hold the best continuations.
     sub = tl.arange(0, BLOCK_S)
     in_subs = is_parent[:, None] & (sub < subs)[None, :]
-    best = tl.load(best_ptr + (first_row + parent)[:, None] * subs + sub[None, :], mask=in_subs, other=float("-inf"))
+    best = tl.load(best_ptr + row[:, None] * subs + sub[None, :], mask=in_subs, other=float("-inf"))
     first = tl.exp(lse - score - tl.max(best, 1))
     merit = _merit(best, lse[:, None], score[:, None], arrival[:, None], first[:, None], RACE)
     merit = tl.where(in_subs, merit, float("-inf"))
@@ -110,8 +128,8 @@ def _level_kernel(
     # The best continuations within them.
     column = sub_number[:, None] * SUB + tl.arange(0, SUB)[None, :]
     possible = (sub_merit > float("-inf"))[:, None] & (column < vocab)
-    rows = (first_row + sub_parent)[:, None] * vocab
-    _, keys = load_keys(logits_ptr, noise_ptr, rows + column, possible, inverse_temperature, RACE)
+    offsets = (batch * num_parents + sub_parent)[:, None] * vocab + column
+    _, keys = load_keys(logits_ptr, noise_ptr, offsets, possible, inverse_temperature, RACE)
     merit = _merit(
         keys,
         _pick(lse, sub_parent)[:, None],
@@ -123,29 +141,22 @@ def _level_kernel(
     merit = tl.where(possible, merit, float("-inf"))
     child_merit, place = _largest(tl.reshape(merit, [BLOCK_W * SUB]), WIDTH, BLOCK_W)
 
-    # Their entry into the tree; what only fills the level has no parent.
+    # Their entry into the tree.
     lane = tl.arange(0, BLOCK_W)
     in_level = lane < WIDTH
     exists = child_merit > float("-inf")
     child_parent = _pick(sub_parent, place // SUB)
     token = tl.where(exists, _pick(sub_number, place // SUB) * SUB + place % SUB, 0)
-    child = tree + here + lane
+    _link(visible_ptr, parents_ptr, batch, above + child_parent, here + lane, exists, in_level, nodes, BLOCK_N)
+    child = batch * nodes + here + lane
     tl.store(tokens_ptr + child, token.to(tl.int64), mask=in_level)
-    tl.store(parents_ptr + child, tl.where(exists, above + child_parent, -1).to(tl.int64), mask=in_level)
     if RACE:
-        logit = tl.load(logits_ptr + (first_row + child_parent) * vocab + token, mask=exists, other=float("-inf"))
-        log_q = logit.to(tl.float32) * inverse_temperature - _pick(lse, child_parent)
-        tl.store(scores_ptr + child, _pick(score, child_parent) + log_q, mask=in_level)
+        offsets = (batch * num_parents + child_parent) * vocab + token
+        logit = tl.load(logits_ptr + offsets, mask=exists, other=float("-inf")).to(tl.float32) * inverse_temperature
+        tl.store(scores_ptr + child, _pick(score, child_parent) + logit - _pick(lse, child_parent), mask=in_level)
         tl.store(arrivals_ptr + child, -child_merit, mask=in_level)
     else:
         tl.store(scores_ptr + child, child_merit, mask=in_level)
-    node = tl.arange(0, BLOCK_N)
-    from_row = (tree + above + child_parent)[:, None] * nodes + node[None, :]
-    in_tree = (node < nodes)[None, :]
-    ancestor = tl.load(visible_ptr + from_row, mask=exists[:, None] & in_tree, other=0)
-    is_itself = (here + lane)[:, None] == node[None, :]
-    seen = tl.where(is_itself, 1, ancestor).to(tl.uint8)
-    tl.store(visible_ptr + child[:, None] * nodes + node[None, :], seen, mask=in_level[:, None] & in_tree)
 
 
 def fits(logits: Tensor, width: int) -> bool:
@@ -178,7 +189,6 @@ def grow_level(
     if q is not None:
         write_softmax(scanned, logits, temperature, q)
     subs, chunks = scanned.best.shape[1], scanned.chunk_sums.shape[1]
-    block_w = triton.next_power_of_2(width)
     _level_kernel[(batch,)](
         logits,
         noise,
@@ -199,7 +209,7 @@ def grow_level(
         WIDTH=width,
         SUB=SUB,
         RACE=noise is not None,
-        BLOCK_W=block_w,
+        BLOCK_W=triton.next_power_of_2(width),
         BLOCK_P=triton.next_power_of_2(num_parents),
         BLOCK_C=triton.next_power_of_2(chunks),
         BLOCK_S=triton.next_power_of_2(subs),
