@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from longspec.inference.drafting.proposal import Proposal
-from longspec.kernels.vocabulary import argmax, runs_triton
+from longspec.kernels.backend import runs_triton
+from longspec.kernels.vocabulary import argmax
 from longspec.kernels.vocabulary import probabilities as softmax
 
 

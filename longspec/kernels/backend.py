@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 
-def runs_triton(tensor: Tensor) -> bool:
-    """True on a CUDA device where Triton is installed."""
-    return tensor.is_cuda and _triton_installed()
+def runs_triton(x: Tensor) -> bool:
+    """Whether operations on x go through Triton kernels: on CUDA, where Triton is installed, in any dtype but fp64."""
+    return x.is_cuda and x.dtype != torch.float64 and _triton_installed()
 
 
 @cache

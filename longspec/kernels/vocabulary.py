@@ -5,12 +5,12 @@ Shape letters: B batch, N nodes of the tree, n nodes of one level, V vocabulary.
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from longspec.kernels.backend import runs_triton
 
 
 class Tree(NamedTuple):
@@ -121,13 +121,3 @@ def _plant(tree: Tree, above: slice, parent: Tensor, token: Tensor, score: Tenso
     tree.parents[:, here] = node.where(exists, -1)
     tree.scores[:, here] = score.where(exists, -torch.inf)
     tree.visible[:, here] = tree.visible[rows, node] & exists[..., None] | itself
-
-
-def runs_triton(x: Tensor) -> bool:
-    """Whether the Triton kernels take x: on CUDA, in any dtype but fp64."""
-    return x.is_cuda and x.dtype != torch.float64 and _triton_installed()
-
-
-@cache
-def _triton_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
