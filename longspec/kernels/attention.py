@@ -26,8 +26,6 @@ BACKENDS = ("flash", "triton", "sdpa")
 """Fastest first."""
 MODULES = {"flash": ("triton", "fa3_fwd_interface"), "triton": ("triton",), "sdpa": ()}
 """What a backend imports; FlashAttention-3 comes in the package fa3-fwd."""
-SMALLEST_SHARED_MEMORY = 99 * 1024
-"""Bytes that a program can have on every GPU since Ampere, for torch versions that do not say how many."""
 FOLD_LIMIT = 32
 """Up to this many queries the CPU is faster with a group's heads as rows of one KV head."""
 
@@ -83,12 +81,10 @@ def decoding_attention(requested: str, device: torch.device, dtype: torch.dtype,
             raise UserError(f"attention: {name!r} cannot run here: {reason}")
     if name == "sdpa":
         return SdpaAttention()
+    from longspec.kernels.tiles import describe_gpu
     from longspec.kernels.triton_attention import FlashAttention, TritonAttention
 
-    properties = torch.cuda.get_device_properties(device)
-    backend = FlashAttention if name == "flash" else TritonAttention
-    shared_memory = getattr(properties, "shared_memory_per_block_optin", SMALLEST_SHARED_MEMORY)
-    return backend(properties.multi_processor_count, shared_memory)
+    return (FlashAttention if name == "flash" else TritonAttention)(describe_gpu(device))
 
 
 def _misfit(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

@@ -10,12 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.tiles import LOG2_E, check_layout, load_key_tile, load_query_tile, padded_dim, softmax_step
+from longspec.kernels.tiles import (
+    LOG2_E,
+    PrefixParts,
+    check_layout,
+    finish_tiles,
+    load_key_tile,
+    load_query_tile,
+    padded_dim,
+)
 
-BLOCK_ROWS = 16
 
-
-@triton.jit(do_not_specialize=["level"])
+@triton.jit(do_not_specialize=["kv_heads", "group", "num_rows", "level"])
 def _finish_kernel(
     q_ptr,
     k_ptr,
@@ -62,13 +68,15 @@ def _finish_kernel(
     PREFIX_BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     PARTS_PADDED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    LOG2_E_: tl.constexpr = 1.4426950408889634
+    LOG2_E: tl.constexpr = 1.4426950408889634
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     dim = tl.arange(0, BLOCK_D)
     in_rows = row < num_rows
+    in_tile = in_rows[:, None] & (dim < HEAD_DIM)[None, :]
     node = (row // group).to(tl.int64)
     head = kv_head * group + row % group
     length = tl.load(lengths_ptr + batch).to(tl.int32)
@@ -84,50 +92,63 @@ def _finish_kernel(
     v_base = v_ptr + batch * stride_vb + kv_head * stride_vh
     mask_rows = mask_ptr + batch * stride_mb + node * stride_mq
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    # Keys by rows, the other way round than usual: so the few rows are the narrow side of the matrix products.
     for start in range(first, end, BLOCK_N):
         slot = start + tl.arange(0, BLOCK_N)
-        before_tree = slot < tree_start
+        k = load_key_tile(k_base, stride_ks, slot, dim, end, HEAD_DIM)
+        v = load_key_tile(v_base, stride_vs, slot, dim, end, HEAD_DIM)
+        visible = slot < tree_start
         if WINDOW:
             # The newest position before the root that lies in this slot; C's remainder needs a dividend >= 0.
             held = length - 1 - (length - 1 - slot + WINDOW) % WINDOW
-            before_tree = before_tree & (held >= 0) & (held >= length + level - WINDOW)
-        k = load_key_tile(k_base, stride_ks, slot, dim, end, HEAD_DIM)
-        v = load_key_tile(v_base, stride_vs, slot, dim, end, HEAD_DIM)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        if TREE_NODES:
-            in_tree = in_rows[:, None] & ((slot >= tree_start) & (slot < end))[None, :]
-            seen = tl.load(mask_rows[:, None] + (slot - tree_start)[None, :] * stride_mk, mask=in_tree, other=0)
-            scores = tl.where((seen != 0) | before_tree[None, :], scores, float("-inf"))
-        else:
-            scores = tl.where(before_tree[None, :], scores, float("-inf"))
-        acc, row_max, row_sum = softmax_step(acc, row_max, row_sum, scores, v)
+            visible = visible & (held >= 0) & (held >= length + level - WINDOW)
+        visible = tl.broadcast_to(visible[:, None], [BLOCK_N, BLOCK_M])
+        if TREE_NODES:  # noqa: SIM102: known when compiled, unlike the other condition
+            if start + BLOCK_N > tree_start:
+                in_tree = ((slot >= tree_start) & (slot < end))[:, None] & in_rows[None, :]
+                seen = tl.load(mask_rows[None, :] + (slot - tree_start)[:, None] * stride_mk, mask=in_tree, other=0)
+                visible = visible | (seen != 0)
+        scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale_log2
+        scores = tl.where(visible, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 0))
+        # A row that has seen no key yet keeps its maximum at -inf, and -inf - -inf would be NaN.
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(scores - finite_max[None, :])
+        decay = tl.exp2(row_max - finite_max)
+        sums = sums * decay[None, :] + weights
+        acc = acc * decay[None, :] + tl.dot(tl.trans(v), weights.to(v.dtype), input_precision="ieee")
+        row_max = new_max
 
+    row_sum = tl.sum(sums, 0)
+    out = tl.trans(acc)
     if PARTS:
-        part = tl.arange(0, PARTS_PADDED).to(tl.int64)
+        if OVERLAP:  # all the above ran beside the prefix kernel, which ends here at the latest
+            tl.extra.cuda.gdc_wait()
         lse_rows = lses_ptr + batch * stride_lb + head * stride_lh + node * stride_ln
+        part_rows = parts_ptr + batch * stride_pb + head * stride_ph + node * stride_pn
+        part = tl.arange(0, PARTS_PADDED)
         in_parts = (part < PARTS)[:, None] & in_rows[None, :]
-        lses = tl.load(lse_rows[None, :] + part[:, None] * stride_lp, mask=in_parts, other=float("-inf"))
-        merged_max = tl.maximum(row_max, tl.max(lses, 0) * LOG2_E_)
+        lse_tile = lse_rows[None, :] + part.to(tl.int64)[:, None] * stride_lp
+        lses = tl.load(lse_tile, mask=in_parts, other=float("-inf")) * LOG2_E
+        merged_max = tl.maximum(row_max, tl.max(lses, 0))
         finite_max = tl.where(merged_max == float("-inf"), 0.0, merged_max)
         decay = tl.exp2(row_max - finite_max)
-        row_sum = row_sum * decay + tl.sum(tl.exp2(lses * LOG2_E_ - finite_max[None, :]), 0)
-        acc = acc * decay[:, None]
-        part_rows = parts_ptr + batch * stride_pb + head * stride_ph + node * stride_pn
+        row_sum = row_sum * decay + tl.sum(tl.exp2(lses - finite_max[None, :]), 0)
+        out = out * decay[:, None]
+        # No load waits for another one: what an empty part holds is read, and dropped.
         for _ in tl.static_range(PARTS):
             lse = tl.load(lse_rows, mask=in_rows, other=float("-inf"))
-            weight = tl.exp2(lse * LOG2_E_ - finite_max)
-            # An empty part is not even read: its output may hold anything.
-            in_part = (weight > 0.0)[:, None] & (dim < HEAD_DIM)[None, :]
-            part_out = tl.load(part_rows[:, None] + dim[None, :], mask=in_part, other=0.0)
-            acc += part_out.to(tl.float32) * weight[:, None]
+            part_out = tl.load(part_rows[:, None] + dim[None, :], mask=in_tile, other=0.0).to(tl.float32)
+            weight = tl.exp2(lse * LOG2_E - finite_max)[:, None]
+            out += tl.where(weight > 0.0, part_out * weight, 0.0)
             part_rows += stride_pp
             lse_rows += stride_lp
 
-    out = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
+    out = out / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
     out_rows = out_ptr + batch * stride_ob + head * stride_oh + node * stride_on
-    tl.store(out_rows[:, None] + dim[None, :], out, mask=in_rows[:, None] & (dim < HEAD_DIM)[None, :])
+    tl.store(out_rows[:, None] + dim[None, :], out, mask=in_tile)
 
 
 def finish_prefix(
@@ -137,32 +158,30 @@ def finish_prefix(
     lengths: Tensor,
     tree_mask: Tensor | None,
     scale: float,
-    parts: Tensor,
-    lses: Tensor,
-    block: int,
+    parts: PrefixParts,
+    shared_memory: int,
 ) -> Tensor:
     """Attention to a row's prefix, given its parts over the whole blocks of it, and to the tree behind it.
 
     q [B, Hq, N, D]; k, v the cache [B, Hkv, S, D], last dimensions contiguous, one dtype (fp32, fp16, bf16); lengths
     int [B]; tree_mask bool [B, N, N], True where query node i sees the node in slot lengths[b] + j, or None: no tree.
-    parts [P, B, Hq, N, D] (any float dtype) and lses fp32 [P, B, Hq, N] (natural log, -inf: empty), in any strides
-    with contiguous D, together cover slots 0 … lengths[b] // block * block - 1; the rest is computed here.
+    parts: of any float dtype and any strides with contiguous D; shared_memory: bytes that a program can have.
     Returns [B, Hq, N, D] in q's dtype, a view of [B, N, Hq, D]; a query that sees nothing gets 0.
     """
-    return _finish(q, k, v, lengths, tree_mask, scale, parts, lses, block=block, window=0, level=0)
+    return _finish(q, k, v, lengths, tree_mask, scale, parts, shared_memory, window=0, level=0)
 
 
 def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float, shared_memory: int
 ) -> Tensor:
     """Attention to a ring of accepted tokens and to the tree nodes behind it.
 
-    q [B, Hq, n, D]: nodes at position lengths[b] + level; k, v [B, Hkv, W + M, D]: slot s < W holds the newest
+    q [B, Hq, n, D]: nodes at position lengths[b] + level; k, v [B, Hkv, W + M, D], finite: slot s < W holds the newest
     position p < lengths[b] with p % W == s, seen if p >= 0 and p >= lengths[b] + level - W; slot W + j holds node j,
-    seen where tree_mask bool [B, n, M] is True. Layout of k, v and result as in `finish_prefix`.
+    seen where tree_mask bool [B, n, M] is True. Dtypes, layout and result as in `finish_prefix`.
     """
     window = k.shape[2] - tree_mask.shape[2]
-    return _finish(q, k, v, lengths, tree_mask, scale, None, None, block=1, window=window, level=level)
+    return _finish(q, k, v, lengths, tree_mask, scale, None, shared_memory, window, level)
 
 
 def _finish(
@@ -172,9 +191,8 @@ def _finish(
     lengths: Tensor,
     tree_mask: Tensor | None,
     scale: float,
-    parts: Tensor | None,
-    lses: Tensor | None,
-    block: int,
+    parts: PrefixParts | None,
+    shared_memory: int,
     window: int,
     level: int,
 ) -> Tensor:
@@ -183,22 +201,24 @@ def _finish(
     kv_heads = k.shape[1]
     group = heads // kv_heads
     out = torch.empty((batch, nodes, heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
-    count = 0 if parts is None else len(parts)
-    _finish_kernel[(triton.cdiv(group * nodes, BLOCK_ROWS), batch * kv_heads)](
+    tiles = finish_tiles(head_dim, q.dtype, shared_memory)
+    count = 0 if parts is None else len(parts.outs)
+    overlap = parts is not None and parts.overlap
+    _finish_kernel[(triton.cdiv(group * nodes, tiles.block_m), batch * kv_heads)](
         q,
         k,
         v,
         lengths,
         q if tree_mask is None else tree_mask.view(torch.uint8),
-        q if parts is None else parts,
-        q if lses is None else lses,
+        q if parts is None else parts.outs,
+        q if parts is None else parts.lses,
         out,
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
         *((0, 0, 0) if tree_mask is None else tree_mask.stride()),
-        *((0, 0, 0, 0) if parts is None else parts.stride()[:4]),
-        *((0, 0, 0, 0) if lses is None else lses.stride()),
+        *((0, 0, 0, 0) if parts is None else parts.outs.stride()[:4]),
+        *((0, 0, 0, 0) if parts is None else parts.lses.stride()),
         *out.stride()[:3],
         scale * LOG2_E,
         kv_heads,
@@ -206,13 +226,17 @@ def _finish(
         group * nodes,
         level,
         HEAD_DIM=head_dim,
-        BLOCK_M=BLOCK_ROWS,
-        BLOCK_N=32 if q.dtype == torch.float32 or head_dim > 128 else 64,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
         BLOCK_D=padded_dim(head_dim),
         TREE_NODES=0 if tree_mask is None else tree_mask.shape[2],
         WINDOW=window,
-        PREFIX_BLOCK=block,
+        PREFIX_BLOCK=1 if parts is None else parts.block,
         PARTS=count,
         PARTS_PADDED=triton.next_power_of_2(max(count, 1)),
+        OVERLAP=overlap,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **({"launch_pdl": True} if overlap else {}),
     )
     return out

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.tiles import LOG2_E, Tiles, check_layout, load_block, load_query_tile, padded_dim
+from longspec.kernels.tiles import LOG2_E, PrefixParts, Tiles, check_layout, load_block, load_query_tile, padded_dim
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kv_heads", "group", "num_rows"])
 def _prefix_kernel(
     q_ptr,
     k_ptr,
@@ -38,7 +38,10 @@ def _prefix_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:  # the finishing kernel may start where there is room; it waits before it reads what is written here
+        tl.extra.cuda.gdc_launch_dependents()
     LN_2: tl.constexpr = 0.6931471805599453
     split, splits = tl.program_id(1), tl.num_programs(1)
     batch = (tl.program_id(2) // kv_heads).to(tl.int64)
@@ -82,14 +85,14 @@ def _prefix_kernel(
 
 
 def prefix_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, num_splits: int, tiles: Tiles
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, num_splits: int, tiles: Tiles, overlap: bool
+) -> PrefixParts:
     """Partial attention of each query over the whole blocks of the cached prefix, in `num_splits` parts.
 
     q [B, Hq, N, D]; k, v the cache [B, Hkv, S, D] in any strides with a contiguous last dimension, all of one dtype
     (fp32, fp16, bf16); lengths int [B]; scale > 0. Row b sees slots 0 … lengths[b] // block_n * block_n - 1; later
-    ones are never read. A part covers a run of whole blocks and may be empty.
-    Returns o fp32 [num_splits, B, Hq, N, D] and lse fp32 [num_splits, B, Hq, N], as views of [num_splits, B, N, Hq, …].
+    ones are never read. A part covers a run of whole blocks and may be empty. overlap: let the finishing kernel start
+    early. The parts are fp32, views of [num_splits, B, N, Hq, …].
     """
     check_layout(q, k, v)
     batch, heads, nodes, head_dim = q.shape
@@ -115,7 +118,8 @@ def prefix_attention(
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_D=padded_dim(head_dim),
+        OVERLAP=overlap,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    return out.transpose(2, 3), lse.transpose(2, 3)
+    return PrefixParts(out.transpose(2, 3), lse.transpose(2, 3), tiles.block_n, overlap)

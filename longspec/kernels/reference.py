@@ -1,4 +1,4 @@
-"""Plain torch references of the Triton kernels: same signatures, no tricks. Tests compare the two.
+"""Plain torch references of the Triton kernels: same signatures but for how to launch, no tricks.
 
 Shape letters: B batch, N nodes (queries), M keys, Hq query heads, Hkv KV heads, D head_dim, S cache slots, P partials.
 Everywhere in this package: query head h reads KV head h // (Hq // Hkv), LSE is natural-log, a row that sees no key
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from longspec.kernels.tiles import Tiles
+    from longspec.kernels.tiles import PrefixParts, Tiles
 
 
 def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -58,27 +58,31 @@ def finish_prefix(
     lengths: Tensor,
     tree_mask: Tensor | None,
     scale: float,
-    parts: Tensor,
-    lses: Tensor,
-    block: int,
+    parts: PrefixParts,
 ) -> Tensor:
     """Reference of `longspec.kernels.finish.finish_prefix`."""
     out = torch.empty_like(q)
     for row, length in enumerate(lengths.tolist()):
-        first = length // block * block
+        first = length // parts.block * parts.block
         mask = torch.ones(1, q.shape[2], length - first, dtype=torch.bool, device=q.device)
         if tree_mask is not None:
             mask = torch.cat([mask, tree_mask[row, None]], 2)
         slots = slice(first, first + mask.shape[2])
         q_row, k_row, v_row = q[row, None], k[row, None, :, slots], v[row, None, :, slots]
         rest = attention_with_lse(q_row.float(), k_row.float(), v_row.float(), mask, scale)
-        outs = torch.cat([parts[:, row].float(), rest[0]])
-        out[row] = merge_states(outs, torch.cat([lses[:, row], rest[1]]))[0]
+        outs = torch.cat([parts.outs[:, row].float(), rest[0]])
+        out[row] = merge_states(outs, torch.cat([parts.lses[:, row], rest[1]]))[0]
     return out
 
 
 def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    level: int,
+    tree_mask: Tensor,
+    scale: float,
 ) -> Tensor:
     """Reference of `longspec.kernels.finish.window_attention`; every slot must hold finite values."""
     mask = torch.cat([ring_visible(lengths, level, k.shape[2] - tree_mask.shape[2], q.shape[2]), tree_mask], 2)

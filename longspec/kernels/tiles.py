@@ -12,17 +12,49 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634
+MIN_SPLIT = 256
+"""Fewest prefix slots that are worth a split of their own."""
+LONG_CACHE = 16384
+"""From this many cache slots on, work that is evenly spread is worth more splits."""
+
+
+class Gpu(NamedTuple):
+    """What the launches depend on."""
+
+    multiprocessors: int
+    shared_memory: int
+    """Bytes that a program can have."""
+    overlaps: bool
+    """Whether a kernel may start before the one in front of it has ended (programmatic dependent launch)."""
+
+
+class PrefixParts(NamedTuple):
+    """Attention states over parts of the prefix, together slots 0 … lengths[b] // block * block - 1 of row b."""
+
+    outs: Tensor
+    """[P, B, Hq, N, D]"""
+    lses: Tensor
+    """fp32 [P, B, Hq, N], natural log; -inf for a part that saw no key, whose output may hold anything."""
+    block: int
+    overlap: bool
+    """Whether the kernel that writes them lets the next one start early."""
 
 
 class Tiles(NamedTuple):
-    """Sizes of the prefix kernel's blocks (query rows, keys) and how a program runs."""
+    """Sizes of a kernel's blocks (query rows, keys) and how a program runs."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    residents: int
-    """Programs that one multiprocessor holds at a time."""
+
+
+def describe_gpu(device: torch.device) -> Gpu:
+    properties = torch.cuda.get_device_properties(device)
+    # Every GPU since Ampere has 99 KB, for torch versions that do not say how many there are.
+    shared_memory = getattr(properties, "shared_memory_per_block_optin", 99 * 1024)
+    overlaps = properties.major >= 9 and hasattr(tl.extra.cuda, "gdc_wait")
+    return Gpu(properties.multi_processor_count, shared_memory, overlaps)
 
 
 def padded_dim(head_dim: int) -> int:
@@ -31,22 +63,28 @@ def padded_dim(head_dim: int) -> int:
 
 
 def prefix_tiles(rows: int, head_dim: int, dtype: torch.dtype, shared_memory: int) -> Tiles:
-    """Blocks for `rows` query rows of a KV head, fitted to a multiprocessor's shared memory in bytes.
+    """Blocks for `rows` query rows of a KV head, fitted to a program's shared memory in bytes.
 
-    Measured on an H200 at head_dim 128. fp32 runs without tensor cores, so small tiles cost nothing there.
+    Measured on an H200 in bf16 at head_dim 128; fp32 runs without tensor cores, where small tiles cost nothing.
     """
     block_d = padded_dim(head_dim)
     if dtype == torch.float32 or block_d > 128:
-        tiles = Tiles(min(max(triton.next_power_of_2(rows), 16), 32), 32, 4, 2, 2)
+        tiles = Tiles(16 if rows <= 16 else 32, 32, 4, 2)
     elif rows <= 16:
-        tiles = Tiles(16, 64, 2, 3, 2)
-    elif rows <= 32:
-        tiles = Tiles(32, 64, 2, 3, 2)
+        tiles = Tiles(16, 64, 4, 4)
     elif rows <= 64:
-        tiles = Tiles(64, 64, 4, 3, 2)
+        tiles = Tiles(64, 64, 4, 4)
     else:
-        tiles = Tiles(128, 64, 8, 2, 2)
+        tiles = Tiles(128, 64, 8, 4)
     return fit_shared_memory(tiles, block_d * dtype.itemsize, shared_memory)
+
+
+def finish_tiles(head_dim: int, dtype: torch.dtype, shared_memory: int) -> Tiles:
+    """Blocks of the finishing kernel: few rows, so that many programs share its few keys and its reads of the parts."""
+    small = dtype == torch.float32 or padded_dim(head_dim) > 128
+    scratch = 4096
+    row_bytes = padded_dim(head_dim) * dtype.itemsize
+    return fit_shared_memory(Tiles(16, 32 if small else 64, 4, 3), row_bytes, shared_memory - scratch)
 
 
 def fit_shared_memory(tiles: Tiles, row_bytes: int, shared_memory: int) -> Tiles:
@@ -59,6 +97,23 @@ def fit_shared_memory(tiles: Tiles, row_bytes: int, shared_memory: int) -> Tiles
         else:
             tiles = tiles._replace(block_n=tiles.block_n // 2)
     return tiles
+
+
+def count_splits(programs: int, capacity: int, multiprocessors: int) -> int:
+    """Splits of the prefix for `programs` programs a split: waves that leave few multiprocessors idle.
+
+    Each split costs the finishing kernel a read, so none is shorter than MIN_SPLIT in a full cache, and only a long
+    cache is worth more than one wave.
+    """
+    candidates = [max(1, waves * multiprocessors // programs) for waves in range(1, 5)]
+
+    def idle_share(splits: int) -> float:
+        waves = -(-splits * programs // multiprocessors)
+        return 1 - splits * programs / (waves * multiprocessors)
+
+    best = next((splits for splits in candidates if idle_share(splits) < 0.05), min(candidates, key=idle_share))
+    wanted = candidates[0] if capacity < LONG_CACHE else best
+    return max(1, min(wanted, capacity // MIN_SPLIT))
 
 
 def check_layout(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -93,16 +148,3 @@ def load_key_tile(ptr, stride_slot, slot, dim, end, HEAD_DIM: tl.constexpr):
     """Keys or values of the slots before `end`; whatever lies in later slots is never read."""
     visible = (slot < end)[:, None] & (dim < HEAD_DIM)[None, :]
     return tl.load(ptr + slot.to(tl.int64)[:, None] * stride_slot + dim[None, :], mask=visible, other=0.0)
-
-
-@triton.jit
-def softmax_step(acc, row_max, row_sum, scores, v):
-    """Fold one tile of base-2 scores (-inf = masked) and its values into the running softmax."""
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
-    # A row that has seen no key yet keeps its maximum at -inf, and -inf - -inf would be NaN.
-    finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2(scores - finite_max[:, None])
-    decay = tl.exp2(row_max - finite_max)
-    row_sum = row_sum * decay + tl.sum(weights, 1)
-    acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-    return acc, new_max, row_sum

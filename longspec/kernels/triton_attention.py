@@ -6,8 +6,6 @@ in a CUDA graph and replayed at other lengths.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -16,22 +14,12 @@ from torch import Tensor
 from longspec.kernels.attention import causal_prefill
 from longspec.kernels.finish import finish_prefix, window_attention
 from longspec.kernels.prefix_attention import prefix_attention
-from longspec.kernels.tiles import prefix_tiles
+from longspec.kernels.tiles import Gpu, PrefixParts, count_splits, prefix_tiles
 
-MIN_SPLIT = 256
-"""Fewest prefix slots that are worth a split of their own."""
 FLASH_BLOCKS = {64: 192, 96: 144, 128: 176, 192: 112, 256: 80}
 """Keys of one FlashAttention-3 block without a mask, by the head_dim that it rounds up to."""
-FLASH_MIN_CAPACITY = 16384
-"""From this many cache slots on FlashAttention-3 is the faster prefix."""
-
-
-class PrefixParts(NamedTuple):
-    """States over parts of the prefix, which together cover its whole blocks of `block` slots."""
-
-    outs: Tensor
-    lses: Tensor
-    block: int
+FLASH_MIN_ROWS, FLASH_MIN_CAPACITY = 65, 16384
+"""From this many query rows of a KV head and cache slots on FlashAttention-3 is the faster prefix."""
 
 
 class TritonAttention:
@@ -40,39 +28,36 @@ class TritonAttention:
     name = "triton"
     capturable = True
 
-    def __init__(self, multiprocessors: int, shared_memory: int) -> None:
-        """multiprocessors: of the device; shared_memory: bytes that a program can have on one of them."""
-        self.multiprocessors = multiprocessors
-        self.shared_memory = shared_memory
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
 
     def hybrid(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tree_mask: Tensor, scale: float) -> Tensor:
         with torch.cuda.device_of(q):
             parts = self.prefix_parts(q, k, v, lengths, scale)
-            return finish_prefix(q, k, v, lengths, tree_mask, scale, *parts)
+            return finish_prefix(q, k, v, lengths, tree_mask, scale, parts, self.gpu.shared_memory)
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
         with torch.cuda.device_of(q):
             parts = self.prefix_parts(q, k, v, lengths, scale)
-            return finish_prefix(q, k, v, lengths, None, scale, *parts)
+            return finish_prefix(q, k, v, lengths, None, scale, parts, self.gpu.shared_memory)
 
     def window(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float
     ) -> Tensor:
         with torch.cuda.device_of(q):
-            return window_attention(q, k, v, lengths, level, tree_mask, scale)
+            return window_attention(q, k, v, lengths, level, tree_mask, scale, self.gpu.shared_memory)
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return causal_prefill(q, k, v, scale)
 
     def prefix_parts(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> PrefixParts:
-        """Split so that one wave of programs fills the device, no split shorter than MIN_SPLIT in a full cache."""
         batch, heads, nodes, head_dim = q.shape
-        kv_heads, capacity = k.shape[1], k.shape[2]
+        kv_heads = k.shape[1]
         rows = heads // kv_heads * nodes
-        tiles = prefix_tiles(rows, head_dim, q.dtype, self.shared_memory)
+        tiles = prefix_tiles(rows, head_dim, q.dtype, self.gpu.shared_memory)
         programs = batch * kv_heads * triton.cdiv(rows, tiles.block_m)
-        splits = max(1, min(self.multiprocessors * tiles.residents // programs, capacity // MIN_SPLIT))
-        return PrefixParts(*prefix_attention(q, k, v, lengths, scale, splits, tiles), tiles.block_n)
+        splits = count_splits(programs, k.shape[2], self.gpu.multiprocessors)
+        return prefix_attention(q, k, v, lengths, scale, splits, tiles, self.gpu.overlaps)
 
 
 class FlashAttention(TritonAttention):
@@ -87,13 +72,14 @@ class FlashAttention(TritonAttention):
         return fa3_fwd_interface.flash_attn_func(q, k, v, softmax_scale=scale, causal=True).transpose(1, 2)
 
     def prefix_parts(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> PrefixParts:
-        if k.shape[2] < FLASH_MIN_CAPACITY:
+        rows = q.shape[1] // k.shape[1] * q.shape[2]
+        if rows < FLASH_MIN_ROWS or k.shape[2] < FLASH_MIN_CAPACITY:
             return super().prefix_parts(q, k, v, lengths, scale)
         return flash_prefix(q, k, v, lengths, scale)
 
 
 def flash_prefix(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> PrefixParts:
-    """The prefix's whole blocks on FlashAttention-3.
+    """The prefix's whole blocks on FlashAttention-3, one part in bf16.
 
     Its kernel multiplies the values behind the last visible slot of a block by zero, so what lies there must be
     finite; in whole blocks nothing lies there.
@@ -107,7 +93,7 @@ def flash_prefix(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float)
         softmax_scale=scale,
         return_softmax_lse=True,
     )
-    return PrefixParts(out.transpose(1, 2)[None], lse[None], block)
+    return PrefixParts(out.transpose(1, 2)[None], lse[None], block, overlap=False)
 
 
 @triton.jit

@@ -41,12 +41,13 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     backend, device = request.param.split()
     if backend == "sdpa":
         return SdpaAttention(), device
-    from longspec.kernels import triton_attention
+    from longspec.kernels import tiles, triton_attention
 
-    monkeypatch.setattr(triton_attention, "MIN_SPLIT", 32)
+    monkeypatch.setattr(tiles, "MIN_SPLIT", 32)
+    monkeypatch.setattr(triton_attention, "FLASH_MIN_ROWS", 0)
     monkeypatch.setattr(triton_attention, "FLASH_MIN_CAPACITY", 0)
     if device == "cpu":
-        return triton_attention.TritonAttention(multiprocessors=16, shared_memory=160 * 1024), device
+        return triton_attention.TritonAttention(tiles.Gpu(16, 160 * 1024, overlaps=False)), device
     return decoding_attention(backend, torch.device(device), torch.bfloat16, 64), device
 
 
@@ -242,6 +243,7 @@ def test_a_captured_call_follows_lengths_masks_and_keys(backend: str, monkeypatc
     """One CUDA graph of all calls, replayed after every input has changed, equals eager calls; none of them waits."""
     from longspec.kernels import triton_attention
 
+    monkeypatch.setattr(triton_attention, "FLASH_MIN_ROWS", 0)
     monkeypatch.setattr(triton_attention, "FLASH_MIN_CAPACITY", 0)
     dtype = torch.bfloat16 if backend == "flash" else torch.float16
     attend = decoding_attention(backend, torch.device("cuda"), dtype, 128)
@@ -307,7 +309,7 @@ def test_auto_takes_the_fastest_backend_and_says_once_what_is_missing(
     attention._log_missing.cache_clear()
     monkeypatch.setattr(attention, "_installed", lambda module: module in installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=2**17)
+    properties = SimpleNamespace(major=9, multi_processor_count=132, shared_memory_per_block_optin=2**17)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     with caplog.at_level(logging.WARNING):
         names = {decoding_attention("auto", torch.device("cuda"), dtype, 128).name for _ in range(3)}

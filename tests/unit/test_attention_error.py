@@ -141,11 +141,10 @@ def test_interpreted_kernels_are_as_exact_as_their_dtype(
     """The kernels as they are composed on CUDA, with as many splits as asked for."""
     pytest.importorskip("triton")
     from longspec.kernels import triton_attention
+    from longspec.kernels.tiles import Gpu
 
-    monkeypatch.setattr(triton_attention, "MIN_SPLIT", 1)
-    rows = triton_attention.prefix_tiles(group * nodes, head_dim, dtype, 160 * 1024)
-    programs = len(lengths) * -(-group * nodes // rows.block_m)
-    attend = triton_attention.TritonAttention(-(-splits * programs // rows.residents), shared_memory=160 * 1024)
+    monkeypatch.setattr(triton_attention, "count_splits", lambda *shape: splits)
+    attend = triton_attention.TritonAttention(Gpu(16, 160 * 1024, overlaps=False))
     check(attend.hybrid, make_case(logits, lengths, 1, group, nodes, head_dim, "cpu"), dtype)
 
 
@@ -165,6 +164,7 @@ def test_gpu_attention_is_as_exact_as_its_dtype(
 
     if backend == "flash" and dtype != torch.bfloat16:
         pytest.skip("not for this dtype")
+    monkeypatch.setattr(triton_attention, "FLASH_MIN_ROWS", 0)
     monkeypatch.setattr(triton_attention, "FLASH_MIN_CAPACITY", 0)
     attend = decoding_attention(backend, torch.device("cuda"), dtype, 128)
     check(attend.hybrid, make_case(logits, [length], 8, 4, nodes, 128, "cuda"), dtype)

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from longspec.kernels import reference
 from longspec.kernels.finish import finish_prefix, window_attention
+from longspec.kernels.tiles import PrefixParts
 
 DEVICES = [
     pytest.param(
@@ -19,6 +20,7 @@ DEVICES = [
 ]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 BLOCK = 48
+SHARED_MEMORY = 99 * 1024
 
 
 def make_case(
@@ -47,8 +49,9 @@ def make_case(
 
 def check(case: tuple[Tensor, ...], device: str, with_tree: bool = True, tolerance: float | None = None) -> Tensor:
     q, k, v, lengths, mask, outs, lses = (x.to(device) for x in case)
-    inputs = (q, k, v, lengths, mask if with_tree else None, 0.2, outs, lses, BLOCK)
-    got = finish_prefix(*inputs)
+    parts = PrefixParts(outs, lses, BLOCK, overlap=False)
+    inputs = (q, k, v, lengths, mask if with_tree else None, 0.2, parts)
+    got = finish_prefix(*inputs, SHARED_MEMORY)
     assert got.dtype == q.dtype and got.transpose(1, 2).is_contiguous()
     tolerance = tolerance or TOLERANCE[q.dtype]
     torch.testing.assert_close(got, reference.finish_prefix(*inputs), atol=tolerance, rtol=tolerance)
@@ -122,7 +125,8 @@ def test_two_states_weigh_by_the_sigmoid_of_their_lse_difference(device: str) ->
     rest, rest_lse = reference.attention_with_lse(q, k[:, :, :3], v[:, :, :3], mask, 0.2)
     sigma = torch.sigmoid(lses[1] - rest_lse).unsqueeze(-1)
     inputs = (x.to(device) for x in (q, k, v, lengths, mask))
-    got = finish_prefix(*inputs, 0.2, outs[1:].to(device), lses[1:].to(device), BLOCK)
+    parts = PrefixParts(outs[1:].to(device), lses[1:].to(device), BLOCK, overlap=False)
+    got = finish_prefix(*inputs, 0.2, parts, SHARED_MEMORY)
     torch.testing.assert_close(got.cpu(), sigma * outs[1] + (1 - sigma) * rest)
 
 
@@ -142,12 +146,12 @@ def test_window_equals_the_reference(
     for level in (0, 1, 5):
         inputs = (*(x.to(device) for x in (q, k, v, lengths)), level, mask.to(device), 0.2)
         expected = reference.window_attention(*inputs)
-        torch.testing.assert_close(window_attention(*inputs), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(window_attention(*inputs, SHARED_MEMORY), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_tensors_the_kernel_would_misread_are_refused() -> None:
     q, k, v, lengths, mask, outs, lses = make_case([30], 2, 2, 4, 64, 1, torch.float32)
-    rest = (lengths, mask, 0.1, outs, lses, BLOCK)
+    rest = (lengths, mask, 0.1, PrefixParts(outs, lses, BLOCK, overlap=False), SHARED_MEMORY)
     with pytest.raises(ValueError, match="contiguous"):
         finish_prefix(q, k.transpose(2, 3).contiguous().transpose(2, 3), v, *rest)
     with pytest.raises(ValueError, match="dtypes"):

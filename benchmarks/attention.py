@@ -1,0 +1,253 @@
+"""One layer's verification attention beside what others would run, and beside the device's limits.
+
+`python -m benchmarks.attention` prints a table in microseconds, then one JSON line. Batch 1, bf16, head_dim 128, a
+tree of 69 nodes behind the prefix. Every figure is the median of several CUDA-graph replays over inputs that do not
+fit in the L2 cache. `floor` is the larger of KV bytes over the copy bandwidth and of the products' operations over the
+rate of an 8192³ matrix product, both measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from benchmarks.published_attention import published_attention
+from longspec.errors import UserError, reports_user_errors
+from longspec.kernels.attention import DecodingAttention, decoding_attention
+from longspec.kernels.reference import attention_with_lse
+
+HEAD_DIM = 128
+SCALE = HEAD_DIM**-0.5
+LONGEST_DENSE = 40_000
+"""Slots up to which the baselines with a dense mask are run."""
+ROWS = [
+    *(("Llama-3-8B", 32, 8, slots) for slots in (4096, 32768, 131072, 262144)),
+    *(("QwQ-32B", 40, 8, slots) for slots in (4096, 32768, 131072)),
+    *(("Vicuna-7B", 32, 32, slots) for slots in (4096, 32768, 131072)),
+]
+"""Model, query heads, KV heads, prefix."""
+
+Call = Callable[[], object]
+
+
+class Inputs(NamedTuple):
+    """q [1, Hq, N, D]; k, v [1, Hkv, S + N, D]; lengths [1]; tree_mask [1, N, N]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lengths: Tensor
+    tree_mask: Tensor
+
+
+class Limits(NamedTuple):
+    bytes_per_second: float
+    operations_per_second: float
+
+
+@dataclass
+class Row:
+    """Times of one call in microseconds; None: not run."""
+
+    model: str
+    heads: int
+    kv_heads: int
+    prefix: int
+    floor: float
+    flash: float | None
+    """FlashAttention-3 over prefix and nodes, without the tree's mask: no correct verification, but the yardstick."""
+    flash_one_token: float | None
+    published: float | None
+    sdpa: float | None
+    flex: float | None
+    triton: float
+    auto: float
+    triton_error: float
+    """Norm of the difference from fp32 arithmetic on the same inputs, relative to the norm of the result."""
+    auto_error: float
+
+
+@reports_user_errors
+def main() -> None:
+    options = parse_options()
+    if not torch.cuda.is_available():
+        raise UserError("benchmarks.attention: kernels are timed on a CUDA device, and there is none here")
+    limits = Limits(copy_bandwidth(options.runs), product_rate(options.runs))
+    print(f"copy {limits.bytes_per_second / 1e12:.2f} TB/s, product {limits.operations_per_second / 1e12:.0f} TFLOP/s")
+    print(header(), flush=True)
+    rows = []
+    for shape in ROWS:
+        rows.append(measure(*shape, limits, options))
+        print(line(rows[-1]), flush=True)
+    facts = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "limits": limits._asdict(),
+        "config": vars(options),
+    }
+    print(json.dumps({"benchmark": "attention", "unit": "us", "rows": [asdict(row) for row in rows]} | facts))
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--nodes", type=int, default=69)
+    add("--runs", type=int, default=9, help="replays of which the median is taken")
+    add("--flex", action="store_true", help="FlexAttention too, which compiles for minutes")
+    return parser.parse_args()
+
+
+def measure(model: str, heads: int, kv_heads: int, prefix: int, limits: Limits, options: argparse.Namespace) -> Row:
+    inputs = make_inputs(heads, kv_heads, prefix, options.nodes)
+    time = partial(time_calls, runs=options.runs)
+    keys = prefix + options.nodes
+    kv_bytes = 2 * kv_heads * keys * HEAD_DIM * inputs[0].k.element_size()
+    operations = 4 * heads * options.nodes * keys * HEAD_DIM
+    floor = max(kv_bytes / limits.bytes_per_second, operations / limits.operations_per_second)
+    has_flash = importlib.util.find_spec("fa3_fwd_interface") is not None
+    backends = {
+        name: decoding_attention(name, torch.device("cuda"), torch.bfloat16, HEAD_DIM) for name in ("triton", "auto")
+    }
+    exact = exact_attention(inputs[0])
+    dense = keys <= LONGEST_DENSE
+    return Row(
+        model,
+        heads,
+        kv_heads,
+        prefix,
+        floor=floor * 1e6,
+        flash=time([partial(flash, x, options.nodes) for x in inputs]) if has_flash else None,
+        flash_one_token=time([partial(flash, x, 1) for x in inputs]) if has_flash else None,
+        published=time([partial(published_attention, *x, SCALE) for x in inputs]) if has_flash else None,
+        sdpa=time([partial(sdpa, x, hybrid_mask(x)) for x in inputs[:1]]) if dense else None,
+        flex=time(flex_calls(inputs)) if dense and options.flex else None,
+        triton=time([partial(backends["triton"].hybrid, *x, SCALE) for x in inputs]),
+        auto=time([partial(backends["auto"].hybrid, *x, SCALE) for x in inputs]),
+        triton_error=error(backends["triton"], inputs[0], exact),
+        auto_error=error(backends["auto"], inputs[0], exact),
+    )
+
+
+def make_inputs(heads: int, kv_heads: int, prefix: int, nodes: int) -> list[Inputs]:
+    """As many independent inputs as it takes to be larger than the L2 cache several times over."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    slots = prefix + nodes
+    copies = -(-4 * torch.cuda.get_device_properties("cuda").L2_cache_size // (4 * kv_heads * slots * HEAD_DIM))
+    q = random(1, nodes, heads, HEAD_DIM).transpose(1, 2)
+    lengths = torch.tensor([prefix], dtype=torch.int32, device="cuda")
+    # A chain is the tree with the most visible nodes.
+    tree_mask = torch.ones(1, nodes, nodes, dtype=torch.bool, device="cuda").tril()
+    shape = (1, kv_heads, slots, HEAD_DIM)
+    return [Inputs(q, random(*shape), random(*shape), lengths, tree_mask) for _ in range(copies)]
+
+
+def flash(x: Inputs, nodes: int) -> object:
+    import fa3_fwd_interface
+
+    q, k, v = (tensor.transpose(1, 2) for tensor in (x.q[:, :, :nodes], x.k, x.v))
+    return fa3_fwd_interface.flash_attn_with_kvcache(q, k, v, cache_seqlens=x.lengths, softmax_scale=SCALE)
+
+
+def hybrid_mask(x: Inputs) -> Tensor:
+    """bool [1, 1, N, S + N]: the whole prefix, and the tree's mask behind it."""
+    return F.pad(x.tree_mask, (x.k.shape[2] - x.q.shape[2], 0), value=True)[:, None]
+
+
+def sdpa(x: Inputs, mask: Tensor) -> object:
+    return F.scaled_dot_product_attention(x.q, x.k, x.v, attn_mask=mask, scale=SCALE, enable_gqa=True)
+
+
+def flex_calls(inputs: list[Inputs]) -> list[Call]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    x = inputs[0]
+    prefix = x.k.shape[2] - x.q.shape[2]
+
+    def visible(batch: Tensor, head: Tensor, node: Tensor, slot: Tensor) -> Tensor:
+        return (slot < prefix) | x.tree_mask[0, node, (slot - prefix).clamp(min=0)]
+
+    mask = create_block_mask(visible, None, None, x.q.shape[2], x.k.shape[2], device="cuda")
+    attend = torch.compile(flex_attention, dynamic=False)
+    return [partial(attend, x.q, x.k, x.v, block_mask=mask, scale=SCALE, enable_gqa=True) for x in inputs]
+
+
+def exact_attention(x: Inputs) -> Tensor:
+    """fp32 [1, Hq, N, D], one KV head at a time."""
+    group = x.q.shape[1] // x.k.shape[1]
+    mask = hybrid_mask(x)[0]
+    heads = [
+        attention_with_lse(q.float(), k.float(), v.float(), mask, SCALE)[0]
+        for q, k, v in zip(x.q.split(group, 1), x.k.split(1, 1), x.v.split(1, 1), strict=True)
+    ]
+    return torch.cat(heads, 1)
+
+
+def error(backend: DecodingAttention, x: Inputs, exact: Tensor) -> float:
+    return ((backend.hybrid(*x, SCALE).float() - exact).norm() / exact.norm()).item()
+
+
+def time_calls(calls: list[Call], runs: int) -> float:
+    """Median microseconds of one call, from replays of a CUDA graph that holds each call, several times if few."""
+    for call in calls[:2]:
+        call()  # compiles
+    torch.cuda.synchronize()
+    captured = calls * -(-8 // len(calls))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in captured:
+            call()
+    graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for _ in range(runs):
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[len(times) // 2] * 1e3 / len(captured)
+
+
+def copy_bandwidth(runs: int) -> float:
+    """Bytes read and written a second by a device-to-device copy."""
+    source = torch.randn(2**29, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (time_calls([partial(target.copy_, source)], runs) * 1e-6)
+
+
+def product_rate(runs: int) -> float:
+    """Operations a second of an 8192³ matrix product in bf16 on random data."""
+    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
+    return 2 * 8192**3 / (time_calls([partial(torch.mm, a, b)], runs) * 1e-6)
+
+
+def header() -> str:
+    names = ("floor", "FA3", "FA3 1tok", "published", "sdpa", "flex", "triton", "auto", "tri/FA3", "auto/FA3")
+    return f"{'model':<12}{'prefix':>8}" + "".join(f"{name:>10}" for name in names) + f"{'error':>9}"
+
+
+def line(row: Row) -> str:
+    times = (row.floor, row.flash, row.flash_one_token, row.published, row.sdpa, row.flex, row.triton, row.auto)
+    cells = [f"{'-' if time is None else format(time, '.1f'):>10}" for time in times]
+    ratios = [f"{'-' if row.flash is None else format(time / row.flash, '.2f'):>10}" for time in (row.triton, row.auto)]
+    worst = max(row.triton_error, row.auto_error)
+    return f"{row.model:<12}{row.prefix:>8}" + "".join(cells + ratios) + f"{worst:>9.1e}"
+
+
+if __name__ == "__main__":
+    main()
