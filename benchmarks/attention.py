@@ -64,17 +64,17 @@ class Row:
     kv_heads: int
     prefix: int
     floor: float
-    flash: float | None
-    """FlashAttention-3 over prefix and nodes, without the tree's mask: no correct verification, but the yardstick."""
-    flash_one_token: float | None
-    published: float | None
-    sdpa: float | None
-    flex: float | None
     triton: float
     auto: float
     triton_error: float
     """Norm of the difference from fp32 arithmetic on the same inputs, relative to the norm of the result."""
     auto_error: float
+    flash: float | None = None
+    """FlashAttention-3 over prefix and nodes, without the tree's mask: no correct verification, but the yardstick."""
+    flash_one_token: float | None = None
+    published: float | None = None
+    sdpa: float | None = None
+    flex: float | None = None
 
 
 @reports_user_errors
@@ -110,33 +110,26 @@ def parse_options() -> argparse.Namespace:
 
 def measure(model: str, heads: int, kv_heads: int, prefix: int, limits: Limits, options: argparse.Namespace) -> Row:
     inputs = make_inputs(heads, kv_heads, prefix, options.nodes)
-    time = partial(time_calls, runs=options.runs)
+    cuda = torch.device("cuda")
+    backends = {name: decoding_attention(name, cuda, torch.bfloat16, HEAD_DIM) for name in ("triton", "auto")}
+    exact = exact_attention(inputs[0])
+    calls: dict[str, list[Call]] = {
+        name: [partial(backend.hybrid, *x, SCALE) for x in inputs] for name, backend in backends.items()
+    }
+    if importlib.util.find_spec("fa3_fwd_interface"):
+        calls["flash"] = [partial(flash, x, options.nodes) for x in inputs]
+        calls["flash_one_token"] = [partial(flash, x, 1) for x in inputs]
+        calls["published"] = [partial(published_attention, *x, SCALE) for x in inputs]
     keys = prefix + options.nodes
+    if keys <= LONGEST_DENSE:
+        calls["sdpa"] = [partial(sdpa, inputs[0], hybrid_mask(inputs[0]))]
+        if options.flex:
+            calls["flex"] = flex_calls(inputs)
     kv_bytes = 2 * kv_heads * keys * HEAD_DIM * inputs[0].k.element_size()
     operations = 4 * heads * options.nodes * keys * HEAD_DIM
     floor = max(kv_bytes / limits.bytes_per_second, operations / limits.operations_per_second)
-    has_flash = importlib.util.find_spec("fa3_fwd_interface") is not None
-    backends = {
-        name: decoding_attention(name, torch.device("cuda"), torch.bfloat16, HEAD_DIM) for name in ("triton", "auto")
-    }
-    exact = exact_attention(inputs[0])
-    dense = keys <= LONGEST_DENSE
-    return Row(
-        model,
-        heads,
-        kv_heads,
-        prefix,
-        floor=floor * 1e6,
-        flash=time([partial(flash, x, options.nodes) for x in inputs]) if has_flash else None,
-        flash_one_token=time([partial(flash, x, 1) for x in inputs]) if has_flash else None,
-        published=time([partial(published_attention, *x, SCALE) for x in inputs]) if has_flash else None,
-        sdpa=time([partial(sdpa, x, hybrid_mask(x)) for x in inputs[:1]]) if dense else None,
-        flex=time(flex_calls(inputs)) if dense and options.flex else None,
-        triton=time([partial(backends["triton"].hybrid, *x, SCALE) for x in inputs]),
-        auto=time([partial(backends["auto"].hybrid, *x, SCALE) for x in inputs]),
-        triton_error=error(backends["triton"], inputs[0], exact),
-        auto_error=error(backends["auto"], inputs[0], exact),
-    )
+    errors = {f"{name}_error": error(backend, inputs[0], exact) for name, backend in backends.items()}
+    return Row(model, heads, kv_heads, prefix, floor=floor * 1e6, **time_calls(calls, options.runs), **errors)
 
 
 def make_inputs(heads: int, kv_heads: int, prefix: int, nodes: int) -> list[Inputs]:
@@ -201,8 +194,23 @@ def error(backend: DecodingAttention, x: Inputs, exact: Tensor) -> float:
     return ((backend.hybrid(*x, SCALE).float() - exact).norm() / exact.norm()).item()
 
 
-def time_calls(calls: list[Call], runs: int) -> float:
-    """Median microseconds of one call, from replays of a CUDA graph that holds each call, several times if few."""
+def time_calls(calls: dict[str, list[Call]], runs: int) -> dict[str, float]:
+    """Median microseconds of one call of each kind, the kinds taking turns, so that the clock's drift meets all."""
+    graphs = {name: capture(one_kind) for name, one_kind in calls.items()}
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(runs):
+        for name, (graph, count) in graphs.items():
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) * 1e3 / count)
+    return {name: sorted(measured)[runs // 2] for name, measured in times.items()}
+
+
+def capture(calls: list[Call]) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A CUDA graph of all calls, several times over if they are few, replayed once, and how many it holds."""
     for call in calls[:2]:
         call()  # compiles
     torch.cuda.synchronize()
@@ -212,28 +220,21 @@ def time_calls(calls: list[Call], runs: int) -> float:
         for call in captured:
             call()
     graph.replay()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(runs):
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times)[len(times) // 2] * 1e3 / len(captured)
+    return graph, len(captured)
 
 
 def copy_bandwidth(runs: int) -> float:
-    """Bytes read and written a second by a device-to-device copy."""
+    """Bytes read and written a second by an elementwise kernel that copies with the sign changed."""
     source = torch.randn(2**29, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / (time_calls([partial(target.copy_, source)], runs) * 1e-6)
+    time = time_calls({"copy": [partial(torch.neg, source, out=target)]}, runs)["copy"]
+    return 2 * source.nbytes / (time * 1e-6)
 
 
 def product_rate(runs: int) -> float:
     """Operations a second of an 8192³ matrix product in bf16 on random data."""
     a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
-    return 2 * 8192**3 / (time_calls([partial(torch.mm, a, b)], runs) * 1e-6)
+    return 2 * 8192**3 / (time_calls({"product": [partial(torch.mm, a, b)]}, runs)["product"] * 1e-6)
 
 
 def header() -> str:

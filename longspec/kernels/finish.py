@@ -21,7 +21,7 @@ from longspec.kernels.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["kv_heads", "group", "num_rows", "level"])
+@triton.jit(do_not_specialize=["kv_heads", "group", "num_rows", "slots", "level"])
 def _finish_kernel(
     q_ptr,
     k_ptr,
@@ -58,6 +58,7 @@ def _finish_kernel(
     kv_heads,
     group,
     num_rows,
+    slots,
     level,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -81,7 +82,9 @@ def _finish_kernel(
     head = kv_head * group + row % group
     length = tl.load(lengths_ptr + batch).to(tl.int32)
     if WINDOW:
-        first, tree_start = 0, WINDOW
+        # From a run-time value: where Triton 3.6 knows that one block is all, it drops the loop, and with it the
+        # barrier between writing the block to shared memory and multiplying it.
+        first, tree_start = 0, slots - TREE_NODES
     else:
         first, tree_start = length // PREFIX_BLOCK * PREFIX_BLOCK, length
     end = tree_start + TREE_NODES
@@ -105,7 +108,7 @@ def _finish_kernel(
             held = length - 1 - (length - 1 - slot + WINDOW) % WINDOW
             visible = visible & (held >= 0) & (held >= length + level - WINDOW)
         visible = tl.broadcast_to(visible[:, None], [BLOCK_N, BLOCK_M])
-        if TREE_NODES:  # noqa: SIM102: known when compiled, unlike the other condition
+        if TREE_NODES:  # noqa: SIM102 (known when compiled, unlike the other condition)
             if start + BLOCK_N > tree_start:
                 in_tree = ((slot >= tree_start) & (slot < end))[:, None] & in_rows[None, :]
                 seen = tl.load(mask_rows[None, :] + (slot - tree_start)[:, None] * stride_mk, mask=in_tree, other=0)
@@ -224,6 +227,7 @@ def _finish(
         kv_heads,
         group,
         group * nodes,
+        k.shape[2],
         level,
         HEAD_DIM=head_dim,
         BLOCK_M=tiles.block_m,

@@ -130,23 +130,38 @@ def test_two_states_weigh_by_the_sigmoid_of_their_lse_difference(device: str) ->
     torch.testing.assert_close(got.cpu(), sigma * outs[1] + (1 - sigma) * rest)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        pytest.param("cpu", torch.float32, marks=DEVICES[0].marks),
+        *(pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in TOLERANCE),
+    ],
+)
 @pytest.mark.parametrize(
     ("window", "tree", "kv_heads", "group", "nodes", "head_dim"),
-    [(512, 69, 1, 4, 16, 64), (40, 5, 2, 1, 1, 128), (64, 21, 1, 5, 4, 80)],
+    [(512, 69, 1, 4, 16, 64), (512, 69, 2, 1, 1, 128), (40, 5, 2, 1, 1, 128), (64, 21, 1, 5, 4, 80)],
 )
 def test_window_equals_the_reference(
-    window: int, tree: int, kv_heads: int, group: int, nodes: int, head_dim: int, device: str
+    window: int,
+    tree: int,
+    kv_heads: int,
+    group: int,
+    nodes: int,
+    head_dim: int,
+    device: str,
+    dtype: torch.dtype,
 ) -> None:
+    """Windows of many blocks and of one, in every dtype: the one-block loop has been miscompiled."""
     generator = torch.Generator().manual_seed(tree)
     lengths = torch.tensor([0, 3, window, 3 * window + 5])
-    q = torch.randn(4, nodes, kv_heads * group, head_dim, generator=generator).transpose(1, 2)
-    k, v = torch.randn(2, 4, kv_heads, window + tree, head_dim, generator=generator)
+    q = torch.randn(4, nodes, kv_heads * group, head_dim, generator=generator).transpose(1, 2).to(dtype)
+    k, v = torch.randn(2, 4, kv_heads, window + tree, head_dim, generator=generator).to(dtype)
     mask = torch.rand(4, nodes, tree, generator=generator) < 0.6
     for level in (0, 1, 5):
         inputs = (*(x.to(device) for x in (q, k, v, lengths)), level, mask.to(device), 0.2)
         expected = reference.window_attention(*inputs)
-        torch.testing.assert_close(window_attention(*inputs, SHARED_MEMORY), expected, atol=1e-5, rtol=1e-5)
+        got = window_attention(*inputs, SHARED_MEMORY)
+        torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 def test_tensors_the_kernel_would_misread_are_refused() -> None:
@@ -162,8 +177,8 @@ def test_tensors_the_kernel_would_misread_are_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("group", [1, 4, 5, 8])
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+@pytest.mark.parametrize("group", [1, 5])
 def test_every_dtype_and_group_on_the_gpu(group: int, head_dim: int, dtype: torch.dtype) -> None:
-    for nodes in (1, 69, 300):
+    for nodes in (1, 69):
         check(make_case([0, 100, 47], 2, group, nodes, head_dim, 4, dtype), "cuda")
