@@ -140,7 +140,7 @@ def measure(
         round_ms,
         floor_ms,
         round_ms / wall_ms,
-        parts_of_round(engine, round_ms) if method == "tree" else {},
+        parts_of_round(engine, round_ms) if method == "tree" and engine.sampler.greedy else {},
     )
     print(line(found), flush=True)
     return found
@@ -175,9 +175,11 @@ def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
     def random(width: int, heads: int) -> Tensor:
         return torch.randn(batch, width, heads, cache.keys.shape[-1], dtype=runner.dtype, device="cuda").transpose(1, 2)
 
-    hidden = torch.randn(batch, nodes, config.hidden_size, dtype=runner.dtype, device="cuda")
     levels = [(0, 1), *((level, width) for level, width in enumerate(proposal.shape[:-1], 1))]
-    queries = {width: random(width, config.num_attention_heads) for width in {1, nodes, *proposal.shape}}
+    widths = {1, nodes, *proposal.shape}
+    queries = {width: random(width, config.num_attention_heads) for width in widths}
+    hidden = {width: random(width, config.hidden_size // queries[1].shape[-1]) for width in widths}
+    hidden = {width: x.transpose(1, 2).flatten(2) for width, x in hidden.items()}
 
     def draft_attention() -> None:
         for level, width in levels:
@@ -190,25 +192,20 @@ def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
         for keys, values in zip(cache.keys, cache.values, strict=True):
             runner.attention.hybrid(queries[nodes], keys, values, cache.lengths, proposal.visible, scale)
 
-    def lm_head() -> None:
-        for _, width in levels:
-            runner.logits(hidden[:, :width])
-        runner.logits(hidden)
-
     def draft_lm_head() -> None:
         for _, width in levels:
-            runner.logits(hidden[:, :width])
+            runner.logits(hidden[width])
 
     propose = captured_ms(lambda: drafter.propose(engine.root, cache))
     verify = captured_ms(lambda: engine.verify(proposal))
     draft_attention_ms, verify_attention_ms = captured_ms(draft_attention), captured_ms(verify_attention)
-    heads, draft_heads = captured_ms(lm_head), captured_ms(draft_lm_head)
+    draft_heads, verify_head = captured_ms(draft_lm_head), captured_ms(lambda: runner.logits(hidden[nodes]))
     return {
         "draft attention": draft_attention_ms,
         "draft rest": propose - draft_attention_ms - draft_heads,
-        "lm_head": heads,
+        "lm_head": draft_heads + verify_head,
         "verify attention": verify_attention_ms,
-        "verify rest": verify - verify_attention_ms - (heads - draft_heads),
+        "verify rest": verify - verify_attention_ms - verify_head,
         "accept + compact": round_ms - propose - verify,
     }
 

@@ -58,6 +58,9 @@ class DecodingAttention(Protocol):
         where tree_mask bool [B, N, M] is True.
         """
 
+    def masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """Attention over all S slots, finite, under mask bool [B, N, S], True = visible."""
+
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Causal attention of a chunk of the prompt: the N queries are those of the last N of the S slots."""
 
@@ -143,6 +146,9 @@ class SdpaAttention:
     ) -> Tensor:
         ring = ring_visible(lengths, level, k.shape[2] - tree_mask.shape[2], q.shape[2])
         return masked_attention(q, k, v, torch.cat([ring, tree_mask], 2), scale)
+
+    def masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+        return masked_attention(q, k, v, mask, scale)
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return causal_prefill(q, k, v, scale)

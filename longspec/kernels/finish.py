@@ -187,6 +187,12 @@ def window_attention(
     return _finish(q, k, v, lengths, tree_mask, scale, None, shared_memory, window, level)
 
 
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, shared_memory: int) -> Tensor:
+    """Attention over all S slots of k, v [B, Hkv, S, D], finite, under mask bool [B, N, S]; the rest as above."""
+    nothing_before = torch.zeros(len(q), dtype=torch.int32, device=q.device)
+    return _finish(q, k, v, nothing_before, mask, scale, None, shared_memory, window=0, level=0)
+
+
 def _finish(
     q: Tensor,
     k: Tensor,

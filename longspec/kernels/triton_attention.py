@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspec.kernels.attention import causal_prefill
-from longspec.kernels.finish import finish_prefix, window_attention
+from longspec.kernels.finish import finish_prefix, masked_attention, window_attention
 from longspec.kernels.prefix_attention import prefix_attention
 from longspec.kernels.tiles import Gpu, PrefixParts, count_splits, prefix_tiles
 
@@ -46,6 +46,10 @@ class TritonAttention:
     ) -> Tensor:
         with torch.cuda.device_of(q):
             return window_attention(q, k, v, lengths, level, tree_mask, scale, self.gpu.shared_memory)
+
+    def masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+        with torch.cuda.device_of(q):
+            return masked_attention(q, k, v, mask, scale, self.gpu.shared_memory)
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return causal_prefill(q, k, v, scale)

@@ -20,6 +20,12 @@ def _load(pointers, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _sum_by_eight(products):
+    """[n, k] -> [n, k / 8]: what one 16-byte load brought is added at once, so that registers leave room for loads."""
+    return tl.sum(tl.reshape(products, [products.shape[0], products.shape[1] // 8, 8]), 2)
+
+
+@triton.jit
 def _vector_product_kernel(
     x_ptr,
     weight_ptr,
@@ -38,15 +44,15 @@ def _vector_product_kernel(
     in_rows = row < rows
     weight_row = weight_ptr + row.to(tl.int64)[:, None] * width
     up_row = weight_ptr + (row.to(tl.int64) + rows)[:, None] * width
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
+    acc_up = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
     for start in range(0, width, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
         x = _load(x_ptr + column, column < width, EVEN).to(tl.float32)[None, :]
         in_tile = in_rows[:, None] & (column < width)[None, :]
-        acc += _load(weight_row + column[None, :], in_tile, EVEN).to(tl.float32) * x
+        acc += _sum_by_eight(_load(weight_row + column[None, :], in_tile, EVEN).to(tl.float32) * x)
         if GATED:
-            acc_up += _load(up_row + column[None, :], in_tile, EVEN).to(tl.float32) * x
+            acc_up += _sum_by_eight(_load(up_row + column[None, :], in_tile, EVEN).to(tl.float32) * x)
     result = tl.sum(acc, 1)
     if HAS_BIAS:
         result += tl.load(bias_ptr + row, mask=in_rows, other=0.0).to(tl.float32)
@@ -73,7 +79,7 @@ def vector_product(
     rows = weight.shape[0] // 2 if gated else weight.shape[0]
     out = x.new_empty(*x.shape[:-1], rows) if add_to is None else add_to
     block_n = BLOCK_N // 2 if gated else BLOCK_N
-    block_k = min(BLOCK_K, triton.next_power_of_2(width))
+    block_k = max(8, min(BLOCK_K, triton.next_power_of_2(width)))
     _vector_product_kernel[(triton.cdiv(rows, block_n),)](
         x,
         weight,

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from longspec.inference.cache import TargetCache
 from longspec.inference.runner import Runner
-from longspec.kernels.attention import masked_attention
 
 SINK = 32
 RECENT = 1024
@@ -36,7 +35,7 @@ class SparseTarget:
 
         def attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
             k, v = (store[cache.rows, :, slots].transpose(1, 2) for store in (keys, values))
-            return masked_attention(q, k, v, visible[:, None], scale)
+            return self.runner.attention.masked(q, k, v, visible[:, None], scale)
 
         return self.runner.logits(self.runner.target(tokens[:, None], cache.slots, cache, attend))[:, 0]
 
