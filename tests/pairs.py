@@ -1,5 +1,7 @@
 """Tiny targets with drafts, for tests: random weights, both families, any head layout."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +62,14 @@ def target_greedy(model: GlideMixin, prompt: torch.Tensor, count: int) -> list[i
             logits = model(tokens).logits[:, -1]
         tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], 1)
     return tokens[0, len(prompt) :].tolist()
+
+
+@dataclass(frozen=True)
+class Handed:
+    """An objective that hands over what `pick` makes of (draft hidden, target hidden, labels, lm_head)."""
+
+    pick: Callable[..., Any]
+    reads_target: bool = False
+
+    def __call__(self, *given: Any) -> Any:
+        return self.pick(*given)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,19 @@ from longspec.kernels.varlen import block_attention, varlen_attention
 from longspec.models.draft_files import check_draft, fit_draft
 from longspec.models.draft_layer import WINDOW, GlideDecoderLayer
 from longspec.models.parallel import PretrainedModelParallelPreSplitMixin
-from longspec.models.target_attention import ATTENTION_NAME, LastLayerKV, run_backbone
+from longspec.models.target_attention import ATTENTION_NAME, LastLayerKV, last_keys_values, run_backbone
 from longspec.models.target_files import WEIGHT_ERRORS, check_target, read_config
 
-Objective = Callable[[Tensor, Tensor, Tensor, nn.Module], Any]
-"""(draft hidden [B, T, hidden], target hidden, labels [B, T], lm_head) -> whatever the trainer wants back"""
+
+class Objective(Protocol):
+    """What the trainer wants of a draft's forward pass."""
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether it needs the target's hidden states; without them the target's pass ends at its last keys."""
+
+    def __call__(self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: nn.Module) -> Any:
+        """hidden, target_hidden [B, T, hidden] (None where not read), labels [B, T] -> whatever the trainer wants."""
 
 
 def _dtype(value: str | torch.dtype) -> torch.dtype:
@@ -163,32 +171,42 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
 
         input_ids, labels, position_ids: LongTensor [B, T]; cu_seqlens: int32 [S + 1], the borders of the segments in
         the flattened B·T tokens. lags: LongTensor [S] (flash noisy training: a query sees target keys up to its own
-        index minus its segment's lag), or None for GLIDE's block pattern.
+        index minus its segment's lag), or None for GLIDE's block pattern; or [L, S] for a list of L results, one for
+        each row of lags over one pass of the target.
         """
         varlen = partial(varlen_attention, use_flash=self.attention.startswith("flash"))
+
+        def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            return _on_flat(varlen, q, k, v, cu_seqlens, scale)
+
         with torch.no_grad():
-            kv = LastLayerKV(self.config.num_hidden_layers)
-
-            def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-                return _on_flat(varlen, q, k, v, cu_seqlens, scale)
-
-            target_hidden = run_backbone(self.model, input_ids, position_ids, kv, causal)
             embeddings, rope = self.embed(input_ids, position_ids)
+            if objective.reads_target:
+                kv = LastLayerKV(self.config.num_hidden_layers)
+                target_hidden = run_backbone(self.model, input_ids, position_ids, kv, causal)
+                keys, values = kv.keys, kv.values
+            else:
+                target_hidden = None
+                keys, values = last_keys_values(self.model, embeddings, rope, position_ids, causal)
         scale = self.draft_model.self_attn.head_dim**-0.5
 
         def self_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return _on_flat(varlen, q, k, v, cu_seqlens, scale, window=WINDOW)
 
-        def cross_attend(q: Tensor) -> Tensor:
+        def cross_attend(q: Tensor, lags: Tensor | None) -> Tensor:
             if lags is None:
-                return _on_flat(block_attention, q, kv.keys, kv.values, cu_seqlens, scale)
-            return _on_flat(varlen, q, kv.keys, kv.values, cu_seqlens, scale, lags=lags)
+                return _on_flat(block_attention, q, keys, values, cu_seqlens, scale)
+            return _on_flat(varlen, q, keys, values, cu_seqlens, scale, lags=lags)
 
-        if self.gradient_checkpointing:
-            hidden = checkpoint(self.draft_model, embeddings, rope, self_attend, cross_attend, use_reentrant=False)
-        else:
-            hidden = self.draft_model(embeddings, rope, self_attend, cross_attend)
-        return objective(hidden, target_hidden, labels, self.lm_head)
+        def draft(lags: Tensor | None) -> Any:
+            inputs = embeddings, rope, self_attend, partial(cross_attend, lags=lags)
+            if self.gradient_checkpointing:
+                hidden = checkpoint(self.draft_model, *inputs, use_reentrant=False)
+            else:
+                hidden = self.draft_model(*inputs)
+            return objective(hidden, target_hidden, labels, self.lm_head)
+
+        return draft(lags) if lags is None or lags.dim() == 1 else [draft(row) for row in lags]
 
 
 def _on_flat(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:

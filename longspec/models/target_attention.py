@@ -14,6 +14,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from longspec.models.draft_layer import Rope, rotate
+
 ATTENTION_NAME = "longspec"
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -71,3 +73,23 @@ def run_backbone(backbone: nn.Module, input_ids: Tensor, positions: Tensor, cach
         attend=attend,
     )
     return output.last_hidden_state
+
+
+def last_keys_values(
+    backbone: nn.Module, embeddings: Tensor, rope: Rope, positions: Tensor, attend: Attend
+) -> tuple[Tensor, Tensor]:
+    """The last layer's rotated keys and values, [B, Hkv, T, D]; of that layer nothing else is computed.
+
+    embeddings [B, T, hidden] of the tokens, their rotary table and positions [B, T]. The same bits that `run_backbone`
+    puts into a cache.
+    """
+    *before, last = backbone.layers  # type: ignore[misc, union-attr]
+    hidden = embeddings
+    for layer in before:
+        hidden = layer(hidden, position_ids=positions, position_embeddings=rope, attend=attend)
+    attention, hidden = last.self_attn, last.input_layernorm(hidden)
+    keys, values = (
+        projection(hidden).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+        for projection in (attention.k_proj, attention.v_proj)
+    )
+    return rotate(keys, rope), values

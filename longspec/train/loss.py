@@ -1,6 +1,8 @@
 """The training objectives. None of them ever holds [tokens, vocabulary] logits."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
@@ -14,11 +16,11 @@ TEACHER_SHARE = {"ce": 0.0, "distill": 1.0, "mixed": 0.5}
 """How much of the token to be predicted comes from the target's distribution; the rest is the label's."""
 CHUNK = 1024
 """Tokens whose logits exist at a time."""
+TERMS = ("loss", "ce", "kl", "target_loss")
 
-Objective = Callable[[Tensor, Tensor, Tensor, nn.Module], tuple[Tensor, dict[str, Tensor]]]
 
-
-def make_objective(loss: str, log_target_loss: bool = False, chunk: int = CHUNK) -> Objective:
+@dataclass(frozen=True)
+class Objective:
     """The objective (draft hidden, target hidden [B, T, hidden], labels [B, T], lm_head) -> (summed loss, metrics).
 
     `ce` is the cross-entropy with the next token, `distill` the KL divergence of the draft from the target's own
@@ -27,29 +29,83 @@ def make_objective(loss: str, log_target_loss: bool = False, chunk: int = CHUNK)
     metrics holds detached sums over the same tokens: `loss`, the terms `ce` and `kl` where they are in it, and
     `target_loss`, the target's own cross-entropy, if `log_target_loss`.
     """
-    share = TEACHER_SHARE[loss]
-    names = ["loss", *(["ce"] if share < 1 else []), *(["kl"] if share else [])]
-    names += ["target_loss"] if log_target_loss else []
 
-    def objective(
-        hidden: Tensor, target_hidden: Tensor, labels: Tensor, lm_head: nn.Module
+    loss: str
+    log_target_loss: bool = False
+    chunk: int = CHUNK
+
+    @property
+    def share(self) -> float:
+        return TEACHER_SHARE[self.loss]
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether the target's hidden states are read; else they may be None."""
+        return self.share > 0 or self.log_target_loss
+
+    def __call__(
+        self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: nn.Module
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        student, teacher, wanted = self._scored(hidden, target_hidden, labels)
+        with gathered(lm_head) as weight:
+            total, sums = ChunkedLoss.apply(student, teacher, wanted, weight, self.share, self.chunk)
+        return total, self._named(sums)
+
+    @torch.no_grad()
+    def score(
+        self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: nn.Module
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """metrics as above, and which labels the draft's likeliest token is: bool [B, T], False where none counts."""
+        student, teacher, wanted = self._scored(hidden, target_hidden, labels)
+        sums, right = _no_sums(student), torch.empty_like(wanted, dtype=torch.bool)
+        with gathered(lm_head) as weight:
+            for span, logits, teacher_logits in _chunks(student, teacher, weight, self.chunk):
+                _chunk_terms(logits, teacher_logits, wanted[span], self.share, sums)
+                right[span] = logits.argmax(-1) == wanted[span]
+        hits = labels != IGNORED
+        hits[:, 0] = False
+        return self._named(sums), hits.masked_scatter(hits, right)
+
+    def _scored(
+        self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Of the N labels that count: the draft's and target's hidden states [N, hidden] before them, and they [N]."""
         kept = (labels[:, 1:] != IGNORED).flatten().nonzero().squeeze(1)
-        wanted = labels[:, 1:].flatten()[kept]
         student = hidden[:, :-1].flatten(0, 1)[kept]
-        teacher = target_hidden[:, :-1].flatten(0, 1)[kept] if share or log_target_loss else None
-        # Under ZeRO-3 each rank holds a part of the weight. One gather for all chunks: ranks differ in their number
-        # of tokens, so a gather for each chunk would leave some of them waiting for one another. (Not read as
-        # `lm_head.weight`, which makes DeepSpeed keep it gathered from the start of forward to the end of backward.)
-        (weight,) = lm_head.parameters()
-        with deepspeed.zero.GatheredParameters(weight):
-            total, sums = ChunkedLoss.apply(student, teacher, wanted, weight, share, chunk)
-        return total, {name: sums[TERMS.index(name)] for name in names}
+        teacher = None
+        if self.reads_target and target_hidden is not None:
+            teacher = target_hidden[:, :-1].flatten(0, 1)[kept]
+        return student, teacher, labels[:, 1:].flatten()[kept]
 
-    return objective
+    def _named(self, sums: Tensor) -> dict[str, Tensor]:
+        wanted = (True, self.share < 1, self.share > 0, self.log_target_loss)
+        return {name: value for name, value, shown in zip(TERMS, sums, wanted, strict=True) if shown}
 
 
-TERMS = ("loss", "ce", "kl", "target_loss")
+@contextmanager
+def gathered(lm_head: nn.Module) -> Iterator[Tensor]:
+    """The head's whole weight [V, hidden], of which each rank holds a part under ZeRO-3.
+
+    One gather for all chunks: ranks differ in their number of tokens, so a gather for each chunk would leave some of
+    them waiting for one another.
+    """
+    (weight,) = lm_head.parameters()  # read as `lm_head.weight`, DeepSpeed would keep it gathered up to backward's end
+    with deepspeed.zero.GatheredParameters(weight):
+        yield weight
+
+
+def _chunks(
+    hidden: Tensor, teacher: Tensor | None, weight: Tensor, chunk: int
+) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """The draft's and the target's logits of `chunk` tokens at a time, and which tokens they are of."""
+    for start in range(0, len(hidden), chunk):
+        span = slice(start, start + chunk)
+        yield span, hidden[span] @ weight.T, None if teacher is None else teacher[span] @ weight.T
+
+
+def _no_sums(hidden: Tensor) -> Tensor:
+    """Sums of TERMS to begin with, in the accuracy that `hidden` is scored in."""
+    return hidden.new_zeros(len(TERMS), dtype=torch.promote_types(hidden.dtype, torch.float32))
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -65,12 +121,9 @@ class ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """hidden, teacher [N, hidden]; labels [N]; weight [V, hidden] -> (sum of the loss, TERMS summed [4])."""
         gradient = torch.empty_like(hidden)
-        accumulate = torch.promote_types(hidden.dtype, torch.float32)
-        sums = torch.zeros(len(TERMS), dtype=accumulate, device=hidden.device)
-        for start in range(0, len(hidden), chunk):
-            span = slice(start, start + chunk)
-            teacher_logits = None if teacher is None else teacher[span] @ weight.T
-            wrong = _chunk_terms(hidden[span] @ weight.T, teacher_logits, labels[span], share, sums)
+        sums = _no_sums(hidden)
+        for span, logits, teacher_logits in _chunks(hidden, teacher, weight, chunk):
+            wrong = _chunk_terms(logits, teacher_logits, labels[span], share, sums)
             gradient[span] = wrong.to(hidden.dtype) @ weight
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(sums)

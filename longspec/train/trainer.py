@@ -32,7 +32,7 @@ from longspec.train.engine import build_engine, build_pair, cosine_with_warmup, 
 from longspec.train.generations import Progress, find_latest, set_newer_aside
 from longspec.train.inputs import Inputs, read_inputs
 from longspec.train.logging import RunLog, setup_logging
-from longspec.train.loss import make_objective
+from longspec.train.loss import Objective
 from longspec.train.positions import (
     anchor_offset_positions,
     contiguous_positions,
@@ -122,7 +122,7 @@ class Trainer:
         self.config, self.engine, self.inputs = config, engine, inputs
         self.start, self.total = start, total
         self.schedule = cosine_with_warmup(total, config.warmup_ratio)
-        self.objective = make_objective(config.loss, config.log_target_loss)
+        self.objective = Objective(config.loss, config.log_target_loss)
         self.accumulation = config.gradient_accumulation_steps
         self.sampler = ResumableSampler(
             rows=len(inputs.rows),

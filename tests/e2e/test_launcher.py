@@ -18,7 +18,7 @@ from longspec.models.draft_files import load_draft
 from longspec.train.config import TrainConfig, load_config
 from longspec.train.engine import build_pair, cosine_with_warmup
 from longspec.train.inputs import read_inputs
-from longspec.train.loss import make_objective
+from longspec.train.loss import Objective
 from longspec.train.positions import contiguous_positions
 from longspec.train.sampler import ResumableSampler
 
@@ -39,7 +39,7 @@ def plain_training(config: TrainConfig, steps: int, world: int) -> tuple[list[fl
     for step, numbers in enumerate(ResumableSampler(len(inputs.rows), rows, 0, 1, config.seed, 0, steps)):
         batch = inputs.collate([inputs.rows[number] for number in numbers])
         positions = contiguous_positions(batch["cu_seqlens"], tuple(batch["input_ids"].shape))  # type: ignore[arg-type]
-        total, _ = model(**batch, position_ids=positions, objective=make_objective("ce"))
+        total, _ = model(**batch, position_ids=positions, objective=Objective("ce"))
         loss = total / (batch["labels"] != IGNORED).sum()
         optimizer.param_groups[0]["lr"] = config.learning_rate * factor(step)
         optimizer.zero_grad()

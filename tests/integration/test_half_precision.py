@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairs import FAMILIES, make_pair
+from pairs import FAMILIES, Handed, make_pair
 
 from longspec import generate
 from longspec.inference.methods import METHODS
@@ -47,8 +47,10 @@ def test_draft_trains_on_the_gpu_in_bf16(tmp_path: Path) -> None:
             position_ids=torch.arange(1024, device="cuda").expand(2, -1),
             cu_seqlens=torch.tensor([0, 700, 1024, 2048], dtype=torch.int32),
             lags=lags,
-            objective=lambda hidden, target_hidden, labels, lm_head: torch.nn.functional.cross_entropy(
-                lm_head(hidden[:, :-1]).flatten(0, 1).float(), labels[:, 1:].flatten()
+            objective=Handed(
+                lambda hidden, target_hidden, labels, lm_head: torch.nn.functional.cross_entropy(
+                    lm_head(hidden[:, :-1]).flatten(0, 1).float(), labels[:, 1:].flatten()
+                )
             ),
         )
         loss.backward()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import FAMILIES, make_pair
+from pairs import FAMILIES, Handed, make_pair
 from torch import Tensor
 
 from longspec.inference.acceptance import Sampler
@@ -38,7 +38,7 @@ def training_logits(model: GlideMixin, tokens: Tensor, lag: int) -> Tensor:
         position_ids=torch.arange(len(tokens), device=tokens.device)[None],
         cu_seqlens=torch.tensor([0, len(tokens)], dtype=torch.int32),
         lags=torch.tensor([lag]),
-        objective=lambda hidden, target_hidden, labels, lm_head: lm_head(hidden)[0],
+        objective=Handed(lambda hidden, target_hidden, labels, lm_head: lm_head(hidden)[0]),
     )
 
 
@@ -161,7 +161,7 @@ def test_base_variant_sees_whole_blocks_before_its_own(tmp_path: Path) -> None:
             labels=tokens[None],
             position_ids=torch.arange(len(tokens))[None],
             cu_seqlens=torch.tensor([0, len(tokens)], dtype=torch.int32),
-            objective=lambda hidden, target_hidden, labels, lm_head: lm_head(hidden)[0],
+            objective=Handed(lambda hidden, target_hidden, labels, lm_head: lm_head(hidden)[0]),
         )
 
     tokens = random_tokens(14)
@@ -177,6 +177,7 @@ def test_base_variant_sees_whole_blocks_before_its_own(tmp_path: Path) -> None:
 def test_packed_segments_do_not_see_each_other(tmp_path: Path) -> None:
     """Segments that share a row give the logits of the same segments alone, jumps in position (anchors) included."""
     model = parity_pair(tmp_path, "qwen2")
+    both_hidden = Handed(lambda draft, target, labels, lm_head: torch.cat([draft, target], -1)[0], reads_target=True)
     first, second = random_tokens(9), random_tokens(23)
     anchored = torch.cat([torch.arange(4), 1000 + torch.arange(4, 23)])
     packed = model(
@@ -185,7 +186,7 @@ def test_packed_segments_do_not_see_each_other(tmp_path: Path) -> None:
         position_ids=torch.cat([torch.arange(9), anchored])[None],
         cu_seqlens=torch.tensor([0, 9, 32], dtype=torch.int32),
         lags=torch.tensor([2, 3]),
-        objective=lambda hidden, target_hidden, labels, lm_head: torch.cat([hidden, target_hidden], -1)[0],
+        objective=both_hidden,
     )
     for tokens, positions, lag, rows in ((first, torch.arange(9), 2, slice(0, 9)), (second, anchored, 3, slice(9, 32))):
         alone = model(
@@ -194,7 +195,7 @@ def test_packed_segments_do_not_see_each_other(tmp_path: Path) -> None:
             position_ids=positions[None],
             cu_seqlens=torch.tensor([0, len(tokens)], dtype=torch.int32),
             lags=torch.tensor([lag]),
-            objective=lambda hidden, target_hidden, labels, lm_head: torch.cat([hidden, target_hidden], -1)[0],
+            objective=both_hidden,
         )
         torch.testing.assert_close(packed[rows], alone, **TOLERANCE)
 
@@ -212,7 +213,7 @@ def test_target_sees_its_sinks_across_the_jump(tmp_path: Path) -> None:
             position_ids=positions,
             cu_seqlens=torch.tensor([0, 20], dtype=torch.int32),
             lags=torch.tensor([1]),
-            objective=lambda hidden, target_hidden, labels, lm_head: target_hidden[0, -1],
+            objective=Handed(lambda hidden, target_hidden, labels, lm_head: target_hidden[0, -1], reads_target=True),
         )
 
     tokens = random_tokens(20)

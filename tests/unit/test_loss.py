@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspec.train.loss import make_objective
+from longspec.train.loss import Objective
 
 B, T, HIDDEN, V = 3, 11, 8, 23
 
@@ -34,7 +34,7 @@ def plain(loss: str, hidden: Tensor, target_hidden: Tensor, labels: Tensor, head
 @pytest.mark.parametrize("loss", ["ce", "distill", "mixed"])
 def test_value_and_gradient_equal_the_full_logits_formula(loss: str, chunk: int) -> None:
     hidden, teacher, labels, head = example()
-    value, metrics = make_objective(loss, chunk=chunk)(hidden, teacher, labels, head)
+    value, metrics = Objective(loss, chunk=chunk)(hidden, teacher, labels, head)
     (gradient,) = torch.autograd.grad(value * 0.3, hidden)
     expected = plain(loss, hidden, teacher, labels, head)
     (wanted,) = torch.autograd.grad(expected * 0.3, hidden)
@@ -45,23 +45,40 @@ def test_value_and_gradient_equal_the_full_logits_formula(loss: str, chunk: int)
 
 def test_target_loss_is_reported_only_when_asked_for() -> None:
     hidden, teacher, labels, head = example()
-    _, metrics = make_objective("ce", log_target_loss=True)(hidden, teacher, labels, head)
+    _, metrics = Objective("ce", log_target_loss=True)(hidden, teacher, labels, head)
     torch.testing.assert_close(metrics["target_loss"], plain("ce", teacher, teacher, labels, head))
-    assert set(make_objective("ce")(hidden, teacher, labels, head)[1]) == {"loss", "ce"}
-    assert set(make_objective("mixed")(hidden, teacher, labels, head)[1]) == {"loss", "ce", "kl"}
+    assert set(Objective("ce")(hidden, teacher, labels, head)[1]) == {"loss", "ce"}
+    assert set(Objective("mixed")(hidden, teacher, labels, head)[1]) == {"loss", "ce", "kl"}
+
+
+@pytest.mark.parametrize("chunk", [4, 1000])
+@pytest.mark.parametrize("loss", ["ce", "distill", "mixed"])
+def test_scores_are_the_loss_and_which_labels_come_first(loss: str, chunk: int) -> None:
+    """The evaluation's sums are training's own; a label is hit where the hidden state before it ranks it first."""
+    hidden, teacher, labels, head = example()
+    objective = Objective(loss, log_target_loss=True, chunk=chunk)
+    metrics, hits = objective.score(hidden, teacher, labels, head)
+    assert metrics == objective(hidden, teacher, labels, head)[1]
+    guessed = head(hidden[:, :-1]).argmax(-1)
+    assert hits.shape == labels.shape and not hits[:, 0].any()
+    assert torch.equal(hits[:, 1:], guessed == labels[:, 1:])
+    liked = labels.clone()
+    liked[:, 1:] = torch.where(liked[:, 1:] == -100, -100, guessed)
+    _, all_hits = objective.score(hidden, teacher, liked, head)
+    assert torch.equal(all_hits[:, 1:], labels[:, 1:] != -100)
 
 
 def test_a_micro_batch_without_labels_has_loss_zero_and_a_gradient() -> None:
     """A rank whose micro-batch is all prompt must still take part in backward."""
     hidden, teacher, labels, head = example()
-    value, _ = make_objective("ce")(hidden, teacher, torch.full_like(labels, -100), head)
+    value, _ = Objective("ce")(hidden, teacher, torch.full_like(labels, -100), head)
     value.backward()
     assert value == 0 and hidden.grad is not None and not hidden.grad.any()
 
 
 def test_bf16_hidden_states_are_scored_in_fp32() -> None:
     hidden, teacher, labels, head = example(torch.bfloat16)
-    value, _ = make_objective("ce", chunk=5)(hidden, teacher, labels, head)
+    value, _ = Objective("ce", chunk=5)(hidden, teacher, labels, head)
     (gradient,) = torch.autograd.grad(value, hidden)
     logits = head(hidden[:, :-1]).flatten(0, 1).float()
     expected = F.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
@@ -83,6 +100,6 @@ def test_never_more_than_a_chunk_of_logits() -> None:
     hidden, teacher, labels, head = example()
     weight = head.weight.data_ptr()
     with Watch():
-        value, _ = make_objective("mixed", log_target_loss=True, chunk=4)(hidden, teacher, labels, head)
+        value, _ = Objective("mixed", log_target_loss=True, chunk=4)(hidden, teacher, labels, head)
         value.backward()
     assert max(rows) == 4

@@ -1,0 +1,84 @@
+"""The target's pass in training ends where nothing more of it is read."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairs import FAMILIES, Handed, make_pair
+from torch import Tensor
+
+from longspec.models.glide import GlideMixin
+from longspec.models.target_attention import LastLayerKV, last_keys_values, run_backbone
+from longspec.train.loss import Objective
+
+LAST = "model.layers.2"
+AFTER_LAST_KEYS = (
+    *(f"{LAST}.self_attn.{name}" for name in ("q_proj", "o_proj")),
+    *(f"{LAST}.{name}" for name in ("post_attention_layernorm", "mlp", "mlp.down_proj")),
+    *("model.norm", "lm_head"),
+)
+B, T = 2, 24
+
+
+def batch() -> dict[str, Tensor]:
+    tokens = torch.randint(1, 61, (B, T), generator=torch.Generator().manual_seed(3))
+    positions = torch.cat([torch.arange(4), 900 + torch.arange(4, T)]).expand(B, -1)
+    borders = torch.tensor([0, 10, T, 2 * T], dtype=torch.int32)
+    return {"input_ids": tokens, "labels": tokens, "position_ids": positions, "cu_seqlens": borders}
+
+
+def calls(model: Any, objective: Any) -> Counter[str]:
+    """How often each module runs in one training forward and backward."""
+    counts: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda *_, name=name: counts.update([name]))
+    loss, _ = model(**batch(), lags=torch.tensor([1, 5, 3]), objective=objective)
+    loss.backward()
+    return counts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cross_entropy_alone_ends_it_at_the_last_keys(tmp_path: Path, family: str) -> None:
+    """Of the last layer its norm, keys and values run, once; the layers before it run whole."""
+    counts = calls(make_pair(tmp_path, family), Objective("ce"))
+    assert not [name for name in AFTER_LAST_KEYS if counts[name]]
+    assert all(counts[f"{LAST}.{name}"] == 1 for name in ("input_layernorm", "self_attn.k_proj", "self_attn.v_proj"))
+    assert all(counts[f"model.layers.{layer}.mlp"] == counts[f"model.layers.{layer}"] == 1 for layer in (0, 1))
+
+
+@pytest.mark.parametrize("objective", [Objective("distill"), Objective("mixed"), Objective("ce", log_target_loss=True)])
+def test_what_reads_the_target_has_its_whole_pass(tmp_path: Path, objective: Objective) -> None:
+    counts = calls(make_pair(tmp_path), objective)
+    assert all(counts[name] == 1 for name in AFTER_LAST_KEYS if name != "lm_head"), counts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_keys_and_values_are_the_whole_pass_s_to_the_bit(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    model: Any = make_pair(tmp_path, family, dtype)
+    tokens, positions = batch()["input_ids"], batch()["position_ids"]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+
+    cache = LastLayerKV(model.config.num_hidden_layers)
+    run_backbone(model.model, tokens, positions, cache, attend)
+    keys, values = last_keys_values(model.model, *model.embed(tokens, positions), positions, attend)
+    assert torch.equal(keys, cache.keys) and torch.equal(values, cache.values)
+
+
+@torch.no_grad()
+def test_several_lags_share_one_pass_of_the_target(tmp_path: Path) -> None:
+    """Rows of lags give, over one reading of the target, what each gives alone."""
+    model: GlideMixin = make_pair(tmp_path)
+    lags = torch.tensor([[1, 1, 1], [4, 2, 5]])
+    objective = Handed(lambda hidden, target_hidden, labels, lm_head: hidden)
+    alone = [model(**batch(), lags=row, objective=objective) for row in lags]
+    counts: Counter[str] = Counter()
+    model.model.layers[0].register_forward_hook(lambda *_: counts.update(["layer 0"]))
+    together = model(**batch(), lags=lags, objective=objective)
+    assert counts["layer 0"] == 1
+    assert all(torch.equal(*pair) for pair in zip(alone, together, strict=True))
