@@ -5,12 +5,16 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch.distributed as dist
 from pairs import save_target
 from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
+from longspec.train.distributed import start_ranks
 from scripts.demo.machine import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,9 +28,9 @@ def make_target(folder: Path, family: str = "llama", **overrides: Any) -> Path:
     return folder
 
 
-def write_texts(path: Path, count: int = 40, words: int = 60) -> Path:
+def write_texts(path: Path, count: int = 40, words: int = 60, seed: int = 0) -> Path:
     """Plain text records of uneven lengths."""
-    choice = random.Random(0)
+    choice = random.Random(seed)
     texts = [" ".join(choice.choices(WORDS, k=choice.randint(words // 4, words))) for _ in range(count)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
@@ -42,6 +46,16 @@ def write_answers(path: Path, count: int = 40) -> Path:
     records = [{"problem": text(), "solution": text()} for _ in range(count)]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
+
+
+def one_rank_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ranks as the launcher starts them, but one, in this process; the body of a fixture."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in alone.items():
+        monkeypatch.setenv(name, value)
+    start_ranks()
+    yield
+    dist.destroy_process_group()
 
 
 TRAINER = "./trainer_base_ds_mul_fs_tp.py"

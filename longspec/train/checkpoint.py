@@ -1,7 +1,9 @@
 """What a run saves and how it goes on from there. Global rank 0 writes (not local rank 0); see `generations`."""
 
 import errno
+import json
 import logging
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from longspec.errors import UserError, first_line
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, strip_prefix
 from longspec.train.config import CONFIG_NAME, TrainConfig, is_checkpoint, read_config_file, to_yaml
-from longspec.train.generations import DRAFTS, STATES, Progress, damage, seal, settle
+from longspec.train.generations import BEST, DRAFTS, STATES, Progress, damage, seal, settle
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,8 @@ RESUMED_KEYS = (
 """What a resumed run must have as the run had that it goes on from: other values would be another run."""
 SHARDED_KEYS = ("per_device_train_batch_size", "gradient_accumulation_steps", "deepspeed.zero_optimization.stage")
 """And what it must have besides if DeepSpeed's state is to fit, as it does with the same number of ranks."""
+EVALUATION_NAME = "evaluation.json"
+"""What `checkpoint-best` was chosen for."""
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -51,14 +55,58 @@ def save_checkpoint(
         draft = gather_draft(engine.module)
         dist.barrier()
         if dist.get_rank() == 0:
-            draft_folder.mkdir()
-            torch.save(draft, draft_folder / DRAFT_WEIGHTS_NAME)
-            tokenizer.save_pretrained(draft_folder)
+            _write_draft(draft_folder, draft, tokenizer)
             for folder in (state, draft_folder):
-                (folder / CONFIG_NAME).write_text(to_yaml(_absolute(config)))
+                _write_config(folder, config)
                 seal(folder, progress)
             settle(output)
     dist.barrier()
+
+
+def save_best(
+    model: nn.Module, tokenizer: Any, config: TrainConfig, progress: Progress, metrics: dict[str, float]
+) -> None:
+    """Keep the present draft as `checkpoint-best`, and in it the `metrics` it was chosen for. Every rank takes part."""
+    output = Path(config.output_dir)
+    with _disk_may_be_full(output, progress):
+        draft = gather_draft(model)
+        if dist.get_rank() == 0:
+            settle(output)
+            folder = output / BEST[0]
+            _write_draft(folder, draft, tokenizer)
+            _write_config(folder, config)
+            (folder / EVALUATION_NAME).write_text(json.dumps({"step": progress.step, **metrics}, indent=2) + "\n")
+            seal(folder, progress)
+            settle(output)
+    dist.barrier()
+
+
+def read_best(config: TrainConfig) -> float:
+    """The held-out acceptance length of the draft in `checkpoint-best`, which a better one is to replace.
+
+    -inf, and a warning, where another evaluation chose it or it is not as it was saved; -inf if there is none.
+    """
+    folder = Path(config.output_dir) / BEST[1]
+    if not folder.exists():
+        return -math.inf
+    problem = damage(folder)
+    if problem is None:
+        saved, now = (run.evaluation for run in (read_config_file(folder / CONFIG_NAME), _absolute(config)))
+        if (saved.files, saved.rows) == (now.files, now.rows):
+            return json.loads((folder / EVALUATION_NAME).read_text())["eval_acceptance_length"]
+        problem = f"{folder} was the best on other held-out rows"
+    logger.warning("%s: the next evaluation replaces it", problem)
+    return -math.inf
+
+
+def _write_draft(folder: Path, draft: dict[str, Tensor], tokenizer: Any) -> None:
+    folder.mkdir()
+    torch.save(draft, folder / DRAFT_WEIGHTS_NAME)
+    tokenizer.save_pretrained(folder)
+
+
+def _write_config(folder: Path, config: TrainConfig) -> None:
+    (folder / CONFIG_NAME).write_text(to_yaml(_absolute(config)))
 
 
 @contextmanager
@@ -172,10 +220,12 @@ def _absolute(config: TrainConfig) -> TrainConfig:
         return str(Path(path).absolute()) if Path(path).exists() else path
 
     draft = config.draft_model_name_or_path
-    files = [absolute(file) for file in config.data.files]
+    held_out = config.evaluation.files
+    held_out = None if held_out is None else [absolute(file) for file in held_out]
     return replace(
         config,
-        data=replace(config.data, files=files),
+        data=replace(config.data, files=[absolute(file) for file in config.data.files]),
+        evaluation=replace(config.evaluation, files=held_out),
         model_name_or_path=absolute(config.model_name_or_path),
         draft_model_name_or_path=None if draft is None else absolute(draft),
     )

@@ -29,7 +29,7 @@ WANDB_MODES = ("auto", "online", "offline", "disabled")
 
 POSITIVE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "save_steps"),
-    *("learning_rate", "max_grad_norm", "data.num_proc"),
+    *("learning_rate", "max_grad_norm", "data.num_proc", "evaluation.steps", "evaluation.rows"),
 )
 NOT_NEGATIVE = ("seed", "weight_decay", "data.num_workers", "variant.max_offset")
 
@@ -79,6 +79,16 @@ class VariantConfig:
 
 
 @dataclass
+class EvaluationConfig:
+    """See `longspec.train.evaluation`; `files` may be None: no evaluation."""
+
+    files: Any = MISSING
+    steps: int = MISSING
+    rows: int | None = MISSING
+    keep_best: bool = MISSING
+
+
+@dataclass
 class WandbConfig:
     project: str = MISSING
     mode: str = MISSING
@@ -92,6 +102,7 @@ class TrainConfig:
     data: DataConfig = MISSING
     deepspeed: DeepSpeedConfig = MISSING
     variant: VariantConfig = MISSING
+    evaluation: EvaluationConfig = MISSING
     wandb: WandbConfig = MISSING
     model_name_or_path: str = MISSING
     draft_model_name_or_path: str | None = MISSING
@@ -189,7 +200,7 @@ def check(config: TrainConfig) -> None:
     values = OmegaConf.structured(config)
     for key in (*POSITIVE, *NOT_NEGATIVE):
         value = OmegaConf.select(values, key)
-        if value is None:  # max_steps: not wanted
+        if value is None:  # max_steps, evaluation.rows: not wanted
             continue
         _require(math.isfinite(value), key, "must be finite", value)
         if key in POSITIVE:
@@ -223,10 +234,15 @@ def _check_zero(section: dict[str, Any]) -> None:
 
 
 def _check_paths(config: TrainConfig) -> None:
-    if isinstance(config.data.files, str):
-        config.data.files = [config.data.files]
-    _require(isinstance(config.data.files, list), "data.files", "must be a path or a list of paths", config.data.files)
-    data_files(config.data.files)
+    config.data.files, trained_on = _check_files("data.files", config.data.files)
+    evaluation = config.evaluation
+    _require(evaluation.files is not None or not evaluation.keep_best, "evaluation.keep_best", "needs files", True)
+    if evaluation.files is not None:
+        evaluation.files, held_out = _check_files("evaluation.files", evaluation.files)
+        if both := sorted(held_out & trained_on):
+            raise UserError(
+                f"config key evaluation.files: {both[0]} is in data.files, too; what is held out must not be"
+            )
     output = Path(config.output_dir)
     _require(not output.exists() or output.is_dir(), "output_dir", "is a file", config.output_dir)
     try:
@@ -234,6 +250,13 @@ def _check_paths(config: TrainConfig) -> None:
     except OSError as error:
         raise UserError(f"config key output_dir: {output} cannot be made ({error.strerror})") from error
     _require(os.access(output, os.W_OK), "output_dir", "cannot be written", config.output_dir)
+
+
+def _check_files(key: str, files: Any) -> tuple[list[str], set[str]]:
+    """`files` as a list, and the files that it stands for, by their real paths."""
+    files = [files] if isinstance(files, str) else files
+    _require(isinstance(files, list), key, "must be a path or a list of paths", files)
+    return files, {os.path.realpath(file) for file in data_files(files)}
 
 
 def _require(condition: bool, key: str, problem: str, value: object) -> None:

@@ -5,6 +5,8 @@ An output folder holds, newest first,
     last_ds,  checkpoint-last       DeepSpeed's state without the frozen target, and beside it the draft for users
     last_2ds, checkpoint-2last      the same one save earlier
 
+and, if the run was told to keep it, in `checkpoint-best` the draft of its best evaluation.
+
 A save writes into `saving_*` folders and seals each as its last act: a marker that lists every file with its digest.
 The marker of `saving_checkpoint` decides: with it the save is whole and only renames are left, which `settle` finishes
 after a crash; without it the save never was. So at any moment at least one generation is whole.
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 MARKER = "complete.json"
 STATES = ("saving_ds", "last_ds", "last_2ds")
+BEST = ("saving_best", "checkpoint-best")
 DRAFTS = ("saving_checkpoint", "checkpoint-last", "checkpoint-2last")
 
 
@@ -111,7 +114,7 @@ def set_newer_aside(output: Path, chosen: Path, progress: Progress) -> None:
 
 
 def settle(output: Path) -> None:
-    """Finish the renames of a save that was whole, or remove one that was not. Safe to call again after a crash."""
+    """Finish the renames of whole saves and remove others, the best draft's, too. Safe to call again after a crash."""
     whole = is_whole(output / DRAFTS[0])
     for staged, last, second in ([output / name for name in names] for names in (STATES, DRAFTS)):
         if not staged.exists():
@@ -124,6 +127,11 @@ def settle(output: Path) -> None:
             last.rename(second)
         _remove(last)
         staged.rename(last)
+    staged, best = (output / name for name in BEST)
+    if is_whole(staged):
+        _remove(best)
+        staged.rename(best)
+    _remove(staged)
     if output.is_dir():
         _sync(output)
 

@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import hydra
@@ -21,9 +22,10 @@ from longspec.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class Inputs:
-    """`collate` makes a micro-batch of items of `rows`; `draft` holds the previous stage's weights, if any."""
+    """`collate` makes a micro-batch of items of `rows` or `held_out`; `draft` holds the previous stage's weights."""
 
     rows: RowDataset
+    held_out: RowDataset | None
     collate: Callable[[Sequence[Any]], dict[str, Tensor]]
     tokenizer: Any
     draft: dict[str, Tensor] | None
@@ -50,8 +52,10 @@ def read_inputs(config: TrainConfig) -> Inputs:
     draft = None
     if config.draft_model_name_or_path is not None:
         draft = check_draft(config.draft_model_name_or_path, target, glide.draft_layer_class)
-    rows = _read_rows(config, tokenizer, target.model_type, aligners)
-    return Inputs(rows, _collator(config, tokenizer, target.vocab_size), tokenizer, draft, window)
+    read = partial(_read_rows, config, tokenizer=tokenizer, family=target.model_type, aligners=aligners)
+    rows = read(config.data.files)
+    held_out = None if config.evaluation.files is None else read(config.evaluation.files)
+    return Inputs(rows, held_out, _collator(config, tokenizer, target.vocab_size), tokenizer, draft, window)
 
 
 def _pair_class(target: str) -> type[GlideMixin]:
@@ -78,10 +82,12 @@ def _aligner(number: int, entry: Any) -> Aligner:
     return made
 
 
-def _read_rows(config: TrainConfig, tokenizer: Any, family: str, aligners: Sequence[Aligner]) -> RowDataset:
+def _read_rows(
+    config: TrainConfig, files: list[str], tokenizer: Any, family: str, aligners: Sequence[Aligner]
+) -> RowDataset:
     data = config.data
     return build_dataset(
-        data.files,
+        files,
         tokenizer,
         family=family,
         max_length=data.max_length,

@@ -10,6 +10,8 @@ from torch import Tensor
 
 VARIANTS = ("base", "sinkpi-slicing")
 SINKS = 4
+BLOCK_LAGS = 4
+"""The largest lag of the base variant: its blocks of 4 make the query at i lag by i % 4 + 1."""
 SHORT = 1200
 """Segments of up to this many tokens get anchor-offset positions."""
 HEADROOM = 1000
@@ -49,6 +51,20 @@ def anchor_offset_positions(
     offsets = (uniform * (largest + 1)).long()
     positions = contiguous_positions(cu_seqlens, shape)
     return positions + torch.where(positions < SINKS, 0, offsets.repeat_interleave(lengths).view(shape))
+
+
+def variant_positions(
+    variant: str,
+    cu_seqlens: Tensor,
+    shape: tuple[int, int],
+    max_offset: int,
+    context_window: int,
+    generator: torch.Generator,
+) -> Tensor:
+    """Position ids, Long `shape` = [B, T], as training with `variant` has them; see the two functions above."""
+    if variant == "base":
+        return contiguous_positions(cu_seqlens, shape)
+    return anchor_offset_positions(cu_seqlens, shape, max_offset, context_window, generator)
 
 
 def random_lags(segments: int, depth: int, generator: torch.Generator) -> Tensor:

@@ -17,7 +17,15 @@ from torch.utils.data import DataLoader
 
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError, reports_user_errors
-from longspec.train.checkpoint import check_same_run, load_state, locate, read_draft, save_checkpoint
+from longspec.train.checkpoint import (
+    check_same_run,
+    load_state,
+    locate,
+    read_best,
+    read_draft,
+    save_best,
+    save_checkpoint,
+)
 from longspec.train.config import TrainConfig, load_config
 from longspec.train.distributed import (
     Termination,
@@ -29,16 +37,12 @@ from longspec.train.distributed import (
     summed,
 )
 from longspec.train.engine import build_engine, build_pair, cosine_with_warmup, set_learning_rate
+from longspec.train.evaluation import Evaluation, rows_held_out
 from longspec.train.generations import Progress, find_latest, set_newer_aside
 from longspec.train.inputs import Inputs, read_inputs
 from longspec.train.logging import RunLog, setup_logging
 from longspec.train.loss import Objective
-from longspec.train.positions import (
-    anchor_offset_positions,
-    contiguous_positions,
-    micro_step_generator,
-    random_lags,
-)
+from longspec.train.positions import micro_step_generator, random_lags, variant_positions
 from longspec.train.sampler import ResumableSampler
 
 logger = logging.getLogger(__name__)
@@ -68,6 +72,7 @@ def train(asked: TrainConfig) -> None:
     if start == total:
         logger.info("nothing left to do: %s already holds step %d, the last one", config.output_dir, total)
         return
+    held_out = from_rank_zero(lambda: rows_held_out(config, inputs))
     logger.info(
         "%d rows, %d a step; steps %d … %d; target %s, draft %s",
         *(len(inputs.rows), rows_a_step(config), start + 1, total, config.model_name_or_path),
@@ -79,7 +84,7 @@ def train(asked: TrainConfig) -> None:
     engine = build_engine(config, build_pair(config, draft))
     if resumed:
         load_state(engine, *resumed)
-    Trainer(config, engine, inputs, start, total).run()
+    Trainer(config, engine, inputs, start, total, held_out).run()
 
 
 def _where_to_start(config: TrainConfig) -> tuple[Any, Progress] | None:
@@ -118,11 +123,13 @@ def rows_a_step(config: TrainConfig) -> int:
 class Trainer:
     """The loop over optimizer steps. Every rank has one; rank 0's also logs."""
 
-    def __init__(self, config: TrainConfig, engine: Any, inputs: Inputs, start: int, total: int) -> None:
+    def __init__(self, config: TrainConfig, engine: Any, inputs: Inputs, start: int, total: int, held_out: int) -> None:
+        """Steps `start` + 1 … `total`; `held_out` rows are evaluated on the way."""
         self.config, self.engine, self.inputs = config, engine, inputs
         self.start, self.total = start, total
         self.schedule = cosine_with_warmup(total, config.warmup_ratio)
         self.objective = Objective(config.loss, config.log_target_loss)
+        self.evaluation = Evaluation(config, engine, inputs, self.objective, held_out) if held_out else None
         self.accumulation = config.gradient_accumulation_steps
         self.sampler = ResumableSampler(
             rows=len(inputs.rows),
@@ -146,6 +153,8 @@ class Trainer:
         """Train up to the last step and save there, whatever `save_steps` says; SIGTERM stops and saves earlier."""
         self.engine.train()
         batches = iter(self.loader)
+        remembers = self.start and self.config.evaluation.keep_best
+        self.best = from_rank_zero(lambda: read_best(self.config) if remembers else -math.inf)
         log = RunLog(self.config, dist.get_rank(), self.start, self.total)
         done = self.start
         with Termination() as termination:
@@ -156,7 +165,8 @@ class Trainer:
                 if metrics is None:
                     break
                 done = step
-                log.step({"step": step, **metrics, "seconds": time.perf_counter() - began})
+                metrics["seconds"] = time.perf_counter() - began
+                log.step({"step": step, **metrics, **self.evaluate(step, termination)})
                 if step % self.config.save_steps == 0 or step == self.total:
                     self.save(step)
             if done < self.total:
@@ -168,6 +178,18 @@ class Trainer:
     def save(self, step: int) -> None:
         progress = Progress(step, dist.get_world_size())
         save_checkpoint(self.engine, self.inputs.tokenizer, self.config, progress, self.config.output_dir)
+
+    def evaluate(self, step: int, termination: Termination) -> dict[str, float]:
+        """The held-out metrics after `step`, {} where none are due; the best draft is kept where that is asked."""
+        wanted = self.config.evaluation
+        if self.evaluation is None or (step % wanted.steps and step != self.total):
+            return {}
+        found = self.evaluation.run(termination)
+        if wanted.keep_best and found and found["eval_acceptance_length"] > self.best:
+            self.best = found["eval_acceptance_length"]
+            progress = Progress(step, dist.get_world_size())
+            save_best(self.engine.module, self.inputs.tokenizer, self.config, progress, found)
+        return found
 
     def train_step(self, step: int, window: list[Batch], termination: Termination) -> dict[str, float] | None:
         """One optimizer step over the accumulation window's micro-batches; None if SIGTERM came before its end.
@@ -219,14 +241,9 @@ class Trainer:
         generator = micro_step_generator(self.config.seed, micro_step, dist.get_rank())
         torch.manual_seed(generator.initial_seed())  # so that whatever else is random does not depend on the past
         shape = (batch["input_ids"].shape[0], batch["input_ids"].shape[1])
-        segments, variant = batch["cu_seqlens"], self.config.variant
-        lags = None
-        if variant.name == "base":
-            positions = contiguous_positions(segments, shape)
-        else:
-            window = self.inputs.window
-            positions = anchor_offset_positions(segments, shape, variant.max_offset, window, generator)
-            lags = random_lags(len(segments) - 1, variant.depth, generator)
+        segments, variant, window = batch["cu_seqlens"], self.config.variant, self.inputs.window
+        positions = variant_positions(variant.name, segments, shape, variant.max_offset, window, generator)
+        lags = None if variant.name == "base" else random_lags(len(segments) - 1, variant.depth, generator)
         given = {"input_ids": batch["input_ids"], "labels": batch["labels"], "position_ids": positions}
         on_device = {name: tensor.to(self.engine.device, non_blocking=True) for name, tensor in given.items()}
         # Segments and lags stay: attention reads them on the host, and a copy back would wait for the device.

@@ -1,6 +1,7 @@
 """Rotation of checkpoints: a crash between any two acts of a save leaves a whole pair, and the newest one is found."""
 
 import errno
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,10 @@ from training_fixtures import ROOT
 
 from longspec.errors import UserError
 from longspec.train import checkpoint, generations
-from longspec.train.checkpoint import check_same_run, locate, read_draft, save_checkpoint
+from longspec.train.checkpoint import check_same_run, locate, read_best, read_draft, save_checkpoint
 from longspec.train.config import CONFIG_NAME, TrainConfig, compose_config, to_yaml, typed
 from longspec.train.generations import (
+    BEST,
     DRAFTS,
     MARKER,
     STATES,
@@ -104,6 +106,43 @@ def test_a_crash_in_rotation_loses_nothing(act: int, tmp_path: Path, monkeypatch
     assert step_of(tmp_path / "checkpoint-last") == 3
     assert not (tmp_path / STATES[0]).exists() and not (tmp_path / DRAFTS[0]).exists()
     assert all(step == 2 for name, step in whole_folders(tmp_path) if "2" in name)
+
+
+@pytest.mark.parametrize("act", range(4))
+def test_a_crash_in_keeping_the_best_loses_nothing(act: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 acts to remove the one before, 1 to rename; the fourth never comes. What is not whole never replaces it."""
+    staged, best = (tmp_path / name for name in BEST)
+    write(best, 1)
+    write(staged, 2)
+    with monkeypatch.context() as dying:
+        crash_at(act, dying)
+        if act < 3:
+            with pytest.raises(Crash):
+                settle(tmp_path)
+    settle(tmp_path)
+    assert whole_folders(tmp_path) == [("checkpoint-best", 2)]
+    write(staged, 3, whole=False)
+    settle(tmp_path)
+    assert whole_folders(tmp_path) == [("checkpoint-best", 2)]
+
+
+def test_the_best_so_far_is_read_back_unless_it_cannot_be_compared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """-inf lets the next evaluation replace a draft that is damaged or was the best on other rows."""
+    given = {"output_dir": str(tmp_path), "evaluation.files": "[held_out.jsonl]"}
+    assert read_best(stored_config(**given)) == -math.inf and not caplog.text
+    best = tmp_path / BEST[1]
+    best.mkdir()
+    (best / CONFIG_NAME).write_text(to_yaml(stored_config(**given)))
+    (best / "evaluation.json").write_text('{"step": 4, "eval_acceptance_length": 2.5}')
+    seal(best, progress(4))
+    assert read_best(stored_config(**given)) == 2.5 and not caplog.text
+    for other in ({"evaluation.files": "[other.jsonl]"}, {"evaluation.rows": "3"}):
+        assert read_best(stored_config(**(given | other))) == -math.inf
+        assert "other held-out rows" in caplog.text
+    (best / "evaluation.json").write_text("{}")
+    assert read_best(stored_config(**given)) == -math.inf and "has 2 bytes" in caplog.text
 
 
 @pytest.mark.parametrize("state_whole", [True, False])

@@ -124,6 +124,13 @@ def test_family_is_an_override(paths: list[str]) -> None:
         ("data.num_proc=0", "data.num_proc"),
         ("model.attn_implementation=flash", "attn_implementation"),
         ("tp_size=2", "tp_size"),
+        ("evaluation.keep_best=true", "evaluation.keep_best"),
+        ("evaluation.files=nowhere.jsonl", "nowhere.jsonl"),
+        ("evaluation.files=7", "evaluation.files"),
+        ("evaluation.files=${data.files}", "evaluation.files"),
+        ("evaluation.steps=0", "evaluation.steps"),
+        ("evaluation.rows=0", "evaluation.rows"),
+        ("evaluation.file=x", "evaluation.file"),
     ],
 )
 def test_wrong_key_is_named(override: str, key: str, paths: list[str]) -> None:

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from training_fixtures import ROOT, make_target, write_texts
+from training_fixtures import ROOT, make_target, one_rank_alone, write_texts
 
 from longspec.errors import UserError
 from longspec.train import trainer as trainer_module
 from longspec.train.config import TrainConfig, load_config
-from longspec.train.distributed import start_ranks
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.inputs import Inputs, read_inputs
 from longspec.train.positions import anchor_offset_positions, micro_step_generator, random_lags
@@ -48,10 +46,10 @@ def handed_over(config: TrainConfig, rank: int, micro_step: int, monkeypatch: py
             return given
 
     monkeypatch.setattr(trainer_module, "dist", SimpleNamespace(get_rank=lambda: rank, get_world_size=lambda: 2))
-    inputs = Inputs([[]], lambda rows: {}, None, None, WINDOW)  # type: ignore[arg-type]
+    inputs = Inputs([[]], None, lambda rows: {}, None, None, WINDOW)  # type: ignore[arg-type]
     tokens = torch.arange(32).view(2, 16)
     batch = {"input_ids": tokens, "labels": tokens + 1, "cu_seqlens": SEGMENTS}
-    return Trainer(config, Engine(), inputs, 0, 1).forward(micro_step, batch)  # type: ignore[return-value]
+    return Trainer(config, Engine(), inputs, 0, 1, held_out=0).forward(micro_step, batch)  # type: ignore[return-value]
 
 
 def test_slicing_draws_positions_and_lags_by_seed_step_and_rank(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,12 +79,7 @@ def test_base_has_contiguous_positions_and_no_lags(load: Any, monkeypatch: pytes
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in alone.items():
-        monkeypatch.setenv(name, value)
-    start_ranks()
-    yield
-    dist.destroy_process_group()
+    yield from one_rank_alone(monkeypatch)
 
 
 def test_bf16_keeps_rotary_frequencies_and_master_weights_in_fp32(load: Any, one_rank: None) -> None:

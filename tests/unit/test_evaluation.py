@@ -1,0 +1,152 @@
+"""Held-out scores against plain formulas on whole logits, and what is no place to draft."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pairs import Handed
+from tiny_tokenizer import byte_tokenizer
+from torch import Tensor
+from training_fixtures import ROOT, make_target, one_rank_alone, write_answers, write_texts
+
+from longspec.errors import UserError
+from longspec.train.config import TrainConfig, load_config
+from longspec.train.engine import build_pair
+from longspec.train.evaluation import Evaluation, chain_roots, chain_runs, rows_held_out
+from longspec.train.inputs import read_inputs
+from longspec.train.loss import Objective
+from longspec.train.positions import micro_step_generator, variant_positions
+
+VOCAB = byte_tokenizer().get_vocab()
+NEVER: Any = SimpleNamespace(agreed=lambda: False)
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from one_rank_alone(monkeypatch)
+
+
+@pytest.fixture
+def load(tmp_path: Path):  # type: ignore[no-untyped-def]
+    """The tiny first stage with texts to train on and other ones held out."""
+    target, data = make_target(tmp_path / "target"), write_texts(tmp_path / "data.jsonl", count=3)
+    held_out = write_texts(tmp_path / "held_out.jsonl", count=6, seed=5)
+    given = [f"model_name_or_path={target}", f"data.files={data}", f"data.cache_dir={tmp_path}/cache"]
+
+    def run(*overrides: str) -> TrainConfig:
+        arguments = ["-cp", str(ROOT / "conf/exp"), "-cn", "tiny_glide_stage1_sinkpi-slicing", *given]
+        arguments += [f"evaluation.files={held_out}", f"output_dir={tmp_path}/out"]
+        config = load_config([*arguments, *overrides])
+        assert config is not None
+        return config
+
+    return run
+
+
+def test_runs_end_at_the_first_depth_that_is_wrong() -> None:
+    """Depth d of the chain at root n is the hit on token n + d at lag d; a border or a prompt holds no chain."""
+    labels = torch.tensor([[-100, 1, 1, 1, 1, -100, 1, 1, 1, 1]])  # two segments of 5 tokens
+    assert chain_roots(labels, 2).tolist() == [[False, True, True, False, False, False, True, True]]
+    at_lag_1 = torch.tensor([[0, 0, 1, 1, 0, 0, 0, 0, 1, 0]], dtype=torch.bool)
+    at_lag_2 = torch.tensor([[0, 0, 0, 1, 0, 0, 0, 0, 1, 1]], dtype=torch.bool)
+    # root 1: token 2 at lag 1, token 3 at lag 2; root 2: 3 right, 4 wrong; root 6: 7 wrong at once; root 7: 8, 9
+    assert chain_runs(torch.stack([at_lag_1, at_lag_2]), labels).tolist() == [2, 1, 0, 2]
+
+
+def test_a_row_too_short_for_a_chain_has_none() -> None:
+    labels = torch.tensor([[-100, 1, 1]])
+    assert chain_runs(torch.ones(5, 1, 3, dtype=torch.bool), labels).tolist() == []
+
+
+def plain_scores(model: Any, inputs: Any, config: TrainConfig, depth: int, rows: int) -> dict[str, float]:
+    """The metrics by whole logits, one forward pass a lag, and loops over tokens."""
+    losses: list[Tensor] = []
+    right: dict[int, list[bool]] = {lag: [] for lag in range(1, depth + 1)}
+    runs = []
+    for row in range(rows):
+        batch = inputs.collate([inputs.held_out[row]])
+        labels, segments = batch["labels"], batch["cu_seqlens"]
+        generator = micro_step_generator(config.seed, row, 0)
+        shape = tuple(labels.shape)
+        variant = config.variant
+        positions = variant_positions(variant.name, segments, shape, variant.max_offset, inputs.window, generator)
+        guesses = []
+        for lag in right:
+            lags = torch.full((len(segments) - 1,), lag)
+            head = Handed(lambda hidden, target_hidden, labels, lm_head: lm_head(hidden)[0])
+            logits = model(**batch, position_ids=positions, lags=lags, objective=head)
+            wanted = labels[0, 1:]
+            losses.append(F.cross_entropy(logits[:-1], wanted, ignore_index=-100, reduction="none")[wanted != -100])
+            guesses.append(logits.argmax(-1).tolist())
+            right[lag] += [guesses[-1][i - 1] == int(labels[0, i]) for i in range(1, shape[1]) if labels[0, i] != -100]
+        for root in range(shape[1] - depth):
+            if (labels[0, root : root + depth + 1] != -100).all():
+                correct = [guesses[d - 1][root + d - 1] == int(labels[0, root + d]) for d in range(1, depth + 1)]
+                runs.append(correct.index(False) if False in correct else depth)
+    shares = {f"eval_top1_lag_{lag}": sum(hits) / len(hits) for lag, hits in right.items()}
+    loss = float(torch.cat(losses).mean())
+    return shares | {"eval_loss": loss, "eval_ce": loss, "eval_acceptance_length": 1 + sum(runs) / len(runs)}
+
+
+@pytest.mark.parametrize(("variant", "depth"), [("sinkpi-slicing", 5), ("base", 4)])
+@torch.no_grad()
+def test_metrics_are_those_of_whole_logits(load: Any, one_rank: None, variant: str, depth: int) -> None:
+    """Every term; a head that prefers two common bytes makes some chains right and others wrong."""
+    config = load(f"variant={variant}", "evaluation.rows=3")
+    inputs = read_inputs(config)
+    assert inputs.held_out is not None and len(inputs.held_out) >= 3
+    model: Any = build_pair(config, None)
+    model.lm_head.weight[[VOCAB["e"], VOCAB["t"]]] *= 8
+    engine = _Engine(model)
+    count = rows_held_out(config, inputs)
+    found = Evaluation(config, engine, inputs, Objective("ce"), count).run(NEVER)
+    assert found.pop("eval_seconds") > 0 and count == 3
+    expected = plain_scores(model, inputs, config, depth, count)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert math.isclose(found[name], value, rel_tol=1e-5), name
+    assert engine.modes == ["eval", "train"]
+    assert 0 < expected["eval_top1_lag_1"] < 1 and expected["eval_acceptance_length"] > 1
+
+
+class _Engine:
+    """What an evaluation needs of DeepSpeed's engine."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.device, self.modes = model, torch.device("cpu"), []  # type: ignore[var-annotated]
+
+    def __call__(self, **given: Any) -> Any:
+        return self.model(**given)
+
+    def eval(self) -> None:
+        self.modes.append("eval")
+
+    def train(self) -> None:
+        self.modes.append("train")
+
+
+def test_sigterm_ends_it_without_a_result(load: Any, one_rank: None) -> None:
+    config = load("evaluation.rows=null")
+    inputs = read_inputs(config)
+    asked = iter([False, True])
+    evaluation = Evaluation(config, _Engine(build_pair(config, None)), inputs, Objective("ce"), 2)
+    assert evaluation.run(SimpleNamespace(agreed=lambda: next(asked))) == {}  # type: ignore[arg-type]
+
+
+def test_held_out_rows_without_a_chain_are_one_line(load: Any, tmp_path: Path) -> None:
+    (tmp_path / "short.jsonl").write_text('{"text": "abc"}\n')
+    config = load(f"evaluation.files={tmp_path}/short.jsonl")
+    with pytest.raises(UserError, match=r"evaluation\.files: the first 1 rows .* 6 tokens"):
+        rows_held_out(config, read_inputs(config))
+
+
+def test_rows_are_the_first_ones_or_all(load: Any, tmp_path: Path) -> None:
+    answers = write_answers(tmp_path / "answers.jsonl", count=7)
+    for wanted, count in (("3", 3), ("null", 7), ("100", 7)):
+        config = load(f"evaluation.files={answers}", f"evaluation.rows={wanted}", "data.pack=false")
+        assert rows_held_out(config, read_inputs(config)) == count
