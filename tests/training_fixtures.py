@@ -10,11 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from pairs import save_target
+from pairs import Handed, save_target
 from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
+from torch import Tensor
 
+from longspec.train.config import TrainConfig
 from longspec.train.distributed import start_ranks
+from longspec.train.engine import build_pair, cosine_with_warmup
+from longspec.train.inputs import read_inputs
+from longspec.train.positions import contiguous_positions
+from longspec.train.sampler import ResumableSampler
 from scripts.demo.machine import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,3 +102,29 @@ def launched(experiment: str, *overrides: str, ranks: int = 2, script: str = TRA
 
 def metrics(output: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def plain_training(config: TrainConfig, steps: int, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and draft of the base variant, as `ranks` train it, by one process, one batch a step, the plain loss on
+    whole logits, and torch's own optimizer."""
+    inputs = read_inputs(config)
+    model: Any = build_pair(config, None)
+    draft, factor = list(model.draft_model.parameters()), cosine_with_warmup(steps, config.warmup_ratio)
+    optimizer = torch.optim.AdamW(draft, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+    rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * ranks
+    losses = []
+    for step, numbers in enumerate(ResumableSampler(len(inputs.rows), rows, 0, 1, config.seed, 0, steps)):
+        batch = inputs.collate([inputs.rows[number] for number in numbers])
+        positions = contiguous_positions(batch["cu_seqlens"], tuple(batch["input_ids"].shape))  # type: ignore[arg-type]
+        loss = model(**batch, position_ids=positions, objective=Handed(_mean_cross_entropy))
+        optimizer.param_groups[0]["lr"] = config.learning_rate * factor(step)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(draft, config.max_grad_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.draft_model.state_dict()
+
+
+def _mean_cross_entropy(hidden: Tensor, target_hidden: None, labels: Tensor, lm_head: Any) -> Tensor:
+    return torch.nn.functional.cross_entropy(lm_head(hidden[:, :-1]).flatten(0, 1), labels[:, 1:].flatten())

@@ -5,49 +5,20 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from training_fixtures import ROOT, launch, launched, make_target, metrics, write_answers, write_texts
+from training_fixtures import ROOT, launch, launched, make_target, metrics, plain_training, write_answers, write_texts
 
-from longspec.data.collators import IGNORED
 from longspec.models.draft_files import load_draft
-from longspec.train.config import TrainConfig, load_config
-from longspec.train.engine import build_pair, cosine_with_warmup
-from longspec.train.inputs import read_inputs
-from longspec.train.loss import Objective
-from longspec.train.positions import contiguous_positions
-from longspec.train.sampler import ResumableSampler
+from longspec.train.config import load_config
 
 STAGES = [f"tiny_glide_stage{number}_sinkpi-slicing" for number in (1, 2, 3)]
 SHARDED = "+deepspeed.zero_optimization.stage3_param_persistence_threshold=0"  # or tiny weights stay whole
 STEPS = 4
 ONE_FAMILY = pytest.mark.parametrize("curriculum", ["llama"], indirect=True)
-
-
-def plain_training(config: TrainConfig, steps: int, world: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and draft of the base variant by one process, one batch a step, and torch's own optimizer."""
-    inputs = read_inputs(config)
-    model: Any = build_pair(config, None)
-    draft, factor = list(model.draft_model.parameters()), cosine_with_warmup(steps, config.warmup_ratio)
-    optimizer = torch.optim.AdamW(draft, betas=(0.9, 0.95), weight_decay=config.weight_decay)
-    rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * world
-    losses = []
-    for step, numbers in enumerate(ResumableSampler(len(inputs.rows), rows, 0, 1, config.seed, 0, steps)):
-        batch = inputs.collate([inputs.rows[number] for number in numbers])
-        positions = contiguous_positions(batch["cu_seqlens"], tuple(batch["input_ids"].shape))  # type: ignore[arg-type]
-        total, _ = model(**batch, position_ids=positions, objective=Objective("ce"))
-        loss = total / (batch["labels"] != IGNORED).sum()
-        optimizer.param_groups[0]["lr"] = config.learning_rate * factor(step)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(draft, config.max_grad_norm)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, model.draft_model.state_dict()
 
 
 def test_two_ranks_train_as_one_plain_loop_does(tmp_path: Path) -> None:
@@ -57,7 +28,7 @@ def test_two_ranks_train_as_one_plain_loop_does(tmp_path: Path) -> None:
     overrides += [f"output_dir={tmp_path}/out", "variant=base", "max_steps=3", "max_grad_norm=0.3", "data.pack=false"]
     config = load_config(["-cp", str(ROOT / "conf/exp"), "-cn", STAGES[0], *overrides])
     assert config is not None
-    losses, weights = plain_training(config, steps=3, world=2)
+    losses, weights = plain_training(config, steps=3, ranks=2)
     launched(STAGES[0], *overrides)
     logged = metrics(tmp_path / "out")
     assert [line["step"] for line in logged] == [1, 2, 3]

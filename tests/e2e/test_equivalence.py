@@ -1,0 +1,149 @@
+"""However a step's rows are cut over ranks, shards and micro-batches, the draft's training is the same.
+
+Twelve steps of four rows on the same tiny pair and the same order of data, on the real launcher, each against one rank
+with ZeRO-1 in fp32 and the four rows in one micro-batch. The base variant, for lags are drawn for each micro-batch and
+rank. Every run goes through tests/watched_run.py: on each rank only the draft has gradients, and not a byte of the
+target changes.
+
+In fp32 a setting changes nothing but the order of sums: measured on two CPU cores, 2e-7 of the losses and 5e-7 of
+the way from the fresh draft to the last. In bf16 the target, the draft's activations and the weights that are saved have 8
+significant bits (half a unit is 0.2%), only the optimizer's masters 24: measured are 3e-4 of the losses, 5e-3 of the
+gradients' norms and 5e-2 of the way.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from training_fixtures import ROOT, launched, make_target, metrics, plain_training, write_texts
+
+from longspec.models.draft_files import load_draft
+from longspec.train.config import TrainConfig, load_config
+from longspec.train.engine import build_pair, cosine_with_warmup
+
+pytestmark = pytest.mark.slow
+EXPERIMENT = "tiny_glide_stage1_sinkpi-slicing"
+SHARDED = "+deepspeed.zero_optimization.stage3_param_persistence_threshold=0"  # or tiny weights stay whole
+STEPS, ROWS_A_STEP, TEXTS, LEARNING_RATE = 12, 4, 10, 1e-3
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way to cut the same steps; `loss` and `weight` are how far it may be from the reference."""
+
+    name: str
+    ranks: int = 1
+    micro_batch: int = 4
+    accumulation: int = 1
+    more: tuple[str, ...] = ()
+    loss: float = 1e-6  # relative, of each step's loss and of the held-out one
+    norm: float = 1e-6  # relative, of each step's gradient
+    draft: float = 1e-5  # the distance of the last drafts, as a share of the way from the fresh draft
+
+    @property
+    def folder(self) -> str:
+        return self.name.replace(" ", "-").replace(",", "")
+
+    def overrides(self) -> list[str]:
+        batch = [
+            f"per_device_train_batch_size={self.micro_batch}",
+            f"gradient_accumulation_steps={self.accumulation}",
+        ]
+        return [*batch, *self.more]
+
+
+REFERENCE = Setting("1 rank, ZeRO-1, fp32, 4 x 1")
+SETTINGS = [
+    Setting("accumulation 1 x 4", micro_batch=1, accumulation=4),
+    Setting("2 ranks", ranks=2, micro_batch=2),
+    Setting("ZeRO-2", ranks=2, micro_batch=1, accumulation=2, more=("deepspeed=zero2",)),
+    Setting("ZeRO-3", ranks=2, micro_batch=1, accumulation=2, more=("deepspeed=zero3", SHARDED)),
+    Setting("bf16", more=("model.torch_dtype=bfloat16",), loss=1e-3, norm=2e-2, draft=0.1),
+]
+
+
+def overrides(work: Path) -> list[str]:
+    """Of every run; 10 texts, each a row, at 4 a step, so that every third step or so lies across two epochs."""
+    given = [f"model_name_or_path={work}/target", f"data.files={work}/texts.jsonl", f"data.cache_dir={work}/cache"]
+    given += [f"evaluation.files={work}/held_out.jsonl", "evaluation.rows=3", "variant=base"]
+    given += ["data.pack=false", "data.max_length=512"]
+    return [*given, f"learning_rate={LEARNING_RATE}", "max_grad_norm=0.5", f"evaluation.steps={STEPS}"]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Target, texts, and the reference run, whose length is told in epochs: ceil(4.7 epochs · 10 rows / 4) steps."""
+    work = tmp_path_factory.mktemp("equivalence")
+    make_target(work / "target")
+    write_texts(work / "texts.jsonl", count=TEXTS)
+    write_texts(work / "held_out.jsonl", count=3, seed=1)
+    train(work, REFERENCE, "num_train_epochs=4.7")
+    return work
+
+
+def train(work: Path, setting: Setting, length: str) -> Path:
+    output = work / setting.folder
+    line = [*overrides(work), *setting.overrides(), f"output_dir={output}", length]
+    launched(EXPERIMENT, *line, ranks=setting.ranks, script="tests/watched_run.py")
+    return output
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_same_curve(work: Path, setting: Setting) -> None:
+    """The same steps; and losses, gradient norms, held-out loss and last draft that differ by rounding alone."""
+    output = train(work, setting, f"max_steps={STEPS}")
+    ours, wanted = metrics(output), metrics(work / REFERENCE.folder)
+    for name in ("step", "lr", "tokens", "epoch"):
+        assert [line[name] for line in ours] == [line[name] for line in wanted], name
+    for name, tolerance in (("loss", setting.loss), ("grad_norm", setting.norm)):
+        assert [line[name] for line in ours] == pytest.approx([line[name] for line in wanted], rel=tolerance), name
+    assert ours[-1]["eval_loss"] == pytest.approx(wanted[-1]["eval_loss"], rel=setting.loss)
+    assert share_of_the_way(work, load_draft(output / "checkpoint-last")) < setting.draft
+
+
+def share_of_the_way(work: Path, draft: dict[str, Tensor]) -> float:
+    """How far `draft` is from the reference's, over how far that is from the fresh one."""
+    reference = load_draft(work / REFERENCE.folder / "checkpoint-last")
+    return distance(draft, reference) / distance(fresh_draft(work), reference)
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Euclidean, over all weights."""
+    assert one.keys() == other.keys()
+    return float(sum((weight.double() - other[name].double()).square().sum() for name, weight in one.items()) ** 0.5)
+
+
+def reference_config(work: Path) -> TrainConfig:
+    given = [*overrides(work), *REFERENCE.overrides(), f"output_dir={work}/{REFERENCE.folder}"]
+    config = load_config(["-cp", str(ROOT / "conf/exp"), "-cn", EXPERIMENT, *given])
+    assert config is not None
+    return config
+
+
+def fresh_draft(work: Path) -> dict[str, Tensor]:
+    pair: Any = build_pair(reference_config(work), None)
+    return pair.draft_model.state_dict()
+
+
+def test_reference_is_plain_training(work: Path) -> None:
+    """A plain loop in torch: the whole logits' cross-entropy, torch's AdamW and clipping, no engine and no shards."""
+    losses, weights = plain_training(reference_config(work), STEPS, ranks=1)
+    assert [line["loss"] for line in metrics(work / REFERENCE.folder)] == pytest.approx(losses, rel=REFERENCE.loss)
+    assert share_of_the_way(work, weights) < REFERENCE.draft
+
+
+def test_reference_steps_and_learning_rates_are_exact(work: Path) -> None:
+    """4.7 epochs of 10 rows at 4 a step end with the step that completes them; the cosine has that length."""
+    lines, factor = metrics(work / REFERENCE.folder), cosine_with_warmup(STEPS, 0.1)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["lr"] for line in lines] == [LEARNING_RATE * factor(step) for step in range(STEPS)]
+    assert [line["epoch"] for line in lines] == [step * ROWS_A_STEP / TEXTS for step in range(1, STEPS + 1)]
+    assert max(line["grad_norm"] for line in lines) > 0.5, "the clipping must be at work"
+
+
+def test_every_weight_of_the_draft_is_trained(work: Path) -> None:
+    trained = load_draft(work / REFERENCE.folder / "checkpoint-last")
+    assert not [name for name, weight in fresh_draft(work).items() if torch.equal(weight, trained[name])]
