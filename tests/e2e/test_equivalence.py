@@ -6,9 +6,9 @@ rank. Every run goes through tests/watched_run.py: on each rank only the draft h
 target changes.
 
 In fp32 a setting changes nothing but the order of sums: measured on two CPU cores, 2e-7 of the losses and 5e-7 of
-the way from the fresh draft to the last. In bf16 the target, the draft's activations and the weights that are saved have 8
-significant bits (half a unit is 0.2%), only the optimizer's masters 24: measured are 3e-4 of the losses, 5e-3 of the
-gradients' norms and 5e-2 of the way.
+the way from the fresh draft to the last. In bf16 the target, the draft's activations and the weights that are saved
+have 8 significant bits (half a unit is 0.2%), only the optimizer's masters 24: measured are 3e-4 of the losses, 5e-3 of
+the gradients' norms and 5e-2 of the way.
 """
 
 from dataclasses import dataclass
