@@ -26,9 +26,10 @@ from longspec.inference.acceptance import Sampler
 from longspec.inference.capture import CapturedRound, warm_up
 from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.engine import Engine
+from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.generate import Decoder
 from longspec.inference.methods import METHODS, make_drafter
-from longspec.inference.runner import FusedRunner, Runner
+from longspec.inference.runner import Runner
 from longspec.models.glide import GlideMixin
 
 ACCEPTANCE_LENGTH = 3.5

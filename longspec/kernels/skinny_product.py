@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.backend import shared_memory
+from longspec.kernels.backend import describe_gpu
 
 MAX_ROWS = 80
 SPLITS = 2
@@ -128,5 +128,5 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, rows: i
         BLOCK_N=64,
         BLOCK_K=block_k,
         num_warps=4,
-        num_stages=max(1, min(5, shared_memory(x.device) // stage_bytes)),
+        num_stages=max(1, min(5, describe_gpu(x.device).shared_memory // stage_bytes)),
     )

@@ -12,9 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from longspec.kernels.attention import causal_prefill
+from longspec.kernels.backend import Gpu
 from longspec.kernels.finish import finish_prefix, masked_attention, window_attention
 from longspec.kernels.prefix_attention import prefix_attention
-from longspec.kernels.tiles import Gpu, PrefixParts, count_splits, prefix_tiles
+from longspec.kernels.tiles import PrefixParts, count_splits, prefix_tiles
 
 FLASH_BLOCKS = {64: 192, 96: 144, 128: 176, 192: 112, 256: 80}
 """Keys of one FlashAttention-3 block without a mask, by the head_dim that it rounds up to."""

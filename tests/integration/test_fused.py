@@ -11,7 +11,8 @@ from longspec.inference.acceptance import Sampler
 from longspec.inference.drafting import glide
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
-from longspec.inference.runner import FusedRunner, Runner
+from longspec.inference.fused_runner import FusedRunner
+from longspec.inference.runner import Runner
 from longspec.models.fused import MergedLinear, can_fuse
 from longspec.models.glide import GlideMixin
 
