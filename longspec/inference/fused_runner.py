@@ -30,6 +30,7 @@ class FusedRunner(Runner):
         self.scale = head_dim(self.config) ** -0.5
 
     def prepare(self, positions: int) -> None:
+        super().prepare(positions)
         self.rope = rope_table(self.backbone.rotary_emb, self.model.lm_head.weight, positions)
 
     def embed(self, tokens: Tensor) -> ResidualStream:

@@ -92,7 +92,7 @@ def generate(
     """Continue prompts losslessly: greedy at temperature 0, else samples of the target's own distribution.
 
     input_ids, attention_mask: LongTensor [B, P], padded left or right as the mask says (all real without one).
-    method: vanilla, seq (a chain of gamma), tree (of tree_shape) or magicdec (a chain of gamma).
+    method: vanilla, seq, tree (of tree_shape), magicdec or lookup (prompt lookup); all but tree draft chains of gamma.
     eos_token_id, pad_token_id: None takes the model's own. streamer: gets the new tokens of a single row as they
     come, on the CPU, and not the prompt. seed: None draws from torch's global generator. tree_rule, above temperature
     0: "reject" (a tree sampled from the draft without replacement, with recursive rejection) or "descend" (the draft's
@@ -211,7 +211,7 @@ def check_drafting(method: str, tree_shape: Sequence[int], gamma: int, tree_rule
         raise UserError("tree_shape: empty; give the number of nodes of each level, as in 4 16 16 16 16")
     if method == "tree" and not all(1 <= width <= vocab_size for width in tree_shape):
         raise UserError(f"tree_shape: {list(tree_shape)}; each level needs 1 … {vocab_size} (vocabulary) nodes")
-    if method in ("seq", "magicdec") and gamma < 1:
+    if method in ("seq", "magicdec", "lookup") and gamma < 1:
         raise UserError(f"gamma: {gamma}; a chain needs at least 1 token")
 
 

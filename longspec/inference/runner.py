@@ -36,6 +36,7 @@ class Runner:
 
     def prepare(self, positions: int) -> None:
         """Called once, before any pass: positions 0 … `positions` - 1 will occur."""
+        self.positions = positions
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.lm_head(hidden)
