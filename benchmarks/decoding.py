@@ -70,6 +70,7 @@ def main() -> None:
     ceilings = measure_ceilings()
     found: list[Measured] = []
     peers: list[dict[str, Any]] = []
+    print(ceilings)
     print(HEADER)
     for shape in options.shapes:
         model = random_pair(shape)
