@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from longspec.inference.cache import DraftCache, TargetCache
-from longspec.inference.runner import QueryAttend, Runner
+from longspec.inference.runner import Runner
 from longspec.kernels.elementwise import gather_rows
 from longspec.models.draft_layer import head_dim
-from longspec.models.fused import FusedDraftLayer, FusedTargetLayer, Place, rope_table
+from longspec.models.fused import FusedDraftLayer, FusedTargetLayer, Place, RopeTable, rope_table
 from longspec.models.glide import GlideMixin
 from longspec.models.residual import ResidualStream, linear
-from longspec.models.target_attention import Attend
+from longspec.models.target_attention import Attend, QueryAttend
 
 
 class FusedRunner(Runner):
@@ -28,10 +28,12 @@ class FusedRunner(Runner):
         self.layers = [FusedTargetLayer(layer) for layer in self.backbone.layers]
         self.draft_layer = FusedDraftLayer(model.draft_model)
         self.scale = head_dim(self.config) ** -0.5
+        self.rope: RopeTable = (torch.empty(0), torch.empty(0))
 
     def prepare(self, positions: int) -> None:
         super().prepare(positions)
-        self.rope = rope_table(self.backbone.rotary_emb, self.model.lm_head.weight, positions)
+        if len(self.rope[0]) < positions:
+            self.rope = rope_table(self.backbone.rotary_emb, self.model.lm_head.weight, positions)
 
     def embed(self, tokens: Tensor) -> ResidualStream:
         return ResidualStream(gather_rows(self.backbone.embed_tokens.weight, tokens), self.config.rms_norm_eps)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 from torch import Tensor
 
@@ -13,12 +11,9 @@ from longspec.inference.cache import DraftCache, TargetCache
 from longspec.kernels.attention import decoding_attention
 from longspec.models.draft_layer import head_dim
 from longspec.models.glide import GlideMixin
-from longspec.models.target_attention import Attend, run_backbone
+from longspec.models.target_attention import Attend, QueryAttend, run_backbone
 
 logger = logging.getLogger(__name__)
-
-QueryAttend = Callable[[Tensor], Tensor]
-"""q [B, Hq, n, D] -> [B, Hq, n, D], over keys and values that are already stored"""
 
 
 class Runner:
@@ -80,9 +75,8 @@ def make_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:
     from longspec.inference.fused_runner import FusedRunner
     from longspec.models.fused import can_fuse
 
-    backbone: Any = model.model
-    if not all(can_fuse(layer) for layer in backbone.layers):
-        _log_plain(f"a target of {type(backbone.layers[0]).__name__}s")
+    if not can_fuse(model):
+        _log_plain(f"{type(model).__name__} with these layers")
         return runner
     return FusedRunner(model, attention)
 

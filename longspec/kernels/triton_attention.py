@@ -33,24 +33,20 @@ class TritonAttention:
         self.gpu = gpu
 
     def hybrid(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tree_mask: Tensor, scale: float) -> Tensor:
-        with torch.cuda.device_of(q):
-            parts = self.prefix_parts(q, k, v, lengths, scale)
-            return finish_prefix(q, k, v, lengths, tree_mask, scale, parts, self.gpu.shared_memory)
+        parts = self.prefix_parts(q, k, v, lengths, scale)
+        return finish_prefix(q, k, v, lengths, tree_mask, scale, parts, self.gpu.shared_memory)
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
-        with torch.cuda.device_of(q):
-            parts = self.prefix_parts(q, k, v, lengths, scale)
-            return finish_prefix(q, k, v, lengths, None, scale, parts, self.gpu.shared_memory)
+        parts = self.prefix_parts(q, k, v, lengths, scale)
+        return finish_prefix(q, k, v, lengths, None, scale, parts, self.gpu.shared_memory)
 
     def window(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float
     ) -> Tensor:
-        with torch.cuda.device_of(q):
-            return window_attention(q, k, v, lengths, level, tree_mask, scale, self.gpu.shared_memory)
+        return window_attention(q, k, v, lengths, level, tree_mask, scale, self.gpu.shared_memory)
 
     def masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-        with torch.cuda.device_of(q):
-            return masked_attention(q, k, v, mask, scale, self.gpu.shared_memory)
+        return masked_attention(q, k, v, mask, scale, self.gpu.shared_memory)
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return causal_prefill(q, k, v, scale)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -23,11 +26,15 @@ class LookupDrafter:
         self.runner = runner
         self.depth = gamma
         self.nodes = gamma + 1
-        self.history = torch.zeros(batch, 0, dtype=torch.long, device=runner.device)
-        """[B, positions]: each row's tokens by position; behind the root anything."""
+        self.batch = batch
+        self.kind: Hashable = type(self), gamma
+
+    @cached_property
+    def history(self) -> Tensor:
+        """LongTensor [B, positions]: each row's tokens by position; behind the root anything."""
+        return torch.zeros(self.batch, self.runner.positions, dtype=torch.long, device=self.runner.device)
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        self.history = prompts.new_zeros(len(prompts), self.runner.positions)
         self.history[:, : prompts.shape[1]] = prompts
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
