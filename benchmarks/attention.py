@@ -21,6 +21,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from benchmarks.ceilings import Ceilings, measure_ceilings
 from benchmarks.published_attention import published_attention
 from longspec.errors import UserError, reports_user_errors
 from longspec.kernels.attention import DecodingAttention, decoding_attention
@@ -50,11 +51,6 @@ class Inputs(NamedTuple):
     tree_mask: Tensor
 
 
-class Limits(NamedTuple):
-    bytes_per_second: float
-    operations_per_second: float
-
-
 @dataclass
 class Row:
     """Times of one call in microseconds; None: not run."""
@@ -82,20 +78,14 @@ def main() -> None:
     options = parse_options()
     if not torch.cuda.is_available():
         raise UserError("benchmarks.attention: kernels are timed on a CUDA device, and there is none here")
-    limits = Limits(copy_bandwidth(options.runs), product_rate(options.runs))
-    print(f"copy {limits.bytes_per_second / 1e12:.2f} TB/s, product {limits.operations_per_second / 1e12:.0f} TFLOP/s")
+    ceilings = measure_ceilings()
+    print(ceilings)
     print(header(), flush=True)
     rows = []
     for shape in ROWS:
-        rows.append(measure(*shape, limits, options))
+        rows.append(measure(*shape, ceilings, options))
         print(line(rows[-1]), flush=True)
-    facts = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "limits": limits._asdict(),
-        "config": vars(options),
-    }
+    facts = ceilings.describe() | {"triton": triton.__version__, "config": vars(options)}
     print(json.dumps({"benchmark": "attention", "unit": "us", "rows": [asdict(row) for row in rows]} | facts))
 
 
@@ -108,7 +98,7 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(model: str, heads: int, kv_heads: int, prefix: int, limits: Limits, options: argparse.Namespace) -> Row:
+def measure(model: str, heads: int, kv_heads: int, prefix: int, ceilings: Ceilings, options: argparse.Namespace) -> Row:
     inputs = make_inputs(heads, kv_heads, prefix, options.nodes)
     cuda = torch.device("cuda")
     backends = {name: decoding_attention(name, cuda, torch.bfloat16, HEAD_DIM) for name in ("triton", "auto")}
@@ -127,9 +117,9 @@ def measure(model: str, heads: int, kv_heads: int, prefix: int, limits: Limits, 
             calls["flex"] = flex_calls(inputs)
     kv_bytes = 2 * kv_heads * keys * HEAD_DIM * inputs[0].k.element_size()
     operations = 4 * heads * options.nodes * keys * HEAD_DIM
-    floor = max(kv_bytes / limits.bytes_per_second, operations / limits.operations_per_second)
+    floor = 1e3 * ceilings.floor_ms(kv_bytes, operations)
     errors = {f"{name}_error": error(backend, inputs[0], exact) for name, backend in backends.items()}
-    return Row(model, heads, kv_heads, prefix, floor=floor * 1e6, **time_calls(calls, options.runs), **errors)
+    return Row(model, heads, kv_heads, prefix, floor=floor, **time_calls(calls, options.runs), **errors)
 
 
 def make_inputs(heads: int, kv_heads: int, prefix: int, nodes: int) -> list[Inputs]:
@@ -221,20 +211,6 @@ def capture(calls: list[Call]) -> tuple[torch.cuda.CUDAGraph, int]:
             call()
     graph.replay()
     return graph, len(captured)
-
-
-def copy_bandwidth(runs: int) -> float:
-    """Bytes read and written a second by an elementwise kernel that copies with the sign changed."""
-    source = torch.randn(2**29, device="cuda")
-    target = torch.empty_like(source)
-    time = time_calls({"copy": [partial(torch.neg, source, out=target)]}, runs)["copy"]
-    return 2 * source.nbytes / (time * 1e-6)
-
-
-def product_rate(runs: int) -> float:
-    """Operations a second of an 8192³ matrix product in bf16 on random data."""
-    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
-    return 2 * 8192**3 / (time_calls({"product": [partial(torch.mm, a, b)]}, runs)["product"] * 1e-6)
 
 
 def header() -> str:

@@ -19,6 +19,9 @@ class Ceilings:
     matmul_flops_per_s: float
     """An 8192³ bf16 product of random matrices, over half a second: what the device keeps up, not its first burst."""
 
+    def __str__(self) -> str:
+        return f"copy {self.copy_bytes_per_s / 1e12:.2f} TB/s, product {self.matmul_flops_per_s / 1e12:.0f} TFLOP/s"
+
     def floor_ms(self, read_bytes: float, flops: float) -> float:
         """The longer of moving the bytes and doing the arithmetic."""
         return 1e3 * max(read_bytes / self.copy_bytes_per_s, flops / self.matmul_flops_per_s)

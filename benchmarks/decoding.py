@@ -26,9 +26,10 @@ from longspec.inference.acceptance import Sampler
 from longspec.inference.capture import CapturedRound, warm_up
 from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.engine import Engine
+from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.generate import Decoder
 from longspec.inference.methods import METHODS, make_drafter
-from longspec.inference.runner import FusedRunner, Runner
+from longspec.inference.runner import Runner
 from longspec.models.glide import GlideMixin
 
 ACCEPTANCE_LENGTH = 3.5
@@ -55,9 +56,10 @@ class Measured:
         return self.round_ms / self.floor_ms
 
     @property
-    def tokens_per_s(self) -> float:
-        """Of all rows: with ACCEPTANCE_LENGTH for a draft of its own, one token a step for vanilla."""
-        return self.batch * (1 if self.method == "vanilla" else ACCEPTANCE_LENGTH) / self.round_ms * 1e3
+    def tokens_per_s(self) -> float | None:
+        """Of all rows, for a vanilla token a step and a tree of ACCEPTANCE_LENGTH."""
+        per_round = {"vanilla": 1.0, "tree": ACCEPTANCE_LENGTH}.get(self.method)
+        return per_round and self.batch * per_round / self.round_ms * 1e3
 
 
 @reports_user_errors
@@ -68,6 +70,7 @@ def main() -> None:
     ceilings = measure_ceilings()
     found: list[Measured] = []
     peers: list[dict[str, Any]] = []
+    print(ceilings)
     print(HEADER)
     for shape in options.shapes:
         model = random_pair(shape)
@@ -130,7 +133,8 @@ def measure(
     wall_ms = (perf_counter() - start) / 30 * 1e3
     rewind()
     widths = {"tree": tuple(options.tree_shape), "vanilla": ()}.get(method, (1,) * options.gamma)
-    floor_ms = round_floor_ms(runner.config, ceilings, lengths, widths, own_draft=method == "magicdec")
+    drafted_by = {"magicdec": "target", "lookup": "nothing"}.get(method, "glide")
+    floor_ms = round_floor_ms(runner.config, ceilings, lengths, widths, drafted_by)
     found = Measured(
         shape,
         max(lengths),
@@ -232,7 +236,7 @@ def line(row: Measured) -> str:
     parts = "  ".join(f"{name} {value:.2f}" for name, value in row.parts.items())
     return (
         f"{row.shape:<11}{row.context:>8}{row.batch:>6} {row.method:<9}{row.round_ms:>8.2f}{row.floor_ms:>8.2f}"
-        f"{row.ratio:>7.2f}{row.busy:>6.2f}{row.tokens_per_s:>9.0f}  {parts}"
+        f"{row.ratio:>7.2f}{row.busy:>6.2f}{row.tokens_per_s or float('nan'):>9.0f}  {parts}"
     )
 
 

@@ -14,21 +14,21 @@ BYTES = 2
 
 
 def round_floor_ms(
-    config: Any, ceilings: Ceilings, lengths: Sequence[int], widths: Sequence[int], own_draft: bool = False
+    config: Any, ceilings: Ceilings, lengths: Sequence[int], widths: Sequence[int], drafted_by: str
 ) -> float:
     """Milliseconds of a round with levels of `widths` nodes (none: a vanilla step), summed over its parts.
 
     A part (the layers' weights, a layer's attention by row, the draft layer, lm_head) takes the longer of its bytes
-    and its arithmetic. lengths: cached tokens of each row. own_draft: the target drafts for itself over a constant
-    window (magicdec) instead of the GLIDE layer.
+    and its arithmetic. lengths: cached tokens of each row. drafted_by: "glide", "target" (magicdec, over a constant
+    window) or "nothing" that takes time.
     """
     batch, nodes = len(lengths), 1 + sum(widths)
     total = _pass_ms(config, ceilings, lengths, nodes)
     above = [1, *widths[:-1]] if widths else []
     for width in above:
-        if own_draft:
+        if drafted_by == "target":
             total += _pass_ms(config, ceilings, [min(length, SINK + RECENT) for length in lengths], width)
-        else:
+        elif drafted_by == "glide":
             total += _products_ms(ceilings, draft_weights(config), batch * width)
             total += sum(_attention_ms(config, ceilings, length, width) for length in lengths)
             total += _lm_head_ms(config, ceilings, batch * width)

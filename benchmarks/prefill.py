@@ -22,8 +22,8 @@ from longspec import generate
 from longspec.errors import UserError, reports_user_errors
 from longspec.inference.acceptance import Sampler
 from longspec.inference.engine import Engine
+from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import make_drafter
-from longspec.inference.runner import FusedRunner
 from longspec.models.draft_layer import WINDOW, head_dim
 from longspec.models.glide import GlideMixin
 

@@ -44,8 +44,8 @@ def random_pair(name: str) -> GlideMixin:
     family: Any = Qwen2Glide if isinstance(config, Qwen2Config) else LlamaGlide
 
     def random_target(self: GlideMixin, config: Any, path: str, dtype: torch.dtype) -> PreTrainedModel:
-        with torch.device("cuda"):
-            return family.target_class._from_config(config, dtype=dtype)
+        return family.target_class._from_config(config, dtype=dtype)
 
     made = type(f"Random{family.__name__}", (family,), {"_load_target": random_target})
-    return made(config, name, torch_dtype=torch.bfloat16).cuda().eval()
+    with torch.device("cuda"):
+        return made(config, name, torch_dtype=torch.bfloat16).eval()

@@ -28,7 +28,7 @@ class Oracle:
     ) -> None:
         """truth: each row's continuation from its first new token on, as far as any round looks ahead."""
         self.drafter = drafter
-        self.depth, self.nodes, self.start = drafter.depth, drafter.nodes, drafter.start
+        self.depth, self.nodes, self.kind, self.start = drafter.depth, drafter.nodes, drafter.kind, drafter.start
         self.prompt_lengths, self.truth, self.plan, self.vocab = prompt_lengths, truth, plan, vocab
         self.random = Random(5)
         self.rounds = 0
@@ -81,7 +81,8 @@ class DeviceOracle:
     ) -> None:
         """shape: of the drafter's trees; truth: LongTensor [B, tokens]."""
         self.drafter, self.truth, self.vocab = drafter, truth, vocab
-        self.depth, self.nodes, self.start, self.feed = drafter.depth, drafter.nodes, drafter.start, drafter.feed
+        self.depth, self.nodes, self.kind = drafter.depth, drafter.nodes, drafter.kind
+        self.start, self.feed = drafter.start, drafter.feed
         self.prompt_lengths = torch.tensor(prompt_lengths, device=truth.device)[:, None]
         self.plan = torch.tensor(plan, device=truth.device)
         self.last_of_level = torch.tensor([0, *accumulate(shape)], device=truth.device)

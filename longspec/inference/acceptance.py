@@ -95,8 +95,7 @@ def follow(proposal: Proposal, choice: Tensor) -> Accepted:
     if runs_triton(choice):
         from longspec.kernels.descent import follow_choices
 
-        with torch.cuda.device(choice.device):
-            return Accepted(*follow_choices(proposal.tokens, proposal.parents, choice, proposal.depth))
+        return Accepted(*follow_choices(proposal.tokens, proposal.parents, choice, proposal.depth))
     wanted = proposal.tokens == choice.gather(1, proposal.parents.clamp(min=0))
     path, count = _descend(proposal, wanted)
     return Accepted(path, count, choice.gather(1, path[:, -1:])[:, 0])
@@ -113,8 +112,7 @@ def reject(proposal: Proposal, q: Tensor, p: Tensor, sampler: Sampler) -> Accept
         from longspec.kernels.rejection import reject_children
 
         coins = sampler.uniforms(proposal.tokens)
-        with torch.cuda.device(p.device):
-            path, count, left = reject_children(proposal.tokens, proposal.parents, q, p, coins, proposal.depth)
+        path, count, left = reject_children(proposal.tokens, proposal.parents, q, p, coins, proposal.depth)
     else:
         odds, ratio = _odds(proposal, q, p)
         path, count = _descend(proposal, sampler.coin(odds))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import gc
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
+from threading import Lock
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 
 from longspec.inference.engine import Engine
 
+_one_at_a_time = Lock()
 _warm: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
 
 
@@ -40,12 +44,15 @@ class CapturedRound:
         self.graph.register_generator_state(_generator(engine))
         stream = _capture_stream(self.active.device)
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with _one_at_a_time, torch.cuda.stream(stream), _no_garbage_collection():
             self.graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self.result = engine.round(self.active)
-            finally:
-                self.graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # the capture that failed cannot be ended well
+                    self.graph.capture_end()
+                raise
+            self.graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
 
     def __call__(self, active: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,10 +61,31 @@ class CapturedRound:
         return self.result
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """What a finaliser does to the device would end a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all captures: libraries keep a workspace for every stream that they have seen."""
     return torch.cuda.Stream(device)
+
+
+def capture_round(engine: Engine) -> CapturedRound:
+    """`CapturedRound(engine)`, a second time if memory ran out: what earlier graphs held is given back only outside."""
+    try:
+        return CapturedRound(engine)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return CapturedRound(engine)
 
 
 def _generator(engine: Engine) -> torch.Generator:

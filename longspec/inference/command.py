@@ -118,7 +118,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=TREE_RULES[0],
         help="how a tree is drawn and accepted above temperature 0",
     )
-    add("--gamma", type=int, default=4, help="length of the chain (seq, magicdec)")
+    add("--gamma", type=int, default=4, help="length of the chain (seq, magicdec, lookup)")
     add("--seed", type=int, default=0)
     add("--batch_size", type=int, default=1)
     add("--output_dir", help="default: outputs/inference/<model>/<task>/<method>")

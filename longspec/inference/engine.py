@@ -44,9 +44,19 @@ class Engine:
 
     @property
     def kind(self) -> Hashable:
-        """Engines of one kind launch the same kernels."""
-        drafter, sampler = self.drafter, self.sampler
-        return type(drafter), len(self.root), drafter.depth, drafter.nodes, sampler.greedy, self.runner.attention.name
+        """Engines of one kind launch the same kernels in a round."""
+        sampler, runner = self.sampler, self.runner
+        # Attention goes by the cache's size, up to some 128 splits of it.
+        size = min(self.cache.keys.shape[3] // CAPACITY_STEP, 128)
+        return (
+            self.drafter.kind,
+            len(self.root),
+            size,
+            sampler.greedy,
+            sampler.cuts,
+            runner.dtype,
+            runner.attention.name,
+        )
 
     def prefill(self) -> Tensor:
         """Read the prompts and choose each row's first token, LongTensor [B]: the first root."""

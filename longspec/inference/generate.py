@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longspec.errors import UserError
 from longspec.inference.acceptance import Sampler
-from longspec.inference.capture import CapturedRound, warm_up
+from longspec.inference.capture import capture_round, warm_up
 from longspec.inference.engine import Engine
 from longspec.inference.methods import METHODS, TREE_RULES, make_drafter
 from longspec.inference.runner import make_runner
@@ -44,7 +44,7 @@ class GenerationStats:
     accepted_by_depth: list[int] = field(default_factory=list)
     """Entry d - 1: passes that emitted at least d draft tokens."""
     ttft_s: float = 0.0
-    """Time to first token: prefill."""
+    """Time to first token: prefill, and what recording a round as a graph takes longer than it."""
     decode_s: float = 0.0
     peak_memory_bytes: int = 0
     """Most bytes allocated on the CUDA device during the call; 0 on a CPU."""
@@ -92,7 +92,7 @@ def generate(
     """Continue prompts losslessly: greedy at temperature 0, else samples of the target's own distribution.
 
     input_ids, attention_mask: LongTensor [B, P], padded left or right as the mask says (all real without one).
-    method: vanilla, seq (a chain of gamma), tree (of tree_shape) or magicdec (a chain of gamma).
+    method: vanilla, seq, tree (of tree_shape), magicdec or lookup (prompt lookup); all but tree draft chains of gamma.
     eos_token_id, pad_token_id: None takes the model's own. streamer: gets the new tokens of a single row as they
     come, on the CPU, and not the prompt. seed: None draws from torch's global generator. tree_rule, above temperature
     0: "reject" (a tree sampled from the draft without replacement, with recursive rejection) or "descend" (the draft's
@@ -111,16 +111,15 @@ def generate(
     device = runner.device
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     sampler = Sampler(temperature, top_k, top_p, generator)
-    drafter = make_drafter(method, runner, len(rows), sampler, tree_shape, gamma, tree_rule)
-    eos_ids = _eos_ids(model, eos_token_id)
-    pad_id = _pad_id(model, pad_token_id)
-    prompts = _pad_right(rows, pad_id).to(device)
-    engine = Engine(runner, drafter, sampler, prompts, [len(row) for row in rows], max_new_tokens)
-    decoder = Decoder(engine, max_new_tokens, eos_ids, streamer)
-    decoder.run()
+    with torch.cuda.device_of(model.lm_head.weight):  # kernels are launched on the current device
+        drafter = make_drafter(method, runner, len(rows), sampler, tree_shape, gamma, tree_rule)
+        prompts = _pad_right(rows, 0).to(device)
+        engine = Engine(runner, drafter, sampler, prompts, [len(row) for row in rows], max_new_tokens)
+        decoder = Decoder(engine, max_new_tokens, _eos_ids(model, eos_token_id), streamer)
+        decoder.run()
     new_tokens = [torch.tensor(tokens, dtype=torch.long, device=device) for tokens in decoder.new_tokens]
     whole = [torch.cat([row.to(device), new]) for row, new in zip(rows, new_tokens, strict=True)]
-    return GenerationOutput(_pad_right(whole, pad_id), new_tokens, decoder.stats)
+    return GenerationOutput(_pad_right(whole, _pad_id(model, pad_token_id)), new_tokens, decoder.stats)
 
 
 class Decoder:
@@ -138,6 +137,8 @@ class Decoder:
         device = self.engine.prompts.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+        if self.engine.runner.capturable:
+            warm_up(self.engine)
         start = time.perf_counter()
         first, play_round = self._start()
         self.stats.ttft_s = time.perf_counter() - start
@@ -154,11 +155,10 @@ class Decoder:
 
     def _start(self) -> tuple[list[int], Round]:
         """Prefill; each row's first token, and what plays a round."""
-        if not self.engine.runner.capturable:
-            return self.engine.prefill().tolist(), self.engine.round
-        warm_up(self.engine)
         first = self.engine.prefill()
-        captured = CapturedRound(self.engine)  # while the device still reads the prompts
+        if not self.engine.runner.capturable or self.limit == 1:
+            return first.tolist(), self.engine.round
+        captured = capture_round(self.engine)  # while the device still reads the prompts
         return first.tolist(), captured
 
     def note(self, tokens: Tensor, counts: Tensor) -> None:
@@ -211,7 +211,7 @@ def check_drafting(method: str, tree_shape: Sequence[int], gamma: int, tree_rule
         raise UserError("tree_shape: empty; give the number of nodes of each level, as in 4 16 16 16 16")
     if method == "tree" and not all(1 <= width <= vocab_size for width in tree_shape):
         raise UserError(f"tree_shape: {list(tree_shape)}; each level needs 1 … {vocab_size} (vocabulary) nodes")
-    if method in ("seq", "magicdec") and gamma < 1:
+    if method in ("seq", "magicdec", "lookup") and gamma < 1:
         raise UserError(f"gamma: {gamma}; a chain needs at least 1 token")
 
 
@@ -228,9 +228,10 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k:
 
 
 def _check_rows(model: GlideMixin, rows: list[Tensor], max_new_tokens: int) -> None:
-    highest, vocab_size = max(int(row.max()) for row in rows), model.config.vocab_size
-    if highest >= vocab_size:
-        raise UserError(f"input_ids: token id {highest}, the target has {vocab_size}; use the target's own tokenizer")
+    vocab_size = model.config.vocab_size
+    for token in (min(int(row.min()) for row in rows), max(int(row.max()) for row in rows)):
+        if not 0 <= token < vocab_size:
+            raise UserError(f"input_ids: token id {token}, the target has {vocab_size}; use the target's own tokenizer")
     longest, limit = max(len(row) for row in rows), context_window(model.config)
     if longest + max_new_tokens > limit:
         raise UserError(

@@ -1,16 +1,17 @@
-"""The four methods: one engine, and a drafting strategy for each."""
+"""The methods: one engine, and a drafting strategy for each."""
 
 from collections.abc import Sequence
 
 from longspec.inference.acceptance import Sampler
 from longspec.inference.drafting.chain import ChainDrafter, NoDraft
 from longspec.inference.drafting.glide import GlideDraft
+from longspec.inference.drafting.lookup import LookupDrafter
 from longspec.inference.drafting.magicdec import SparseTarget
 from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.runner import Runner
 
-METHODS = ("vanilla", "seq", "tree", "magicdec")
+METHODS = ("vanilla", "seq", "tree", "magicdec", "lookup")
 TREE_RULES = ("reject", "descend")
 
 
@@ -30,4 +31,6 @@ def make_drafter(
         return ChainDrafter(GlideDraft(runner, batch, gamma), gamma, sampler)
     if method == "magicdec":
         return ChainDrafter(SparseTarget(runner, gamma), gamma, sampler)
+    if method == "lookup":
+        return LookupDrafter(runner, batch, gamma)
     return NoDraft()

@@ -1,25 +1,19 @@
-"""How a pair's forward passes run while decoding: through transformers' modules, or fused for CUDA graphs."""
+"""How a pair's forward passes run while decoding: through transformers' modules, or fused (`fused_runner`)."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import cache, partial
-from typing import Any
+from functools import cache
 
-import torch
 from torch import Tensor
 
 from longspec.inference.cache import DraftCache, TargetCache
 from longspec.kernels.attention import decoding_attention
 from longspec.models.draft_layer import head_dim
 from longspec.models.glide import GlideMixin
-from longspec.models.target_attention import Attend, run_backbone
+from longspec.models.target_attention import Attend, QueryAttend, run_backbone
 
 logger = logging.getLogger(__name__)
-
-QueryAttend = Callable[[Tensor], Tensor]
-"""q [B, Hq, n, D] -> [B, Hq, n, D], over keys and values that are already stored"""
 
 
 class Runner:
@@ -37,6 +31,7 @@ class Runner:
 
     def prepare(self, positions: int) -> None:
         """Called once, before any pass: positions 0 … `positions` - 1 will occur."""
+        self.positions = positions
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.lm_head(hidden)
@@ -69,60 +64,6 @@ class Runner:
         cache.append(*self.model.draft_model.keys_values(embeddings, rope), positions, valid)
 
 
-class FusedRunner(Runner):
-    """The same passes from the same parameters, for CUDA: merged products, few kernels (see `models.fused`)."""
-
-    capturable = True
-
-    def __init__(self, model: GlideMixin, attention: str = "auto") -> None:
-        from longspec.models import fused, residual
-
-        super().__init__(model, attention)
-        self.place, self.rope_table, self.linear = fused.Place, fused.rope_table, residual.linear
-        self.stream = partial(residual.ResidualStream, eps=self.config.rms_norm_eps)
-        self.backbone: Any = model.model
-        self.layers = [fused.FusedTargetLayer(layer) for layer in self.backbone.layers]
-        self.draft_layer = fused.FusedDraftLayer(model.draft_model)
-        self.scale = head_dim(self.config) ** -0.5
-
-    def prepare(self, positions: int) -> None:
-        self.rope = self.rope_table(self.backbone.rotary_emb, self.model.lm_head.weight, positions)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.linear(hidden, self.model.lm_head.weight)
-
-    def target(self, tokens: Tensor, positions: Tensor, cache: TargetCache, attend: Attend) -> Tensor:
-        stream = self.stream(self.backbone.embed_tokens(tokens))
-        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
-
-            def over_layer(q: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
-                return attend(q, keys, values, self.scale)
-
-            layer.add_to(stream, self.place(positions, self.rope, keys, values, cache.slots), over_layer)
-        return stream.normed(self.backbone.norm.weight)
-
-    def draft(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        cache: DraftCache,
-        first: int,
-        self_attend: QueryAttend,
-        cross_attend: QueryAttend,
-    ) -> Tensor:
-        stream = self.stream(self.backbone.embed_tokens(tokens))
-        slots = cache.node_slots[:, first : first + tokens.shape[1]]
-        place = self.place(positions, self.rope, cache.keys, cache.values, slots)
-        self.draft_layer.add_to(stream, place, self_attend, cross_attend)
-        return stream.hidden
-
-    def feed_draft(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: DraftCache) -> None:
-        slots = torch.where(valid, positions % cache.window, -1)
-        stream = self.stream(self.backbone.embed_tokens(tokens))
-        place = self.place(positions.clamp(min=0), self.rope, cache.keys, cache.values, slots)
-        self.draft_layer.store_keys_values(stream, place)
-
-
 def make_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:
     """A fused runner where it is asked for and can be had; on a CUDA device that has to do without, it says why."""
     runner = Runner(model, attention)
@@ -131,11 +72,11 @@ def make_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:
     if not runner.attention.capturable:
         _log_plain(f"{runner.attention.name} attention")
         return runner
+    from longspec.inference.fused_runner import FusedRunner
     from longspec.models.fused import can_fuse
 
-    backbone: Any = model.model
-    if not all(can_fuse(layer) for layer in backbone.layers):
-        _log_plain(f"a target of {type(backbone.layers[0]).__name__}s")
+    if not can_fuse(model):
+        _log_plain(f"{type(model).__name__} with these layers")
         return runner
     return FusedRunner(model, attention)
 

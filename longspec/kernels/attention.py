@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from longspec.errors import UserError
+from longspec.kernels.backend import OLDEST_GPU, describe_gpu
 from longspec.kernels.reference import ring_visible
 from longspec.kernels.varlen import FLASH_MODULES, installed_flash_attention
 
@@ -84,7 +85,6 @@ def decoding_attention(requested: str, device: torch.device, dtype: torch.dtype,
             raise UserError(f"attention: {name!r} cannot run here: {reason}")
     if name == "sdpa":
         return SdpaAttention()
-    from longspec.kernels.tiles import describe_gpu
     from longspec.kernels.triton_attention import FlashAttention, TritonAttention
 
     return (FlashAttention if name == "flash" else TritonAttention)(describe_gpu(device))
@@ -96,11 +96,14 @@ def _misfit(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) 
         return None
     if device.type != "cuda":
         return f"it needs a CUDA device, not {device.type}"
+    generation = torch.cuda.get_device_capability(device)[0]
+    if generation < OLDEST_GPU:
+        return "it needs an Ampere GPU or a later one"
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"it does not take {dtype}"
     if name == "flash" and (dtype != torch.bfloat16 or head_dim > 256 or head_dim % 8):
         return f"it takes bfloat16 and a head_dim of 8, 16, … 256, not {dtype} and {head_dim}"
-    if name == "flash" and torch.cuda.get_device_capability(device)[0] != 9:
+    if name == "flash" and generation != 9:
         return "it needs a Hopper GPU"
     return None
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 4096
+from longspec.kernels.scan import CHUNK
 
 
 @triton.jit

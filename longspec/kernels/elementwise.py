@@ -1,4 +1,4 @@
-"""What lies between a layer's matrix products, one launch each: RMSNorm, rotary embedding with the store into the
+"""What lies between matrix products, one launch each: embedding, RMSNorm, rotary embedding with the store into the
 KV cache, SwiGLU. Arithmetic is fp32, rounded once to the tensors' dtype."""
 
 import torch
@@ -49,6 +49,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, parts: Tensor | None = None)
         BLOCK=block,
         num_warps=max(4, min(16, block // 512)),
     )
+    return out
+
+
+@triton.jit
+def _gather_rows_kernel(table_ptr, index_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(index_ptr + place).to(tl.int64)
+    values = tl.load(table_ptr + row * width + column, mask=column < width)
+    tl.store(out_ptr + place * width + column, values, mask=column < width)
+
+
+def gather_rows(table: Tensor, index: Tensor) -> Tensor:
+    """table[index], for an embedding: table contiguous [V, H], index int [...]: [..., H]."""
+    width = table.shape[1]
+    out = table.new_empty(*index.shape, width)
+    _gather_rows_kernel[(index.numel(), triton.cdiv(width, 1024))](table, index.contiguous(), out, width, BLOCK=1024)
     return out
 
 

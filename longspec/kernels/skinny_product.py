@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.backend import shared_memory
+from longspec.kernels.backend import describe_gpu
 
 MAX_ROWS = 80
 SPLITS = 2
@@ -42,11 +42,12 @@ def _skinny_product_kernel(
     first = tl.program_id(1) * share
     end = tl.minimum(first + share, width)
     token = tl.arange(0, BLOCK_M)
-    tail = BLOCK_M + tl.arange(0, TAIL_M if TAIL_M > 0 else 16)
+    TAIL: tl.constexpr = TAIL_M if TAIL_M > 0 else 16  # without a tail its tensors are never used
+    tail = BLOCK_M + tl.arange(0, TAIL)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    acc_tail = tl.zeros([BLOCK_N, TAIL_M if TAIL_M > 0 else 16], tl.float32)
+    acc_tail = tl.zeros([BLOCK_N, TAIL], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up_tail = tl.zeros([BLOCK_N, TAIL_M if TAIL_M > 0 else 16], tl.float32)
+    up_tail = tl.zeros([BLOCK_N, TAIL], tl.float32)
     # Past the last row the last one is read again, and not stored.
     read_row = tl.minimum(row, rows - 1).to(tl.int64)
     weight_row = weight_ptr + read_row[:, None] * width
@@ -128,5 +129,5 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, rows: i
         BLOCK_N=64,
         BLOCK_K=block_k,
         num_warps=4,
-        num_stages=max(1, min(5, shared_memory(x.device) // stage_bytes)),
+        num_stages=max(1, min(5, describe_gpu(x.device).shared_memory // stage_bytes)),
     )

@@ -18,16 +18,6 @@ LONG_CACHE = 16384
 """From this many cache slots on, work that is evenly spread is worth more splits."""
 
 
-class Gpu(NamedTuple):
-    """What the launches depend on."""
-
-    multiprocessors: int
-    shared_memory: int
-    """Bytes that a program can have."""
-    overlaps: bool
-    """Whether a kernel may start before the one in front of it has ended (programmatic dependent launch)."""
-
-
 class PrefixParts(NamedTuple):
     """Attention states over parts of the prefix, together slots 0 … lengths[b] // block * block - 1 of row b."""
 
@@ -47,14 +37,6 @@ class Tiles(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
-
-
-def describe_gpu(device: torch.device) -> Gpu:
-    properties = torch.cuda.get_device_properties(device)
-    # Every GPU since Ampere has 99 KB, for torch versions that do not say how many there are.
-    shared_memory = getattr(properties, "shared_memory_per_block_optin", 99 * 1024)
-    overlaps = properties.major >= 9 and hasattr(tl.extra.cuda, "gdc_wait")
-    return Gpu(properties.multi_processor_count, shared_memory, overlaps)
 
 
 def padded_dim(head_dim: int) -> int:

@@ -12,9 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from longspec.kernels.attention import causal_prefill
+from longspec.kernels.backend import Gpu
 from longspec.kernels.finish import finish_prefix, masked_attention, window_attention
 from longspec.kernels.prefix_attention import prefix_attention
-from longspec.kernels.tiles import Gpu, PrefixParts, count_splits, prefix_tiles
+from longspec.kernels.tiles import PrefixParts, count_splits, prefix_tiles
 
 FLASH_BLOCKS = {64: 192, 96: 144, 128: 176, 192: 112, 256: 80}
 """Keys of one FlashAttention-3 block without a mask, by the head_dim that it rounds up to."""
@@ -32,24 +33,20 @@ class TritonAttention:
         self.gpu = gpu
 
     def hybrid(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tree_mask: Tensor, scale: float) -> Tensor:
-        with torch.cuda.device_of(q):
-            parts = self.prefix_parts(q, k, v, lengths, scale)
-            return finish_prefix(q, k, v, lengths, tree_mask, scale, parts, self.gpu.shared_memory)
+        parts = self.prefix_parts(q, k, v, lengths, scale)
+        return finish_prefix(q, k, v, lengths, tree_mask, scale, parts, self.gpu.shared_memory)
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
-        with torch.cuda.device_of(q):
-            parts = self.prefix_parts(q, k, v, lengths, scale)
-            return finish_prefix(q, k, v, lengths, None, scale, parts, self.gpu.shared_memory)
+        parts = self.prefix_parts(q, k, v, lengths, scale)
+        return finish_prefix(q, k, v, lengths, None, scale, parts, self.gpu.shared_memory)
 
     def window(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float
     ) -> Tensor:
-        with torch.cuda.device_of(q):
-            return window_attention(q, k, v, lengths, level, tree_mask, scale, self.gpu.shared_memory)
+        return window_attention(q, k, v, lengths, level, tree_mask, scale, self.gpu.shared_memory)
 
     def masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-        with torch.cuda.device_of(q):
-            return masked_attention(q, k, v, mask, scale, self.gpu.shared_memory)
+        return masked_attention(q, k, v, mask, scale, self.gpu.shared_memory)
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return causal_prefill(q, k, v, scale)

@@ -72,8 +72,8 @@ def vector_product(
 ) -> Tensor:
     """weight @ x + bias for one contiguous vector x [..., K] of K numbers; weight contiguous [N, K], bias [N].
 
-    gated: weight is [2·I, K], gates first, and the
-    result silu(gate) · up. add_to: where the result is added in place instead. Returns [..., N], [..., I] or `add_to`.
+    gated: weight is [2·I, K], gates first, and the result silu(gate) · up. add_to: where the result is added in place
+    instead. Returns [..., N], [..., I] or `add_to`.
     """
     width = x.shape[-1]
     rows = weight.shape[0] // 2 if gated else weight.shape[0]

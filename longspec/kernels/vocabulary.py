@@ -49,8 +49,7 @@ def probabilities(logits: Tensor, temperature: float) -> Tensor:
 
     rows = logits.reshape(1, -1, logits.shape[-1])
     out = torch.empty(rows.shape, device=logits.device)
-    with torch.cuda.device(logits.device):
-        write_softmax(scan(rows, temperature), rows, temperature, out)
+    write_softmax(scan(rows, temperature), rows, temperature, out)
     return out.view(logits.shape)
 
 
@@ -59,8 +58,7 @@ def argmax(values: Tensor, noise: Tensor | None = None) -> Tensor:
     if runs_triton(values):
         from longspec.kernels import choice
 
-        with torch.cuda.device(values.device):
-            return choice.argmax(values, noise)
+        return choice.argmax(values, noise)
     return (values if noise is None else values / noise).argmax(-1)
 
 
@@ -71,8 +69,7 @@ def best_children(tree: Tree, above: slice, width: int, logits: Tensor, temperat
         from longspec.kernels import level
 
         if level.fits(logits, width):
-            with torch.cuda.device(logits.device):
-                return level.grow_level(*tree, above, width, logits, temperature)
+            return level.grow_level(*tree, above, width, logits, temperature)
     # A level's best `width` are among the best `width` of each parent, which are far fewer than parents × V.
     log_p = (logits.float() / temperature).log_softmax(-1)
     each = min(width, logits.shape[-1])
@@ -98,8 +95,7 @@ def sampled_children(
         from longspec.kernels import level
 
         if level.fits(logits, width):
-            with torch.cuda.device(logits.device):
-                return level.grow_level(*tree, above, width, logits, temperature, noise, q)
+            return level.grow_level(*tree, above, width, logits, temperature, noise, q)
     vocab = logits.shape[-1]
     scores = tree.scores[:, above, None] + q.copy_(probabilities(logits, temperature)).double().log()
     times = noise / scores.exp()

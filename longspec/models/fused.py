@@ -6,7 +6,7 @@ residual stream without a launch of its own (see `models.residual`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +16,13 @@ from transformers.activations import SiLUActivation
 from longspec.kernels.elementwise import rotate_and_store, rotate_queries
 from longspec.models.draft_layer import GlideDecoderLayer
 from longspec.models.residual import ResidualStream
+from longspec.models.target_attention import QueryAttend
 
 RopeTable = tuple[Tensor, Tensor]
 """The target's rotary table at positions 0 … P - 1: cos, sin, each [P, D]."""
-Attend = Callable[[Tensor], Tensor]
-"""q [B, Hq, N, D] -> [B, Hq, N, D], over keys and values that are already stored"""
+
+
+PROJECTIONS = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
 
 
 class Place(NamedTuple):
@@ -40,16 +42,50 @@ class Place(NamedTuple):
         return rotate_and_store(qkv, self.positions, self.rope, self.keys, self.values, self.slots)
 
 
-def can_fuse(layer: Any) -> bool:
-    """Whether a target's layer has the Llama shape: biases on q, k and v at most, a gated SiLU MLP, rotary halves."""
-    try:
-        attention, mlp = layer.self_attn, layer.mlp
-        unbiased = (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        known = {"q_proj", "k_proj", "v_proj", "o_proj"} == {name for name, _ in attention.named_children()}
-        gated_silu = isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
-        return known and gated_silu and all(linear.bias is None for linear in unbiased)
-    except AttributeError:
-        return False
+def can_fuse(model: Any) -> bool:
+    """Whether every layer of a pair is what the classes below take it for, and nothing that was put in its place.
+
+    That is: plain linears without hooks in one dtype, biases on q, k and v at most, the family's RMSNorm, a gated SiLU
+    MLP, and weights that own their memory, so that they can become views of merged ones.
+    """
+    layers = (*model.model.layers, model.draft_model)
+    return all(_is_plain(layer, model.draft_layer_class.norm_class, model.lm_head.weight.dtype) for layer in layers)
+
+
+def _is_plain(layer: nn.Module, norm_class: type, dtype: torch.dtype) -> bool:
+    modules: dict[str, Any] = {name: module for name, module in layer.named_modules() if not list(module.children())}
+    linears = {name: module for name, module in modules.items() if name.endswith("_proj")}
+    others = [module for name, module in modules.items() if name not in linears]
+    return (
+        {name.rpartition(".")[2] for name in linears} == PROJECTIONS
+        and all(type(x) is nn.Linear and x.weight.dtype == dtype for x in linears.values())
+        and all(x.bias is None for name, x in linears.items() if not name.endswith(("q_proj", "k_proj", "v_proj")))
+        and all(isinstance(x, norm_class | nn.SiLU | SiLUActivation) for x in others)
+        and not any(x._forward_hooks or x._forward_pre_hooks for x in modules.values())
+        and all(_can_merge(parts) for parts in _merged_parts(layer))
+    )
+
+
+def _merged_parts(layer: Any) -> list[list[Tensor]]:
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    parts = [[x.weight for x in projections], [mlp.gate_proj.weight, mlp.up_proj.weight]]
+    return parts if attention.q_proj.bias is None else [*parts, [x.bias for x in projections]]
+
+
+def _can_merge(parts: Sequence[Tensor]) -> bool:
+    """Whether parts lie below one another, or each alone: a piece of a trainer's flat buffer must stay in it."""
+    return _adjacent(parts) or all(part.untyped_storage().nbytes() == part.nbytes for part in parts)
+
+
+def _adjacent(parts: Sequence[Tensor]) -> bool:
+    end = parts[0].data_ptr()
+    for part in parts:
+        same_storage = part.untyped_storage().data_ptr() == parts[0].untyped_storage().data_ptr()
+        if not (same_storage and part.is_contiguous() and part.data_ptr() == end):
+            return False
+        end += part.nbytes
+    return True
 
 
 def rope_table(rotary_embedding: nn.Module, like: Tensor, positions: int) -> RopeTable:
@@ -72,16 +108,9 @@ class MergedLinear:
 @torch.no_grad()
 def _merged(parts: Sequence[Tensor]) -> Tensor:
     """The parts below one another in one tensor [rows, …], which they are made views of unless they are already."""
-    first = parts[0]
-    rows, end = 0, first.data_ptr()
-    adjacent = True
-    for part in parts:
-        adjacent &= part.is_contiguous() and part.data_ptr() == end
-        adjacent &= part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        end += part.nbytes
-        rows += part.shape[0]
-    if adjacent:
-        return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+    if _adjacent(parts):
+        rows = sum(len(part) for part in parts)
+        return parts[0].detach().as_strided((rows, *parts[0].shape[1:]), parts[0].stride())
     whole = torch.cat([part.detach() for part in parts])
     start = 0
     for part in parts:
@@ -109,7 +138,7 @@ class _FusedSelfAttention:
         self.norm, self.output = norm.weight, attention.o_proj.weight
         self.qkv = MergedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
 
-    def add_to(self, stream: ResidualStream, place: Place, attend: Attend) -> None:
+    def add_to(self, stream: ResidualStream, place: Place, attend: QueryAttend) -> None:
         q = place.take(stream.project(self.norm, self.qkv.weight, self.qkv.bias))
         stream.add_product(_heads_last(attend(q)), self.output)
 
@@ -121,7 +150,7 @@ class FusedTargetLayer:
         self.attention = _FusedSelfAttention(layer.input_layernorm, layer.self_attn)
         self.mlp = _FusedMLP(layer.post_attention_layernorm, layer.mlp)
 
-    def add_to(self, stream: ResidualStream, place: Place, attend: Attend) -> None:
+    def add_to(self, stream: ResidualStream, place: Place, attend: QueryAttend) -> None:
         """Add the layer's two branches; its keys and values are in place before `attend` runs."""
         self.attention.add_to(stream, place, attend)
         self.mlp.add_to(stream)
@@ -132,8 +161,8 @@ class FusedDraftLayer:
 
     def __init__(self, layer: GlideDecoderLayer) -> None:
         self.self_attention = _FusedSelfAttention(layer.input_layernorm, layer.self_attn)
-        self.cross_norm: Any = None
-        self.cross_norm, self.cross = layer.post_self_attention_layernorm, layer.cross_attn
+        self.cross_norm: Any = layer.post_self_attention_layernorm
+        self.cross = layer.cross_attn
         self.mlp = _FusedMLP(layer.post_cross_attention_layernorm, layer.mlp)
         queries = layer.self_attn.q_proj.out_features
         merged = self.self_attention.qkv
@@ -144,7 +173,7 @@ class FusedDraftLayer:
         """Put the self-attention keys and values of tokens in place: all that prefill needs."""
         place.take(stream.project(self.self_attention.norm, self.kv_weight, self.kv_bias))
 
-    def add_to(self, stream: ResidualStream, place: Place, self_attend: Attend, cross_attend: Attend) -> None:
+    def add_to(self, stream: ResidualStream, place: Place, self_attend: QueryAttend, cross_attend: QueryAttend) -> None:
         """Add the layer's three branches to the tokens' embeddings."""
         self.self_attention.add_to(stream, place, self_attend)
         q = stream.project(self.cross_norm.weight, self.cross.q_proj.weight, self.cross.q_proj.bias)

@@ -20,6 +20,8 @@ ATTENTION_NAME = "longspec"
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """(q [B, Hq, T, D], k, v [B, Hkv, S, D], scale) -> [B, Hq, T, D]"""
+QueryAttend = Callable[[Tensor], Tensor]
+"""q [B, Hq, T, D] -> [B, Hq, T, D], over keys and values that are already stored"""
 
 
 def _attention(

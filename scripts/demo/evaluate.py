@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from longspec.inference.methods import METHODS
 from longspec.inference.report import SAMPLES_NAME, SUMMARY_NAME
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME
 from longspec.models.glide import GlideMixin
@@ -24,6 +23,7 @@ from scripts.demo.steps import write_json
 from scripts.demo.target import text_rows
 
 PAIRS: dict[str, type[GlideMixin]] = {"llama": LlamaGlide, "qwen2": Qwen2Glide}
+METHODS = ("vanilla", "seq", "tree", "magicdec")
 UNTRAINED = "untrained"
 RESULTS = "results.json"
 

@@ -10,8 +10,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from longspec.inference.methods import METHODS
-from scripts.demo.evaluate import UNTRAINED
+from scripts.demo.evaluate import METHODS, UNTRAINED
 
 FORCED = "forced"
 NAMES = (*METHODS, UNTRAINED)

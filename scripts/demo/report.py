@@ -4,9 +4,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from longspec.inference.methods import METHODS
 from scripts.demo.corpus import read_jsonl
-from scripts.demo.evaluate import UNTRAINED
+from scripts.demo.evaluate import METHODS, UNTRAINED
 from scripts.demo.settings import DemoSettings, Required
 from scripts.demo.stages import METRICS
 

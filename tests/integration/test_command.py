@@ -60,7 +60,7 @@ def lines_of(out: Path) -> list[dict]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_methods_write_vanillas_tokens(tmp_path: Path, family: str) -> None:
     target, data = make_target(tmp_path / "target", family), write_records(tmp_path / "data")
-    size = {"vanilla": "1", "seq": "2", "tree": "3", "magicdec": "2"}
+    size = {"vanilla": "1", "seq": "2", "tree": "3", "magicdec": "2", "lookup": "2"}
     tokens = {}
     for method in METHODS:
         out = tmp_path / method

@@ -1,6 +1,8 @@
 """The fused passes against transformers' modules on the same parameters, on the CPU through Triton's interpreter."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +10,12 @@ from pairs import FAMILIES, make_pair
 from torch import Tensor
 
 from longspec.inference.acceptance import Sampler
-from longspec.inference.drafting import glide
+from longspec.inference.drafting import glide, magicdec
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
-from longspec.inference.runner import FusedRunner, Runner
+from longspec.inference.fused_runner import FusedRunner
+from longspec.inference.methods import METHODS, make_drafter
+from longspec.inference.runner import Runner
 from longspec.models.fused import MergedLinear, can_fuse
 from longspec.models.glide import GlideMixin
 
@@ -63,6 +67,49 @@ def test_fused_passes_equal_transformers_modules(
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_a_round_on_the_empty_cache_changes_nothing(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What warms kernels up before prefill, for every method."""
+    monkeypatch.setattr(glide, "WINDOW", 8)
+    monkeypatch.setattr(magicdec, "RECENT", 8)
+    model = random_pair(tmp_path, "llama")
+    prompts = torch.randint(0, 61, (2, 5), generator=torch.Generator().manual_seed(1))
+    found = []
+    for warm in (False, True):
+        runner, sampler = FusedRunner(model, "sdpa"), Sampler(0.0, 0, 1.0)
+        drafter = make_drafter(method, runner, 2, sampler, (2, 3), 2, "reject")
+        engine = Engine(runner, drafter, sampler, prompts, [5, 2], max_new_tokens=8)
+        if warm:
+            engine.round(torch.zeros(2, dtype=torch.bool))
+        found.append([engine.prefill(), *engine.round(torch.ones(2, dtype=torch.bool)), engine.cache.lengths])
+    for cold, warmed in zip(*found, strict=True):
+        assert torch.equal(cold, warmed)
+
+
+def test_engines_that_launch_other_kernels_are_of_another_kind(tmp_path: Path) -> None:
+    runner = Runner(make_pair(tmp_path))
+    kinds = set()
+    for method, shape, rule, temperature, top_p, rows, length in [
+        ("seq", (2, 4), "reject", 0.0, 1.0, 1, 5),
+        ("magicdec", (2, 4), "reject", 0.0, 1.0, 1, 5),
+        ("tree", (2, 4), "reject", 0.0, 1.0, 1, 5),
+        ("tree", (4, 2), "reject", 0.0, 1.0, 1, 5),
+        ("tree", (2, 4), "descend", 1.0, 1.0, 1, 5),
+        ("tree", (2, 4), "reject", 1.0, 1.0, 1, 5),
+        ("tree", (2, 4), "reject", 1.0, 0.9, 1, 5),
+        ("tree", (2, 4), "reject", 0.0, 1.0, 2, 5),
+        ("tree", (2, 4), "reject", 0.0, 1.0, 1, 900),
+    ]:
+        sampler = Sampler(temperature, 0, top_p)
+        drafter = make_drafter(method, runner, rows, sampler, shape, 2, rule)
+        prompts = torch.zeros(rows, length, dtype=torch.long)
+        kinds.add(Engine(runner, drafter, sampler, prompts, [length] * rows, max_new_tokens=8).kind)
+    assert len(kinds) == 9
+
+
 @torch.no_grad()
 def test_merging_changes_no_parameter_and_happens_once(tmp_path: Path) -> None:
     model = random_pair(tmp_path, "qwen2")
@@ -89,10 +136,29 @@ def test_weights_that_were_moved_apart_are_merged_again() -> None:
 
 
 def test_what_cannot_be_fused_is_told(tmp_path: Path) -> None:
-    layers = make_pair(tmp_path).model.layers
-    assert all(can_fuse(layer) for layer in layers)
-    layers[0].self_attn.q_norm = torch.nn.LayerNorm(8)
-    layers[1].mlp.act_fn = torch.nn.GELU()
-    layers[2].self_attn.o_proj = torch.nn.Linear(32, 32, bias=True)
-    assert not any(can_fuse(layer) for layer in layers)
-    assert not can_fuse(torch.nn.Linear(1, 1))
+    """What a fused pass would drop without a word: another module, a hook, a dtype, a piece of a flat buffer."""
+
+    class Adapted(torch.nn.Linear):
+        pass
+
+    def changed(change: Callable[[Any], object]) -> bool:
+        model = make_pair(tmp_path)
+        assert can_fuse(model)
+        change(model)
+        return can_fuse(model)
+
+    def flatten(model: Any) -> None:
+        flat = torch.cat([x.data.flatten() for x in (model.draft_model.mlp.up_proj.weight,) * 2])
+        model.draft_model.mlp.up_proj.weight.data = flat[: 48 * 32].view(48, 32)
+
+    def refused(change: Callable[[Any], object]) -> bool:
+        return not changed(change)
+
+    assert refused(lambda m: setattr(m.model.layers[0].self_attn, "q_norm", torch.nn.LayerNorm(8)))
+    assert refused(lambda m: setattr(m.model.layers[1].mlp, "act_fn", torch.nn.GELU()))
+    assert refused(lambda m: setattr(m.model.layers[2].self_attn, "o_proj", torch.nn.Linear(32, 32, bias=True)))
+    assert refused(lambda m: setattr(m.model.layers[0].mlp, "up_proj", Adapted(32, 48, bias=False)))
+    assert refused(lambda m: m.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *_: None))
+    assert refused(lambda m: m.draft_model.cross_attn.q_proj.half())
+    assert refused(flatten)
+    assert changed(FusedRunner), "merged once, it can be merged again"

@@ -26,6 +26,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "tree, descend": {"method": "tree", "tree_shape": (2, 3), "tree_rule": "descend"},
     "tree": {"method": "tree", "tree_shape": (2, 3)},
     "magicdec": {"method": "magicdec", "gamma": 2},
+    "lookup": {"method": "lookup", "gamma": 2},
 }
 TEMPERATURES = (0.6, 1.0, 1.5)
 WARPS: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.8}, {"top_k": 3})
@@ -37,6 +38,7 @@ FAST_WARPS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "top_p": 0.8},
     {"temperature": 1.5, "top_k": 3},
     {"temperature": 1.0},
+    {"temperature": 0.6, "top_p": 0.8},
 )
 FAST = list(zip(METHODS, FAST_WARPS, strict=True))
 LEVEL = 1e-3 / (len(CASES) + len(FAST))

@@ -21,6 +21,7 @@ from longspec.kernels.attention import (
     masked_attention,
     resolve_attention,
 )
+from longspec.kernels.backend import Gpu
 from longspec.kernels.reference import attention_with_lse
 
 FLASH = importlib.util.find_spec("fa3_fwd_interface") is not None
@@ -47,7 +48,7 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     monkeypatch.setattr(triton_attention, "FLASH_MIN_ROWS", 0)
     monkeypatch.setattr(triton_attention, "FLASH_MIN_CAPACITY", 0)
     if device == "cpu":
-        return triton_attention.TritonAttention(tiles.Gpu(16, 160 * 1024, overlaps=False)), device
+        return triton_attention.TritonAttention(Gpu(16, 160 * 1024, overlaps=False)), device
     return decoding_attention(backend, torch.device(device), torch.bfloat16, 64), device
 
 
@@ -188,6 +189,26 @@ def test_cpu_takes_every_float_dtype(dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("attend", BACKENDS, indirect=True)
+@pytest.mark.parametrize(("kv_heads", "group", "nodes", "head_dim"), SHAPES)
+def test_masked_equals_dense_attention(
+    kv_heads: int, group: int, nodes: int, head_dim: int, attend: tuple[DecodingAttention, str]
+) -> None:
+    """Over all slots, more than one block of them and fewer; a query that sees nothing gets 0."""
+    backend, device = attend
+    dtype = torch.bfloat16 if backend.name == "flash" else torch.float32
+    for slots in (9, 130):
+        q, k, v, _ = (x.to(dtype) for x in make_cache([slots, slots], kv_heads, group, nodes, head_dim, 0))
+        k, v = k[:, :, :slots], v[:, :, :slots]
+        mask = some_mask(2, nodes, slots)
+        mask[1, -1] = False
+        got = backend.masked(*(x.to(device) for x in (q, k, v, mask)), 0.15)
+        torch.testing.assert_close(
+            got.cpu().double(), dense(q, k, v, mask, 0.15), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        )
+        assert got[1, :, -1].eq(0).all()
+
+
 @pytest.mark.parametrize("nodes", [3, 69])
 def test_masked_attention_gives_zero_and_a_clean_gradient_where_nothing_is_visible(nodes: int, device: str) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -286,6 +307,13 @@ def test_unknown_backends_and_those_that_cannot_run_are_named() -> None:
     for name, problem in [("fast", "unknown backend 'fast'"), ("triton", "CUDA"), ("flash", "CUDA")]:
         with pytest.raises(UserError, match=problem):
             decoding_attention(name, torch.device("cpu"), torch.bfloat16, 128)
+
+
+def test_a_gpu_before_ampere_runs_on_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    assert decoding_attention("auto", torch.device("cuda"), torch.float16, 128).name == "sdpa"
+    with pytest.raises(UserError, match="Ampere"):
+        decoding_attention("triton", torch.device("cuda"), torch.float16, 128)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from longspec.kernels import reference
 from longspec.kernels.compaction import compact
-from longspec.kernels.elementwise import rms_norm, rotate_and_store, rotate_queries, swiglu
+from longspec.kernels.elementwise import gather_rows, rms_norm, rotate_and_store, rotate_queries, swiglu
 from longspec.models.draft_layer import rotate
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}  # two roundings
@@ -25,6 +25,12 @@ def test_rms_norm_equals_transformers(width: int, dtype: torch.dtype, device: st
     x = (3 * random(2, 5, width)).to(device, dtype)
     close = TOLERANCE[dtype]
     torch.testing.assert_close(rms_norm(x, norm.weight, 1e-5), norm(x).detach(), rtol=close, atol=close)
+
+
+def test_gather_rows_is_indexing(device: str) -> None:
+    table = random(7, 1500).to(device, torch.float16)
+    index = torch.tensor([[6, 0, 3], [3, 1, 6]], device=device)[:, :2]
+    assert torch.equal(gather_rows(table, index), table[index])
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

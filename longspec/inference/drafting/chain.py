@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Protocol
 
 import torch
@@ -30,6 +31,7 @@ class ChainDrafter:
         self.model = model
         self.depth = gamma
         self.nodes = gamma + 1
+        self.kind: Hashable = type(self), type(model), gamma
         self.sampler = sampler
         self.start, self.feed = model.start, model.feed
 
@@ -50,6 +52,7 @@ class NoDraft:
 
     depth = 0
     nodes = 1
+    kind: Hashable = "no draft"
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
         pass

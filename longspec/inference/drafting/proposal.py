@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,6 +58,8 @@ class Drafter(Protocol):
     """Most tokens it proposes on one path; a round emits at most depth + 1."""
     nodes: int
     """Tokens that one verification reads, the root included."""
+    kind: Hashable
+    """Drafters of one kind, for as many rows, launch the same kernels."""
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
         """prompts: LongTensor [B, P], padded right; lengths: LongTensor [B]."""

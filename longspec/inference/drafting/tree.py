@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class TreeDrafter:
         self.depth = len(self.shape)
         self.nodes = 1 + sum(self.shape)
         self.sampler = sampler
+        self.kind: Hashable = type(self), self.shape, tree_rule
         self.draft = GlideDraft(runner, batch, self.nodes)
         self.start, self.feed = self.draft.start, self.draft.feed
         sampled = tree_rule == "reject" and not sampler.greedy

@@ -1,0 +1,73 @@
+"""A pair's forward passes for CUDA graphs: merged products, one kernel between them (see `models.fused`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspec.inference.cache import DraftCache, TargetCache
+from longspec.inference.runner import Runner
+from longspec.kernels.elementwise import gather_rows
+from longspec.models.draft_layer import head_dim
+from longspec.models.fused import FusedDraftLayer, FusedTargetLayer, Place, RopeTable, rope_table
+from longspec.models.glide import GlideMixin
+from longspec.models.residual import ResidualStream, linear
+from longspec.models.target_attention import Attend, QueryAttend
+
+
+class FusedRunner(Runner):
+    """The passes of `Runner` from the same parameters, in few kernels; needs Triton and layers that `can_fuse`."""
+
+    capturable = True
+
+    def __init__(self, model: GlideMixin, attention: str = "auto") -> None:
+        super().__init__(model, attention)
+        self.backbone: Any = model.model
+        self.layers = [FusedTargetLayer(layer) for layer in self.backbone.layers]
+        self.draft_layer = FusedDraftLayer(model.draft_model)
+        self.scale = head_dim(self.config) ** -0.5
+        self.rope: RopeTable = (torch.empty(0), torch.empty(0))
+
+    def prepare(self, positions: int) -> None:
+        super().prepare(positions)
+        if len(self.rope[0]) < positions:
+            self.rope = rope_table(self.backbone.rotary_emb, self.model.lm_head.weight, positions)
+
+    def embed(self, tokens: Tensor) -> ResidualStream:
+        return ResidualStream(gather_rows(self.backbone.embed_tokens.weight, tokens), self.config.rms_norm_eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return linear(hidden, self.model.lm_head.weight)
+
+    def target(self, tokens: Tensor, positions: Tensor, cache: TargetCache, attend: Attend) -> Tensor:
+        stream = self.embed(tokens)
+        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
+
+            def over_layer(q: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
+                return attend(q, keys, values, self.scale)
+
+            layer.add_to(stream, Place(positions, self.rope, keys, values, cache.slots), over_layer)
+        return stream.normed(self.backbone.norm.weight)
+
+    def draft(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: DraftCache,
+        first: int,
+        self_attend: QueryAttend,
+        cross_attend: QueryAttend,
+    ) -> Tensor:
+        stream = self.embed(tokens)
+        slots = cache.node_slots[:, first : first + tokens.shape[1]]
+        place = Place(positions, self.rope, cache.keys, cache.values, slots)
+        self.draft_layer.add_to(stream, place, self_attend, cross_attend)
+        return stream.hidden
+
+    def feed_draft(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: DraftCache) -> None:
+        slots = torch.where(valid, positions % cache.window, -1)
+        stream = self.embed(tokens)
+        place = Place(positions.clamp(min=0), self.rope, cache.keys, cache.values, slots)
+        self.draft_layer.store_keys_values(stream, place)

@@ -1,0 +1,36 @@
+"""The floors that benchmarks compare with, against figures worked out by hand."""
+
+import pytest
+
+from benchmarks.ceilings import Ceilings
+from benchmarks.floors import draft_weights, layer_weights, round_floor_ms
+from benchmarks.shapes import LLAMA3_8B
+
+CEILINGS = Ceilings(copy_bytes_per_s=4.27e12, matmul_flops_per_s=680e12)
+TREE = (4, 16, 16, 16, 16)
+
+
+def test_weights_are_those_of_the_published_shape() -> None:
+    """Llama-3-8B: 8.03 billion numbers, of which embedding and lm_head have 0.53 billion each."""
+    assert 32 * layer_weights(LLAMA3_8B) == pytest.approx(8.03e9 - 2 * 128256 * 4096, rel=1e-3)
+    assert draft_weights(LLAMA3_8B) - layer_weights(LLAMA3_8B) == 2 * 4096 * 4096
+
+
+@pytest.mark.parametrize(("context", "vanilla", "tree"), [(4096, 3.6, 5.6), (32768, 4.5, 7.2), (131072, 7.5, 12.9)])
+def test_floors_of_a_step_and_a_round(context: int, vanilla: float, tree: float) -> None:
+    """15.0 GB of weights and 0.13 MB of KV a token; a verification is bound by arithmetic at long contexts."""
+    assert round_floor_ms(LLAMA3_8B, CEILINGS, [context], (), "glide") == pytest.approx(vanilla, abs=0.05)
+    assert round_floor_ms(LLAMA3_8B, CEILINGS, [context], TREE, "glide") == pytest.approx(tree, abs=0.05)
+
+
+def test_rows_share_the_weights_but_not_their_keys() -> None:
+    one, two = (round_floor_ms(LLAMA3_8B, CEILINGS, [32768] * rows, (), "glide") for rows in (1, 2))
+    keys = 2 * 2 * 8 * 128 * 32768 * 32 / 4.27e12 * 1e3
+    assert two - one == pytest.approx(keys)
+
+
+def test_who_drafts_decides_what_a_chain_costs() -> None:
+    floors = {
+        who: round_floor_ms(LLAMA3_8B, CEILINGS, [131072], (1,) * 4, who) for who in ("nothing", "glide", "target")
+    }
+    assert floors["nothing"] < floors["glide"] < floors["target"]
