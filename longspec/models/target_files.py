@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
@@ -31,6 +32,16 @@ def read_config(path: str | Path) -> PreTrainedConfig:
     except FILE_ERRORS as error:
         reason = first_line(error)
         raise UserError(f"{path}: no model checkpoint there ({reason}); give a target's folder or hub id") from error
+
+
+def local_target(target: str) -> Path:
+    """The folder of a target; a hub id is fetched. Raises UserError."""
+    if Path(target).is_dir():
+        return Path(target)
+    try:
+        return Path(snapshot_download(target))
+    except HUB_ERRORS as error:
+        raise UserError(f"{target}: no such folder and no hub id ({first_line(error)})") from error
 
 
 def context_window(config: PreTrainedConfig) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from longspec.errors import UserError, first_line
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, strip_prefix
 from longspec.train.config import CONFIG_NAME, TrainConfig, is_checkpoint, read_config_file, to_yaml
+from longspec.train.distributed import data_parallel_place
 from longspec.train.generations import DRAFTS, STATES, Progress, damage, seal, settle
 
 logger = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ def load_state(engine: Any, folder: Path, progress: Progress) -> None:
 
     Of a state that other ranks saved only the step count is taken; the draft is then to be in the engine already.
     """
-    if progress.world_size != dist.get_world_size():
+    if progress.world_size != data_parallel_place()[1]:
         engine.global_steps = progress.step
         return
     path, _ = engine.load_checkpoint(str(folder), load_module_strict=False)  # the frozen target is not in it
