@@ -71,8 +71,14 @@ def check_target(config: PreTrainedConfig, path: str | Path) -> None:
 def check_weights(target: str) -> None:
     """Raise UserError for a local folder without weights; a hub id shows what it holds when it is loaded."""
     folder = Path(target)
-    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
-        raise UserError(f"{target}: no model checkpoint (no {' or '.join(WEIGHT_FILES)} in this folder)")
+    if not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
+        return
+    for part in folder.glob("mp_0-of-*"):
+        world = part.name.rpartition("-")[2]
+        raise UserError(
+            f"{target}: a target split for {world} ranks; give tp_size={world} in training, else a whole one"
+        )
+    raise UserError(f"{target}: no model checkpoint (no {' or '.join(WEIGHT_FILES)} in this folder)")
 
 
 def load_tokenizer(target: str, config: PreTrainedConfig) -> Any:

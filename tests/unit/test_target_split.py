@@ -15,7 +15,7 @@ from training_fixtures import ROOT, make_target
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from longspec.errors import UserError
-from longspec.models.target_files import load_tokenizer, read_config
+from longspec.models.target_files import check_weights, load_tokenizer, read_config
 from longspec.models.target_split import check_split, is_added_once, rank_folder, split_target, vocabulary_rows
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -116,6 +116,8 @@ def test_the_script_makes_a_folder_that_stands_for_the_target(tmp_path: Path) ->
     assert load_tokenizer(str(tmp_path / "split"), config).get_vocab()
     assert (tmp_path / "split" / "generation_config.json").is_file()
     check_split(config, 2, tmp_path / "split")
+    with pytest.raises(UserError, match="split for 2 ranks; training takes it with tp_size=2"):
+        check_weights(str(tmp_path / "split"))
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert again.returncode == 2 and "is there already" in again.stderr and "Traceback" not in again.stderr
 
