@@ -75,9 +75,7 @@ def check_weights(target: str) -> None:
         return
     for part in folder.glob("mp_0-of-*"):
         world = part.name.rpartition("-")[2]
-        raise UserError(
-            f"{target}: a target split for {world} ranks; give tp_size={world} in training, else a whole one"
-        )
+        raise UserError(f"{target}: a target split for {world} ranks; training takes it with tp_size={world}")
     raise UserError(f"{target}: no model checkpoint (no {' or '.join(WEIGHT_FILES)} in this folder)")
 
 

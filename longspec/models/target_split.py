@@ -119,20 +119,25 @@ def split_target(source: Path, output: Path, world: int) -> None:
         raise UserError(f"{output}: is there already; give a folder that is not, or remove it")
     unfinished = output.with_name(f".{output.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    for rank in range(world):
-        folder = unfinished / rank_folder(rank, world)
-        rank_config(config, rank, world).save_pretrained(folder)
-        _copy_beside(source, folder, ("generation_config.json",))
-    for number, file in enumerate(files, start=1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        with _opened(file) as weights:
-            for rank in range(world):
-                _write_part(weights, unfinished / rank_folder(rank, world) / name, rank, world)
-    for rank in range(world):
-        _write_index(unfinished / rank_folder(rank, world))
-    _copy_beside(source, unfinished, SIDE_FILES)
-    unfinished.rename(output)
+    try:
+        unfinished.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{output}: cannot be made ({error.strerror})") from error
+    try:
+        for rank in range(world):
+            rank_config(config, rank, world).save_pretrained(unfinished / rank_folder(rank, world))
+            _copy_beside(source, unfinished / rank_folder(rank, world), ("generation_config.json",))
+        for number, file in enumerate(files, start=1):
+            name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            with _opened(file) as weights:
+                for rank in range(world):
+                    _write_part(weights, unfinished / rank_folder(rank, world) / name, rank, world)
+        for rank in range(world):
+            _write_index(unfinished / rank_folder(rank, world))
+        _copy_beside(source, unfinished, SIDE_FILES)
+        unfinished.rename(output)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def weight_files(source: Path) -> list[Path]:

@@ -143,9 +143,14 @@ def load_state(engine: Any, folder: Path, progress: Progress) -> None:
     if progress.world_size != data_parallel_place()[1]:
         engine.global_steps = progress.step
         return
-    path, _ = engine.load_checkpoint(str(folder), load_module_strict=False)  # the frozen target is not in it
+    path, _ = engine.load_checkpoint(str(folder), custom_load_fn=_load_draft)
     if path is None or engine.global_steps != progress.step:
         raise RuntimeError(f"{folder}: DeepSpeed found step {engine.global_steps} there, not {progress.step}")
+
+
+def _load_draft(src: dict[str, Tensor], dst: Any) -> None:
+    """What of a saved state (under ZeRO-3 without the weights themselves) goes into the pair; named by DeepSpeed."""
+    dst.draft_model.load_state_dict(strip_prefix(src))
 
 
 def locate(config: TrainConfig) -> TrainConfig:

@@ -13,6 +13,7 @@ from hydra.errors import InstantiationException
 from torch import Tensor, nn
 
 from longspec.errors import UserError
+from longspec.models.draft_files import DRAFT_PREFIX
 from longspec.models.parallel import model_parallel_place
 from longspec.train.config import TrainConfig
 from longspec.train.distributed import ReplicatedDraft, keep_drafts_equal
@@ -85,6 +86,7 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
         config=engine_config(config),
         mpu=ReplicatedDraft() if world > 1 else None,
     )
+    engine.module.register_state_dict_post_hook(_keep_draft)
     if rank > 0:
         engine.save_non_zero_checkpoint = engine.save_zero_checkpoint = False
     frequencies: Any = engine.module.get_submodule("model.rotary_emb").inv_freq
@@ -94,6 +96,12 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
             "far positions; install one that leaves a model's buffers as they are"
         )
     return engine
+
+
+def _keep_draft(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
+    """Take the target out of a state dict: `exclude_frozen_parameters` forgets the second name of tied embeddings."""
+    for name in [name for name in state if not name.startswith(DRAFT_PREFIX)]:
+        del state[name]
 
 
 def set_learning_rate(engine: Any, rate: float) -> None:

@@ -64,6 +64,11 @@ def assert_same_run(one: Path, other: Path) -> None:
     torch.testing.assert_close(drafts[1], drafts[0], rtol=1e-5, atol=1e-6)
     files = [{str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} for folder in (one, other)]
     assert files[0] == files[1]
+    for state in other.rglob("*_model_states.pt"):
+        saved = torch.load(state, weights_only=True)["module"]
+        assert saved and all(name.startswith("draft_model.") for name in saved), (
+            "a rank's part of the target is not saved"
+        )
 
 
 @pytest.mark.slow
