@@ -18,9 +18,15 @@ from longspec.kernels.attention import resolve_attention
 from longspec.kernels.varlen import block_attention, varlen_attention
 from longspec.models.draft_files import check_draft, fit_draft
 from longspec.models.draft_layer import WINDOW, GlideDecoderLayer
-from longspec.models.parallel import PretrainedModelParallelPreSplitMixin
+from longspec.models.parallel import (
+    PretrainedModelParallelPreSplitMixin,
+    gather_heads,
+    join_ranks,
+    model_parallel_place,
+)
 from longspec.models.target_attention import ATTENTION_NAME, LastLayerKV, last_keys_values, run_backbone
 from longspec.models.target_files import WEIGHT_ERRORS, check_target, read_config
+from longspec.models.target_split import rank_config
 
 
 class Objective(Protocol):
@@ -112,15 +118,18 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
         check_target(config, path)
 
     def _load_target(self, config: PreTrainedConfig, path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
-        folder = self.shard_path(path)
+        """The whole target, or this rank's part of it, which works together with those of the other ranks."""
+        folder, (rank, world) = self.shard_path(path), model_parallel_place()
+        mine = config if world == 1 else rank_config(config, rank, world)
         try:
-            target, info = self.target_class.from_pretrained(
-                folder, config=config, dtype=dtype, output_loading_info=True
-            )
+            target, info = self.target_class.from_pretrained(folder, config=mine, dtype=dtype, output_loading_info=True)
         except WEIGHT_ERRORS as error:
             raise UserError(f"{folder}: the target's weights do not load ({first_line(error)})") from error
         if absent := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
             raise UserError(f"{folder}: no whole target: {len(absent)} weights missing or misshapen, as {absent[0]}")
+        if world > 1:
+            join_ranks(target, config.vocab_size)
+            target.config = config  # the pair's: the draft has all heads, and so has what it reads
         return target
 
     def load_draft_state(self, state: Mapping[str, Tensor], source: str) -> None:
@@ -188,6 +197,7 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
             else:
                 target_hidden = None
                 keys, values = last_keys_values(self.model, embeddings, rope, position_ids, causal)
+            keys, values = gather_heads(keys), gather_heads(values)
         scale = self.draft_model.self_attn.head_dim**-0.5
 
         def self_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

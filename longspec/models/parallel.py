@@ -1,17 +1,28 @@
-"""Where a tensor-parallel rank finds its part of the target."""
+"""A target over several ranks: fairscale's model-parallel groups around transformers' own modules.
+
+Each rank holds the heads, MLP columns and vocabulary rows that `target_split` gave it, in modules of that smaller size.
+Where their results are partial sums the ranks add them up: after the embedding, each attention and each MLP. The target
+is frozen, so nothing of this has a backward; outside of a model-parallel group every function here does nothing.
+"""
 
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+import torch.nn.functional as F
+from fairscale.nn.model_parallel import initialize as groups
+from fairscale.nn.model_parallel.mappings import (
+    gather_from_model_parallel_region,
+    reduce_from_model_parallel_region,
+)
+from torch import Tensor, nn
+
+from longspec.models.target_split import rank_folder, vocabulary_rows
 
 
 def model_parallel_place() -> tuple[int, int]:
     """This process's (rank, world size) in fairscale's model-parallel group; (0, 1) without one."""
-    if not dist.is_initialized():
-        return 0, 1
-    from fairscale.nn.model_parallel import initialize as groups
-
-    if not groups.model_parallel_is_initialized():
+    if not (dist.is_initialized() and groups.model_parallel_is_initialized()):
         return 0, 1
     return groups.get_model_parallel_rank(), groups.get_model_parallel_world_size()
 
@@ -23,4 +34,83 @@ class PretrainedModelParallelPreSplitMixin:
     def shard_path(path: str | Path) -> str:
         """The folder (or hub id) this rank loads: `path` itself when tensor parallelism is off."""
         rank, world = model_parallel_place()
-        return str(path) if world == 1 else str(Path(path) / f"mp_{rank}-of-{world}")
+        return str(path) if world == 1 else str(Path(path) / rank_folder(rank, world))
+
+
+class VocabularyEmbedding(nn.Module):
+    """The embedding of a vocabulary of which `weight` [rows, hidden] holds tokens `first`, `first` + 1, …"""
+
+    def __init__(self, weight: nn.Parameter, first: int) -> None:
+        super().__init__()
+        self.weight, self.first = weight, first
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens Long [B, T], the same on all ranks -> embeddings [B, T, hidden], the same on all ranks."""
+        rows = tokens - self.first
+        elsewhere = (rows < 0) | (rows >= len(self.weight))
+        found = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        return reduce_from_model_parallel_region(found.masked_fill(elsewhere[..., None], 0))
+
+
+class VocabularyHead(nn.Module):
+    """The lm_head of a vocabulary of `size` tokens, of which `weight` [rows, hidden] holds `first`, `first` + 1, …
+
+    Called, it gives whole logits; the training objectives take `weight` and never make them.
+    """
+
+    def __init__(self, weight: nn.Parameter, first: int, size: int) -> None:
+        super().__init__()
+        self.weight, self.first, self.size = weight, first, size
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [..., hidden] -> logits [..., size]"""
+        logits = F.linear(hidden, self.weight)
+        most = len(vocabulary_rows(self.size, 0, groups.get_model_parallel_world_size()))
+        padded = F.pad(logits, (0, most - len(self.weight)))  # only the last rank has fewer
+        return gather_from_model_parallel_region(padded)[..., : self.size]
+
+
+def first_token(lm_head: nn.Module) -> int:
+    """The token that the first row of this rank's head stands for."""
+    return lm_head.first if isinstance(lm_head, VocabularyHead) else 0
+
+
+def join_ranks(target: Any, vocab_size: int) -> None:
+    """Make `target` (a …ForCausalLM of this rank's sizes) work with the other ranks' as the whole one would."""
+    rank, world = model_parallel_place()
+    first = vocabulary_rows(vocab_size, rank, world).start
+    target.model.embed_tokens = VocabularyEmbedding(target.model.embed_tokens.weight, first)
+    target.lm_head = VocabularyHead(target.lm_head.weight, first, vocab_size)
+    for layer in target.model.layers:
+        for partial in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            partial.register_forward_hook(lambda module, given, output: reduce_from_model_parallel_region(output))
+
+
+def gather_heads(heads: Tensor) -> Tensor:
+    """All ranks' heads [B, H, T, D] of this rank's [B, H / world, T, D]."""
+    if model_parallel_place()[1] == 1:
+        return heads
+    whole = gather_from_model_parallel_region(heads.transpose(1, 2).flatten(2))
+    return whole.unflatten(2, (-1, heads.shape[-1])).transpose(1, 2)
+
+
+def sum_over_ranks(partial: Tensor) -> Tensor:
+    """`partial` summed over the ranks that share a target, in place."""
+    if model_parallel_place()[1] > 1:
+        dist.all_reduce(partial, group=groups.get_model_parallel_group())
+    return partial
+
+
+def max_over_ranks(values: Tensor) -> Tensor:
+    """The largest of each of `values` over the ranks that share a target, in place."""
+    if model_parallel_place()[1] > 1:
+        dist.all_reduce(values, dist.ReduceOp.MAX, groups.get_model_parallel_group())
+    return values
+
+
+def vocabulary_log_softmax(logits: Tensor) -> Tensor:
+    """Log-probabilities [N, rows] over the whole vocabulary, of the tokens whose `logits` [N, rows] this rank has."""
+    if model_parallel_place()[1] == 1:
+        return logits.log_softmax(-1)
+    parts = gather_from_model_parallel_region(logits.logsumexp(-1, keepdim=True))
+    return logits - parts.logsumexp(-1, keepdim=True)

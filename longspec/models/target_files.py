@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
@@ -31,6 +32,16 @@ def read_config(path: str | Path) -> PreTrainedConfig:
     except FILE_ERRORS as error:
         reason = first_line(error)
         raise UserError(f"{path}: no model checkpoint there ({reason}); give a target's folder or hub id") from error
+
+
+def local_target(target: str) -> Path:
+    """The folder of a target; a hub id is fetched. Raises UserError."""
+    if Path(target).is_dir():
+        return Path(target)
+    try:
+        return Path(snapshot_download(target))
+    except HUB_ERRORS as error:
+        raise UserError(f"{target}: no such folder and no hub id ({first_line(error)})") from error
 
 
 def context_window(config: PreTrainedConfig) -> int:
@@ -60,8 +71,12 @@ def check_target(config: PreTrainedConfig, path: str | Path) -> None:
 def check_weights(target: str) -> None:
     """Raise UserError for a local folder without weights; a hub id shows what it holds when it is loaded."""
     folder = Path(target)
-    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
-        raise UserError(f"{target}: no model checkpoint (no {' or '.join(WEIGHT_FILES)} in this folder)")
+    if not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
+        return
+    for part in folder.glob("mp_0-of-*"):
+        world = part.name.rpartition("-")[2]
+        raise UserError(f"{target}: a target split for {world} ranks; training takes it with tp_size={world}")
+    raise UserError(f"{target}: no model checkpoint (no {' or '.join(WEIGHT_FILES)} in this folder)")
 
 
 def load_tokenizer(target: str, config: PreTrainedConfig) -> Any:

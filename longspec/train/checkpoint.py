@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from longspec.errors import UserError, first_line
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, strip_prefix
 from longspec.train.config import CONFIG_NAME, TrainConfig, is_checkpoint, read_config_file, to_yaml
+from longspec.train.distributed import data_parallel_place
 from longspec.train.generations import BEST, DRAFTS, STATES, Progress, damage, seal, settle
 
 logger = logging.getLogger(__name__)
@@ -187,12 +188,17 @@ def load_state(engine: Any, folder: Path, progress: Progress) -> None:
 
     Of a state that other ranks saved only the step count is taken; the draft is then to be in the engine already.
     """
-    if progress.world_size != dist.get_world_size():
+    if progress.world_size != data_parallel_place()[1]:
         engine.global_steps = progress.step
         return
-    path, _ = engine.load_checkpoint(str(folder), load_module_strict=False)  # the frozen target is not in it
+    path, _ = engine.load_checkpoint(str(folder), custom_load_fn=_load_draft)
     if path is None or engine.global_steps != progress.step:
         raise RuntimeError(f"{folder}: DeepSpeed found step {engine.global_steps} there, not {progress.step}")
+
+
+def _load_draft(src: dict[str, Tensor], dst: Any) -> None:
+    """What of a saved state (under ZeRO-3 without the weights themselves) goes into the pair; named by DeepSpeed."""
+    dst.draft_model.load_state_dict(strip_prefix(src))
 
 
 def locate(config: TrainConfig) -> TrainConfig:

@@ -29,7 +29,7 @@ WANDB_MODES = ("auto", "online", "offline", "disabled")
 
 POSITIVE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "save_steps"),
-    *("learning_rate", "max_grad_norm", "data.num_proc", "evaluation.steps", "evaluation.rows"),
+    *("learning_rate", "max_grad_norm", "data.num_proc", "tp_size", "evaluation.steps", "evaluation.rows"),
 )
 NOT_NEGATIVE = ("seed", "weight_decay", "data.num_workers", "variant.max_offset")
 
@@ -210,7 +210,6 @@ def check(config: TrainConfig) -> None:
     _require(0 <= config.warmup_ratio <= 1, "warmup_ratio", "must lie in 0 … 1", config.warmup_ratio)
     two_betas = len(config.adam_betas) == 2 and all(0 <= beta < 1 for beta in config.adam_betas)
     _require(two_betas, "adam_betas", "must be two numbers in [0, 1)", config.adam_betas)
-    _require(config.tp_size == 1, "tp_size", "must be 1", config.tp_size)
     _choice("loss", config.loss, LOSSES)
     _choice("resume", config.resume, (None, "latest"))
     _choice("variant.name", config.variant.name, VARIANTS)

@@ -12,9 +12,11 @@ from typing import Any, Self, TypeVar
 import deepspeed
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from fairscale.nn.model_parallel import initialize as groups
+from torch import Tensor, nn
 
 from longspec.errors import UserError
+from longspec.models.parallel import sum_over_ranks
 
 T = TypeVar("T")
 
@@ -33,10 +35,40 @@ def start_ranks() -> None:
     deepspeed.init_distributed(backend, verbose=False)
 
 
+def data_parallel_place() -> tuple[int, int]:
+    """This rank's number among the ranks that train on different rows, and how many these are."""
+    if not groups.model_parallel_is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()
+
+
 def summed(values: Tensor) -> Tensor:
-    """`values` summed over the ranks, in place."""
-    dist.all_reduce(values)
+    """`values` summed over the ranks that train on different rows, in place."""
+    shared = groups.model_parallel_is_initialized()
+    dist.all_reduce(values, group=groups.get_data_parallel_group() if shared else None)
     return values
+
+
+class ReplicatedDraft:
+    """What DeepSpeed is told where ranks share targets (its `mpu`): who trains on different rows, and no more.
+
+    To it the draft is not split, so each rank that shares a target trains the whole draft with those of its number in
+    the other targets. A checkpoint is then what as many ranks with whole targets would have written.
+    """
+
+    get_data_parallel_group = staticmethod(groups.get_data_parallel_group)
+    get_data_parallel_rank = staticmethod(groups.get_data_parallel_rank)
+    get_data_parallel_world_size = staticmethod(groups.get_data_parallel_world_size)
+    get_model_parallel_group = staticmethod(groups.get_pipeline_parallel_group)  # without pipelines: this rank alone
+    get_model_parallel_rank = staticmethod(lambda: 0)
+    get_model_parallel_world_size = staticmethod(lambda: 1)
+
+
+def keep_drafts_equal(draft: nn.Module) -> None:
+    """Average each gradient over the ranks that share a target: kernels that add in any order round differently."""
+    world = groups.get_model_parallel_world_size()
+    for parameter in draft.parameters():
+        parameter.register_hook(lambda gradient: sum_over_ranks(gradient.clone()).div_(world))
 
 
 @cache
@@ -64,6 +96,22 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
     if ends:
         raise SystemExit(code)
     return result
+
+
+def share_targets(tp_size: int) -> None:
+    """Let each `tp_size` neighbouring ranks share a target (fairscale's groups); they train one draft on one batch.
+
+    A number of ranks that is no multiple of it ends them all, as `from_rank_zero` does.
+    """
+    ranks = dist.get_world_size()
+
+    def check() -> None:
+        if ranks % tp_size:
+            raise UserError(f"config key tp_size: {ranks} ranks make no groups of {tp_size}; launch a multiple of it")
+
+    from_rank_zero(check)
+    if tp_size > 1:
+        groups.initialize_model_parallel(tp_size)
 
 
 def from_every_rank(mine: T) -> list[T]:

@@ -13,7 +13,10 @@ from hydra.errors import InstantiationException
 from torch import Tensor, nn
 
 from longspec.errors import UserError
+from longspec.models.draft_files import DRAFT_PREFIX
+from longspec.models.parallel import model_parallel_place
 from longspec.train.config import TrainConfig
+from longspec.train.distributed import ReplicatedDraft, keep_drafts_equal
 
 
 def cosine_with_warmup(total_steps: int, warmup_ratio: float) -> Callable[[int], float]:
@@ -66,17 +69,26 @@ def build_pair(config: TrainConfig, draft: dict[str, Tensor] | None) -> nn.Modul
         raise
 
 
-def build_engine(config: TrainConfig, model: nn.Module) -> deepspeed.DeepSpeedEngine:
+def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
     """The engine; its optimizer holds the draft's parameters alone. It has no schedule: see `set_learning_rate`.
+
+    Of the ranks that share a target only the first one's engine writes checkpoints.
 
     Raises RuntimeError for a DeepSpeed that casts the target's rotary frequencies, as old ones do under bf16.
     """
     deepspeed_logger.setLevel(logging.WARNING)
+    rank, world = model_parallel_place()
+    if world > 1:
+        keep_drafts_equal(model.draft_model)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
         config=engine_config(config),
+        mpu=ReplicatedDraft() if world > 1 else None,
     )
+    engine.module.register_state_dict_post_hook(_keep_draft)
+    if rank > 0:
+        engine.save_non_zero_checkpoint = engine.save_zero_checkpoint = False
     frequencies: Any = engine.module.get_submodule("model.rotary_emb").inv_freq
     if frequencies.dtype != torch.float32:
         raise RuntimeError(
@@ -84,6 +96,12 @@ def build_engine(config: TrainConfig, model: nn.Module) -> deepspeed.DeepSpeedEn
             "far positions; install one that leaves a model's buffers as they are"
         )
     return engine
+
+
+def _keep_draft(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
+    """Take the target out of a state dict: `exclude_frozen_parameters` forgets the second name of tied embeddings."""
+    for name in [name for name in state if not name.startswith(DRAFT_PREFIX)]:
+        del state[name]
 
 
 def set_learning_rate(engine: Any, rate: float) -> None:

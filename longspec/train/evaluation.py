@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError
 from longspec.train.config import TrainConfig
-from longspec.train.distributed import Termination, summed
+from longspec.train.distributed import Termination, data_parallel_place, summed
 from longspec.train.inputs import Inputs
 from longspec.train.loss import Objective
 from longspec.train.positions import BLOCK_LAGS, micro_step_generator, variant_positions
@@ -89,7 +88,7 @@ class Evaluation:
         depth would emit a round on this text: as many tokens as are right from its start, and the bonus token.
         """
         began = time.perf_counter()
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank, world = data_parallel_place()
         tallies = []
         self.engine.eval()
         # As many rows on every rank, if not all of them real: under ZeRO-3 all take part in each forward pass.

@@ -34,7 +34,7 @@ DRAFTS = ("saving_checkpoint", "checkpoint-last", "checkpoint-2last")
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a checkpoint is, and how many ranks brought it there."""
+    """How far a checkpoint is, and how many ranks brought it there (those that train on different rows)."""
 
     step: int
     world_size: int

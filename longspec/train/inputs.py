@@ -17,6 +17,7 @@ from longspec.errors import UserError, first_line
 from longspec.models.draft_files import check_draft
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import check_weights, context_window, load_tokenizer, read_config
+from longspec.models.target_split import check_split
 from longspec.train.config import TrainConfig
 
 
@@ -39,7 +40,10 @@ def read_inputs(config: TrainConfig) -> Inputs:
     aligners = [_aligner(number, entry) for number, entry in enumerate(config.data.aligners)]
     target = read_config(config.model_name_or_path)
     glide.check_family(target, config.model_name_or_path)
-    check_weights(config.model_name_or_path)
+    if config.tp_size > 1:
+        check_split(target, config.tp_size, config.model_name_or_path)
+    else:
+        check_weights(config.model_name_or_path)
     window = context_window(target)
     if config.data.max_length > window:
         raise UserError(

@@ -1,4 +1,8 @@
-"""The training objectives. None of them ever holds [tokens, vocabulary] logits."""
+"""The training objectives. None of them ever holds [tokens, vocabulary] logits.
+
+Where several ranks share a target, each has the logits of its own part of the vocabulary: the ranks exchange one
+log-sum-exp a token, then sums of the loss and of the hidden states' gradient, and no logits.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from longspec.data.collators import IGNORED
+from longspec.models.parallel import first_token, max_over_ranks, sum_over_ranks, vocabulary_log_softmax
 
 LOSSES = ("ce", "distill", "mixed")
 TEACHER_SHARE = {"ce": 0.0, "distill": 1.0, "mixed": 0.5}
@@ -47,6 +52,7 @@ class Objective:
         self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: nn.Module
     ) -> tuple[Tensor, dict[str, Tensor]]:
         student, teacher, wanted = self._scored(hidden, target_hidden, labels)
+        wanted = wanted - first_token(lm_head)
         with gathered(lm_head) as weight:
             total, sums = ChunkedLoss.apply(student, teacher, wanted, weight, self.share, self.chunk)
         return total, self._named(sums)
@@ -57,11 +63,13 @@ class Objective:
     ) -> tuple[dict[str, Tensor], Tensor]:
         """metrics as above, and which labels the draft's likeliest token is: bool [B, T], False where none counts."""
         student, teacher, wanted = self._scored(hidden, target_hidden, labels)
+        wanted = wanted - first_token(lm_head)
         sums, right = _no_sums(student), torch.empty_like(wanted, dtype=torch.bool)
         with gathered(lm_head) as weight:
             for span, logits, teacher_logits in _chunks(student, teacher, weight, self.chunk):
                 _chunk_terms(logits, teacher_logits, wanted[span], self.share, sums)
-                right[span] = logits.argmax(-1) == wanted[span]
+                right[span] = _ranked_first(logits, wanted[span])
+        sum_over_ranks(sums)
         hits = labels != IGNORED
         hits[:, 0] = False
         return self._named(sums), hits.masked_scatter(hits, right)
@@ -119,12 +127,18 @@ class ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, teacher: Tensor | None, labels: Tensor, weight: Tensor, share: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
-        """hidden, teacher [N, hidden]; labels [N]; weight [V, hidden] -> (sum of the loss, TERMS summed [4])."""
+        """hidden, teacher [N, hidden]; labels [N]; weight [V, hidden] -> (sum of the loss, TERMS summed [4]).
+
+        V is this rank's part of the vocabulary and labels count from its first token, so on one of the ranks a label
+        lies in 0 … V - 1 and on the others it does not.
+        """
         gradient = torch.empty_like(hidden)
         sums = _no_sums(hidden)
         for span, logits, teacher_logits in _chunks(hidden, teacher, weight, chunk):
             wrong = _chunk_terms(logits, teacher_logits, labels[span], share, sums)
             gradient[span] = wrong.to(hidden.dtype) @ weight
+        sum_over_ranks(sums)
+        sum_over_ranks(gradient)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(sums)
         return sums[0].clone(), sums
@@ -135,23 +149,32 @@ class ChunkedLoss(torch.autograd.Function):
         return upstream.to(gradient.dtype) * gradient, None, None, None, None, None
 
 
+def _ranked_first(logits: Tensor, labels: Tensor) -> Tensor:
+    """bool [N]: whether a label has the largest logit of all ranks' parts of the vocabulary, [N, V] each."""
+    here = (labels >= 0) & (labels < logits.shape[1])
+    picked = logits.gather(1, labels.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+    largest = max_over_ranks(logits.amax(-1))
+    return sum_over_ranks((here & (picked == largest)).int()) > 0
+
+
 def _chunk_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, share: float, sums: Tensor) -> Tensor:
     """Add a chunk's TERMS to `sums`, in place; return the loss's gradient with respect to `logits` [N, V].
 
     With q the draft's distribution, p the target's, y the label: loss = (1 - share) · -log q(y) + share · KL(p ‖ q),
-    whose gradient is q - (1 - share) · onehot(y) - share · p.
+    whose gradient is q - (1 - share) · onehot(y) - share · p. Of each sum over tokens this adds the V of this rank.
     """
-    picked = labels[:, None]
-    log_q = logits.to(sums.dtype).log_softmax(-1)
-    ce, kl = -log_q.gather(1, picked).sum(), sums.new_zeros(())
+    here = ((labels >= 0) & (labels < logits.shape[1])).to(sums.dtype)[:, None]
+    picked = labels.clamp(0, logits.shape[1] - 1)[:, None]
+    log_q = vocabulary_log_softmax(logits.to(sums.dtype))
+    ce, kl = -(here * log_q.gather(1, picked)).sum(), sums.new_zeros(())
     gradient = log_q.exp()
     if teacher_logits is not None:
-        log_p = teacher_logits.to(sums.dtype).log_softmax(-1)
-        sums[3] -= log_p.gather(1, picked).sum()
+        log_p = vocabulary_log_softmax(teacher_logits.to(sums.dtype))
+        sums[3] -= (here * log_p.gather(1, picked)).sum()
         if share:
             p = log_p.exp()
             kl = (p * (log_p - log_q)).sum()
             gradient -= share * p
-    gradient.scatter_add_(1, picked, torch.full_like(picked, -(1 - share), dtype=gradient.dtype))
+    gradient.scatter_add_(1, picked, -(1 - share) * here)
     sums[:3] += torch.stack([(1 - share) * ce + share * kl, ce, kl])
     return gradient

@@ -29,10 +29,12 @@ from longspec.train.checkpoint import (
 from longspec.train.config import TrainConfig, load_config
 from longspec.train.distributed import (
     Termination,
+    data_parallel_place,
     from_every_rank,
     from_rank_zero,
     ignore_sigterm,
     rank_zero_first,
+    share_targets,
     start_ranks,
     summed,
 )
@@ -62,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def train(asked: TrainConfig) -> None:
     """The whole run on this rank."""
+    share_targets(asked.tp_size)
     config = from_rank_zero(lambda: locate(asked))
     resumed = from_rank_zero(lambda: _where_to_start(config))
     # A resumed run has its draft: that of the stage before may be gone.
@@ -79,7 +82,7 @@ def train(asked: TrainConfig) -> None:
         resumed[0] if resumed else config.draft_model_name_or_path or "fresh",
     )
     draft = inputs.draft
-    if resumed and resumed[1].world_size != dist.get_world_size():
+    if resumed and resumed[1].world_size != data_parallel_place()[1]:
         draft = read_draft(resumed[0])
     engine = build_engine(config, build_pair(config, draft))
     if resumed:
@@ -100,7 +103,7 @@ def _where_to_start(config: TrainConfig) -> tuple[Any, Progress] | None:
             f"config key output_dir: {config.output_dir} holds a checkpoint of step {progress.step}; "
             "give resume=latest to go on from it, or another output_dir"
         )
-    check_same_run(config, folder, progress, dist.get_world_size())
+    check_same_run(config, folder, progress, data_parallel_place()[1])
     set_newer_aside(Path(config.output_dir), folder, progress)
     return found
 
@@ -117,11 +120,11 @@ def _last_step(config: TrainConfig, rows: int, start: int) -> int:
 
 
 def rows_a_step(config: TrainConfig) -> int:
-    return config.per_device_train_batch_size * config.gradient_accumulation_steps * dist.get_world_size()
+    return config.per_device_train_batch_size * config.gradient_accumulation_steps * data_parallel_place()[1]
 
 
 class Trainer:
-    """The loop over optimizer steps. Every rank has one; rank 0's also logs."""
+    """The loop over optimizer steps. Every rank has one; rank 0's also logs. Ranks that share a target do the same."""
 
     def __init__(self, config: TrainConfig, engine: Any, inputs: Inputs, start: int, total: int, held_out: int) -> None:
         """Steps `start` + 1 … `total`; `held_out` rows are evaluated on the way."""
@@ -131,11 +134,12 @@ class Trainer:
         self.objective = Objective(config.loss, config.log_target_loss)
         self.evaluation = Evaluation(config, engine, inputs, self.objective, held_out) if held_out else None
         self.accumulation = config.gradient_accumulation_steps
+        self.rank, self.ranks = data_parallel_place()
         self.sampler = ResumableSampler(
             rows=len(inputs.rows),
             batch_size=config.per_device_train_batch_size,
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
+            rank=self.rank,
+            world_size=self.ranks,
             seed=config.seed,
             start=start * self.accumulation,
             stop=total * self.accumulation,
@@ -176,7 +180,7 @@ class Trainer:
         log.close()
 
     def save(self, step: int) -> None:
-        progress = Progress(step, dist.get_world_size())
+        progress = Progress(step, self.ranks)
         save_checkpoint(self.engine, self.inputs.tokenizer, self.config, progress, self.config.output_dir)
 
     def evaluate(self, step: int, termination: Termination) -> dict[str, float]:
@@ -187,7 +191,7 @@ class Trainer:
         found = self.evaluation.run(termination)
         if wanted.keep_best and found and found["eval_acceptance_length"] > self.best:
             self.best = found["eval_acceptance_length"]
-            progress = Progress(step, dist.get_world_size())
+            progress = Progress(step, self.ranks)
             save_best(self.engine.module, self.inputs.tokenizer, self.config, progress, found)
         return found
 
@@ -200,7 +204,7 @@ class Trainer:
         """
         counts = torch.tensor([int((batch["labels"] != IGNORED).sum()) for batch in window], device=self.engine.device)
         tokens = max(1, int(summed(counts.sum())))
-        scale = dist.get_world_size() * self.accumulation / tokens
+        scale = self.ranks * self.accumulation / tokens
         terms: list[dict[str, Tensor]] = []
         rate = self.config.learning_rate * self.schedule(step - 1)
         set_learning_rate(self.engine, rate)
@@ -231,14 +235,14 @@ class Trainer:
             samples = [name for mine, _ in found for name in mine] or [name for _, all_of in found for name in all_of]
             raise UserError(
                 f"step {step}: the loss is {loss}, the gradient's norm {norm}; training stops and this step is not "
-                f"saved. Samples: {', '.join(samples)}"
+                f"saved. Samples: {', '.join(dict.fromkeys(samples))}"
             )
 
         from_rank_zero(complain)
 
     def forward(self, micro_step: int, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective on one micro-batch, with positions and lags drawn for it."""
-        generator = micro_step_generator(self.config.seed, micro_step, dist.get_rank())
+        generator = micro_step_generator(self.config.seed, micro_step, self.rank)
         torch.manual_seed(generator.initial_seed())  # so that whatever else is random does not depend on the past
         shape = (batch["input_ids"].shape[0], batch["input_ids"].shape[1])
         segments, variant, window = batch["cu_seqlens"], self.config.variant, self.inputs.window

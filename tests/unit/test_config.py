@@ -123,7 +123,7 @@ def test_family_is_an_override(paths: list[str]) -> None:
         ("max_steps=0", "max_steps"),
         ("data.num_proc=0", "data.num_proc"),
         ("model.attn_implementation=flash", "attn_implementation"),
-        ("tp_size=2", "tp_size"),
+        ("tp_size=0", "tp_size"),
         ("evaluation.keep_best=true", "evaluation.keep_best"),
         ("evaluation.files=nowhere.jsonl", "nowhere.jsonl"),
         ("evaluation.files=7", "evaluation.files"),

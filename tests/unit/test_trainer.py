@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,7 +44,7 @@ def handed_over(config: TrainConfig, rank: int, micro_step: int, monkeypatch: py
         def __call__(self, **given: Any) -> dict[str, Any]:
             return given
 
-    monkeypatch.setattr(trainer_module, "dist", SimpleNamespace(get_rank=lambda: rank, get_world_size=lambda: 2))
+    monkeypatch.setattr(trainer_module, "data_parallel_place", lambda: (rank, 2))
     inputs = Inputs([[]], None, lambda rows: {}, None, None, WINDOW)  # type: ignore[arg-type]
     tokens = torch.arange(32).view(2, 16)
     batch = {"input_ids": tokens, "labels": tokens + 1, "cu_seqlens": SEGMENTS}

@@ -1,0 +1,205 @@
+"""How a target's weights are cut for N ranks, and the folders that hold the parts.
+
+Rank r of N gets the r-th N-th of the query and KV heads (a group of query heads stays with its KV head), of the MLP's
+columns and of the vocabulary's rows (its last part may be smaller); norms are on every rank. The layout is Megatron's
+(arXiv 1909.08053): what follows a column-parallel product is row-parallel and ends in a sum over the ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+
+from longspec.errors import UserError, first_line
+from longspec.models.draft_layer import head_dim
+from longspec.models.target_files import WEIGHT_ERRORS, read_config
+
+COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROW_PARALLEL = ("o_proj", "down_proj")
+VOCABULARY = ("embed_tokens", "lm_head")
+WHOLE = ("norm", "input_layernorm", "post_attention_layernorm", "rotary_emb")
+SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+"""Config, generation config and tokenizer, in any of its forms."""
+
+
+def rank_folder(rank: int, world: int) -> str:
+    """Where a rank's part lies in the split target's folder."""
+    return f"mp_{rank}-of-{world}"
+
+
+def vocabulary_rows(vocab_size: int, rank: int, world: int) -> range:
+    """The tokens whose embeddings a rank holds: equally many on each, on the last one what is left."""
+    most = -(-vocab_size // world)
+    return range(min(rank * most, vocab_size), min((rank + 1) * most, vocab_size))
+
+
+def rank_config(config: PreTrainedConfig, rank: int, world: int) -> PreTrainedConfig:
+    """The config of a rank's part: a target of its own with fewer heads, columns and tokens."""
+    part = copy.deepcopy(config)
+    part.head_dim = head_dim(config)
+    part.num_attention_heads //= world
+    part.num_key_value_heads //= world
+    part.intermediate_size //= world
+    part.vocab_size = len(vocabulary_rows(config.vocab_size, rank, world))
+    part.pad_token_id = None  # it may lie on another rank, and only a trained embedding would need it
+    return part
+
+
+def check_divisible(config: PreTrainedConfig, world: int, path: str | Path) -> None:
+    """Raise UserError for a target whose heads, MLP columns or tokens do not make `world` parts."""
+    for name in ("num_key_value_heads", "num_attention_heads", "intermediate_size"):
+        size = getattr(config, name)
+        if size % world:
+            raise UserError(f"{path}: {name} {size} cannot be split for {world} ranks; tp_size must divide it")
+    if not vocabulary_rows(config.vocab_size, world - 1, world):
+        raise UserError(f"{path}: {config.vocab_size} tokens are too few for {world} ranks; give a smaller tp_size")
+
+
+def check_split(config: PreTrainedConfig, world: int, path: str | Path) -> None:
+    """Raise UserError unless the folder `path` holds this target's part for each of `world` ranks."""
+    check_divisible(config, world, path)
+    for folder in (rank_folder(rank, world) for rank in range(world)):
+        if not (Path(path) / folder / "config.json").is_file():
+            raise UserError(
+                f"config key tp_size: {path} holds no {folder}; make it with python scripts/split_target.py "
+                f"--target {path} --tp_size {world} --output DIR, and give model_name_or_path=DIR"
+            )
+
+
+def is_added_once(name: str) -> bool:
+    """Whether the weight is a bias of products that the ranks add up: rank 0 has it, the others zeros."""
+    return name.endswith(tuple(f".{module}.bias" for module in ROW_PARALLEL))
+
+
+def part_of(name: str, shape: tuple[int, ...], rank: int, world: int) -> tuple[slice, ...]:
+    """What of the weight `name` a rank holds.
+
+    Raises UserError for a weight that is in no Llama or Qwen2 target, such as a quantised one's.
+    """
+    *_, module, kind = name.split(".")
+    if module in VOCABULARY and kind == "weight":
+        rows = vocabulary_rows(shape[0], rank, world)
+        return (slice(rows.start, rows.stop),)
+    if module in COLUMN_PARALLEL and kind in ("weight", "bias"):
+        return (_share(shape[0], rank, world),)
+    if module in ROW_PARALLEL and kind == "weight":
+        return slice(None), _share(shape[1], rank, world)
+    if module in WHOLE or is_added_once(name):
+        return (slice(None),)
+    raise UserError(f"weight {name}: no part of a plain Llama or Qwen2 target, so it cannot be split")
+
+
+def _share(size: int, rank: int, world: int) -> slice:
+    return slice(rank * size // world, (rank + 1) * size // world)
+
+
+def split_target(source: Path, output: Path, world: int) -> None:
+    """Write `output`: a folder for each of `world` ranks, beside config and tokenizer of the target in `source`.
+
+    One weight file of the source is cut at a time, for one rank at a time. `output` must not exist; it is there when
+    all of it is. Raises UserError for a target that cannot be split or read.
+    """
+    config = read_config(source)
+    check_divisible(config, world, source)
+    files = weight_files(source)
+    if output.exists():
+        raise UserError(f"{output}: is there already; give a folder that is not, or remove it")
+    unfinished = output.with_name(f".{output.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        unfinished.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{output}: cannot be made ({error.strerror})") from error
+    try:
+        for rank in range(world):
+            rank_config(config, rank, world).save_pretrained(unfinished / rank_folder(rank, world))
+            _copy_beside(source, unfinished / rank_folder(rank, world), ("generation_config.json",))
+        for number, file in enumerate(files, start=1):
+            name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            with _opened(file) as weights:
+                for rank in range(world):
+                    _write_part(weights, unfinished / rank_folder(rank, world) / name, rank, world)
+        for rank in range(world):
+            _write_index(unfinished / rank_folder(rank, world))
+        _copy_beside(source, unfinished, SIDE_FILES)
+        unfinished.rename(output)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def weight_files(source: Path) -> list[Path]:
+    """The files of a target's weights, safetensors rather than .bin. Raises UserError."""
+    for whole, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        if (source / whole).is_file():
+            return [source / whole]
+        if (source / index).is_file():
+            try:
+                names = sorted(set(json.loads((source / index).read_text())["weight_map"].values()))
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise UserError(f"{source / index}: not a readable index ({first_line(error)})") from error
+            if absent := [name for name in names if not (source / name).is_file()]:
+                raise UserError(f"{source}: {absent[0]} is missing, which {index} names")
+            return [source / name for name in names]
+    raise UserError(f"{source}: no model checkpoint (no {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}, whole or with an index)")
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[dict[str, Any]]:
+    """A file's weights by name, as things of which `weight[part]` reads no more than that part. Raises UserError.
+
+    No code in the file is run.
+    """
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as weights:
+                yield {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
+        else:
+            yield torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (*WEIGHT_ERRORS, AttributeError, pickle.UnpicklingError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{file}: cannot be read, or its parts not be written ({first_line(error)})") from error
+
+
+def _write_part(weights: dict[str, Any], file: Path, rank: int, world: int) -> None:
+    """One rank's parts of the weights of one source file."""
+    parts: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        shape = weight.shape if isinstance(weight, Tensor) else weight.get_shape()
+        found = weight[part_of(name, tuple(shape), rank, world)]
+        parts[name] = found.clone(memory_format=torch.contiguous_format)  # in .bin files two may share their storage
+        if rank and is_added_once(name):
+            parts[name].zero_()
+    save_file(parts, file, metadata={"format": "pt"})
+
+
+def _write_index(folder: Path) -> None:
+    """The index by which transformers finds the weights of several files."""
+    owners: dict[str, str] = {}
+    size = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as weights:
+            owners |= dict.fromkeys(weights.keys(), file.name)
+        size += file.stat().st_size
+    index = {"metadata": {"total_size": size}, "weight_map": owners}
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
+
+
+def _copy_beside(source: Path, folder: Path, patterns: tuple[str, ...]) -> None:
+    for pattern in patterns:
+        for file in source.glob(pattern):
+            if not file.name.endswith(".index.json"):
+                shutil.copyfile(file, folder / file.name)

@@ -1,0 +1,93 @@
+"""Two processes that share a target compute what one with the whole target does: logits, losses, gradients."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fairscale.nn.model_parallel import initialize as groups
+from pairs import save_target
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from longspec.models.llama import LlamaGlide
+from longspec.models.qwen2 import Qwen2Glide
+from longspec.models.target_split import split_target
+from longspec.train.distributed import keep_drafts_equal
+from longspec.train.evaluation import Scores
+from longspec.train.loss import Objective
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "GQA": (LlamaGlide, {"vocab_size": 61}),
+    "tied, MHA": (LlamaGlide, {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "biases of all products": (LlamaGlide, {"attention_bias": True, "mlp_bias": True}),
+    "head_dim": (Qwen2Glide, {"head_dim": 16, "hidden_size": 48, "vocab_size": 62}),
+    "pad token of the other rank": (Qwen2Glide, {"tie_word_embeddings": True, "pad_token_id": 60}),
+}
+LENGTHS = torch.tensor([0, 9, 20, 40], dtype=torch.int32)
+
+
+def fill_biases(file: Path) -> None:
+    """A fresh target's are zero."""
+    weights = load_file(file)
+    for name, weight in weights.items():
+        if name.endswith("bias"):
+            weight.normal_(std=0.3)
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def outcome(model: Any) -> dict[str, Tensor]:
+    """The pair's logits, and each objective's terms and gradients with all tokens, some, and none in the loss."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, model.config.vocab_size, (2, 20), generator=generator)
+    positions = torch.cat([torch.arange(int(length)) for length in LENGTHS.diff()]).view(2, 20)
+    found = {"logits": model(tokens).logits.detach()}
+    some = torch.where(torch.rand(2, 20, generator=generator) < 0.5, tokens, -100)
+    for labelled, labels in (("all", tokens), ("some", some), ("none", torch.full_like(tokens, -100))):
+        for loss, lags in (("ce", None), ("distill", torch.tensor([1, 3, 5])), ("mixed", None)):
+            model.draft_model.zero_grad()
+            objective = Objective(loss, log_target_loss=lags is not None, chunk=7)
+            given = {"labels": labels, "position_ids": positions, "cu_seqlens": LENGTHS, "lags": lags}
+            total, terms = model(tokens, objective=objective, **given)
+            total.backward()
+            scores, hits = model(tokens, objective=Scores(objective), **given)
+            found |= {f"{loss} {labelled} {name}": term for name, term in terms.items()}
+            found |= {f"{loss} {labelled} score {name}": term for name, term in scores.items()}
+            found[f"{loss} {labelled} hits"] = hits
+            found |= {
+                f"{loss} {labelled} gradient of {name}": p.grad.clone()
+                for name, p in model.draft_model.named_parameters()
+            }
+    return found
+
+
+def on_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    groups.initialize_model_parallel(2)
+    for name, (glide, _) in CASES.items():
+        place = Path(folder) / name
+        found = outcome(glide.from_pretrained(place / "split", glide_path=place / "draft.pth", torch_dtype="float64"))
+        torch.testing.assert_close(found, torch.load(place / "expected.pt"), rtol=1e-5, atol=1e-6)
+    check_gradients_are_averaged(rank)
+    dist.destroy_process_group()
+
+
+def check_gradients_are_averaged(rank: int) -> None:
+    """What rounds differently on the two ranks must not make two drafts of one."""
+    layer = nn.Linear(3, 1)
+    keep_drafts_equal(layer)
+    (layer(torch.ones(3)) * (rank + 1)).backward()
+    assert layer.weight.grad is not None and layer.weight.grad.tolist() == [[1.5] * 3]
+
+
+def test_two_ranks_with_halves_are_one_with_the_whole(tmp_path: Path) -> None:
+    for name, (glide, layout) in CASES.items():
+        place = tmp_path / name
+        save_target(place / "target", glide.target_class.config_class.model_type, **layout)
+        fill_biases(place / "target" / "model.safetensors")
+        split_target(place / "target", place / "split", 2)
+        model = glide.from_pretrained(place / "target", torch_dtype="float64")
+        torch.save(model.draft_model.state_dict(), place / "draft.pth")
+        torch.save(outcome(model), place / "expected.pt")
+    torch.multiprocessing.spawn(on_rank, (str(tmp_path),), nprocs=2)

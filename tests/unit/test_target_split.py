@@ -1,0 +1,173 @@
+"""The parts of a split target: every byte of it, each rank's share of them, and what cannot be split."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairs import FAMILIES, save_target
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from training_fixtures import ROOT, make_target
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from longspec.errors import UserError
+from longspec.models.target_files import check_weights, load_tokenizer, read_config
+from longspec.models.target_split import check_split, is_added_once, rank_folder, split_target, vocabulary_rows
+
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"tie_word_embeddings": True, "vocab_size": 60},
+    {"num_key_value_heads": 4},
+    {"head_dim": 16, "hidden_size": 48},
+]
+
+
+def parts_of(folder: Path, world: int) -> list[dict[str, Tensor]]:
+    """Each rank's weights, in order of rank."""
+    folders = [folder / rank_folder(rank, world) for rank in range(world)]
+    return [{k: w for file in place.glob("*.safetensors") for k, w in load_file(file).items()} for place in folders]
+
+
+def rejoined(parts: list[dict[str, Tensor]], name: str) -> Tensor:
+    pieces = [part[name] for part in parts]
+    if "norm" in name or is_added_once(name):
+        return pieces[0]
+    return torch.cat(pieces, 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_parts_rejoin_to_every_byte_and_each_loads_alone(family: str, layout: dict[str, Any], tmp_path: Path) -> None:
+    """61 tokens for two ranks: 31 and 30. Tied embeddings are written once and tied again by each part."""
+    source = save_target(tmp_path / "target", family, **layout)
+    split_target(source, tmp_path / "split", 2)
+    whole, parts = load_file(source / "model.safetensors"), parts_of(tmp_path / "split", 2)
+    assert all(part.keys() == whole.keys() for part in parts)
+    for name, weight in whole.items():
+        assert torch.equal(rejoined(parts, name), weight), name
+    for rank in range(2):
+        folder = tmp_path / "split" / rank_folder(rank, 2)
+        model, said = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        assert not any(said.values()), said
+        tied = model.lm_head.weight is model.model.embed_tokens.weight
+        assert tied == layout.get("tie_word_embeddings", False)
+
+
+def test_a_bias_of_summed_products_is_added_by_one_rank(tmp_path: Path) -> None:
+    source = save_target(tmp_path / "target", "llama", attention_bias=True, mlp_bias=True)
+    weights = {name: torch.rand_like(weight) for name, weight in load_file(source / "model.safetensors").items()}
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    split_target(source, tmp_path / "split", 2)
+    parts = parts_of(tmp_path / "split", 2)
+    for name, weight in weights.items():
+        assert torch.equal(rejoined(parts, name), weight), name
+        assert is_added_once(name) == (not parts[1][name].any())
+
+
+@pytest.mark.parametrize("form", ["index.json", "bin", "sharded bin"])
+def test_every_form_of_a_hub_checkpoint_gives_the_same_parts(form: str, tmp_path: Path) -> None:
+    source = save_target(tmp_path / "target", "llama", tie_word_embeddings=form == "bin")
+    split_target(source, tmp_path / "expected", 2)
+    weights = load_file(source / "model.safetensors")
+    if form == "bin":
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]  # .bin files often hold both of a tied pair
+    (source / "model.safetensors").unlink()
+    names, kind = list(weights), "safetensors" if form == "index.json" else "bin"
+    halves = [names] if form == "bin" else [names[::2], names[1::2]]
+    files = [f"part-{number}.{kind}" for number in range(len(halves))] if len(halves) > 1 else ["pytorch_model.bin"]
+    for file, half in zip(files, halves, strict=True):
+        some = {name: weights[name] for name in half}
+        save_file(some, source / file) if kind == "safetensors" else torch.save(some, source / file)
+    if len(files) > 1:
+        index = "model.safetensors.index.json" if kind == "safetensors" else "pytorch_model.bin.index.json"
+        owners = {name: file for file, half in zip(files, halves, strict=True) for name in half}
+        (source / index).write_text(json.dumps({"weight_map": owners}))
+    split_target(source, tmp_path / "split", 2)
+    for found, expected in zip(parts_of(tmp_path / "split", 2), parts_of(tmp_path / "expected", 2), strict=True):
+        assert found.keys() - {"lm_head.weight"} == expected.keys() - {"lm_head.weight"}
+        assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    AutoModelForCausalLM.from_pretrained(tmp_path / "split" / rank_folder(1, 2))
+
+
+def test_a_rank_holds_half_of_the_bytes_and_five_percent_at_most(tmp_path: Path) -> None:
+    """Its folder too, so no more is ever read."""
+    source = save_target(tmp_path / "target", "qwen2", hidden_size=128, intermediate_size=256, vocab_size=1001)
+    split_target(source, tmp_path / "split", 2)
+    whole = (source / "model.safetensors").stat().st_size
+    for rank in range(2):
+        folder = tmp_path / "split" / rank_folder(rank, 2)
+        read = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        held = sum(w.numel() * w.element_size() for w in AutoModelForCausalLM.from_pretrained(folder).parameters())
+        assert max(read, held) <= 0.525 * whole
+
+
+def test_the_script_makes_a_folder_that_stands_for_the_target(tmp_path: Path) -> None:
+    """Config and tokenizer are the whole target's; a second run does not write over it."""
+    source = make_target(tmp_path / "target")
+    command = [sys.executable, "scripts/split_target.py", "--target", str(source), "--tp_size", "2"]
+    command += ["--output", str(tmp_path / "split")]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    config = read_config(tmp_path / "split")
+    assert config.to_diff_dict() == AutoConfig.from_pretrained(source).to_diff_dict()
+    assert load_tokenizer(str(tmp_path / "split"), config).get_vocab()
+    assert (tmp_path / "split" / "generation_config.json").is_file()
+    check_split(config, 2, tmp_path / "split")
+    with pytest.raises(UserError, match="split for 2 ranks; training takes it with tp_size=2"):
+        check_weights(str(tmp_path / "split"))
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert again.returncode == 2 and "is there already" in again.stderr and "Traceback" not in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "part"),
+    [
+        ({"num_key_value_heads": 1}, 2, "num_key_value_heads 1 cannot be split for 2 ranks"),
+        ({"num_attention_heads": 6, "hidden_size": 48}, 4, "num_key_value_heads 2"),
+        ({"intermediate_size": 49}, 2, "intermediate_size 49"),
+        ({"vocab_size": 5, "num_key_value_heads": 4}, 4, "5 tokens are too few for 4 ranks"),
+    ],
+)
+def test_what_cannot_be_split_is_one_line(layout: dict[str, Any], world: int, part: str, tmp_path: Path) -> None:
+    source = save_target(tmp_path / "target", "llama", **layout)
+    with pytest.raises(UserError, match=part):
+        split_target(source, tmp_path / "split", world)
+    assert not (tmp_path / "split").exists()
+
+
+def test_a_folder_without_parts_names_the_script(tmp_path: Path) -> None:
+    source = save_target(tmp_path / "target", "llama")
+    with pytest.raises(UserError, match=rf"holds no mp_0-of-2.*split_target\.py --target {source} --tp_size 2"):
+        check_split(read_config(source), 2, source)
+
+
+def test_damaged_and_foreign_weights_leave_nothing(tmp_path: Path) -> None:
+    """A cut-off file, a file the index names but nobody has, and a quantised weight: one line, and no output."""
+    source, output = save_target(tmp_path / "target", "llama"), tmp_path / "split"
+    good = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(good[:1000])
+    with pytest.raises(UserError, match=r"model\.safetensors: cannot be read"):
+        split_target(source, output, 2)
+    (source / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="no model checkpoint"):
+        split_target(source, output, 2)
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
+    with pytest.raises(UserError, match=r"gone\.safetensors is missing"):
+        split_target(source, output, 2)
+    save_file({"model.layers.0.mlp.up_proj.qweight": torch.ones(2, 2)}, source / "model.safetensors")
+    with pytest.raises(UserError, match="qweight: no part of a plain Llama or Qwen2 target"):
+        split_target(source, output, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+    (source / "model.safetensors").write_bytes(good)
+    split_target(source, output, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["split", "target"]
+
+
+def test_rows_cover_the_vocabulary_once() -> None:
+    for size in (7, 8, 9, 128256, 152064):
+        for world in (1, 2, 4):
+            rows = [token for rank in range(world) for token in vocabulary_rows(size, rank, world)]
+            assert rows == list(range(size))
