@@ -21,6 +21,7 @@ from torch import Tensor
 from training_fixtures import ROOT, launched, make_target, metrics, plain_training, write_texts
 
 from longspec.models.draft_files import load_draft
+from longspec.models.target_split import split_target
 from longspec.train.config import TrainConfig, load_config
 from longspec.train.engine import build_pair, cosine_with_warmup
 
@@ -39,13 +40,14 @@ class Setting:
     micro_batch: int = 4
     accumulation: int = 1
     more: tuple[str, ...] = ()
+    target: str = "target"
     loss: float = 1e-6  # relative, of each step's loss and of the held-out one
     norm: float = 1e-6  # relative, of each step's gradient
     draft: float = 1e-5  # the distance of the last drafts, as a share of the way from the fresh draft
 
     @property
     def folder(self) -> str:
-        return self.name.replace(" ", "-").replace(",", "")
+        return self.name.replace(" ", "-").replace(",", "").replace("=", "-")
 
     def overrides(self) -> list[str]:
         batch = [
@@ -61,13 +63,15 @@ SETTINGS = [
     Setting("2 ranks", ranks=2, micro_batch=2),
     Setting("ZeRO-2", ranks=2, micro_batch=1, accumulation=2, more=("deepspeed=zero2",)),
     Setting("ZeRO-3", ranks=2, micro_batch=1, accumulation=2, more=("deepspeed=zero3", SHARDED)),
+    Setting("tp_size=2", ranks=2, more=("tp_size=2",), target="halves"),
+    Setting("tp_size=2, ZeRO-3", ranks=2, more=("tp_size=2", "deepspeed=zero3", SHARDED), target="halves"),
     Setting("bf16", more=("model.torch_dtype=bfloat16",), loss=1e-3, norm=2e-2, draft=0.1),
 ]
 
 
 def overrides(work: Path) -> list[str]:
     """Of every run; 10 texts, each a row, at 4 a step, so that every third step or so lies across two epochs."""
-    given = [f"model_name_or_path={work}/target", f"data.files={work}/texts.jsonl", f"data.cache_dir={work}/cache"]
+    given = [f"data.files={work}/texts.jsonl", f"data.cache_dir={work}/cache"]
     given += [f"evaluation.files={work}/held_out.jsonl", "evaluation.rows=3", "variant=base"]
     given += ["data.pack=false", "data.max_length=512"]
     return [*given, f"learning_rate={LEARNING_RATE}", "max_grad_norm=0.5", f"evaluation.steps={STEPS}"]
@@ -78,6 +82,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Target, texts, and the reference run, whose length is told in epochs: ceil(4.7 epochs · 10 rows / 4) steps."""
     work = tmp_path_factory.mktemp("equivalence")
     make_target(work / "target")
+    split_target(work / "target", work / "halves", 2)
     write_texts(work / "texts.jsonl", count=TEXTS)
     write_texts(work / "held_out.jsonl", count=3, seed=1)
     train(work, REFERENCE, "num_train_epochs=4.7")
@@ -86,7 +91,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(work: Path, setting: Setting, length: str) -> Path:
     output = work / setting.folder
-    line = [*overrides(work), *setting.overrides(), f"output_dir={output}", length]
+    line = [*overrides(work), f"model_name_or_path={work}/{setting.target}", *setting.overrides()]
+    line += [f"output_dir={output}", length]
     launched(EXPERIMENT, *line, ranks=setting.ranks, script="tests/watched_run.py")
     return output
 
@@ -117,7 +123,8 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 
 def reference_config(work: Path) -> TrainConfig:
-    given = [*overrides(work), *REFERENCE.overrides(), f"output_dir={work}/{REFERENCE.folder}"]
+    given = [*overrides(work), f"model_name_or_path={work}/target", *REFERENCE.overrides()]
+    given.append(f"output_dir={work}/{REFERENCE.folder}")
     config = load_config(["-cp", str(ROOT / "conf/exp"), "-cn", EXPERIMENT, *given])
     assert config is not None
     return config
