@@ -20,8 +20,6 @@ from longspec.models.target_attention import QueryAttend
 
 RopeTable = tuple[Tensor, Tensor]
 """The target's rotary table at positions 0 … P - 1: cos, sin, each [P, D]."""
-
-
 PROJECTIONS = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
 
 
@@ -52,7 +50,7 @@ def can_fuse(model: Any) -> bool:
     return all(_is_plain(layer, model.draft_layer_class.norm_class, model.lm_head.weight.dtype) for layer in layers)
 
 
-def _is_plain(layer: nn.Module, norm_class: type, dtype: torch.dtype) -> bool:
+def _is_plain(layer: Any, norm_class: type, dtype: torch.dtype) -> bool:
     modules: dict[str, Any] = {name: module for name, module in layer.named_modules() if not list(module.children())}
     linears = {name: module for name, module in modules.items() if name.endswith("_proj")}
     others = [module for name, module in modules.items() if name not in linears]
@@ -62,20 +60,23 @@ def _is_plain(layer: nn.Module, norm_class: type, dtype: torch.dtype) -> bool:
         and all(x.bias is None for name, x in linears.items() if not name.endswith(("q_proj", "k_proj", "v_proj")))
         and all(isinstance(x, norm_class | nn.SiLU | SiLUActivation) for x in others)
         and not any(x._forward_hooks or x._forward_pre_hooks for x in modules.values())
-        and all(_can_merge(parts) for parts in _merged_parts(layer))
+        and all(_can_merge(linears) for linears in _merged_linears(layer))
     )
 
 
-def _merged_parts(layer: Any) -> list[list[Tensor]]:
+def _merged_linears(layer: Any) -> tuple[list[nn.Linear], list[nn.Linear]]:
     attention, mlp = layer.self_attn, layer.mlp
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    parts = [[x.weight for x in projections], [mlp.gate_proj.weight, mlp.up_proj.weight]]
-    return parts if attention.q_proj.bias is None else [*parts, [x.bias for x in projections]]
+    return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
 
 
-def _can_merge(parts: Sequence[Tensor]) -> bool:
-    """Whether parts lie below one another, or each alone: a piece of a trainer's flat buffer must stay in it."""
-    return _adjacent(parts) or all(part.untyped_storage().nbytes() == part.nbytes for part in parts)
+def _can_merge(linears: Sequence[nn.Linear]) -> bool:
+    """Whether all or none have biases, and what they hold lies below one another or each alone: a piece of a trainer's
+    flat buffer must stay in it."""
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    return len(biases) in (0, len(linears)) and all(
+        not parts or _adjacent(parts) or all(part.untyped_storage().nbytes() == part.nbytes for part in parts)
+        for parts in ([linear.weight for linear in linears], biases)
+    )
 
 
 def _adjacent(parts: Sequence[Tensor]) -> bool:

@@ -14,7 +14,7 @@ from longspec import generate
 from longspec.inference import capture as capture_module
 from longspec.inference import generate as generate_module
 from longspec.inference.methods import METHODS
-from longspec.inference.runner import _log_plain
+from longspec.inference.runner import _log_plain, make_runner
 from longspec.models.glide import GlideMixin
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +47,7 @@ def test_captured_rounds_give_the_eager_paths_and_the_targets_own_tokens(
     tmp_path: Path, family: str, method: str
 ) -> None:
     model = make_pair(tmp_path, family).cuda()
+    assert make_runner(model, "auto", compiled=True).capturable, "nothing would be captured"
     for lengths in ((1,), (40,), (700, 3, 90), (512, 511, 513, 2)):
         settings = {"method": method, "max_new_tokens": 30, "tree_shape": SHAPE}
         captured, eager = (tokens(model, *lengths, **settings, compile=compiled) for compiled in (True, False))

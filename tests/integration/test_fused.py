@@ -160,5 +160,6 @@ def test_what_cannot_be_fused_is_told(tmp_path: Path) -> None:
     assert refused(lambda m: setattr(m.model.layers[0].mlp, "up_proj", Adapted(32, 48, bias=False)))
     assert refused(lambda m: m.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *_: None))
     assert refused(lambda m: m.draft_model.cross_attn.q_proj.half())
+    assert refused(lambda m: setattr(m.draft_model.self_attn.k_proj, "bias", None))
     assert refused(flatten)
     assert changed(FusedRunner), "merged once, it can be merged again"

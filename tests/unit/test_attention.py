@@ -1,25 +1,17 @@
 """Every backend of decoding attention against one dense fp64 attention; Triton's in its interpreter without a GPU."""
 
 import importlib.util
-import logging
 import os
-import subprocess
-import sys
-from textwrap import dedent
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from longspec.errors import UserError
-from longspec.kernels import attention
 from longspec.kernels.attention import (
     DecodingAttention,
     SdpaAttention,
     decoding_attention,
     masked_attention,
-    resolve_attention,
 )
 from longspec.kernels.backend import Gpu
 from longspec.kernels.reference import attention_with_lse
@@ -301,77 +293,3 @@ def test_a_captured_call_follows_lengths_masks_and_keys(backend: str, monkeypatc
             x.normal_(generator=generator)
         graph.replay()
         torch.testing.assert_close(captured, run(), rtol=0, atol=0)
-
-
-def test_unknown_backends_and_those_that_cannot_run_are_named() -> None:
-    for name, problem in [("fast", "unknown backend 'fast'"), ("triton", "CUDA"), ("flash", "CUDA")]:
-        with pytest.raises(UserError, match=problem):
-            decoding_attention(name, torch.device("cpu"), torch.bfloat16, 128)
-
-
-def test_a_gpu_before_ampere_runs_on_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
-    assert decoding_attention("auto", torch.device("cuda"), torch.float16, 128).name == "sdpa"
-    with pytest.raises(UserError, match="Ampere"):
-        decoding_attention("triton", torch.device("cuda"), torch.float16, 128)
-
-
-@pytest.mark.parametrize(
-    ("installed", "dtype", "used", "named"),
-    [
-        (("triton", "fa3_fwd_interface"), torch.bfloat16, "flash", []),
-        (("triton", "fa3_fwd_interface"), torch.float16, "triton", []),
-        (("triton",), torch.bfloat16, "triton", ["fa3_fwd_interface"]),
-        ((), torch.float16, "sdpa", ["triton"]),
-    ],
-)
-def test_auto_takes_the_fastest_backend_and_says_once_what_is_missing(
-    installed: tuple[str, ...],
-    dtype: torch.dtype,
-    used: str,
-    named: list[str],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On a Hopper GPU: a package that would not run the dtype is not missed."""
-    attention._log_missing.cache_clear()
-    monkeypatch.setattr(attention, "_installed", lambda module: module in installed)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    properties = SimpleNamespace(major=9, multi_processor_count=132, shared_memory_per_block_optin=2**17)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    with caplog.at_level(logging.WARNING):
-        names = {decoding_attention("auto", torch.device("cuda"), dtype, 128).name for _ in range(3)}
-    assert names == {used}
-    assert len(caplog.records) == len(named) and all(module in caplog.text for module in named)
-
-
-def test_flash_attention_falls_back_to_sdpa_and_says_so_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    names = [resolve_attention("flash_attention_2") for _ in range(3)]
-    assert names == ["sdpa"] * 3
-    assert len(caplog.records) == 1 and "flash_attention_2" in caplog.text and "sdpa" in caplog.text
-
-
-def test_other_attention_names_pass_and_unknown_ones_are_named() -> None:
-    assert [resolve_attention(name) for name in (None, "sdpa", "eager")] == ["sdpa", "sdpa", "eager"]
-    with pytest.raises(UserError, match="flash_atention"):
-        resolve_attention("flash_atention")
-
-
-def test_cpu_decoding_needs_no_triton() -> None:
-    program = """
-        import sys
-        sys.modules["triton"] = None  # importing it now fails
-        import torch
-        from longspec.kernels.attention import decoding_attention
-        from longspec.kernels.varlen import varlen_attention
-        x = torch.ones(1, 1, 2, 16)
-        mask = torch.ones(1, 1, 1, dtype=torch.bool)
-        attend = decoding_attention("auto", torch.device("cpu"), torch.float32, 16)
-        print(attend.hybrid(x[:, :, :1], x, x, torch.tensor([1]), mask, 1.0).sum().item())
-    """
-    run = subprocess.run([sys.executable, "-c", dedent(program)], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == "16.0"
