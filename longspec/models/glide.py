@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspec.errors import UserError, first_line
 from longspec.kernels.attention import resolve_attention
+from longspec.kernels.segments import Segments
 from longspec.kernels.varlen import block_attention, varlen_attention
 from longspec.models.draft_files import check_draft, fit_draft
 from longspec.models.draft_layer import WINDOW, GlideDecoderLayer
@@ -73,7 +74,8 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
         config._attn_implementation = ATTENTION_NAME
         with torch.device("meta"):  # the target's modules replace these: nothing is allocated or initialised twice
             super().__init__(config)
-        self.attention = resolve_attention(attn_implementation)
+        resolve_attention(attn_implementation)
+        self.use_flash = (attn_implementation or "").startswith("flash")
         target = self._load_target(config, target_model_path, _dtype(torch_dtype))
         self.config, self.generation_config = target.config, target.generation_config
         self.model, self.lm_head = target.model, target.lm_head
@@ -179,14 +181,15 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
         """Teacher-forced draft over packed segments, and what `objective` makes of its hidden states.
 
         input_ids, labels, position_ids: LongTensor [B, T]; cu_seqlens: int32 [S + 1], the borders of the segments in
-        the flattened B·T tokens. lags: LongTensor [S] (flash noisy training: a query sees target keys up to its own
+        the flattened B·T tokens. labels, cu_seqlens and lags are read on the host. lags: LongTensor [S] (flash noisy training: a query sees target keys up to its own
         index minus its segment's lag), or None for GLIDE's block pattern; or [L, S] for a list of L results, one for
         each row of lags over one pass of the target.
         """
-        varlen = partial(varlen_attention, use_flash=self.attention.startswith("flash"))
+        segments = Segments(cu_seqlens.tolist(), input_ids.device)
+        varlen = partial(varlen_attention, use_flash=self.use_flash)
 
         def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            return _on_flat(varlen, q, k, v, cu_seqlens, scale)
+            return _on_flat(varlen, q, k, v, segments, scale)
 
         with torch.no_grad():
             embeddings, rope = self.embed(input_ids, position_ids)
@@ -201,12 +204,12 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
         scale = self.draft_model.self_attn.head_dim**-0.5
 
         def self_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return _on_flat(varlen, q, k, v, cu_seqlens, scale, window=WINDOW)
+            return _on_flat(varlen, q, k, v, segments, scale, window=WINDOW)
 
         def cross_attend(q: Tensor, lags: Tensor | None) -> Tensor:
             if lags is None:
-                return _on_flat(block_attention, q, keys, values, cu_seqlens, scale)
-            return _on_flat(varlen, q, keys, values, cu_seqlens, scale, lags=lags)
+                return _on_flat(block_attention, q, keys, values, segments, scale)
+            return _on_flat(varlen, q, keys, values, segments.lagging(lags.tolist()), scale)
 
         def draft(lags: Tensor | None) -> Any:
             inputs = embeddings, rope, self_attend, partial(cross_attend, lags=lags)

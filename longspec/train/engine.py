@@ -11,8 +11,10 @@ import torch
 from deepspeed.utils import logger as deepspeed_logger
 from hydra.errors import InstantiationException
 from torch import Tensor, nn
+from transformers.integrations import HfDeepSpeedConfig
 
 from longspec.errors import UserError
+from longspec.kernels.backend import runs_triton
 from longspec.models.draft_files import DRAFT_PREFIX
 from longspec.models.parallel import model_parallel_place
 from longspec.train.config import TrainConfig
@@ -61,12 +63,21 @@ def engine_config(config: TrainConfig) -> dict[str, Any]:
 def build_pair(config: TrainConfig, draft: dict[str, Tensor] | None) -> nn.Module:
     """The target with `draft`, or with a fresh one that is the same on all ranks. Raises the pair's own UserErrors."""
     torch.manual_seed(config.seed)
+    # While this object lives transformers loads in shards: rank 0 reads, and no rank ever holds the whole target.
+    shards = HfDeepSpeedConfig(engine_config(config)) if _loads_in_shards(config) else None
     try:
         return hydra.utils.call(config.model, config.model_name_or_path, state_dict=draft)
     except InstantiationException as error:
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from None
         raise
+    finally:
+        del shards
+
+
+def _loads_in_shards(config: TrainConfig) -> bool:
+    """Under ZeRO-3; not where ranks share a target, of which each reads its own part and shards it afterwards."""
+    return config.deepspeed.zero_optimization["stage"] == 3 and config.tp_size == 1
 
 
 def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
@@ -95,6 +106,10 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
             f"DeepSpeed {deepspeed.__version__} made the target's rotary frequencies {frequencies.dtype}, which moves "
             "far positions; install one that leaves a model's buffers as they are"
         )
+    if runs_triton(next(engine.module.model.parameters())):
+        from longspec.models.target_kernels import use_kernels
+
+        use_kernels(engine.module.model, engine.module.draft_layer_class)
     return engine
 
 
