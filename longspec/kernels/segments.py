@@ -39,7 +39,9 @@ class Segments:
     def check(self, tokens: int) -> None:
         """Raise ValueError unless these are segments of so many tokens."""
         if self.bounds[0] != 0 or self.bounds[-1] != tokens:
-            raise ValueError(f"cu_seqlens must run from 0 to {tokens} tokens, not from {self.bounds[0]} to {self.bounds[-1]}")
+            raise ValueError(
+                f"cu_seqlens must run from 0 to {tokens} tokens, not from {self.bounds[0]} to {self.bounds[-1]}"
+            )
 
     @cached_property
     def longest(self) -> int:

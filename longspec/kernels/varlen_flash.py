@@ -6,7 +6,7 @@ i - lag. The target's pass, which has no backward, runs on the forward of FlashA
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -114,7 +114,14 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tens
 
 
 def _backward(
-    upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: tuple[Tensor, Tensor], call: _Call
+    upstream: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    state: Sequence[Tensor],
+    call: _Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, where exp(score - lse) is the weight of a key and `out` what all weights make."""
     given = (upstream.contiguous(), q, k, v, out, lse, *call[:4], 0.0, True, *state)
@@ -134,7 +141,7 @@ class _TorchFlash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, out, lse, *state = ctx.saved_tensors
-        return *_backward(upstream, q, k, v, out, lse, tuple(state), ctx.call), None
+        return *_backward(upstream, q, k, v, out, lse, state, ctx.call), None
 
 
 def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
@@ -158,9 +165,7 @@ class _BlockFlash(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, block: int
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, block: int) -> Tensor:
         keys = segments.keys
         assert keys.rows is not None
         call = _Call(segments.query_bounds, keys.bounds, segments.longest, keys.longest, scale)
@@ -183,7 +188,7 @@ class _BlockFlash(torch.autograd.Function):
         q, k, v, out, lse, *state = ctx.saved_tensors
         segments, scale, rows = ctx.segments, ctx.call.scale, ctx.segments.keys.rows
         far = k.index_select(0, rows), v.index_select(0, rows)
-        dq, *far_gradients = _backward(upstream, q, *far, out, lse, tuple(state), ctx.call)
+        dq, *far_gradients = _backward(upstream, q, *far, out, lse, state, ctx.call)
         dq = dq.to(lse.dtype)
         dk, dv = (torch.zeros_like(x).index_copy_(0, rows, part) for x, part in zip((k, v), far_gradients, strict=True))
         wide = upstream.to(lse.dtype)

@@ -59,6 +59,8 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: 
 def _spans(segments: Segments) -> list[Span]:
     found = zip(segments.bounds, segments.lengths, segments.lags, strict=False)
     return [Span(start, length - lag, lag) for start, length, lag in found if length > lag]
+
+
 def _run(q: Tensor, k: Tensor, v: Tensor, calls: Iterable[tuple[list[Span], Attend]], round_keys: int = 1) -> Tensor:
     """Run each group of spans as one padded batch and put the results back in their tokens' rows."""
     outputs, rows = [q[:0]], [torch.empty(0, dtype=torch.long)]
@@ -130,5 +132,3 @@ def _block_causal(q: Tensor, k: Tensor, v: Tensor, scale: float, block: int) -> 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:
     """[G, Hkv, T, D] -> [G, heads, T, D]: outside flash-attn, torch's grouped heads fall back to dense scores."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
-
-

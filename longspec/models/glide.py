@@ -121,17 +121,24 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
 
     def _load_target(self, config: PreTrainedConfig, path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
         """The whole target, or this rank's part of it, which works together with those of the other ranks."""
-        folder, (rank, world) = self.shard_path(path), model_parallel_place()
-        mine = config if world == 1 else rank_config(config, rank, world)
+        rank, world = model_parallel_place()
+        target = self._read_target(config if world == 1 else rank_config(config, rank, world), path, dtype)
+        if world > 1:
+            join_ranks(target, config.vocab_size)
+            target.config = config  # the pair's: the draft has all heads, and so has what it reads
+        return target
+
+    def _read_target(self, config: PreTrainedConfig, path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+        """The weights of the target, or of this rank's part of it, in modules of `config`."""
+        folder = self.shard_path(path)
         try:
-            target, info = self.target_class.from_pretrained(folder, config=mine, dtype=dtype, output_loading_info=True)
+            target, info = self.target_class.from_pretrained(
+                folder, config=config, dtype=dtype, output_loading_info=True
+            )
         except WEIGHT_ERRORS as error:
             raise UserError(f"{folder}: the target's weights do not load ({first_line(error)})") from error
         if absent := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
             raise UserError(f"{folder}: no whole target: {len(absent)} weights missing or misshapen, as {absent[0]}")
-        if world > 1:
-            join_ranks(target, config.vocab_size)
-            target.config = config  # the pair's: the draft has all heads, and so has what it reads
         return target
 
     def load_draft_state(self, state: Mapping[str, Tensor], source: str) -> None:
@@ -181,9 +188,9 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
         """Teacher-forced draft over packed segments, and what `objective` makes of its hidden states.
 
         input_ids, labels, position_ids: LongTensor [B, T]; cu_seqlens: int32 [S + 1], the borders of the segments in
-        the flattened B·T tokens. labels, cu_seqlens and lags are read on the host. lags: LongTensor [S] (flash noisy training: a query sees target keys up to its own
+        the flattened B·T tokens. lags: LongTensor [S] (flash noisy training: a query sees target keys up to its own
         index minus its segment's lag), or None for GLIDE's block pattern; or [L, S] for a list of L results, one for
-        each row of lags over one pass of the target.
+        each row of lags over one pass of the target. labels, cu_seqlens and lags are read on the host.
         """
         segments = Segments(cu_seqlens.tolist(), input_ids.device)
         varlen = partial(varlen_attention, use_flash=self.use_flash)

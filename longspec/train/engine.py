@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -63,21 +64,27 @@ def engine_config(config: TrainConfig) -> dict[str, Any]:
 def build_pair(config: TrainConfig, draft: dict[str, Tensor] | None) -> nn.Module:
     """The target with `draft`, or with a fresh one that is the same on all ranks. Raises the pair's own UserErrors."""
     torch.manual_seed(config.seed)
-    # While this object lives transformers loads in shards: rank 0 reads, and no rank ever holds the whole target.
-    shards = HfDeepSpeedConfig(engine_config(config)) if _loads_in_shards(config) else None
     try:
-        return hydra.utils.call(config.model, config.model_name_or_path, state_dict=draft)
+        with built_in_shards(config):
+            return hydra.utils.call(config.model, config.model_name_or_path, state_dict=draft)
     except InstantiationException as error:
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from None
         raise
+
+
+@contextmanager
+def built_in_shards(config: TrainConfig) -> Iterator[None]:
+    """Under ZeRO-3 targets are built in shards here: rank 0 reads the weights, and no rank ever holds them all.
+
+    Not where ranks share a target, of which each reads its own part, to shard it afterwards.
+    """
+    sharded = config.deepspeed.zero_optimization["stage"] == 3 and config.tp_size == 1
+    setting = HfDeepSpeedConfig(engine_config(config)) if sharded else None  # heeded by transformers while it lives
+    try:
+        yield
     finally:
-        del shards
-
-
-def _loads_in_shards(config: TrainConfig) -> bool:
-    """Under ZeRO-3; not where ranks share a target, of which each reads its own part and shards it afterwards."""
-    return config.deepspeed.zero_optimization["stage"] == 3 and config.tp_size == 1
+        del setting
 
 
 def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:

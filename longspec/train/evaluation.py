@@ -115,9 +115,7 @@ class Evaluation:
             batch["labels"].fill_(IGNORED)
         generator = micro_step_generator(self.config.seed, row, 0)
         shape = (1, batch["labels"].shape[1])
-        positions = variant_positions(
-            variant.name, segments, shape, variant.max_offset, self.inputs.window, generator
-        )
+        positions = variant_positions(variant.name, segments, shape, variant.max_offset, self.inputs.window, generator)
         lags = torch.arange(1, self.depth + 1)[:, None].expand(-1, len(segments) - 1)
         ids, positions = (x.to(self.engine.device) for x in (batch["input_ids"], positions))
         given = {"labels": batch["labels"], "cu_seqlens": segments, "lags": lags, "objective": self.scores}

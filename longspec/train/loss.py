@@ -65,8 +65,7 @@ class Objective:
     def score(
         self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: nn.Module
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """metrics as above, and which labels the draft's likeliest token is: bool [B, T] where the labels lie, False where
-        none counts."""
+        """metrics as above, and bool [B, T], where labels lie: which one counts and is the draft's likeliest token."""
         student, teacher, wanted = self._scored(hidden, target_hidden, labels)
         wanted = wanted - first_token(lm_head)
         sums, right = _no_sums(student), torch.empty_like(wanted, dtype=torch.bool)

@@ -91,7 +91,7 @@ def test_several_lags_share_one_pass_of_the_target(tmp_path: Path) -> None:
 def test_kernels_between_the_products_change_nothing(
     tmp_path: Path, family: str, overrides: dict[str, Any], reads_target: bool, device: str
 ) -> None:
-    """Neither the hidden states of target and draft nor which modules run; without an `attend` of ours nothing at all."""
+    """Neither the hidden states of target and draft nor which modules run, and nothing in transformers' own calls."""
     model: Any = make_pair(tmp_path, family, initializer_range=0.1, **overrides).to(device)
     for name, parameter in model.model.named_parameters():
         if name.endswith("bias") or "norm" in name:
@@ -114,3 +114,19 @@ def test_kernels_between_the_products_change_nothing(
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
     assert {name: n for name, n in ran.items() if "act_fn" not in name} == ran_now
     torch.testing.assert_close(model(given["input_ids"]).logits, logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["base", "sinkpi-slicing"])
+@pytest.mark.parametrize("loss", ["ce", "mixed"])
+def test_the_host_never_waits_for_the_device_in_a_micro_batch(tmp_path: Path, variant: str, loss: str) -> None:
+    model: Any = make_pair(tmp_path, dtype=torch.bfloat16).cuda()
+    use_kernels(model.model, model.draft_layer_class)
+    given = {name: x.cuda() if name in ("input_ids", "position_ids") else x for name, x in batch().items()}
+    given |= {"lags": None if variant == "base" else torch.tensor([1, 5, 3]), "objective": Objective(loss)}
+    model(**given)[0].backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(**given)[0].backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
