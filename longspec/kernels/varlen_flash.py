@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longspec.kernels.backend import OLDEST_GPU
 from longspec.kernels.segments import Segments
 
 FLASH_MODULES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
@@ -28,11 +29,19 @@ def takes(q: Tensor, segments: Segments, window: int | None) -> bool:
     lag = segments.common_lag
     return (
         q.is_cuda
+        and _torch_has_flash(q.device)
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.shape[-1] <= MAX_HEAD_DIM
         and q.shape[-1] % 8 == 0
         and segments.keys.longest > 0
         and (window is None or (lag is not None and lag <= window))
+    )
+
+
+@cache
+def _torch_has_flash(device: torch.device) -> bool:
+    return (
+        torch.cuda.get_device_capability(device)[0] >= OLDEST_GPU and torch.backends.cuda.is_flash_attention_available()
     )
 
 

@@ -1,6 +1,7 @@
 """What is handed to FlashAttention, and what is made of its parts; on the CPU dense attention stands in for it."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -161,21 +162,29 @@ def test_torchs_own_kernel_is_called_as_its_schema_says() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_on_the_gpu(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float16, 64), (torch.bfloat16, 128), (torch.bfloat16, 40)])
+def test_half_precision_on_the_gpu(dtype: torch.dtype, head_dim: int) -> None:
     """Values and gradients, lags longer than their segments, and the block pattern's first blocks."""
+    agree = partial(agree_on_gpu, dtype=dtype, head_dim=head_dim)
     lengths, lags = [700, 64, 3, 1300, 1], [5, 1, 4, 2, 3]
     for window, lag in [(None, None), (None, lags), (512, None)]:
         segments = segments_of(lengths, lag, "cuda")
-        assert varlen_flash.takes(torch.empty(1, 8, 64, device="cuda", dtype=dtype), segments, window)
+        assert varlen_flash.takes(torch.empty(1, 8, head_dim, device="cuda", dtype=dtype), segments, window)
         mask = causal_mask(lengths, window, lag)
-        agree_on_gpu(lengths, dtype, mask, lambda q, k, v, s=segments, w=window: varlen_attention(q, k, v, s, 0.125, w))
+        agree(lengths, mask, lambda q, k, v, s=segments, w=window: varlen_attention(q, k, v, s, 0.125, w))
     segments = segments_of(lengths, device="cuda")
-    agree_on_gpu(lengths, dtype, block_mask(lengths, 4), lambda q, k, v: block_attention(q, k, v, segments, 0.125))
+    agree(lengths, block_mask(lengths, 4), lambda q, k, v: block_attention(q, k, v, segments, 0.125))
+    with torch.no_grad():  # the target's pass
+        inputs = [x.to(dtype) for x in make_inputs(lengths, 8, 2, head_dim)]
+        got = varlen_attention(*(x.cuda() for x in inputs), segments, 0.125)
+        expected = dense(*(x.double() for x in inputs), causal_mask(lengths), 0.125)
+        torch.testing.assert_close(got.cpu().double(), expected, atol=3e-2, rtol=3e-2)
 
 
-def agree_on_gpu(lengths: list[int], dtype: torch.dtype, mask: Tensor, attend: Callable[..., Tensor]) -> None:
-    inputs = [x.to(dtype) for x in make_inputs(lengths, 8, 2, 64)]
+def agree_on_gpu(
+    lengths: list[int], mask: Tensor, attend: Callable[..., Tensor], dtype: torch.dtype, head_dim: int
+) -> None:
+    inputs = [x.to(dtype) for x in make_inputs(lengths, 8, 2, head_dim)]
     exact = [x.double().requires_grad_() for x in inputs]
     leaves = [x.cuda().requires_grad_() for x in inputs]
     expected, got = dense(*exact, mask, 0.125), attend(*leaves)
