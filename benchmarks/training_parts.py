@@ -14,6 +14,8 @@ from longspec.train.trainer import Batch, Trainer
 
 PARTS = ("target", "draft", "loss", "backward", "optimizer")
 """In the order in which they run; `optimizer` is all that DeepSpeed does behind backward."""
+KERNELS = 20
+"""Lines of a profile."""
 
 
 class Clock:
@@ -80,10 +82,20 @@ def marked(engine: Any, clock: Clock) -> Iterator[None]:
 
 
 def profile(trainer: Trainer, step: int, window: list[Batch], termination: Termination) -> str:
-    """The kernels of a step by the device's time."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    """The kernels of a step that take most of the device's time: milliseconds, share, calls, name."""
+    on_gpu = torch.cuda.is_available()
     kinds = [torch.profiler.ProfilerActivity.CPU]
-    kinds += [torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else []
+    kinds += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
     with torch.profiler.profile(activities=kinds) as seen:
         trainer.train_step(step, window, termination)
-    return seen.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=20, max_name_column_width=70)
+    device = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+    kernels = [
+        (kernel.self_device_time_total if on_gpu else kernel.self_cpu_time_total, kernel.count, kernel.key)
+        for kernel in seen.key_averages()
+        if kernel.device_type == device
+    ]
+    whole = sum(time for time, *_ in kernels)
+    longest = sorted(kernels, reverse=True)[:KERNELS]
+    return "\n".join(
+        f"{time / 1e3:>12.2f} ms{time / whole:>7.1%}{count:>7}  {name[:90]}" for time, count, name in longest
+    )
