@@ -97,7 +97,7 @@ def main() -> None:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    add("--shapes", nargs="*", default=["llama3-8b", "qwq-32b"], choices=list(SHAPES))
     add("--contexts", type=int, nargs="*", default=[4096, 32768, 131072])
     add("--methods", nargs="*", default=list(METHODS), choices=METHODS)
     add("--temperature", type=float, default=0.0)

@@ -35,17 +35,40 @@ QWQ_32B = Qwen2Config(
     tie_word_embeddings=False,
     rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
 )
-SHAPES = {"llama3-8b": LLAMA3_8B, "qwq-32b": QWQ_32B}
+QWEN2_7B = Qwen2Config(
+    vocab_size=152064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    max_position_embeddings=1 << 17,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+)
+TINY = LlamaConfig(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=1 << 16,
+    tie_word_embeddings=False,
+)
+"""For machines without a GPU: to run a benchmark, not to measure anything."""
+SHAPES = {"llama3-8b": LLAMA3_8B, "qwen2-7b": QWEN2_7B, "qwq-32b": QWQ_32B, "tiny": TINY}
 
 
-def random_pair(name: str) -> GlideMixin:
-    """The pair of shape SHAPES[name] in bf16 on the CUDA device."""
+def random_pair(name: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> GlideMixin:
+    """The pair of shape SHAPES[name]; of ranks that share a target each makes its own part."""
     config = SHAPES[name]
     family: Any = Qwen2Glide if isinstance(config, Qwen2Config) else LlamaGlide
 
     def random_target(self: GlideMixin, config: Any, path: str, dtype: torch.dtype) -> PreTrainedModel:
         return family.target_class._from_config(config, dtype=dtype)
 
-    made = type(f"Random{family.__name__}", (family,), {"_load_target": random_target})
-    with torch.device("cuda"):
-        return made(config, name, torch_dtype=torch.bfloat16).eval()
+    made = type(f"Random{family.__name__}", (family,), {"_read_target": random_target})
+    with torch.device(device):
+        return made(config, name, torch_dtype=dtype, attn_implementation="flash_attention_2").eval()

@@ -19,7 +19,7 @@ from torch.nn.attention.bias import causal_lower_right
 from longspec.errors import UserError
 from longspec.kernels.backend import OLDEST_GPU, describe_gpu
 from longspec.kernels.reference import ring_visible
-from longspec.kernels.varlen import FLASH_MODULES, installed_flash_attention
+from longspec.kernels.varlen_flash import FLASH_MODULES, installed_flash_attention
 
 logger = logging.getLogger(__name__)
 
@@ -198,8 +198,10 @@ def resolve_attention(requested: str | None) -> str:
 @cache
 def _log_replacement(requested: str, used: str) -> None:
     if requested != used:
-        decoding = "the Triton kernels" if torch.cuda.is_available() and _installed("triton") else "sdpa"
-        logger.warning("%s is not available here: training uses %s, decoding %s", requested, used, decoding)
+        on_gpu = torch.cuda.is_available()
+        training = "FlashAttention-2 as torch builds it" if on_gpu and used == "sdpa" else used
+        decoding = "the Triton kernels" if on_gpu and _installed("triton") else "sdpa"
+        logger.warning("%s is not available here: training uses %s, decoding %s", requested, training, decoding)
 
 
 def _by_length(attend: Callable[..., Tensor], lengths: Tensor, q: Tensor, *others: Tensor) -> Tensor:

@@ -44,3 +44,8 @@ def runs_triton(x: Tensor) -> bool:
 def _triton_runs_on(device: torch.device) -> bool:
     installed = importlib.util.find_spec("triton") is not None
     return installed and torch.cuda.get_device_capability(device)[0] >= OLDEST_GPU
+
+
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """x on `device`; if it comes from the host, that does not wait for what runs there."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and not x.is_cuda else x.to(device)

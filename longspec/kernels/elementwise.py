@@ -70,20 +70,21 @@ def gather_rows(table: Tensor, index: Tensor) -> Tensor:
 
 
 @triton.jit
-def _swiglu_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+def _swiglu_kernel(gate_ptr, up_ptr, out_ptr, width, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    gate = tl.load(gate_up_ptr + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * width + column, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up of gate_up [..., 2·I], contiguous, the gate in its first half: [..., I]."""
-    width = gate_up.shape[-1] // 2
-    out = gate_up.new_empty(*gate_up.shape[:-1], width)
-    _swiglu_kernel[(triton.cdiv(width, 1024), out.numel() // width)](gate_up, out, width, BLOCK=1024)
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up, [..., I] both: contiguous tensors, or the halves of a merged projection."""
+    width = gate.shape[-1]
+    out = gate.new_empty(gate.shape)
+    grid = (out.numel() // width, triton.cdiv(width, 1024))
+    _swiglu_kernel[grid](gate, up, out, width, gate.stride(-2), BLOCK=1024)
     return out
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspec.errors import UserError, first_line
 from longspec.kernels.attention import resolve_attention
+from longspec.kernels.segments import Segments
 from longspec.kernels.varlen import block_attention, varlen_attention
 from longspec.models.draft_files import check_draft, fit_draft
 from longspec.models.draft_layer import WINDOW, GlideDecoderLayer
@@ -73,7 +74,8 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
         config._attn_implementation = ATTENTION_NAME
         with torch.device("meta"):  # the target's modules replace these: nothing is allocated or initialised twice
             super().__init__(config)
-        self.attention = resolve_attention(attn_implementation)
+        resolve_attention(attn_implementation)
+        self.use_flash = (attn_implementation or "").startswith("flash")
         target = self._load_target(config, target_model_path, _dtype(torch_dtype))
         self.config, self.generation_config = target.config, target.generation_config
         self.model, self.lm_head = target.model, target.lm_head
@@ -119,17 +121,24 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
 
     def _load_target(self, config: PreTrainedConfig, path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
         """The whole target, or this rank's part of it, which works together with those of the other ranks."""
-        folder, (rank, world) = self.shard_path(path), model_parallel_place()
-        mine = config if world == 1 else rank_config(config, rank, world)
+        rank, world = model_parallel_place()
+        target = self._read_target(config if world == 1 else rank_config(config, rank, world), path, dtype)
+        if world > 1:
+            join_ranks(target, config.vocab_size)
+            target.config = config  # the pair's: the draft has all heads, and so has what it reads
+        return target
+
+    def _read_target(self, config: PreTrainedConfig, path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+        """The weights of the target, or of this rank's part of it, in modules of `config`."""
+        folder = self.shard_path(path)
         try:
-            target, info = self.target_class.from_pretrained(folder, config=mine, dtype=dtype, output_loading_info=True)
+            target, info = self.target_class.from_pretrained(
+                folder, config=config, dtype=dtype, output_loading_info=True
+            )
         except WEIGHT_ERRORS as error:
             raise UserError(f"{folder}: the target's weights do not load ({first_line(error)})") from error
         if absent := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
             raise UserError(f"{folder}: no whole target: {len(absent)} weights missing or misshapen, as {absent[0]}")
-        if world > 1:
-            join_ranks(target, config.vocab_size)
-            target.config = config  # the pair's: the draft has all heads, and so has what it reads
         return target
 
     def load_draft_state(self, state: Mapping[str, Tensor], source: str) -> None:
@@ -181,12 +190,13 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
         input_ids, labels, position_ids: LongTensor [B, T]; cu_seqlens: int32 [S + 1], the borders of the segments in
         the flattened B·T tokens. lags: LongTensor [S] (flash noisy training: a query sees target keys up to its own
         index minus its segment's lag), or None for GLIDE's block pattern; or [L, S] for a list of L results, one for
-        each row of lags over one pass of the target.
+        each row of lags over one pass of the target. labels, cu_seqlens and lags are read on the host.
         """
-        varlen = partial(varlen_attention, use_flash=self.attention.startswith("flash"))
+        segments = Segments(cu_seqlens.tolist(), input_ids.device)
+        varlen = partial(varlen_attention, use_flash=self.use_flash)
 
         def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            return _on_flat(varlen, q, k, v, cu_seqlens, scale)
+            return _on_flat(varlen, q, k, v, segments, scale)
 
         with torch.no_grad():
             embeddings, rope = self.embed(input_ids, position_ids)
@@ -201,12 +211,12 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
         scale = self.draft_model.self_attn.head_dim**-0.5
 
         def self_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return _on_flat(varlen, q, k, v, cu_seqlens, scale, window=WINDOW)
+            return _on_flat(varlen, q, k, v, segments, scale, window=WINDOW)
 
         def cross_attend(q: Tensor, lags: Tensor | None) -> Tensor:
             if lags is None:
-                return _on_flat(block_attention, q, keys, values, cu_seqlens, scale)
-            return _on_flat(varlen, q, keys, values, cu_seqlens, scale, lags=lags)
+                return _on_flat(block_attention, q, keys, values, segments, scale)
+            return _on_flat(varlen, q, keys, values, segments.lagging(lags.tolist()), scale)
 
         def draft(lags: Tensor | None) -> Any:
             inputs = embeddings, rope, self_attend, partial(cross_attend, lags=lags)

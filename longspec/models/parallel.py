@@ -8,6 +8,7 @@ is frozen, so nothing of this has a backward; outside of a model-parallel group 
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from fairscale.nn.model_parallel import initialize as groups
@@ -108,9 +109,10 @@ def max_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
-def vocabulary_log_softmax(logits: Tensor) -> Tensor:
+def vocabulary_log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
     """Log-probabilities [N, rows] over the whole vocabulary, of the tokens whose `logits` [N, rows] this rank has."""
     if model_parallel_place()[1] == 1:
-        return logits.log_softmax(-1)
+        return logits.log_softmax(-1, dtype=dtype)
+    logits = logits.to(dtype)
     parts = gather_from_model_parallel_region(logits.logsumexp(-1, keepdim=True))
     return logits - parts.logsumexp(-1, keepdim=True)

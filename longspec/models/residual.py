@@ -45,7 +45,7 @@ class ResidualStream:
             return vector_product(normed, weight, gated=True)
         if self.is_skinny:
             return skinny_product(normed.flatten(0, 1), weight, gated=True).unflatten(0, normed.shape[:2])
-        return swiglu(F.linear(normed, weight))
+        return swiglu(*F.linear(normed, weight).chunk(2, -1))
 
     def add_product(self, x: Tensor, weight: Tensor, last: bool = False) -> None:
         """stream += x @ weight.T, x [B, N, in]; `last`: no norm follows, so `hidden` must hold it at once."""

@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -11,8 +12,10 @@ import torch
 from deepspeed.utils import logger as deepspeed_logger
 from hydra.errors import InstantiationException
 from torch import Tensor, nn
+from transformers.integrations import HfDeepSpeedConfig
 
 from longspec.errors import UserError
+from longspec.kernels.backend import runs_triton
 from longspec.models.draft_files import DRAFT_PREFIX
 from longspec.models.parallel import model_parallel_place
 from longspec.train.config import TrainConfig
@@ -62,11 +65,26 @@ def build_pair(config: TrainConfig, draft: dict[str, Tensor] | None) -> nn.Modul
     """The target with `draft`, or with a fresh one that is the same on all ranks. Raises the pair's own UserErrors."""
     torch.manual_seed(config.seed)
     try:
-        return hydra.utils.call(config.model, config.model_name_or_path, state_dict=draft)
+        with built_in_shards(config):
+            return hydra.utils.call(config.model, config.model_name_or_path, state_dict=draft)
     except InstantiationException as error:
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from None
         raise
+
+
+@contextmanager
+def built_in_shards(config: TrainConfig) -> Iterator[None]:
+    """Under ZeRO-3 targets are built in shards here: rank 0 reads the weights, and no rank ever holds them all.
+
+    Not where ranks share a target, of which each reads its own part, to shard it afterwards.
+    """
+    sharded = config.deepspeed.zero_optimization["stage"] == 3 and config.tp_size == 1
+    setting = HfDeepSpeedConfig(engine_config(config)) if sharded else None  # heeded by transformers while it lives
+    try:
+        yield
+    finally:
+        del setting
 
 
 def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
@@ -95,6 +113,10 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
             f"DeepSpeed {deepspeed.__version__} made the target's rotary frequencies {frequencies.dtype}, which moves "
             "far positions; install one that leaves a model's buffers as they are"
         )
+    if runs_triton(next(engine.module.model.parameters())):
+        from longspec.models.target_kernels import use_kernels
+
+        use_kernels(engine.module.model, engine.module.draft_layer_class)
     return engine
 
 

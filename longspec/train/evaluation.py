@@ -115,14 +115,13 @@ class Evaluation:
             batch["labels"].fill_(IGNORED)
         generator = micro_step_generator(self.config.seed, row, 0)
         shape = (1, batch["labels"].shape[1])
-        batch["position_ids"] = variant_positions(
-            variant.name, segments, shape, variant.max_offset, self.inputs.window, generator
-        )
+        positions = variant_positions(variant.name, segments, shape, variant.max_offset, self.inputs.window, generator)
         lags = torch.arange(1, self.depth + 1)[:, None].expand(-1, len(segments) - 1)
-        on_device = {name: tensor.to(self.engine.device) for name, tensor in batch.items()}
-        found = self.engine(**on_device, cu_seqlens=segments, lags=lags, objective=self.scores)
+        ids, positions = (x.to(self.engine.device) for x in (batch["input_ids"], positions))
+        given = {"labels": batch["labels"], "cu_seqlens": segments, "lags": lags, "objective": self.scores}
+        found = self.engine(input_ids=ids, position_ids=positions, **given)
         terms, hits = [metrics for metrics, _ in found], torch.stack([hits for _, hits in found])
-        runs = chain_runs(hits, on_device["labels"])
+        runs = chain_runs(hits, batch["labels"])
         sums = {name: torch.stack([metrics[name] for metrics in terms]).mean() for name in terms[0]}
         sums |= {f"top1_lag_{lag}": hits[lag - 1].sum() for lag in range(1, self.depth + 1)}
         sums |= {"tokens": (batch["labels"] != IGNORED).sum(), "chains": torch.tensor(len(runs)), "right": runs.sum()}

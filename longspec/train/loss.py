@@ -11,9 +11,11 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspec.data.collators import IGNORED
+from longspec.kernels.backend import upload
 from longspec.models.parallel import first_token, max_over_ranks, sum_over_ranks, vocabulary_log_softmax
 
 LOSSES = ("ce", "distill", "mixed")
@@ -27,6 +29,8 @@ TERMS = ("loss", "ce", "kl", "target_loss")
 @dataclass(frozen=True)
 class Objective:
     """The objective (draft hidden, target hidden [B, T, hidden], labels [B, T], lm_head) -> (summed loss, metrics).
+
+    Labels lie on the host, where it is known at once which tokens count.
 
     `ce` is the cross-entropy with the next token, `distill` the KL divergence of the draft from the target's own
     distribution, `mixed` the mean of the two. Hidden state i is scored on labels[i + 1]; labels of -100 do not count.
@@ -61,7 +65,7 @@ class Objective:
     def score(
         self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: nn.Module
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """metrics as above, and which labels the draft's likeliest token is: bool [B, T], False where none counts."""
+        """metrics as above, and bool [B, T], where labels lie: which one counts and is the draft's likeliest token."""
         student, teacher, wanted = self._scored(hidden, target_hidden, labels)
         wanted = wanted - first_token(lm_head)
         sums, right = _no_sums(student), torch.empty_like(wanted, dtype=torch.bool)
@@ -72,18 +76,19 @@ class Objective:
         sum_over_ranks(sums)
         hits = labels != IGNORED
         hits[:, 0] = False
-        return self._named(sums), hits.masked_scatter(hits, right)
+        return self._named(sums), hits.masked_scatter(hits, right.to(hits.device))
 
     def _scored(
         self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Of the N labels that count: the draft's and target's hidden states [N, hidden] before them, and they [N]."""
-        kept = (labels[:, 1:] != IGNORED).flatten().nonzero().squeeze(1)
-        student = hidden[:, :-1].flatten(0, 1)[kept]
-        teacher = None
+        following = F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
+        places = (following != IGNORED).nonzero().squeeze(1)
+        wanted, places = (upload(x, hidden.device) for x in (following[places], places))
+        student, teacher = hidden.flatten(0, 1).index_select(0, places), None
         if self.reads_target and target_hidden is not None:
-            teacher = target_hidden[:, :-1].flatten(0, 1)[kept]
-        return student, teacher, labels[:, 1:].flatten()[kept]
+            teacher = target_hidden.flatten(0, 1).index_select(0, places)
+        return student, teacher, wanted
 
     def _named(self, sums: Tensor) -> dict[str, Tensor]:
         wanted = (True, self.share < 1, self.share > 0, self.log_target_loss)
@@ -146,7 +151,7 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (gradient,) = ctx.saved_tensors
-        return upstream.to(gradient.dtype) * gradient, None, None, None, None, None
+        return gradient * upstream, None, None, None, None, None
 
 
 def _ranked_first(logits: Tensor, labels: Tensor) -> Tensor:
@@ -165,16 +170,18 @@ def _chunk_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, 
     """
     here = ((labels >= 0) & (labels < logits.shape[1])).to(sums.dtype)[:, None]
     picked = labels.clamp(0, logits.shape[1] - 1)[:, None]
-    log_q = vocabulary_log_softmax(logits.to(sums.dtype))
+    log_q = vocabulary_log_softmax(logits, sums.dtype)
     ce, kl = -(here * log_q.gather(1, picked)).sum(), sums.new_zeros(())
-    gradient = log_q.exp()
+    p = None
     if teacher_logits is not None:
-        log_p = vocabulary_log_softmax(teacher_logits.to(sums.dtype))
+        log_p = vocabulary_log_softmax(teacher_logits, sums.dtype)
         sums[3] -= (here * log_p.gather(1, picked)).sum()
         if share:
             p = log_p.exp()
-            kl = (p * (log_p - log_q)).sum()
-            gradient -= share * p
+            kl = log_p.sub_(log_q).mul_(p).sum()  # in place, as below: each pass over the chunk is some GB
+    gradient = log_q.exp_()
+    if p is not None:
+        gradient.sub_(p, alpha=share)
     gradient.scatter_add_(1, picked, -(1 - share) * here)
     sums[:3] += torch.stack([(1 - share) * ce + share * kl, ce, kl])
     return gradient

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError, reports_user_errors
+from longspec.kernels.backend import upload
 from longspec.train.checkpoint import (
     check_same_run,
     load_state,
@@ -150,7 +151,6 @@ class Trainer:
             collate_fn=inputs.collate,
             num_workers=config.data.num_workers,
             worker_init_fn=ignore_sigterm,
-            pin_memory=engine.device.type == "cuda",
         )
 
     def run(self) -> None:
@@ -248,7 +248,7 @@ class Trainer:
         segments, variant, window = batch["cu_seqlens"], self.config.variant, self.inputs.window
         positions = variant_positions(variant.name, segments, shape, variant.max_offset, window, generator)
         lags = None if variant.name == "base" else random_lags(len(segments) - 1, variant.depth, generator)
-        given = {"input_ids": batch["input_ids"], "labels": batch["labels"], "position_ids": positions}
-        on_device = {name: tensor.to(self.engine.device, non_blocking=True) for name, tensor in given.items()}
-        # Segments and lags stay: attention reads them on the host, and a copy back would wait for the device.
-        return self.engine(**on_device, cu_seqlens=segments, lags=lags, objective=self.objective)
+        ids, positions = (upload(x, self.engine.device) for x in (batch["input_ids"], positions))
+        # All else is read on the host: a copy back from the device would wait for it.
+        given = {"labels": batch["labels"], "cu_seqlens": segments, "lags": lags, "objective": self.objective}
+        return self.engine(input_ids=ids, position_ids=positions, **given)

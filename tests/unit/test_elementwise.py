@@ -47,10 +47,11 @@ def test_rms_norm_adds_the_parts_of_a_product_first(dtype: torch.dtype, device: 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("width", [3, 1024, 1500])
 def test_swiglu_equals_plain_torch(width: int, dtype: torch.dtype, device: str) -> None:
-    gate_up = random(2, 3, 2 * width).to(device, dtype)
-    gate, up = gate_up.float().chunk(2, -1)
-    expected = (torch.nn.functional.silu(gate) * up).to(dtype)
-    torch.testing.assert_close(swiglu(gate_up), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    """Of the halves of one tensor, as a merged projection has them, and of two tensors."""
+    gate, up = random(2, 3, 2 * width).to(device, dtype).chunk(2, -1)
+    expected = (torch.nn.functional.silu(gate.float()) * up.float()).to(dtype)
+    for given in ((gate, up), (gate.contiguous(), up.contiguous())):
+        torch.testing.assert_close(swiglu(*given), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(4, 2, 16), (5, 5, 40), (0, 3, 8), (8, 1, 128)])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from longspec.models.glide import GlideMixin
 from longspec.models.target_attention import LastLayerKV, last_keys_values, run_backbone
+from longspec.models.target_kernels import use_kernels
 from longspec.train.loss import Objective
 
 LAST = "model.layers.2"
@@ -82,3 +83,50 @@ def test_several_lags_share_one_pass_of_the_target(tmp_path: Path) -> None:
     together = model(**batch(), lags=lags, objective=objective)
     assert counts["layer 0"] == 1
     assert all(torch.equal(*pair) for pair in zip(alone, together, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("overrides", [{}, {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 20}])
+@pytest.mark.parametrize("reads_target", [False, True])
+def test_kernels_between_the_products_change_nothing(
+    tmp_path: Path, family: str, overrides: dict[str, Any], reads_target: bool, device: str
+) -> None:
+    """Neither the hidden states of target and draft nor which modules run, and nothing in transformers' own calls."""
+    model: Any = make_pair(tmp_path, family, initializer_range=0.1, **overrides).to(device)
+    for name, parameter in model.model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)).to(device)
+    objective = Handed(lambda *given: given[:2], reads_target)
+    given = {name: x.to(device) if name in ("input_ids", "position_ids") else x for name, x in batch().items()}
+    counts: Counter[str] = Counter()
+    for name, module in model.model.named_modules():
+        module.register_forward_hook(lambda *_, name=name: counts.update([name]))
+
+    def run() -> tuple[Any, Counter[str]]:
+        counts.clear()
+        return model(**given, lags=torch.tensor([1, 5, 3]), objective=objective), counts.copy()
+
+    (wanted, ran), logits = run(), model(given["input_ids"]).logits
+    use_kernels(model.model, model.draft_layer_class)
+    forwards = [module for module in model.model.modules() if "forward" in vars(module)]
+    assert len(forwards) == 4 * model.config.num_hidden_layers + 1
+    got, ran_now = run()
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    assert {name: n for name, n in ran.items() if "act_fn" not in name} == ran_now
+    torch.testing.assert_close(model(given["input_ids"]).logits, logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["base", "sinkpi-slicing"])
+@pytest.mark.parametrize("loss", ["ce", "mixed"])
+def test_the_host_never_waits_for_the_device_in_a_micro_batch(tmp_path: Path, variant: str, loss: str) -> None:
+    model: Any = make_pair(tmp_path, dtype=torch.bfloat16).cuda()
+    use_kernels(model.model, model.draft_layer_class)
+    given = {name: x.cuda() if name in ("input_ids", "position_ids") else x for name, x in batch().items()}
+    given |= {"lags": None if variant == "base" else torch.tensor([1, 5, 3]), "objective": Objective(loss)}
+    model(**given)[0].backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(**given)[0].backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

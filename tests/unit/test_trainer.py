@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from training_fixtures import ROOT, make_target, one_rank_alone, write_texts
@@ -92,6 +93,22 @@ def test_bf16_keeps_rotary_frequencies_and_master_weights_in_fp32(load: Any, one
     assert {weight.dtype for weight in engine.module.parameters()} == {torch.bfloat16}
     masters = [weight for group in engine.optimizer.optimizer.param_groups for weight in group["params"]]
     assert masters and {weight.dtype for weight in masters} == {torch.float32}
+
+
+def test_under_zero_3_the_target_is_built_in_shards(load: Any, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is never whole before the engine takes it; weights, buffers and the fresh draft are what they are without."""
+    monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)  # DeepSpeed replaces it for good
+    whole: Any = build_pair(load(), None)
+    pair: Any = build_pair(load("deepspeed=zero3"), None)
+    frozen = {name: weight for name, weight in pair.named_parameters() if not weight.requires_grad}
+    assert len(frozen) == 30 and not any(weight.numel() for weight in frozen.values())
+    for name, weight in whole.named_parameters():
+        found = pair.get_parameter(name)
+        with deepspeed.zero.GatheredParameters(found, enabled=name in frozen):
+            assert torch.equal(found.cpu(), weight), name
+    for name, buffer in whole.named_buffers():
+        assert torch.equal(pair.get_buffer(name).cpu(), buffer), name
+    assert not any(hasattr(weight, "ds_id") for weight in build_pair(load(), None).parameters())
 
 
 def test_a_pair_that_does_not_load_says_why(load: Any, tmp_path: Path) -> None:

@@ -1,19 +1,20 @@
 """Training attention: values and gradients against a dense-mask fp64 reference."""
 
-from itertools import pairwise
+from itertools import accumulate
 
 import pytest
 import torch
 from torch import Tensor
 
 from longspec.kernels.reference import attention_with_lse
-from longspec.kernels.varlen import _flash_attention, _spans, block_attention, varlen_attention
+from longspec.kernels.segments import Segments
+from longspec.kernels.varlen import block_attention, varlen_attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def bounds_of(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+def segments_of(lengths: list[int], lags: list[int] | None = None, device: str = "cpu") -> Segments:
+    return Segments([0, *accumulate(lengths)], torch.device(device), lags)
 
 
 def make_inputs(lengths: list[int], heads: int = 4, kv_heads: int = 2, head_dim: int = 16) -> list[Tensor]:
@@ -79,10 +80,10 @@ def test_values_and_gradients_equal_dense_attention(
     lengths: list[int], window: int | None, lags: list[int] | None, device: str
 ) -> None:
     """Packed segments, single tokens, segments shorter than their lag, windows narrower than the lag."""
-    bounds, lag_tensor = bounds_of(lengths).to(device), None if lags is None else torch.tensor(lags)
+    segments = segments_of(lengths, lags, device)
     check(
         make_inputs(lengths),
-        lambda q, k, v: varlen_attention(q, k, v, bounds, 0.3, window, lag_tensor),
+        lambda q, k, v: varlen_attention(q, k, v, segments, 0.3, window),
         causal_mask(lengths, window, lags),
         device,
     )
@@ -91,10 +92,10 @@ def test_values_and_gradients_equal_dense_attention(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("lengths", [[512], [513], [514, 513], [1100, 3]])
 def test_the_drafts_window_equals_dense_attention(lengths: list[int], device: str) -> None:
-    bounds = bounds_of(lengths)
+    segments = segments_of(lengths, device=device)
     check(
         make_inputs(lengths, 2, 1),
-        lambda q, k, v: varlen_attention(q, k, v, bounds, 0.3, window=512),
+        lambda q, k, v: varlen_attention(q, k, v, segments, 0.3, window=512),
         causal_mask(lengths, 512),
         device,
     )
@@ -104,7 +105,7 @@ def test_a_window_of_512_sees_513_keys() -> None:
     """Zero queries average the visible values; a mark on one key shows where the window ends."""
     q, k, v = (torch.zeros(1200, 1, 16) for _ in range(3))
     v[100] = 1.0
-    out = varlen_attention(q, k, v, bounds_of([1200]), 1.0, window=512)[:, 0, 0]
+    out = varlen_attention(q, k, v, segments_of([1200]), 1.0, window=512)[:, 0, 0]
     assert out[99] == 0 and out[613:].eq(0).all()
     torch.testing.assert_close(out[512:613], torch.full((101,), 1 / 513))
 
@@ -112,10 +113,10 @@ def test_a_window_of_512_sees_513_keys() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("lengths", "block"), [([1, 3, 4, 5, 9, 70], 4), ([9, 33], 3), ([1100, 600], 4), ([4], 4)])
 def test_block_attention_equals_dense_attention(lengths: list[int], block: int, device: str) -> None:
-    bounds = bounds_of(lengths)
+    segments = segments_of(lengths, device=device)
     check(
         make_inputs(lengths),
-        lambda q, k, v: block_attention(q, k, v, bounds, 0.3, block),
+        lambda q, k, v: block_attention(q, k, v, segments, 0.3, block),
         block_mask(lengths, block),
         device,
     )
@@ -123,7 +124,7 @@ def test_block_attention_equals_dense_attention(lengths: list[int], block: int, 
 
 def test_queries_that_see_nothing_give_zero_and_no_gradient() -> None:
     q, k, v = (x.requires_grad_() for x in make_inputs([3, 2]))
-    out = varlen_attention(q, k, v, bounds_of([3, 2]), 0.3, lags=torch.tensor([3, 5]))
+    out = varlen_attention(q, k, v, segments_of([3, 2], [3, 5]), 0.3)
     assert out.eq(0).all()
     out.sum().backward()
     assert q.grad is not None and q.grad.eq(0).all()
@@ -132,7 +133,7 @@ def test_queries_that_see_nothing_give_zero_and_no_gradient() -> None:
 def test_bounds_that_miss_tokens_are_refused() -> None:
     q, k, v = make_inputs([5, 5])
     with pytest.raises(ValueError, match="from 0 to 10 tokens"):
-        varlen_attention(q, k, v, torch.tensor([0, 5]), 0.3)
+        varlen_attention(q, k, v, segments_of([5]), 0.3)
 
 
 def saved_bytes(attend, tokens: int) -> int:
@@ -145,53 +146,18 @@ def saved_bytes(attend, tokens: int) -> int:
 
     q, k, v = (x.requires_grad_() for x in make_inputs([tokens], 1, 1))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        kept = attend(q, k, v, bounds_of([tokens]))  # alive while the storages are counted
+        kept = attend(q, k, v, [tokens])  # alive while the storages are counted
     return sum(storages.values()) + 0 * kept.shape[0]
 
 
 @pytest.mark.parametrize(
     "attend",
     [
-        lambda q, k, v, bounds: varlen_attention(q, k, v, bounds, 0.3, window=128),
-        lambda q, k, v, bounds: varlen_attention(q, k, v, bounds, 0.3, lags=torch.tensor([2])),
-        lambda q, k, v, bounds: block_attention(q, k, v, bounds, 0.3),
+        lambda q, k, v, lengths: varlen_attention(q, k, v, segments_of(lengths), 0.3, window=128),
+        lambda q, k, v, lengths: varlen_attention(q, k, v, segments_of(lengths, [2]), 0.3),
+        lambda q, k, v, lengths: block_attention(q, k, v, segments_of(lengths), 0.3),
     ],
     ids=["window", "lag", "block"],
 )
 def test_memory_kept_for_backward_grows_linearly(attend) -> None:
     assert saved_bytes(attend, 4096) < 2.4 * saved_bytes(attend, 2048)
-
-
-@pytest.mark.parametrize(("window", "lags"), [(None, [2, 5, 1, 3]), (7, [2, 2, 2, 2]), (None, None), (4, None)])
-def test_slices_handed_to_flash_attention(window: int | None, lags: list[int] | None) -> None:
-    """The slices, bounds and window of the varlen call; here the call itself is dense attention with its semantics."""
-    lengths = [30, 4, 1, 50]
-    q, k, v = make_inputs(lengths)
-    spans = _spans(q, bounds_of(lengths), None if lags is None else torch.tensor(lags))
-
-    def flash_stand_in(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-        assert options["causal"] and options["cu_seqlens_q"] is options["cu_seqlens_k"]
-        counts = [end - start for start, end in pairwise(options["cu_seqlens_q"].tolist())]
-        assert options["max_seqlen_q"] == options["max_seqlen_k"] == max(counts)
-        left, right = options["window_size"]
-        assert (left, right) == (-1, -1) or right == 0
-        return dense(q, k, v, causal_mask(counts, None if left < 0 else left), options["softmax_scale"])
-
-    got = _flash_attention(flash_stand_in, q, k, v, spans, 0.3, window)
-    torch.testing.assert_close(got, dense(q, k, v, causal_mask(lengths, window, lags), 0.3))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_on_the_gpu(dtype: torch.dtype) -> None:
-    """flash-attn where it is installed, torch otherwise."""
-    lengths, lags = [700, 64, 3, 1300], torch.tensor([5, 1, 4, 2])
-    bounds, inputs = bounds_of(lengths).cuda(), [x.to("cuda", dtype) for x in make_inputs(lengths, 8, 2, 64)]
-    exact = [x.cpu().double() for x in inputs]
-    tolerance = {"atol": 3e-2, "rtol": 3e-2}
-    for window, lag in [(None, None), (None, lags), (512, None)]:
-        got = varlen_attention(*inputs, bounds, 0.125, window, lag)
-        mask = causal_mask(lengths, window, None if lag is None else lag.tolist())
-        torch.testing.assert_close(got.cpu().double(), dense(*exact, mask, 0.125), **tolerance)
-    got = block_attention(*inputs, bounds, 0.125)
-    torch.testing.assert_close(got.cpu().double(), dense(*exact, block_mask(lengths, 4), 0.125), **tolerance)

@@ -1,0 +1,280 @@
+"""Training steps at published shapes against the arithmetic they need: time, memory, and where the time goes.
+
+`python -m benchmarks.training` on one GPU; `deepspeed --num_gpus N --module benchmarks.training --one_gpu FILE` (or
+torchrun) for weak scaling, against what one GPU printed into FILE. The real engine and the trainer's own step run on
+random weights and random rows, none of them read from files. Prints a table and, last, one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.ceilings import Ceilings, measure_ceilings
+from benchmarks.shapes import SHAPES, random_pair
+from benchmarks.training_flops import Flops, training_flops
+from benchmarks.training_parts import PARTS, profile, timed_parts
+from benchmarks.training_rows import synthetic_inputs
+from longspec.data.collators import IGNORED
+from longspec.errors import UserError, reports_user_errors
+from longspec.models.parallel import model_parallel_place
+from longspec.train.config import TrainConfig, compose_config, typed
+from longspec.train.distributed import Termination, share_targets, start_ranks
+from longspec.train.engine import build_engine, built_in_shards
+from longspec.train.loss import LOSSES
+from longspec.train.positions import VARIANTS
+from longspec.train.trainer import Batch, Trainer
+
+CONFIGS = Path(__file__).parents[1] / "conf/exp"
+WARM_UP = 1
+"""Steps before the timed ones: kernels compile, and ZeRO-3 learns from a micro-batch in which order to gather."""
+
+
+class Stage(NamedTuple):
+    rows: int
+    tokens: int
+    """Of a row, all of them real."""
+
+
+STAGES = {1: Stage(16, 1024), 2: Stage(1, 32768)}
+
+
+class Case(NamedTuple):
+    shape: str
+    stage: int
+    variant: str
+    loss: str
+
+
+@dataclass
+class Measured:
+    """One case; a step is one optimizer step of `accumulation` micro-batches, and all figures are this rank's."""
+
+    shape: str
+    stage: int
+    variant: str
+    loss: str
+    ranks: int
+    tp_size: int
+    zero: str
+    tokens: int
+    """In a micro-batch."""
+    micro_batch_ms: float
+    """Median over the timed steps of a step's time, its share of data and optimizer included, over `accumulation`."""
+    tflops: float
+    """Useful ones a second (see `training_flops`) on each GPU."""
+    peak_gib: float
+    target_gib: float
+    """What of the target lies on this rank between steps."""
+    data_wait: float
+    """Share of a step in which the device has nothing to do because no micro-batch is there."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Shares of a step's time on the device."""
+    share_of_ceiling: float | None = None
+    efficiency: float | None = None
+    """Time of a micro-batch on one GPU over that on `ranks`."""
+
+
+@reports_user_errors
+def main() -> None:
+    options = parse_options()
+    start_ranks()
+    share_targets(options.tp_size)
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu and options.shapes != ["tiny"]:
+        raise UserError("benchmarks.training: measured on a CUDA device, and there is none here; --shapes tiny runs")
+    ceilings = measure_ceilings() if on_gpu else None
+    one_gpu = read_one_gpu(options.one_gpu)
+    say(str(ceilings) if ceilings else "no GPU: nothing here is a measurement")
+    say(HEADER)
+    found = []
+    for shape in options.shapes:
+        for zero, stages in engines(options):
+            for measured in measure_shape(shape, zero, stages, options, ceilings):
+                measured.efficiency = efficiency(measured, one_gpu)
+                say(line(measured))
+                found.append(measured)
+    config = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    facts = {"benchmark": "training", "cases": [asdict(row) for row in found], "config": config}
+    say(json.dumps(facts | (ceilings.describe() if ceilings else {})))
+    dist.destroy_process_group()
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--shapes", nargs="*", default=["llama3-8b", "qwen2-7b"], choices=list(SHAPES))
+    add("--stages", type=int, nargs="*", default=list(STAGES), choices=list(STAGES))
+    add("--variants", nargs="*", default=list(VARIANTS), choices=VARIANTS)
+    add("--losses", nargs="*", default=list(LOSSES), choices=LOSSES, help="the base variant runs the first one alone")
+    add("--zero", choices=("1", "1_offload", "2", "3"), help="default: 1, and 3 for stage 2 on several ranks")
+    add("--tp_size", type=int, default=1, help="ranks that share a target")
+    add("--accumulation", type=int, default=2, help="micro-batches a step")
+    add("--steps", type=int, default=3, help="timed steps, of which the median is taken")
+    add("--rows", type=int, help="rows a micro-batch, instead of the stage's")
+    add("--tokens", type=int, help="tokens a row, instead of the stage's")
+    add("--one_gpu", type=Path, help="what this benchmark printed on one GPU, for the efficiency")
+    add("--profile", action="store_true", help="print the kernels that take most of the device's time, too")
+    add("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it
+    return parser.parse_args()
+
+
+def engines(options: argparse.Namespace) -> Iterator[tuple[str, list[int]]]:
+    """Each kind of ZeRO with the stages that run under it, on one engine."""
+    several = dist.get_world_size() > options.tp_size
+    zero = {stage: options.zero or ("3" if stage == 2 and several else "1") for stage in options.stages}
+    for kind in sorted(set(zero.values())):
+        yield kind, [stage for stage in options.stages if zero[stage] == kind]
+
+
+def measure_shape(
+    shape: str, zero: str, stages: list[int], options: argparse.Namespace, ceilings: Ceilings | None
+) -> Iterator[Measured]:
+    """All cases of `stages`, on one engine; nothing of it stays on the device."""
+    cases = [
+        Case(shape, stage, variant, loss)
+        for stage in stages
+        for variant in options.variants
+        for loss in (options.losses if variant != "base" else options.losses[:1])
+    ]
+    first = case_config(cases[0], zero, options)
+    torch.manual_seed(first.seed)
+    with built_in_shards(first):
+        pair = random_pair(shape, "cuda" if torch.cuda.is_available() else "cpu")
+    engine = build_engine(first, pair)
+    for case in cases:
+        yield measure(case, case_config(case, zero, options), engine, zero, options, ceilings)
+    engine.destroy()
+    del engine, pair
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def case_config(case: Case, zero: str, options: argparse.Namespace) -> TrainConfig:
+    """The published stage's configuration with this case's sizes; no path in it is read."""
+    rows = options.rows or STAGES[case.stage].rows
+    given = {
+        "stage": f"stage{case.stage}",
+        "deepspeed": f"zero{zero}",
+        "variant": case.variant,
+        "loss": case.loss,
+        "tp_size": options.tp_size,
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": options.accumulation,
+    }
+    overrides = [f"{name}={value}" for name, value in given.items()]
+    return typed(compose_config(CONFIGS, "llama8b_glide_8gpu_slim6b", overrides))
+
+
+def measure(
+    case: Case,
+    config: TrainConfig,
+    engine: Any,
+    zero: str,
+    options: argparse.Namespace,
+    ceilings: Ceilings | None,
+) -> Measured:
+    shape, tokens = SHAPES[case.shape], options.tokens or STAGES[case.stage].tokens
+    total = WARM_UP + options.steps + 2  # one for the parts, one for the profile
+    inputs = synthetic_inputs(shape, tokens, rows=32 if case.stage == 1 else 4, packed=case.stage == 1)
+    trainer = Trainer(config, engine, inputs, start=0, total=total, held_out=0)
+    engine.train()
+    batches, seconds, waits = iter(trainer.loader), [], []
+    reset_peak()
+    with Termination() as termination:
+        for step in range(1, WARM_UP + options.steps + 1):
+            began = perf_counter()
+            window = [next(batches) for _ in range(trainer.accumulation)]
+            waits.append(perf_counter() - began)
+            assert trainer.train_step(step, window, termination) is not None
+            seconds.append(perf_counter() - began)
+        window = [next(batches) for _ in range(trainer.accumulation)]
+        parts = timed_parts(trainer, step + 1, window, termination)
+        if options.profile:
+            more = [next(batches) for _ in range(trainer.accumulation)]
+            say(profile(trainer, step + 2, more, termination))
+    micro_batch = median(seconds[WARM_UP:]) / trainer.accumulation
+    flops = sum(flops_of(shape, batch, trainer.objective.reads_target) for batch in window) / len(window)
+    rate = flops / micro_batch
+    return Measured(
+        **case._asdict(),
+        ranks=dist.get_world_size(),
+        tp_size=options.tp_size,
+        zero=zero,
+        tokens=window[0]["input_ids"].numel(),
+        micro_batch_ms=micro_batch * 1e3,
+        tflops=rate / 1e12,
+        peak_gib=torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0,
+        target_gib=held_bytes(engine.module) / 2**30,
+        data_wait=sum(waits[WARM_UP:]) / sum(seconds[WARM_UP:]),
+        parts=parts,
+        share_of_ceiling=rate / ceilings.matmul_flops_per_s if ceilings else None,
+    )
+
+
+def flops_of(shape: Any, batch: Batch, reads_target: bool) -> float:
+    """On this rank: of those that share a target each does its part of the target and the loss, and all the draft."""
+    segments = batch["cu_seqlens"].diff().tolist()
+    scored = int((batch["labels"] != IGNORED).sum())
+    found: Flops = training_flops(shape, segments, scored, reads_target)
+    return (found.target + found.loss) / model_parallel_place()[1] + found.draft_forward + found.draft_backward
+
+
+def held_bytes(model: Any) -> int:
+    """Bytes of the target on this rank: whole, its part of it, or its shards."""
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    return sum(getattr(parameter, "ds_tensor", parameter).nbytes for parameter in frozen)
+
+
+def reset_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def read_one_gpu(path: Path | None) -> dict[Case, float]:
+    """Milliseconds of a micro-batch by case, from the last line of what one GPU printed. Raises UserError."""
+    if path is None:
+        return {}
+    try:
+        cases = json.loads(path.read_text().splitlines()[-1])["cases"]
+        return {Case(*(case[name] for name in Case._fields)): case["micro_batch_ms"] for case in cases}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"--one_gpu: {path} does not end with this benchmark's JSON line ({error})") from error
+
+
+def efficiency(measured: Measured, one_gpu: dict[Case, float]) -> float | None:
+    alone = one_gpu.get(Case(measured.shape, measured.stage, measured.variant, measured.loss))
+    return alone and alone / measured.micro_batch_ms
+
+
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+HEADER = (
+    f"{'shape':<11}{'stage':>6}{'variant':>16}{'loss':>8}{'ranks':>6}{'ZeRO':>5}{'ms':>9}{'TFLOP/s':>9}{'share':>7}"
+    f"{'peak GiB':>10}{'wait':>7}{'eff.':>6}  " + " ".join(f"{name:>9}" for name in PARTS)
+)
+
+
+def line(row: Measured) -> str:
+    share, scaling = ("-" if value is None else f"{value:.0%}" for value in (row.share_of_ceiling, row.efficiency))
+    return (
+        f"{row.shape:<11}{row.stage:>6}{row.variant:>16}{row.loss:>8}{row.ranks:>6}{row.zero:>5}"
+        f"{row.micro_batch_ms:>9.1f}{row.tflops:>9.1f}{share:>7}{row.peak_gib:>10.1f}"
+        f"{row.data_wait:>7.1%}{scaling:>6}  " + " ".join(f"{row.parts[name]:>9.1%}" for name in PARTS)
+    )
+
+
+if __name__ == "__main__":
+    main()

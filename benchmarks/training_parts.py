@@ -1,0 +1,101 @@
+"""Where the time of a training step goes: between marks on the device's stream, and by kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from longspec.train.distributed import Termination
+from longspec.train.trainer import Batch, Trainer
+
+PARTS = ("target", "draft", "loss", "backward", "optimizer")
+"""In the order in which they run; `optimizer` is all that DeepSpeed does behind backward."""
+KERNELS = 20
+"""Lines of a profile."""
+
+
+class Clock:
+    """When the device comes past each mark."""
+
+    def __init__(self) -> None:
+        self.on_gpu = torch.cuda.is_available()
+        self.marks: list[tuple[str, Any]] = []
+
+    def mark(self, name: str) -> None:
+        """The part `name` ends here."""
+        if self.on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append((name, event))
+        else:
+            self.marks.append((name, perf_counter()))
+
+    def shares(self) -> dict[str, float]:
+        """Of the time from the first mark to the last, by the part that ends with a mark."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        spent = dict.fromkeys(PARTS, 0.0)
+        for (_, before), (name, now) in zip(self.marks, self.marks[1:], strict=False):
+            spent[name] = spent.get(name, 0.0) + (before.elapsed_time(now) if self.on_gpu else now - before)
+        whole = sum(spent.values())
+        return {name: spent[name] / whole for name in PARTS}
+
+
+def timed_parts(trainer: Trainer, step: int, window: list[Batch], termination: Termination) -> dict[str, float]:
+    """Shares of a step's time on the device, by PARTS."""
+    clock = Clock()
+    with marked(trainer.engine, clock):
+        clock.mark("start")
+        trainer.train_step(step, window, termination)
+    return clock.shares()
+
+
+@contextmanager
+def marked(engine: Any, clock: Clock) -> Iterator[None]:
+    draft = engine.module.draft_model
+    hooks = [
+        draft.register_forward_pre_hook(lambda *_: clock.mark("target")),
+        draft.register_forward_hook(lambda *_: clock.mark("draft")),
+    ]
+    backward, step = engine.backward, engine.step
+
+    def timed_backward(loss: Any) -> None:
+        clock.mark("loss")
+        backward(loss)
+        clock.mark("backward")
+
+    def timed_step() -> None:
+        step()
+        clock.mark("optimizer")
+
+    engine.backward, engine.step = timed_backward, timed_step
+    try:
+        yield
+    finally:
+        del engine.backward, engine.step  # the class's own come to light again
+        for hook in hooks:
+            hook.remove()
+
+
+def profile(trainer: Trainer, step: int, window: list[Batch], termination: Termination) -> str:
+    """The kernels of a step that take most of the device's time: milliseconds, share, calls, name."""
+    on_gpu = torch.cuda.is_available()
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    kinds += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
+    with torch.profiler.profile(activities=kinds) as seen:
+        trainer.train_step(step, window, termination)
+    device = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+    kernels = [
+        (kernel.self_device_time_total if on_gpu else kernel.self_cpu_time_total, kernel.count, kernel.key)
+        for kernel in seen.key_averages()
+        if kernel.device_type == device
+    ]
+    whole = sum(time for time, *_ in kernels)
+    longest = sorted(kernels, reverse=True)[:KERNELS]
+    return "\n".join(
+        f"{time / 1e3:>12.2f} ms{time / whole:>7.1%}{count:>7}  {name[:90]}" for time, count, name in longest
+    )

@@ -1,0 +1,35 @@
+"""Random rows for `benchmarks.training`, in the form in which tokenised data comes to the trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+
+from longspec.data.collators import Collator
+from longspec.data.dataset import TOKEN_FEATURES, RowDataset
+from longspec.data.packing import Rows
+from longspec.models.target_files import context_window
+from longspec.train.inputs import Inputs
+
+
+def synthetic_inputs(config: Any, tokens: int, rows: int, packed: bool) -> Inputs:
+    """`rows` full rows of `tokens` tokens: one segment each, or where `packed` one to three."""
+    random = np.random.default_rng(0)
+    lengths: list[int] = []
+    starts = [0]
+    for _ in range(rows):
+        cuts = random.choice(np.arange(1, tokens), random.integers(3) if packed else 0, replace=False)
+        lengths += np.diff([0, *sorted(cuts), tokens]).tolist()
+        starts.append(len(lengths))
+    ids = [random.integers(0, config.vocab_size, length).tolist() for length in lengths]
+    columns = {
+        "id": [str(number) for number in range(len(ids))],
+        "input_ids": ids,
+        "prompt_length": [0] * len(ids),
+        "length": lengths,
+    }
+    samples = Dataset.from_dict(columns, features=TOKEN_FEATURES)
+    dataset = RowDataset(samples, Rows(np.arange(len(ids)), np.array(starts)))
+    return Inputs(dataset, None, Collator(0, pad_to=tokens), None, None, context_window(config))

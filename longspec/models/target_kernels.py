@@ -1,0 +1,69 @@
+"""The frozen target's layers in training: one kernel for each thing that lies between two products.
+
+transformers runs RMSNorm, rotary embedding and SwiGLU as some twenty passes over the tokens; ours are six. The modules,
+their parameters and hooks stay, so that a target in shards (ZeRO-3) or in parts (tp_size) runs on them too. What has
+to be differentiated, and attention without an `attend` of ours, runs as transformers has it.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+
+from longspec.kernels.elementwise import rms_norm, rotate_queries, swiglu
+from longspec.models.draft_layer import GlideDecoderLayer, Rope
+
+
+def use_kernels(backbone: Any, family: type[GlideDecoderLayer]) -> None:
+    """Let the layers and the last norm of a target run on the kernels, from now on; `family` names its modules."""
+    norms = [norm for layer in backbone.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    for norm in (*norms, backbone.norm):
+        if type(norm) is family.norm_class:
+            norm.forward = MethodType(_norm, norm)
+    for layer in backbone.layers:
+        layer.self_attn.forward = MethodType(_attention, layer.self_attn)
+        if type(layer.mlp) is family.mlp_class and isinstance(layer.mlp.act_fn, nn.SiLU | SiLUActivation):
+            layer.mlp.forward = MethodType(_mlp, layer.mlp)
+
+
+def _learns(x: Tensor) -> bool:
+    return torch.is_grad_enabled() and x.requires_grad
+
+
+def _norm(module: Any, hidden_states: Tensor) -> Tensor:
+    if _learns(hidden_states):
+        return type(module).forward(module, hidden_states)
+    return rms_norm(hidden_states.contiguous(), module.weight, module.variance_epsilon)
+
+
+def _mlp(module: Any, x: Tensor) -> Tensor:
+    if _learns(x):
+        return type(module).forward(module, x)
+    return module.down_proj(swiglu(module.gate_proj(x), module.up_proj(x)))
+
+
+def _attention(
+    module: Any, hidden_states: Tensor, position_embeddings: Rope, past_key_values: Any = None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    attend = kwargs.get("attend")
+    if attend is None or _learns(hidden_states):
+        given = {"position_embeddings": position_embeddings, "past_key_values": past_key_values, **kwargs}
+        return type(module).forward(module, hidden_states, **given)
+    queries = rotated(module.q_proj(hidden_states), position_embeddings)
+    keys = rotated(module.k_proj(hidden_states), position_embeddings)
+    values = module.v_proj(hidden_states).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+    if past_key_values is not None:
+        keys, values = past_key_values.update(keys, values, module.layer_idx)
+    heads = attend(queries, keys, values, module.scaling)
+    return module.o_proj(heads.transpose(1, 2).flatten(2)), None
+
+
+def rotated(x: Tensor, rope: Rope) -> Tensor:
+    """Heads [B, H, T, D] of a projection x [B, T, H·D], rotated."""
+    cos, sin = (table.expand(*x.shape[:2], -1).flatten(0, 1).contiguous() for table in rope)
+    places = torch.arange(len(cos), device=x.device).view(x.shape[:2])
+    return rotate_queries(x.contiguous(), places, (cos, sin), cos.shape[-1])

@@ -1,0 +1,92 @@
+"""The training benchmark: its arithmetic against a count by hand, and all of it on a tiny shape."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from training_fixtures import one_rank_alone
+
+from benchmarks import training
+from benchmarks.shapes import LLAMA3_8B, QWEN2_7B, TINY
+from benchmarks.training_flops import training_flops
+from benchmarks.training_rows import synthetic_inputs
+from longspec.data.collators import IGNORED
+from longspec.errors import UserError
+
+
+def test_flops_of_llama_3_8b_at_32k_are_those_worked_out_by_hand() -> None:
+    """One segment of T = 32768 tokens, a layer of 218.1M numbers, a pair of tokens 4 · 32 · 128 operations."""
+    tokens, pair = 32768, 4 * 32 * 128
+    layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
+    causal = pair * tokens * (tokens + 1) / 2
+    window = pair * (512 * 513 / 2 + (tokens - 512) * 513)
+    draft, logits = 2 * tokens * (layer + 2 * 4096 * 4096), 2 * tokens * 128256 * 4096
+    ends_early = training_flops(LLAMA3_8B, [tokens], tokens, reads_target=False)
+    assert ends_early.target == 31 * (2 * tokens * layer + causal) + 2 * tokens * 2 * 4096 * 1024
+    assert ends_early.draft_forward == draft + window + causal
+    assert ends_early.draft_backward == 2 * draft + 2 * window + causal
+    assert ends_early.loss == 2 * logits
+    assert ends_early.total == pytest.approx(853e12, rel=0.01)
+    whole = training_flops(LLAMA3_8B, [tokens], tokens, reads_target=True)
+    assert whole.target == 32 * (2 * tokens * layer + causal) and whole.loss == 3 * logits
+
+
+def test_segments_do_not_see_one_another() -> None:
+    one, two = (training_flops(QWEN2_7B, segments, 0, False) for segments in ([1000], [600, 400]))
+    pairs = (1000 * 1001 - 600 * 601 - 400 * 401) / 2
+    assert one.target - two.target == 27 * 4 * 28 * 128 * pairs
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_are_full_and_all_that_can_be_is_in_the_loss(packed: bool) -> None:
+    inputs = synthetic_inputs(TINY, tokens=64, rows=6, packed=packed)
+    batch = inputs.collate([inputs.rows[row] for row in range(len(inputs.rows))])
+    assert batch["input_ids"].shape == (6, 64) and batch["input_ids"].max() < TINY.vocab_size
+    segments = len(batch["cu_seqlens"]) - 1
+    assert int((batch["labels"] == IGNORED).sum()) == segments and (segments > 6) == packed
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from one_rank_alone(monkeypatch)
+
+
+def test_the_whole_benchmark_runs(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Both stages and variants, all losses, ZeRO-3, the profile, and the efficiency against an earlier call."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)  # DeepSpeed replaces it for good
+    monkeypatch.setattr(training.dist, "destroy_process_group", lambda: None)
+    arguments = ["--shapes", "tiny", "--rows", "2", "--tokens", "40", "--steps", "1", "--accumulation", "1"]
+
+    def run(*more: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["training", *arguments, *more])
+        training.main()
+        return capsys.readouterr().out.splitlines()
+
+    printed = run()
+    cases = json.loads(printed[-1])["cases"]
+    assert [(case["stage"], case["variant"], case["loss"]) for case in cases] == [
+        (stage, *kind)
+        for stage in (1, 2)
+        for kind in [("base", "ce"), *(("sinkpi-slicing", loss) for loss in ("ce", "distill", "mixed"))]
+    ]
+    assert all(case["tokens"] == 80 and case["micro_batch_ms"] > 0 and case["tflops"] > 0 for case in cases)
+    assert all(sum(case["parts"].values()) == pytest.approx(1) for case in cases)
+    assert all(min(case["parts"].values()) > 0 for case in cases)
+    target = sum(p.numel() for p in training.random_pair("tiny", "cpu").model.parameters()) + 512 * 64
+    assert cases[0]["target_gib"] * 2**30 == 2 * target
+    (tmp_path / "one.json").write_text("\n".join(printed))
+    printed = run("--zero", "3", "--stages", "2", "--losses", "ce", "--profile", "--one_gpu", f"{tmp_path}/one.json")
+    cases = json.loads(printed[-1])["cases"]
+    assert len(cases) == 2 and all(case["efficiency"] > 0 for case in cases)
+    assert any(line.endswith("aten::mm") for line in printed)
+
+
+def test_a_file_without_figures_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not end with"):
+        training.read_one_gpu(tmp_path / "one.json")

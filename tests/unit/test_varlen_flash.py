@@ -1,0 +1,212 @@
+"""What is handed to FlashAttention, and what is made of its parts; on the CPU dense attention stands in for it."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from test_varlen import block_mask, causal_mask, check, dense, make_inputs, segments_of
+from torch import Tensor
+
+from longspec.kernels import varlen_flash
+from longspec.kernels.varlen import block_attention, varlen_attention
+
+CASES = [
+    ([7], None, None),
+    ([1, 40, 1, 30], None, None),
+    ([30, 4, 1, 50], None, [2, 5, 1, 3]),
+    ([3, 5, 6, 1, 20], None, [5, 5, 5, 1, 2]),
+    ([30, 4, 1, 50], 7, [2, 2, 2, 2]),
+    ([30, 9, 60], 8, None),
+    ([40, 50], 2, [2, 2]),
+]
+BLOCKS = [([1, 3, 4, 5, 9, 70], 4), ([9, 33], 3), ([8], 4), ([12, 7], 2)]
+
+
+def visible(query_bounds: list[int], key_bounds: list[int], reach: int) -> Tensor:
+    """bool [N, keys]: FlashAttention's causal mask, which aligns the ends of a segment's queries and keys."""
+    mask = torch.zeros(query_bounds[-1], key_bounds[-1], dtype=torch.bool)
+    for number in range(len(query_bounds) - 1):
+        (q0, q1), (k0, k1) = query_bounds[number : number + 2], key_bounds[number : number + 2]
+        last = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0)
+        keys = torch.arange(k1 - k0)[None]
+        mask[q0:q1, k0:k1] = (keys <= last) & ((keys >= last - reach) if reach >= 0 else True)
+    return mask
+
+
+def scores_of(q: Tensor, k: Tensor, call: Any) -> Tensor:
+    """[Hq, N, keys], minus infinity where nothing is seen."""
+    assert call.query_bounds.dtype == call.key_bounds.dtype == torch.int32
+    assert call.max_queries == call.query_bounds.diff().max() and call.max_keys == call.key_bounds.diff().max()
+    mask = visible(call.query_bounds.tolist(), call.key_bounds.tolist(), call.reach)
+    scores = torch.einsum("nhd,khd->hnk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * call.scale
+    return scores.masked_fill(~mask, -torch.inf)
+
+
+def stand_in_forward(q: Tensor, k: Tensor, v: Tensor, call: Any) -> tuple[Tensor, ...]:
+    scores = scores_of(q, k, call)
+    lse = scores.logsumexp(-1)
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # as the kernel says that a query saw nothing
+    values = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    return torch.einsum("hnk,khd->nhd", (scores - lse[..., None]).exp(), values), lse, torch.empty(0), torch.empty(0)
+
+
+def stand_in_backward(
+    upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: Any, call: Any
+) -> tuple[Tensor, ...]:
+    """The published formulas of FlashAttention's backward, from `out` and `lse` as they are given."""
+    assert lse.is_contiguous() and len(state) == 2
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
+    weights = (scores_of(q, k, call) - lse[..., None]).exp()
+    slopes = torch.einsum("nhd,khd->hnk", upstream, values) - (upstream * out).sum(-1).T[..., None]
+    slopes = weights * slopes * call.scale
+    dq = torch.einsum("hnk,khd->nhd", slopes, keys)
+    dk, dv = torch.einsum("hnk,nhd->khd", slopes, q), torch.einsum("hnk,nhd->khd", weights, upstream)
+    return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen_flash, "_forward", stand_in_forward)
+    monkeypatch.setattr(varlen_flash, "_backward", stand_in_backward)
+
+
+@pytest.mark.parametrize(("lengths", "window", "lags"), CASES)
+def test_torchs_own_kernel_gets_lags_and_windows_as_dense_attention_has_them(
+    kernels: None, lengths: list[int], window: int | None, lags: list[int] | None
+) -> None:
+    segments = segments_of(lengths, lags)
+    check(
+        make_inputs(lengths),
+        lambda q, k, v: varlen_flash.attention(q, k, v, segments, 0.3, window, use_flash=False),
+        causal_mask(lengths, window, lags),
+    )
+
+
+@pytest.mark.parametrize(("lengths", "block"), BLOCKS)
+def test_the_block_pattern_is_a_lagging_call_and_the_keys_nearby(kernels: None, lengths: list[int], block: int) -> None:
+    segments = segments_of(lengths, [block] * len(lengths))
+    check(
+        make_inputs(lengths),
+        lambda q, k, v: varlen_flash.block_attention(q, k, v, segments, 0.3, block),
+        block_mask(lengths, block),
+    )
+
+
+@pytest.mark.parametrize(("lengths", "window", "lags"), CASES)
+def test_an_installed_flash_attention_gets_the_same_call(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int], window: int | None, lags: list[int] | None
+) -> None:
+    def installed(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+        reach, right = given["window_size"]
+        assert given["causal"] and right == (-1 if reach < 0 else 0)
+        mask = visible(given["cu_seqlens_q"].tolist(), given["cu_seqlens_k"].tolist(), reach)
+        return dense(q, k, v, mask, given["softmax_scale"])
+
+    monkeypatch.setattr(varlen_flash, "_installed_varlen", lambda: installed)
+    q, k, v = make_inputs(lengths)
+    got = varlen_flash.attention(q, k, v, segments_of(lengths, lags), 0.3, window, use_flash=True)
+    torch.testing.assert_close(got, dense(q, k, v, causal_mask(lengths, window, lags), 0.3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "used"),
+    [
+        ({}, "forward only"),
+        ({"dtype": torch.float16}, "torch"),
+        ({"window": 4}, "torch"),
+        ({"lags": [1]}, "torch"),
+        ({"learns": True}, "torch"),
+        ({"learns": True, "use_flash": True}, "installed"),
+        ({"use_flash": True}, "forward only"),
+    ],
+)
+def test_the_forward_without_backward_runs_the_targets_pass_alone(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], used: str
+) -> None:
+    """It has no window and no backward, takes bf16, and is the fastest for what is left."""
+    calls: list[str] = []
+
+    def kernel(name: str) -> Callable[..., Tensor]:
+        def run(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+            calls.append(name)
+            return q
+
+        return run
+
+    monkeypatch.setattr(varlen_flash, "_forward_only", lambda device: kernel("forward only"))
+    monkeypatch.setattr(varlen_flash, "_installed_varlen", lambda: kernel("installed"))
+    monkeypatch.setattr(varlen_flash, "_torch_varlen", kernel("torch"))
+    q, k, v = (x.to(changes.get("dtype", torch.bfloat16)) for x in make_inputs([9]))
+    q.requires_grad_(changes.get("learns", False))
+    segments = segments_of([9], changes.get("lags"))
+    varlen_flash.attention(q, k, v, segments, 0.3, changes.get("window"), changes.get("use_flash", False))
+    assert calls == [used]
+
+
+def test_torchs_own_kernel_is_called_as_its_schema_says() -> None:
+    """On meta tensors: the operations are there, take these arguments and return what is made of them."""
+    lengths = [30, 4, 50]
+    segments = segments_of(lengths, [4, 4, 4])
+    q, k, v = (x.to("meta", torch.bfloat16).requires_grad_() for x in make_inputs(lengths))
+    keys = segments.keys
+    for reach in (-1, 16):
+        bounds = segments.query_bounds.to("meta"), keys.bounds.to("meta")
+        call = varlen_flash._Call(*bounds, segments.longest, keys.longest, 0.3, reach)
+        out = varlen_flash._TorchFlash.apply(q, k[: len(keys.rows)], v[: len(keys.rows)], call)
+        assert out.shape == q.shape and varlen_flash._forward(q, k, v, call)[1].shape == (q.shape[1], len(q))
+        out.sum().backward()
+    assert q.grad is not None and q.grad.shape == q.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float16, 64), (torch.bfloat16, 128), (torch.bfloat16, 40)])
+def test_half_precision_on_the_gpu(dtype: torch.dtype, head_dim: int) -> None:
+    """Values and gradients, lags longer than their segments, and the block pattern's first blocks."""
+    agree = partial(agree_on_gpu, dtype=dtype, head_dim=head_dim)
+    lengths, lags = [700, 64, 3, 1300, 1], [5, 1, 4, 2, 3]
+    for window, lag in [(None, None), (None, lags), (512, None)]:
+        segments = segments_of(lengths, lag, "cuda")
+        assert varlen_flash.takes(torch.empty(1, 8, head_dim, device="cuda", dtype=dtype), segments, window)
+        mask = causal_mask(lengths, window, lag)
+        agree(lengths, mask, lambda q, k, v, s=segments, w=window: varlen_attention(q, k, v, s, 0.125, w))
+    segments = segments_of(lengths, device="cuda")
+    agree(lengths, block_mask(lengths, 4), lambda q, k, v: block_attention(q, k, v, segments, 0.125))
+    with torch.no_grad():  # the target's pass
+        inputs = [x.to(dtype) for x in make_inputs(lengths, 8, 2, head_dim)]
+        got = varlen_attention(*(x.cuda() for x in inputs), segments, 0.125)
+        expected = dense(*(x.double() for x in inputs), causal_mask(lengths), 0.125)
+        torch.testing.assert_close(got.cpu().double(), expected, atol=3e-2, rtol=3e-2)
+
+
+def agree_on_gpu(
+    lengths: list[int], mask: Tensor, attend: Callable[..., Tensor], dtype: torch.dtype, head_dim: int
+) -> None:
+    inputs = [x.to(dtype) for x in make_inputs(lengths, 8, 2, head_dim)]
+    exact = [x.double().requires_grad_() for x in inputs]
+    leaves = [x.cuda().requires_grad_() for x in inputs]
+    expected, got = dense(*exact, mask, 0.125), attend(*leaves)
+    tolerance = {"atol": 3e-2, "rtol": 3e-2}
+    torch.testing.assert_close(got.cpu().double(), expected, **tolerance)
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
+    (expected * weight).sum().backward()
+    (got * weight.cuda()).sum().backward()
+    for leaf, truth in zip(leaves, exact, strict=True):
+        error = (leaf.grad.cpu().double() - truth.grad).norm() / truth.grad.norm()
+        assert error < 2e-2, error
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait_for_the_device() -> None:
+    lengths = [700, 64, 1300]
+    q, k, v = (x.to("cuda", torch.bfloat16).requires_grad_() for x in make_inputs(lengths, 8, 2, 64))
+    varlen_attention(q, k, v, segments_of(lengths, [1, 2, 3], "cuda"), 0.125).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        varlen_attention(q, k, v, segments_of(lengths, [3, 1, 2], "cuda"), 0.125).sum().backward()
+        varlen_attention(q, k, v, segments_of(lengths, device="cuda"), 0.125, window=512).sum().backward()
+        block_attention(q, k, v, segments_of(lengths, device="cuda"), 0.125).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
