@@ -44,6 +44,7 @@ from longspec.train.generations import Progress, find_latest, set_newer_aside
 from longspec.train.inputs import Inputs, read_inputs
 from longspec.train.logging import RunLog, setup_logging
 from longspec.train.loss import Objective
+from longspec.train.peers import peers_watched
 from longspec.train.positions import micro_step_generator, random_lags, variant_positions
 from longspec.train.sampler import ResumableSampler
 
@@ -56,9 +57,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the launch line's arguments. Bad input is one line on stderr and exit code 2."""
     start_ranks()
     setup_logging(dist.get_rank())
-    config = from_rank_zero(lambda: load_config(sys.argv[1:] if argv is None else argv))
-    if config is not None:
-        train(config)
+    with peers_watched():
+        config = from_rank_zero(lambda: load_config(sys.argv[1:] if argv is None else argv))
+        if config is not None:
+            train(config)
     dist.destroy_process_group()
 
 
