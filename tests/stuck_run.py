@@ -1,4 +1,4 @@
-"""Run once for each rank: rank 1 ends as FAULT says, and the others sit in a call that hears no signal and never returns.
+"""Run for each rank: rank 1 ends as FAULT says, and the others sit in a call that hears no signal and never returns.
 
 As a rank does that waits for its device: in C, without the interpreter's lock.
 """

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.utils import groups
 from pairs import Handed, save_target
 from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 from torch import Tensor
@@ -60,6 +61,7 @@ def one_rank_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in alone.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(groups, "_WORLD_GROUP", None)  # that of a test before is gone
     start_ranks()
     yield
     dist.destroy_process_group()

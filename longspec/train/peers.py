@@ -80,8 +80,13 @@ def _connections() -> dict[socket.socket, int]:
         for name, value in KEEPALIVE.items():
             if hasattr(socket, name):  # as on Linux
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    # Loading processes are forks; one that outlives its rank must not keep the connection open.
-    os.register_at_fork(after_in_child=lambda: [connection.close() for connection in found])
+
+    def close_in_child() -> None:
+        """Loading processes are forks; one that outlives its rank must not keep the connection open."""
+        for connection in found:
+            connection.close()
+
+    os.register_at_fork(after_in_child=close_in_child)
     return found
 
 

@@ -22,9 +22,9 @@ from longspec.train.checkpoint import (
     load_state,
     locate,
     read_best,
-    read_draft,
     save_best,
     save_checkpoint,
+    saved_draft,
 )
 from longspec.train.config import TrainConfig, load_config
 from longspec.train.distributed import (
@@ -83,9 +83,7 @@ def train(asked: TrainConfig) -> None:
         *(len(inputs.rows), rows_a_step(config), start + 1, total, config.model_name_or_path),
         resumed[0] if resumed else config.draft_model_name_or_path or "fresh",
     )
-    draft = inputs.draft
-    if resumed and resumed[1].world_size != data_parallel_place()[1]:
-        draft = read_draft(resumed[0])
+    draft = saved_draft(resumed[0]) if resumed else inputs.draft
     engine = build_engine(config, build_pair(config, draft))
     if resumed:
         load_state(engine, *resumed)
