@@ -149,6 +149,8 @@ class Trainer:
             batch_sampler=self.sampler,
             collate_fn=inputs.collate,
             num_workers=config.data.num_workers,
+            # A step takes its whole window at once: while one trains, the next is loaded.
+            prefetch_factor=-(-self.accumulation // config.data.num_workers) + 1 if config.data.num_workers else None,
             worker_init_fn=ignore_sigterm,
             pin_memory=engine.device.type == "cuda",
         )
@@ -165,11 +167,12 @@ class Trainer:
             for step in range(self.start + 1, self.total + 1):
                 began = time.perf_counter()
                 window = [next(batches) for _ in range(self.accumulation)]
+                loaded = time.perf_counter()
                 metrics = self.train_step(step, window, termination)
                 if metrics is None:
                     break
                 done = step
-                metrics["seconds"] = time.perf_counter() - began
+                metrics |= {"seconds": time.perf_counter() - began, "data_seconds": loaded - began}
                 log.step({"step": step, **metrics, **self.evaluate(step, termination)})
                 if step % self.config.save_steps == 0 or step == self.total:
                     self.save(step)
@@ -247,6 +250,8 @@ class Trainer:
         shape = (batch["input_ids"].shape[0], batch["input_ids"].shape[1])
         segments, variant, window = batch["cu_seqlens"], self.config.variant, self.inputs.window
         positions = variant_positions(variant.name, segments, shape, variant.max_offset, window, generator)
+        if self.engine.device.type == "cuda":  # as the loader's tensors are: to copy any other waits for the device
+            positions = positions.pin_memory()
         lags = None if variant.name == "base" else random_lags(len(segments) - 1, variant.depth, generator)
         given = {"input_ids": batch["input_ids"], "labels": batch["labels"], "position_ids": positions}
         on_device = {name: tensor.to(self.engine.device, non_blocking=True) for name, tensor in given.items()}

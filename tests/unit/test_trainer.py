@@ -2,17 +2,20 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from training_fixtures import ROOT, make_target, one_rank_alone, write_texts
+from training_fixtures import ROOT, make_target, one_rank_alone, plain_training, write_texts
 
 from longspec.errors import UserError
 from longspec.train import trainer as trainer_module
+from longspec.train.checkpoint import gather_draft
 from longspec.train.config import TrainConfig, load_config
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.inputs import Inputs, read_inputs
+from longspec.train.loss import LOSSES
 from longspec.train.positions import anchor_offset_positions, micro_step_generator, random_lags
 from longspec.train.trainer import Trainer
 
@@ -92,6 +95,36 @@ def test_bf16_keeps_rotary_frequencies_and_master_weights_in_fp32(load: Any, one
     assert {weight.dtype for weight in engine.module.parameters()} == {torch.bfloat16}
     masters = [weight for group in engine.optimizer.optimizer.param_groups for weight in group["params"]]
     assert masters and {weight.dtype for weight in masters} == {torch.float32}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_window_is_loaded_while_the_one_before_trains(
+    load: Any, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """The loading processes may be one window ahead, and none idles while they are."""
+    config = load(f"data.num_workers={workers}", "gradient_accumulation_steps=16")
+    monkeypatch.setattr(trainer_module, "data_parallel_place", lambda: (0, 1))
+    inputs = Inputs([[]], None, lambda rows: {}, None, None, WINDOW)  # type: ignore[arg-type]
+    engine = SimpleNamespace(device=torch.device("cpu"))
+    loader = Trainer(config, engine, inputs, 0, 1, held_out=0).loader
+    assert loader.num_workers * loader.prefetch_factor >= 16 + loader.num_workers
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_chunked_losses_train_as_plain_ones_on_whole_logits(load: Any, one_rank: None, loss: str) -> None:
+    """The row "fused or plain loss" of the equivalence matrix (tests/e2e/test_equivalence.py), curve and draft."""
+    config = load(f"loss={loss}", "variant=base", "learning_rate=1e-3", "per_device_train_batch_size=2")
+    inputs, steps, never = read_inputs(config), 6, SimpleNamespace(agreed=lambda: False)
+    trainer = Trainer(config, build_engine(config, build_pair(config, None)), inputs, 0, steps, held_out=0)
+    batches = iter(trainer.loader)
+    losses = []
+    for step in range(1, steps + 1):
+        found = trainer.train_step(step, [next(batches) for _ in range(trainer.accumulation)], never)  # type: ignore[arg-type]
+        assert found is not None
+        losses.append(found["loss"])
+    wanted, draft = plain_training(config, steps, ranks=1)
+    assert losses == pytest.approx(wanted, rel=1e-6)
+    torch.testing.assert_close(gather_draft(trainer.engine.module), dict(draft), rtol=1e-5, atol=1e-6)
 
 
 def test_a_pair_that_does_not_load_says_why(load: Any, tmp_path: Path) -> None:
