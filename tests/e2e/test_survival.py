@@ -152,19 +152,6 @@ def test_a_full_disk_keeps_the_older_checkpoint(work: Path, tmp_path: Path) -> N
     assert "steps 3 … 4" in launched(EXPERIMENT, *overrides(work, tmp_path, "resume=latest", "max_steps=4"))
 
 
-def test_another_number_of_ranks_goes_on_with_the_same_rows(work: Path, tmp_path: Path) -> None:
-    """One rank with twice the accumulation takes the steps of two; what it cannot keep is said."""
-    launched(EXPERIMENT, *overrides(work, tmp_path, "max_steps=4", "save_steps=2"))
-    before = load_draft(tmp_path / "checkpoint-last")
-    given = overrides(work, tmp_path, "max_steps=6", "resume=latest")
-    said = launched(EXPERIMENT, *given, "gradient_accumulation_steps=4", ranks=1)
-    assert "Not kept: the optimizer's moments" in said and "steps 5 … 6" in said
-    after, lines = load_draft(tmp_path / "checkpoint-last"), metrics(tmp_path)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    assert 0 < max(float((after[name] - weight).abs().max()) for name, weight in before.items()) < 3 * 5e-4
-    assert lines[5]["tokens"] > 0 and abs(lines[5]["loss"] - lines[3]["loss"]) < 1
-
-
 def test_drill(tmp_path: Path) -> None:
     """`make drill` with one kill of each kind."""
     drill = [sys.executable, "-m", "scripts.drill", "--trials", "4", "--output", str(tmp_path / "drill")]
