@@ -6,7 +6,6 @@ piece of each parameter, all ranks' equally long, the last one's padded.
 """
 
 import math
-import pickle
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -85,7 +84,7 @@ def load_plain(file: Path) -> dict[str, Any]:
     try:
         with torch.serialization.safe_globals(SAVED_CLASSES):
             return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except (*WEIGHT_ERRORS, pickle.UnpicklingError) as error:
+    except WEIGHT_ERRORS as error:
         raise UserError(f"{file}: not a file of plain state as DeepSpeed saves it ({first_line(error)})") from error
 
 
