@@ -106,17 +106,9 @@ def test_two_pairs_of_ranks_are_as_two_ranks(run: Run) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", ["llama, ZeRO-1, cross-entropy"], indirect=True)
-@pytest.mark.parametrize(
-    ("ranks", "changes", "said"),
-    [
-        (1, [], "config key tp_size: 1 ranks make no groups of 2"),
-        (2, ["model_name_or_path=WORK/target"], "--target WORK/target --tp_size 2 --output DIR"),
-        (3, ["tp_size=3"], "num_key_value_heads 2 cannot be split for 3 ranks"),
-    ],
-)
-def test_ranks_or_folders_that_do_not_fit_are_one_line(run: Run, ranks: int, changes: list[str], said: str) -> None:
-    changes, said = [change.replace("WORK", str(run.work)) for change in changes], said.replace("WORK", str(run.work))
-    result = launch(EXPERIMENT, *run.arguments("refused", True), *changes, ranks=ranks)
+def test_ranks_that_make_no_groups_are_one_line(run: Run) -> None:
+    result = launch(EXPERIMENT, *run.arguments("refused", True), ranks=1)
     errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
-    assert result.returncode == 2 and len(errors) == 1 and said in errors[0], result.stderr[-3000:]
+    assert result.returncode == 2 and len(errors) == 1, result.stderr[-3000:]
+    assert "config key tp_size: 1 ranks make no groups of 2" in errors[0]
     assert "Traceback" not in result.stderr

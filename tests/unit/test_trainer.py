@@ -97,6 +97,15 @@ def test_bf16_keeps_rotary_frequencies_and_master_weights_in_fp32(load: Any, one
     assert masters and {weight.dtype for weight in masters} == {torch.float32}
 
 
+def test_a_run_that_goes_on_after_its_last_step_is_refused(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 rows a step: 20 rows are 2.5 steps."""
+    monkeypatch.setattr(trainer_module, "data_parallel_place", lambda: (0, 1))
+    assert trainer_module._last_step(load("num_train_epochs=2"), 20, start=5) == 5
+    for ends in ("num_train_epochs=2", "max_steps=5"):
+        with pytest.raises(UserError, match="is of step 6, this run ends with step 5"):
+            trainer_module._last_step(load(ends), 20, start=6)
+
+
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_a_window_is_loaded_while_the_one_before_trains(
     load: Any, monkeypatch: pytest.MonkeyPatch, workers: int
@@ -145,6 +154,7 @@ def test_a_pair_that_does_not_load_says_why(load: Any, tmp_path: Path) -> None:
         ("data.aligners=[{_target_: longspec.data.aligners.no_aligner}]", r"data.aligners\[0\]"),
         ("data.aligners=[{_target_: longspec.data.aligners.add_id_aligner, fields: x}]", r"data.aligners\[0\]"),
         ("data.aligners=[add_id_aligner]", r"data.aligners\[0\]"),
+        ("tp_size=2", "tp_size: .* --tp_size 2 --output DIR"),
         ("eos_token_id=265", "eos_token_id"),
         ("model.pad_token_id=-1", "model.pad_token_id"),
     ],
