@@ -11,6 +11,7 @@ import torch
 from training_fixtures import ROOT, make_target, one_rank_alone, write_texts
 
 from longspec.errors import UserError
+from longspec.train import shards
 from longspec.train.checkpoint import saved_draft
 from longspec.train.config import CONFIG_NAME, TrainConfig, load_config, to_yaml
 from longspec.train.engine import build_engine, build_pair
@@ -44,8 +45,8 @@ def saved(trainer: Trainer, folder: Path) -> tuple[int, dict[str, torch.Tensor]]
     """The steps that AdamW has taken, and its tensors by name."""
     trainer.engine.save_checkpoint(str(folder), tag="now", exclude_frozen_parameters=True)
     (folder / CONFIG_NAME).write_text(to_yaml(trainer.config))
-    shards, kinds = Shards(folder), (MASTERS, *MOMENTS)
-    return shards.step, {f"{name}, {kind}": value for kind in kinds for name, value in shards.parameters(kind)}
+    read, kinds = Shards(folder), (MASTERS, *MOMENTS)
+    return read.step, {f"{name}, {kind}": value for kind in kinds for name, value in read.parameters(kind)}
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,32 @@ def test_another_layout_takes_the_same_next_step(
     torch.testing.assert_close(other, state, rtol=1e-6, atol=1e-7)
 
 
+def save_state(folder: Path, ranks: list[dict[str, Any]], shapes: dict[str, torch.Size]) -> Shards:
+    """Files as DeepSpeed leaves them, as far as they are read."""
+    (folder / "now").mkdir(parents=True)
+    (folder / "latest").write_text("now")
+    torch.save({"param_shapes": [shapes]}, folder / "now" / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    for number, rank in enumerate(ranks):
+        file = folder / "now" / f"zero_pp_rank_{number}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": rank}, file)
+    return Shards(folder)
+
+
+def test_shares_that_do_not_divide_are_padded_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO-3 on 11 ranks, of which the last have nothing but padding; file names must not be sorted as text."""
+    values = {"one": torch.arange(1.0, 8).view(7), "two": torch.arange(10.0, 36).view(13, 2)}
+    ranks = []
+    for number in range(11):
+        mine: list[torch.Tensor] = []
+        monkeypatch.setattr(shards, "data_parallel_place", lambda number=number: (number, 11))
+        monkeypatch.setattr(shards, "safe_set_local_fp32_param", lambda _, value, mine=mine: mine.append(value))
+        for value in values.values():
+            shards._set_master(SimpleNamespace(ds_tensor=torch.empty(-(-value.numel() // 11))), value)
+        ranks.append({"fp32_flat_groups": [torch.cat(mine)]})
+    saved = save_state(tmp_path, ranks, {f"draft_model.{name}": value.shape for name, value in values.items()})
+    torch.testing.assert_close(dict(saved.parameters(MASTERS)), values, rtol=0, atol=0)
+
+
 class Command:
     """What a pickle can be made to run."""
 
@@ -89,13 +116,9 @@ class Command:
         return os.system, ("false",)
 
 
-@pytest.mark.parametrize("part", ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"])
+@pytest.mark.parametrize("part", ["model", "optim"])
 def test_a_state_that_carries_code_is_refused(part: str, tmp_path: Path) -> None:
-    (tmp_path / "latest").write_text("now")
-    (tmp_path / "now").mkdir()
-    torch.save({"optimizer_state_dict": {}}, tmp_path / "now" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    torch.save({"param_shapes": []}, tmp_path / "now" / "mp_rank_00_model_states.pt")
-    Shards(tmp_path)
-    torch.save({"param_shapes": Command()}, tmp_path / "now" / part)
-    with pytest.raises(UserError, match=f"{part}: not a file of plain state"):
+    save_state(tmp_path, [{}], {})
+    torch.save({"param_shapes": Command()}, tmp_path / "now" / f"zero_pp_rank_0_mp_rank_00_{part}_states.pt")
+    with pytest.raises(UserError, match=f"{part}_states.pt: not a file of plain state"):
         Shards(tmp_path)
