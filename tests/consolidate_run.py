@@ -10,12 +10,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from longspec.train.checkpoint import gather_draft, load_state, locate
+from longspec.train.checkpoint import gather_draft, load_state, locate, read_draft
 from longspec.train.config import load_config
-from longspec.train.distributed import from_rank_zero, rank_zero_first, start_ranks
+from longspec.train.distributed import from_rank_zero, start_ranks
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.generations import find_latest
-from longspec.train.inputs import read_inputs
 
 
 def main() -> None:
@@ -25,8 +24,7 @@ def main() -> None:
     config = locate(config)
     found = from_rank_zero(lambda: find_latest(config.output_dir))
     assert found is not None
-    draft = rank_zero_first(lambda: read_inputs(config)).draft
-    engine = build_engine(config, build_pair(config, draft))
+    engine = build_engine(config, build_pair(config, read_draft(found[0])))
     load_state(engine, *found)
     output = Path(config.output_dir)
     gathered = gather_draft(engine.module)

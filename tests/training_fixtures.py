@@ -6,12 +6,15 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.utils import groups
 from pairs import Handed, save_target
 from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 from torch import Tensor
@@ -60,6 +63,7 @@ def one_rank_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in alone.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(groups, "_WORLD_GROUP", None)  # that of a test before is gone
     start_ranks()
     yield
     dist.destroy_process_group()
@@ -69,33 +73,34 @@ TRAINER = "./trainer_base_ds_mul_fs_tp.py"
 
 
 def launch_line(experiment: str, *overrides: str, ranks: int = 2, script: str = TRAINER) -> list[str]:
-    """The launch line of the README on CPU ranks, or another script with the same arguments."""
+    """The launch line of the README, or another script with the same arguments."""
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
     return [*launcher, "--master_port", str(free_port()), script, "-cp", "conf/exp/", "-cn", experiment, *overrides]
 
 
-def launch_environment(**more: str) -> dict[str, str]:
-    cpu = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    return {**os.environ, **cpu, **more}
+def launch_environment(device: str = "cpu", **more: str) -> dict[str, str]:
+    """Ranks on the CPU, whatever there is, or on as many GPUs."""
+    chosen = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if device == "cpu" else {}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", **chosen, **more}
 
 
 def launch(
-    experiment: str, *overrides: str, ranks: int = 2, script: str = TRAINER, **environment: str
+    experiment: str, *overrides: str, ranks: int = 2, script: str = TRAINER, device: str = "cpu", **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a launch line, whatever it returns."""
     return subprocess.run(
         launch_line(experiment, *overrides, ranks=ranks, script=script),
         cwd=ROOT,
-        env=launch_environment(**environment),
+        env=launch_environment(device, **environment),
         text=True,
         capture_output=True,
         timeout=600,
     )
 
 
-def launched(experiment: str, *overrides: str, ranks: int = 2, script: str = TRAINER) -> str:
+def launched(experiment: str, *overrides: str, ranks: int = 2, script: str = TRAINER, device: str = "cpu") -> str:
     """What a launch that must succeed says on stderr."""
-    result = launch(experiment, *overrides, ranks=ranks, script=script)
+    result = launch(experiment, *overrides, ranks=ranks, script=script, device=device)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
     return result.stderr
 
@@ -105,18 +110,19 @@ def metrics(output: Path) -> list[dict[str, float]]:
 
 
 def plain_training(config: TrainConfig, steps: int, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and draft of the base variant, as `ranks` train it, by one process, one batch a step, the plain loss on
+    """Losses and draft of the base variant, as `ranks` train it, by one process, a batch a step, torch's own losses on
     whole logits, and torch's own optimizer."""
     inputs = read_inputs(config)
     model: Any = build_pair(config, None)
     draft, factor = list(model.draft_model.parameters()), cosine_with_warmup(steps, config.warmup_ratio)
     optimizer = torch.optim.AdamW(draft, betas=(0.9, 0.95), weight_decay=config.weight_decay)
     rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * ranks
+    objective = Handed(partial(_mean_loss, config.loss), reads_target=config.loss != "ce")
     losses = []
     for step, numbers in enumerate(ResumableSampler(len(inputs.rows), rows, 0, 1, config.seed, 0, steps)):
         batch = inputs.collate([inputs.rows[number] for number in numbers])
         positions = contiguous_positions(batch["cu_seqlens"], tuple(batch["input_ids"].shape))  # type: ignore[arg-type]
-        loss = model(**batch, position_ids=positions, objective=Handed(_mean_cross_entropy))
+        loss = model(**batch, position_ids=positions, objective=objective)
         optimizer.param_groups[0]["lr"] = config.learning_rate * factor(step)
         optimizer.zero_grad()
         loss.backward()
@@ -126,5 +132,13 @@ def plain_training(config: TrainConfig, steps: int, ranks: int) -> tuple[list[fl
     return losses, model.draft_model.state_dict()
 
 
-def _mean_cross_entropy(hidden: Tensor, target_hidden: None, labels: Tensor, lm_head: Any) -> Tensor:
-    return torch.nn.functional.cross_entropy(lm_head(hidden[:, :-1]).flatten(0, 1), labels[:, 1:].flatten())
+def _mean_loss(loss: str, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: Any) -> Tensor:
+    wanted = labels[:, 1:].flatten()
+    logits = lm_head(hidden[:, :-1]).flatten(0, 1)
+    ce = F.cross_entropy(logits, wanted, ignore_index=-100)
+    if target_hidden is None:
+        return ce
+    kept = wanted != -100
+    teacher = lm_head(target_hidden[:, :-1]).flatten(0, 1)[kept]
+    kl = F.kl_div(logits[kept].log_softmax(-1), teacher.log_softmax(-1), reduction="batchmean", log_target=True)
+    return kl if loss == "distill" else (ce + kl) / 2

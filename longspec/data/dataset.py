@@ -4,8 +4,10 @@ import inspect
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import torch
 from datasets import Dataset, Features, Value
@@ -89,8 +91,11 @@ class Tokenise:
                     columns[name].append(value)
         return columns
 
-    def table(self, index: Dataset, num_proc: int) -> Dataset:
-        """The samples of all lines of `index`, by at most `num_proc` processes, or from the cache."""
+    def table(self, index: Dataset, num_proc: int, cache_dir: str | None) -> Dataset:
+        """The samples of all lines of `index`, memory-mapped, by at most `num_proc` processes, or from the cache."""
+        folder = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "longspec"
+        folder.mkdir(parents=True, exist_ok=True)
+        fingerprint = self.fingerprint(index)
         workers = min(num_proc, -(-len(index) // LINES_PER_BATCH))
         return index.map(
             self,
@@ -99,16 +104,18 @@ class Tokenise:
             remove_columns=index.column_names,
             features=TOKEN_FEATURES,
             num_proc=workers if workers > 1 else None,
-            new_fingerprint=self.fingerprint(index),
+            new_fingerprint=fingerprint,
+            cache_file_name=str(folder / f"tokens-{fingerprint}.arrow"),
             desc="Tokenising",
         )
 
     def fingerprint(self, index: Dataset) -> str:
-        """Changes with the lines, each setting and the code that makes the tokens (aligners of others included)."""
+        """Changes with what the lines hold, each setting and the code that makes the tokens (others' aligners, too)."""
+        lines = np.asarray(index.data.column("digest")).tobytes()
         modules = [records, templates, aligner_functions, inspect.getmodule(Tokenise)]
         modules += [inspect.getmodule(getattr(aligner, "func", aligner)) for aligner in self.aligners]
         sources = [inspect.getsource(module) for module in modules if module and hasattr(module, "__file__")]
-        return Hasher.hash([index._fingerprint, sources, vars(self)])
+        return Hasher.hash([lines, sources, vars(self)])
 
     def _texts(self, index: dict[str, list]) -> tuple[list[Sample], list[tuple[str, str]]]:
         samples: list[Sample] = []
@@ -156,8 +163,8 @@ def build_dataset(
     `max_length` is in tokens. `overflow` says what happens to longer plain text: "split" into pieces or "truncate";
     records with a prompt are truncated. With `answer_only` those whose prompt leaves no room for an answer are left out
     and counted in the log. `pack` puts several samples into a row. `eos_token_id` ends documents and answers (default:
-    the tokenizer's). Lines and tokens are cached in `cache_dir` (default: that of Hugging Face datasets), so of several
-    processes let one build first.
+    the tokenizer's). Tokens are cached in `cache_dir` (default: that of Hugging Face datasets) by what the lines hold
+    and all that makes tokens of them, so of several processes let one build first.
 
     Raises UserError for bad files, records (naming file, line and field) and settings, and if nothing is left.
     """
@@ -168,7 +175,7 @@ def build_dataset(
         raise UserError("the tokenizer has no EOS token: give eos_token_id, or a tokenizer with one")
     tokenise = Tokenise(tokenizer, eos, family, chat_format, max_length, overflow, answer_only, aligners)
     index = records.index_lines(files, num_proc, cache_dir)
-    samples = tokenise.table(index, num_proc)
+    samples = tokenise.table(index, num_proc, cache_dir)
     lengths = np.asarray(samples.data.column("length"))
     rows = _rows(lengths, max_length, pack, seed)
     _report(len(index), lengths, len(rows), max_length)

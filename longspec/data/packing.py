@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+from datasets.utils.tqdm import tqdm  # silent on the ranks where tokenising is
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def _best_fit(lengths: list[int], max_length: int) -> tuple[np.ndarray, int]:
     rooms = 0
     row_of = np.empty(len(lengths), dtype=np.int64)
     count = 0
-    for sample, length in enumerate(lengths):
+    for sample, length in enumerate(tqdm(lengths, desc="Packing", unit=" samples")):
         fitting = rooms >> length
         if fitting:
             room = length + (fitting & -fitting).bit_length() - 1

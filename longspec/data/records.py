@@ -1,6 +1,7 @@
 """From JSONL files to records: which lines there are, where they lie, and what kind each record is."""
 
 import glob
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,9 @@ Files = str | Path | Iterable[str | Path]
 
 SUFFIXES = (".jsonl", ".json")
 WHERE = "_where"  # the key under which a record carries "file:line"
-LINE_FEATURES = Features({"file": Value("string"), "line": Value("int64"), "start": Value("int64")})
+LINE_FEATURES = Features(
+    {"file": Value("string"), "line": Value("int64"), "start": Value("int64"), "digest": Value("int64")}
+)
 
 
 class RecordError(UserError):
@@ -82,7 +85,8 @@ def data_files(files: Files) -> list[str]:
 
 
 def index_lines(files: Files, num_proc: int = 1, cache_dir: str | None = None) -> Dataset:
-    """A memory-mapped table of all non-blank lines: `file`, `line` (from 1) and `start` (byte offset).
+    """A memory-mapped table of all non-blank lines: `file`, `line` (from 1), `start` (byte offset), and a `digest` of
+    these and the line.
 
     Lines end at b"\\n" only, for a JSON string may hold U+2028, U+0085 and the like as they are. The table is cached by
     the files' paths, sizes and modification times. Raises UserError for missing files and when no line is found.
@@ -107,7 +111,10 @@ def _lines(files: list[tuple[str, int, int]]) -> Iterator[Record]:
             start = 0
             for number, raw in enumerate(handle, 1):
                 if raw.strip():
-                    yield {"file": path, "line": number, "start": start}
+                    digest = hashlib.blake2b(f"{path}\0{number}\0".encode(errors="surrogateescape"), digest_size=8)
+                    digest.update(raw)
+                    named = int.from_bytes(digest.digest(), "little", signed=True)
+                    yield {"file": path, "line": number, "start": start, "digest": named}
                 start += len(raw)
 
 

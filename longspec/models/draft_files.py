@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,7 @@ def _load_file(file: Path) -> dict[str, Tensor]:
         if file.suffix == ".safetensors":
             return load_file(file)
         state = torch.load(file, map_location="cpu", weights_only=True)
-    except (*WEIGHT_ERRORS, pickle.UnpicklingError) as error:
+    except WEIGHT_ERRORS as error:
         raise UserError(f"{file}: not a readable file of plain weights ({first_line(error)})") from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise UserError(f"{file}: not a dictionary of draft weights")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from huggingface_hub import snapshot_download
@@ -16,8 +17,8 @@ WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 HUB_ERRORS = (OSError, HFValidationError)
 FILE_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, StrictDataclassError)
 """What transformers and tokenizers raise for files that are not what their names say."""
-WEIGHT_ERRORS = (OSError, RuntimeError, ValueError, IndexError, EOFError, SafetensorError)
-"""What torch and safetensors raise for weight files that are cut off or something else."""
+WEIGHT_ERRORS = (OSError, RuntimeError, ValueError, IndexError, EOFError, SafetensorError, UnpicklingError)
+"""What torch and safetensors raise for weight files that are cut off, carry code or are something else."""
 RESCALED_BY_LENGTH = ("dynamic", "longrope")
 
 

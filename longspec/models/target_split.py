@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import json
-import pickle
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -168,7 +167,7 @@ def _opened(file: Path) -> Iterator[dict[str, Any]]:
                 yield {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
         else:
             yield torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (*WEIGHT_ERRORS, AttributeError, pickle.UnpicklingError) as error:
+    except (*WEIGHT_ERRORS, AttributeError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{file}: cannot be read, or its parts not be written ({first_line(error)})") from error

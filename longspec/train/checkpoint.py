@@ -14,15 +14,14 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from longspec.errors import UserError, first_line
-from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, strip_prefix
+from longspec.models.draft_files import DRAFT_WEIGHTS_NAME
 from longspec.train.config import CONFIG_NAME, TrainConfig, is_checkpoint, read_config_file, to_yaml
-from longspec.train.distributed import data_parallel_place
 from longspec.train.generations import BEST, DRAFTS, STATES, Progress, damage, seal, settle
+from longspec.train.shards import MASTERS, Shards, adopt
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +31,6 @@ RESUMED_KEYS = (
     *("data.aligners", "model.torch_dtype"),
 )
 """What a resumed run must have as the run had that it goes on from: other values would be another run."""
-SHARDED_KEYS = ("per_device_train_batch_size", "gradient_accumulation_steps", "deepspeed.zero_optimization.stage")
-"""And what it must have besides if DeepSpeed's state is to fit, as it does with the same number of ranks."""
 EVALUATION_NAME = "evaluation.json"
 """What `checkpoint-best` was chosen for."""
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -150,55 +147,44 @@ def read_draft(folder: str | Path) -> dict[str, Tensor]:
         raise UserError(f"{folder}: no DeepSpeed checkpoint of ours; give the {STATES[1]} folder of a run")
     if problem := damage(folder):
         raise UserError(f"{problem}; give the {STATES[1]} or {STATES[2]} folder of a run")
-    tag = (folder / "latest").read_text().strip()
-    unsharded = folder / tag / "mp_rank_00_model_states.pt"  # ZeRO-1 and 2 have the weights whole
-    if unsharded.is_file():
-        return strip_prefix(torch.load(unsharded, map_location="cpu", weights_only=True)["module"])
+    return saved_draft(folder)
+
+
+def saved_draft(folder: Path) -> dict[str, Tensor]:
+    """The draft's weights in a DeepSpeed state that is known to be whole: the optimizer's masters, rounded as by it."""
     dtype = getattr(torch, read_config_file(folder / CONFIG_NAME).model.torch_dtype)
-    masters = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag, exclude_frozen_parameters=True)
-    return {name: weight.to(dtype) for name, weight in strip_prefix(masters).items()}
+    return {name: weight.to(dtype) for name, weight in Shards(folder).parameters(MASTERS)}
 
 
 def check_same_run(config: TrainConfig, folder: Path, progress: Progress, world_size: int) -> None:
     """Raise UserError if `config` differs from the run in `folder` in one of RESUMED_KEYS; it names each that does.
 
-    Another number of ranks is another way to take the same steps, if all of them together take as many rows.
+    Another number of ranks, another micro-batch or ZeRO stage are other ways to take the same steps, if each takes as
+    many rows as before.
     """
-    saved, now = (OmegaConf.structured(_absolute(c)) for c in (read_config_file(folder / CONFIG_NAME), config))
-    keys = RESUMED_KEYS if progress.world_size != world_size else RESUMED_KEYS + SHARDED_KEYS
-    pairs = {key: (OmegaConf.select(saved, key), OmegaConf.select(now, key)) for key in keys}
-    rows = (
-        run.per_device_train_batch_size * run.gradient_accumulation_steps * ranks
+    saved, now = (_absolute(c) for c in (read_config_file(folder / CONFIG_NAME), config))
+    before, after = (OmegaConf.structured(run) for run in (saved, now))
+    pairs = {key: (OmegaConf.select(before, key), OmegaConf.select(after, key)) for key in RESUMED_KEYS}
+    cuts = [
+        (run.per_device_train_batch_size, run.gradient_accumulation_steps, ranks)
         for run, ranks in ((saved, progress.world_size), (now, world_size))
-    )
-    pairs["rows a step (micro-batch x accumulation x ranks)"] = tuple(rows)  # type: ignore[assignment]
-    if changes := [f"{key} was {before}, is {after}" for key, (before, after) in pairs.items() if before != after]:
+    ]
+    pairs["rows a step (micro-batch x accumulation x ranks)"] = (math.prod(cuts[0]), math.prod(cuts[1]))
+    if changes := [f"{key} was {old}, is {new}" for key, (old, new) in pairs.items() if old != new]:
         raise UserError(f"config key resume: {folder} is of another run: {'; '.join(changes)}; make them equal")
-    if progress.world_size != world_size:
+    if cuts[0] != cuts[1]:
         logger.warning(
-            "resume: %d ranks go on where %d were. Kept: the draft's weights (in %s), the step, the learning rate, the "
-            "order of the data. Not kept: the optimizer's moments and fp32 master weights, which start anew, and the "
+            "resume: micro-batch x accumulation x ranks was %d x %d x %d, is %d x %d x %d. Kept: the draft, the "
+            "optimizer's master weights and moments, the step, the learning rate, the order of the data. Not kept: the "
             "lags and offsets that would have been drawn",
-            *(world_size, progress.world_size, config.model.torch_dtype),
+            *(*cuts[0], *cuts[1]),
         )
 
 
 def load_state(engine: Any, folder: Path, progress: Progress) -> None:
-    """Put a saved state into an engine that has not stepped yet: draft, optimizer and step count.
-
-    Of a state that other ranks saved only the step count is taken; the draft is then to be in the engine already.
-    """
-    if progress.world_size != data_parallel_place()[1]:
-        engine.global_steps = progress.step
-        return
-    path, _ = engine.load_checkpoint(str(folder), custom_load_fn=_load_draft)
-    if path is None or engine.global_steps != progress.step:
-        raise RuntimeError(f"{folder}: DeepSpeed found step {engine.global_steps} there, not {progress.step}")
-
-
-def _load_draft(src: dict[str, Tensor], dst: Any) -> None:
-    """What of a saved state (under ZeRO-3 without the weights themselves) goes into the pair; named by DeepSpeed."""
-    dst.draft_model.load_state_dict(strip_prefix(src))
+    """Put a saved state into an engine that has not stepped yet and has its draft (see `saved_draft`)."""
+    adopt(engine, Shards(folder))
+    engine.global_steps = progress.step
 
 
 def locate(config: TrainConfig) -> TrainConfig:

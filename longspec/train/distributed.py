@@ -122,7 +122,11 @@ def from_every_rank(mine: T) -> list[T]:
 
 
 class Termination:
-    """While it is entered, SIGTERM asks for a stop instead of ending the process at once."""
+    """While it is entered, SIGTERM asks for a stop instead of ending the process at once.
+
+    A rank that waits for its device hears of it when the call returns, at the latest at the end of the step at hand;
+    one whose call never returns is what `longspec.train.peers` is for.
+    """
 
     def __init__(self) -> None:
         self.asked = False

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import netrc
 import os
 import socket
 import sys
@@ -24,6 +23,8 @@ from longspec.train.config import TrainConfig
 
 logger = logging.getLogger(__name__)
 METRICS_NAME = "metrics.jsonl"
+WANDB_S = 60
+"""How long W&B may take to begin, and to upload the rest at the end: its files stay for `wandb sync`."""
 
 
 def setup_logging(rank: int) -> None:
@@ -104,7 +105,7 @@ def _reopen(path: Path, last_step: int) -> Any:
 
 def _start_wandb(folder: Path, config: TrainConfig) -> Any:
     mode: Any = os.environ.get("WANDB_MODE") or config.wandb.mode
-    settings = wandb.Settings(console="off", init_timeout=60, silent=True)
+    settings = wandb.Settings(console="off", silent=True, init_timeout=WANDB_S, finish_timeout=WANDB_S)
     arguments: dict[str, Any] = {"project": config.wandb.project, "name": folder.name, "dir": folder}
     arguments |= {"config": asdict(config), "settings": settings}
     try:
@@ -116,16 +117,13 @@ def _start_wandb(folder: Path, config: TrainConfig) -> Any:
 
 def _reachable_mode() -> Literal["online", "offline"]:
     """online if somebody is logged in and the server answers, else offline, without a question or a long wait."""
-    address = urlparse(wandb.Settings().base_url)
-    try:
-        logged_in = bool(os.environ.get("WANDB_API_KEY") or netrc.netrc().authenticators(str(address.hostname)))
-    except (OSError, netrc.NetrcParseError):
-        logged_in = False
-    if not logged_in:
+    if not wandb.login(prompt=False, verify=False):
         logger.info("W&B: nobody is logged in, so this run is logged offline (`wandb login`, later `wandb sync`)")
         return "offline"
+    address = urlparse(wandb.setup().settings.base_url)
+    port = address.port or (443 if address.scheme == "https" else 80)
     try:
-        socket.create_connection((str(address.hostname), address.port or 443), timeout=5).close()
+        socket.create_connection((str(address.hostname), port), timeout=5).close()
     except OSError as error:
         logger.warning("W&B: %s does not answer (%s), so this run is logged offline", address.hostname, error)
         return "offline"

@@ -23,9 +23,9 @@ from longspec.train.checkpoint import (
     load_state,
     locate,
     read_best,
-    read_draft,
     save_best,
     save_checkpoint,
+    saved_draft,
 )
 from longspec.train.config import TrainConfig, load_config
 from longspec.train.distributed import (
@@ -45,6 +45,7 @@ from longspec.train.generations import Progress, find_latest, set_newer_aside
 from longspec.train.inputs import Inputs, read_inputs
 from longspec.train.logging import RunLog, setup_logging
 from longspec.train.loss import Objective
+from longspec.train.peers import peers_watched
 from longspec.train.positions import micro_step_generator, random_lags, variant_positions
 from longspec.train.sampler import ResumableSampler
 
@@ -57,9 +58,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the launch line's arguments. Bad input is one line on stderr and exit code 2."""
     start_ranks()
     setup_logging(dist.get_rank())
-    config = from_rank_zero(lambda: load_config(sys.argv[1:] if argv is None else argv))
-    if config is not None:
-        train(config)
+    with peers_watched():
+        config = from_rank_zero(lambda: load_config(sys.argv[1:] if argv is None else argv))
+        if config is not None:
+            train(config)
     dist.destroy_process_group()
 
 
@@ -82,9 +84,7 @@ def train(asked: TrainConfig) -> None:
         *(len(inputs.rows), rows_a_step(config), start + 1, total, config.model_name_or_path),
         resumed[0] if resumed else config.draft_model_name_or_path or "fresh",
     )
-    draft = inputs.draft
-    if resumed and resumed[1].world_size != data_parallel_place()[1]:
-        draft = read_draft(resumed[0])
+    draft = saved_draft(resumed[0]) if resumed else inputs.draft
     engine = build_engine(config, build_pair(config, draft))
     if resumed:
         load_state(engine, *resumed)
@@ -150,6 +150,8 @@ class Trainer:
             batch_sampler=self.sampler,
             collate_fn=inputs.collate,
             num_workers=config.data.num_workers,
+            # A step takes its whole window at once: while one trains, the next is loaded.
+            prefetch_factor=-(-self.accumulation // config.data.num_workers) + 1 if config.data.num_workers else None,
             worker_init_fn=ignore_sigterm,
         )
 
@@ -165,11 +167,12 @@ class Trainer:
             for step in range(self.start + 1, self.total + 1):
                 began = time.perf_counter()
                 window = [next(batches) for _ in range(self.accumulation)]
+                loaded = time.perf_counter()
                 metrics = self.train_step(step, window, termination)
                 if metrics is None:
                     break
                 done = step
-                metrics["seconds"] = time.perf_counter() - began
+                metrics |= {"seconds": time.perf_counter() - began, "data_seconds": loaded - began}
                 log.step({"step": step, **metrics, **self.evaluate(step, termination)})
                 if step % self.config.save_steps == 0 or step == self.total:
                     self.save(step)

@@ -16,7 +16,7 @@ EXPERIMENT = "tiny_glide_stage1_sinkpi-slicing"
 SHOWN = ("step", "loss", "lr", "grad_norm", "tokens", "epoch")
 STEPS, EVERY, ROWS = 6, 2, 3
 SHARDED = "+deepspeed.zero_optimization.stage3_param_persistence_threshold=0"
-TIMES = ("seconds", "eval_seconds")
+TIMES = ("seconds", "data_seconds", "eval_seconds")
 
 
 def overrides(work: Path, output: Path, zero: str) -> list[str]:

@@ -121,9 +121,12 @@ def test_sigterm_saves_the_last_step_and_ends_cleanly(work: Path, sent_to: str, 
 @pytest.mark.parametrize(
     ("fault", "sign"), [("throws", "ValueError: this rank has had enough"), ("dies", "exits with")]
 )
-def test_a_rank_that_ends_ends_them_all(work: Path, fault: str, sign: str, tmp_path: Path) -> None:
+def test_a_rank_that_ends_ends_them_all(work: Path, fault: str, sign: str, device: str, tmp_path: Path) -> None:
+    """Over gloo the others hear of it where they wait; over NCCL they do not (see tests/e2e/test_peers.py)."""
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
     began = time.monotonic()
-    run = launch(EXPERIMENT, *overrides(work, tmp_path), script=FAULTY, FAULT=fault)
+    run = launch(EXPERIMENT, *overrides(work, tmp_path), script=FAULTY, device=device, FAULT=fault)
     assert run.returncode != 0 and time.monotonic() - began < 100
     assert sign in run.stderr + run.stdout, run.stderr[-3000:]
     assert len(metrics(tmp_path)) == 2
@@ -150,19 +153,6 @@ def test_a_full_disk_keeps_the_older_checkpoint(work: Path, tmp_path: Path) -> N
     found = find_latest(tmp_path)
     assert found is not None and found[1].step == 2
     assert "steps 3 … 4" in launched(EXPERIMENT, *overrides(work, tmp_path, "resume=latest", "max_steps=4"))
-
-
-def test_another_number_of_ranks_goes_on_with_the_same_rows(work: Path, tmp_path: Path) -> None:
-    """One rank with twice the accumulation takes the steps of two; what it cannot keep is said."""
-    launched(EXPERIMENT, *overrides(work, tmp_path, "max_steps=4", "save_steps=2"))
-    before = load_draft(tmp_path / "checkpoint-last")
-    given = overrides(work, tmp_path, "max_steps=6", "resume=latest")
-    said = launched(EXPERIMENT, *given, "gradient_accumulation_steps=4", ranks=1)
-    assert "Not kept: the optimizer's moments" in said and "steps 5 … 6" in said
-    after, lines = load_draft(tmp_path / "checkpoint-last"), metrics(tmp_path)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    assert 0 < max(float((after[name] - weight).abs().max()) for name, weight in before.items()) < 3 * 5e-4
-    assert lines[5]["tokens"] > 0 and abs(lines[5]["loss"] - lines[3]["loss"]) < 1
 
 
 def test_drill(tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ def test_every_experiment_composes_and_checks(name: str, paths: list[str]) -> No
 
 
 def test_published_numbers() -> None:
-    """SPEC: lr, batch and length of the three stages; each starts from the draft of the one before."""
+    """SPEC: lr, batch and length of the three stages; each starts from the draft of the one before. Processes of their
+    own tokenise and load."""
     for variant in ("", "_sinkpi-slicing"):
         stages = [typed(compose_config(EXP, name)) for name in CONTRACT if ("sinkpi" in name) == bool(variant)]
         batches = [(c.per_device_train_batch_size, c.gradient_accumulation_steps) for c in stages]
@@ -70,6 +71,7 @@ def test_published_numbers() -> None:
         for before, after in pairwise(stages):
             assert after.draft_model_name_or_path == f"{before.output_dir}/checkpoint-last/draft_model_weights.pth"
         for c in stages:
+            assert c.data.num_proc > 1 and c.data.num_workers > 0
             assert (c.weight_decay, c.max_grad_norm, c.warmup_ratio, c.seed, c.save_steps) == (0.1, 1.0, 0.1, 42, 200)
 
 

@@ -2,9 +2,11 @@
 
 import json
 import logging
+import os
 import pickle
 
 import numpy as np
+import pyarrow
 import pytest
 from tiny_tokenizer import byte_tokenizer
 
@@ -198,19 +200,42 @@ def test_nothing_to_train_on_is_an_error(build):
 
 
 def test_tokens_come_from_the_cache_unless_something_changed(build, tmp_path):
-    def tables():
-        return {path for path in (tmp_path / "cache").rglob("*.arrow") if path.name.startswith("cache-")}
+    """What a line holds counts, not when its file was written; settings, tokenizer and aligners count, too."""
 
-    records = [{"text": "abc"}]
-    build(records)
-    first = tables()
+    def tables():
+        return {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "longspec").iterdir()}
+
     path = tmp_path / "file0.jsonl"
-    settings = {"family": "llama", "pack": False, "cache_dir": str(tmp_path / "cache")}
-    build_dataset(path, TOKENIZER, max_length=200, **settings)
-    assert tables() == first and len(first) == 1
-    build_dataset(path, TOKENIZER, max_length=100, **settings)
-    build_dataset(path, byte_tokenizer(reversed_ids=True), max_length=200, **settings)
-    assert len(tables()) == 3
+    settings = {"family": "llama", "max_length": 200, "pack": False, "cache_dir": str(tmp_path / "cache")}
+    build([{"text": "abc"}])
+    first = tables()
+    assert len(first) == 1
+    build_dataset(path, TOKENIZER, **settings)
+    os.utime(path, (1, 1))
+    build_dataset(path, TOKENIZER, **settings, num_proc=2)
+    assert tables() == first
+    build_dataset(path, TOKENIZER, **{**settings, "max_length": 100})
+    build_dataset(path, byte_tokenizer(reversed_ids=True), **settings)
+    build_dataset(path, TOKENIZER, aligners=[add_id_aligner("name"), common_form_aligner()], **settings)
+    assert len(tables()) == 4
+    path.write_text('{"text": "abd"}\n')  # as long as before
+    rows = build_dataset(path, TOKENIZER, **settings)
+    assert len(tables()) == 5 and tokens(rows) == [[[*ids("abd"), EOS]]]
+
+
+def test_tokens_stay_on_the_disk(build):
+    """What the table holds in memory is the samples' lengths; 8 MB of tokens are mapped."""
+    before = pyarrow.total_allocated_bytes()
+    rows = build([{"text": "0123456789" * 2000}] * 100, max_length=30_000)
+    table = rows.samples.data
+    assert table.nbytes > 8_000_000 and all(file["filename"].endswith(".arrow") for file in rows.samples.cache_files)
+    assert pyarrow.total_allocated_bytes() - before < table.nbytes / 20
+
+
+def test_tokenising_and_packing_show_progress(build, capsys):
+    build([{"text": "abc"}] * 3, pack=True)
+    said = capsys.readouterr().err
+    assert "Tokenising: 100%" in said and "Packing: 100%" in said
 
 
 def test_rows_travel_to_loader_workers(build):

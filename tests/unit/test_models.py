@@ -148,6 +148,19 @@ def test_target_with_a_missing_weight_is_refused(tmp_path: Path) -> None:
         LlamaGlide.from_pretrained(tmp_path)
 
 
+def test_target_whose_weights_carry_code_is_refused(tmp_path: Path) -> None:
+    class Payload:
+        def __reduce__(self):  # type: ignore[no-untyped-def]
+            return (Path.touch, (tmp_path / "ran",))
+
+    save_target(tmp_path / "target", "llama")
+    (tmp_path / "target" / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": Payload()}, tmp_path / "target" / "pytorch_model.bin")
+    with pytest.raises(UserError, match="weights do not load"):
+        LlamaGlide.from_pretrained(tmp_path / "target")
+    assert not (tmp_path / "ran").exists()
+
+
 def test_draft_is_checked_before_the_target_is_loaded(tmp_path: Path) -> None:
     save_target(tmp_path, "llama")
     (tmp_path / "model.safetensors").write_bytes(b"unreadable")

@@ -2,18 +2,21 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
-from training_fixtures import ROOT, make_target, one_rank_alone, write_texts
+from training_fixtures import ROOT, make_target, one_rank_alone, plain_training, write_texts
 
 from longspec.errors import UserError
 from longspec.train import trainer as trainer_module
+from longspec.train.checkpoint import gather_draft
 from longspec.train.config import TrainConfig, load_config
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.inputs import Inputs, read_inputs
+from longspec.train.loss import LOSSES
 from longspec.train.positions import anchor_offset_positions, micro_step_generator, random_lags
 from longspec.train.trainer import Trainer
 
@@ -111,6 +114,45 @@ def test_under_zero_3_the_target_is_built_in_shards(load: Any, one_rank: None, m
     assert not any(hasattr(weight, "ds_id") for weight in build_pair(load(), None).parameters())
 
 
+def test_a_run_that_goes_on_after_its_last_step_is_refused(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 rows a step: 20 rows are 2.5 steps."""
+    monkeypatch.setattr(trainer_module, "data_parallel_place", lambda: (0, 1))
+    assert trainer_module._last_step(load("num_train_epochs=2"), 20, start=5) == 5
+    for ends in ("num_train_epochs=2", "max_steps=5"):
+        with pytest.raises(UserError, match="is of step 6, this run ends with step 5"):
+            trainer_module._last_step(load(ends), 20, start=6)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_window_is_loaded_while_the_one_before_trains(
+    load: Any, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """The loading processes may be one window ahead, and none idles while they are."""
+    config = load(f"data.num_workers={workers}", "gradient_accumulation_steps=16")
+    monkeypatch.setattr(trainer_module, "data_parallel_place", lambda: (0, 1))
+    inputs = Inputs([[]], None, lambda rows: {}, None, None, WINDOW)  # type: ignore[arg-type]
+    engine = SimpleNamespace(device=torch.device("cpu"))
+    loader = Trainer(config, engine, inputs, 0, 1, held_out=0).loader
+    assert loader.num_workers * loader.prefetch_factor >= 16 + loader.num_workers
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_chunked_losses_train_as_plain_ones_on_whole_logits(load: Any, one_rank: None, loss: str) -> None:
+    """The row "fused or plain loss" of the equivalence matrix (tests/e2e/test_equivalence.py), curve and draft."""
+    config = load(f"loss={loss}", "variant=base", "learning_rate=1e-3", "per_device_train_batch_size=2")
+    inputs, steps, never = read_inputs(config), 6, SimpleNamespace(agreed=lambda: False)
+    trainer = Trainer(config, build_engine(config, build_pair(config, None)), inputs, 0, steps, held_out=0)
+    batches = iter(trainer.loader)
+    losses = []
+    for step in range(1, steps + 1):
+        found = trainer.train_step(step, [next(batches) for _ in range(trainer.accumulation)], never)  # type: ignore[arg-type]
+        assert found is not None
+        losses.append(found["loss"])
+    wanted, draft = plain_training(config, steps, ranks=1)
+    assert losses == pytest.approx(wanted, rel=1e-6)
+    torch.testing.assert_close(gather_draft(trainer.engine.module), dict(draft), rtol=1e-5, atol=1e-6)
+
+
 def test_a_pair_that_does_not_load_says_why(load: Any, tmp_path: Path) -> None:
     """The pair's own UserError must come through Hydra as it is."""
     config = load()
@@ -129,6 +171,7 @@ def test_a_pair_that_does_not_load_says_why(load: Any, tmp_path: Path) -> None:
         ("data.aligners=[{_target_: longspec.data.aligners.no_aligner}]", r"data.aligners\[0\]"),
         ("data.aligners=[{_target_: longspec.data.aligners.add_id_aligner, fields: x}]", r"data.aligners\[0\]"),
         ("data.aligners=[add_id_aligner]", r"data.aligners\[0\]"),
+        ("tp_size=2", "tp_size: .* --tp_size 2 --output DIR"),
         ("eos_token_id=265", "eos_token_id"),
         ("model.pad_token_id=-1", "model.pad_token_id"),
     ],

@@ -1,0 +1,127 @@
+"""DeepSpeed's sharded optimizer state, put together parameter by parameter and cut anew for the ranks that go on.
+
+Each rank saved flat fp32 tensors of its share of the draft: master weights and AdamW's two moments. Under ZeRO-1 and 2
+the share is a piece of all parameters laid end to end, and the file says what of it is whose. Under ZeRO-3 it is a
+piece of each parameter, all ranks' equally long, the last one's padded.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor
+
+from longspec.errors import UserError, first_line
+from longspec.models.draft_files import DRAFT_PREFIX
+from longspec.models.target_files import WEIGHT_ERRORS
+from longspec.train.distributed import data_parallel_place
+
+MASTERS = "master weights"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SAVED_CLASSES = [LossScaler, ZeroStageEnum, fragment_address]
+"""What DeepSpeed's files hold beside tensors and numbers; anything else in one is refused, not run."""
+
+
+class Shards:
+    """The optimizer state in a saved DeepSpeed state (`last_ds`), read as far as it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises UserError as `load_plain` does."""
+        states = folder / (folder / "latest").read_text().strip()
+        files = sorted(states.glob("*_optim_states.pt"), key=_rank)
+        self.ranks: list[dict[str, Any]] = [load_plain(file)["optimizer_state_dict"] for file in files]
+        groups = load_plain(min(states.glob("*_model_states.pt"), key=_rank))["param_shapes"]
+        self.shapes: dict[str, torch.Size] = {
+            name.removeprefix(DRAFT_PREFIX): shape for group in groups for name, shape in group.items()
+        }
+        self.by_parameter = "fp32_flat_groups" in self.ranks[0]  # ZeRO-3
+
+    @property
+    def step(self) -> int:
+        """How many steps AdamW has taken."""
+        return int(self._adamw(self.ranks[0])[0]["step"])
+
+    def parameters(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """(name, without `draft_model.`; fp32 tensor of its shape on the CPU) of each parameter's MASTERS or moment."""
+        pieces = self._pieces_by_parameter(kind) if self.by_parameter else self._pieces_end_to_end(kind)
+        for name, shape in self.shapes.items():
+            yield name, torch.cat(pieces[name])[: shape.numel()].view(shape)
+
+    def _pieces_end_to_end(self, kind: str) -> dict[str, list[Tensor]]:
+        pieces = defaultdict(list)
+        for rank in self.ranks:
+            for flat, addresses in zip(self._flats(rank, kind), rank["param_slice_mappings"], strict=True):
+                for name, address in addresses.items():
+                    piece = flat[address.start : address.start + address.numel]
+                    pieces[name.removeprefix(DRAFT_PREFIX)].append(piece)
+        return pieces
+
+    def _pieces_by_parameter(self, kind: str) -> dict[str, list[Tensor]]:
+        lengths = [math.ceil(shape.numel() / len(self.ranks)) for shape in self.shapes.values()]
+        cut = [torch.cat(self._flats(rank, kind)).split(lengths) for rank in self.ranks]
+        return dict(zip(self.shapes, map(list, zip(*cut, strict=True)), strict=True))
+
+    def _flats(self, rank: dict[str, Any], kind: str) -> list[Tensor]:
+        if kind == MASTERS:
+            return rank["fp32_flat_groups" if self.by_parameter else "single_partition_of_fp32_groups"]
+        return [state[kind] for state in self._adamw(rank).values()]
+
+    def _adamw(self, rank: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        return rank["optimizer_state_dict" if self.by_parameter else "base_optimizer_state"]["state"]
+
+
+def load_plain(file: Path) -> dict[str, Any]:
+    """What DeepSpeed saved, its tensors left on the disk until they are used. UserError for a file with more in it."""
+    try:
+        with torch.serialization.safe_globals(SAVED_CLASSES):
+            return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except WEIGHT_ERRORS as error:
+        raise UserError(f"{file}: not a file of plain state as DeepSpeed saves it ({first_line(error)})") from error
+
+
+def _rank(file: Path) -> int:
+    found = re.search(r"pp_rank_(\d+)", file.name)
+    return int(found[1]) if found else 0
+
+
+def adopt(engine: Any, shards: Shards) -> None:
+    """Put saved master weights, moments and step count into an engine that has not stepped yet, on any number of ranks.
+
+    Which of them lie where is the engine's affair: it lets one write whole master weights, so each moment goes there
+    first and is copied from there to its own place.
+    """
+    parameters = dict(engine.module.draft_model.named_parameters())
+    adamw = engine.optimizer.optimizer
+    flats = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3 tells AdamW of them step by step
+    if flats is None:
+        flats = [flat for group in adamw.param_groups for flat in group["params"]]
+    for kind in (*MOMENTS, MASTERS):
+        for name, value in shards.parameters(kind):
+            _set_master(parameters[name], value)
+        if kind != MASTERS:
+            for flat in flats:
+                adamw.state[flat][kind] = flat.detach().clone()
+    step: Any = shards.step
+    if isinstance(adamw, torch.optim.AdamW):  # DeepSpeed's own counts in plain numbers
+        step = torch.tensor(float(step))
+    for flat in flats:
+        adamw.state[flat]["step"] = step
+
+
+def _set_master(parameter: Any, value: Tensor) -> None:
+    if not hasattr(parameter, "ds_tensor"):
+        safe_set_full_fp32_param(parameter, value)
+        return
+    length = parameter.ds_tensor.numel()  # DeepSpeed's own cut leaves no room for the last rank's padding
+    start = data_parallel_place()[0] * length
+    mine = value.flatten()[start : start + length]
+    safe_set_local_fp32_param(parameter, F.pad(mine, (0, length - len(mine))))

@@ -1,0 +1,124 @@
+"""An optimizer state that is cut anew: what one engine saved, another one with another layout goes on from."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from training_fixtures import ROOT, make_target, one_rank_alone, write_texts
+
+from longspec.errors import UserError
+from longspec.train import shards
+from longspec.train.checkpoint import saved_draft
+from longspec.train.config import CONFIG_NAME, TrainConfig, load_config, to_yaml
+from longspec.train.engine import build_engine, build_pair
+from longspec.train.inputs import read_inputs
+from longspec.train.shards import MASTERS, MOMENTS, Shards, adopt
+from longspec.train.trainer import Trainer
+
+NEVER: Any = SimpleNamespace(agreed=lambda: False)
+BF16 = "model.torch_dtype=bfloat16"
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from one_rank_alone(monkeypatch)
+
+
+def configured(work: Path, *overrides: str) -> TrainConfig:
+    given = [
+        f"model_name_or_path={work}/target",
+        f"data.files={work}/data.jsonl",
+        f"output_dir={work}/out",
+        f"data.cache_dir={work}/cache",
+    ]
+    arguments = ["-cp", str(ROOT / "conf/exp"), "-cn", "tiny_glide_stage1_sinkpi-slicing", *given]
+    config = load_config([*arguments, "gradient_accumulation_steps=1", "learning_rate=0.01", *overrides])
+    assert config is not None
+    return config
+
+
+def saved(trainer: Trainer, folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    """The steps that AdamW has taken, and its tensors by name."""
+    trainer.engine.save_checkpoint(str(folder), tag="now", exclude_frozen_parameters=True)
+    (folder / CONFIG_NAME).write_text(to_yaml(trainer.config))
+    read, kinds = Shards(folder), (MASTERS, *MOMENTS)
+    return read.step, {f"{name}, {kind}": value for kind in kinds for name, value in read.parameters(kind)}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (["deepspeed=zero1"], ["deepspeed=zero3"]),
+        (["deepspeed=zero3"], ["deepspeed=zero2"]),
+        (["deepspeed=zero1", BF16], ["deepspeed=zero3", BF16]),
+        (["deepspeed=zero3", BF16], ["deepspeed=zero1", BF16]),
+    ],
+    ids=" ".join,
+)
+def test_another_layout_takes_the_same_next_step(
+    before: list[str], after: list[str], one_rank: None, tmp_path: Path
+) -> None:
+    make_target(tmp_path / "target")
+    write_texts(tmp_path / "data.jsonl", count=3)
+    config, other_config = configured(tmp_path, *before), configured(tmp_path, *after)
+    inputs = read_inputs(config)
+    batch = inputs.collate([inputs.rows[0]])
+    first = Trainer(config, build_engine(config, build_pair(config, None)), inputs, 0, 3, 0)
+    for step in (1, 2):
+        first.train_step(step, [dict(batch)], NEVER)
+    steps, state = saved(first, tmp_path / "first")
+    assert steps == 2 and all(value.abs().sum() > 0 for value in state.values())
+    other_engine = build_engine(other_config, build_pair(other_config, saved_draft(tmp_path / "first")))
+    adopt(other_engine, Shards(tmp_path / "first"))
+    second = Trainer(other_config, other_engine, inputs, 0, 3, 0)
+    assert saved(second, tmp_path / "adopted")[0] == 2
+    metrics = [trainer.train_step(3, [dict(batch)], NEVER) for trainer in (first, second)]
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-6)
+    (steps, state), (again, other) = saved(first, tmp_path / "one"), saved(second, tmp_path / "other")
+    assert steps == again == 3
+    torch.testing.assert_close(other, state, rtol=1e-6, atol=1e-7)
+
+
+def save_state(folder: Path, ranks: list[dict[str, Any]], shapes: dict[str, torch.Size]) -> Shards:
+    """Files as DeepSpeed leaves them, as far as they are read."""
+    (folder / "now").mkdir(parents=True)
+    (folder / "latest").write_text("now")
+    torch.save({"param_shapes": [shapes]}, folder / "now" / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    for number, rank in enumerate(ranks):
+        file = folder / "now" / f"zero_pp_rank_{number}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": rank}, file)
+    return Shards(folder)
+
+
+def test_shares_that_do_not_divide_are_padded_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO-3 on 11 ranks, of which the last have nothing but padding; file names must not be sorted as text."""
+    values = {"one": torch.arange(1.0, 8).view(7), "two": torch.arange(10.0, 36).view(13, 2)}
+    ranks = []
+    for number in range(11):
+        mine: list[torch.Tensor] = []
+        monkeypatch.setattr(shards, "data_parallel_place", lambda number=number: (number, 11))
+        monkeypatch.setattr(shards, "safe_set_local_fp32_param", lambda _, value, mine=mine: mine.append(value))
+        for value in values.values():
+            shards._set_master(SimpleNamespace(ds_tensor=torch.empty(-(-value.numel() // 11))), value)
+        ranks.append({"fp32_flat_groups": [torch.cat(mine)]})
+    saved = save_state(tmp_path, ranks, {f"draft_model.{name}": value.shape for name, value in values.items()})
+    torch.testing.assert_close(dict(saved.parameters(MASTERS)), values, rtol=0, atol=0)
+
+
+class Command:
+    """What a pickle can be made to run."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, ("false",)
+
+
+@pytest.mark.parametrize("part", ["model", "optim"])
+def test_a_state_that_carries_code_is_refused(part: str, tmp_path: Path) -> None:
+    save_state(tmp_path, [{}], {})
+    torch.save({"param_shapes": Command()}, tmp_path / "now" / f"zero_pp_rank_0_mp_rank_00_{part}_states.pt")
+    with pytest.raises(UserError, match=f"{part}_states.pt: not a file of plain state"):
+        Shards(tmp_path)
