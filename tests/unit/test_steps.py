@@ -1,11 +1,11 @@
-"""The demo's chain of steps: done once, and again exactly when something before it has changed."""
+"""The chain of steps: done once, and again exactly when something before it has changed."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from scripts.demo.steps import Steps
+from scripts.pipeline.steps import Steps
 
 
 @dataclass

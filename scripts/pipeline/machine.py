@@ -1,11 +1,13 @@
-"""What the demo runs on, and the child processes that it starts there."""
+"""What the steps run on, and the child processes that they start there."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -14,6 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAINER = "./trainer_base_ds_mul_fs_tp.py"
 CPU_RANKS = 2
 LAST_LINES = 25
+TIME_TO_SAVE_S = 45
+"""For a command that was told to stop. DeepSpeed's launcher leaves its ranks 30 s."""
+_running: set[subprocess.Popen] = set()
 
 
 class CommandFailed(Exception):
@@ -22,6 +27,12 @@ class CommandFailed(Exception):
 
 def gpus() -> int:
     return torch.cuda.device_count()
+
+
+def gpu_names() -> list[str]:
+    """What DeepSpeed's launcher calls the GPUs that this process may use."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named and gpus() else [str(number) for number in range(gpus())]
 
 
 def threads() -> int:
@@ -61,12 +72,47 @@ def launch_line(ranks: Sequence[str], experiment: str, overrides: Mapping[str, o
     return [*command, *(f"{key}={value}" for key, value in overrides.items())]
 
 
-def run(command: list[str], log: Path, environment: dict[str, str]) -> None:
-    """Run a command in the repository's root, with its output in `log`. Raises CommandFailed."""
-    with log.open("w") as output:
-        code = subprocess.run(
-            command, cwd=ROOT, env=os.environ | environment, stdout=output, stderr=subprocess.STDOUT
-        ).returncode
+def run(command: list[str], log: Path, environment: dict[str, str], limit_s: float | None = None) -> bool:
+    """Run a command in the repository's root, with its output added to `log`; whether it ended by itself.
+
+    At `limit_s` seconds it gets SIGTERM, and some time to save what it has; so it does if this process is interrupted.
+    Raises CommandFailed, with the end of the log, if it ended with an error.
+    """
+    with log.open("a") as output:
+        child = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        _running.add(child)
+        try:
+            code = child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            _end(child)
+            _running.discard(child)
     if code:
         end = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
         raise CommandFailed("\n".join([*end, f"{' '.join(command[:4])} … ended with code {code}; all of it in {log}"]))
+    return True
+
+
+def end_children() -> None:
+    """End the commands that other threads wait for."""
+    for child in list(_running):
+        _end(child)
+
+
+def _end(child: subprocess.Popen) -> None:
+    """SIGTERM to a command and all that it started, and after a while SIGKILL to what is left of them."""
+    with suppress(ProcessLookupError):
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(TIME_TO_SAVE_S)
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
