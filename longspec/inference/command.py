@@ -28,7 +28,7 @@ from longspec.inference.registry import (
 from longspec.inference.report import Report, SampleResult, table
 from longspec.inference.tasks import HEADROOM, MIN_PROMPT_LEN, TASKS, Sample, Selection, read_questions, select_samples
 from longspec.kernels.attention import BACKENDS, decoding_attention
-from longspec.models.draft_files import check_draft
+from longspec.models.draft_files import check_draft, draft_window
 from longspec.models.draft_layer import head_dim
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import check_weights, context_window, load_tokenizer, read_config
@@ -241,7 +241,13 @@ def _check_samples(samples: Sequence[Sample], max_new_tokens: int, window: int, 
 def load_model(plan: Plan) -> GlideMixin:
     """Target and draft on the plan's device; without a draft in use, a fresh one that nothing reads."""
     model_class = family_class(plan.config, plan.pair.target)
-    model = model_class.from_pretrained(plan.pair.target, state_dict=plan.draft_state, torch_dtype=plan.dtype)
+    draft = _draft_in_use(plan.options, plan.pair)
+    model = model_class.from_pretrained(
+        plan.pair.target,
+        state_dict=plan.draft_state,
+        torch_dtype=plan.dtype,
+        window=draft_window(draft) if draft else None,
+    )
     return model.to(plan.device).eval()  # type: ignore[arg-type]
 
 

@@ -109,10 +109,11 @@ def end_children() -> None:
 
 def _end(child: subprocess.Popen) -> None:
     """SIGTERM to a command and all that it started, and after a while SIGKILL to what is left of them."""
+    if child.poll() is not None:
+        return
     with suppress(ProcessLookupError):
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(TIME_TO_SAVE_S)
+        os.killpg(child.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(TIME_TO_SAVE_S)
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
