@@ -200,7 +200,7 @@ def tiny(family: str, text: str | None) -> Settings:
         intermediate_size=128,
         layers=2,
         positions=2048,
-        limit_s=60.0,
+        limit_s=300.0,
         steps=8,
         short=64,
         long=576,
@@ -228,7 +228,7 @@ def tiny(family: str, text: str | None) -> Settings:
         TaskSettings(prompts_per_cell=2),
         target,
         tuple(
-            stage(number, family, 2, 1e-3, length, rows_a_step=2, accumulation=2, limit_s=60, max_offset=64)
+            stage(number, family, 2, 1e-3, length, rows_a_step=2, accumulation=2, limit_s=200, max_offset=64)
             for number, length in ((1, 128), (2, 576), (3, 576))
         ),
         GenerationSettings(texts=4, prompt=16, new_tokens=32, batch=2),

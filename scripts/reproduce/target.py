@@ -207,15 +207,16 @@ def arguments(folder: Path, settings: TargetSettings) -> TrainingArguments:
         include_num_input_tokens_seen="all",
         remove_unused_columns=False,
         dataloader_pin_memory=bool(gpus()),
+        accelerator_config={"dispatch_batches": False},
         disable_tqdm=True,
         seed=settings.seed,
     )
 
 
-def compile_layers(model: Any) -> None:
+def compile_layers(model: Any, backend: Any = "inductor") -> None:
     """One graph serves all layers: they differ in nothing but their weights."""
     for layer in model.model.layers:
-        layer.compile(dynamic=False)
+        layer.compile(fullgraph=True, dynamic=False, backend=backend)
 
 
 def train(folder: Path, tokens: Path, began: float, settings: TargetSettings) -> None:
