@@ -114,7 +114,7 @@ def test_probability_by_depth_is_that_of_the_targets_own_draws(tmp_path: Path) -
         count = accept(proposal, logits, sampler).count
         reached += count[:, None] > torch.arange(3)
     assert (reached / 2000 - probabilities).abs().max() < 4 * 0.5 / 2000**0.5
-    assert probabilities.min() > 0.05, "nothing is accepted, so nothing is shown"
+    assert probabilities.min() > 0.01, "nothing is accepted, so nothing is shown"
 
 
 def test_rows_that_are_too_short_for_a_round_give_nothing(tmp_path: Path) -> None:
