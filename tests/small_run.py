@@ -30,6 +30,7 @@ def small_run(root: Path, family: str = "llama") -> Run:
         log = [{"step": step, "loss": 3.0 - stage * step / 10} for step in range(1, 6)]
         (folder.parent / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
     training = [{"step": n, "seconds": n, "tokens": n, "loss": 5.0 / n, "held_out_loss": None} for n in range(1, 5)]
+    training[2]["held_out_loss"] = 2.0
     (run.target / "training.json").write_text(json.dumps(training))
     (root / "tasks").mkdir()
     for context in CONTEXTS:

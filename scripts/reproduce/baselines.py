@@ -29,6 +29,8 @@ BASELINES = (DYNAMIC, LOOKUP, EARLY_EXIT, STATIC)
 """The compiled one comes last: it is the one that may fail in a way that others notice."""
 UNASSISTED = (DYNAMIC, STATIC)
 LOOKUP_TOKENS = 10
+ROOM = 256
+"""Positions of a static cache beyond its context."""
 CALL_LIMIT_S = 60
 """For one call; compilation, which is part of the first, included."""
 
@@ -55,12 +57,12 @@ class ClockedStreamer:
 class Transformers:
     """The target through `AutoModelForCausalLM`, loaded when it is first asked."""
 
-    def __init__(self, target: Path, like: PreTrainedModel, positions: int) -> None:
-        """like: a model on the device and of the dtype to use. positions: room in the static cache."""
-        self.target, self.positions = target, positions
+    def __init__(self, target: Path, like: PreTrainedModel) -> None:
+        """like: a model on the device and of the dtype to use."""
+        self.target = target
         self.device, self.dtype = like.device, like.dtype
         self.model: Any = None
-        self.static_cache: Any = None
+        self.static_caches: dict[int, StaticCache] = {}
 
     def sample(self, mode: str, prompt: Prompt, new_tokens: int, warm_up: bool = False) -> dict[str, Any]:
         """A prompt's greedy continuation, in the form of the evaluation's samples; BaselineFailed with the reason."""
@@ -71,7 +73,7 @@ class Transformers:
             raise BaselineFailed(f"{type(error).__name__}: {first_line(error)}") from error
 
     def _sample(self, mode: str, prompt: Prompt, new_tokens: int, warm_up: bool) -> dict[str, Any]:
-        options = self._options(mode)
+        options = self._options(mode, prompt.context)
         if warm_up:
             options["min_new_tokens"] = new_tokens
         streamer, ids = ClockedStreamer(), prompt.token_ids
@@ -89,7 +91,7 @@ class Transformers:
         first, last = streamer.times[1], streamer.times[-1]
         return sample_line(self.model, prompt, tokens, sum(streamer.counts[2:]), last - first, first - start)
 
-    def _options(self, mode: str) -> dict[str, Any]:
+    def _options(self, mode: str, context: int) -> dict[str, Any]:
         if self.model is None:
             model: Any = AutoModelForCausalLM.from_pretrained(self.target, dtype=self.dtype, attn_implementation="sdpa")
             self.model = model.to(self.device).eval()
@@ -97,11 +99,16 @@ class Transformers:
             return {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
         if mode == EARLY_EXIT:
             return {"assistant_early_exit": max(1, self.model.config.num_hidden_layers // 4)}
-        if mode == STATIC:  # transformers compiles its steps on a GPU; one cache of one size, so that it does so once
-            self.static_cache = self.static_cache or StaticCache(self.model.config, max_cache_len=self.positions)
-            self.static_cache.reset()
-            return {"past_key_values": self.static_cache}
-        return {}
+        return {"past_key_values": self._static_cache(context)} if mode == STATIC else {}
+
+    def _static_cache(self, context: int) -> StaticCache:
+        """One for all prompts of a context: on a GPU transformers compiles its steps for a cache's size."""
+        if context not in self.static_caches:
+            torch._dynamo.reset()  # the second size would be compiled for any size, which is slower
+            self.static_caches = {context: StaticCache(self.model.config, max_cache_len=context + ROOM)}
+        cache = self.static_caches[context]
+        cache.reset()
+        return cache
 
 
 @contextmanager

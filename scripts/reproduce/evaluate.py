@@ -3,13 +3,15 @@
 What the default plan costs on one H200, for a target of 24 layers and 150M to 400M parameters: 16 cells of task and
 context, 26 + 17 prompts in each at temperatures 0 and 1, some 690 calls of `generate`. A call of 192 tokens is
 estimated at 0.3 s: prefill 0.02 to 0.1 s, engine and capture of its graph 0.1 s, rounds 0.1 to 0.2 s. That is 210 s;
-kernels that are compiled at first sight and warm-ups 60 s, transformers' `generate` on 8 prompts 60 s, teacher forcing
-25 s.
+kernels that are compiled at first sight and warm-ups 60 s, transformers' `generate` on 16 prompts 40 s and the
+compilation of its static cache, twice, 30 s, teacher forcing 25 s. That is as much as there is, so what comes last in
+the plan may be cut short.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from transformers.utils import logging
 
 from longspec import generate
 from longspec.inference.report import device_name, versions
-from longspec.inference.tree_shapes import AUTO, DEFAULT_SHAPE
+from longspec.inference.tree_shapes import AUTO, DEFAULT_SHAPE, draft_fingerprint
 from scripts.pipeline.files import read_jsonl, write_json
 from scripts.reproduce.baselines import BASELINES, BaselineFailed, Transformers
 from scripts.reproduce.cells import CELLS, Cell, CellLog, Clock, Measurement
@@ -29,6 +31,7 @@ from scripts.reproduce.rounds import attention_by_context, parts_by_context
 from scripts.reproduce.run import Run
 
 FACTS, FORCED, ROUNDS = "facts.json", "forced.json", "rounds.json"
+IDENTITY = "measured.json"
 NO_TIME = "no time left"
 WARM_UP_TOKENS = 16
 
@@ -44,13 +47,25 @@ PLAN = (
     Measurement("magicdec", prompts=3, share=8),
     *(
         Measurement(name, prompts=2, share=share, tasks=("lcc",), longest_contexts=2, new_tokens=64)
-        for name, share in zip(BASELINES, (5, 5, 5, 12), strict=True)
+        for name, share in zip(BASELINES, (5, 5, 5, 24), strict=True)
     ),
     Measurement("lookup", temperature=1.0, prompts=1, share=2),
     Measurement("seq", temperature=1.0, prompts=1, share=2),
     Measurement("magicdec", temperature=1.0, prompts=1, share=3),
 )
 """What matters most comes first: time that runs short is missing at the end."""
+CPU_PLAN = (
+    Measurement("vanilla", prompts=2, share=4),
+    Measurement("tree", prompts=2, share=12),
+    Measurement("lookup", prompts=2, share=4),
+    Measurement("tree", temperature=1.0, prompts=1, seeds=2, share=14),
+    Measurement("tree-descend", "tree", temperature=1.0, prompts=1, share=6, tree_rule="descend"),
+    Measurement("vanilla", temperature=1.0, prompts=1, share=2),
+    Measurement("seq", prompts=1, share=3),
+    Measurement("magicdec", prompts=1, share=5),
+    *(Measurement(name, prompts=1, share=3, tasks=("lcc",), longest_contexts=2) for name in BASELINES),
+)
+"""Of fewer prompts, and without a search for the best tree, which takes minutes on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +95,15 @@ def evaluate(folder: Path, run: Run, settings: EvaluationSettings) -> None:
 def measure_draft(folder: Path, run: Run, draft: Path, settings: EvaluationSettings) -> None:
     """Everything measured, into `folder`: a line a cell in cells.jsonl, with facts.json, forced.json and rounds.json.
 
-    draft: a checkpoint's folder. An evaluation that was stopped goes on where it was. What the time did not reach is
-    listed in facts.json.
+    draft: a checkpoint's folder. An evaluation that was stopped goes on where it was, unless draft or settings are
+    others now. What the time did not reach is listed in facts.json.
     """
     logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
     clock = Clock(settings.limit_s, [*(m.share for m in settings.plan), settings.forced_share])
     pair = load_pair(run.target, draft)
     prompts = read_prompts(pair, run, settings)
+    keep_or_clear(folder, {"draft": draft_fingerprint(pair.model), **asdict(replace(settings, limit_s=0.0))})
     log = CellLog(folder / CELLS)
     left_out = measure_plan(Decoders(pair, run.target, settings), prompts, log, clock, settings)
     clock.next_part()
@@ -107,6 +123,15 @@ def measure_draft(folder: Path, run: Run, draft: Path, settings: EvaluationSetti
     facts = describe(pair, prompts, settings) | {"seconds": clock.passed(), "left_out": left_out}
     write_json(folder / FACTS, facts)
     print(f"evaluation: {len(log.lines)} cells measured, {len(left_out)} cut short or left out, see {folder / FACTS}")
+
+
+def keep_or_clear(folder: Path, identity: dict[str, Any]) -> None:
+    """Remove what was measured with another draft or other settings."""
+    path, described = folder / IDENTITY, json.dumps(identity)
+    if not path.exists() or path.read_text() != described:
+        for name in (CELLS, FACTS, FORCED, ROUNDS):
+            (folder / name).unlink(missing_ok=True)
+        path.write_text(described)
 
 
 def describe(pair: LoadedPair, prompts: list[Prompt], settings: EvaluationSettings) -> dict[str, Any]:
@@ -157,7 +182,7 @@ class Decoders:
 
     def __init__(self, pair: LoadedPair, target: Path, settings: EvaluationSettings) -> None:
         self.pair, self.settings = pair, settings
-        self.transformers = Transformers(target, pair.model, max(settings.contexts) + settings.new_tokens)
+        self.transformers = Transformers(target, pair.model)
 
     def sample(self, cell: Cell, prompt: Prompt, seed: int, warm_up: bool = False) -> dict[str, Any]:
         """One prompt's line in the results. warm_up: a few tokens, none of them an end."""

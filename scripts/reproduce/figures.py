@@ -32,8 +32,7 @@ def picture(path: Path, size: tuple[float, float] = SIZE, columns: int = 1) -> I
 
 
 def draw_by_context(methods: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Acceptance length over contexts, T = 0 as lines and T = 1 broken, outputs that do not loop; bars are standard
-    errors."""
+    """Acceptance length of outputs that do not loop, over contexts; lines are broken at T = 1, bars standard errors."""
     with picture(path) as axes:
         for row in methods:
             points = [
@@ -42,7 +41,7 @@ def draw_by_context(methods: Sequence[Mapping[str, Any]], path: Path) -> None:
                 if group and group["acceptance_length_without_loops"]
             ]
             axes.errorbar(
-                [f"{int(context):,}" for context, _ in points],
+                [int(context) for context, _ in points],
                 [figure["value"] for _, figure in points],
                 [figure["error"] or 0.0 for _, figure in points],
                 color=METHOD_COLOURS.get(row["name"], OTHERS),
@@ -51,9 +50,18 @@ def draw_by_context(methods: Sequence[Mapping[str, Any]], path: Path) -> None:
                 capsize=3,
                 label=f"{row['name']}, T = {row['temperature']:g}",
             )
-        axes.set(title="Acceptance length by context", xlabel="tokens of context", ylabel="tokens a round")
+        contexts_below(axes, [int(context) for row in methods for context in row["by_context"]])
+        axes.set(title="Acceptance length by context", ylabel="tokens a round")
         axes.set_ylim(bottom=1)
         axes.legend(frameon=False, fontsize=8, ncols=2)
+
+
+def contexts_below(axes: Axes, contexts: Sequence[int]) -> None:
+    """Every doubling of the context as wide as the next."""
+    ticks = sorted(set(contexts))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.set_xlabel("tokens of context")
 
 
 def draw_by_depth(methods: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -84,14 +92,14 @@ def draw_speed(methods: Sequence[Mapping[str, Any]], path: Path) -> None:
             axes.set(title=f"Decoding speed, T = {temperature:g}", xlabel="tokens/s")
 
 
-def spread_bars(axes: Axes, figures: Mapping[str, Mapping[str, Any]]) -> None:
-    """One bar a name, with its spread."""
+def spread_bars(axes: Axes, figures: Mapping[str, Mapping[str, Any]], colour: str = OTHERS) -> None:
+    """One bar a name, with its spread; names that are no method of ours are in `colour`."""
     names, values = list(figures), [figure["value"] for figure in figures.values()]
     drawn = axes.barh(
         names,
         values,
         xerr=[figure["error"] or 0.0 for figure in figures.values()],
-        color=[METHOD_COLOURS.get(name, OTHERS) for name in names],
+        color=[METHOD_COLOURS.get(name, colour) for name in names],
         height=0.65,
     )
     axes.bar_label(drawn, [f"{value:.0f}" if value >= 10 else f"{value:.2f}" for value in values], padding=4)
@@ -115,12 +123,13 @@ def draw_losses(
 def draw_attention(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """A verification's attention, all layers, by context."""
     with picture(path) as axes:
-        contexts = [f"{row['context']:,}" for row in rows]
+        contexts = [row["context"] for row in rows]
         axes.plot(contexts, [row["dense_ms"] for row in rows], color=OTHERS, marker="o", label="dense mask")
         if all(row["hybrid_ms"] is not None for row in rows):
             hybrid = [row["hybrid_ms"] for row in rows]
             axes.plot(contexts, hybrid, color=COLOURS["tree"], marker="o", label=f"hybrid ({rows[0]['backend']})")
-        axes.set(title="Attention of a verification, all layers", xlabel="tokens of context", ylabel="ms")
+        contexts_below(axes, contexts)
+        axes.set(title="Attention of a verification, all layers", ylabel="ms")
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False)
 
@@ -134,7 +143,7 @@ def draw_ablation(found: Mapping[str, Any], path: Path) -> None:
     lengths = {arm: figures["acceptance_length"] for arm, figures in trees.items()}
     speeds = {arm: figures["tokens_per_second"] for arm, figures in trees.items()}
     with picture(path, (11.5, 1.6 + 0.45 * len(trees)), columns=2) as (left, right):
-        spread_bars(left, {arm: figure for arm, figure in lengths.items() if figure})
+        spread_bars(left, {arm: figure for arm, figure in lengths.items() if figure}, COLOURS["tree"])
         left.set(title=f"Acceptance length: {found['name']}", xlabel="tokens a round")
-        spread_bars(right, {arm: figure for arm, figure in speeds.items() if figure})
+        spread_bars(right, {arm: figure for arm, figure in speeds.items() if figure}, COLOURS["tree"])
         right.set(title="Decoding speed", xlabel="tokens/s")

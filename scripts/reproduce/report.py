@@ -107,6 +107,7 @@ def page(summary: dict[str, Any], pictures: dict[str, str]) -> str:
         f"Target: {size}; draft: {facts['draft_parameters'] / 1e6:.1f}M, variant {settings['variant']}, after stage "
         f"{settings['stage']}. {facts['device']}, {facts['dtype']}, batch 1, {settings['new_tokens']} new tokens a "
         f"prompt; {packages}. The evaluation took {facts['seconds']:.0f} s.",
+        *training_line(summary["target_training"]),
         "",
         "An output *loops* where fewer than half of its 4-grams are distinct. Figures are pooled over verification "
         "passes or seconds; ± is the standard error of a bootstrap over samples, and seeds give the range of their own "
@@ -124,6 +125,7 @@ def page(summary: dict[str, Any], pictures: dict[str, str]) -> str:
         "",
         *method_table(summary["methods"]),
         "",
+        *shape_lines(summary["methods"]),
         *forced_lines(summary["forced"]),
         *missing_lines(summary),
         *ablation_lines(summary["ablations"]),
@@ -131,6 +133,25 @@ def page(summary: dict[str, Any], pictures: dict[str, str]) -> str:
     for name, title in pictures.items():
         lines += [f"![{title}]({name})", ""]
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def training_line(training: Sequence[dict[str, Any]]) -> list[str]:
+    """How the target was trained, as far as its log tells."""
+    held_out = [line["held_out_loss"] for line in training if line.get("held_out_loss") is not None]
+    if not held_out:
+        return []
+    last = training[-1]
+    return [
+        f"The target read {last['tokens'] / 1e6:.0f}M tokens in {last['seconds']:.0f} s, to a held-out loss of "
+        f"{held_out[-1]:.2f} nats a token."
+    ]
+
+
+def shape_lines(methods: Sequence[dict[str, Any]]) -> list[str]:
+    """What `--tree_shape auto` chose."""
+    chosen = [shape for row in methods if row["name"] == "tree-auto" for shape in row["all"]["tree_shapes"]]
+    told = [f"{' '.join(map(str, shape))} at {context:,} tokens" for context, *shape in chosen]
+    return [f"`--tree_shape auto` chose {'; '.join(told)}.", ""] if told else []
 
 
 def marks_of(summary: dict[str, Any]) -> list[Verdict]:

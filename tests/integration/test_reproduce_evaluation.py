@@ -115,6 +115,21 @@ def test_a_killed_evaluation_goes_on_and_measures_no_cell_twice(
     assert not seen and len(read_cells(folder / CELLS)) == 17
 
 
+def test_another_draft_or_other_settings_are_measured_anew(tmp_path: Path) -> None:
+    run, settings, folder = small_run(tmp_path), small_settings(PLAN[1]), tmp_path / "evaluation"
+    evaluate(folder, run, settings)
+    kept = (folder / CELLS).read_text()
+    evaluate(folder, run, replace(settings, limit_s=200.0))
+    assert (folder / CELLS).read_text() == kept
+    path = run.draft("sinkpi-slicing", 3) / "draft_model_weights.pth"
+    torch.save({name: 2 * weight for name, weight in torch.load(path).items()}, path)
+    evaluate(folder, run, settings)
+    again = (folder / CELLS).read_text()
+    assert again != kept
+    evaluate(folder, run, replace(settings, new_tokens=5))
+    assert {sample["new_tokens"] for sample in samples_of(read_cells(folder / CELLS))} == {5}
+
+
 def test_it_keeps_its_time_and_says_what_it_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sample takes 10 s of a clock that only samples move: 100 s are dealt out by shares, first cells first."""
     now = 0.0
@@ -217,6 +232,6 @@ def test_the_shown_plan_names_methods_that_exist(tmp_path: Path) -> None:
     decoders = Decoders(pair, run.target, settings)
     prompts = read_prompts(pair, run, settings)
     with torch.no_grad():
-        for measurement in module.PLAN:
+        for measurement in (*module.PLAN, *module.CPU_PLAN):
             cell, mine = next(cells_of(measurement, prompts))
             assert decoders.sample(cell, mine[0], seed=0, warm_up=True)["new_tokens"] in (9, 16)

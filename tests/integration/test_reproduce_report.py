@@ -50,6 +50,7 @@ def test_the_page_holds_the_measured_figures_and_its_pictures(evaluated: Run, tm
     for row in summary["marks"] + summary["claims"]:
         assert f"| {row['claim']} | {row['wanted']} | {row['measured']} |" in page
     assert "(seeds " in page
+    assert "to a held-out loss of 2.00 nats a token" in page
     assert "No prompts for qmsum-64, qmsum-128." in page
     pictures = {path.stem for path in folder.glob("*.png")}
     assert pictures == {
