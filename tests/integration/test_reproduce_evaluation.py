@@ -78,6 +78,17 @@ def test_forced_acceptance_and_rounds_are_measured(tmp_path: Path) -> None:
     assert all(row["dense_ms"] > 0 for row in rounds["attention"])
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_all_methods_and_the_parts_of_a_round_are_measured(tmp_path: Path) -> None:
+    run, settings = small_run(tmp_path), small_settings(*(replace(m, prompts=1) for m in module.PLAN))
+    evaluate(tmp_path / "evaluation", run, settings)
+    facts = json.loads((tmp_path / "evaluation" / FACTS).read_text())
+    assert facts["dtype"] == "bfloat16" and not [row for row in facts["left_out"] if row["reason"] != NO_TIME]
+    rounds = json.loads((tmp_path / "evaluation" / ROUNDS).read_text())
+    assert [row["context"] for row in rounds["parts"]] == list(CONTEXTS)
+    assert all(row["hybrid_ms"] > 0 and row["backend"] != "sdpa" for row in rounds["attention"])
+
+
 def test_a_killed_evaluation_goes_on_and_measures_no_cell_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,6 +116,18 @@ def test_sampling_draws_the_same_with_and_without_a_calibration(tmp_path: Path) 
     assert calibrated == tokens("auto") == tokens(shape)
 
 
+@pytest.mark.gpu
+def test_captured_rounds_are_measured_where_decoding_captures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds_by_shape: dict[tuple[int, ...], int]
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    model, prompt = make_pair(tmp_path / "pair").cuda(), prompt_of(20)  # type: ignore[call-arg]
+    out = generate(model, prompt, tree_shape="auto", max_new_tokens=15)
+    assert out.new_tokens[0].tolist() == target_greedy(model, prompt[0], 15)
+    rounds = {shape: count for shape, count in rounds_by_shape.items() if shape != out.stats.tree_shape}
+    assert set(rounds.values()) == {2}, "a warm-up and a capture for each; what is timed is the graph"
+
+
 def test_ragged_rows_are_calibrated_together(tmp_path: Path) -> None:
     model = make_pair(tmp_path / "pair")
     ids, mask = prompt_of(20).repeat(2, 1), torch.ones(2, 20, dtype=torch.long)
