@@ -22,14 +22,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from scripts.pipeline.stages import StageSettings
+from scripts.reproduce.cells import Measurement
 from scripts.reproduce.code_files import HoldOut
 from scripts.reproduce.corpus import CorpusSettings, TaskSettings
-from scripts.reproduce.evaluate import EvaluationSettings
+from scripts.reproduce.evaluate import CPU_PLAN, EvaluationSettings
 from scripts.reproduce.generated import GenerationSettings
 from scripts.reproduce.target import TargetSettings
 from scripts.reproduce.tokens import TokenSettings
 
 MEGA = 1_000_000
+TINY_PLAN = (Measurement("vanilla", prompts=1), Measurement("tree", prompts=1))
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,9 @@ def cpu(family: str, text: str | None) -> Settings:
             stage(3, family, 30, 1e-3, 2304, rows_a_step=4, accumulation=2, limit_s=90, max_offset=1024),
         ),
         GenerationSettings(texts=128, prompt=64, new_tokens=448, batch=16),
-        EvaluationSettings(limit_s=360.0, contexts=(1024, 2048), new_tokens=64),
+        EvaluationSettings(
+            limit_s=360.0, contexts=(1024, 2048), new_tokens=64, plan=CPU_PLAN, forced_rows=4, forced_tokens=128
+        ),
     )
 
 
@@ -232,7 +236,9 @@ def tiny(family: str, text: str | None) -> Settings:
             for number, length in ((1, 128), (2, 576), (3, 576))
         ),
         GenerationSettings(texts=4, prompt=16, new_tokens=32, batch=2),
-        EvaluationSettings(limit_s=30.0, contexts=(256, 512), new_tokens=8),
+        EvaluationSettings(
+            limit_s=60.0, contexts=(256, 512), new_tokens=8, plan=TINY_PLAN, forced_rows=2, forced_tokens=24
+        ),
     )
 
 
