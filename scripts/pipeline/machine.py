@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,12 +109,25 @@ def end_children() -> None:
 
 
 def _end(child: subprocess.Popen) -> None:
-    """SIGTERM to a command and all that it started, and after a while SIGKILL to what is left of them."""
+    """SIGTERM to a command and all that it started, and after a while SIGKILL to what is left of them.
+
+    A launcher may end long before its ranks have saved, so it is all of them that are waited for.
+    """
     if child.poll() is not None:
         return
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError, psutil.NoSuchProcess):
+        command = psutil.Process(child.pid)
+        started = [command, *command.children(recursive=True)]
         os.killpg(child.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(TIME_TO_SAVE_S)
+        deadline = time.monotonic() + TIME_TO_SAVE_S
+        while any(map(_works, started)) and time.monotonic() < deadline:
+            time.sleep(0.1)
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
+
+
+def _works(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

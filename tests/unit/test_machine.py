@@ -1,33 +1,53 @@
 """Commands that steps start: what their end means, and that none of them outlives its time."""
 
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from scripts.pipeline import machine
 from scripts.pipeline.machine import CommandFailed, run
 
-WORKS = """
-import pathlib, signal, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-pathlib.Path(sys.argv[1], "child").write_text(str(child.pid))
+RANK = """
+import pathlib, signal, sys, time
 def save(*_):
+    time.sleep(1.5)
     pathlib.Path(sys.argv[1], "saved").write_text("yes")
     raise SystemExit
 signal.signal(signal.SIGTERM, save)
+pathlib.Path(sys.argv[1], "started").touch()
+time.sleep(60)
+"""
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+LAUNCHER = """
+import subprocess, sys, time
+for program in sys.argv[2:]:
+    subprocess.Popen([sys.executable, "-c", program, sys.argv[1]])
 time.sleep(60)
 """
 
 
-def test_at_its_limit_a_command_is_asked_to_save_and_takes_its_children_along(tmp_path: Path) -> None:
-    start = time.monotonic()
-    ended = run([sys.executable, "-c", WORKS, str(tmp_path)], tmp_path / "log.txt", {}, limit_s=5)
-    assert not ended and time.monotonic() - start < 30
+def left_of(folder: Path) -> list[psutil.Process]:
+    """What still runs of the processes that were given `folder`."""
+    found = [one for one in psutil.process_iter(["cmdline"]) if str(folder) in (one.info["cmdline"] or [])]
+    return [one for one in found if one.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_at_its_limit_a_command_is_told_to_stop_and_what_it_started_may_save(tmp_path: Path) -> None:
+    """The launcher ends at once, its rank saves for some time."""
+    line = [sys.executable, "-c", LAUNCHER, str(tmp_path), RANK]
+    assert not run(line, tmp_path / "log.txt", {}, limit_s=4)
+    assert (tmp_path / "started").exists(), "too slow a machine for this limit"
     assert (tmp_path / "saved").read_text() == "yes"
-    child = int((tmp_path / "child").read_text())
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert not left_of(tmp_path)
+
+
+def test_nothing_outlives_the_time_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "TIME_TO_SAVE_S", 1)
+    assert not run([sys.executable, "-c", LAUNCHER, str(tmp_path), DEAF], tmp_path / "log.txt", {}, limit_s=4)
+    psutil.wait_procs(left_of(tmp_path), timeout=5)
+    assert not left_of(tmp_path)
 
 
 def test_a_command_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
