@@ -145,8 +145,8 @@ def ask_repository(
         beginning = gauge.head(other.text, left - 1)
         if not beginning:
             break
-        context += beginning.rstrip("\n") + "\n\n"
-        left = room - gauge.count(part.context) - gauge.count(context)
+        beginning = beginning.rstrip("\n") + "\n\n"
+        context, left = context + beginning, left - gauge.count(beginning)
     return Asked(file.path, context, part.context, part.following)
 
 
