@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from longspec.inference.engine import Engine
 
+MODE = "thread_local"
+"""What other threads do to the device does not end a capture."""
+
 _one_at_a_time = Lock()
 _warm: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
 
@@ -42,10 +45,11 @@ class CapturedRound:
         self.active = torch.ones_like(engine.root, dtype=torch.bool)
         self.graph = torch.cuda.CUDAGraph()
         self.graph.register_generator_state(_generator(engine))
+        pool = _pool_keeper(torch.cuda.current_stream()).pool()
         stream = _capture_stream(self.active.device)
         stream.wait_stream(torch.cuda.current_stream())
         with _one_at_a_time, torch.cuda.stream(stream), _no_garbage_collection():
-            self.graph.capture_begin(capture_error_mode="thread_local")
+            self.graph.capture_begin(pool, capture_error_mode=MODE)
             try:
                 self.result = engine.round(self.active)
             except BaseException:
@@ -79,8 +83,21 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+@cache
+def _pool_keeper(replaying: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    """A graph of nothing much, whose memory the rounds that are replayed on one stream share.
+
+    They follow one another there, and what one needs only while it runs the next may use. Without an owner that lasts,
+    each `generate` would leave what its graph held reserved.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with _one_at_a_time, torch.cuda.graph(graph, stream=_capture_stream(replaying.device), capture_error_mode=MODE):
+        torch.zeros(1, device=replaying.device)
+    return graph
+
+
 def capture_round(engine: Engine) -> CapturedRound:
-    """`CapturedRound(engine)`, a second time if memory ran out: what earlier graphs held is given back only outside."""
+    """`CapturedRound(engine)`, a second time if memory ran out: what is cached is given back outside a capture only."""
     try:
         return CapturedRound(engine)
     except torch.OutOfMemoryError:

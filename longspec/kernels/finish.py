@@ -21,6 +21,56 @@ from longspec.kernels.tiles import (
 )
 
 
+@triton.jit
+def _in_window(slot, length, level, WINDOW: tl.constexpr):
+    """Whether a ring's slot holds one of the WINDOW positions before position length + level, or it itself."""
+    # The newest position before the root that lies in this slot; C's remainder needs a dividend >= 0.
+    held = length - 1 - (length - 1 - slot + WINDOW) % WINDOW
+    return (held >= 0) & (held >= length + level - WINDOW)
+
+
+@triton.jit
+def _finite(row_max):
+    """A row that has seen no key yet keeps its maximum at -inf, and -inf - -inf would be NaN."""
+    return tl.where(row_max == float("-inf"), 0.0, row_max)
+
+
+@triton.jit
+def _merge_parts(
+    out,
+    row_sum,
+    row_max,
+    part_rows,
+    lse_rows,
+    stride_part,
+    stride_lse,
+    in_rows,
+    in_tile,
+    dim,
+    PARTS: tl.constexpr,
+    PARTS_PADDED: tl.constexpr,
+):
+    """Unnormalised attention `out` [rows, D] with its sums and maxima (base 2) and all parts: (out, sums) of both."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    part = tl.arange(0, PARTS_PADDED)
+    in_parts = (part < PARTS)[:, None] & in_rows[None, :]
+    lse_tile = lse_rows[None, :] + part.to(tl.int64)[:, None] * stride_lse
+    lses = tl.load(lse_tile, mask=in_parts, other=float("-inf")) * LOG2_E
+    finite_max = _finite(tl.maximum(row_max, tl.max(lses, 0)))
+    decay = tl.exp2(row_max - finite_max)
+    row_sum = row_sum * decay + tl.sum(tl.exp2(lses - finite_max[None, :]), 0)
+    out = out * decay[:, None]
+    # No load waits for another one: what an empty part holds is read, and dropped.
+    for _ in tl.static_range(PARTS):
+        lse = tl.load(lse_rows, mask=in_rows, other=float("-inf"))
+        part_out = tl.load(part_rows[:, None] + dim[None, :], mask=in_tile, other=0.0).to(tl.float32)
+        weight = tl.exp2(lse * LOG2_E - finite_max)[:, None]
+        out += tl.where(weight > 0.0, part_out * weight, 0.0)
+        part_rows += stride_part
+        lse_rows += stride_lse
+    return out, row_sum
+
+
 @triton.jit(do_not_specialize=["kv_heads", "group", "num_rows", "slots", "level"])
 def _finish_kernel(
     q_ptr,
@@ -71,7 +121,6 @@ def _finish_kernel(
     PARTS_PADDED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    LOG2_E: tl.constexpr = 1.4426950408889634
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -104,9 +153,7 @@ def _finish_kernel(
         v = load_key_tile(v_base, stride_vs, slot, dim, end, HEAD_DIM)
         visible = slot < tree_start
         if WINDOW:
-            # The newest position before the root that lies in this slot; C's remainder needs a dividend >= 0.
-            held = length - 1 - (length - 1 - slot + WINDOW) % WINDOW
-            visible = visible & (held >= 0) & (held >= length + level - WINDOW)
+            visible = visible & _in_window(slot, length, level, WINDOW)
         visible = tl.broadcast_to(visible[:, None], [BLOCK_N, BLOCK_M])
         if TREE_NODES:  # noqa: SIM102 (known when compiled, unlike the other condition)
             if start + BLOCK_N > tree_start:
@@ -116,8 +163,7 @@ def _finish_kernel(
         scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale_log2
         scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 0))
-        # A row that has seen no key yet keeps its maximum at -inf, and -inf - -inf would be NaN.
-        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        finite_max = _finite(new_max)
         weights = tl.exp2(scores - finite_max[None, :])
         decay = tl.exp2(row_max - finite_max)
         sums = sums * decay[None, :] + weights
@@ -131,23 +177,9 @@ def _finish_kernel(
             tl.extra.cuda.gdc_wait()
         lse_rows = lses_ptr + batch * stride_lb + head * stride_lh + node * stride_ln
         part_rows = parts_ptr + batch * stride_pb + head * stride_ph + node * stride_pn
-        part = tl.arange(0, PARTS_PADDED)
-        in_parts = (part < PARTS)[:, None] & in_rows[None, :]
-        lse_tile = lse_rows[None, :] + part.to(tl.int64)[:, None] * stride_lp
-        lses = tl.load(lse_tile, mask=in_parts, other=float("-inf")) * LOG2_E
-        merged_max = tl.maximum(row_max, tl.max(lses, 0))
-        finite_max = tl.where(merged_max == float("-inf"), 0.0, merged_max)
-        decay = tl.exp2(row_max - finite_max)
-        row_sum = row_sum * decay + tl.sum(tl.exp2(lses - finite_max[None, :]), 0)
-        out = out * decay[:, None]
-        # No load waits for another one: what an empty part holds is read, and dropped.
-        for _ in tl.static_range(PARTS):
-            lse = tl.load(lse_rows, mask=in_rows, other=float("-inf"))
-            part_out = tl.load(part_rows[:, None] + dim[None, :], mask=in_tile, other=0.0).to(tl.float32)
-            weight = tl.exp2(lse * LOG2_E - finite_max)[:, None]
-            out += tl.where(weight > 0.0, part_out * weight, 0.0)
-            part_rows += stride_pp
-            lse_rows += stride_lp
+        out, row_sum = _merge_parts(
+            out, row_sum, row_max, part_rows, lse_rows, stride_pp, stride_lp, in_rows, in_tile, dim, PARTS, PARTS_PADDED
+        )
 
     out = out / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
     out_rows = out_ptr + batch * stride_ob + head * stride_oh + node * stride_on

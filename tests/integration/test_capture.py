@@ -113,6 +113,33 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert torch.cuda.memory_allocated() - before < 40 << 20, "more than a library's workspace"
 
 
+def test_calls_in_a_row_share_the_memory_of_their_graphs(tmp_path: Path) -> None:
+    model = make_pair(tmp_path).cuda()
+    reserved = []
+    for _ in range(6):
+        tokens(model, 50, max_new_tokens=12, tree_shape=SHAPE)
+        gc.collect()
+        reserved.append(torch.cuda.memory_reserved())
+    assert len(set(reserved[1:])) == 1
+
+
+def test_graphs_that_share_memory_take_turns(tmp_path: Path) -> None:
+    """Whoever listens to one `generate` may run another between its rounds."""
+    model = make_pair(tmp_path).cuda()
+    settings = {"max_new_tokens": 20, "tree_shape": SHAPE}
+    heard: list[list[list[int]]] = []
+
+    class Listener:
+        def put(self, value: Tensor) -> None:
+            heard.append(tokens(model, 300, 12, **settings))
+
+        def end(self) -> None: ...
+
+    alone = tokens(model, 30, **settings)
+    assert tokens(model, 30, **settings, streamer=Listener()) == alone
+    assert len(heard) > 2 and all(one == heard[0] == tokens(model, 300, 12, **settings) for one in heard)
+
+
 def test_the_host_waits_once_a_round(tmp_path: Path) -> None:
     model = make_pair(tmp_path).cuda()
     settings = {"tree_shape": SHAPE, "temperature": 0.0, "seed": 0}
