@@ -49,11 +49,10 @@ def main() -> None:
 def reproduce(run: Run, settings: Settings, ablation: str | None) -> None:
     """Do what is not done yet, and report."""
     start = time.perf_counter()
-    steps = train_pairs(run, settings)
-    trained = steps.branch()
+    up_to_target, steps = train_pairs(run, settings)
     steps.run("evaluation", settings.evaluation, lambda folder: evaluate(folder, run, settings.evaluation), True)
     if ablation:
-        ablate(run, trained, ablation, settings)
+        ablate(run, up_to_target, ablation, settings)
     report(run.root / "report", run)
     print(f"{time.perf_counter() - start:.0f} s; {run.root / 'report'}")
 

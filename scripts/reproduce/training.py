@@ -55,8 +55,11 @@ ABLATIONS: dict[str, dict[str, Arm]] = {
 }
 
 
-def train_pairs(run: Run, settings: Settings) -> Steps:
-    """Everything up to the drafts of both variants, as far as it is not there yet; the steps, to go on from."""
+def train_pairs(run: Run, settings: Settings) -> tuple[Steps, Steps]:
+    """Everything up to the drafts of both variants, as far as it is not there yet.
+
+    Returns the steps to go on from: those up to the target, and all of them.
+    """
     corpus, tokens = run.root / "corpus", run.root / "tokens"
     steps = Steps(run.root)
     steps.run("corpus", settings.corpus, lambda folder: write_corpus(folder, settings.corpus))
@@ -74,7 +77,7 @@ def train_pairs(run: Run, settings: Settings) -> Steps:
     steps.run("target", settings.target, learn)
     for stage in settings.stages:  # before several launches want the same
         cache_rows(corpus / DATA[stage.number - 1], run.target, on_this_machine(stage), cache(run))
-    branches = [steps.branch() for _ in VARIANTS]
+    branches, up_to_target = [steps.branch() for _ in VARIANTS], steps.branch()
 
     def train(variant: str, branch: Steps) -> None:
         train_drafts(run, branch, variant, [replace(stage, variant=variant) for stage in settings.stages])
@@ -89,7 +92,7 @@ def train_pairs(run: Run, settings: Settings) -> Steps:
             end_children()
             raise
     steps.join([with_tasks, *branches])
-    return steps
+    return up_to_target, steps
 
 
 def train_drafts(
@@ -122,7 +125,7 @@ def cache(run: Run) -> Path:
 
 
 def train_arms(run: Run, steps: Steps, name: str, settings: Settings) -> dict[str, Path]:
-    """The checkpoints of an ablation's arms, those of the main run among them; `steps` are the main run's."""
+    """The checkpoints of an ablation's arms, those of the main run among them; `steps`: up to the target."""
     found = {}
     for arm_name, arm in ABLATIONS[name].items():
         if arm.is_main:
