@@ -155,7 +155,7 @@ def filled_engine(runner: Runner, lengths: list[int], method: str, options: argp
     batch = len(lengths)
     sampler = Sampler(options.temperature, 0, 1.0, torch.Generator("cuda").manual_seed(0))
     drafter: Any = make_drafter(method, runner, batch, sampler, options.tree_shape, options.gamma, "reject")
-    prompts = torch.randint(0, 1000, (batch, max(lengths)), device="cuda")
+    prompts = torch.randint(0, min(1000, runner.config.vocab_size), (batch, max(lengths)), device="cuda")
     engine = Engine(runner, drafter, sampler, prompts, lengths, max_new_tokens=1024)
     stores = [engine.cache.keys, engine.cache.values]
     draft = getattr(drafter, "draft", getattr(drafter, "model", None))

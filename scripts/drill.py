@@ -24,11 +24,12 @@ from tqdm import tqdm
 from longspec.train.checkpoint import read_draft
 from longspec.train.generations import STATES, find_latest
 from longspec.train.logging import METRICS_NAME
-from scripts.demo.corpus import TEXTS, write_corpus
-from scripts.demo.machine import CPU_RANKS, ROOT, TRAINER, launch_line
+from scripts.demo.corpus import write_corpus
 from scripts.demo.settings import tiny
-from scripts.demo.steps import write_json
-from scripts.demo.target import fresh_target, make_tokenizer
+from scripts.pipeline.files import TEXTS, read_jsonl, write_json
+from scripts.pipeline.machine import CPU_RANKS, ROOT, TRAINER, launch_line
+from scripts.pipeline.target_model import fresh_target
+from scripts.pipeline.tokenizer import make_tokenizer
 
 SUMMARY = "summary.json"
 START_LIMIT_S, END_LIMIT_S = 180, 60
@@ -75,9 +76,11 @@ def prepare(folder: Path) -> tuple[Path, Path]:
     settings, target = tiny("llama"), folder / "target"
     folder.mkdir(parents=True)
     write_corpus(folder, settings.corpus)
-    tokenizer = make_tokenizer(folder, settings.target)
+    texts = (record["text"] for record in read_jsonl(folder / TEXTS))
+    shape = settings.target
+    tokenizer = make_tokenizer(texts, shape.family, shape.vocab_size, shape.positions)
     tokenizer.save_pretrained(target)
-    fresh_target(settings.target, tokenizer).save_pretrained(target)
+    fresh_target(shape, tokenizer).save_pretrained(target)
     return target, folder / TEXTS
 
 

@@ -25,8 +25,8 @@ def main() -> None:
     args = parser.parse_args()
     draft = read_draft(args.checkpoint)
     if args.hf:
-        target = read_config_file(args.checkpoint / CONFIG_NAME).model_name_or_path
-        save_draft_folder(draft, read_config(target), args.output)
+        model = read_config_file(args.checkpoint / CONFIG_NAME)
+        save_draft_folder(draft, read_config(model.model_name_or_path), args.output, model.model.window)
     else:
         file = args.output if args.output.suffix == ".pth" else args.output / DRAFT_WEIGHTS_NAME
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ from longspec.train.engine import build_pair, cosine_with_warmup
 from longspec.train.inputs import read_inputs
 from longspec.train.positions import contiguous_positions
 from longspec.train.sampler import ResumableSampler
-from scripts.demo.machine import free_port
+from scripts.pipeline.machine import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = ("the", "target", "reads", "a", "prompt", "and", "its", "draft", "guesses", "what", "comes", "next")

@@ -19,7 +19,7 @@ class Sampler:
 
     def __init__(self, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None = None) -> None:
         self.greedy = temperature == 0
-        self.temperature = temperature
+        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self.generator = generator
         self.cuts = top_k > 0 or top_p < 1
         """Whether tokens are left out; else the temperature is all."""

@@ -27,8 +27,9 @@ from longspec.inference.registry import (
 )
 from longspec.inference.report import Report, SampleResult, table
 from longspec.inference.tasks import HEADROOM, MIN_PROMPT_LEN, TASKS, Sample, Selection, read_questions, select_samples
+from longspec.inference.tree_shapes import AUTO, DEFAULT_SHAPE
 from longspec.kernels.attention import BACKENDS, decoding_attention
-from longspec.models.draft_files import check_draft
+from longspec.models.draft_files import check_draft, draft_window
 from longspec.models.draft_layer import head_dim
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import check_weights, context_window, load_tokenizer, read_config
@@ -111,7 +112,13 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--top_p", type=float, default=1.0)
     add("--top_k", type=int, default=0)
-    add("--tree_shape", type=int, nargs="*", default=[4, 16, 16, 16, 16], help="nodes of each level (tree)")
+    add(
+        "--tree_shape",
+        type=_width,
+        nargs="*",
+        default=list(DEFAULT_SHAPE),
+        help="nodes of each level (tree), or auto: the fastest, measured once for a model, GPU and context, and cached",
+    )
     add(
         "--tree_rule",
         choices=TREE_RULES,
@@ -134,7 +141,16 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=True,
         help="on CUDA: fused layers, each round one CUDA graph",
     )
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    options.tree_shape = AUTO if options.tree_shape == [AUTO] else options.tree_shape
+    return options
+
+
+def _width(value: str) -> int | str:
+    try:
+        return AUTO if value == AUTO else int(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid int value: {value!r}, nor is it {AUTO}") from None
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
@@ -241,7 +257,13 @@ def _check_samples(samples: Sequence[Sample], max_new_tokens: int, window: int, 
 def load_model(plan: Plan) -> GlideMixin:
     """Target and draft on the plan's device; without a draft in use, a fresh one that nothing reads."""
     model_class = family_class(plan.config, plan.pair.target)
-    model = model_class.from_pretrained(plan.pair.target, state_dict=plan.draft_state, torch_dtype=plan.dtype)
+    draft = _draft_in_use(plan.options, plan.pair)
+    model = model_class.from_pretrained(
+        plan.pair.target,
+        state_dict=plan.draft_state,
+        torch_dtype=plan.dtype,
+        window=draft_window(draft) if draft else None,
+    )
     return model.to(plan.device).eval()  # type: ignore[arg-type]
 
 

@@ -16,6 +16,7 @@ from longspec.inference.capture import capture_round, warm_up
 from longspec.inference.engine import Engine
 from longspec.inference.methods import METHODS, TREE_RULES, make_drafter
 from longspec.inference.runner import make_runner
+from longspec.inference.tree_shapes import AUTO, DEFAULT_SHAPE, choose_shape
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import context_window
 
@@ -48,6 +49,8 @@ class GenerationStats:
     decode_s: float = 0.0
     peak_memory_bytes: int = 0
     """Most bytes allocated on the CUDA device during the call; 0 on a CPU."""
+    tree_shape: tuple[int, ...] = ()
+    """Nodes of each level that a tree was drafted with; empty for other methods."""
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -79,7 +82,7 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int = 0,
-    tree_shape: Sequence[int] = (4, 16, 16, 16, 16),
+    tree_shape: Sequence[int] | str = DEFAULT_SHAPE,
     gamma: int = 4,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
@@ -93,6 +96,8 @@ def generate(
 
     input_ids, attention_mask: LongTensor [B, P], padded left or right as the mask says (all real without one).
     method: vanilla, seq, tree (of tree_shape), magicdec or lookup (prompt lookup); all but tree draft chains of gamma.
+    tree_shape: nodes of each level, or "auto": the fastest for this model, device and context, measured on these
+    prompts before anything is generated, unless it is in the cache (see `tree_shapes.choose_shape`).
     eos_token_id, pad_token_id: None takes the model's own. streamer: gets the new tokens of a single row as they
     come, on the CPU, and not the prompt. seed: None draws from torch's global generator. tree_rule, above temperature
     0: "reject" (a tree sampled from the draft without replacement, with recursive rejection) or "descend" (the draft's
@@ -112,10 +117,15 @@ def generate(
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     sampler = Sampler(temperature, top_k, top_p, generator)
     with torch.cuda.device_of(model.lm_head.weight):  # kernels are launched on the current device
-        drafter = make_drafter(method, runner, len(rows), sampler, tree_shape, gamma, tree_rule)
-        prompts = _pad_right(rows, 0).to(device)
-        engine = Engine(runner, drafter, sampler, prompts, [len(row) for row in rows], max_new_tokens)
+        prompts, lengths = _pad_right(rows, 0).to(device), [len(row) for row in rows]
+        if method == "tree" and tree_shape == AUTO:
+            limit = context_window(model.config)
+            tree_shape = choose_shape(runner, prompts, lengths, sampler, tree_rule, limit)
+        shape = tuple(map(int, tree_shape)) if method == "tree" else ()
+        drafter = make_drafter(method, runner, len(rows), sampler, shape, gamma, tree_rule)
+        engine = Engine(runner, drafter, sampler, prompts, lengths, max_new_tokens)
         decoder = Decoder(engine, max_new_tokens, _eos_ids(model, eos_token_id), streamer)
+        decoder.stats.tree_shape = shape
         decoder.run()
     new_tokens = [torch.tensor(tokens, dtype=torch.long, device=device) for tokens in decoder.new_tokens]
     whole = [torch.cat([row.to(device), new]) for row, new in zip(rows, new_tokens, strict=True)]
@@ -202,17 +212,24 @@ def _prompt_rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tenso
     return rows
 
 
-def check_drafting(method: str, tree_shape: Sequence[int], gamma: int, tree_rule: str, vocab_size: int) -> None:
+def check_drafting(method: str, tree_shape: Sequence[int] | str, gamma: int, tree_rule: str, vocab_size: int) -> None:
     """Raise UserError for an unknown method or tree rule, or a tree shape or gamma that cannot be drafted."""
     for name, value, known in (("method", method, METHODS), ("tree_rule", tree_rule, TREE_RULES)):
         if value not in known:
             raise UserError(f"{name}: {value!r} is unknown; choose one of {', '.join(known)}")
-    if method == "tree" and not tree_shape:
-        raise UserError("tree_shape: empty; give the number of nodes of each level, as in 4 16 16 16 16")
-    if method == "tree" and not all(1 <= width <= vocab_size for width in tree_shape):
-        raise UserError(f"tree_shape: {list(tree_shape)}; each level needs 1 … {vocab_size} (vocabulary) nodes")
+    if method == "tree" and tree_shape != AUTO:
+        _check_tree_shape(tree_shape, vocab_size)
     if method in ("seq", "magicdec", "lookup") and gamma < 1:
         raise UserError(f"gamma: {gamma}; a chain needs at least 1 token")
+
+
+def _check_tree_shape(tree_shape: Sequence[int] | str, vocab_size: int) -> None:
+    if isinstance(tree_shape, str) or AUTO in tree_shape:
+        raise UserError(f"tree_shape: {tree_shape!r}; give the nodes of each level, as in 4 16 16 16 16, or {AUTO!r}")
+    if not tree_shape:
+        raise UserError("tree_shape: empty; give the number of nodes of each level, as in 4 16 16 16 16")
+    if not all(1 <= width <= vocab_size for width in tree_shape):
+        raise UserError(f"tree_shape: {list(tree_shape)}; each level needs 1 … {vocab_size} (vocabulary) nodes")
 
 
 def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k: int) -> None:

@@ -137,6 +137,7 @@ def _sample_line(result: SampleResult, rounds: int, rows: int, stats: Generation
         "ttft_s": stats.ttft_s,
         "decode_s": stats.decode_s,
         "tokens_per_second": _number(stats.tokens_per_second),
+        **({"tree_shape": list(stats.tree_shape)} if stats.tree_shape else {}),
         "text": result.text,
         "token_ids": result.token_ids,
     }

@@ -15,12 +15,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from longspec.errors import UserError, first_line
+from longspec.models.draft_layer import WINDOW
 from longspec.models.target_files import HUB_ERRORS, WEIGHT_ERRORS
 
 DRAFT_WEIGHTS_NAME = "draft_model_weights.pth"
 DRAFT_PREFIX = "draft_model."
 TRAINING_CONFIG_NAME = "training_config.yaml"
 """What a training run leaves beside its draft."""
+WINDOW_KEY = "draft_window"
+"""In the `config.json` of a draft in Hugging Face form."""
 DEAD_WEIGHTS = {f"cross_attn.{p}_proj.{kind}" for p in "kv" for kind in ("weight", "bias")}
 """In published drafts; the cross-attention reads the target's keys and values, so nothing ever used them."""
 
@@ -106,6 +109,19 @@ def check_draft(path: str | Path, config: PreTrainedConfig, layer_class: Any) ->
     return fit_draft(load_draft(place), layer, str(path))
 
 
+def draft_window(path: str | Path) -> int:
+    """The self-attention window W, in tokens, that the draft at `path` was trained with, as the files beside it say.
+
+    Published drafts do not: theirs is 512. Raises UserError.
+    """
+    place = resolve_draft(path)
+    folder = place if place.is_dir() else place.parent
+    run, config = folder / TRAINING_CONFIG_NAME, folder / "config.json"
+    if run.is_file():
+        return int(yaml.safe_load(run.read_text()).get("model", {}).get("window", WINDOW))
+    return int(json.loads(config.read_text()).get(WINDOW_KEY, WINDOW)) if config.is_file() else WINDOW
+
+
 def _compare_configs(file: Path, config: PreTrainedConfig) -> None:
     try:
         draft = dict(json.loads(file.read_text()))
@@ -126,10 +142,14 @@ def _compare_run(file: Path, layer_class: type[nn.Module]) -> None:
         raise UserError(f"{file.parent}: a draft trained as {pair}; this target needs a {layer_class.__name__}")
 
 
-def save_draft_folder(state: Mapping[str, Tensor], config: PreTrainedConfig, folder: str | Path) -> None:
+def save_draft_folder(
+    state: Mapping[str, Tensor], config: PreTrainedConfig, folder: str | Path, window: int = WINDOW
+) -> None:
     """Write a draft in Hugging Face form (`config.json` of its target + safetensors), ready for the hub."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: w.contiguous() for name, w in strip_prefix(state).items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(folder)
+    named = json.loads((folder / "config.json").read_text()) | {WINDOW_KEY: window}
+    (folder / "config.json").write_text(json.dumps(named, indent=2) + "\n")

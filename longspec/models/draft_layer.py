@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import rotate_half
 
 WINDOW = 512
-"""Self-attention window W in tokens: a query sees itself and the W positions before it."""
+"""Self-attention window W in tokens, unless a draft was trained with another: a query sees itself and the W positions
+before it."""
 
 Rope = tuple[Tensor, Tensor]
 """The target's rotary table at the tokens' positions: cos, sin, each [B, T, D]."""
@@ -87,6 +88,7 @@ class GlideDecoderLayer(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
+        self.window = WINDOW
         norm = type(self).norm_class
         self.self_attn = DraftSelfAttention(config)
         self.cross_attn = DraftCrossAttention(config)

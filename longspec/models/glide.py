@@ -17,8 +17,8 @@ from longspec.errors import UserError, first_line
 from longspec.kernels.attention import resolve_attention
 from longspec.kernels.segments import Segments
 from longspec.kernels.varlen import block_attention, varlen_attention
-from longspec.models.draft_files import check_draft, fit_draft
-from longspec.models.draft_layer import WINDOW, GlideDecoderLayer
+from longspec.models.draft_files import check_draft, draft_window, fit_draft
+from longspec.models.draft_layer import GlideDecoderLayer
 from longspec.models.parallel import (
     PretrainedModelParallelPreSplitMixin,
     gather_heads,
@@ -82,8 +82,9 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
         self.requires_grad_(False)
         self.draft_model = self.draft_layer_class(self.config).to(_dtype(torch_dtype))
         self.draft_model.reset_parameters(self.config.initializer_range)
-        if draft is not None:
+        if draft is not None and glide_path is not None:
             self.draft_model.load_state_dict(draft)
+            self.draft_model.window = draft_window(glide_path)
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -96,16 +97,20 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
         gradient_checkpointing: bool = False,
         pad_token_id: int | None = None,
         ignore_mismatched_sizes: bool = True,
+        window: int | None = None,
     ) -> GlideMixin:
         """The target at `path` (folder or hub id) with the draft in `state_dict`, at `glide_path`, or a fresh one.
 
         state_dict: draft weights, with or without the `draft_model.` prefix. gradient_checkpointing recomputes the
-        draft layer in backward. ignore_mismatched_sizes is accepted because configs carry it; a draft that does not
+        draft layer in backward. window: of the draft's self-attention, in tokens; None takes that of the files at
+        glide_path, else 512. ignore_mismatched_sizes is accepted because configs carry it; a draft that does not
         fit is a UserError all the same.
         """
         model = cls(read_config(path), path, glide_path, torch_dtype, attn_implementation)
         if state_dict is not None:
             model.load_draft_state(state_dict, source="state_dict")
+        if window is not None:
+            model.draft_model.window = window
         if pad_token_id is not None:
             model.config.pad_token_id = pad_token_id
         model.gradient_checkpointing = gradient_checkpointing
@@ -211,7 +216,7 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
         scale = self.draft_model.self_attn.head_dim**-0.5
 
         def self_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return _on_flat(varlen, q, k, v, segments, scale, window=WINDOW)
+            return _on_flat(varlen, q, k, v, segments, scale, window=self.draft_model.window)
 
         def cross_attend(q: Tensor, lags: Tensor | None) -> Tensor:
             if lags is None:

@@ -30,6 +30,7 @@ WANDB_MODES = ("auto", "online", "offline", "disabled")
 POSITIVE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "save_steps"),
     *("learning_rate", "max_grad_norm", "data.num_proc", "tp_size", "evaluation.steps", "evaluation.rows"),
+    "model.window",
 )
 NOT_NEGATIVE = ("seed", "weight_decay", "data.num_workers", "variant.max_offset")
 
@@ -44,6 +45,7 @@ class ModelConfig:
     gradient_checkpointing: bool = MISSING
     pad_token_id: int | None = MISSING
     ignore_mismatched_sizes: bool = MISSING
+    window: int = MISSING
 
 
 @dataclass

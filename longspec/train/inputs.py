@@ -14,7 +14,7 @@ from longspec.data.aligners import Aligner
 from longspec.data.collators import Collator
 from longspec.data.dataset import RowDataset, build_dataset
 from longspec.errors import UserError, first_line
-from longspec.models.draft_files import check_draft
+from longspec.models.draft_files import check_draft, draft_window
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import check_weights, context_window, load_tokenizer, read_config
 from longspec.models.target_split import check_split
@@ -56,6 +56,11 @@ def read_inputs(config: TrainConfig) -> Inputs:
     draft = None
     if config.draft_model_name_or_path is not None:
         draft = check_draft(config.draft_model_name_or_path, target, glide.draft_layer_class)
+        if (window_before := draft_window(config.draft_model_name_or_path)) != config.model.window:
+            raise UserError(
+                f"config key model.window: {config.model.window}, but the draft at {config.draft_model_name_or_path} "
+                f"was trained with {window_before}; give that"
+            )
     read = partial(_read_rows, config, tokenizer=tokenizer, family=target.model_type, aligners=aligners)
     rows = read(config.data.files)
     held_out = None if config.evaluation.files is None else read(config.evaluation.files)

@@ -9,12 +9,13 @@ from pathlib import Path
 from scripts.demo.corpus import write_corpus
 from scripts.demo.evaluate import RESULTS, evaluate
 from scripts.demo.figure import draw
-from scripts.demo.machine import CommandFailed
 from scripts.demo.report import summarise, table
 from scripts.demo.settings import SIZES, DemoSettings
-from scripts.demo.stages import CHECKPOINT, draft_weights, train_stage
-from scripts.demo.steps import Steps, write_json
 from scripts.demo.target import train_target
+from scripts.pipeline.files import write_json
+from scripts.pipeline.machine import CommandFailed
+from scripts.pipeline.stages import CHECKPOINT, draft_weights, train_stage
+from scripts.pipeline.steps import Steps
 
 
 def main() -> int:
@@ -46,7 +47,7 @@ def demo(root: Path, settings: DemoSettings) -> list[str]:
         draft = draft_weights(stages[-1]) if stages else None
 
         def train(folder: Path, stage=stage, draft=draft) -> None:
-            train_stage(folder, corpus, target, draft, stage)
+            train_stage(folder, corpus / stage.data, target, draft, stage)
 
         stages.append(steps.run(f"stage{stage.number}", stage, train))
 

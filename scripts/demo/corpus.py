@@ -1,40 +1,26 @@
 """The corpus: the Python standard library's sources, split by package, as the JSONL files that each step reads."""
 
-import json
 import random
-import sysconfig
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from longspec.inference.tasks import TASKS
+from scripts.pipeline.files import ANSWERS, HELD_OUT_TEXTS, LONG_TEXTS, TEXTS, write_jsonl
+from scripts.pipeline.sources import (
+    HELD_OUT,
+    SourceFile,
+    by_package,
+    heading,
+    library_files,
+    line_after,
+    up_to,
+    whole_lines,
+)
 
-HELD_OUT = ("concurrent", "dbm", "http", "json", "tomllib", "wsgiref", "xmlrpc", "zoneinfo")
-"""Packages that no training file comes from. Each has several files, so that it can be asked about as a repository."""
-LEFT_OUT = {
-    *("site-packages", "dist-packages", "lib-dynload", "__pycache__"),  # not the library's own sources
-    *("test", "tests", "idle_test"),  # many installations come without them
-    *("encodings", "pydoc_data"),  # tables and prose
-}
-SHORTEST_FILE = 400
 LONG_DOCUMENT = 8000
 TASK = "repobench-p"
-TEXTS, LONG_TEXTS, ANSWERS = "texts.jsonl", "long_texts.jsonl", "answers.jsonl"
-HELD_OUT_TEXTS, PROMPTS = "held_out.jsonl", f"{TASK}.jsonl"
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """One file of the library: its path below the library's folder, and its text under a line with that path."""
-
-    path: str
-    text: str
-
-    @property
-    def package(self) -> str:
-        """The top-level package or module, by which files are split."""
-        return Path(self.path).parts[0].removesuffix(".py")
+PROMPTS = f"{TASK}.jsonl"
 
 
 @dataclass(frozen=True)
@@ -71,20 +57,6 @@ def write_corpus(folder: Path, settings: CorpusSettings) -> None:
     write_jsonl(folder / ANSWERS, answer_records(train, settings, chance))
     write_jsonl(folder / HELD_OUT_TEXTS, ({"path": file.path, "text": file.text} for file in held_out))
     write_jsonl(folder / PROMPTS, prompt_records(held_out, settings, chance))
-
-
-def library_files() -> list[SourceFile]:
-    """The running Python's standard library, in order of path."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = []
-    for path in sorted(root.rglob("*.py")):
-        below = path.relative_to(root)
-        if LEFT_OUT.intersection(below.parts) or below.parts[0].startswith(("_sysconfigdata", "config-")):
-            continue
-        text = path.read_text(encoding="utf-8", errors="ignore")
-        if len(text) >= SHORTEST_FILE:
-            files.append(SourceFile(below.as_posix(), f"# Path: {below.as_posix()}\n{text}"))
-    return files
 
 
 def split(files: Iterable[SourceFile]) -> tuple[list[SourceFile], list[SourceFile]]:
@@ -126,13 +98,6 @@ def prompt_records(files: list[SourceFile], settings: CorpusSettings, chance: ra
         }
 
 
-def by_package(files: Iterable[SourceFile]) -> dict[str, list[SourceFile]]:
-    packages: dict[str, list[SourceFile]] = defaultdict(list)
-    for file in files:
-        packages[file.package].append(file)
-    return packages
-
-
 def completion(
     file: SourceFile, members: list[SourceFile], settings: CorpusSettings, chance: random.Random
 ) -> dict[str, str]:
@@ -143,36 +108,8 @@ def completion(
     others = [member for member in members if member.path != file.path]
     context = whole_lines(chance.choice(others).text[: settings.context]) + "\n\n" if others else ""
     first_cut, last_cut = settings.code, len(file.text) - settings.answer
-    cut = file.text.index("\n", chance.randint(first_cut, last_cut)) + 1
-    cut += len(file.text[cut:]) - len(file.text[cut:].lstrip("\n"))  # the next line is not a blank one
+    cut = line_after(file.text, chance.randint(first_cut, last_cut))
     before = file.text[:cut]
     if len(before) > settings.code:
-        before = f"# Path: {file.path}\n" + before[before.index("\n", len(before) - settings.code) + 1 :]
+        before = heading(file.path) + before[before.index("\n", len(before) - settings.code) + 1 :]
     return {"context": context, "input": before, "following": file.text[cut : cut + settings.answer]}
-
-
-def whole_lines(text: str) -> str:
-    """`text` without a last line that was cut off."""
-    return text[: text.rfind("\n") + 1]
-
-
-def up_to(files: list[SourceFile], characters: int) -> list[SourceFile]:
-    """The first files, with no more than so many characters in all, but one at least."""
-    kept: list[SourceFile] = []
-    size = 0
-    for file in files:
-        size += len(file.text)
-        if kept and size > characters:
-            break
-        kept.append(file)
-    return kept
-
-
-def write_jsonl(path: Path, records: Iterable[dict]) -> None:
-    with path.open("w", encoding="utf-8") as handle:
-        for record in records:
-            handle.write(json.dumps(record, ensure_ascii=False) + "\n")
-
-
-def read_jsonl(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -15,12 +15,12 @@ from longspec.models.draft_files import DRAFT_WEIGHTS_NAME
 from longspec.models.glide import GlideMixin
 from longspec.models.llama import LlamaGlide
 from longspec.models.qwen2 import Qwen2Glide
-from scripts.demo.corpus import HELD_OUT_TEXTS, TASK, TEXTS, read_jsonl
+from scripts.demo.corpus import TASK
 from scripts.demo.forced import teacher_forced_acceptance
-from scripts.demo.machine import gpus, run
 from scripts.demo.quality import bigram_nats, bits_per_byte, bytes_of_tokens, distinct_share, target_nats
-from scripts.demo.steps import write_json
 from scripts.demo.target import text_rows
+from scripts.pipeline.files import HELD_OUT_TEXTS, TEXTS, read_jsonl, write_json
+from scripts.pipeline.machine import gpus, run
 
 PAIRS: dict[str, type[GlideMixin]] = {"llama": LlamaGlide, "qwen2": Qwen2Glide}
 METHODS = ("vanilla", "seq", "tree", "magicdec")
@@ -95,11 +95,12 @@ def on_held_out_text(corpus: Path, target: Path, draft: Path, settings: Evaluati
     model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     byte_counts = bytes_of_tokens(tokenizer)
     pair: Any = PAIRS[settings.family].from_pretrained(target, glide_path=draft, torch_dtype=torch.float32)
-    forced = rows[:: max(1, len(rows) // settings.forced_rows)][: settings.forced_rows].to(device)
+    forced_rows = rows[:: max(1, len(rows) // settings.forced_rows)][: settings.forced_rows].to(device)
+    prompts, ends = ([length] * len(forced_rows) for length in (settings.forced_prompt, settings.row_length))
+    forced = teacher_forced_acceptance(pair.to(device).eval(), forced_rows, prompts, ends, settings.tree_shape)
+    assert forced is not None, "rows are longer than their prompts by several trees"
     return {
         "target_bits_per_byte": bits_per_byte(target_nats(model.to(device), rows), rows, byte_counts),
         "bigram_bits_per_byte": bits_per_byte(bigram_nats(train, rows, model.config.vocab_size), rows, byte_counts),
-        "teacher_forced_acceptance": teacher_forced_acceptance(
-            pair.to(device).eval(), forced, settings.forced_prompt, settings.tree_shape
-        ),
+        "teacher_forced_acceptance": forced.acceptance_length,
     }

@@ -25,23 +25,23 @@ COLOURS = {
 }
 STAGES = ("1", "2", "3")
 INK = "#2b2d42"
+STYLE: Any = {
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": "#c5c8d0",
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+}
 
 
 def draw(summary: dict[str, Any], path: Path) -> None:
     """Write the figure of a summary."""
-    style: Any = {
-        "font.size": 10,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "axes.edgecolor": "#c5c8d0",
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-    }
-    with plt.rc_context(style):
+    with plt.rc_context(STYLE):
         figure, axes = plt.subplots(2, 2, figsize=(11.5, 7.5), constrained_layout=True)
         training(axes[0, 0], summary["stages"])
         depths(axes[0, 1], summary["methods"])

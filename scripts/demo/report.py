@@ -4,10 +4,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from scripts.demo.corpus import read_jsonl
 from scripts.demo.evaluate import METHODS, UNTRAINED
 from scripts.demo.settings import DemoSettings, Required
-from scripts.demo.stages import METRICS
+from scripts.pipeline.files import read_jsonl
+from scripts.pipeline.stages import METRICS
 
 
 def summarise(

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from scripts.demo.corpus import CorpusSettings
 from scripts.demo.evaluate import EvaluationSettings
-from scripts.demo.stages import StageSettings
 from scripts.demo.target import TargetSettings
+from scripts.pipeline.stages import StageSettings
 
 
 @dataclass(frozen=True)

@@ -13,45 +13,18 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
-from scripts.demo.corpus import ANSWERS, TEXTS, read_jsonl
-from scripts.demo.machine import CPU_RANKS, bf16_is_faster, gpus, run, threads_a_rank
-
-SPECIAL_TOKENS = {
-    "llama": {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"},
-    "qwen2": {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
-}
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config}
-HEAD_DIM = 64
-PLAIN_CHAT = "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}"
-"""The chat template of a target that was trained on text alone: the prompt as it stands."""
-PIECES = r"[^\S\r\n]?[\p{L}_]+| ?\p{N}+| ?[^\s\p{L}\p{N}_]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""What no token reaches across. A line's end is not joined with the next line's indentation, so that a prompt and its
-answer have the same tokens whether they are encoded together or apart."""
+from scripts.pipeline.files import ANSWERS, TEXTS, read_jsonl
+from scripts.pipeline.machine import CPU_RANKS, bf16_is_faster, gpus, run, threads_a_rank
+from scripts.pipeline.target_model import MuonWithAdamW, TargetShape, fresh_target, warm_up_hold_decay
+from scripts.pipeline.tokenizer import make_tokenizer
 
 
 @dataclass(frozen=True)
-class TargetSettings:
-    family: str = "llama"
-    vocab_size: int = 3072
-    hidden_size: int = 192
-    intermediate_size: int = 576
-    layers: int = 6
-    kv_heads: int = 1
-    positions: int = 4096
+class TargetSettings(TargetShape):
     steps: int = 300
     tokens_a_step: int = 4096
     short: int = 256
@@ -68,59 +41,12 @@ class TargetSettings:
 
 def train_target(folder: Path, corpus: Path, settings: TargetSettings) -> None:
     """Tokenizer and target in `folder`: one process on a GPU, two ranks on the CPU."""
-    make_tokenizer(corpus, settings).save_pretrained(folder)
+    texts = (record["text"] for record in read_jsonl(corpus / TEXTS))
+    make_tokenizer(texts, settings.family, settings.vocab_size, settings.positions).save_pretrained(folder)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", str(1 if gpus() else CPU_RANKS), "-m", "scripts.demo.target"]
     command += [str(folder), str(corpus), json.dumps(asdict(settings))]
     run(command, folder / "log.txt", {"OMP_NUM_THREADS": str(threads_a_rank())})
-
-
-def make_tokenizer(corpus: Path, settings: TargetSettings) -> PreTrainedTokenizerFast:
-    """Byte-level BPE on the training texts."""
-    special = SPECIAL_TOKENS[settings.family]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=settings.vocab_size,
-        special_tokens=list(special.values()),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    texts = [record["text"] for record in read_jsonl(corpus / TEXTS)]
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        model_max_length=settings.positions,
-        clean_up_tokenization_spaces=False,
-        chat_template=PLAIN_CHAT,
-        **special,
-    )
-
-
-def fresh_target(settings: TargetSettings, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """A target with random weights."""
-    config = CONFIGS[settings.family](
-        vocab_size=settings.vocab_size,
-        hidden_size=settings.hidden_size,
-        intermediate_size=settings.intermediate_size,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.hidden_size // HEAD_DIM,
-        num_key_value_heads=settings.kv_heads,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=settings.positions,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    # On a CPU plain matrix products are faster than fused attention, whose backward is slow there.
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa" if gpus() else "eager")
 
 
 def text_rows(texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int) -> Tensor:
@@ -158,36 +84,6 @@ def schedule_of_batches(short: Tensor, long: Tensor, settings: TargetSettings, r
     return [{"input_ids": batch, "labels": batch} for batch in batches]
 
 
-class MuonWithAdamW(Optimizer):
-    """Muon for the layers' matrices, AdamW for embeddings and norms.
-
-    At a thousand steps or fewer Muon brings the loss down much further than AdamW alone.
-    """
-
-    def __init__(self, model: PreTrainedModel, settings: TargetSettings) -> None:
-        layers = [weight for name, weight in model.named_parameters() if ".layers." in name and weight.ndim == 2]
-        rest = [weight for name, weight in model.named_parameters() if ".layers." not in name or weight.ndim != 2]
-        self.parts = (
-            Muon(layers, settings.matrix_lr, momentum=settings.momentum, adjust_lr_fn="match_rms_adamw"),
-            AdamW(rest, settings.embedding_lr, betas=(0.9, 0.95), weight_decay=0.0),
-        )
-        super().__init__([group for part in self.parts for group in part.param_groups], {})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        # Whoever prepares the optimizer may replace its groups, so the schedule's rates are handed on here.
-        theirs = (group for part in self.parts for group in part.param_groups)
-        for group, own in zip(theirs, self.param_groups, strict=True):
-            group["lr"] = own["lr"]
-        for part in self.parts:
-            part.step()
-
-
-def warm_up_hold_decay(step: int, total: int) -> float:
-    """The factor on the learning rate: a short rise, held to half of the steps, then down to 0 in a line."""
-    return min(1.0, (step + 1) / max(1, total // 50), 2 * (total - step) / total)
-
-
 def train_rank(folder: Path, corpus: Path, settings: TargetSettings) -> None:
     """One rank's part of the training; rank 0 saves the target."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -217,8 +113,9 @@ def train_rank(folder: Path, corpus: Path, settings: TargetSettings) -> None:
         disable_tqdm=True,
         seed=settings.seed,
     )
-    optimizer = MuonWithAdamW(model, settings)
-    schedule = LambdaLR(optimizer, lambda step: warm_up_hold_decay(step, settings.steps))
+    optimizer = MuonWithAdamW(model, settings.matrix_lr, settings.embedding_lr, settings.momentum)
+    total, warm_up = settings.steps, max(1, settings.steps // 50)
+    schedule = LambdaLR(optimizer, lambda step: warm_up_hold_decay(step, warm_up, step / total))
     trainer = Trainer(
         model,
         arguments,

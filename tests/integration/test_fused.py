@@ -10,7 +10,7 @@ from pairs import FAMILIES, make_pair
 from torch import Tensor
 
 from longspec.inference.acceptance import Sampler
-from longspec.inference.drafting import glide, magicdec
+from longspec.inference.drafting import magicdec
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
@@ -54,11 +54,9 @@ def passes(runner: Runner, prompts: Tensor, lengths: list[int], rounds: int) -> 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("overrides", LAYOUTS, ids=["gqa", "mha", "mqa"])
 @torch.no_grad()
-def test_fused_passes_equal_transformers_modules(
-    tmp_path: Path, family: str, overrides: dict, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(glide, "WINDOW", 8)  # the ring wraps around, and the interpreter is slow
+def test_fused_passes_equal_transformers_modules(tmp_path: Path, family: str, overrides: dict, device: str) -> None:
     model = random_pair(tmp_path, family, **overrides).to(device)
+    model.draft_model.window = 8  # the ring wraps around, and the interpreter is slow
     lengths = [9, 4]
     prompts = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1)).to(device)
     plain = passes(Runner(model), prompts, lengths, rounds=2)
@@ -73,9 +71,9 @@ def test_a_round_on_the_empty_cache_changes_nothing(
     tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What warms kernels up before prefill, for every method."""
-    monkeypatch.setattr(glide, "WINDOW", 8)
     monkeypatch.setattr(magicdec, "RECENT", 8)
     model = random_pair(tmp_path, "llama")
+    model.draft_model.window = 8
     prompts = torch.randint(0, 61, (2, 5), generator=torch.Generator().manual_seed(1))
     found = []
     for warm in (False, True):

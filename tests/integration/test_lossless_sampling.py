@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from longspec import generate
-from longspec.inference.drafting import glide, magicdec
+from longspec.inference.drafting import magicdec
 from longspec.models.glide import GlideMixin
 
 VOCAB = 4
@@ -53,11 +53,12 @@ MASK = torch.tensor([[0, 0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 1, 1]])
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GlideMixin:
     """Drafts are often wrong; windows are short, so that the draft's ring turns and magicdec leaves keys out."""
-    monkeypatch.setattr(glide, "WINDOW", 8)
     monkeypatch.setattr(magicdec, "SINK", 1)
     monkeypatch.setattr(magicdec, "RECENT", 2)
     layout = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_key_value_heads": 1}
-    return make_pair(tmp_path, vocab_size=VOCAB, num_attention_heads=2, seed=1, **layout)
+    pair = make_pair(tmp_path, vocab_size=VOCAB, num_attention_heads=2, seed=1, **layout)
+    pair.draft_model.window = 8
+    return pair
 
 
 def samples(model: GlideMixin, method: str, warp: dict[str, Any], rows: int, count: int, seed: int = 0) -> Tensor:

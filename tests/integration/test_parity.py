@@ -14,6 +14,7 @@ from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.inference.runner import Runner
+from longspec.models.draft_layer import WINDOW
 from longspec.models.glide import GlideMixin
 
 DEPTH = 5
@@ -75,14 +76,16 @@ def test_draft_uses_the_targets_scaled_rotary_embedding(tmp_path: Path, family: 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("overrides", [{}, {"num_key_value_heads": 4, "head_dim": 16}], ids=["gqa", "mha"])
+@pytest.mark.parametrize("window", [WINDOW, 48])
 @torch.no_grad()
 def test_chain_logits_equal_training_logits_at_the_same_lag(
-    tmp_path: Path, family: str, overrides: dict, device: str
+    tmp_path: Path, family: str, overrides: dict, window: int, device: str
 ) -> None:
     """Roots from 1 to past the window, ragged in one batch; node d - 1 of the chain proposes level d at lag d."""
     model = parity_pair(tmp_path, family, **overrides).to(device)
-    roots = [1, 2, 5, 511, 512, 513, 530]
-    tokens = random_tokens(len(roots), 540).to(device)
+    model.draft_model.window = window
+    roots = [1, 2, 5, window - 1, window, window + 1, window + 18]
+    tokens = random_tokens(len(roots), window + 28).to(device)
     draft = GlideDraft(Runner(model), len(roots), nodes=DEPTH)
     engine = prefilled(
         model,

@@ -6,23 +6,9 @@ from pathlib import Path
 import pytest
 
 from longspec.inference.tasks import TASKS, read_questions
-from scripts.demo.corpus import (
-    ANSWERS,
-    HELD_OUT,
-    HELD_OUT_TEXTS,
-    LONG_TEXTS,
-    PROMPTS,
-    TASK,
-    TEXTS,
-    CorpusSettings,
-    SourceFile,
-    by_package,
-    completion,
-    library_files,
-    read_jsonl,
-    split,
-    write_corpus,
-)
+from scripts.demo.corpus import PROMPTS, TASK, CorpusSettings, completion, split, write_corpus
+from scripts.pipeline.files import ANSWERS, HELD_OUT_TEXTS, LONG_TEXTS, TEXTS, read_jsonl
+from scripts.pipeline.sources import HELD_OUT, SourceFile, by_package, library_files
 
 SMALL = CorpusSettings(context=300, code=500, answer=400, answers=60, prompts=9)
 

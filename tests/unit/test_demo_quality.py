@@ -1,6 +1,7 @@
 """The demo's own measures are what their names say."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,11 +9,11 @@ from pairs import make_pair, tiny_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from longspec.inference.acceptance import Sampler
+from longspec.inference.acceptance import Sampler, accept
 from longspec.inference.engine import Engine
 from longspec.inference.methods import make_drafter
 from longspec.inference.runner import Runner
-from scripts.demo.forced import teacher_forced_acceptance
+from scripts.demo.forced import probability_by_depth, teacher_forced_acceptance
 from scripts.demo.quality import bigram_nats, bits_per_byte, bytes_of_tokens, distinct_share, target_nats
 
 VOCAB = 61
@@ -90,4 +91,32 @@ def test_teacher_forced_on_the_targets_own_words_is_its_greedy_acceptance(tmp_pa
         emitted, rounds, read = emitted + int(counts[active].sum()), rounds + int(active.sum()), read + counts
     rows = torch.tensor([row[:length] for row in text])
     assert rounds < emitted, "nothing was accepted, so nothing is shown"
-    assert teacher_forced_acceptance(model, rows, prompt, shape) == pytest.approx(emitted / rounds)
+    found = teacher_forced_acceptance(model, rows, [prompt] * 3, [length] * 3, shape)
+    assert found is not None and found.acceptance_length == pytest.approx(emitted / rounds)
+    assert sum(found.accepted_by_depth) == emitted - rounds
+
+
+@torch.no_grad()
+def test_probability_by_depth_is_that_of_the_targets_own_draws(tmp_path: Path) -> None:
+    """Descending the tree along many draws goes as deep, on average, as the sum over the tree's paths says."""
+    shape = (3, 5, 4)
+    model = make_pair(tmp_path, initializer_range=0.1, vocab_size=6).eval()
+    sampler, runner = Sampler(1.0, 0, 1.0, torch.Generator().manual_seed(0)), Runner(model)
+    drafter: Any = make_drafter("tree", runner, 2, sampler, shape, 1, "descend")
+    prompts = torch.randint(6, (2, 9), generator=torch.Generator().manual_seed(2))
+    engine = Engine(runner, drafter, sampler, prompts, [9, 9], 100)
+    engine.prefill()
+    proposal = drafter.propose(engine.root, engine.cache)
+    logits = engine.verify(proposal)
+    probabilities = probability_by_depth(proposal, logits)
+    reached = torch.zeros(2, 3)
+    for _ in range(2000):
+        count = accept(proposal, logits, sampler).count
+        reached += count[:, None] > torch.arange(3)
+    assert (reached / 2000 - probabilities).abs().max() < 4 * 0.5 / 2000**0.5
+    assert probabilities.min() > 0.01, "nothing is accepted, so nothing is shown"
+
+
+def test_rows_that_are_too_short_for_a_round_give_nothing(tmp_path: Path) -> None:
+    model = make_pair(tmp_path).eval()
+    assert teacher_forced_acceptance(model, torch.zeros(1, 12, dtype=torch.long), [9], [12], (2, 2)) is None

@@ -5,14 +5,14 @@ from pairs import tiny_config
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaForCausalLM
 
-from scripts.demo.target import MuonWithAdamW, TargetSettings, schedule_of_batches, shuffled, warm_up_hold_decay
+from scripts.demo.target import TargetSettings, schedule_of_batches, shuffled
+from scripts.pipeline.target_model import MuonWithAdamW, warm_up_hold_decay
 
 
 def test_the_schedule_reaches_both_optimizers_after_the_groups_were_replaced() -> None:
     """accelerate loads the state into a prepared optimizer, which gives it new groups."""
     model = LlamaForCausalLM(tiny_config("llama"))
-    settings = TargetSettings(matrix_lr=0.01, embedding_lr=0.1)
-    optimizer = MuonWithAdamW(model, settings)
+    optimizer = MuonWithAdamW(model, matrix_lr=0.01, embedding_lr=0.1, momentum=0.9)
     schedule = LambdaLR(optimizer, lambda step: 0.5**step)
     optimizer.load_state_dict(optimizer.state_dict())
     for step in range(3):
@@ -27,7 +27,7 @@ def test_the_schedule_reaches_both_optimizers_after_the_groups_were_replaced() -
 
 def test_every_weight_has_exactly_one_optimizer_and_muon_the_layers_matrices() -> None:
     model = LlamaForCausalLM(tiny_config("llama"))
-    muon, adamw = MuonWithAdamW(model, TargetSettings()).parts
+    muon, adamw = MuonWithAdamW(model, matrix_lr=0.01, embedding_lr=0.1, momentum=0.9).parts
     names = {id(weight): name for name, weight in model.named_parameters()}
     of_muon, of_adamw = (
         {names[id(weight)] for group in part.param_groups for weight in group["params"]} for part in (muon, adamw)
@@ -55,7 +55,7 @@ def test_shuffled_goes_on_without_end() -> None:
 
 
 def test_learning_rate_rises_holds_and_falls_to_nothing() -> None:
-    factors = [warm_up_hold_decay(step, 200) for step in range(200)]
+    factors = [warm_up_hold_decay(step, 4, step / 200) for step in range(200)]
     assert 0 < factors[0] < 1
     assert factors[10:100] == [1.0] * 90
     assert factors[100:] == sorted(factors[100:], reverse=True)

@@ -9,7 +9,7 @@ from pairs import make_pair, tiny_config
 from safetensors.torch import save_file
 
 from longspec.errors import UserError
-from longspec.models.draft_files import check_draft, load_draft, save_draft_folder
+from longspec.models.draft_files import check_draft, draft_window, load_draft, save_draft_folder
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
 
 PUBLISHED_NAMES = (
@@ -74,6 +74,22 @@ def test_saved_folder_comes_back(tmp_path: Path) -> None:
     assert (tmp_path / "hub" / "config.json").is_file()
     back = load_draft(tmp_path / "hub")
     assert back.keys() == draft.keys() and all(torch.equal(back[name], draft[name]) for name in draft)
+
+
+def test_a_drafts_window_lies_in_its_files(tmp_path: Path) -> None:
+    """So decoding has the window of training; drafts that say nothing, the published ones, have 512."""
+    draft = make_pair(tmp_path / "target").draft_model.state_dict()
+    for name, window in (("hub", 96), ("run", 128), ("published", 512)):
+        folder = tmp_path / name
+        if name == "hub":
+            save_draft_folder(draft, tiny_config("llama"), folder, window)
+        else:
+            torch.save(draft, _made(folder) / "draft_model_weights.pth")
+        if name == "run":
+            run = {"model": {"_target_": "longspec.train.models.llama_glide.LlamaGlide.from_pretrained", "window": 128}}
+            (folder / "training_config.yaml").write_text(json.dumps(run))
+        model = LlamaGlide.from_pretrained(tmp_path / "target", glide_path=folder, torch_dtype=torch.float32)
+        assert model.draft_model.window == draft_window(folder) == window
 
 
 def _made(folder: Path) -> Path:

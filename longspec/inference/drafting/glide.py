@@ -7,7 +7,7 @@ from torch import Tensor
 
 from longspec.inference.cache import DraftCache, TargetCache
 from longspec.inference.runner import Runner
-from longspec.models.draft_layer import WINDOW, head_dim
+from longspec.models.draft_layer import head_dim
 
 
 class GlideDraft:
@@ -15,12 +15,13 @@ class GlideDraft:
 
     def __init__(self, runner: Runner, batch: int, nodes: int) -> None:
         self.runner = runner
-        self.cache = DraftCache(runner.config, batch, WINDOW, nodes, runner.dtype, runner.device)
+        window = runner.model.draft_model.window
+        self.cache = DraftCache(runner.config, batch, window, nodes, runner.dtype, runner.device)
         self.scale = head_dim(runner.config) ** -0.5
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
         """Prefill: keys and values of each prompt's last W tokens. prompts [B, P] padded right, lengths [B]."""
-        offsets = torch.arange(-WINDOW, 0, device=prompts.device)
+        offsets = torch.arange(-self.cache.window, 0, device=prompts.device)
         positions = lengths[:, None] + offsets
         tokens = prompts.gather(1, positions.clamp(min=0))
         self.feed(tokens, positions, positions >= 0)
@@ -49,6 +50,6 @@ class GlideDraft:
 
     def next_logits(self, tokens: Tensor, step: int, cache: TargetCache) -> Tensor:
         """The logits [B, V] that follow tokens [B], node `step` of a chain."""
-        nodes = self.cache.keys.shape[2] - WINDOW
+        nodes = self.cache.keys.shape[2] - self.cache.window
         visible = torch.arange(nodes, device=tokens.device) <= step
         return self.level(tokens[:, None], step, step, visible.expand(len(tokens), 1, -1), cache)[:, 0]

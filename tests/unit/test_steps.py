@@ -1,11 +1,11 @@
-"""The demo's chain of steps: done once, and again exactly when something before it has changed."""
+"""The chain of steps: done once, and again exactly when something before it has changed."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from scripts.demo.steps import Steps
+from scripts.pipeline.steps import Steps
 
 
 @dataclass
@@ -62,3 +62,38 @@ def test_a_step_made_anew_makes_those_behind_it_stale(tmp_path: Path) -> None:
     chain.go(1, 2)
     (tmp_path / "first" / "done.json").unlink()
     assert chain.go(1, 2) == ["first", "second"]
+
+
+def test_a_step_that_can_go_on_finds_what_it_left_unless_its_settings_have_changed(tmp_path: Path) -> None:
+    found = []
+
+    def work(folder: Path) -> None:
+        found.append(sorted(path.name for path in folder.glob("*.part")))
+        (folder / f"{len(found)}.part").touch()
+        if len(found) < 4:
+            raise KeyboardInterrupt
+
+    for value in (1, 1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            Steps(tmp_path).run("long", Setting(value), work, resumable=True)
+    Steps(tmp_path).run("long", Setting(2), work, resumable=True)
+    Steps(tmp_path).run("long", Setting(2), work, resumable=True)
+    assert found == [[], ["1.part"], [], ["3.part"]]
+
+
+def test_what_follows_branches_depends_on_each_of_them_and_they_not_on_one_another(tmp_path: Path) -> None:
+    def go(left: int, right: int) -> list[str]:
+        ran: list[str] = []
+        steps = Steps(tmp_path)
+        steps.run("trunk", Setting(0), lambda folder: ran.append("trunk"))
+        branches = [steps.branch(), steps.branch()]
+        branches[0].run("left", Setting(left), lambda folder: ran.append("left"))
+        branches[1].run("right", Setting(right), lambda folder: ran.append("right"))
+        steps.join(branches)
+        steps.run("end", Setting(0), lambda folder: ran.append("end"))
+        return ran
+
+    assert go(1, 1) == ["trunk", "left", "right", "end"]
+    assert go(1, 1) == []
+    assert go(1, 2) == ["right", "end"]
+    assert go(2, 2) == ["left", "end"]

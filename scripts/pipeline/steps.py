@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shutil
 import time
 import uuid
@@ -11,7 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from scripts.pipeline.files import write_json
+
 MARKER = "done.json"
+STARTED = "started.json"
+"""Beside what a step that can go on has left so far: which step that was."""
 
 
 class Steps:
@@ -23,10 +26,21 @@ class Steps:
         self.before = ""
         """Identifies the result of the last step."""
 
-    def run(self, name: str, settings: Any, work: Callable[[Path], None]) -> Path:
+    def branch(self) -> "Steps":
+        """A chain of its own that goes on from here."""
+        other = Steps(self.root)
+        other.seconds, other.before = self.seconds, self.before
+        return other
+
+    def join(self, branches: list["Steps"]) -> None:
+        """Make the next step depend on the last one of each branch."""
+        self.before = "+".join(branch.before for branch in branches)
+
+    def run(self, name: str, settings: Any, work: Callable[[Path], None], resumable: bool = False) -> Path:
         """The folder of step `name`, filled by `work(folder)` unless it is complete already.
 
-        settings: a dataclass instance. What an earlier, different or unfinished run left there is removed.
+        settings: a dataclass instance. What an earlier or different run left there is removed; what an unfinished run
+        of the same step left, too, unless `work` is `resumable` and goes on from it.
         """
         folder = self.root / name
         described = json.dumps([self.before, name, asdict(settings)], sort_keys=True)
@@ -35,17 +49,20 @@ class Steps:
         if marker.get("key") == key:
             print(f"{name:<10} done before", flush=True)
         else:
-            print(f"{name:<10} …", end=" ", flush=True)
-            marker = _run_afresh(folder, key, work)
-            print(f"{marker['seconds']:.0f} s", flush=True)
+            print(f"{name:<10} …", flush=True)
+            marker = _run(folder, key, work, resumable)
+            print(f"{name:<10} {marker['seconds']:.0f} s", flush=True)
         self.seconds[name] = marker["seconds"]
         self.before = marker["result"]
         return folder
 
 
-def _run_afresh(folder: Path, key: str, work: Callable[[Path], None]) -> dict[str, Any]:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def _run(folder: Path, key: str, work: Callable[[Path], None], resumable: bool) -> dict[str, Any]:
+    if not (resumable and _read(folder / STARTED).get("key") == key):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        if resumable:
+            write_json(folder / STARTED, {"key": key})
     start = time.perf_counter()
     work(folder)
     marker = {"key": key, "result": uuid.uuid4().hex, "seconds": time.perf_counter() - start}
@@ -55,10 +72,3 @@ def _run_afresh(folder: Path, key: str, work: Callable[[Path], None]) -> dict[st
 
 def _read(marker: Path) -> dict[str, Any]:
     return json.loads(marker.read_text()) if marker.is_file() else {}
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write `value`, whole or not at all."""
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)

@@ -1,0 +1,133 @@
+"""What the steps run on, and the child processes that they start there."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINER = "./trainer_base_ds_mul_fs_tp.py"
+CPU_RANKS = 2
+LAST_LINES = 25
+TIME_TO_SAVE_S = 45
+"""For a command that was told to stop. DeepSpeed's launcher leaves its ranks 30 s."""
+_running: set[subprocess.Popen] = set()
+
+
+class CommandFailed(Exception):
+    """A child process ended with an error; the message has the end of its log."""
+
+
+def gpus() -> int:
+    return torch.cuda.device_count()
+
+
+def gpu_names() -> list[str]:
+    """What DeepSpeed's launcher calls the GPUs that this process may use."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named and gpus() else [str(number) for number in range(gpus())]
+
+
+def threads() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def threads_a_rank() -> int:
+    return max(1, threads() // CPU_RANKS)
+
+
+def bf16_is_faster(size: int = 512, repeats: int = 20) -> bool:
+    """Whether this machine multiplies bf16 matrices faster than fp32 ones; many CPUs only emulate it."""
+    if gpus():
+        return True
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        matrix = torch.ones(size, size, dtype=dtype)
+        matrix @ matrix  # the first one sets up the kernel
+        start = time.perf_counter()
+        for _ in range(repeats):
+            matrix @ matrix
+        seconds[dtype] = time.perf_counter() - start
+    return seconds[torch.bfloat16] < seconds[torch.float32]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def launch_line(ranks: Sequence[str], experiment: str, overrides: Mapping[str, object]) -> list[str]:
+    """The launch line that trains every draft; ranks: DeepSpeed's options that say which."""
+    deepspeed = str(Path(sys.executable).with_name("deepspeed"))  # this environment's
+    command = [deepspeed, *ranks, "--master_port", str(free_port()), TRAINER, "-cp", "conf/exp/", "-cn", experiment]
+    return [*command, *(f"{key}={value}" for key, value in overrides.items())]
+
+
+def run(command: list[str], log: Path, environment: dict[str, str], limit_s: float | None = None) -> bool:
+    """Run a command in the repository's root, with its output added to `log`; whether it ended by itself.
+
+    At `limit_s` seconds it gets SIGTERM, and some time to save what it has; so it does if this process is interrupted.
+    Raises CommandFailed, with the end of the log, if it ended with an error.
+    """
+    with log.open("a") as output:
+        child = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        _running.add(child)
+        try:
+            code = child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            _end(child)
+            _running.discard(child)
+    if code:
+        end = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        raise CommandFailed("\n".join([*end, f"{' '.join(command[:4])} … ended with code {code}; all of it in {log}"]))
+    return True
+
+
+def end_children() -> None:
+    """End the commands that other threads wait for."""
+    for child in list(_running):
+        _end(child)
+
+
+def _end(child: subprocess.Popen) -> None:
+    """SIGTERM to a command and all that it started, and after a while SIGKILL to what is left of them.
+
+    A launcher may end long before its ranks have saved, so it is all of them that are waited for.
+    """
+    if child.poll() is not None:
+        return
+    with suppress(ProcessLookupError, psutil.NoSuchProcess):
+        command = psutil.Process(child.pid)
+        started = [command, *command.children(recursive=True)]
+        os.killpg(child.pid, signal.SIGTERM)
+        deadline = time.monotonic() + TIME_TO_SAVE_S
+        while any(map(_works, started)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _works(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,76 @@
+"""`scripts/reproduce.sh`: a target and its drafts from nothing, and the paper's claims measured on them."""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # the experiment is of one GPU, whatever the machine has
+
+from longspec.errors import UserError, reports_user_errors
+from scripts.pipeline.machine import CommandFailed
+from scripts.pipeline.steps import Steps
+from scripts.reproduce.ablations import UNTRAINED, arm_settings, evaluate_arms
+from scripts.reproduce.evaluate import evaluate
+from scripts.reproduce.report import report
+from scripts.reproduce.run import Run
+from scripts.reproduce.settings import PRESETS, Settings
+from scripts.reproduce.training import ABLATIONS, train_arms, train_pairs
+
+FAMILIES = ("llama", "qwen2")
+
+
+@reports_user_errors
+def main() -> None:
+    """Raises SystemExit: 1 if a step failed, 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="scripts/reproduce.sh", description=__doc__)
+    parser.add_argument("--preset", choices=PRESETS, default="h200")
+    parser.add_argument("--text", type=Path, help="folder of JSONL files: meetings with queries, worked solutions")
+    parser.add_argument("--family", choices=(*FAMILIES, "both"), default="llama")
+    parser.add_argument("--ablation", choices=(*ABLATIONS, *UNTRAINED), help="after the run, this one")
+    parser.add_argument("--output", type=Path, default=Path("outputs"))
+    options = parser.parse_args()
+    if options.text and not options.text.is_dir():
+        raise UserError(f"--text {options.text}: no such folder")
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        for family in FAMILIES if options.family == "both" else (options.family,):
+            text = str(options.text.resolve()) if options.text else None
+            root = options.output.resolve() / f"reproduce-{options.preset}" / family
+            reproduce(Run(root, family, options.preset), PRESETS[options.preset](family, text), options.ablation)
+    except CommandFailed as error:
+        print(f"\n{error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def reproduce(run: Run, settings: Settings, ablation: str | None) -> None:
+    """Do what is not done yet, and report."""
+    start = time.perf_counter()
+    up_to_target, steps = train_pairs(run, settings)
+    steps.run("evaluation", settings.evaluation, lambda folder: evaluate(folder, run, settings.evaluation), True)
+    if ablation:
+        ablate(run, up_to_target, ablation, settings)
+    report(run.root / "report", run)
+    print(f"{time.perf_counter() - start:.0f} s; {run.root / 'report'}")
+
+
+def ablate(run: Run, steps: Steps, name: str, settings: Settings) -> None:
+    """Train the arms that the ablation needs, and evaluate them all."""
+    folder = run.root / "ablations" / name
+    evaluation = arm_settings(settings.evaluation)
+    if name in UNTRAINED:
+        UNTRAINED[name](folder, run, evaluation)
+    else:
+        evaluate_arms(folder, run, train_arms(run, steps, name, settings), evaluation)
+
+
+def stop(number: int, frame: FrameType | None) -> None:
+    """SIGTERM ends what runs, too; the same command goes on from there."""
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""What the trained pair can do on held-out tasks: every method at every context, in one process and a fixed time.
+
+What the default plan costs on one H200, for a target of 24 layers and 150M to 400M parameters: 16 cells of task and
+context, 26 + 17 prompts in each at temperatures 0 and 1, some 690 calls of `generate`. A call of 192 tokens is
+estimated at 0.3 s: prefill 0.02 to 0.1 s, engine and capture of its graph 0.1 s, rounds 0.1 to 0.2 s. That is 210 s;
+kernels that are compiled at first sight and warm-ups 60 s, transformers' `generate` on 16 prompts 40 s and the
+compilation of its static cache, twice, 30 s, teacher forcing 25 s. That is as much as there is, so what comes last in
+the plan may be cut short.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers.utils import logging
+
+from longspec import generate
+from longspec.inference.report import device_name, versions
+from longspec.inference.tree_shapes import AUTO, DEFAULT_SHAPE, draft_fingerprint
+from scripts.pipeline.files import read_jsonl, write_json
+from scripts.reproduce.baselines import BASELINES, BaselineFailed, Transformers
+from scripts.reproduce.cells import CELLS, Cell, CellLog, Clock, Measurement
+from scripts.reproduce.forced import HELD_OUT, on_held_out_text, on_samples
+from scripts.reproduce.pair import LoadedPair, Prompt, load_pair, sample_line
+from scripts.reproduce.rounds import attention_by_context, parts_by_context
+from scripts.reproduce.run import Run
+
+FACTS, FORCED, ROUNDS = "facts.json", "forced.json", "rounds.json"
+IDENTITY = "measured.json"
+NO_TIME = "no time left"
+WARM_UP_TOKENS = 16
+
+PLAN = (
+    Measurement("vanilla", prompts=6, share=10),
+    Measurement("tree", prompts=6, share=13),
+    Measurement("lookup", prompts=4, share=7),
+    Measurement("tree-auto", "tree", prompts=4, share=8, tree_shape=AUTO),
+    Measurement("tree", temperature=1.0, prompts=3, seeds=3, share=13),
+    Measurement("tree-descend", "tree", temperature=1.0, prompts=3, share=5, tree_rule="descend"),
+    Measurement("vanilla", temperature=1.0, prompts=2, share=5),
+    Measurement("seq", prompts=3, share=6),
+    Measurement("magicdec", prompts=3, share=8),
+    *(
+        Measurement(name, prompts=2, share=share, tasks=("lcc",), longest_contexts=2, new_tokens=64)
+        for name, share in zip(BASELINES, (5, 5, 5, 24), strict=True)
+    ),
+    Measurement("lookup", temperature=1.0, prompts=1, share=2),
+    Measurement("seq", temperature=1.0, prompts=1, share=2),
+    Measurement("magicdec", temperature=1.0, prompts=1, share=3),
+)
+"""What matters most comes first: time that runs short is missing at the end."""
+CPU_PLAN = (
+    Measurement("vanilla", prompts=2, share=4),
+    Measurement("tree", prompts=2, share=12),
+    Measurement("lookup", prompts=2, share=4),
+    Measurement("tree", temperature=1.0, prompts=1, seeds=2, share=14),
+    Measurement("tree-descend", "tree", temperature=1.0, prompts=1, share=6, tree_rule="descend"),
+    Measurement("vanilla", temperature=1.0, prompts=1, share=2),
+    Measurement("seq", prompts=1, share=3),
+    Measurement("magicdec", prompts=1, share=5),
+    *(Measurement(name, prompts=1, share=3, tasks=("lcc",), longest_contexts=2) for name in BASELINES),
+)
+"""Of fewer prompts, and without a search for the best tree, which takes minutes on a CPU."""
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    limit_s: float = 360.0
+    variant: str = "sinkpi-slicing"
+    stage: int = 3
+    tasks: tuple[str, ...] = ("lcc", "repobench-p", "qmsum", "gsm8k")
+    """Those without a file are left out."""
+    contexts: tuple[int, ...] = (2048, 4096, 8192, 16384)
+    new_tokens: int = 192
+    gamma: int = 4
+    plan: tuple[Measurement, ...] = PLAN
+    forced_share: float = 6.0
+    """Of the time, beside the plan's shares: teacher-forced acceptance, and where a round's time goes."""
+    forced_rows: int = 8
+    """Of held-out text, at each context."""
+    forced_tokens: int = 256
+    """At the end of each row, that rounds go through."""
+
+
+def evaluate(folder: Path, run: Run, settings: EvaluationSettings) -> None:
+    """What the run's main draft can do; see `measure_draft`."""
+    measure_draft(folder, run, run.draft(settings.variant, settings.stage), settings)
+
+
+def measure_draft(folder: Path, run: Run, draft: Path, settings: EvaluationSettings) -> None:
+    """Everything measured, into `folder`: a line a cell in cells.jsonl, with facts.json, forced.json and rounds.json.
+
+    draft: a checkpoint's folder. An evaluation that was stopped goes on where it was, unless draft or settings are
+    others now. What the time did not reach is listed in facts.json.
+    """
+    logging.disable_progress_bar()
+    folder.mkdir(parents=True, exist_ok=True)
+    clock = Clock(settings.limit_s, [*(m.share for m in settings.plan), settings.forced_share])
+    pair = load_pair(run.target, draft)
+    prompts = read_prompts(pair, run, settings)
+    keep_or_clear(folder, {"draft": draft_fingerprint(pair.model), **asdict(replace(settings, limit_s=0.0))})
+    log = CellLog(folder / CELLS)
+    left_out = measure_plan(Decoders(pair, run.target, settings), prompts, log, clock, settings)
+    clock.next_part()
+    others: dict[str, Callable[[], Any]] = {
+        FORCED: lambda: forced_acceptance(pair, run, settings, log.lines, prompts),
+        ROUNDS: lambda: {
+            "parts": parts_by_context(pair, settings.contexts, DEFAULT_SHAPE),
+            "attention": attention_by_context(pair, settings.contexts, DEFAULT_SHAPE),
+        },
+    }
+    for name, measure in others.items():
+        if not (folder / name).exists():
+            if clock.left() > 0:
+                write_json(folder / name, measure())
+            else:
+                left_out.append({"name": name, "reason": NO_TIME})
+    facts = describe(pair, prompts, settings) | {"seconds": clock.passed(), "left_out": left_out}
+    write_json(folder / FACTS, facts)
+    print(f"evaluation: {len(log.lines)} cells measured, {len(left_out)} cut short or left out, see {folder / FACTS}")
+
+
+def keep_or_clear(folder: Path, identity: dict[str, Any]) -> None:
+    """Remove what was measured with another draft or other settings."""
+    path, described = folder / IDENTITY, json.dumps(identity)
+    if not path.exists() or path.read_text() != described:
+        for name in (CELLS, FACTS, FORCED, ROUNDS):
+            (folder / name).unlink(missing_ok=True)
+        path.write_text(described)
+
+
+def describe(pair: LoadedPair, prompts: list[Prompt], settings: EvaluationSettings) -> dict[str, Any]:
+    """What was measured, on what."""
+    found = {(prompt.task, prompt.context) for prompt in prompts}
+    return {
+        "device": device_name(pair.model.device),
+        "dtype": str(pair.model.dtype).removeprefix("torch."),
+        "parameters": sum(p.numel() for p in pair.model.model.parameters()),
+        "draft_parameters": sum(p.numel() for p in pair.model.draft_model.parameters()),
+        "layers": pair.model.config.num_hidden_layers,
+        "versions": versions(),
+        "absent": [f"{task}-{c}" for task in settings.tasks for c in settings.contexts if (task, c) not in found],
+        "settings": asdict(settings),
+    }
+
+
+def forced_acceptance(
+    pair: LoadedPair, run: Run, settings: EvaluationSettings, lines: list[dict[str, Any]], prompts: list[Prompt]
+) -> dict[str, dict[int, Any]]:
+    """By context: the tree on held-out text, and on what the target emitted at temperature 1."""
+    texts = [record["text"] for record in read_jsonl(run.root / "corpus" / HELD_OUT)]
+    sampled = [line for line in lines if line["temperature"] == 1 and line["name"] in ("tree", "tree-descend")]
+    rows, tokens = settings.forced_rows, settings.forced_tokens
+    return {
+        "held_out": {c: on_held_out_text(pair, texts, c, rows, tokens, DEFAULT_SHAPE) for c in settings.contexts},
+        "sampled": {
+            c: on_samples(pair, [line for line in sampled if line["context"] == c], prompts, DEFAULT_SHAPE)
+            for c in settings.contexts
+        },
+    }
+
+
+def read_prompts(pair: LoadedPair, run: Run, settings: EvaluationSettings) -> list[Prompt]:
+    """The prompts of all task files that exist, as many as the plan needs."""
+    most = max(measurement.prompts for measurement in settings.plan)
+    return [
+        prompt
+        for context in settings.contexts
+        for task in settings.tasks
+        if run.tasks(task, context).is_file()
+        for prompt in pair.prompts(run.tasks(task, context), task, context, most)
+    ]
+
+
+class Decoders:
+    """Continues a prompt in the way a measurement says: the pair's own methods, or transformers' `generate`."""
+
+    def __init__(self, pair: LoadedPair, target: Path, settings: EvaluationSettings) -> None:
+        self.pair, self.settings = pair, settings
+        self.transformers = Transformers(target, pair.model)
+
+    def sample(self, cell: Cell, prompt: Prompt, seed: int, warm_up: bool = False) -> dict[str, Any]:
+        """One prompt's line in the results. warm_up: a few tokens, none of them an end."""
+        how = cell.measurement
+        new_tokens = how.new_tokens or self.settings.new_tokens
+        new_tokens = min(WARM_UP_TOKENS, new_tokens) if warm_up else new_tokens
+        if how.kind in BASELINES:
+            return self.transformers.sample(how.kind, prompt, new_tokens, warm_up)
+        output = generate(
+            self.pair.model,
+            prompt.token_ids,
+            method=how.kind,
+            max_new_tokens=new_tokens,
+            temperature=how.temperature,
+            tree_shape=how.tree_shape,
+            tree_rule=how.tree_rule,
+            gamma=self.settings.gamma,
+            eos_token_id=() if warm_up else None,
+            seed=seed,
+        )
+        stats, tokens = output.stats, output.new_tokens[0].tolist()
+        return sample_line(self.pair.model, prompt, tokens, stats.decoded_tokens, stats.decode_s, stats.ttft_s) | {
+            "rounds": stats.rounds,
+            "accepted_by_depth": stats.accepted_by_depth,
+            "tree_shape": list(stats.tree_shape),
+        }
+
+
+def cells_of(measurement: Measurement, prompts: list[Prompt]) -> Iterator[tuple[Cell, list[Prompt]]]:
+    """The measurement's cells with their prompts, from short contexts to long ones."""
+    contexts = sorted({prompt.context for prompt in prompts})[-measurement.longest_contexts :]
+    for context in contexts:
+        for task in dict.fromkeys(prompt.task for prompt in prompts):
+            mine = [prompt for prompt in prompts if (prompt.task, prompt.context) == (task, context)]
+            if mine and task in (measurement.tasks or (task,)):
+                for seed in range(measurement.seeds):
+                    yield Cell(measurement, task, context, seed), mine[: measurement.prompts]
+
+
+def measure_plan(
+    decoders: Decoders, prompts: list[Prompt], log: CellLog, clock: Clock, settings: EvaluationSettings
+) -> list[dict[str, Any]]:
+    """Measure what is not in the log yet; what the time did not reach, and why."""
+    left_out: list[dict[str, Any]] = []
+    planned = [list(cells_of(measurement, prompts)) for measurement in settings.plan]
+    total = sum(len(mine) for cells in planned for _, mine in cells)
+    with tqdm(total=total, desc="evaluation", unit="sample", mininterval=2) as progress:
+        for cells in planned:
+            clock.next_part()
+            todo = [(cell, mine) for cell, mine in cells if cell.key not in log.done]
+            warm: set[int] = set()
+            for number, (cell, mine) in enumerate(todo):
+                line = measure_cell(decoders, cell, mine, clock.share_of(len(todo) - number), cell.context in warm)
+                warm.add(cell.context)
+                if line.get("samples") or line.get("failed"):
+                    log.append(line)
+                missing = len(mine) - len(line["samples"])
+                if missing:
+                    reason = line.get("failed") or NO_TIME
+                    left_out.append(cell.describe() | {"prompts": missing, "reason": reason})
+                progress.update(len(mine))
+    return left_out
+
+
+def measure_cell(decoders: Decoders, cell: Cell, prompts: list[Prompt], seconds: float, warm: bool) -> dict[str, Any]:
+    """The cell's line: as many prompts as begin within `seconds`, behind one that is not timed unless `warm`."""
+    line: dict[str, Any] = cell.describe() | {"planned": len(prompts), "samples": []}
+    end = time.monotonic() + seconds
+    try:
+        if not warm and seconds > 0:
+            decoders.sample(cell, prompts[0], seed=0, warm_up=True)
+        for number, prompt in enumerate(prompts):
+            if time.monotonic() > end:
+                break
+            line["samples"].append(decoders.sample(cell, prompt, seed=1000 * cell.seed + number))
+    except BaselineFailed as error:
+        line["failed"] = str(error)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the next context's caches have other sizes
+    return line

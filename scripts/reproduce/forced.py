@@ -1,0 +1,59 @@
+"""Acceptance that does not hang on what a small target says: on real text, and as its probabilities have it."""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scripts.demo.forced import ForcedAcceptance, teacher_forced_acceptance
+from scripts.reproduce.pair import LoadedPair, Prompt
+
+HELD_OUT = "held_out.jsonl"
+
+
+def held_out_rows(pair: LoadedPair, texts: list[str], length: int, count: int) -> Tensor:
+    """LongTensor [count or fewer, length]: held-out texts, each with its EOS, end to end; rows spread over them."""
+    ids = pair.tokenizer(texts, verbose=False)["input_ids"]
+    stream = torch.tensor([token for text in ids for token in (*text, pair.tokenizer.eos_token_id)])
+    rows = stream[: len(stream) // length * length].view(-1, length)
+    return rows[:: max(1, len(rows) // count)][:count].to(pair.model.device)
+
+
+def on_held_out_text(
+    pair: LoadedPair, texts: list[str], context: int, rows: int, tokens: int, shape: tuple[int, ...]
+) -> dict[str, Any] | None:
+    """The tree on the last `tokens` tokens of rows of `context` tokens; None if the text does not fill a row."""
+    found = held_out_rows(pair, texts, context, rows)
+    if not len(found):
+        return None
+    prompts, ends = ([length] * len(found) for length in (context - tokens, context))
+    return described(teacher_forced_acceptance(pair.model, found, prompts, ends, shape))
+
+
+def on_samples(
+    pair: LoadedPair, lines: list[dict[str, Any]], prompts: list[Prompt], shape: tuple[int, ...]
+) -> dict[str, Any] | None:
+    """The tree on what the target itself emitted at temperature 1 in these cells, beside the target's probabilities.
+
+    Rounds begin where the draft's tree and the emitted text say, as in decoding with the rule `descend`: the expected
+    acceptance length is what that rule's must agree with.
+    """
+    by_place = {(prompt.task, prompt.context, prompt.id): prompt.token_ids[0] for prompt in prompts}
+    read, rows = [], []
+    for line in lines:
+        for sample in line["samples"]:
+            prompt = by_place[line["task"], line["context"], sample["id"]]
+            emitted = torch.tensor(sample["token_ids"], device=prompt.device)
+            read.append(len(prompt))
+            rows.append(torch.cat([prompt, emitted]))
+    if not rows:
+        return None
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return described(teacher_forced_acceptance(pair.model, padded, read, [len(row) for row in rows], shape))
+
+
+def described(found: ForcedAcceptance | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return asdict(found) | {"acceptance_length": found.acceptance_length, "expected_length": found.expected_length}

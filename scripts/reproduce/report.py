@@ -1,0 +1,252 @@
+"""One page about a run, written from what its folders hold: summary.json, pictures, and README.md around them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from scripts.pipeline.files import write_json
+from scripts.reproduce.ablations import METRICS, RESULTS, losses_of, read_evaluation
+from scripts.reproduce.cells import CELLS, read_cells
+from scripts.reproduce.claims import Evidence, Verdict, claims, marks, shown
+from scripts.reproduce.evaluate import NO_TIME
+from scripts.reproduce.figures import draw_attention, draw_by_context, draw_by_depth, draw_losses, draw_speed
+from scripts.reproduce.run import Run
+from scripts.reproduce.summary import samples_of
+
+SUMMARY, PAGE = "summary.json", "README.md"
+STAGES = (1, 2, 3)
+ANSWERS = {True: "yes", False: "**no**", None: "–"}
+
+
+def report(folder: Path, run: Run) -> None:
+    """Write the run's page, summary and pictures into `folder`, from its evaluation and what ablations there are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    summary = collect(run)
+    write_json(folder / SUMMARY, summary)
+    pictures = draw(folder, summary)
+    (folder / PAGE).write_text(page(summary, pictures), encoding="utf-8")
+    print("\n".join([*table(marks_of(summary)), "", f"{folder}/{PAGE}, {SUMMARY} and {len(pictures)} pictures"]))
+
+
+def collect(run: Run) -> dict[str, Any]:
+    """Everything that the page says, from the folders of a run."""
+    place = run.root / "evaluation"
+    read = read_evaluation(place)
+    ablations = {
+        path.parent.name: json.loads(path.read_text()) for path in sorted(run.root.glob(f"ablations/*/{RESULTS}"))
+    }
+    lines = read_cells(place / CELLS)
+    found = Evidence(samples_of(lines), read["facts"], read["forced"], read["rounds"], ablations)
+    training = run.target / "training.json"
+    variant = read["facts"]["settings"]["variant"]
+    losses = {f"stage {n}": losses_of(run.draft(variant, n).parent / METRICS) for n in STAGES}
+    return {
+        "preset": run.preset,
+        "family": run.family,
+        "marks": [asdict(row) for row in marks(found)],
+        "claims": [asdict(row) for row in claims(found)],
+        "failed": [
+            {"name": line["name"], "context": line["context"], "reason": line["failed"]}
+            for line in lines
+            if line.get("failed")
+        ],
+        **read,
+        "ablations": ablations,
+        "target_training": json.loads(training.read_text()) if training.is_file() else [],
+        "draft_losses": {name: curve for name, curve in losses.items() if curve},
+    }
+
+
+def draw(folder: Path, summary: dict[str, Any]) -> dict[str, str]:
+    """The pictures for which there are figures: title by file name."""
+    methods = summary["methods"]
+    drafted = [row for row in methods if row["name"] != "vanilla" and row["all"]["acceptance_length"]]
+    pictures = {"speed.png": "Tokens/s by method"}
+    draw_speed(methods, folder / "speed.png")
+    if drafted:
+        draw_by_context(drafted, folder / "acceptance_by_context.png")
+        draw_by_depth(drafted, folder / "acceptance_by_depth.png")
+        pictures["acceptance_by_context.png"] = "Acceptance length by context"
+        pictures["acceptance_by_depth.png"] = "Acceptance by depth"
+    training = summary["target_training"]
+    curves = {
+        name: [(line["step"], line[field]) for line in training if line.get(field) is not None]
+        for name, field in (("training", "loss"), ("held out", "held_out_loss"))
+    }
+    if curves := {name: curve for name, curve in curves.items() if curve}:
+        draw_losses(curves, "Training the target", folder / "loss_target.png")
+        pictures["loss_target.png"] = "Loss of the target"
+    if summary["draft_losses"]:
+        draw_losses(summary["draft_losses"], "Training the draft", folder / "loss_draft.png")
+        pictures["loss_draft.png"] = "Loss of the draft, stage by stage"
+    if parts := summary["rounds"].get("parts"):
+        from benchmarks.picture import draw_rounds
+
+        draw_rounds([SimpleNamespace(**row) for row in parts], folder / "round.png")
+        pictures["round.png"] = "A tree round's time by part"
+    if attention := summary["rounds"].get("attention"):
+        draw_attention(attention, folder / "attention.png")
+        pictures["attention.png"] = "Attention of a verification"
+    return pictures
+
+
+def page(summary: dict[str, Any], pictures: dict[str, str]) -> str:
+    """README.md: nothing in it but what `summary` holds."""
+    facts = summary["facts"]
+    settings, versions = facts["settings"], facts["versions"]
+    size = f"{facts['parameters'] / 1e6:.0f}M parameters in {facts['layers']} layers"
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
+    lines = [
+        f"# The paper's claims on a {summary['family']} target from scratch ({summary['preset']})",
+        "",
+        f"Written by `scripts/reproduce.sh --preset {summary['preset']} --family {summary['family']}` from the "
+        f"measurements in [{SUMMARY}]({SUMMARY}).",
+        f"Target: {size}; draft: {facts['draft_parameters'] / 1e6:.1f}M, variant {settings['variant']}, after stage "
+        f"{settings['stage']}. {facts['device']}, {facts['dtype']}, batch 1, {settings['new_tokens']} new tokens a "
+        f"prompt; {packages}. The evaluation took {facts['seconds']:.0f} s.",
+        *training_line(summary["target_training"]),
+        "",
+        "An output *loops* where fewer than half of its 4-grams are distinct. Figures are pooled over verification "
+        "passes or seconds; ± is the standard error of a bootstrap over samples, and seeds give the range of their own "
+        "figures. A dash is what was not measured, or what the measurement does not decide.",
+        "",
+        "## To reach",
+        "",
+        *table(marks_of(summary)),
+        "",
+        "## The paper's claims",
+        "",
+        *table([Verdict(**row) for row in summary["claims"]], ("claim", "the paper", "here", "holds", "rule")),
+        "",
+        "## Methods",
+        "",
+        *method_table(summary["methods"]),
+        "",
+        *shape_lines(summary["methods"]),
+        *forced_lines(summary["forced"]),
+        *missing_lines(summary),
+        *ablation_lines(summary["ablations"]),
+    ]
+    for name, title in pictures.items():
+        lines += [f"![{title}]({name})", ""]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def training_line(training: Sequence[dict[str, Any]]) -> list[str]:
+    """How the target was trained, as far as its log tells."""
+    held_out = [line["held_out_loss"] for line in training if line.get("held_out_loss") is not None]
+    if not held_out:
+        return []
+    last = training[-1]
+    return [
+        f"The target read {last['tokens'] / 1e6:.0f}M tokens in {last['seconds']:.0f} s, to a held-out loss of "
+        f"{held_out[-1]:.2f} nats a token."
+    ]
+
+
+def shape_lines(methods: Sequence[dict[str, Any]]) -> list[str]:
+    """What `--tree_shape auto` chose."""
+    chosen = [shape for row in methods if row["name"] == "tree-auto" for shape in row["all"]["tree_shapes"]]
+    told = [f"{' '.join(map(str, shape))} at {context:,} tokens" for context, *shape in chosen]
+    return [f"`--tree_shape auto` chose {'; '.join(told)}.", ""] if told else []
+
+
+def marks_of(summary: dict[str, Any]) -> list[Verdict]:
+    return [Verdict(**row) for row in summary["marks"]]
+
+
+def table(
+    rows: Sequence[Verdict], head: tuple[str, ...] = ("figure", "wanted", "measured", "reached", "over what")
+) -> list[str]:
+    """Markdown, a verdict a line."""
+    cells = [(row.claim, row.wanted, row.measured, ANSWERS[row.holds], row.rule) for row in rows]
+    return markdown(head, cells)
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def method_table(methods: Sequence[dict[str, Any]]) -> list[str]:
+    head = [
+        *("method", "T", "outputs", "acceptance length", "of outputs without loops", "of outputs that loop"),
+        *("tokens/s", "× vanilla", "outputs that loop", "distinct 4-grams", "outputs unlike vanilla's"),
+    ]
+    return markdown(head, [method_row(row) for row in methods])
+
+
+def method_row(row: dict[str, Any]) -> list[str]:
+    figures, same = row["all"], row["same_as_vanilla"]
+    ratio, distinct, speed = figures["speed_up_over_vanilla"], figures["distinct_4grams"], figures["tokens_per_second"]
+    return [
+        row["name"],
+        f"{row['temperature']:g}",
+        str(figures["samples"]),
+        shown(figures["acceptance_length"]),
+        shown(figures["acceptance_length_without_loops"]),
+        shown(figures["acceptance_length_of_loops"]),
+        "–" if speed is None else f"{speed['value']:.1f}",
+        "–" if ratio is None else f"{ratio:.2f}",
+        str(figures["loops"]),
+        "–" if distinct is None else f"{distinct:.0%}",
+        "–" if same is None else f"{same['different']} of {same['outputs']}",
+    ]
+
+
+def forced_lines(forced: dict[str, Any]) -> list[str]:
+    """Teacher-forced acceptance, by context."""
+    held_out, sampled = (forced.get(name, {}) for name in ("held_out", "sampled"))
+    rows = [
+        [
+            context,
+            *(
+                f"{row[figure]:.2f}" if row else "–"
+                for row in (held_out[context], sampled.get(context))
+                for figure in ("acceptance_length", "expected_length")
+            ),
+        ]
+        for context in held_out
+    ]
+    if not rows:
+        return []
+    head = ("context", "held-out text", "1 + Σ p there", "the target's own text at T = 1", "1 + Σ p there")
+    return [
+        "The tree (4 16 16 16 16), teacher-forced: tokens a round on real held-out text and on what the target itself "
+        "emitted, beside what the target's probabilities over the tree's paths add up to.",
+        "",
+        *markdown(head, rows),
+        "",
+    ]
+
+
+def missing_lines(summary: dict[str, Any]) -> list[str]:
+    """What failed, what had no file and what the time did not reach."""
+    facts, lines = summary["facts"], []
+    for row in summary["failed"]:
+        lines.append(f"- {row['name']} at {row['context']} tokens failed: {row['reason']}")
+    if facts["absent"]:
+        lines.append(f"- No prompts for {', '.join(facts['absent'])}.")
+    late = [row for row in facts["left_out"] if row["reason"] == NO_TIME]
+    if late:
+        names = sorted({row["name"] for row in late})
+        lines.append(f"- Cut short or left out for want of time: {len(late)} cells of {', '.join(names)}.")
+    return ["Not measured:", "", *lines, ""] if lines else []
+
+
+def ablation_lines(ablations: dict[str, Any]) -> list[str]:
+    """Acceptance of the tree by arm."""
+    figures = ("acceptance_length", "acceptance_length_without_loops", "tokens_per_second")
+    rows = [
+        [name, arm, f"{method['temperature']:g}", *(shown(method["all"][figure]) for figure in figures)]
+        for name, found in ablations.items()
+        for arm, result in found.get("arms", {}).items()
+        for method in result["methods"]
+        if method["name"] != "vanilla"
+    ]
+    if not rows:
+        return []
+    head = ("ablation", "arm", "T", "acceptance length", "of outputs without loops", "tokens/s")
+    return ["## Ablations", "", *markdown(head, rows), ""]

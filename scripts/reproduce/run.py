@@ -1,0 +1,35 @@
+"""Where a run of the experiment keeps what."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.pipeline.stages import CHECKPOINT
+
+VARIANTS = ("sinkpi-slicing", "base")
+STAGES = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One preset with one family of targets, below the folder `root`."""
+
+    root: Path
+    family: str
+    preset: str
+
+    def tasks(self, task: str, context: int) -> Path:
+        """Prompts of at most `context` tokens; no file where the texts had none."""
+        return self.root / "tasks" / f"{task}-{context}.jsonl"
+
+    @property
+    def target(self) -> Path:
+        """Weights and tokenizer in Hugging Face form."""
+        return self.root / "target"
+
+    def stage(self, variant: str, stage: int) -> str:
+        """The name of a stage's folder below `root`."""
+        return f"{variant}/stage{stage}"
+
+    def draft(self, variant: str, stage: int) -> Path:
+        """The newest checkpoint of a stage."""
+        return self.root / self.stage(variant, stage) / CHECKPOINT

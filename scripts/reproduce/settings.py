@@ -1,0 +1,245 @@
+"""The presets: twenty minutes on an H200, an hour on 24 GB, a small one on a CPU, seconds for tests.
+
+Arithmetic of h200, a target of 161M parameters (24 layers, 768 wide, 12 query and 3 KV heads of 64), one H200:
+
+    FLOPs of a token in training    6 · 161M = 0.97 G, and attention 6 · 24 · 768 · T / 2 … = 0.11 G at T = 2048,
+                                    0.93 G at 16896
+    at 250 TFLOP/s of matrices and 200 of attention: 230k tokens/s at 2048, 115k at 16896
+    540 s, less 15 to save, 15 of imports, 60 of compilation: 450 s, three quarters of it short rows
+                                    338 s · 230k + 112 s · 115k = 78M + 13M = 91M tokens, 900 steps of 101k
+    Muon's Newton-Schulz            2.7 TFLOP a step, against 110 of the step's tokens
+    logits                          8192 tokens · 16384 · (2 + 4) bytes = 0.8 GB at a time, not 5 GB for 50k tokens
+    activations of 50k tokens       0.6 MB a token under compilation = 32 GB
+
+    stage 1     280 steps of 64 rows of 1024 tokens: 18M; the anchors' probe had 400k tokens/s: 46 s
+    stage 2     70 steps of 4 rows of 16896: 4.7M; at 120k tokens/s: 40 s
+    stage 3     60 steps of 8 prompts of 2k to 16k: 3.7M: 30 s
+
+Both variants train at once, so that one computes while the other starts: 2 · 116 s and 3 starts of 20 s = 292 s.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from scripts.pipeline.stages import StageSettings
+from scripts.reproduce.cells import Measurement
+from scripts.reproduce.code_files import HoldOut
+from scripts.reproduce.corpus import CorpusSettings, TaskSettings
+from scripts.reproduce.evaluate import CPU_PLAN, EvaluationSettings
+from scripts.reproduce.generated import GenerationSettings
+from scripts.reproduce.target import TargetSettings
+from scripts.reproduce.tokens import TokenSettings
+
+MEGA = 1_000_000
+TINY_PLAN = (Measurement("vanilla", prompts=1), Measurement("tree", prompts=1))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One preset with one family."""
+
+    corpus: CorpusSettings
+    tasks: TaskSettings
+    target: TargetSettings
+    stages: tuple[StageSettings, ...]
+    """As the variant sinkpi-slicing has them."""
+    generation: GenerationSettings
+    evaluation: EvaluationSettings
+
+    @property
+    def tokens(self) -> TokenSettings:
+        return TokenSettings(self.target.vocab_size)
+
+
+def h200(family: str, text: str | None) -> Settings:
+    """Target 9 minutes, stages 5, evaluation 6; the corpus is made on the CPU before that, in one or two."""
+    target = TargetSettings(
+        family,
+        vocab_size=16384,
+        hidden_size=768,
+        intermediate_size=2048,
+        layers=24,
+        kv_heads=3,
+        positions=32768,
+        rope_theta=500_000.0,
+    )
+    contexts, answer = (2048, 4096, 8192, 16384), 512
+    return Settings(
+        CorpusSettings(
+            family,
+            text,
+            target.vocab_size,
+            target.positions,
+            contexts,
+            answer,
+            answers=100,
+            hold_out=HoldOut(packages=6),
+            installed=True,
+            largest=350 * MEGA,
+            text_repeats=4,
+            tokenizer_characters=50 * MEGA,
+            draft_characters=70 * MEGA,
+            long_characters=30 * MEGA,
+        ),
+        TaskSettings(prompts_per_cell=8),
+        target,
+        stages(family, answer + contexts[-1], steps=(280, 70, 60), limits=(115.0, 100.0, 85.0)),
+        GenerationSettings(texts=4096, prompt=64, new_tokens=960, batch=256),
+        EvaluationSettings(limit_s=360.0, contexts=contexts),
+    )
+
+
+def gb24(family: str, text: str | None) -> Settings:
+    """The same on a GPU of 24 GB with about a third of the speed: less in memory at a time, three times as long."""
+    base = h200(family, text)
+    return replace(
+        base,
+        target=replace(base.target, limit_s=1500.0, micro_batch=16_896, accumulation=6),
+        stages=tuple(
+            replace(stage, accumulation=parts, limit_s=3 * (stage.limit_s or 0))
+            for stage, parts in zip(base.stages, (4, 4, 8), strict=True)
+        ),
+        generation=replace(base.generation, batch=64),
+        evaluation=replace(base.evaluation, limit_s=900.0),
+    )
+
+
+def stages(
+    family: str, window: int, steps: tuple[int, int, int], limits: tuple[float, float, float]
+) -> tuple[StageSettings, ...]:
+    """The curriculum on a GPU: short text, long documents, prompts with answers."""
+    return (
+        stage(1, family, steps[0], 1e-3, 1024, rows_a_step=64, accumulation=1, limit_s=limits[0], max_offset=15_000),
+        stage(2, family, steps[1], 2e-4, window, rows_a_step=4, accumulation=2, limit_s=limits[1], max_offset=15_000),
+        stage(3, family, steps[2], 2e-4, window, rows_a_step=8, accumulation=8, limit_s=limits[2], max_offset=15_000),
+    )
+
+
+def stage(
+    number: int,
+    family: str,
+    steps: int,
+    learning_rate: float,
+    max_length: int,
+    rows_a_step: int,
+    accumulation: int,
+    limit_s: float,
+    max_offset: int,
+) -> StageSettings:
+    """A stage of the variant sinkpi-slicing, under ZeRO-1, that goes on where it was stopped."""
+    overrides = {
+        "deepspeed": "zero1",
+        "resume": "latest",
+        "variant.max_offset": max_offset,
+        "data.overflow": "split" if number == 1 else "truncate",
+    }
+    return StageSettings(
+        number,
+        family,
+        steps,
+        learning_rate,
+        max_length,
+        rows_a_step,
+        accumulation,
+        overrides=overrides,
+        limit_s=limit_s,
+    )
+
+
+def cpu(family: str, text: str | None) -> Settings:
+    """Real text, but a small target (6 layers, 3M parameters) and contexts of 1k and 2k: 25 minutes on two cores."""
+    target = TargetSettings(
+        family,
+        vocab_size=3072,
+        positions=8192,
+        limit_s=420.0,
+        short=256,
+        long=2304,
+        long_share=0.4,
+        micro_batch=4608,
+        accumulation=1,
+        warm_up=10,
+        held_out_rows=36,
+        matrix_lr=3e-3,
+        embedding_lr=8e-3,
+        momentum=0.9,
+    )
+    return Settings(
+        CorpusSettings(
+            family,
+            text,
+            target.vocab_size,
+            target.positions,
+            contexts=(1024, 2048),
+            answer_tokens=256,
+            answers=60,
+            hold_out=HoldOut(packages=4, long_file=8000),
+            installed=True,
+            largest=12 * MEGA,
+            text_repeats=1,
+            tokenizer_characters=8 * MEGA,
+            draft_characters=3 * MEGA,
+            long_characters=2 * MEGA,
+        ),
+        TaskSettings(prompts_per_cell=4),
+        target,
+        (
+            stage(1, family, 240, 3e-3, 512, rows_a_step=4, accumulation=1, limit_s=110, max_offset=1024),
+            stage(2, family, 30, 1e-3, 2304, rows_a_step=4, accumulation=2, limit_s=90, max_offset=1024),
+            stage(3, family, 30, 1e-3, 2304, rows_a_step=4, accumulation=2, limit_s=90, max_offset=1024),
+        ),
+        GenerationSettings(texts=128, prompt=64, new_tokens=448, batch=16),
+        EvaluationSettings(
+            limit_s=360.0, contexts=(1024, 2048), new_tokens=64, plan=CPU_PLAN, forced_rows=4, forced_tokens=128
+        ),
+    )
+
+
+def tiny(family: str, text: str | None) -> Settings:
+    """The same path with models that have learnt next to nothing."""
+    target = TargetSettings(
+        family,
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        layers=2,
+        positions=2048,
+        limit_s=300.0,
+        steps=8,
+        short=64,
+        long=576,
+        micro_batch=576,
+        warm_up=2,
+        held_out_rows=4,
+    )
+    return Settings(
+        CorpusSettings(
+            family,
+            text,
+            target.vocab_size,
+            target.positions,
+            contexts=(256, 512),
+            answer_tokens=64,
+            answers=4,
+            hold_out=HoldOut(packages=0),
+            installed=False,
+            largest=400_000,
+            text_repeats=1,
+            tokenizer_characters=400_000,
+            draft_characters=100_000,
+            long_characters=100_000,
+        ),
+        TaskSettings(prompts_per_cell=2),
+        target,
+        tuple(
+            stage(number, family, 2, 1e-3, length, rows_a_step=2, accumulation=2, limit_s=200, max_offset=64)
+            for number, length in ((1, 128), (2, 576), (3, 576))
+        ),
+        GenerationSettings(texts=4, prompt=16, new_tokens=32, batch=2),
+        EvaluationSettings(
+            limit_s=60.0, contexts=(256, 512), new_tokens=8, plan=TINY_PLAN, forced_rows=2, forced_tokens=24
+        ),
+    )
+
+
+PRESETS: dict[str, Callable[[str, str | None], Settings]] = {"h200": h200, "24gb": gb24, "cpu": cpu, "tiny": tiny}

@@ -1,0 +1,147 @@
+"""From nothing to trained pairs: the experiment's steps up to the stages, and those of the ablations' arms."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from scripts.pipeline.files import ANSWERS, LONG_TEXTS, TEXTS
+from scripts.pipeline.machine import end_children, gpus, threads
+from scripts.pipeline.stages import CHECKPOINT, StageSettings, cache_rows, draft_weights, train_stage
+from scripts.pipeline.steps import Steps
+from scripts.reproduce.corpus import DRAFT_TEXTS, TOKENIZER, write_corpus, write_held_out_tasks
+from scripts.reproduce.generated import write_generated
+from scripts.reproduce.run import VARIANTS, Run
+from scripts.reproduce.settings import Settings
+from scripts.reproduce.target import train_target
+from scripts.reproduce.tokens import write_tokens
+
+DATA = (DRAFT_TEXTS, LONG_TEXTS, ANSWERS)
+"""Of stage 1, 2, 3."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What one arm of an ablation trains otherwise; an arm without differences is the main run's."""
+
+    variant: str = "sinkpi-slicing"
+    overrides: Mapping[str, object] = field(default_factory=dict)
+    last: int = 3
+    """The stage whose draft is compared."""
+    generated: bool = False
+    """Whether its texts are the target's own."""
+
+    @property
+    def is_main(self) -> bool:
+        return not (self.overrides or self.generated)
+
+
+ABLATIONS: dict[str, dict[str, Arm]] = {
+    # Without offsets stage 1 never sees far positions, so what differs is how soon stage 2 gets anywhere.
+    "anchor_offset": {"on": Arm(last=2), "off": Arm(overrides={"variant.max_offset": 0}, last=2)},
+    # Contiguous positions in both, as block attention has them.
+    "slicing": {"slicing": Arm(overrides={"variant.max_offset": 0}), "block": Arm(variant="base")},
+    "lags": {"1-4": Arm(overrides={"variant.depth": 4}), "1-5": Arm()},
+    "labels": {
+        "hard": Arm(overrides={"loss": "ce"}, last=1),
+        "distill": Arm(last=1),
+        "generated": Arm(overrides={"loss": "ce"}, last=1, generated=True),
+    },
+    "window": {
+        "128": Arm(overrides={"model.window": 128}),
+        "512": Arm(),
+        "2048": Arm(overrides={"model.window": 2048}),
+    },
+}
+
+
+def train_pairs(run: Run, settings: Settings) -> tuple[Steps, Steps]:
+    """Everything up to the drafts of both variants, as far as it is not there yet.
+
+    Returns the steps to go on from: those up to the target, and all of them.
+    """
+    corpus, tokens = run.root / "corpus", run.root / "tokens"
+    steps = Steps(run.root)
+    steps.run("corpus", settings.corpus, lambda folder: write_corpus(folder, settings.corpus))
+    with_tasks = steps.branch()  # other prompts to evaluate on need no other target
+
+    def ask(folder: Path) -> None:
+        write_held_out_tasks(folder, corpus, settings.corpus, settings.tasks)
+
+    with_tasks.run("tasks", settings.tasks, ask)
+    steps.run("tokens", settings.tokens, lambda folder: write_tokens(folder, corpus))
+
+    def learn(folder: Path) -> None:
+        train_target(folder, corpus / TOKENIZER, tokens, settings.target)
+
+    steps.run("target", settings.target, learn)
+    for stage in settings.stages:  # before several launches want the same
+        cache_rows(corpus / DATA[stage.number - 1], run.target, on_this_machine(stage), cache(run))
+    branches, up_to_target = [steps.branch() for _ in VARIANTS], steps.branch()
+
+    def train(variant: str, branch: Steps) -> None:
+        train_drafts(run, branch, variant, [replace(stage, variant=variant) for stage in settings.stages])
+
+    # On a GPU together: one computes while the other starts.
+    with ThreadPoolExecutor(len(VARIANTS) if gpus() else 1) as pool:
+        try:
+            for trained in [pool.submit(train, *pair) for pair in zip(VARIANTS, branches, strict=True)]:
+                trained.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            end_children()
+            raise
+    steps.join([with_tasks, *branches])
+    return up_to_target, steps
+
+
+def train_drafts(
+    run: Run, steps: Steps, place: str, stages: Sequence[StageSettings], data: Mapping[int, Path] | None = None
+) -> Path:
+    """The stages one after the other in `place`/stage<n>; the last one's checkpoint. `data`: other files than DATA."""
+    draft: Path | None = None
+    for stage in stages:
+        file = (data or {}).get(stage.number, run.root / "corpus" / DATA[stage.number - 1])
+
+        def train(folder: Path, stage: StageSettings = stage, draft: Path | None = draft, file: Path = file) -> None:
+            train_stage(folder, file, run.target, draft, on_this_machine(stage), cache(run))
+
+        folder = steps.run(f"{place}/stage{stage.number}", stage, train, resumable=True)
+        draft = draft_weights(folder)
+    return folder / CHECKPOINT
+
+
+def on_this_machine(stage: StageSettings) -> StageSettings:
+    """With what the launch line says otherwise on a GPU. It changes no result, so no step depends on it."""
+    if not gpus():
+        return stage
+    more = {"data.num_proc": threads(), "data.num_workers": 2, "model.attn_implementation": "flash_attention_2"}
+    return replace(stage, overrides=more | dict(stage.overrides))
+
+
+def cache(run: Run) -> Path:
+    """Tokenised rows of the stages, the same for all drafts."""
+    return run.root / "rows"
+
+
+def train_arms(run: Run, steps: Steps, name: str, settings: Settings) -> dict[str, Path]:
+    """The checkpoints of an ablation's arms, those of the main run among them; `steps`: up to the target."""
+    found = {}
+    for arm_name, arm in ABLATIONS[name].items():
+        if arm.is_main:
+            found[arm_name] = run.draft(arm.variant, arm.last)
+            continue
+        branch, data = steps.branch(), {}
+        if arm.generated:
+            folder = branch.run("generated", settings.generation, lambda folder: generate_texts(folder, run, settings))
+            data = {1: folder / TEXTS}
+        stages = [
+            replace(stage, variant=arm.variant, overrides={**stage.overrides, **arm.overrides})
+            for stage in settings.stages[: arm.last]
+        ]
+        found[arm_name] = train_drafts(run, branch, f"ablations/{name}/{arm_name}", stages, data)
+    return found
+
+
+def generate_texts(folder: Path, run: Run, settings: Settings) -> None:
+    write_generated(folder, run.root / "corpus", run.target, settings.generation)

@@ -1,0 +1,61 @@
+"""Commands that steps start: what their end means, and that none of them outlives its time."""
+
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from scripts.pipeline import machine
+from scripts.pipeline.machine import CommandFailed, run
+
+RANK = """
+import pathlib, signal, sys, time
+def save(*_):
+    time.sleep(1.5)
+    pathlib.Path(sys.argv[1], "saved").write_text("yes")
+    raise SystemExit
+signal.signal(signal.SIGTERM, save)
+pathlib.Path(sys.argv[1], "started").touch()
+time.sleep(60)
+"""
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+LAUNCHER = """
+import subprocess, sys, time
+for program in sys.argv[2:]:
+    subprocess.Popen([sys.executable, "-c", program, sys.argv[1]])
+time.sleep(60)
+"""
+
+
+def left_of(folder: Path) -> list[psutil.Process]:
+    """What still runs of the processes that were given `folder`."""
+    found = [one for one in psutil.process_iter(["cmdline"]) if str(folder) in (one.info["cmdline"] or [])]
+    return [one for one in found if one.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_at_its_limit_a_command_is_told_to_stop_and_what_it_started_may_save(tmp_path: Path) -> None:
+    """The launcher ends at once, its rank saves for some time."""
+    line = [sys.executable, "-c", LAUNCHER, str(tmp_path), RANK]
+    assert not run(line, tmp_path / "log.txt", {}, limit_s=4)
+    assert (tmp_path / "started").exists(), "too slow a machine for this limit"
+    assert (tmp_path / "saved").read_text() == "yes"
+    assert not left_of(tmp_path)
+
+
+def test_nothing_outlives_the_time_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "TIME_TO_SAVE_S", 1)
+    assert not run([sys.executable, "-c", LAUNCHER, str(tmp_path), DEAF], tmp_path / "log.txt", {}, limit_s=4)
+    psutil.wait_procs(left_of(tmp_path), timeout=5)
+    assert not left_of(tmp_path)
+
+
+def test_a_command_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text("an earlier run\n")
+    with pytest.raises(CommandFailed, match=r"(?s)what went wrong.*ended with code 3"):
+        run([sys.executable, "-c", "print('what went wrong'); raise SystemExit(3)"], tmp_path / "log.txt", {})
+    assert (tmp_path / "log.txt").read_text().startswith("an earlier run\n")
+
+
+def test_a_command_that_ends_has_ended(tmp_path: Path) -> None:
+    assert run([sys.executable, "-c", ""], tmp_path / "log.txt", {}, limit_s=60)

@@ -1,0 +1,193 @@
+"""The experiment's figures are pooled over passes, split by loops and compared on the same prompts."""
+
+from typing import Any
+
+import pytest
+
+from scripts.reproduce.ablations import sooner
+from scripts.reproduce.claims import Evidence, Verdict, claims, marks
+from scripts.reproduce.summary import (
+    acceptance,
+    by_depth,
+    loops,
+    paired,
+    pooled,
+    sameness,
+    samples_of,
+    speed,
+    speed_up,
+    summarise,
+)
+
+
+def sample(tokens: int, rounds: int | None, seconds: float = 1.0, **more: Any) -> dict[str, Any]:
+    depths = [] if rounds is None else [tokens - rounds]
+    return {
+        "name": "tree",
+        "temperature": 0.0,
+        "seed": 0,
+        "task": "lcc",
+        "context": 2048,
+        "id": "a",
+        "decoded_tokens": tokens,
+        "rounds": rounds,
+        "decode_s": seconds,
+        "ttft_s": 0.1,
+        "distinct_4grams": 0.9,
+        "stopped_at_eos": False,
+        "tree_shape": [],
+        "accepted_by_depth": depths,
+        "token_ids": [1, 2, 3],
+    } | more
+
+
+def test_figures_are_pooled_over_passes_and_seconds() -> None:
+    """One long sample weighs more than a short one: 30 tokens in 10 passes and 2 in 2 are 32 / 12, not the mean 2."""
+    samples = [sample(30, 10, 3.0), sample(2, 2, 1.0, id="b")]
+    assert acceptance(samples) == 32 / 12
+    assert speed(samples) == 32 / 4
+    assert by_depth(samples) == [20 / 12]
+    found = pooled(samples, acceptance)
+    assert found is not None and found["value"] == 32 / 12 and found["error"] > 0 and found["seeds"] is None
+    assert acceptance([]) is None and pooled([], acceptance) is None and by_depth([]) == []
+    assert acceptance([sample(30, None)]) is None, "transformers does not tell its passes"
+
+
+def test_seeds_give_the_range_of_their_own_figures() -> None:
+    samples = [sample(30, 10, seed=0), sample(40, 10, seed=1), sample(20, 10, seed=2)]
+    found = pooled(samples, acceptance)
+    assert found is not None and found["seeds"] == [2.0, 4.0] and found["value"] == 3.0
+
+
+def test_outputs_that_loop_are_told_apart() -> None:
+    straight, looping = sample(20, 10), sample(60, 10, id="b", distinct_4grams=0.2)
+    assert [loops(one) for one in (straight, looping, sample(1, 1, distinct_4grams=None))] == [False, True, False]
+    (row,) = summarise([cell(straight, looping)])
+    figures = row["all"]
+    assert figures["acceptance_length"]["value"] == 4
+    assert figures["acceptance_length_without_loops"]["value"] == 2
+    assert figures["acceptance_length_of_loops"]["value"] == 6
+    assert (figures["samples"], figures["loops"], figures["acceptance_by_depth"]) == (2, 1, [1.0])
+
+
+def cell(*samples: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A line of cells.jsonl."""
+    fields = ("name", "temperature", "seed", "task", "context")
+    return {field: samples[0][field] for field in fields} | {"samples": list(samples)} | more
+
+
+def test_ratios_are_taken_on_prompts_that_both_have() -> None:
+    mine = [sample(40, 10, 1.0), sample(10, 10, 1.0, id="b")]
+    theirs = [sample(20, 20, 2.0, name="vanilla"), sample(99, 99, 1.0, name="vanilla", id="c")]
+    assert speed_up(mine, theirs) == 4.0
+    assert [len(found) for found in paired(mine, theirs)] == [1, 1]
+    assert speed_up(mine[1:], theirs) is None
+
+
+def test_first_differences_are_counted_up_to_where_they_are() -> None:
+    vanilla = [sample(3, 3, id=name, token_ids=[1, 2, 3, 4]) for name in "abc"]
+    mine = [sample(3, 3, id=name, token_ids=tokens) for name, tokens in (("a", [1, 2, 9, 9]), ("b", [1, 2, 3]))]
+    mine.append(sample(1, 1, id="x"))
+    assert sameness(mine, vanilla) == {
+        "outputs": 2,
+        "different": 1,
+        "per_1000_tokens": 1000 / (3 + 3),
+        "earliest_difference": 2,
+    }
+    assert sameness(mine[2:], vanilla) is None
+
+
+def evidence(*samples: dict[str, Any], **more: Any) -> Evidence:
+    parts: Any = {"facts": {"dtype": "bfloat16"}, "forced": {}, "rounds": {}, "ablations": {}} | more
+    return Evidence(list(samples), **parts)
+
+
+def verdict(rows: list[Verdict], start: str) -> Verdict:
+    (row,) = [row for row in rows if row.claim.startswith(start)]
+    return row
+
+
+@pytest.mark.parametrize(("tokens", "reached"), [(41, True), (39, False)])
+def test_marks_look_at_outputs_that_do_not_loop(tokens: int, reached: bool) -> None:
+    found = evidence(sample(tokens, 10), sample(900, 10, id="b", distinct_4grams=0.1))
+    row = verdict(marks(found), "Acceptance length of tree, code")
+    assert row.holds is reached and row.measured.startswith(f"{tokens / 10:.2f}")
+
+
+def test_what_was_not_measured_is_neither_held_nor_refuted() -> None:
+    rows = [*claims(evidence()), *marks(evidence())]
+    assert rows and all(row.holds is None and row.measured.startswith("–") for row in rows)
+
+
+def test_speed_is_judged_at_the_two_longest_contexts_against_the_best_baseline() -> None:
+    def at(context: int, name: str, seconds: float, **more: Any) -> dict[str, Any]:
+        return sample(100, None if name.startswith("tr-") else 25, seconds, context=context, name=name, **more)
+
+    samples = [at(context, "tree", 1.0) for context in (2048, 8192, 16384)]
+    samples += [at(2048, "vanilla", 1.0), *(at(context, "vanilla", 2.0) for context in (8192, 16384))]
+    samples += [at(context, "lookup", 1.2) for context in (8192, 16384)]
+    samples += [at(16384, f"transformers-{mode}", seconds) for mode, seconds in (("dynamic", 20.0), ("static", 6.0))]
+    rows = marks(evidence(*samples))
+    vanilla = verdict(rows, "Tokens/s of tree over vanilla")
+    assert (vanilla.measured, vanilla.holds) == ("2.00 ×", True)
+    lookup = verdict(rows, "Tokens/s of tree over lookup, code")
+    assert (lookup.measured, lookup.holds) == ("1.20 ×", False)
+    assert verdict(rows, "Tokens/s of tree over lookup, others").holds is None
+    best = verdict(rows, "Tokens/s of tree over transformers'")
+    assert (best.measured, best.holds) == ("6.00 × (100 / 17)", True)
+
+
+@pytest.mark.parametrize(("long", "holds"), [(39, True), (37, False)])
+def test_acceptance_over_length_compares_the_same_tasks(long: int, holds: bool) -> None:
+    samples = [sample(40, 10), sample(90, 10, task="qmsum"), sample(long, 10, context=16384)]
+    assert verdict(claims(evidence(*samples)), "Acceptance hardly falls").holds is holds
+
+
+@pytest.mark.parametrize(("seconds", "holds"), [(1.04, True), (1.06, False)])
+def test_time_of_a_round_is_compared_on_the_same_prompts(seconds: float, holds: bool) -> None:
+    warm = sample(20, 10, seconds, temperature=1.0)
+    found = evidence(sample(40, 10, 1.0), sample(40, 10, 99.0, id="b"), warm)
+    rows = [row for row in marks(found) if row.claim == "Time of a round at T = 1 against T = 0, tree"]
+    assert rows[0].holds is holds
+
+
+def test_descend_stands_beside_what_bounds_it() -> None:
+    forced = {"sampled": {"64": {"rounds": 10, "probability_by_depth": [6.0, 3.0]}, "128": None}}
+    drawn = [sample(tokens, 10, temperature=1.0, name="tree-descend", id=str(tokens)) for tokens in (18, 19, 20)]
+    row = verdict(marks(evidence(*drawn, forced=forced)), "Acceptance length at T = 1, rule descend")
+    assert row.wanted == "1 + Σ p = 1.90; Σ p(children of the root) = 0.60"
+    assert row.measured.startswith("1.90") and row.holds is True
+
+
+def test_claims_of_ablations_read_their_results() -> None:
+    def arm(length: float) -> dict[str, Any]:
+        return {"methods": summarise([cell(sample(int(10 * length), 10))])}
+
+    ablations = {"anchor_offset": {"sooner": 3.0}, "slicing": {"arms": {"slicing": arm(3.3), "block": arm(3.0)}}}
+    attention = [{"context": 64, "dense_ms": 9.0, "hybrid_ms": 3.0, "backend": "triton"}]
+    rows = claims(evidence(ablations=ablations, rounds={"attention": attention}))
+    assert verdict(rows, "Anchor-offset").measured == "3.00 × sooner"
+    assert verdict(rows, "Flash noisy").measured.startswith("+10.0%")
+    assert verdict(rows, "Hybrid").measured == "9.00 → 3.00 ms (3.0 ×) at 64, on triton"
+    assert all(verdict(rows, start).holds for start in ("Anchor-offset", "Flash noisy", "Hybrid"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "holds"),
+    [("float32", [1, 9], False), ("bfloat16", [1, 9], None), ("bfloat16", [1, 2, 3], True)],
+)
+def test_lossless_is_decided_by_tokens_in_fp32_alone(dtype: str, tokens: list[int], holds: bool | None) -> None:
+    found = evidence(sample(3, 3, token_ids=tokens), sample(3, 3, name="vanilla"), facts={"dtype": dtype})
+    assert verdict(claims(found), "Lossless").holds is holds
+
+
+def test_sooner_is_where_the_smoothed_curves_meet() -> None:
+    slow = [(step, 4.0 - 0.02 * step) for step in range(1, 101)]
+    fast = [(step, 4.0 - 0.06 * step) for step in range(1, 101)]
+    assert sooner(fast, slow) == pytest.approx(3.0, rel=0.15)
+    assert sooner(slow, fast) is None
+    assert sooner([], slow) is None
+
+
+def test_samples_carry_their_cells_names() -> None:
+    assert samples_of([cell(sample(1, 1), failed="x")])[0]["task"] == "lcc"

@@ -1,0 +1,67 @@
+"""The experiment's trainings, before any starts: launch lines are whole configurations, arms have their drafts."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longspec.train.config import TrainConfig, compose_config, typed
+from scripts.pipeline.stages import StageSettings, launch_overrides
+from scripts.reproduce import training
+from scripts.reproduce.run import VARIANTS, Run
+from scripts.reproduce.settings import PRESETS
+from scripts.reproduce.training import ABLATIONS, train_arms
+
+
+def config_of(stage: StageSettings, folder: Path) -> TrainConfig:
+    overrides = launch_overrides(folder, folder / "data.jsonl", folder, None, stage, folder)
+    return typed(compose_config("conf/exp", stage.experiment, [f"{key}={value}" for key, value in overrides.items()]))
+
+
+@pytest.mark.parametrize("preset", ["h200", "24gb", "cpu"])
+def test_stages_are_trained_as_the_experiment_says(preset: str, tmp_path: Path) -> None:
+    settings = PRESETS[preset]("qwen2", None)
+    for variant in VARIANTS:
+        configs = [config_of(replace(stage, variant=variant), tmp_path) for stage in settings.stages]
+        assert {config.loss for config in configs} == {"distill"}
+        assert {config.variant.name for config in configs} == {variant}
+        assert {config.deepspeed.zero_optimization["stage"] for config in configs} == {1}
+        assert {config.resume for config in configs} == {"latest"}
+        assert [config.data.pack for config in configs] == [True, False, False]
+        assert [config.data.answer_only for config in configs] == [False, False, True]
+        assert [config.data.max_length for config in configs][1:] == [settings.corpus.window] * 2
+        assert all("Qwen2Glide" in config.model._target_ for config in configs)
+    times = sum(stage.limit_s or 0 for stage in PRESETS["h200"]("llama", None).stages)
+    assert times <= 300  # both variants at once
+
+
+def test_arms_differ_in_what_their_name_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all that is like the main run is the main run's."""
+    run, settings = Run(tmp_path, "llama", "h200"), PRESETS["h200"]("llama", None)
+    trained: dict[str, Any] = {}
+
+    def note(run: Run, steps: Any, place: str, stages: Any, data: Any) -> Path:
+        trained[place] = ([config_of(stage, tmp_path) for stage in stages], data)
+        return tmp_path / place
+
+    monkeypatch.setattr(training, "train_drafts", note)
+    monkeypatch.setattr(training, "generate_texts", lambda *_: None)
+    arms = {name: train_arms(run, training.Steps(tmp_path), name, settings) for name in ABLATIONS}
+    assert arms["anchor_offset"]["on"] == run.draft("sinkpi-slicing", 2)
+    assert arms["labels"]["distill"] == run.draft("sinkpi-slicing", 1)
+    assert arms["slicing"]["block"] == run.draft("base", 3)
+    assert arms["lags"]["1-5"] == arms["window"]["512"] == run.draft("sinkpi-slicing", 3)
+
+    def figures(place: str) -> list[tuple[int, int, str, int]]:
+        return [(c.variant.max_offset, c.variant.depth, c.loss, c.model.window) for c in trained[place][0]]
+
+    main = (15_000, 5, "distill", 512)
+    assert figures("ablations/anchor_offset/off") == [(0, *main[1:])] * 2
+    assert figures("ablations/slicing/slicing") == [(0, *main[1:])] * 3
+    assert figures("ablations/lags/1-4") == [(15_000, 4, "distill", 512)] * 3
+    assert figures("ablations/labels/hard") == figures("ablations/labels/generated") == [(15_000, 5, "ce", 512)]
+    assert figures("ablations/window/128") == [(15_000, 5, "distill", 128)] * 3
+    assert figures("ablations/window/2048") == [(15_000, 5, "distill", 2048)] * 3
+    assert trained["ablations/labels/generated"][1] == {1: tmp_path / "generated" / "texts.jsonl"}
+    assert len(trained) == 7
