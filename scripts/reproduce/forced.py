@@ -35,7 +35,7 @@ def on_held_out_text(
 def on_samples(
     pair: LoadedPair, lines: list[dict[str, Any]], prompts: list[Prompt], shape: tuple[int, ...]
 ) -> dict[str, Any] | None:
-    """The tree on what the target itself emitted at temperature 1 in these cells, beside the target's probabilities.
+    """The tree on what the target itself emitted in these cells, beside the target's probabilities at temperature 1.
 
     Rounds begin where the draft's tree and the emitted text say, as in decoding with the rule `descend`: the expected
     acceptance length is what that rule's must agree with.
