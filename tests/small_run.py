@@ -56,5 +56,5 @@ def small_settings(*plan: Measurement) -> EvaluationSettings:
         gamma=2,
         plan=plan,
         forced_rows=2,
-        forced_tokens=24,
+        forced_tokens=64,  # as many as the shorter context has
     )

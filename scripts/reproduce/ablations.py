@@ -36,7 +36,7 @@ def arm_settings(settings: EvaluationSettings, limit_s: float = 60.0) -> Evaluat
 def evaluate_arms(folder: Path, run: Run, arms: Mapping[str, Path], settings: EvaluationSettings) -> dict[str, Any]:
     """Evaluate each arm's draft, a checkpoint's folder, into `folder`/evaluation/<arm>; all of it in results.json.
 
-    Returns {"name", "arms": {arm: {"methods", "forced", "facts", "losses"}}}, with "sooner" for the ablations in
+    Returns {"name", "arms": {arm: {"methods", "forced", "losses"}}}, with "sooner" for the ablations in
     WITH_AND_WITHOUT. Draws ablation.png, and losses.png where the arms' training logs lie beside their checkpoints.
     """
     found: dict[str, Any] = {"name": folder.name, "arms": {}}
@@ -44,7 +44,9 @@ def evaluate_arms(folder: Path, run: Run, arms: Mapping[str, Path], settings: Ev
         print(f"{folder.name}: {arm}", flush=True)
         place = folder / "evaluation" / arm
         measure_draft(place, run, draft, settings)
-        found["arms"][arm] = read_evaluation(place) | {"losses": losses_of(draft.parent / METRICS)}
+        read = read_evaluation(place)
+        losses = losses_of(draft.parent / METRICS)
+        found["arms"][arm] = {"methods": read["methods"], "forced": read["forced"], "losses": losses}
     curves = {arm: result["losses"] for arm, result in found["arms"].items()}
     if folder.name in WITH_AND_WITHOUT:
         found["sooner"] = sooner(*(curves.get(arm, []) for arm in WITH_AND_WITHOUT[folder.name]))

@@ -91,7 +91,8 @@ def marks(found: Evidence) -> list[Verdict]:
     code = [task for task in found.tasks if task in CODE_TASKS]
     other = [task for task in found.tasks if task not in CODE_TASKS]
     tree = "tree-auto" if found.of("tree-auto") else "tree"
-    unassisted = [value for name in UNASSISTED if (value := speed(_long(found, name))) is not None]
+    long = tuple(found.contexts[-LONGEST:])
+    unassisted = [value for name in UNASSISTED if (value := speed(found.of(name, context=long))) is not None]
     return [
         _at_least("Acceptance length of tree, code", pooled(found.straight("tree", task=code), acceptance), 4.0),
         _at_least("Acceptance length of tree, others", pooled(found.straight("tree", task=other), acceptance), 3.2),
@@ -229,7 +230,7 @@ def _at_least(claim: str, figure: dict[str, Any] | None, wanted: float) -> Verdi
 def _ratio_at_least(
     claim: str, found: Evidence, name: str, other: str, wanted: float, tasks: list[str] | None = None
 ) -> Verdict:
-    ratio = speed_up(_long(found, name, tasks), _long(found, other, tasks))
+    ratio = speed_up(_long(found, name, tasks), found.of(other))
     measured = "–" if ratio is None else f"{ratio:.2f} ×"
     rule = f"the {LONGEST} longest contexts, same prompts, T = 0"
     return Verdict(claim, f"at least {wanted:.1f} ×", measured, rule, None if ratio is None else ratio >= wanted)

@@ -34,6 +34,7 @@ FACTS, FORCED, ROUNDS = "facts.json", "forced.json", "rounds.json"
 IDENTITY = "measured.json"
 NO_TIME = "no time left"
 WARM_UP_TOKENS = 16
+DESCEND = "tree-descend"
 
 PLAN = (
     Measurement("vanilla", prompts=6, share=10),
@@ -41,7 +42,7 @@ PLAN = (
     Measurement("lookup", prompts=4, share=7),
     Measurement("tree-auto", "tree", prompts=4, share=8, tree_shape=AUTO),
     Measurement("tree", temperature=1.0, prompts=3, seeds=3, share=13),
-    Measurement("tree-descend", "tree", temperature=1.0, prompts=3, share=5, tree_rule="descend"),
+    Measurement(DESCEND, "tree", temperature=1.0, prompts=3, share=5, tree_rule="descend"),
     Measurement("vanilla", temperature=1.0, prompts=2, share=5),
     Measurement("seq", prompts=3, share=6),
     Measurement("magicdec", prompts=3, share=8),
@@ -59,7 +60,7 @@ CPU_PLAN = (
     Measurement("tree", prompts=2, share=12),
     Measurement("lookup", prompts=2, share=4),
     Measurement("tree", temperature=1.0, prompts=1, seeds=2, share=14),
-    Measurement("tree-descend", "tree", temperature=1.0, prompts=1, share=6, tree_rule="descend"),
+    Measurement(DESCEND, "tree", temperature=1.0, prompts=1, share=6, tree_rule="descend"),
     Measurement("vanilla", temperature=1.0, prompts=1, share=2),
     Measurement("seq", prompts=1, share=3),
     Measurement("magicdec", prompts=1, share=5),
@@ -152,9 +153,9 @@ def describe(pair: LoadedPair, prompts: list[Prompt], settings: EvaluationSettin
 def forced_acceptance(
     pair: LoadedPair, run: Run, settings: EvaluationSettings, lines: list[dict[str, Any]], prompts: list[Prompt]
 ) -> dict[str, dict[int, Any]]:
-    """By context: the tree on held-out text, and on what the target emitted at temperature 1."""
+    """By context: the tree on held-out text, and on what the target emitted under the rule `descend`."""
     texts = [record["text"] for record in read_jsonl(run.root / "corpus" / HELD_OUT)]
-    sampled = [line for line in lines if line["temperature"] == 1 and line["name"] in ("tree", "tree-descend")]
+    sampled = [line for line in lines if line["name"] == DESCEND]
     rows, tokens = settings.forced_rows, settings.forced_tokens
     return {
         "held_out": {c: on_held_out_text(pair, texts, c, rows, tokens, DEFAULT_SHAPE) for c in settings.contexts},

@@ -135,10 +135,12 @@ def draw_attention(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def draw_ablation(found: Mapping[str, Any], path: Path) -> None:
-    """Acceptance length and speed of the tree, T = 0, one bar an arm."""
+    """Acceptance length and speed of the tree, T = 0, one bar an arm; an arm that the time did not reach has none."""
     trees = {
-        arm: next(row for row in result["methods"] if row["name"] != "vanilla")["all"]
+        arm: row["all"]
         for arm, result in found["arms"].items()
+        for row in result["methods"]
+        if row["name"] != "vanilla" and row["temperature"] == 0
     }
     lengths = {arm: figures["acceptance_length"] for arm, figures in trees.items()}
     speeds = {arm: figures["tokens_per_second"] for arm, figures in trees.items()}

@@ -23,18 +23,19 @@ def held_out_rows(pair: LoadedPair, texts: list[str], length: int, count: int) -
 def on_held_out_text(
     pair: LoadedPair, texts: list[str], context: int, rows: int, tokens: int, shape: tuple[int, ...]
 ) -> dict[str, Any] | None:
-    """The tree on the last `tokens` tokens of rows of `context` tokens; None if the text does not fill a row."""
+    """The tree on the last `tokens` tokens of rows of `context` tokens, on half of them at most; None if the text does
+    not fill a row."""
     found = held_out_rows(pair, texts, context, rows)
     if not len(found):
         return None
-    prompts, ends = ([length] * len(found) for length in (context - tokens, context))
+    prompts, ends = ([length] * len(found) for length in (context - min(tokens, context // 2), context))
     return described(teacher_forced_acceptance(pair.model, found, prompts, ends, shape))
 
 
 def on_samples(
     pair: LoadedPair, lines: list[dict[str, Any]], prompts: list[Prompt], shape: tuple[int, ...]
 ) -> dict[str, Any] | None:
-    """The tree on what the target itself emitted at temperature 1 in these cells, beside the target's probabilities.
+    """The tree on what the target itself emitted in these cells, beside the target's probabilities at temperature 1.
 
     Rounds begin where the draft's tree and the emitted text say, as in decoding with the rule `descend`: the expected
     acceptance length is what that rule's must agree with.

@@ -1,5 +1,9 @@
-"""One page about a run, written from what its folders hold: summary.json, pictures, and README.md around them."""
+"""One page about a run, written from what its folders hold: summary.json, pictures, and README.md around them.
 
+`python -m scripts.reproduce.report outputs/reproduce-PRESET/FAMILY` writes it into docs/results/PRESET-FAMILY.
+"""
+
+import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -7,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from longspec.errors import UserError, reports_user_errors
 from scripts.pipeline.files import write_json
 from scripts.reproduce.ablations import METRICS, RESULTS, losses_of, read_evaluation
 from scripts.reproduce.cells import CELLS, read_cells
@@ -29,6 +34,19 @@ def report(folder: Path, run: Run) -> None:
     pictures = draw(folder, summary)
     (folder / PAGE).write_text(page(summary, pictures), encoding="utf-8")
     print("\n".join([*table(marks_of(summary)), "", f"{folder}/{PAGE}, {SUMMARY} and {len(pictures)} pictures"]))
+
+
+@reports_user_errors
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder of a run, outputs/reproduce-PRESET/FAMILY")
+    parser.add_argument("--results", type=Path, default=Path("docs/results"))
+    options = parser.parse_args()
+    root = options.run.resolve()
+    run = Run(root, root.name, root.parent.name.removeprefix("reproduce-"))
+    if not (root / "evaluation" / CELLS).is_file():
+        raise UserError(f"{options.run}: no evaluation/{CELLS} there; give the folder of a run that has been evaluated")
+    report(options.results / f"{run.preset}-{run.family}", run)
 
 
 def collect(run: Run) -> dict[str, Any]:
@@ -250,3 +268,7 @@ def ablation_lines(ablations: dict[str, Any]) -> list[str]:
         return []
     head = ("ablation", "arm", "T", "acceptance length", "of outputs without loops", "tokens/s")
     return ["## Ablations", "", *markdown(head, rows), ""]
+
+
+if __name__ == "__main__":
+    main()

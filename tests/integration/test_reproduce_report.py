@@ -12,7 +12,7 @@ from scripts.reproduce.ablations import PLAN, UNTRAINED, arm_settings, evaluate_
 from scripts.reproduce.baselines import BASELINES
 from scripts.reproduce.cells import CELLS, Measurement
 from scripts.reproduce.evaluate import EvaluationSettings, evaluate
-from scripts.reproduce.report import PAGE, SUMMARY, report
+from scripts.reproduce.report import PAGE, SUMMARY, main, report
 from scripts.reproduce.run import Run
 
 
@@ -59,6 +59,21 @@ def test_the_page_holds_the_measured_figures_and_its_pictures(evaluated: Run, tm
     }
     assert all(f"]({name}.png)" in page for name in pictures)
     assert str(tmp_path) not in page + (folder / SUMMARY).read_text(), "no path of a machine"
+
+
+def test_the_command_publishes_a_run_under_its_name(
+    evaluated: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "reproduce-small" / "llama"
+    root.parent.mkdir()
+    evaluated.root.rename(root)
+    monkeypatch.setattr("sys.argv", ["report", str(root), "--results", str(tmp_path / "results")])
+    main()
+    assert "(small)" in (tmp_path / "results" / "small-llama" / PAGE).read_text()
+    monkeypatch.setattr("sys.argv", ["report", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        main()
+    assert "give the folder of a run that has been evaluated" in capsys.readouterr().err
 
 
 def test_a_report_of_few_cells_says_what_failed_and_what_was_late(evaluated: Run, tmp_path: Path) -> None:
