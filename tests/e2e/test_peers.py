@@ -7,7 +7,7 @@ import time
 import pytest
 from training_fixtures import ROOT, launch_environment
 
-from scripts.demo.machine import free_port
+from scripts.pipeline.machine import free_port
 
 RANKS = 3
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from training_fixtures import ROOT, metrics
 
-from scripts.demo.machine import free_port
+from scripts.pipeline.machine import free_port
 
 pytestmark = pytest.mark.slow
 
