@@ -193,14 +193,14 @@ def measure(
     with Termination() as termination:
         for step in range(1, WARM_UP + options.steps + 1):
             began = perf_counter()
-            window = [next(batches) for _ in range(trainer.accumulation)]
+            window = trainer.window(batches)
             waits.append(perf_counter() - began)
             assert trainer.train_step(step, window, termination) is not None
             seconds.append(perf_counter() - began)
-        window = [next(batches) for _ in range(trainer.accumulation)]
+        window = trainer.window(batches)
         parts = timed_parts(trainer, step + 1, window, termination)
         if options.profile:
-            more = [next(batches) for _ in range(trainer.accumulation)]
+            more = trainer.window(batches)
             say(profile(trainer, step + 2, more, termination))
     micro_batch = median(seconds[WARM_UP:]) / trainer.accumulation
     flops = sum(flops_of(shape, batch, trainer.objective.reads_target) for batch in window) / len(window)

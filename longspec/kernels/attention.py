@@ -201,7 +201,7 @@ def _log_replacement(requested: str, used: str) -> None:
         on_gpu = torch.cuda.is_available()
         training = "FlashAttention-2 as torch builds it" if on_gpu and used == "sdpa" else used
         decoding = "the Triton kernels" if on_gpu and _installed("triton") else "sdpa"
-        logger.warning("%s is not available here: training uses %s, decoding %s", requested, training, decoding)
+        logger.warning("%s was asked for: here training uses %s, decoding %s", requested, training, decoding)
 
 
 def _by_length(attend: Callable[..., Tensor], lengths: Tensor, q: Tensor, *others: Tensor) -> Tensor:

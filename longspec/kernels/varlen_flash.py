@@ -6,6 +6,7 @@ i - lag. The target's pass, which has no backward, runs on the forward of FlashA
 
 import importlib
 import importlib.util
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -13,11 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longspec.errors import first_line
 from longspec.kernels.backend import OLDEST_GPU
 from longspec.kernels.segments import Segments
 
-FLASH_MODULES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-"""Modules that offer flash_attn_varlen_func, in the order in which they are tried."""
+logger = logging.getLogger(__name__)
+
+FLASH_MODULES = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn"}
+"""Modules that offer flash_attn_varlen_func, fastest first."""
 FORWARD_MODULE = "fa3_fwd_interface"
 """FlashAttention-3 without backward and windows, in bf16."""
 MAX_HEAD_DIM = 256
@@ -40,9 +44,10 @@ def takes(q: Tensor, segments: Segments, window: int | None) -> bool:
 
 @cache
 def _torch_has_flash(device: torch.device) -> bool:
-    return (
-        torch.cuda.get_device_capability(device)[0] >= OLDEST_GPU and torch.backends.cuda.is_flash_attention_available()
-    )
+    # Before torch 2.7, and in its builds for AMD, the LSE of segments is laid out otherwise.
+    lse_is_packed = torch.__version__ >= "2.7" and torch.version.hip is None
+    new_enough = torch.cuda.get_device_capability(device)[0] >= OLDEST_GPU
+    return lse_is_packed and new_enough and torch.backends.cuda.is_flash_attention_available()
 
 
 def attention(
@@ -97,7 +102,11 @@ def _installed_varlen() -> Callable[..., Any] | None:
 def _forward_only(device: torch.device) -> Callable[..., Any] | None:
     if torch.cuda.get_device_capability(device)[0] != 9 or importlib.util.find_spec(FORWARD_MODULE) is None:
         return None
-    return importlib.import_module(FORWARD_MODULE).flash_attn_varlen_func
+    try:
+        return importlib.import_module(FORWARD_MODULE).flash_attn_varlen_func
+    except (ImportError, OSError) as error:
+        logger.warning("%s does not load with this torch: %s", FORWARD_MODULE, first_line(error))
+        return None
 
 
 class _Call(NamedTuple):
@@ -199,6 +208,7 @@ class _BlockFlash(torch.autograd.Function):
         far = k.index_select(0, rows), v.index_select(0, rows)
         dq, *far_gradients = _backward(upstream, q, *far, out, lse, state, ctx.call)
         dq = dq.to(lse.dtype)
+        keys_learn = any(ctx.needs_input_grad[1:3])  # not in training, where they are the frozen target's
         dk, dv = (torch.zeros_like(x).index_copy_(0, rows, part) for x, part in zip((k, v), far_gradients, strict=True))
         wide = upstream.to(lse.dtype)
         mean = (wide * out).sum(-1)
@@ -207,8 +217,9 @@ class _BlockFlash(torch.autograd.Function):
             back = [_per_query_head(x.roll(distance, 0), q) for x in (k, v)]
             slope = (weight * ((wide * back[1]).sum(-1) - mean) * scale)[..., None]
             dq += slope * back[0]
-            dk += _per_kv_head(slope * q, k).roll(-distance, 0)
-            dv += _per_kv_head(weight[..., None] * wide, v).roll(-distance, 0)
+            if keys_learn:
+                dk += _per_kv_head(slope * q, k).roll(-distance, 0)
+                dv += _per_kv_head(weight[..., None] * wide, v).roll(-distance, 0)
         return dq.to(q.dtype), dk, dv, None, None, None
 
 
@@ -217,9 +228,9 @@ def _near_scores(q: Tensor, k: Tensor, offsets: Tensor, scale: float, block: int
 
     A query at offset i sees that key if it lies in an earlier block: i % block < distance, and not in the first block.
     """
+    wide = q.to(torch.promote_types(q.dtype, torch.float32))
     for distance in range(1, block):
-        wide = torch.promote_types(q.dtype, torch.float32)
-        scores = (q.to(wide) * _per_query_head(k.roll(distance, 0), q)).sum(-1) * scale
+        scores = (wide * _per_query_head(k.roll(distance, 0), q)).sum(-1) * scale
         seen = (offsets % block < distance) & (offsets >= block)
         yield distance, scores.masked_fill(~seen[:, None], -torch.inf)
 

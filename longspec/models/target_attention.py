@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from longspec.kernels.backend import runs_triton
 from longspec.models.draft_layer import Rope, rotate
 
 ATTENTION_NAME = "longspec"
@@ -83,15 +84,17 @@ def last_keys_values(
     """The last layer's rotated keys and values, [B, Hkv, T, D]; of that layer nothing else is computed.
 
     embeddings [B, T, hidden] of the tokens, their rotary table and positions [B, T]. The same bits that `run_backbone`
-    puts into a cache.
+    puts into a cache; on CUDA those of a target that runs on `target_kernels`.
     """
     *before, last = backbone.layers  # type: ignore[misc, union-attr]
     hidden = embeddings
     for layer in before:
         hidden = layer(hidden, position_ids=positions, position_embeddings=rope, attend=attend)
     attention, hidden = last.self_attn, last.input_layernorm(hidden)
-    keys, values = (
-        projection(hidden).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
-        for projection in (attention.k_proj, attention.v_proj)
-    )
-    return rotate(keys, rope), values
+    keys, values = attention.k_proj(hidden), attention.v_proj(hidden)
+    values = values.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+    if runs_triton(keys):
+        from longspec.models.target_kernels import rotated
+
+        return rotated(keys, rope), values
+    return rotate(keys.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2), rope), values

@@ -19,6 +19,7 @@ from yaml import YAMLError
 from longspec.data.records import data_files
 from longspec.errors import UserError
 from longspec.kernels.attention import resolve_attention
+from longspec.models.draft_layer import WINDOW
 from longspec.train.loss import LOSSES
 from longspec.train.positions import VARIANTS
 
@@ -45,7 +46,7 @@ class ModelConfig:
     gradient_checkpointing: bool = MISSING
     pad_token_id: int | None = MISSING
     ignore_mismatched_sizes: bool = MISSING
-    window: int = MISSING
+    window: int = WINDOW
 
 
 @dataclass
@@ -226,6 +227,8 @@ def check(config: TrainConfig) -> None:
 
 def _check_zero(section: dict[str, Any]) -> None:
     _choice("deepspeed.zero_optimization.stage", section.get("stage"), (1, 2, 3))
+    if offload := section.get("offload_optimizer"):
+        _choice("deepspeed.zero_optimization.offload_optimizer.device", offload.get("device"), ("cpu",))
     try:
         DeepSpeedZeroConfig(**section)
     except ValidationError as error:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError
+from longspec.kernels.backend import upload
 from longspec.train.config import TrainConfig
 from longspec.train.distributed import Termination, data_parallel_place, summed
 from longspec.train.inputs import Inputs
@@ -117,7 +118,7 @@ class Evaluation:
         shape = (1, batch["labels"].shape[1])
         positions = variant_positions(variant.name, segments, shape, variant.max_offset, self.inputs.window, generator)
         lags = torch.arange(1, self.depth + 1)[:, None].expand(-1, len(segments) - 1)
-        ids, positions = (x.to(self.engine.device) for x in (batch["input_ids"], positions))
+        ids, positions = (upload(x, self.engine.device) for x in (batch["input_ids"], positions))
         given = {"labels": batch["labels"], "cu_seqlens": segments, "lags": lags, "objective": self.scores}
         found = self.engine(input_ids=ids, position_ids=positions, **given)
         terms, hits = [metrics for metrics, _ in found], torch.stack([hits for _, hits in found])

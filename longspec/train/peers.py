@@ -20,6 +20,7 @@ from select import select
 
 import torch.distributed as dist
 
+from longspec.errors import UserError
 from longspec.train.distributed import from_every_rank, from_rank_zero
 
 logger = logging.getLogger(__name__)
@@ -43,17 +44,23 @@ def peers_watched() -> Iterator[None]:
     over = threading.Event()
     watch = threading.Thread(target=_watch, args=(connections, over), name="peers", daemon=True)
     watch.start()
+    broken = False
     try:
         yield
         from_every_rank(None)  # from here on the end of a rank is none too early
+    except (UserError, SystemExit):
+        raise  # with all that is to be said, by all ranks as a rule; what W&B still has to do may take its time
     except BaseException:
-        _end_soon()  # this rank, too: what it leaves on the device may keep it from ending
+        broken = True  # what this rank leaves on the device may keep it from ending
         raise
     finally:
         over.set()
         _close(connections)
         watch.join()
-    faulthandler.cancel_dump_traceback_later()
+        if broken:
+            _end_soon()
+        else:
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _connections() -> dict[socket.socket, int]:

@@ -110,11 +110,9 @@ def adopt(engine: Any, shards: Shards) -> None:
         if kind != MASTERS:
             for flat in flats:
                 adamw.state[flat][kind] = flat.detach().clone()
-    step: Any = shards.step
-    if isinstance(adamw, torch.optim.AdamW):  # DeepSpeed's own counts in plain numbers
-        step = torch.tensor(float(step))
+    step, is_torchs = shards.step, isinstance(adamw, torch.optim.AdamW)  # DeepSpeed's own counts in plain numbers
     for flat in flats:
-        adamw.state[flat]["step"] = step
+        adamw.state[flat]["step"] = torch.tensor(float(step)) if is_torchs else step
 
 
 def _set_master(parameter: Any, value: Tensor) -> None:

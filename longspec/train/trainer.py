@@ -4,12 +4,14 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -124,6 +126,11 @@ def rows_a_step(config: TrainConfig) -> int:
     return config.per_device_train_batch_size * config.gradient_accumulation_steps * data_parallel_place()[1]
 
 
+def _as_arrays(collate: Callable[[Any], Batch], rows: Any) -> dict[str, np.ndarray]:
+    """A micro-batch that goes through a pipe: each tensor would hold a file open until its window is over."""
+    return {name: tensor.numpy() for name, tensor in collate(rows).items()}
+
+
 class Trainer:
     """The loop over optimizer steps. Every rank has one; rank 0's also logs. Ranks that share a target do the same."""
 
@@ -148,7 +155,7 @@ class Trainer:
         self.loader = DataLoader(
             inputs.rows,
             batch_sampler=self.sampler,
-            collate_fn=inputs.collate,
+            collate_fn=partial(_as_arrays, inputs.collate),
             num_workers=config.data.num_workers,
             # A step takes its whole window at once: while one trains, the next is loaded.
             prefetch_factor=-(-self.accumulation // config.data.num_workers) + 1 if config.data.num_workers else None,
@@ -166,7 +173,7 @@ class Trainer:
         with Termination() as termination:
             for step in range(self.start + 1, self.total + 1):
                 began = time.perf_counter()
-                window = [next(batches) for _ in range(self.accumulation)]
+                window = self.window(batches)
                 loaded = time.perf_counter()
                 metrics = self.train_step(step, window, termination)
                 if metrics is None:
@@ -181,6 +188,11 @@ class Trainer:
                     self.save(done)
                 logger.warning("SIGTERM: stopped after step %d; resume=latest goes on from there", done)
         log.close()
+
+    def window(self, batches: Iterator[dict[str, np.ndarray]]) -> list[Batch]:
+        """The next step's micro-batches."""
+        arrays = [next(batches) for _ in range(self.accumulation)]
+        return [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in arrays]
 
     def save(self, step: int) -> None:
         progress = Progress(step, self.ranks)

@@ -60,6 +60,7 @@ def test_flash_attention_falls_back_to_sdpa_and_says_so_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    attention._log_replacement.cache_clear()
     names = [resolve_attention("flash_attention_2") for _ in range(3)]
     assert names == ["sdpa"] * 3
     assert len(caplog.records) == 1 and "flash_attention_2" in caplog.text and "sdpa" in caplog.text

@@ -114,6 +114,7 @@ def test_family_is_an_override(paths: list[str]) -> None:
         ("+deepspeed.zero_optimisation.stage=1", "deepspeed.zero_optimisation"),
         ("+deepspeed.zero_optimization.stge=1", "deepspeed.zero_optimization.stge"),
         ("deepspeed.zero_optimization.stage=4", "deepspeed.zero_optimization.stage"),
+        ("+deepspeed.zero_optimization.offload_optimizer.device=nvme", "offload_optimizer.device"),
         ("model_name_or_path=null", "model_name_or_path"),
         ("model_name_or_path=???", "model_name_or_path"),
         ("adam_betas=[0.9]", "adam_betas"),

@@ -53,6 +53,7 @@ def saved(trainer: Trainer, folder: Path) -> tuple[int, dict[str, torch.Tensor]]
     ("before", "after"),
     [
         (["deepspeed=zero1"], ["deepspeed=zero3"]),
+        (["deepspeed=zero1"], ["deepspeed=zero3", "+deepspeed.zero_optimization.sub_group_size=1000"]),
         (["deepspeed=zero3"], ["deepspeed=zero2"]),
         (["deepspeed=zero1", BF16], ["deepspeed=zero3", BF16]),
         (["deepspeed=zero3", BF16], ["deepspeed=zero1", BF16]),

@@ -58,9 +58,13 @@ def test_what_reads_the_target_has_its_whole_pass(tmp_path: Path, objective: Obj
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_keys_and_values_are_the_whole_pass_s_to_the_bit(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
-    model: Any = make_pair(tmp_path, family, dtype)
-    tokens, positions = batch()["input_ids"], batch()["position_ids"]
+def test_keys_and_values_are_the_whole_pass_s_to_the_bit(
+    tmp_path: Path, family: str, dtype: torch.dtype, device: str
+) -> None:
+    model: Any = make_pair(tmp_path, family, dtype).to(device)
+    tokens, positions = (batch()[name].to(device) for name in ("input_ids", "position_ids"))
+    if device == "cuda":  # as in training
+        use_kernels(model.model, model.draft_layer_class)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)

@@ -127,13 +127,15 @@ def test_a_run_that_goes_on_after_its_last_step_is_refused(load: Any, monkeypatc
 def test_a_window_is_loaded_while_the_one_before_trains(
     load: Any, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    """The loading processes may be one window ahead, and none idles while they are."""
+    """The loading processes may be one window ahead, none idles meanwhile, and what they send keeps no file open."""
     config = load(f"data.num_workers={workers}", "gradient_accumulation_steps=16")
     monkeypatch.setattr(trainer_module, "data_parallel_place", lambda: (0, 1))
-    inputs = Inputs([[]], None, lambda rows: {}, None, None, WINDOW)  # type: ignore[arg-type]
+    inputs = Inputs([[]], None, lambda rows: {"labels": torch.ones(4)}, None, None, WINDOW)  # type: ignore[arg-type]
     engine = SimpleNamespace(device=torch.device("cpu"))
-    loader = Trainer(config, engine, inputs, 0, 1, held_out=0).loader
-    assert loader.num_workers * loader.prefetch_factor >= 16 + loader.num_workers
+    trainer = Trainer(config, engine, inputs, 0, 1, held_out=0)
+    assert trainer.loader.num_workers * trainer.loader.prefetch_factor >= 16 + trainer.loader.num_workers
+    window = trainer.window(iter(trainer.loader))
+    assert len(window) == 16 and not any(batch["labels"].is_shared() for batch in window)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -145,7 +147,7 @@ def test_the_chunked_losses_train_as_plain_ones_on_whole_logits(load: Any, one_r
     batches = iter(trainer.loader)
     losses = []
     for step in range(1, steps + 1):
-        found = trainer.train_step(step, [next(batches) for _ in range(trainer.accumulation)], never)  # type: ignore[arg-type]
+        found = trainer.train_step(step, trainer.window(batches), never)  # type: ignore[arg-type]
         assert found is not None
         losses.append(found["loss"])
     wanted, draft = plain_training(config, steps, ranks=1)
