@@ -8,7 +8,7 @@ from pairs import make_pair
 from tiny_tokenizer import VOCAB_SIZE, byte_tokenizer
 
 from scripts.reproduce.cells import Measurement
-from scripts.reproduce.evaluate import EvaluationSettings
+from scripts.reproduce.plan import EvaluationSettings
 from scripts.reproduce.run import Run
 from scripts.reproduce.tokens import HELD_OUT_IDS, write_ids
 

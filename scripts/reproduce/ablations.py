@@ -11,9 +11,10 @@ from longspec.train.logging import METRICS_NAME
 from scripts.demo.figure import smoothed
 from scripts.pipeline.files import read_jsonl, write_json
 from scripts.reproduce.cells import CELLS, Measurement, read_cells
-from scripts.reproduce.evaluate import FACTS, FORCED, ROUNDS, EvaluationSettings, evaluate, measure_draft
+from scripts.reproduce.evaluate import FACTS, FORCED, ROUNDS, evaluate, measure_draft
 from scripts.reproduce.figures import draw_ablation, draw_attention, draw_losses
 from scripts.reproduce.pair import load_pair
+from scripts.reproduce.plan import EvaluationSettings
 from scripts.reproduce.rounds import attention_by_context
 from scripts.reproduce.run import STAGES, Run
 from scripts.reproduce.summary import summarise

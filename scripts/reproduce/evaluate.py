@@ -1,18 +1,10 @@
-"""What the trained pair can do on held-out tasks: every method at every context, in one process and a fixed time.
-
-What the default plan costs on one H200, for a target of 24 layers and 150M to 400M parameters: 16 cells of task and
-context, 26 + 17 prompts in each at temperatures 0 and 1, some 690 calls of `generate`. A call of 192 tokens is
-estimated at 0.3 s: prefill 0.02 to 0.1 s, engine and capture of its graph 0.1 s, rounds 0.1 to 0.2 s. That is 210 s;
-kernels that are compiled at first sight and warm-ups 60 s, transformers' `generate` on 14 prompts 30 s and the
-compilation of its static cache 30 s, a round's parts and teacher forcing 25 s. That is more than there is, so what
-comes last in the plan may be cut short; the same command again goes on with it.
-"""
+"""What the trained pair can do on held-out tasks: every method at every context, in one process and a fixed time."""
 
 import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +14,13 @@ from transformers.utils import logging
 
 from longspec import generate
 from longspec.inference.report import device_name, versions
-from longspec.inference.tree_shapes import AUTO, DEFAULT_SHAPE, draft_fingerprint
+from longspec.inference.tree_shapes import DEFAULT_SHAPE, draft_fingerprint
 from scripts.pipeline.files import write_json
-from scripts.reproduce.baselines import BASELINES, LOOKUP_TOKENS, STATIC, BaselineFailed, Transformers
+from scripts.reproduce.baselines import BASELINES, LOOKUP_TOKENS, BaselineFailed, Transformers
 from scripts.reproduce.cells import CELLS, Budget, Cell, CellLog, Measurement
 from scripts.reproduce.forced import on_held_out_text, on_samples
 from scripts.reproduce.pair import LoadedPair, Prompt, load_pair, sample_line
+from scripts.reproduce.plan import DESCEND, EvaluationSettings
 from scripts.reproduce.rounds import attention_by_context, parts_by_context
 from scripts.reproduce.run import Run
 from scripts.reproduce.tokens import HELD_OUT_IDS
@@ -36,63 +29,6 @@ FACTS, FORCED, ROUNDS = "facts.json", "forced.json", "rounds.json"
 IDENTITY = "measured.json"
 NO_TIME = "no time left"
 WARM_UP_TOKENS = 16
-DESCEND = "tree-descend"
-
-PLAN = (
-    Measurement("vanilla", prompts=6, share=10),
-    Measurement("tree", prompts=6, share=13),
-    Measurement("lookup", prompts=4, share=7),
-    Measurement("tree-auto", "tree", prompts=4, share=8, tree_shape=AUTO),
-    Measurement("tree", temperature=1.0, prompts=3, seeds=3, share=13),
-    Measurement(DESCEND, "tree", temperature=1.0, prompts=3, share=5, tree_rule="descend"),
-    Measurement("vanilla", temperature=1.0, prompts=2, share=5),
-    Measurement("seq", prompts=3, share=6),
-    Measurement("magicdec", prompts=3, share=8),
-    *(
-        Measurement(name, prompts=2, share=5, tasks=("lcc",), longest_contexts=2, new_tokens=64)
-        for name in BASELINES
-        if name != STATIC
-    ),
-    # Each context of it is compiled anew, for half a minute or more.
-    Measurement(STATIC, prompts=2, share=5, tasks=("lcc",), longest_contexts=1, new_tokens=64),
-    Measurement("lookup", temperature=1.0, prompts=1, share=2),
-    Measurement("seq", temperature=1.0, prompts=1, share=2),
-    Measurement("magicdec", temperature=1.0, prompts=1, share=3),
-)
-"""What matters most comes first: time that runs short is missing at the end."""
-CPU_PLAN = (
-    Measurement("vanilla", prompts=2, share=4),
-    Measurement("tree", prompts=2, share=12),
-    Measurement("lookup", prompts=2, share=4),
-    Measurement("tree", temperature=1.0, prompts=1, seeds=2, share=14),
-    Measurement(DESCEND, "tree", temperature=1.0, prompts=1, share=6, tree_rule="descend"),
-    Measurement("vanilla", temperature=1.0, prompts=1, share=2),
-    Measurement("seq", prompts=1, share=3),
-    Measurement("magicdec", prompts=1, share=5),
-    *(Measurement(name, prompts=1, share=3, tasks=("lcc",), longest_contexts=2) for name in BASELINES),
-)
-"""Of fewer prompts, and without a search for the best tree, which takes minutes on a CPU."""
-
-
-@dataclass(frozen=True)
-class EvaluationSettings:
-    limit_s: float = 300.0
-    """From where pair and prompts are in memory."""
-    variant: str = "sinkpi-slicing"
-    stage: int = 3
-    tasks: tuple[str, ...] = ("lcc", "repobench-p", "qmsum", "gsm8k")
-    """Those without a file are left out."""
-    contexts: tuple[int, ...] = (2048, 4096, 8192, 16384)
-    new_tokens: int = 192
-    gamma: int = 4
-    """Of seq and magicdec."""
-    plan: tuple[Measurement, ...] = PLAN
-    forced_share: float = 6.0
-    """Of the time, beside the plan's shares: teacher-forced acceptance, and where a round's time goes."""
-    forced_rows: int = 8
-    """Of held-out text, at each context."""
-    forced_tokens: int = 256
-    """At the end of each row, that rounds go through."""
 
 
 def evaluate(folder: Path, run: Run, settings: EvaluationSettings) -> None:

@@ -29,8 +29,8 @@ from scripts.pipeline.stages import StageSettings
 from scripts.reproduce.cells import Measurement
 from scripts.reproduce.code_files import HoldOut
 from scripts.reproduce.corpus import CorpusSettings, TaskSettings
-from scripts.reproduce.evaluate import CPU_PLAN, EvaluationSettings
 from scripts.reproduce.generated import GenerationSettings
+from scripts.reproduce.plan import CPU_PLAN, EvaluationSettings
 from scripts.reproduce.target import TargetSettings
 from scripts.reproduce.tokens import TokenSettings
 

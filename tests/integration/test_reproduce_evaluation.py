@@ -12,6 +12,7 @@ from small_run import CONTEXTS, SHAPE, small_run, small_settings
 from longspec import generate
 from longspec.kernels.attention import SdpaAttention
 from scripts.reproduce import evaluate as module
+from scripts.reproduce import plan
 from scripts.reproduce.baselines import BASELINES, LOOKUP_TOKENS, Transformers
 from scripts.reproduce.cells import CELLS, Budget, Cell, Measurement, key_of, read_cells
 from scripts.reproduce.evaluate import FACTS, FORCED, NO_TIME, ROUNDS, Decoders, cells_of, evaluate, read_prompts
@@ -89,7 +90,7 @@ def test_the_dense_mask_is_the_same_attention(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_all_methods_and_the_parts_of_a_round_are_measured(tmp_path: Path) -> None:
-    run, settings = small_run(tmp_path), small_settings(*(replace(m, prompts=1) for m in module.PLAN))
+    run, settings = small_run(tmp_path), small_settings(*(replace(m, prompts=1) for m in plan.PLAN))
     evaluate(tmp_path / "evaluation", run, settings)
     facts = json.loads((tmp_path / "evaluation" / FACTS).read_text())
     assert facts["dtype"] == "bfloat16" and not [row for row in facts["left_out"] if row["reason"] != NO_TIME]
@@ -286,8 +287,8 @@ def test_time_left_over_goes_to_the_parts_behind(monkeypatch: pytest.MonkeyPatch
 
 def test_transformers_modes_decode_the_same_tokens_and_are_timed_without_prefill(tmp_path: Path) -> None:
     run = small_run(tmp_path)
-    plan = [Measurement(name, prompts=2, tasks=("gsm8k",), longest_contexts=1, new_tokens=7) for name in BASELINES]
-    evaluate(tmp_path / "evaluation", run, small_settings(Measurement("vanilla", prompts=2), *plan))
+    modes = [Measurement(name, prompts=2, tasks=("gsm8k",), longest_contexts=1, new_tokens=7) for name in BASELINES]
+    evaluate(tmp_path / "evaluation", run, small_settings(Measurement("vanilla", prompts=2), *modes))
     lines = read_cells(tmp_path / "evaluation" / CELLS)
     assert [line["name"] for line in lines[4:]] == list(BASELINES)
     samples = samples_of(lines)
@@ -330,11 +331,11 @@ def test_a_baseline_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_the_shown_plan_names_methods_that_exist(tmp_path: Path) -> None:
     run = small_run(tmp_path)
-    settings = small_settings(*module.PLAN)
+    settings = small_settings(*plan.PLAN)
     pair = load_pair(run.target, run.draft("sinkpi-slicing", 3))
     decoders = Decoders(pair, run.target, settings)
     prompts = read_prompts(pair, run, settings)
     with torch.no_grad():
-        for measurement in (*module.PLAN, *module.CPU_PLAN):
+        for measurement in (*plan.PLAN, *plan.CPU_PLAN):
             cell, mine = next(cells_of(measurement, prompts))
             assert decoders.sample(cell, mine[0], seed=0, warm_up=True)["new_tokens"] in (9, 16)
