@@ -47,7 +47,7 @@ def measure_draft(folder: Path, run: Run, draft: Path, settings: EvaluationSetti
     pair = load_pair(run.target, draft)
     prompts = read_prompts(pair, run, settings)
     budget = Budget(settings.limit_s, [*(m.share for m in settings.plan), settings.forced_share])
-    keep_or_clear(folder, identity(pair, prompts, settings))
+    keep_or_clear(folder, identity_of(pair, prompts, settings))
     log = CellLog(folder / CELLS)
     descended = samples_of_descend(log)
     left_out = measure_plan(Decoders(pair, run.target, settings), prompts, log, budget, settings)
@@ -73,7 +73,7 @@ def measure_draft(folder: Path, run: Run, draft: Path, settings: EvaluationSetti
     print(f"evaluation: {len(log.cells)} cells measured, {len(left_out)} cut short or left out, see {folder / FACTS}")
 
 
-def identity(pair: LoadedPair, prompts: list[Prompt], settings: EvaluationSettings) -> dict[str, Any]:
+def identity_of(pair: LoadedPair, prompts: list[Prompt], settings: EvaluationSettings) -> dict[str, Any]:
     """What figures that belong together have in common."""
     asked = [(prompt.task, prompt.context, prompt.id, prompt.token_ids.tolist()) for prompt in prompts]
     return {

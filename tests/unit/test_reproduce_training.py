@@ -28,6 +28,7 @@ def test_stages_are_trained_as_the_experiment_says(preset: str, tmp_path: Path) 
         assert {config.variant.name for config in configs} == {variant}
         assert {config.deepspeed.zero_optimization["stage"] for config in configs} == {1}
         assert {config.resume for config in configs} == {"latest"}
+        assert [config.max_steps // config.save_steps for config in configs] == [5] * 3  # that a stop loses little
         assert [config.data.pack for config in configs] == [True, False, False]
         assert [config.data.answer_only for config in configs] == [False, False, True]
         assert [config.data.max_length for config in configs][1:] == [settings.corpus.window] * 2
