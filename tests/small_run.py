@@ -8,8 +8,9 @@ from pairs import make_pair
 from tiny_tokenizer import VOCAB_SIZE, byte_tokenizer
 
 from scripts.reproduce.cells import Measurement
-from scripts.reproduce.evaluate import EvaluationSettings
+from scripts.reproduce.plan import EvaluationSettings
 from scripts.reproduce.run import Run
+from scripts.reproduce.tokens import HELD_OUT_IDS, write_ids
 
 CONTEXTS = (64, 128)
 SHAPE = (2, 3)
@@ -40,10 +41,9 @@ def small_run(root: Path, family: str = "llama") -> Run:
                 for n in range(3)
             ]
             run.tasks(task, context).write_text("".join(json.dumps(record) + "\n" for record in records))
-    (root / "corpus").mkdir()
-    texts = ["".join(f"def f{n}_{i}(): return {i * n}\n" for i in range(30)) for n in range(4)]
-    records = [{"path": f"{n}.py", "text": text} for n, text in enumerate(texts)]
-    (root / "corpus" / "held_out.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (root / "tokens").mkdir()
+    texts = ("".join(f"def f{n}_{i}(): return {i * n}\n" for i in range(30)) for n in range(4))
+    write_ids(root / "tokens" / HELD_OUT_IDS, texts, tokenizer)
     return run
 
 

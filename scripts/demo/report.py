@@ -4,10 +4,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from longspec.train.logging import METRICS_NAME
 from scripts.demo.evaluate import METHODS, UNTRAINED
 from scripts.demo.settings import DemoSettings, Required
 from scripts.pipeline.files import read_jsonl
-from scripts.pipeline.stages import METRICS
 
 
 def summarise(
@@ -36,7 +36,7 @@ def summarise(
         "methods": methods,
         "distinct_4grams": vanilla["distinct_4grams"],
         **results["text"],
-        "stages": [read_jsonl(stage / METRICS) for stage in stages],
+        "stages": [read_jsonl(stage / METRICS_NAME) for stage in stages],
         "seconds": seconds,
         "settings": asdict(settings),
     }

@@ -68,9 +68,9 @@ def free_port() -> int:
 
 def launch_line(ranks: Sequence[str], experiment: str, overrides: Mapping[str, object]) -> list[str]:
     """The launch line that trains every draft; ranks: DeepSpeed's options that say which."""
-    deepspeed = str(Path(sys.executable).with_name("deepspeed"))  # this environment's
-    command = [deepspeed, *ranks, "--master_port", str(free_port()), TRAINER, "-cp", "conf/exp/", "-cn", experiment]
-    return [*command, *(f"{key}={value}" for key, value in overrides.items())]
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", *ranks, "--master_port", str(free_port())]
+    configuration = ["-cp", "conf/exp/", "-cn", experiment, *(f"{key}={value}" for key, value in overrides.items())]
+    return [*launcher, TRAINER, *configuration]
 
 
 def run(command: list[str], log: Path, environment: dict[str, str], limit_s: float | None = None) -> bool:
@@ -84,9 +84,10 @@ def run(command: list[str], log: Path, environment: dict[str, str], limit_s: flo
             command,
             cwd=ROOT,
             env=os.environ | environment,
+            stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,  # of this session still: what ends that ends the command, too
         )
         _running.add(child)
         try:

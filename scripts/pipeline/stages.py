@@ -20,7 +20,6 @@ from scripts.pipeline.machine import (
 
 CHECKPOINT = "checkpoint-last"
 DRAFT_WEIGHTS = "draft_model_weights.pth"
-METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,6 @@ class Steps:
         other.seconds, other.before = self.seconds, self.before
         return other
 
-    def join(self, branches: list["Steps"]) -> None:
-        """Make the next step depend on the last one of each branch."""
-        self.before = "+".join(branch.before for branch in branches)
-
     def run(self, name: str, settings: Any, work: Callable[[Path], None], resumable: bool = False) -> Path:
         """The folder of step `name`, filled by `work(folder)` unless it is complete already.
 

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 import torch
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
 
 from scripts.pipeline.machine import gpus
+from scripts.pipeline.muon import BatchedMuon
 
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config}
 HEAD_DIM = 64
@@ -58,7 +59,7 @@ class MuonWithAdamW(Optimizer):
         layers = [weight for name, weight in model.named_parameters() if ".layers." in name and weight.ndim == 2]
         rest = [weight for name, weight in model.named_parameters() if ".layers." not in name or weight.ndim != 2]
         self.parts = (
-            Muon(layers, matrix_lr, momentum=momentum, adjust_lr_fn="match_rms_adamw"),
+            BatchedMuon(layers, matrix_lr, momentum),
             AdamW(rest, embedding_lr, betas=(0.9, 0.95), weight_decay=0.0),
         )
         super().__init__([group for part in self.parts for group in part.param_groups], {})

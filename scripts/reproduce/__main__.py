@@ -49,10 +49,10 @@ def main() -> None:
 def reproduce(run: Run, settings: Settings, ablation: str | None) -> None:
     """Do what is not done yet, and report."""
     start = time.perf_counter()
-    up_to_target, steps = train_pairs(run, settings)
-    steps.run("evaluation", settings.evaluation, lambda folder: evaluate(folder, run, settings.evaluation), True)
+    steps = train_pairs(run, settings)
+    evaluate(run.root / "evaluation", run, settings.evaluation)
     if ablation:
-        ablate(run, up_to_target, ablation, settings)
+        ablate(run, steps, ablation, settings)
     report(run.root / "report", run)
     print(f"{time.perf_counter() - start:.0f} s; {run.root / 'report'}")
 

@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from longspec.inference.tree_shapes import AUTO, CANDIDATES, DEFAULT_SHAPE
+from longspec.train.logging import METRICS_NAME
 from scripts.demo.figure import smoothed
 from scripts.pipeline.files import read_jsonl, write_json
 from scripts.reproduce.cells import CELLS, Measurement, read_cells
-from scripts.reproduce.evaluate import FACTS, FORCED, ROUNDS, EvaluationSettings, evaluate, measure_draft
+from scripts.reproduce.evaluate import FACTS, FORCED, ROUNDS, evaluate, measure_draft
 from scripts.reproduce.figures import draw_ablation, draw_attention, draw_losses
 from scripts.reproduce.pair import load_pair
+from scripts.reproduce.plan import EvaluationSettings
 from scripts.reproduce.rounds import attention_by_context
-from scripts.reproduce.run import Run
+from scripts.reproduce.run import STAGES, Run
 from scripts.reproduce.summary import summarise
 
 RESULTS = "results.json"
-METRICS = "metrics.jsonl"
 PLAN = (
     Measurement("vanilla", prompts=3, share=2),
     Measurement("tree", prompts=3, share=4),
@@ -45,7 +46,7 @@ def evaluate_arms(folder: Path, run: Run, arms: Mapping[str, Path], settings: Ev
         place = folder / "evaluation" / arm
         measure_draft(place, run, draft, settings)
         read = read_evaluation(place)
-        losses = losses_of(draft.parent / METRICS)
+        losses = losses_of(draft.parent / METRICS_NAME)
         found["arms"][arm] = {"methods": read["methods"], "forced": read["forced"], "losses": losses}
     curves = {arm: result["losses"] for arm, result in found["arms"].items()}
     if folder.name in WITH_AND_WITHOUT:
@@ -59,7 +60,7 @@ def evaluate_arms(folder: Path, run: Run, arms: Mapping[str, Path], settings: Ev
 
 def curriculum(folder: Path, run: Run, settings: EvaluationSettings) -> dict[str, Any]:
     """The main run's draft after each stage."""
-    arms = {f"stage {number}": run.draft(settings.variant, number) for number in (1, 2, 3)}
+    arms = {f"stage {number}": run.draft(settings.variant, number) for number in STAGES}
     return evaluate_arms(folder, run, arms, settings)
 
 

@@ -29,9 +29,10 @@ BASELINES = (DYNAMIC, LOOKUP, EARLY_EXIT, STATIC)
 """The compiled one comes last: it is the one that may fail in a way that others notice."""
 UNASSISTED = (DYNAMIC, STATIC)
 LOOKUP_TOKENS = 10
+"""What prompt lookup proposes at most: transformers' default, for its own and for ours."""
 ROOM = 256
 """Positions of a static cache beyond its context."""
-CALL_LIMIT_S = 60
+CALL_LIMIT_S = 150
 """For one call; compilation, which is part of the first, included."""
 
 

@@ -2,6 +2,8 @@
 
 import json
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 from longspec.inference.tree_shapes import DEFAULT_SHAPE
 
 CELLS = "cells.jsonl"
+CELL_FIELDS = ("name", "temperature", "task", "context", "seed")
 
 
 @dataclass(frozen=True)
@@ -51,50 +54,73 @@ class Cell:
         return self.measurement.name, self.measurement.temperature, self.task, self.context, self.seed
 
     def describe(self) -> dict[str, Any]:
-        return dict(zip(("name", "temperature", "task", "context", "seed"), self.key, strict=True))
+        return dict(zip(CELL_FIELDS, self.key, strict=True))
+
+
+def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
+    """The key of the cell that a line tells of."""
+    return tuple(line[name] for name in CELL_FIELDS)
 
 
 class CellLog:
-    """A JSON line for each cell that is done, in `path`; a line that was cut off by the end of a process is dropped."""
+    """A JSON line for each cell, in `path`; where a cell has several, it was gone on with, and the last counts.
+
+    A line that was cut off by the end of a process is dropped.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lines = read_cells(path) if path.exists() else []
-        path.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+        self.cells = {key_of(line): line for line in read_cells(path)} if path.exists() else {}
+        path.write_text("".join(json.dumps(line) + "\n" for line in self.cells.values()))
 
-    @property
-    def done(self) -> set[tuple[Any, ...]]:
-        return {tuple(line[name] for name in ("name", "temperature", "task", "context", "seed")) for line in self.lines}
+    def is_done(self, cell: Cell) -> bool:
+        """Whether the cell has all of its samples, or cannot have them."""
+        line = self.cells.get(cell.key)
+        return line is not None and ("failed" in line or len(line["samples"]) == line["planned"])
+
+    def samples(self, cell: Cell) -> list[dict[str, Any]]:
+        """What there is of the cell."""
+        return list(self.cells[cell.key]["samples"]) if cell.key in self.cells else []
 
     def append(self, line: dict[str, Any]) -> None:
         with self.path.open("a") as handle:
             handle.write(json.dumps(line) + "\n")
-        self.lines.append(line)
+        self.cells[key_of(line)] = line
 
 
 def read_cells(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a log."""
-    lines = []
+    """The last whole line of each cell in a log."""
+    found = {}
     for text in path.read_text().split("\n")[:-1]:
         try:
-            lines.append(json.loads(text))
+            line = json.loads(text)
         except ValueError:
             break
-    return lines
+        found[key_of(line)] = line
+    return list(found.values())
 
 
-class Clock:
-    """Deals out a time limit by shares; what a part leaves over goes to those behind it."""
+class Budget:
+    """Deals out a time limit by shares; what a part leaves over, or takes too much, those behind it share."""
 
-    def __init__(self, limit_s: float, shares: list[float]) -> None:
+    def __init__(self, limit_s: float, shares: Sequence[float]) -> None:
         self.start = time.monotonic()
         self.limit_s = limit_s
-        ends = [sum(shares[: number + 1]) / sum(shares) for number in range(len(shares))]
-        self.ends = iter(ends)
+        self.shares = list(shares)
         self.end = 0.0
 
     def next_part(self) -> None:
-        self.end = next(self.ends) * self.limit_s
+        left, total = self.limit_s - self.passed(), sum(self.shares)
+        self.end = self.passed() + max(0.0, left) * self.shares.pop(0) / total
+
+    @contextmanager
+    def uncharged(self) -> Iterator[None]:
+        """For what is done in here the whole pays, and not the part that runs."""
+        began = self.passed()
+        try:
+            yield
+        finally:
+            self.end = min(self.limit_s, self.end + self.passed() - began)
 
     def passed(self) -> float:
         return time.monotonic() - self.start

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from scripts.pipeline.sources import HELD_OUT, SourceFile, by_package, library_files, python_files
 
-COPIES = {"_vendor", "_vendored", "vendor", "vendored", "third_party", "__pycache__"}
+COPIES = {"_vendor", "_vendored", "vendor", "vendored", "third_party", "externals", "__pycache__"}
 """Folders in which packages keep other packages."""
 TESTS = {"test", "tests", "testing"}
 """Repetitive: good enough to train on, no prompts to be asked about."""
@@ -18,7 +18,8 @@ LETTERS = 0.4
 """The share of letters among what is no white space, under which a file is a table. Half of all files have over 0.8."""
 TELLING_LINE = 30
 """Characters of a line that is hardly written twice by chance."""
-COPIED = 0.5
+COPIED = 0.25
+"""The share of its telling lines in held-out files, over which a training file is a copy."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def is_test(file: SourceFile) -> bool:
 
 
 def without_copies(files: Iterable[SourceFile], held_out: Iterable[SourceFile]) -> Iterator[SourceFile]:
-    """`files` without those whose telling lines are mostly lines of held-out files: copies, changed a little or not."""
+    """`files` without copies, changed or not: those of whose telling lines too many are lines of held-out files."""
     known = set().union(*(telling_lines(file.text) for file in held_out))
     for file in files:
         lines = telling_lines(file.text)

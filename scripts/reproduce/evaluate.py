@@ -1,17 +1,10 @@
-"""What the trained pair can do on held-out tasks: every method at every context, in one process and a fixed time.
+"""What the trained pair can do on held-out tasks: every method at every context, in one process and a fixed time."""
 
-What the default plan costs on one H200, for a target of 24 layers and 150M to 400M parameters: 16 cells of task and
-context, 26 + 17 prompts in each at temperatures 0 and 1, some 690 calls of `generate`. A call of 192 tokens is
-estimated at 0.3 s: prefill 0.02 to 0.1 s, engine and capture of its graph 0.1 s, rounds 0.1 to 0.2 s. That is 210 s;
-kernels that are compiled at first sight and warm-ups 60 s, transformers' `generate` on 16 prompts 40 s and the
-compilation of its static cache, twice, 30 s, teacher forcing 25 s. That is as much as there is, so what comes last in
-the plan may be cut short.
-"""
-
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,71 +14,21 @@ from transformers.utils import logging
 
 from longspec import generate
 from longspec.inference.report import device_name, versions
-from longspec.inference.tree_shapes import AUTO, DEFAULT_SHAPE, draft_fingerprint
-from scripts.pipeline.files import read_jsonl, write_json
-from scripts.reproduce.baselines import BASELINES, BaselineFailed, Transformers
-from scripts.reproduce.cells import CELLS, Cell, CellLog, Clock, Measurement
-from scripts.reproduce.forced import HELD_OUT, on_held_out_text, on_samples
+from longspec.inference.tree_shapes import DEFAULT_SHAPE, draft_fingerprint
+from scripts.pipeline.files import write_json
+from scripts.reproduce.baselines import BASELINES, LOOKUP_TOKENS, BaselineFailed, Transformers
+from scripts.reproduce.cells import CELLS, Budget, Cell, CellLog, Measurement
+from scripts.reproduce.forced import on_held_out_text, on_samples
 from scripts.reproduce.pair import LoadedPair, Prompt, load_pair, sample_line
+from scripts.reproduce.plan import DESCEND, EvaluationSettings
 from scripts.reproduce.rounds import attention_by_context, parts_by_context
 from scripts.reproduce.run import Run
+from scripts.reproduce.tokens import HELD_OUT_IDS
 
 FACTS, FORCED, ROUNDS = "facts.json", "forced.json", "rounds.json"
 IDENTITY = "measured.json"
 NO_TIME = "no time left"
 WARM_UP_TOKENS = 16
-DESCEND = "tree-descend"
-
-PLAN = (
-    Measurement("vanilla", prompts=6, share=10),
-    Measurement("tree", prompts=6, share=13),
-    Measurement("lookup", prompts=4, share=7),
-    Measurement("tree-auto", "tree", prompts=4, share=8, tree_shape=AUTO),
-    Measurement("tree", temperature=1.0, prompts=3, seeds=3, share=13),
-    Measurement(DESCEND, "tree", temperature=1.0, prompts=3, share=5, tree_rule="descend"),
-    Measurement("vanilla", temperature=1.0, prompts=2, share=5),
-    Measurement("seq", prompts=3, share=6),
-    Measurement("magicdec", prompts=3, share=8),
-    *(
-        Measurement(name, prompts=2, share=share, tasks=("lcc",), longest_contexts=2, new_tokens=64)
-        for name, share in zip(BASELINES, (5, 5, 5, 24), strict=True)
-    ),
-    Measurement("lookup", temperature=1.0, prompts=1, share=2),
-    Measurement("seq", temperature=1.0, prompts=1, share=2),
-    Measurement("magicdec", temperature=1.0, prompts=1, share=3),
-)
-"""What matters most comes first: time that runs short is missing at the end."""
-CPU_PLAN = (
-    Measurement("vanilla", prompts=2, share=4),
-    Measurement("tree", prompts=2, share=12),
-    Measurement("lookup", prompts=2, share=4),
-    Measurement("tree", temperature=1.0, prompts=1, seeds=2, share=14),
-    Measurement(DESCEND, "tree", temperature=1.0, prompts=1, share=6, tree_rule="descend"),
-    Measurement("vanilla", temperature=1.0, prompts=1, share=2),
-    Measurement("seq", prompts=1, share=3),
-    Measurement("magicdec", prompts=1, share=5),
-    *(Measurement(name, prompts=1, share=3, tasks=("lcc",), longest_contexts=2) for name in BASELINES),
-)
-"""Of fewer prompts, and without a search for the best tree, which takes minutes on a CPU."""
-
-
-@dataclass(frozen=True)
-class EvaluationSettings:
-    limit_s: float = 360.0
-    variant: str = "sinkpi-slicing"
-    stage: int = 3
-    tasks: tuple[str, ...] = ("lcc", "repobench-p", "qmsum", "gsm8k")
-    """Those without a file are left out."""
-    contexts: tuple[int, ...] = (2048, 4096, 8192, 16384)
-    new_tokens: int = 192
-    gamma: int = 4
-    plan: tuple[Measurement, ...] = PLAN
-    forced_share: float = 6.0
-    """Of the time, beside the plan's shares: teacher-forced acceptance, and where a round's time goes."""
-    forced_rows: int = 8
-    """Of held-out text, at each context."""
-    forced_tokens: int = 256
-    """At the end of each row, that rounds go through."""
 
 
 def evaluate(folder: Path, run: Run, settings: EvaluationSettings) -> None:
@@ -96,43 +39,63 @@ def evaluate(folder: Path, run: Run, settings: EvaluationSettings) -> None:
 def measure_draft(folder: Path, run: Run, draft: Path, settings: EvaluationSettings) -> None:
     """Everything measured, into `folder`: a line a cell in cells.jsonl, with facts.json, forced.json and rounds.json.
 
-    draft: a checkpoint's folder. An evaluation that was stopped goes on where it was, unless draft or settings are
-    others now. What the time did not reach is listed in facts.json.
+    draft: a checkpoint's folder. What the time did not reach is listed in facts.json; the next call goes on there,
+    with all of the time again, unless draft, prompts or settings other than the time are others now.
     """
     logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
-    clock = Clock(settings.limit_s, [*(m.share for m in settings.plan), settings.forced_share])
     pair = load_pair(run.target, draft)
     prompts = read_prompts(pair, run, settings)
-    keep_or_clear(folder, {"draft": draft_fingerprint(pair.model), **asdict(replace(settings, limit_s=0.0))})
+    budget = Budget(settings.limit_s, [*(m.share for m in settings.plan), settings.forced_share])
+    keep_or_clear(folder, identity_of(pair, prompts, settings))
     log = CellLog(folder / CELLS)
-    left_out = measure_plan(Decoders(pair, run.target, settings), prompts, log, clock, settings)
-    clock.next_part()
+    descended = samples_of_descend(log)
+    left_out = measure_plan(Decoders(pair, run.target, settings), prompts, log, budget, settings)
+    if samples_of_descend(log) != descended:
+        (folder / FORCED).unlink(missing_ok=True)
+    budget.next_part()
     others: dict[str, Callable[[], Any]] = {
-        FORCED: lambda: forced_acceptance(pair, run, settings, log.lines, prompts),
         ROUNDS: lambda: {
             "parts": parts_by_context(pair, settings.contexts, DEFAULT_SHAPE),
             "attention": attention_by_context(pair, settings.contexts, DEFAULT_SHAPE),
         },
+        FORCED: lambda: forced_acceptance(pair, run, settings, log, prompts),
     }
     for name, measure in others.items():
         if not (folder / name).exists():
-            if clock.left() > 0:
+            if budget.left() > 0:
                 write_json(folder / name, measure())
             else:
                 left_out.append({"name": name, "reason": NO_TIME})
-    facts = describe(pair, prompts, settings) | {"seconds": clock.passed(), "left_out": left_out}
+    seconds = budget.passed() + seconds_before(folder)
+    facts = describe(pair, prompts, settings) | {"seconds": seconds, "left_out": left_out}
     write_json(folder / FACTS, facts)
-    print(f"evaluation: {len(log.lines)} cells measured, {len(left_out)} cut short or left out, see {folder / FACTS}")
+    print(f"evaluation: {len(log.cells)} cells measured, {len(left_out)} cut short or left out, see {folder / FACTS}")
+
+
+def identity_of(pair: LoadedPair, prompts: list[Prompt], settings: EvaluationSettings) -> dict[str, Any]:
+    """What figures that belong together have in common."""
+    asked = [(prompt.task, prompt.context, prompt.id, prompt.token_ids.tolist()) for prompt in prompts]
+    return {
+        "draft": draft_fingerprint(pair.model),
+        "prompts": hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
+        **asdict(replace(settings, limit_s=0.0)),
+    }
 
 
 def keep_or_clear(folder: Path, identity: dict[str, Any]) -> None:
-    """Remove what was measured with another draft or other settings."""
+    """Remove what was measured with another identity."""
     path, described = folder / IDENTITY, json.dumps(identity)
     if not path.exists() or path.read_text() != described:
         for name in (CELLS, FACTS, FORCED, ROUNDS):
             (folder / name).unlink(missing_ok=True)
         path.write_text(described)
+
+
+def seconds_before(folder: Path) -> float:
+    """That earlier calls took for what is kept."""
+    path = folder / FACTS
+    return json.loads(path.read_text())["seconds"] if path.exists() else 0.0
 
 
 def describe(pair: LoadedPair, prompts: list[Prompt], settings: EvaluationSettings) -> dict[str, Any]:
@@ -151,14 +114,14 @@ def describe(pair: LoadedPair, prompts: list[Prompt], settings: EvaluationSettin
 
 
 def forced_acceptance(
-    pair: LoadedPair, run: Run, settings: EvaluationSettings, lines: list[dict[str, Any]], prompts: list[Prompt]
+    pair: LoadedPair, run: Run, settings: EvaluationSettings, log: CellLog, prompts: list[Prompt]
 ) -> dict[str, dict[int, Any]]:
     """By context: the tree on held-out text, and on what the target emitted under the rule `descend`."""
-    texts = [record["text"] for record in read_jsonl(run.root / "corpus" / HELD_OUT)]
-    sampled = [line for line in lines if line["name"] == DESCEND]
+    ids = run.root / "tokens" / HELD_OUT_IDS
+    sampled = [line for line in log.cells.values() if line["name"] == DESCEND]
     rows, tokens = settings.forced_rows, settings.forced_tokens
     return {
-        "held_out": {c: on_held_out_text(pair, texts, c, rows, tokens, DEFAULT_SHAPE) for c in settings.contexts},
+        "held_out": {c: on_held_out_text(pair, ids, c, rows, tokens, DEFAULT_SHAPE) for c in settings.contexts},
         "sampled": {
             c: on_samples(pair, [line for line in sampled if line["context"] == c], prompts, DEFAULT_SHAPE)
             for c in settings.contexts
@@ -166,9 +129,13 @@ def forced_acceptance(
     }
 
 
+def samples_of_descend(log: CellLog) -> int:
+    return sum(len(line["samples"]) for line in log.cells.values() if line["name"] == DESCEND)
+
+
 def read_prompts(pair: LoadedPair, run: Run, settings: EvaluationSettings) -> list[Prompt]:
-    """The prompts of all task files that exist, as many as the plan needs."""
-    most = max(measurement.prompts for measurement in settings.plan)
+    """The prompts of all task files that exist, as many as the plan needs and one to warm up with."""
+    most = 1 + max(measurement.prompts for measurement in settings.plan)
     return [
         prompt
         for context in settings.contexts
@@ -200,7 +167,7 @@ class Decoders:
             temperature=how.temperature,
             tree_shape=how.tree_shape,
             tree_rule=how.tree_rule,
-            gamma=self.settings.gamma,
+            gamma=LOOKUP_TOKENS if how.kind == "lookup" else self.settings.gamma,
             eos_token_id=() if warm_up else None,
             seed=seed,
         )
@@ -213,52 +180,67 @@ class Decoders:
 
 
 def cells_of(measurement: Measurement, prompts: list[Prompt]) -> Iterator[tuple[Cell, list[Prompt]]]:
-    """The measurement's cells with their prompts, from short contexts to long ones."""
+    """The measurement's cells, from short contexts to long ones, with their prompts: all that there are, the first
+    `measurement.prompts` of which are measured."""
     contexts = sorted({prompt.context for prompt in prompts})[-measurement.longest_contexts :]
     for context in contexts:
         for task in dict.fromkeys(prompt.task for prompt in prompts):
             mine = [prompt for prompt in prompts if (prompt.task, prompt.context) == (task, context)]
             if mine and task in (measurement.tasks or (task,)):
                 for seed in range(measurement.seeds):
-                    yield Cell(measurement, task, context, seed), mine[: measurement.prompts]
+                    yield Cell(measurement, task, context, seed), mine
 
 
 def measure_plan(
-    decoders: Decoders, prompts: list[Prompt], log: CellLog, clock: Clock, settings: EvaluationSettings
+    decoders: Decoders, prompts: list[Prompt], log: CellLog, budget: Budget, settings: EvaluationSettings
 ) -> list[dict[str, Any]]:
     """Measure what is not in the log yet; what the time did not reach, and why."""
     left_out: list[dict[str, Any]] = []
     planned = [list(cells_of(measurement, prompts)) for measurement in settings.plan]
-    total = sum(len(mine) for cells in planned for _, mine in cells)
-    with tqdm(total=total, desc="evaluation", unit="sample", mininterval=2) as progress:
+    with tqdm(total=sum(map(len, planned)), desc="evaluation", unit="cell", mininterval=2) as progress:
         for cells in planned:
-            clock.next_part()
-            todo = [(cell, mine) for cell, mine in cells if cell.key not in log.done]
+            budget.next_part()
+            todo = [(cell, mine) for cell, mine in cells if not log.is_done(cell)]
+            progress.update(len(cells) - len(todo))
             warm: set[int] = set()
             for number, (cell, mine) in enumerate(todo):
-                line = measure_cell(decoders, cell, mine, clock.share_of(len(todo) - number), cell.context in warm)
-                warm.add(cell.context)
-                if line.get("samples") or line.get("failed"):
+                line = measure_cell(decoders, cell, mine, log.samples(cell), budget, len(todo) - number, warm)
+                if len(line["samples"]) > len(log.samples(cell)) or "failed" in line:
                     log.append(line)
-                missing = len(mine) - len(line["samples"])
+                missing = line["planned"] - len(line["samples"])
                 if missing:
                     reason = line.get("failed") or NO_TIME
                     left_out.append(cell.describe() | {"prompts": missing, "reason": reason})
-                progress.update(len(mine))
+                progress.update()
     return left_out
 
 
-def measure_cell(decoders: Decoders, cell: Cell, prompts: list[Prompt], seconds: float, warm: bool) -> dict[str, Any]:
-    """The cell's line: as many prompts as begin within `seconds`, behind one that is not timed unless `warm`."""
-    line: dict[str, Any] = cell.describe() | {"planned": len(prompts), "samples": []}
-    end = time.monotonic() + seconds
+def measure_cell(
+    decoders: Decoders,
+    cell: Cell,
+    prompts: list[Prompt],
+    samples: list[dict[str, Any]],
+    budget: Budget,
+    cells: int,
+    warm: set[int],
+) -> dict[str, Any]:
+    """The cell's line: `samples`, those that it has, and as many more as begin within the time for the next of `cells`.
+
+    A context that is not among the `warm` ones is warmed up first, on a prompt behind those that are measured: there
+    kernels are compiled and tree shapes chosen, for which the part's share is not charged.
+    """
+    measured = prompts[: cell.measurement.prompts]
+    line: dict[str, Any] = cell.describe() | {"planned": len(measured), "samples": samples}
     try:
-        if not warm and seconds > 0:
-            decoders.sample(cell, prompts[0], seed=0, warm_up=True)
-        for number, prompt in enumerate(prompts):
+        if cell.context not in warm and budget.left() > 0:
+            warm.add(cell.context)
+            with budget.uncharged():
+                decoders.sample(cell, prompts[: len(measured) + 1][-1], seed=0, warm_up=True)
+        end = time.monotonic() + budget.share_of(cells)
+        for number in range(len(samples), len(measured)):
             if time.monotonic() > end:
                 break
-            line["samples"].append(decoders.sample(cell, prompt, seed=1000 * cell.seed + number))
+            samples.append(decoders.sample(cell, measured[number], seed=1000 * cell.seed + number))
     except BaselineFailed as error:
         line["failed"] = str(error)
     if torch.cuda.is_available():

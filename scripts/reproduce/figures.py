@@ -107,9 +107,7 @@ def spread_bars(axes: Axes, figures: Mapping[str, Mapping[str, Any]], colour: st
     axes.invert_yaxis()
 
 
-def draw_losses(
-    curves: Mapping[str, Sequence[tuple[float, float]]], title: str, path: Path, unit: str = "step"
-) -> None:
+def draw_losses(curves: Mapping[str, Sequence[tuple[float, float]]], title: str, path: Path) -> None:
     """Smoothed losses, one line a name; what was measured lies pale behind it."""
     with picture(path) as axes:
         for (name, curve), colour in zip(curves.items(), LINES * len(curves), strict=False):

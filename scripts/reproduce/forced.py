@@ -1,31 +1,30 @@
 """Acceptance that does not hang on what a small target says: on real text, and as its probabilities have it."""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from scripts.demo.forced import ForcedAcceptance, teacher_forced_acceptance
 from scripts.reproduce.pair import LoadedPair, Prompt
+from scripts.reproduce.tokens import read_rows
 
-HELD_OUT = "held_out.jsonl"
 
-
-def held_out_rows(pair: LoadedPair, texts: list[str], length: int, count: int) -> Tensor:
-    """LongTensor [count or fewer, length]: held-out texts, each with its EOS, end to end; rows spread over them."""
-    ids = pair.tokenizer(texts, verbose=False)["input_ids"]
-    stream = torch.tensor([token for text in ids for token in (*text, pair.tokenizer.eos_token_id)])
-    rows = stream[: len(stream) // length * length].view(-1, length)
-    return rows[:: max(1, len(rows) // count)][:count].to(pair.model.device)
+def held_out_rows(ids: Path, length: int, count: int) -> Tensor:
+    """LongTensor [count or fewer, length]: rows spread over the token ids in a file of the step `tokens`."""
+    rows = read_rows(ids, length)
+    return torch.from_numpy(rows[:: max(1, len(rows) // count)][:count].astype(np.int64))
 
 
 def on_held_out_text(
-    pair: LoadedPair, texts: list[str], context: int, rows: int, tokens: int, shape: tuple[int, ...]
+    pair: LoadedPair, ids: Path, context: int, rows: int, tokens: int, shape: tuple[int, ...]
 ) -> dict[str, Any] | None:
     """The tree on the last `tokens` tokens of rows of `context` tokens, on half of them at most; None if the text does
     not fill a row."""
-    found = held_out_rows(pair, texts, context, rows)
+    found = held_out_rows(ids, context, rows).to(pair.model.device)
     if not len(found):
         return None
     prompts, ends = ([length] * len(found) for length in (context - min(tokens, context // 2), context))

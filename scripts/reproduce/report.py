@@ -12,17 +12,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from longspec.errors import UserError, reports_user_errors
+from longspec.train.logging import METRICS_NAME
 from scripts.pipeline.files import write_json
-from scripts.reproduce.ablations import METRICS, RESULTS, losses_of, read_evaluation
+from scripts.reproduce.ablations import RESULTS, losses_of, read_evaluation
 from scripts.reproduce.cells import CELLS, read_cells
 from scripts.reproduce.claims import Evidence, Verdict, claims, marks, shown
 from scripts.reproduce.evaluate import NO_TIME
 from scripts.reproduce.figures import draw_attention, draw_by_context, draw_by_depth, draw_losses, draw_speed
-from scripts.reproduce.run import Run
+from scripts.reproduce.run import STAGES, Run
 from scripts.reproduce.summary import samples_of
 
 SUMMARY, PAGE = "summary.json", "README.md"
-STAGES = (1, 2, 3)
 ANSWERS = {True: "yes", False: "**no**", None: "–"}
 
 
@@ -60,7 +60,7 @@ def collect(run: Run) -> dict[str, Any]:
     found = Evidence(samples_of(lines), read["facts"], read["forced"], read["rounds"], ablations)
     training = run.target / "training.json"
     variant = read["facts"]["settings"]["variant"]
-    losses = {f"stage {n}": losses_of(run.draft(variant, n).parent / METRICS) for n in STAGES}
+    losses = {f"stage {n}": losses_of(run.draft(variant, n).parent / METRICS_NAME) for n in STAGES}
     return {
         "preset": run.preset,
         "family": run.family,

@@ -8,13 +8,18 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from benchmarks.ceilings import captured_ms, measure_ceilings
 from longspec.inference.runner import make_runner
 from longspec.kernels.attention import DecodingAttention, decoding_attention
 from longspec.models.draft_layer import head_dim
 from scripts.reproduce.pair import LoadedPair
 
 RUNS = 5
+MASK_ALIGNMENT = 16
+"""Slots that a mask's row is a multiple of, or torch copies it at every call."""
 
 
 def parts_by_context(pair: LoadedPair, contexts: Sequence[int], shape: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -23,8 +28,7 @@ def parts_by_context(pair: LoadedPair, contexts: Sequence[int], shape: tuple[int
     runner = make_runner(pair.model, "auto", compiled=True)
     if not runner.capturable:
         return []
-    from benchmarks.ceilings import measure_ceilings  # these need Triton
-    from benchmarks.decoding import measure
+    from benchmarks.decoding import measure  # these two need Triton
     from longspec.inference.fused_runner import FusedRunner
 
     assert isinstance(runner, FusedRunner)
@@ -35,49 +39,69 @@ def parts_by_context(pair: LoadedPair, contexts: Sequence[int], shape: tuple[int
 
 @torch.no_grad()
 def attention_by_context(pair: LoadedPair, contexts: Sequence[int], shape: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Milliseconds of a verification's attention, all layers, launched kernel by kernel: as one call under a dense mask
-    (torch's scaled_dot_product_attention), and as prefix and tree that are merged, on the backend that decoding takes.
-    """
+    """Milliseconds of a verification's attention, all layers: as one call of torch's scaled_dot_product_attention under
+    a dense mask that is there already, and as prefix and tree that are merged, on the backend that decoding takes. On
+    CUDA both are replayed from a graph."""
     model = pair.model
-    place = model.device, model.dtype
-    hybrid = decoding_attention("auto", *place, head_dim(model.config))
-    dense = decoding_attention("sdpa", *place, head_dim(model.config))
+    hybrid = decoding_attention("auto", model.device, model.dtype, head_dim(model.config))
     return [
         {
             "context": context,
-            "dense_ms": attention_ms(pair, dense, context, 1 + sum(shape)),
-            "hybrid_ms": None if hybrid.name == dense.name else attention_ms(pair, hybrid, context, 1 + sum(shape)),
+            "dense_ms": dense_ms(pair, context, 1 + sum(shape)),
+            "hybrid_ms": None if hybrid.name == "sdpa" else hybrid_ms(pair, hybrid, context, 1 + sum(shape)),
             "backend": hybrid.name,
         }
         for context in contexts
     ]
 
 
-def attention_ms(pair: LoadedPair, attention: DecodingAttention, context: int, nodes: int) -> float:
-    """Of a tree of so many nodes behind `context` tokens, over caches of their own in every layer."""
-    config, device = pair.model.config, pair.model.device
-    size, slots = head_dim(config), context + nodes
-    q = torch.randn(1, config.num_attention_heads, nodes, size, dtype=pair.model.dtype, device=device)
-    store = torch.randn(
-        config.num_hidden_layers, 2, 1, config.num_key_value_heads, slots, size, dtype=q.dtype, device=device
-    )
-    lengths = torch.tensor([context], dtype=torch.int32, device=device)
-    mask = torch.ones(1, nodes, nodes, dtype=torch.bool, device=device).tril()
-
-    def all_layers() -> None:
-        for keys, values in store:
-            attention.hybrid(q, keys, values, lengths, mask, size**-0.5)
-
-    return timed_ms(all_layers)
+def dense_ms(pair: LoadedPair, context: int, nodes: int) -> float:
+    q, layers = random_layers(pair, context, nodes)
+    mask = dense_mask(chain_mask(q), context, layers.shape[4], q.shape[1] // layers.shape[3], q.dtype)
+    return device_ms(lambda: [dense_attention(q, keys, values, mask) for keys, values in layers])
 
 
-def timed_ms(work: Callable[[], None]) -> float:
-    """The median of a few runs behind one that is not timed, on the device or the CPU."""
+def hybrid_ms(pair: LoadedPair, attention: DecodingAttention, context: int, nodes: int) -> float:
+    q, layers = random_layers(pair, context, nodes)
+    mask, lengths = chain_mask(q), torch.tensor([context], dtype=torch.int32, device=q.device)
+    scale = q.shape[3] ** -0.5
+    return device_ms(lambda: [attention.hybrid(q, keys, values, lengths, mask, scale) for keys, values in layers])
+
+
+def random_layers(pair: LoadedPair, context: int, nodes: int) -> tuple[Tensor, Tensor]:
+    """q [1, Hq, N, D] of N nodes, and keys and values of their own in every layer [layers, 2, 1, Hkv, S, D]: those of
+    the context, then the nodes'."""
+    config, place = pair.model.config, {"dtype": pair.model.dtype, "device": pair.model.device}
+    size, slots = head_dim(config), -(-(context + nodes) // MASK_ALIGNMENT) * MASK_ALIGNMENT
+    q = torch.randn(1, config.num_attention_heads, nodes, size, **place)
+    return q, torch.randn(config.num_hidden_layers, 2, 1, config.num_key_value_heads, slots, size, **place)
+
+
+def chain_mask(q: Tensor) -> Tensor:
+    """Which nodes a node sees, bool [1, N, N]; which ones these are costs no time."""
+    return torch.ones(1, q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+
+
+def dense_mask(tree_mask: Tensor, context: int, slots: int, group: int, dtype: torch.dtype) -> Tensor:
+    """`tree_mask` and the context before it as what is added to the scores, [1, 1, group · N, S]."""
+    visible = F.pad(F.pad(tree_mask, (context, 0), value=True), (0, slots - context - tree_mask.shape[2]), value=False)
+    added = torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, float("-inf"))
+    return added.repeat(1, group, 1)[:, None]
+
+
+def dense_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """[1, Hq, N, D]; the heads of a group are rows of their one KV head, so that its keys are read once."""
+    rows = q.view(1, keys.shape[1], -1, q.shape[3])
+    return F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask).view(q.shape)
+
+
+def device_ms(work: Callable[[], object]) -> float:
+    """The median of a few runs, on CUDA in a graph."""
+    if torch.cuda.is_available():
+        return captured_ms(work)
     times = []
     for _ in range(1 + RUNS):
         start = perf_counter()
         work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
         times.append(1e3 * (perf_counter() - start))
     return median(times[1:])

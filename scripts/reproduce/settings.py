@@ -5,17 +5,21 @@ Arithmetic of h200, a target of 161M parameters (24 layers, 768 wide, 12 query a
     FLOPs of a token in training    6 · 161M = 0.97 G, and attention 6 · 24 · 768 · T / 2 … = 0.11 G at T = 2048,
                                     0.93 G at 16896
     at 250 TFLOP/s of matrices and 200 of attention: 230k tokens/s at 2048, 115k at 16896
-    540 s, less 15 to save, 15 of imports, 60 of compilation: 450 s, three quarters of it short rows
-                                    338 s · 230k + 112 s · 115k = 78M + 13M = 91M tokens, 900 steps of 101k
-    Muon's Newton-Schulz            2.7 TFLOP a step, against 110 of the step's tokens
+    540 s, less 15 to save, 20 of imports and corpus, 75 of three compiled graphs (short rows, long rows, held-out rows
+    without gradients): 430 s, three quarters of it short rows; with 10% for optimizer, clipping, logs and evaluations
+                                    323 s · 205k + 107 s · 105k = 66M + 11M = 77M tokens, 760 steps of 101k
+    Muon's Newton-Schulz            2.7 TFLOP a step, against 110 of the step's tokens; some 130 launches, as matrices
+                                    of one shape go together (one by one they are 4000, 30 to 40 ms of a 490 ms step)
+    two micro-batches a step        a third would leave 510 steps, and save only what Muon costs no more
     logits                          8192 tokens · 16384 · (2 + 4) bytes = 0.8 GB at a time, not 5 GB for 50k tokens
     activations of 50k tokens       0.6 MB a token under compilation = 32 GB
 
-    stage 1     280 steps of 64 rows of 1024 tokens: 18M; the anchors' probe had 400k tokens/s: 46 s
-    stage 2     70 steps of 4 rows of 16896: 4.7M; at 120k tokens/s: 40 s
-    stage 3     60 steps of 8 prompts of 2k to 16k: 3.7M: 30 s
+    stage 1     220 steps of 64 rows of 1024 tokens: 14.4M; the anchors' probe had 400k tokens/s: 36 s
+    stage 2     55 steps of 4 rows of 16896: 3.7M; at 120k tokens/s: 31 s
+    stage 3     45 steps of 8 prompts of 2k to 16k: 2.8M: 23 s
 
-Both variants train at once, so that one computes while the other starts: 2 · 116 s and 3 starts of 20 s = 292 s.
+Both variants train at once, so that one computes while the other starts: 2 · 90 s and 3 starts of 20 s = 240 s, and a
+minute of slack under the limits' 300 s.
 """
 
 from collections.abc import Callable
@@ -25,8 +29,8 @@ from scripts.pipeline.stages import StageSettings
 from scripts.reproduce.cells import Measurement
 from scripts.reproduce.code_files import HoldOut
 from scripts.reproduce.corpus import CorpusSettings, TaskSettings
-from scripts.reproduce.evaluate import CPU_PLAN, EvaluationSettings
 from scripts.reproduce.generated import GenerationSettings
+from scripts.reproduce.plan import CPU_PLAN, EvaluationSettings
 from scripts.reproduce.target import TargetSettings
 from scripts.reproduce.tokens import TokenSettings
 
@@ -83,9 +87,9 @@ def h200(family: str, text: str | None) -> Settings:
         ),
         TaskSettings(prompts_per_cell=8),
         target,
-        stages(family, answer + contexts[-1], steps=(280, 70, 60), limits=(115.0, 100.0, 85.0)),
+        stages(family, answer + contexts[-1], steps=(220, 55, 45), limits=(115.0, 100.0, 85.0)),
         GenerationSettings(texts=4096, prompt=64, new_tokens=960, batch=256),
-        EvaluationSettings(limit_s=360.0, contexts=contexts),
+        EvaluationSettings(limit_s=300.0, contexts=contexts),
     )
 
 
@@ -130,6 +134,7 @@ def stage(
     overrides = {
         "deepspeed": "zero1",
         "resume": "latest",
+        "save_steps": max(1, steps // 5),
         "variant.max_offset": max_offset,
         "data.overflow": "split" if number == 1 else "truncate",
     }

@@ -10,13 +10,14 @@ from itertools import zip_longest
 from statistics import stdev
 from typing import Any
 
+from scripts.reproduce.cells import CELL_FIELDS
+
 Sample = dict[str, Any]
 """A sample's line, with its cell's name, temperature, seed, task and context."""
 
 LOOPS_BELOW = 0.5
 """An output with a smaller share of distinct 4-grams loops."""
 RESAMPLES = 400
-CELL_FIELDS = ("name", "temperature", "seed", "task", "context")
 
 
 def samples_of(lines: Iterable[dict[str, Any]]) -> list[Sample]:
@@ -151,7 +152,7 @@ def method_summary(samples: Sequence[Sample], vanilla: Sequence[Sample]) -> dict
         "acceptance_length": pooled(samples, acceptance),
         "acceptance_length_of_loops": pooled(looping, acceptance),
         "acceptance_length_without_loops": pooled(straight, acceptance),
-        "acceptance_by_depth": by_depth(straight or samples),
+        "acceptance_by_depth": by_depth(straight),
         "tokens_per_second": pooled(samples, speed),
         "tokens_per_second_without_loops": pooled(straight, speed),
         "speed_up_over_vanilla": speed_up(samples, vanilla),

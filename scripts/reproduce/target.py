@@ -139,15 +139,19 @@ def next_token_loss(model: Any, input_ids: Tensor) -> Tensor:
 
 
 class TargetTrainer(Trainer):
-    """Scores a batch without holding all its logits."""
+    """Scores a batch without holding all its logits.
+
+    Trainer leaves mixed precision to the model's `forward`, which `next_token_loss` goes past: it is set here.
+    """
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        return next_token_loss(model, inputs["input_ids"])
+        with self.accelerator.autocast():
+            return next_token_loss(model, inputs["input_ids"])
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> tuple[Tensor, None, None]:
-        with torch.no_grad(), self.compute_loss_context_manager():
+        with torch.no_grad():
             return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
 
 

@@ -18,6 +18,8 @@ from scripts.reproduce.tokens import write_tokens
 
 DATA = (DRAFT_TEXTS, LONG_TEXTS, ANSWERS)
 """Of stage 1, 2, 3."""
+ROWS = "rows"
+"""What the stages make of it: tokenised, the same for all drafts."""
 
 
 @dataclass(frozen=True)
@@ -55,44 +57,58 @@ ABLATIONS: dict[str, dict[str, Arm]] = {
 }
 
 
-def train_pairs(run: Run, settings: Settings) -> tuple[Steps, Steps]:
-    """Everything up to the drafts of both variants, as far as it is not there yet.
+@dataclass(frozen=True)
+class RowSettings:
+    """What the stages' tokenised rows depend on, besides corpus and target."""
 
-    Returns the steps to go on from: those up to the target, and all of them.
-    """
+    stages: tuple[dict[str, object], ...]
+
+    @classmethod
+    def of(cls, stages: Sequence[StageSettings]) -> "RowSettings":
+        return cls(tuple({"max_length": stage.max_length} | of_the_data(stage) for stage in stages))
+
+
+def of_the_data(stage: StageSettings) -> dict[str, object]:
+    return {key: value for key, value in stage.overrides.items() if key.startswith("data.")}
+
+
+def train_pairs(run: Run, settings: Settings) -> Steps:
+    """Everything up to the drafts of both variants, as far as it is not there yet; the steps up to the target."""
     corpus, tokens = run.root / "corpus", run.root / "tokens"
     steps = Steps(run.root)
     steps.run("corpus", settings.corpus, lambda folder: write_corpus(folder, settings.corpus))
-    with_tasks = steps.branch()  # other prompts to evaluate on need no other target
 
     def ask(folder: Path) -> None:
         write_held_out_tasks(folder, corpus, settings.corpus, settings.tasks)
 
-    with_tasks.run("tasks", settings.tasks, ask)
+    steps.branch().run("tasks", settings.tasks, ask)  # other prompts to evaluate on need no other target
     steps.run("tokens", settings.tokens, lambda folder: write_tokens(folder, corpus))
 
     def learn(folder: Path) -> None:
         train_target(folder, corpus / TOKENIZER, tokens, settings.target)
 
     steps.run("target", settings.target, learn)
-    for stage in settings.stages:  # before several launches want the same
-        cache_rows(corpus / DATA[stage.number - 1], run.target, on_this_machine(stage), cache(run))
-    branches, up_to_target = [steps.branch() for _ in VARIANTS], steps.branch()
 
-    def train(variant: str, branch: Steps) -> None:
-        train_drafts(run, branch, variant, [replace(stage, variant=variant) for stage in settings.stages])
+    def tokenise(folder: Path) -> None:
+        for stage in settings.stages:
+            cache_rows(corpus / DATA[stage.number - 1], run.target, on_this_machine(stage), folder)
+
+    # Before several launches want the same; a launch that finds nothing there makes it itself.
+    steps.branch().run(ROWS, RowSettings.of(settings.stages), tokenise)
+
+    def train(variant: str) -> None:
+        train_drafts(run, steps.branch(), variant, [replace(stage, variant=variant) for stage in settings.stages])
 
     # On a GPU together: one computes while the other starts.
     with ThreadPoolExecutor(len(VARIANTS) if gpus() else 1) as pool:
         try:
-            for trained in [pool.submit(train, *pair) for pair in zip(VARIANTS, branches, strict=True)]:
+            for trained in [pool.submit(train, variant) for variant in VARIANTS]:
                 trained.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             end_children()
             raise
-    steps.join([with_tasks, *branches])
-    return up_to_target, steps
+    return steps
 
 
 def train_drafts(
@@ -104,7 +120,7 @@ def train_drafts(
         file = (data or {}).get(stage.number, run.root / "corpus" / DATA[stage.number - 1])
 
         def train(folder: Path, stage: StageSettings = stage, draft: Path | None = draft, file: Path = file) -> None:
-            train_stage(folder, file, run.target, draft, on_this_machine(stage), cache(run))
+            train_stage(folder, file, run.target, draft, on_this_machine(stage), run.root / ROWS)
 
         folder = steps.run(f"{place}/stage{stage.number}", stage, train, resumable=True)
         draft = draft_weights(folder)
@@ -117,11 +133,6 @@ def on_this_machine(stage: StageSettings) -> StageSettings:
         return stage
     more = {"data.num_proc": threads(), "data.num_workers": 2, "model.attn_implementation": "flash_attention_2"}
     return replace(stage, overrides=more | dict(stage.overrides))
-
-
-def cache(run: Run) -> Path:
-    """Tokenised rows of the stages, the same for all drafts."""
-    return run.root / "rows"
 
 
 def train_arms(run: Run, steps: Steps, name: str, settings: Settings) -> dict[str, Path]:

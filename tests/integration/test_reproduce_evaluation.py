@@ -10,11 +10,14 @@ import torch
 from small_run import CONTEXTS, SHAPE, small_run, small_settings
 
 from longspec import generate
+from longspec.kernels.attention import SdpaAttention
 from scripts.reproduce import evaluate as module
-from scripts.reproduce.baselines import BASELINES, Transformers
-from scripts.reproduce.cells import CELLS, Cell, Clock, Measurement, read_cells
+from scripts.reproduce import plan
+from scripts.reproduce.baselines import BASELINES, LOOKUP_TOKENS, Transformers
+from scripts.reproduce.cells import CELLS, Budget, Cell, Measurement, key_of, read_cells
 from scripts.reproduce.evaluate import FACTS, FORCED, NO_TIME, ROUNDS, Decoders, cells_of, evaluate, read_prompts
-from scripts.reproduce.pair import load_pair
+from scripts.reproduce.pair import Prompt, load_pair
+from scripts.reproduce.rounds import dense_attention, dense_mask, random_layers
 from scripts.reproduce.summary import sameness, samples_of
 
 PLAN = (
@@ -29,10 +32,6 @@ PLAN = (
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("longspec.inference.tree_shapes.TOKENS", 4)
-
-
-def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(line[name] for name in ("name", "temperature", "task", "context", "seed"))
 
 
 def test_cells_hold_what_generate_says(tmp_path: Path) -> None:
@@ -78,9 +77,20 @@ def test_forced_acceptance_and_rounds_are_measured(tmp_path: Path) -> None:
     assert all(row["dense_ms"] > 0 for row in rounds["attention"])
 
 
+def test_the_dense_mask_is_the_same_attention(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+    pair = load_pair(run.target, run.draft("sinkpi-slicing", 3))
+    q, layers = random_layers(pair, context=21, nodes=6)
+    tree = torch.rand(1, 6, 6).lt(0.5) | torch.eye(6, dtype=torch.bool)
+    keys, values = layers[0]
+    mask = dense_mask(tree, 21, layers.shape[4], q.shape[1] // keys.shape[1], q.dtype)
+    hybrid = SdpaAttention().hybrid(q, keys, values, torch.tensor([21]), tree, q.shape[3] ** -0.5)
+    torch.testing.assert_close(dense_attention(q, keys, values, mask), hybrid)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_all_methods_and_the_parts_of_a_round_are_measured(tmp_path: Path) -> None:
-    run, settings = small_run(tmp_path), small_settings(*(replace(m, prompts=1) for m in module.PLAN))
+    run, settings = small_run(tmp_path), small_settings(*(replace(m, prompts=1) for m in plan.PLAN))
     evaluate(tmp_path / "evaluation", run, settings)
     facts = json.loads((tmp_path / "evaluation" / FACTS).read_text())
     assert facts["dtype"] == "bfloat16" and not [row for row in facts["left_out"] if row["reason"] != NO_TIME]
@@ -141,27 +151,104 @@ def test_another_draft_or_other_settings_are_measured_anew(tmp_path: Path) -> No
     assert {sample["new_tokens"] for sample in samples_of(read_cells(folder / CELLS))} == {5}
 
 
+class SlowSamples:
+    """A clock that only sampling moves, and loading a pair."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, sample_s: float, warm_up_s: float, load_s: float) -> None:
+        self.now = 0.0
+        sample, load = Decoders.sample, load_pair
+
+        def slow(decoders: Decoders, *args: Any, warm_up: bool = False, **kwargs: Any) -> Any:
+            self.now += warm_up_s if warm_up else sample_s
+            return sample(decoders, *args, warm_up=warm_up, **kwargs)
+
+        def slow_load(*args: Any) -> Any:
+            self.now += load_s
+            return load(*args)
+
+        monkeypatch.setattr(Decoders, "sample", slow)
+        monkeypatch.setattr(module, "load_pair", slow_load)
+        monkeypatch.setattr("scripts.reproduce.cells.time.monotonic", lambda: self.now)
+
+
+def counts(folder: Path) -> tuple[list[int], int]:
+    """Samples of each cell that has a line, and how many more were planned in all."""
+    facts = json.loads((folder / FACTS).read_text())
+    assert {row["reason"] for row in facts["left_out"]} <= {NO_TIME}
+    samples = [len(line["samples"]) for line in read_cells(folder / CELLS)]
+    return samples, sum(row.get("prompts", 0) for row in facts["left_out"])
+
+
 def test_it_keeps_its_time_and_says_what_it_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sample takes 10 s of a clock that only samples move: 100 s are dealt out by shares, first cells first."""
-    now = 0.0
-    sample = Decoders.sample
-
-    def slow(self: Decoders, *args: Any, **kwargs: Any) -> Any:
-        nonlocal now
-        now += 10.0
-        return sample(self, *args, **kwargs)
-
-    monkeypatch.setattr(Decoders, "sample", slow)
-    monkeypatch.setattr("scripts.reproduce.cells.time.monotonic", lambda: now)
+    """100 s are dealt out by shares, whatever loading took."""
+    clock = SlowSamples(monkeypatch, sample_s=10.0, warm_up_s=2.0, load_s=500.0)
     settings = replace(small_settings(*PLAN), forced_share=0.5)
     evaluate(tmp_path / "evaluation", small_run(tmp_path), settings)
-    assert 60 <= now <= 130
-    lines = read_cells(tmp_path / "evaluation" / CELLS)
-    facts = json.loads((tmp_path / "evaluation" / FACTS).read_text())
-    missing = sum(row.get("prompts", 0) for row in facts["left_out"])
-    assert {row["reason"] for row in facts["left_out"]} == {NO_TIME}
-    assert sum(len(line["samples"]) for line in lines) + missing == 8 + 8 + 8 + 1
-    assert {line["name"] for line in lines} >= {"vanilla", "tree"}
+    assert 60 <= clock.now - 500 <= 130
+    samples, missing = counts(tmp_path / "evaluation")
+    assert sum(samples) + missing == 8 + 8 + 8 + 1 and missing
+    assert {line["name"] for line in read_cells(tmp_path / "evaluation" / CELLS)} >= {"vanilla", "tree"}
+
+
+def test_what_is_compiled_before_a_part_is_no_loss_of_that_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its share is 20 of 80 s, and each of its two warm-ups takes 25: all of its cells are measured nevertheless."""
+    SlowSamples(monkeypatch, sample_s=1.0, warm_up_s=25.0, load_s=0.0)
+    settings = replace(small_settings(replace(PLAN[0], share=1.0), replace(PLAN[1], share=2.0)), limit_s=80.0)
+    evaluate(tmp_path / "evaluation", small_run(tmp_path), settings)
+    vanilla = [line for line in read_cells(tmp_path / "evaluation" / CELLS) if line["name"] == "vanilla"]
+    assert [len(line["samples"]) for line in vanilla] == [2] * 4
+
+
+def test_what_the_time_cut_short_is_measured_by_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sample once, those of a cell in several calls with the seeds that they would have had in one."""
+    clock = SlowSamples(monkeypatch, sample_s=10.0, warm_up_s=0.0, load_s=0.0)
+    run, settings = small_run(tmp_path), replace(small_settings(*PLAN), forced_share=0.5)
+    whole, folder = tmp_path / "whole", tmp_path / "evaluation"
+    evaluate(whole, run, replace(settings, limit_s=1e6))
+    began, left, calls = clock.now, 1, 0
+    while left and calls < 9:
+        evaluate(folder, run, settings)
+        left, calls = counts(folder)[1], calls + 1
+    assert calls > 2 and clock.now - began == 250, "25 samples of 10 s"
+    assert json.loads((folder / FACTS).read_text())["seconds"] == 250
+    (one, several) = ({key_of(line): line for line in read_cells(place / CELLS)} for place in (whole, folder))
+    assert one.keys() == several.keys()
+    for key, line in one.items():
+        assert [s["token_ids"] for s in line["samples"]] == [s["token_ids"] for s in several[key]["samples"]]
+    assert (folder / FORCED).read_text() == (whole / FORCED).read_text()
+
+
+def test_other_prompts_are_measured_anew(tmp_path: Path) -> None:
+    run, settings, folder = small_run(tmp_path), small_settings(PLAN[1]), tmp_path / "evaluation"
+    evaluate(folder, run, settings)
+    before = samples_of(read_cells(folder / CELLS))
+    path = run.tasks("lcc", CONTEXTS[0])
+    path.write_text(path.read_text().replace("x0", "y0"))
+    evaluate(folder, run, settings)
+    after = samples_of(read_cells(folder / CELLS))
+    assert len(before) == len(after) and before[0]["decode_s"] != after[0]["decode_s"]
+
+
+def test_a_tree_shape_is_chosen_on_a_prompt_that_is_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warmed, measured, sample = set(), set(), Decoders.sample
+
+    def watched(self: Decoders, cell: Cell, prompt: Prompt, *args: Any, warm_up: bool = False, **kwargs: Any) -> Any:
+        (warmed if warm_up else measured).add((prompt.task, prompt.context, prompt.id))
+        return sample(self, cell, prompt, *args, warm_up=warm_up, **kwargs)
+
+    monkeypatch.setattr(Decoders, "sample", watched)
+    evaluate(tmp_path / "evaluation", small_run(tmp_path), small_settings(PLAN[1]))
+    assert warmed and measured and not warmed & measured
+
+
+def test_prompt_lookup_proposes_as_many_tokens_as_that_of_transformers(tmp_path: Path) -> None:
+    evaluate(tmp_path / "evaluation", small_run(tmp_path), small_settings(Measurement("lookup", prompts=1)))
+    samples = samples_of(read_cells(tmp_path / "evaluation" / CELLS))
+    assert {len(sample["accepted_by_depth"]) for sample in samples} == {LOOKUP_TOKENS}
 
 
 def test_warm_ups_come_before_every_methods_first_sample_at_a_context(
@@ -184,18 +271,24 @@ def test_warm_ups_come_before_every_methods_first_sample_at_a_context(
 def test_time_left_over_goes_to_the_parts_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 5.0
     monkeypatch.setattr("scripts.reproduce.cells.time.monotonic", lambda: now)
-    clock = Clock(100.0, [1.0, 3.0])
-    clock.next_part()
-    assert clock.left() == 25 and clock.share_of(1) == 25 and clock.share_of(10) == 5
+    budget = Budget(100.0, [1.0, 2.0, 1.0])
+    budget.next_part()
+    assert budget.left() == 25 and budget.share_of(1) == 25 and budget.share_of(10) == 5
     now += 10
-    clock.next_part()
-    assert clock.left() == 90 and clock.passed() == 10
+    budget.next_part()
+    assert budget.left() == 60 and budget.passed() == 10
+    with budget.uncharged():
+        now += 9
+    assert budget.left() == 60
+    now += 61
+    budget.next_part()
+    assert budget.left() == 20, "what was not charged to the second part, and what it took too much"
 
 
 def test_transformers_modes_decode_the_same_tokens_and_are_timed_without_prefill(tmp_path: Path) -> None:
     run = small_run(tmp_path)
-    plan = [Measurement(name, prompts=2, tasks=("gsm8k",), longest_contexts=1, new_tokens=7) for name in BASELINES]
-    evaluate(tmp_path / "evaluation", run, small_settings(Measurement("vanilla", prompts=2), *plan))
+    modes = [Measurement(name, prompts=2, tasks=("gsm8k",), longest_contexts=1, new_tokens=7) for name in BASELINES]
+    evaluate(tmp_path / "evaluation", run, small_settings(Measurement("vanilla", prompts=2), *modes))
     lines = read_cells(tmp_path / "evaluation" / CELLS)
     assert [line["name"] for line in lines[4:]] == list(BASELINES)
     samples = samples_of(lines)
@@ -238,11 +331,11 @@ def test_a_baseline_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_the_shown_plan_names_methods_that_exist(tmp_path: Path) -> None:
     run = small_run(tmp_path)
-    settings = small_settings(*module.PLAN)
+    settings = small_settings(*plan.PLAN)
     pair = load_pair(run.target, run.draft("sinkpi-slicing", 3))
     decoders = Decoders(pair, run.target, settings)
     prompts = read_prompts(pair, run, settings)
     with torch.no_grad():
-        for measurement in (*module.PLAN, *module.CPU_PLAN):
+        for measurement in (*plan.PLAN, *plan.CPU_PLAN):
             cell, mine = next(cells_of(measurement, prompts))
             assert decoders.sample(cell, mine[0], seed=0, warm_up=True)["new_tokens"] in (9, 16)

@@ -11,7 +11,8 @@ from small_run import CONTEXTS, SHAPE, small_run, small_settings
 from scripts.reproduce.ablations import PLAN, UNTRAINED, arm_settings, evaluate_arms
 from scripts.reproduce.baselines import BASELINES
 from scripts.reproduce.cells import CELLS, Measurement
-from scripts.reproduce.evaluate import EvaluationSettings, evaluate
+from scripts.reproduce.evaluate import evaluate
+from scripts.reproduce.plan import EvaluationSettings
 from scripts.reproduce.report import PAGE, SUMMARY, main, report
 from scripts.reproduce.run import Run
 

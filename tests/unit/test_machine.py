@@ -1,5 +1,6 @@
 """Commands that steps start: what their end means, and that none of them outlives its time."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import psutil
 import pytest
 
 from scripts.pipeline import machine
-from scripts.pipeline.machine import CommandFailed, run
+from scripts.pipeline.machine import CPU_RANKS, TRAINER, CommandFailed, launch_line, run
 
 RANK = """
 import pathlib, signal, sys, time
@@ -55,6 +56,19 @@ def test_a_command_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
     with pytest.raises(CommandFailed, match=r"(?s)what went wrong.*ended with code 3"):
         run([sys.executable, "-c", "print('what went wrong'); raise SystemExit(3)"], tmp_path / "log.txt", {})
     assert (tmp_path / "log.txt").read_text().startswith("an earlier run\n")
+
+
+def test_a_command_has_a_group_of_its_own_in_this_session(tmp_path: Path) -> None:
+    """So that a signal to this process alone reaches it through `run`, and what ends the session ends it, too."""
+    told = "import os; print(os.getsid(0), os.getpgid(0) == os.getpid())"
+    run([sys.executable, "-c", told], tmp_path / "log.txt", {})
+    assert (tmp_path / "log.txt").read_text().split() == [str(os.getsid(0)), "True"]
+
+
+def test_the_launcher_is_that_of_this_environment_wherever_its_command_lies(tmp_path: Path) -> None:
+    line = launch_line(["--num_gpus", str(CPU_RANKS)], "an_experiment", {"max_steps": 3})
+    assert line[:3] == [sys.executable, "-m", "deepspeed.launcher.runner"]
+    assert line[line.index(TRAINER) :] == [TRAINER, "-cp", "conf/exp/", "-cn", "an_experiment", "max_steps=3"]
 
 
 def test_a_command_that_ends_has_ended(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def test_copies_of_held_out_files_in_other_packages_are_not_trained_on(installed
         file("huge/compat/same.py", original),
         file("huge/compat/changed.py", "import huge.compat.everything_else as other\n" + "".join(lines[::-1][2:])),
         file("huge/compat/indented.py", "class Moved:\n" + "".join("    " + line for line in lines)),
+        file("huge/compat/extended.py", code("extended", 2 * len(lines)) + "".join(lines)),
     ]
     kept = file("huge/uses.py", code("uses") + lines[0])
     train, _ = split([*installed, *copies, kept], HOLD_OUT)
@@ -69,7 +70,7 @@ def test_copies_of_held_out_files_in_other_packages_are_not_trained_on(installed
 
 
 def test_vendored_packages_are_not_read(tmp_path: Path) -> None:
-    for place in ("tool/main.py", "tool/_vendor/json/decoder.py", "other/vendored/x.py"):
+    for place in ("tool/main.py", "tool/_vendor/json/decoder.py", "other/vendored/x.py", "more/externals/y.py"):
         path = tmp_path / place
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(code("x", 30))

@@ -68,6 +68,8 @@ def test_outputs_that_loop_are_told_apart() -> None:
     assert figures["acceptance_length_without_loops"]["value"] == 2
     assert figures["acceptance_length_of_loops"]["value"] == 6
     assert (figures["samples"], figures["loops"], figures["acceptance_by_depth"]) == (2, 1, [1.0])
+    (row,) = summarise([cell(looping)])
+    assert row["all"]["acceptance_by_depth"] == [], "nothing is told of outputs that do not loop"
 
 
 def cell(*samples: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -134,7 +136,12 @@ def test_speed_is_judged_at_the_two_longest_contexts_against_the_best_baseline()
     assert (lookup.measured, lookup.holds) == ("1.20 ×", False)
     assert verdict(rows, "Tokens/s of tree over lookup, others").holds is None
     best = verdict(rows, "Tokens/s of tree over transformers'")
-    assert (best.measured, best.holds) == ("6.00 × (100 / 17)", True)
+    assert (best.measured, best.holds) == ("6.00 × (transformers-static at 16384)", True)
+    one = verdict(marks(evidence(*samples[:-1])), "Tokens/s of tree over transformers'")
+    assert (one.measured, one.holds) == ("–", None), "the compiled one may be the faster"
+    slow = at(8192, "transformers-dynamic", 4.0)
+    least = verdict(marks(evidence(*samples, slow)), "Tokens/s of tree over transformers'")
+    assert (least.measured, least.holds) == ("4.00 × (transformers-dynamic at 8192)", False)
 
 
 @pytest.mark.parametrize(("long", "holds"), [(39, True), (37, False)])

@@ -19,6 +19,8 @@ from scripts.reproduce.target import (
     Clock,
     Progress,
     TargetSettings,
+    TargetTrainer,
+    arguments,
     compile_layers,
     held_out_batches,
     next_token_loss,
@@ -102,6 +104,21 @@ def test_loss_and_gradients_are_transformers_own(monkeypatch: pytest.MonkeyPatch
     gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in (ours, theirs)]
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_layers_compute_in_half_precision_in_training_and_in_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target_module, "bf16_is_faster", lambda: True)
+    model = LlamaForCausalLM(tiny_config("llama"))
+    dtypes: list[torch.dtype] = []
+    model.model.layers[0].mlp.down_proj.register_forward_hook(lambda _, __, out: dtypes.append(out.dtype))
+    trainer = TargetTrainer(model, arguments(tmp_path, SETTINGS))
+    batch = {"input_ids": torch.randint(61, (2, 8))}
+    trainer.compute_loss(model, batch).backward()
+    trainer.prediction_step(model, batch)
+    assert dtypes == [torch.bfloat16] * 2
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
 
 
 def test_one_graph_serves_all_layers_at_one_length() -> None:

@@ -11,7 +11,7 @@ from scripts.pipeline.stages import StageSettings, launch_overrides
 from scripts.reproduce import training
 from scripts.reproduce.run import VARIANTS, Run
 from scripts.reproduce.settings import PRESETS
-from scripts.reproduce.training import ABLATIONS, train_arms
+from scripts.reproduce.training import ABLATIONS, train_arms, train_pairs
 
 
 def config_of(stage: StageSettings, folder: Path) -> TrainConfig:
@@ -28,6 +28,7 @@ def test_stages_are_trained_as_the_experiment_says(preset: str, tmp_path: Path) 
         assert {config.variant.name for config in configs} == {variant}
         assert {config.deepspeed.zero_optimization["stage"] for config in configs} == {1}
         assert {config.resume for config in configs} == {"latest"}
+        assert [config.max_steps // config.save_steps for config in configs] == [5] * 3  # that a stop loses little
         assert [config.data.pack for config in configs] == [True, False, False]
         assert [config.data.answer_only for config in configs] == [False, False, True]
         assert [config.data.max_length for config in configs][1:] == [settings.corpus.window] * 2
@@ -65,3 +66,27 @@ def test_arms_differ_in_what_their_name_says(tmp_path: Path, monkeypatch: pytest
     assert figures("ablations/window/2048") == [(15_000, 5, "distill", 2048)] * 3
     assert trained["ablations/labels/generated"][1] == {1: tmp_path / "generated" / "texts.jsonl"}
     assert len(trained) == 7
+
+
+def test_rows_are_tokenised_once_and_again_when_a_stages_data_are_cut_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No stage depends on them as such: what another one reads leaves those before it as they are."""
+    tokenised: list[int] = []
+    trained: list[int] = []
+    for name in ("write_corpus", "write_held_out_tasks", "write_tokens", "train_target"):
+        monkeypatch.setattr(training, name, lambda *_: None)
+    monkeypatch.setattr(training, "cache_rows", lambda data, target, stage, cache: tokenised.append(stage.number))
+    monkeypatch.setattr(training, "train_stage", lambda folder, *given: trained.append(given[3].number))
+    run, settings = Run(tmp_path, "llama", "tiny"), PRESETS["tiny"]("llama", None)
+
+    def changed(**last: Any) -> tuple[list[int], list[int]]:
+        tokenised.clear()
+        trained.clear()
+        train_pairs(run, replace(settings, stages=(*settings.stages[:-1], replace(settings.stages[-1], **last))))
+        return sorted(tokenised), sorted(trained)
+
+    assert changed() == ([1, 2, 3], [1, 1, 2, 2, 3, 3])
+    assert changed() == ([], [])
+    assert changed(learning_rate=9.0) == ([], [3, 3])
+    assert changed(learning_rate=9.0, max_length=64) == ([1, 2, 3], [3, 3])

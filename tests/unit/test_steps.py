@@ -81,19 +81,17 @@ def test_a_step_that_can_go_on_finds_what_it_left_unless_its_settings_have_chang
     assert found == [[], ["1.part"], [], ["3.part"]]
 
 
-def test_what_follows_branches_depends_on_each_of_them_and_they_not_on_one_another(tmp_path: Path) -> None:
-    def go(left: int, right: int) -> list[str]:
+def test_branches_depend_on_what_is_before_them_and_not_on_one_another(tmp_path: Path) -> None:
+    def go(trunk: int, left: int, right: int) -> list[str]:
         ran: list[str] = []
         steps = Steps(tmp_path)
-        steps.run("trunk", Setting(0), lambda folder: ran.append("trunk"))
-        branches = [steps.branch(), steps.branch()]
-        branches[0].run("left", Setting(left), lambda folder: ran.append("left"))
-        branches[1].run("right", Setting(right), lambda folder: ran.append("right"))
-        steps.join(branches)
-        steps.run("end", Setting(0), lambda folder: ran.append("end"))
+        steps.run("trunk", Setting(trunk), lambda folder: ran.append("trunk"))
+        steps.branch().run("left", Setting(left), lambda folder: ran.append("left"))
+        steps.branch().run("right", Setting(right), lambda folder: ran.append("right"))
         return ran
 
-    assert go(1, 1) == ["trunk", "left", "right", "end"]
-    assert go(1, 1) == []
-    assert go(1, 2) == ["right", "end"]
-    assert go(2, 2) == ["left", "end"]
+    assert go(1, 1, 1) == ["trunk", "left", "right"]
+    assert go(1, 1, 1) == []
+    assert go(1, 1, 2) == ["right"]
+    assert go(1, 2, 2) == ["left"]
+    assert go(2, 2, 2) == ["trunk", "left", "right"]

@@ -1,0 +1,72 @@
+"""How much of what an evaluation measures, and in which order.
+
+What the default plan costs on one H200, for a target of 24 layers and 150M to 400M parameters: 16 cells of task and
+context, 26 + 17 prompts in each at temperatures 0 and 1, some 690 calls of `generate`. A call of 192 tokens is
+estimated at 0.3 s: prefill 0.02 to 0.1 s, engine and capture of its graph 0.1 s, rounds 0.1 to 0.2 s. That is 210 s;
+kernels that are compiled at first sight and warm-ups 60 s, transformers' `generate` on 14 prompts 30 s and the
+compilation of its static cache 30 s, a round's parts and teacher forcing 25 s. That is more than there is, so what
+comes last in the plan may be cut short; the same command again goes on with it.
+"""
+
+from dataclasses import dataclass
+
+from longspec.inference.tree_shapes import AUTO
+from scripts.reproduce.baselines import BASELINES, STATIC
+from scripts.reproduce.cells import Measurement
+
+DESCEND = "tree-descend"
+PLAN = (
+    Measurement("vanilla", prompts=6, share=10),
+    Measurement("tree", prompts=6, share=13),
+    Measurement("lookup", prompts=4, share=7),
+    Measurement("tree-auto", "tree", prompts=4, share=8, tree_shape=AUTO),
+    Measurement("tree", temperature=1.0, prompts=3, seeds=3, share=13),
+    Measurement(DESCEND, "tree", temperature=1.0, prompts=3, share=5, tree_rule="descend"),
+    Measurement("vanilla", temperature=1.0, prompts=2, share=5),
+    Measurement("seq", prompts=3, share=6),
+    Measurement("magicdec", prompts=3, share=8),
+    *(
+        Measurement(name, prompts=2, share=5, tasks=("lcc",), longest_contexts=2, new_tokens=64)
+        for name in BASELINES
+        if name != STATIC
+    ),
+    # Each context of it is compiled anew, for half a minute or more.
+    Measurement(STATIC, prompts=2, share=5, tasks=("lcc",), longest_contexts=1, new_tokens=64),
+    Measurement("lookup", temperature=1.0, prompts=1, share=2),
+    Measurement("seq", temperature=1.0, prompts=1, share=2),
+    Measurement("magicdec", temperature=1.0, prompts=1, share=3),
+)
+"""What matters most comes first: time that runs short is missing at the end."""
+CPU_PLAN = (
+    Measurement("vanilla", prompts=2, share=4),
+    Measurement("tree", prompts=2, share=12),
+    Measurement("lookup", prompts=2, share=4),
+    Measurement("tree", temperature=1.0, prompts=1, seeds=2, share=14),
+    Measurement(DESCEND, "tree", temperature=1.0, prompts=1, share=6, tree_rule="descend"),
+    Measurement("vanilla", temperature=1.0, prompts=1, share=2),
+    Measurement("seq", prompts=1, share=3),
+    Measurement("magicdec", prompts=1, share=5),
+    *(Measurement(name, prompts=1, share=3, tasks=("lcc",), longest_contexts=2) for name in BASELINES),
+)
+"""Of fewer prompts, and without a search for the best tree, which takes minutes on a CPU."""
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    limit_s: float = 300.0
+    """From where pair and prompts are in memory."""
+    variant: str = "sinkpi-slicing"
+    stage: int = 3
+    tasks: tuple[str, ...] = ("lcc", "repobench-p", "qmsum", "gsm8k")
+    """Those without a file are left out."""
+    contexts: tuple[int, ...] = (2048, 4096, 8192, 16384)
+    new_tokens: int = 192
+    gamma: int = 4
+    """Of seq and magicdec."""
+    plan: tuple[Measurement, ...] = PLAN
+    forced_share: float = 6.0
+    """Of the time, beside the plan's shares: teacher-forced acceptance, and where a round's time goes."""
+    forced_rows: int = 8
+    """Of held-out text, at each context."""
+    forced_tokens: int = 256
+    """At the end of each row, that rounds go through."""
