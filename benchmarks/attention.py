@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from benchmarks.ceilings import Ceilings, measure_ceilings
+from benchmarks.ceilings import Ceilings, capture, measure_ceilings, timed_ms
 from benchmarks.published_attention import published_attention
 from longspec.errors import UserError, reports_user_errors
 from longspec.kernels.attention import DecodingAttention, decoding_attention
@@ -186,31 +187,18 @@ def error(backend: DecodingAttention, x: Inputs, exact: Tensor) -> float:
 
 def time_calls(calls: dict[str, list[Call]], runs: int) -> dict[str, float]:
     """Median microseconds of one call of each kind, the kinds taking turns, so that the clock's drift meets all."""
-    graphs = {name: capture(one_kind) for name, one_kind in calls.items()}
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    repeated = {name: one_kind * -(-8 // len(one_kind)) for name, one_kind in calls.items()}
+    graphs = {name: capture(partial(run_all, one_kind)) for name, one_kind in repeated.items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(runs):
-        for name, (graph, count) in graphs.items():
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) * 1e3 / count)
-    return {name: sorted(measured)[runs // 2] for name, measured in times.items()}
+        for name, graph in graphs.items():
+            times[name].append(timed_ms(graph.replay, runs=1, repeats=1) * 1e3 / len(repeated[name]))
+    return {name: median(measured) for name, measured in times.items()}
 
 
-def capture(calls: list[Call]) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A CUDA graph of all calls, several times over if they are few, replayed once, and how many it holds."""
-    for call in calls[:2]:
-        call()  # compiles
-    torch.cuda.synchronize()
-    captured = calls * -(-8 // len(calls))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in captured:
-            call()
-    graph.replay()
-    return graph, len(captured)
+def run_all(calls: list[Call]) -> None:
+    for call in calls:
+        call()
 
 
 def header() -> str:

@@ -45,13 +45,18 @@ def measure_ceilings() -> Ceilings:
 
 def captured_ms(work: Callable[[], object], runs: int = 5, replays: int = 5) -> float:
     """Milliseconds that `work` takes in a CUDA graph: the median of `runs` runs of `replays` replays each."""
+    return timed_ms(capture(work).replay, runs, replays)
+
+
+def capture(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A graph of `work`, which has run once, so that kernels are compiled, and been replayed once."""
     work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
     graph.replay()
-    return timed_ms(graph.replay, runs, replays)
+    return graph
 
 
 def timed_ms(work: Callable[[], object], runs: int, repeats: int) -> float:

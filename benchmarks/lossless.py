@@ -31,7 +31,7 @@ from longspec.inference.methods import make_drafter
 from longspec.inference.registry import family_class
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import load_tokenizer, read_config
-from scripts.demo.quality import distinct_share
+from scripts.pipeline.quality import distinct_share
 
 Continue = Callable[[Tensor], Tensor]
 """Greedy continuation [B, new] of prompts [B, P]."""

@@ -16,11 +16,11 @@ from longspec.models.glide import GlideMixin
 from longspec.models.llama import LlamaGlide
 from longspec.models.qwen2 import Qwen2Glide
 from scripts.demo.corpus import TASK
-from scripts.demo.forced import teacher_forced_acceptance
-from scripts.demo.quality import bigram_nats, bits_per_byte, bytes_of_tokens, distinct_share, target_nats
 from scripts.demo.target import text_rows
 from scripts.pipeline.files import HELD_OUT_TEXTS, TEXTS, read_jsonl, write_json
+from scripts.pipeline.forced import teacher_forced_acceptance
 from scripts.pipeline.machine import gpus, run
+from scripts.pipeline.quality import bigram_nats, bits_per_byte, bytes_of_tokens, distinct_share, target_nats
 
 PAIRS: dict[str, type[GlideMixin]] = {"llama": LlamaGlide, "qwen2": Qwen2Glide}
 METHODS = ("vanilla", "seq", "tree", "magicdec")

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scripts.demo.forced import ForcedAcceptance, teacher_forced_acceptance
+from scripts.pipeline.forced import ForcedAcceptance, teacher_forced_acceptance
 from scripts.reproduce.pair import LoadedPair, Prompt
 from scripts.reproduce.tokens import read_rows
 

@@ -12,8 +12,8 @@ from longspec.inference.registry import FAMILIES
 from longspec.inference.tasks import Question, encode_question
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import load_tokenizer, read_config
-from scripts.demo.quality import distinct_share
 from scripts.pipeline.files import read_jsonl
+from scripts.pipeline.quality import distinct_share
 from scripts.reproduce.tasks import TEMPLATES
 
 CHAT_FORMAT = "tokenizer"

@@ -13,8 +13,8 @@ from longspec.inference.acceptance import Sampler, accept
 from longspec.inference.engine import Engine
 from longspec.inference.methods import make_drafter
 from longspec.inference.runner import Runner
-from scripts.demo.forced import probability_by_depth, teacher_forced_acceptance
-from scripts.demo.quality import bigram_nats, bits_per_byte, bytes_of_tokens, distinct_share, target_nats
+from scripts.pipeline.forced import probability_by_depth, teacher_forced_acceptance
+from scripts.pipeline.quality import bigram_nats, bits_per_byte, bytes_of_tokens, distinct_share, target_nats
 
 VOCAB = 61
 
