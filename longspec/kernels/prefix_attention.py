@@ -10,7 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.tiles import LOG2_E, PrefixParts, Tiles, check_layout, load_block, load_query_tile, padded_dim
+from longspec.kernels.tiles import (
+    LOG2_E,
+    PrefixParts,
+    Tiles,
+    check_layout,
+    load_block,
+    load_query_tile,
+    padded_dim,
+    share_begin,
+)
 
 
 @triton.jit(do_not_specialize=["kv_heads", "group", "num_rows"])
@@ -49,9 +58,7 @@ def _prefix_kernel(
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     dim = tl.arange(0, BLOCK_D)
     blocks = tl.load(lengths_ptr + batch).to(tl.int32) // BLOCK_N
-    # Shares that differ by one block at most: floor((split + 1) * blocks / splits) - floor(split * blocks / splits).
-    first = blocks // splits * split + blocks % splits * split // splits
-    last = blocks // splits * (split + 1) + blocks % splits * (split + 1) // splits
+    first, last = share_begin(blocks, split, splits), share_begin(blocks, split + 1, splits)
 
     q_base = q_ptr + batch * stride_qb + kv_head * group * stride_qh
     q = load_query_tile(q_base, stride_qh, stride_qn, row, dim, group, num_rows, HEAD_DIM)

@@ -109,6 +109,12 @@ def check_layout(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 @triton.jit
+def share_begin(blocks, split, splits):
+    """First block of a split's share, floor(split * blocks / splits): shares differ by one block at most."""
+    return blocks // splits * split + blocks % splits * split // splits
+
+
+@triton.jit
 def load_query_tile(q_ptr, stride_head, stride_node, row, dim, group, num_rows, HEAD_DIM: tl.constexpr):
     """Rows of a KV head's queries; row = node * group + head within the group."""
     offsets = (row // group).to(tl.int64) * stride_node + (row % group) * stride_head

@@ -15,12 +15,14 @@ from longspec.kernels.attention import causal_prefill
 from longspec.kernels.backend import Gpu
 from longspec.kernels.finish import finish_prefix, masked_attention, window_attention
 from longspec.kernels.prefix_attention import prefix_attention
-from longspec.kernels.tiles import PrefixParts, count_splits, prefix_tiles
+from longspec.kernels.tiles import PrefixParts, count_splits, prefix_tiles, share_begin
 
 FLASH_BLOCKS = {64: 192, 96: 144, 128: 176, 192: 112, 256: 80}
 """Keys of one FlashAttention-3 block without a mask, by the head_dim that it rounds up to."""
 FLASH_MIN_ROWS, FLASH_MIN_CAPACITY = 65, 16384
 """From this many query rows of a KV head and cache slots on FlashAttention-3 is the faster prefix."""
+FLASH_TILE_ROWS = 128
+"""Query rows of a KV head that one of its programs takes."""
 
 
 class TritonAttention:
@@ -52,13 +54,17 @@ class TritonAttention:
         return causal_prefill(q, k, v, scale)
 
     def prefix_parts(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> PrefixParts:
-        batch, heads, nodes, head_dim = q.shape
-        kv_heads = k.shape[1]
-        rows = heads // kv_heads * nodes
-        tiles = prefix_tiles(rows, head_dim, q.dtype, self.gpu.shared_memory)
-        programs = batch * kv_heads * triton.cdiv(rows, tiles.block_m)
-        splits = count_splits(programs, k.shape[2], self.gpu.multiprocessors)
+        rows = q.shape[1] // k.shape[1] * q.shape[2]
+        tiles = prefix_tiles(rows, q.shape[3], q.dtype, self.gpu.shared_memory)
+        splits = self.splits(q, k, tiles.block_m)
         return prefix_attention(q, k, v, lengths, scale, splits, tiles, self.gpu.overlaps)
+
+    def splits(self, q: Tensor, k: Tensor, tile_rows: int) -> int:
+        """Parts of the prefix for programs of `tile_rows` query rows of a KV head."""
+        batch, heads, nodes, _ = q.shape
+        kv_heads, slots = k.shape[1:3]
+        programs = batch * kv_heads * triton.cdiv(heads // kv_heads * nodes, tile_rows)
+        return count_splits(programs, slots, self.gpu.multiprocessors)
 
 
 class FlashAttention(TritonAttention):
@@ -76,35 +82,52 @@ class FlashAttention(TritonAttention):
         rows = q.shape[1] // k.shape[1] * q.shape[2]
         if rows < FLASH_MIN_ROWS or k.shape[2] < FLASH_MIN_CAPACITY:
             return super().prefix_parts(q, k, v, lengths, scale)
-        return flash_prefix(q, k, v, lengths, scale)
+        return flash_prefix(q, k, v, lengths, scale, self.splits(q, k, FLASH_TILE_ROWS))
 
 
-def flash_prefix(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> PrefixParts:
-    """The prefix's whole blocks on FlashAttention-3, one part in bf16.
+def flash_prefix(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, splits: int) -> PrefixParts:
+    """The prefix's whole blocks on FlashAttention-3, in `splits` parts in bf16, each a row of its batch.
 
+    Its own way to split leaves multiprocessors idle (a batch of 8 is not split at all) and merges the parts apart.
     Its kernel multiplies the values behind the last visible slot of a block by zero, so what lies there must be
     finite; in whole blocks nothing lies there.
     """
     import fa3_fwd_interface
 
     block = next(keys for head_dim, keys in FLASH_BLOCKS.items() if q.shape[3] <= head_dim)
+    batch = len(q)
+    row, begin, end = split_blocks(lengths, splits, block)
     out, lse, *_ = fa3_fwd_interface.flash_attn_with_kvcache(
-        *(x.transpose(1, 2) for x in (q, k, v)),
-        cache_seqlens=whole_blocks(lengths, block),
+        q.transpose(1, 2).expand(splits, -1, -1, -1, -1).flatten(0, 1),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        cache_batch_idx=row,
+        cache_leftpad=begin,
+        cache_seqlens=end,
         softmax_scale=scale,
+        num_splits=1,
         return_softmax_lse=True,
     )
-    return PrefixParts(out.transpose(1, 2)[None], lse[None], block, overlap=False)
+    parts = out.unflatten(0, (splits, batch)).transpose(2, 3)
+    return PrefixParts(parts, lse.unflatten(0, (splits, batch)), block, overlap=False)
 
 
 @triton.jit
-def _whole_blocks_kernel(lengths_ptr, out_ptr, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
-    tl.store(out_ptr + row, (tl.load(lengths_ptr + row) // BLOCK * BLOCK).to(tl.int32))
+def _split_blocks_kernel(lengths_ptr, out_ptr, BLOCK: tl.constexpr):
+    split, batch = tl.program_id(0), tl.program_id(1)
+    splits, rows = tl.num_programs(0), tl.num_programs(1)
+    blocks = tl.load(lengths_ptr + batch).to(tl.int32) // BLOCK
+    part, parts = split * rows + batch, splits * rows
+    tl.store(out_ptr + part, batch)
+    tl.store(out_ptr + parts + part, share_begin(blocks, split, splits) * BLOCK)
+    tl.store(out_ptr + 2 * parts + part, share_begin(blocks, split + 1, splits) * BLOCK)
 
 
-def whole_blocks(lengths: Tensor, block: int) -> Tensor:
-    """int32 [B]: lengths int [B] rounded down to multiples of block, in one launch."""
-    out = torch.empty_like(lengths, dtype=torch.int32)
-    _whole_blocks_kernel[(len(lengths),)](lengths, out, BLOCK=block, num_warps=1)
+def split_blocks(lengths: Tensor, splits: int, block: int) -> Tensor:
+    """int32 [3, splits * B] for lengths int [B]: of part p of row b, at p * B + b, its row, first slot and end.
+
+    The parts of a row together are its whole blocks of `block` slots, each an equal share. One launch.
+    """
+    out = torch.empty(3, splits * len(lengths), dtype=torch.int32, device=lengths.device)
+    _split_blocks_kernel[(splits, len(lengths))](lengths, out, BLOCK=block, num_warps=1)
     return out

@@ -91,8 +91,6 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
     """The engine; its optimizer holds the draft's parameters alone. It has no schedule: see `set_learning_rate`.
 
     Of the ranks that share a target only the first one's engine writes checkpoints.
-
-    Raises RuntimeError for a DeepSpeed that casts the target's rotary frequencies, as old ones do under bf16.
     """
     deepspeed_logger.setLevel(logging.WARNING)
     rank, world = model_parallel_place()
@@ -107,17 +105,22 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
     engine.module.register_state_dict_post_hook(_keep_draft)
     if rank > 0:
         engine.save_non_zero_checkpoint = engine.save_zero_checkpoint = False
-    frequencies: Any = engine.module.get_submodule("model.rotary_emb").inv_freq
-    if frequencies.dtype != torch.float32:
-        raise RuntimeError(
-            f"DeepSpeed {deepspeed.__version__} made the target's rotary frequencies {frequencies.dtype}, which moves "
-            "far positions; install one that leaves a model's buffers as they are"
-        )
+    restore_rotary(engine.module.model)
     if runs_triton(next(engine.module.model.parameters())):
         from longspec.models.target_kernels import use_kernels
 
         use_kernels(engine.module.model, engine.module.draft_layer_class)
     return engine
+
+
+def restore_rotary(target: Any) -> None:
+    """Compute the rotary frequencies anew, in fp32; cast to bf16 they move far positions.
+
+    ZeRO-3's construction in shards casts them with some versions of transformers, old DeepSpeeds cast all buffers.
+    """
+    rotary = target.rotary_emb
+    for name, frequencies in type(rotary)(target.config).to(rotary.inv_freq.device).named_buffers():
+        setattr(rotary, name, frequencies)
 
 
 def _keep_draft(_: nn.Module, state: dict[str, Any], *__: Any) -> None:

@@ -24,6 +24,10 @@ BACKENDS = [
     pytest.param("triton cuda", marks=pytest.mark.gpu),
     pytest.param("flash cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not FLASH, reason="needs fa3-fwd")]),
 ]
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="no GPU")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SHAPES = [(2, 1, 1, 64), (2, 4, 69, 64), (1, 5, 5, 128), (1, 8, 40, 80)]
 
@@ -223,6 +227,18 @@ def test_reference_gradient_is_clean_where_nothing_is_visible() -> None:
     out, lse = attention_with_lse(q, q[:, :1], q[:, :1], mask, 1.0)
     (out.sum() + lse[:, :, ::2].sum()).backward()
     assert q.grad is not None and q.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_parts_of_a_row_for_flash_attention_are_its_whole_blocks_in_equal_shares(device: str) -> None:
+    """By part, then by row: the row, its first slot and its end; a row of fewer blocks than parts has empty parts."""
+    from longspec.kernels.triton_attention import split_blocks
+
+    lengths = torch.tensor([1000, 175, 353], device=device)
+    rows, begins, ends = split_blocks(lengths, 3, 176).unflatten(1, (3, 3)).cpu()
+    assert rows.tolist() == [[0, 1, 2]] * 3
+    assert begins.T.tolist() == [[0, 176, 528], [0, 0, 0], [0, 0, 176]]
+    assert ends.T.tolist() == [[176, 528, 880], [0, 0, 0], [0, 176, 352]]
 
 
 CUDA_BACKENDS = ["triton", pytest.param("flash", marks=pytest.mark.skipif(not FLASH, reason="needs fa3-fwd"))]
