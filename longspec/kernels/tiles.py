@@ -56,8 +56,8 @@ def prefix_tiles(rows: int, head_dim: int, dtype: torch.dtype, shared_memory: in
         tiles = Tiles(16, 64, 4, 4)
     elif rows <= 64:
         tiles = Tiles(64, 64, 4, 4)
-    else:
-        tiles = Tiles(128, 64, 8, 4)
+    else:  # two programs share a multiprocessor: one's softmax runs beside the other's products
+        tiles = Tiles(64, 64, 4, 3)
     return fit_shared_memory(tiles, block_d * dtype.itemsize, shared_memory)
 
 
@@ -71,7 +71,7 @@ def finish_tiles(head_dim: int, dtype: torch.dtype, shared_memory: int) -> Tiles
 
 def fit_shared_memory(tiles: Tiles, row_bytes: int, shared_memory: int) -> Tiles:
     """The tiles with fewer stages, then fewer rows, then fewer keys, until queries, keys and values fit."""
-    while (tiles.block_m + 2 * tiles.num_stages * tiles.block_n) * row_bytes > shared_memory:
+    while shared_bytes(tiles, row_bytes) > shared_memory:
         if tiles.num_stages > 2:
             tiles = tiles._replace(num_stages=tiles.num_stages - 1)
         elif tiles.block_m > 32:
@@ -81,17 +81,28 @@ def fit_shared_memory(tiles: Tiles, row_bytes: int, shared_memory: int) -> Tiles
     return tiles
 
 
-def count_splits(programs: int, capacity: int, multiprocessors: int) -> int:
-    """Splits of the prefix for `programs` programs a split: waves that leave few multiprocessors idle.
+def shared_bytes(tiles: Tiles, row_bytes: int) -> int:
+    """Of shared memory, for a program's queries, keys and values."""
+    return (tiles.block_m + 2 * tiles.num_stages * tiles.block_n) * row_bytes
+
+
+def programs_at_once(tiles: Tiles, row_bytes: int, shared_memory: int) -> int:
+    """How many programs one multiprocessor runs at a time, at most 2: more were not measured."""
+    reserved = 1024
+    return min(2, max(1, shared_memory // (shared_bytes(tiles, row_bytes) + reserved)))
+
+
+def count_splits(programs: int, capacity: int, places: int) -> int:
+    """Splits of the prefix for `programs` programs a split, of which `places` run at a time: waves that fill them.
 
     Each split costs the finishing kernel a read, so none is shorter than MIN_SPLIT in a full cache, and only a long
     cache is worth more than one wave.
     """
-    candidates = [max(1, waves * multiprocessors // programs) for waves in range(1, 5)]
+    candidates = [max(1, waves * places // programs) for waves in range(1, 5)]
 
     def idle_share(splits: int) -> float:
-        waves = -(-splits * programs // multiprocessors)
-        return 1 - splits * programs / (waves * multiprocessors)
+        waves = -(-splits * programs // places)
+        return 1 - splits * programs / (waves * places)
 
     best = next((splits for splits in candidates if idle_share(splits) < 0.05), min(candidates, key=idle_share))
     wanted = candidates[0] if capacity < LONG_CACHE else best

@@ -15,7 +15,14 @@ from longspec.kernels.attention import causal_prefill
 from longspec.kernels.backend import Gpu
 from longspec.kernels.finish import finish_prefix, masked_attention, window_attention
 from longspec.kernels.prefix_attention import prefix_attention
-from longspec.kernels.tiles import PrefixParts, count_splits, prefix_tiles, share_begin
+from longspec.kernels.tiles import (
+    PrefixParts,
+    count_splits,
+    padded_dim,
+    prefix_tiles,
+    programs_at_once,
+    share_begin,
+)
 
 FLASH_BLOCKS = {64: 192, 96: 144, 128: 176, 192: 112, 256: 80}
 """Keys of one FlashAttention-3 block without a mask, by the head_dim that it rounds up to."""
@@ -56,15 +63,16 @@ class TritonAttention:
     def prefix_parts(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> PrefixParts:
         rows = q.shape[1] // k.shape[1] * q.shape[2]
         tiles = prefix_tiles(rows, q.shape[3], q.dtype, self.gpu.shared_memory)
-        splits = self.splits(q, k, tiles.block_m)
+        at_once = programs_at_once(tiles, padded_dim(q.shape[3]) * q.dtype.itemsize, self.gpu.shared_memory)
+        splits = self.splits(q, k, tiles.block_m, at_once)
         return prefix_attention(q, k, v, lengths, scale, splits, tiles, self.gpu.overlaps)
 
-    def splits(self, q: Tensor, k: Tensor, tile_rows: int) -> int:
-        """Parts of the prefix for programs of `tile_rows` query rows of a KV head."""
+    def splits(self, q: Tensor, k: Tensor, tile_rows: int, at_once: int) -> int:
+        """Parts of the prefix for programs of `tile_rows` query rows of a KV head, `at_once` on a multiprocessor."""
         batch, heads, nodes, _ = q.shape
         kv_heads, slots = k.shape[1:3]
         programs = batch * kv_heads * triton.cdiv(heads // kv_heads * nodes, tile_rows)
-        return count_splits(programs, slots, self.gpu.multiprocessors)
+        return count_splits(programs, slots, at_once * self.gpu.multiprocessors)
 
 
 class FlashAttention(TritonAttention):
@@ -82,7 +90,7 @@ class FlashAttention(TritonAttention):
         rows = q.shape[1] // k.shape[1] * q.shape[2]
         if rows < FLASH_MIN_ROWS or k.shape[2] < FLASH_MIN_CAPACITY:
             return super().prefix_parts(q, k, v, lengths, scale)
-        return flash_prefix(q, k, v, lengths, scale, self.splits(q, k, FLASH_TILE_ROWS))
+        return flash_prefix(q, k, v, lengths, scale, self.splits(q, k, FLASH_TILE_ROWS, at_once=1))
 
 
 def flash_prefix(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, splits: int) -> PrefixParts:

@@ -80,8 +80,9 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
         self.config, self.generation_config = target.config, target.generation_config
         self.model, self.lm_head = target.model, target.lm_head
         self.requires_grad_(False)
-        self.draft_model = self.draft_layer_class(self.config).to(_dtype(torch_dtype))
-        self.draft_model.reset_parameters(self.config.initializer_range)
+        self.draft_model = self.draft_layer_class(self.config)
+        self.draft_model.reset_parameters(self.config.initializer_range)  # in fp32: the same draft in every dtype
+        self.draft_model.to(_dtype(torch_dtype))
         if draft is not None and glide_path is not None:
             self.draft_model.load_state_dict(draft)
             self.draft_model.window = draft_window(glide_path)

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from longspec.kernels import reference
 from longspec.kernels.prefix_attention import prefix_attention
-from longspec.kernels.tiles import LONG_CACHE, Tiles, count_splits, fit_shared_memory, prefix_tiles
+from longspec.kernels.tiles import LONG_CACHE, Tiles, count_splits, fit_shared_memory, prefix_tiles, programs_at_once
 
 DEVICES = [
     pytest.param(
@@ -129,10 +129,18 @@ def test_tiles_give_up_stages_before_rows() -> None:
     assert fit_shared_memory(tiles, 256, 95 * 1024) == Tiles(64, 64, 4, 2)
 
 
+def test_two_programs_of_many_rows_share_a_multiprocessor_where_their_tiles_fit_twice() -> None:
+    """At head_dim 128 in 16 bits: on Hopper, not on Ampere; few rows are bound by memory and take deeper pipelines."""
+    for rows, shared_memory, at_once in [(69, HOPPER, 2), (276, HOPPER, 2), (276, AMPERE, 1), (64, HOPPER, 1)]:
+        tiles = prefix_tiles(rows, 128, torch.bfloat16, shared_memory)
+        assert programs_at_once(tiles, 256, shared_memory) == at_once
+
+
 def test_splits_fill_the_device_in_one_wave_or_evenly_in_several() -> None:
-    assert count_splits(programs=24, capacity=4096, multiprocessors=132) == 5
-    assert count_splits(programs=24, capacity=LONG_CACHE, multiprocessors=132) == 11  # two waves, none idle
-    assert count_splits(programs=32, capacity=LONG_CACHE, multiprocessors=132) == 4  # one wave, four idle
-    assert count_splits(programs=8, capacity=1024, multiprocessors=132) == 4  # of 256 slots each
-    assert count_splits(programs=500, capacity=LONG_CACHE, multiprocessors=132) == 1
-    assert count_splits(programs=1, capacity=10, multiprocessors=132) == 1
+    assert count_splits(programs=24, capacity=4096, places=132) == 5
+    assert count_splits(programs=24, capacity=LONG_CACHE, places=132) == 11  # two waves, none idle
+    assert count_splits(programs=32, capacity=LONG_CACHE, places=132) == 4  # one wave, four idle
+    assert count_splits(programs=40, capacity=LONG_CACHE, places=264) == 13  # two waves, eight of 528 idle
+    assert count_splits(programs=8, capacity=1024, places=132) == 4  # of 256 slots each
+    assert count_splits(programs=500, capacity=LONG_CACHE, places=132) == 1
+    assert count_splits(programs=1, capacity=10, places=132) == 1
