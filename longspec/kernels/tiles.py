@@ -14,6 +14,8 @@ from torch import Tensor
 LOG2_E = 1.4426950408889634
 MIN_SPLIT = 256
 """Fewest prefix slots that are worth a split of their own."""
+MOST_SPLITS = 32
+"""The finishing kernel reads split after split: more cost it more than they save."""
 LONG_CACHE = 16384
 """From this many cache slots on, work that is evenly spread is worth more splits."""
 
@@ -96,7 +98,8 @@ def count_splits(programs: int, capacity: int, places: int) -> int:
     """Splits of the prefix for `programs` programs a split, of which `places` run at a time: waves that fill them.
 
     Each split costs the finishing kernel a read, so none is shorter than MIN_SPLIT in a full cache, and only a long
-    cache is worth more than one wave.
+    cache is worth more than one wave. That kernel is compiled for each number of splits: where the cache's size is what
+    limits them, they are a power of two.
     """
     candidates = [max(1, waves * places // programs) for waves in range(1, 5)]
 
@@ -106,7 +109,8 @@ def count_splits(programs: int, capacity: int, places: int) -> int:
 
     best = next((splits for splits in candidates if idle_share(splits) < 0.05), min(candidates, key=idle_share))
     wanted = candidates[0] if capacity < LONG_CACHE else best
-    return max(1, min(wanted, capacity // MIN_SPLIT))
+    worth = 1 << max(1, capacity // MIN_SPLIT).bit_length() - 1
+    return min(wanted, worth, MOST_SPLITS)
 
 
 def check_layout(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -47,7 +47,7 @@ def python_files(root: Path, left_out: Iterable[str]) -> Iterator[SourceFile]:
     left_out = set(left_out)
     for path in sorted(root.rglob("*.py")):
         below = path.relative_to(root)
-        if not left_out.intersection(below.parts):
+        if path.is_file() and not left_out.intersection(below.parts):
             text = path.read_text(encoding="utf-8", errors="ignore")
             if len(text) >= SHORTEST_FILE:
                 yield SourceFile(below.as_posix(), heading(below.as_posix()) + text)

@@ -49,12 +49,14 @@ def main() -> None:
 def reproduce(run: Run, settings: Settings, ablation: str | None) -> None:
     """Do what is not done yet, and report."""
     start = time.perf_counter()
-    steps = train_pairs(run, settings)
+    steps, failure = train_pairs(run, settings)
     evaluate(run.root / "evaluation", run, settings.evaluation)
-    if ablation:
+    if ablation and not failure:
         ablate(run, steps, ablation, settings)
     report(run.root / "report", run)
     print(f"{time.perf_counter() - start:.0f} s; {run.root / 'report'}")
+    if failure:
+        raise failure
 
 
 def ablate(run: Run, steps: Steps, name: str, settings: Settings) -> None:

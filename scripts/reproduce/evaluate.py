@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -46,31 +46,22 @@ def measure_draft(folder: Path, run: Run, draft: Path, settings: EvaluationSetti
     folder.mkdir(parents=True, exist_ok=True)
     pair = load_pair(run.target, draft)
     prompts = read_prompts(pair, run, settings)
-    budget = Budget(settings.limit_s, [*(m.share for m in settings.plan), settings.forced_share])
+    budget = Budget(settings.limit_s - settings.forced_s, [measurement.share for measurement in settings.plan])
     keep_or_clear(folder, identity_of(pair, prompts, settings))
+    before = seconds_before(folder)
     log = CellLog(folder / CELLS)
     descended = samples_of_descend(log)
-    left_out = measure_plan(Decoders(pair, run.target, settings), prompts, log, budget, settings)
-    if samples_of_descend(log) != descended:
-        (folder / FORCED).unlink(missing_ok=True)
-    budget.next_part()
-    others: dict[str, Callable[[], Any]] = {
-        ROUNDS: lambda: {
-            "parts": parts_by_context(pair, settings.contexts, DEFAULT_SHAPE),
-            "attention": attention_by_context(pair, settings.contexts, DEFAULT_SHAPE),
-        },
-        FORCED: lambda: forced_acceptance(pair, run, settings, log, prompts),
-    }
-    for name, measure in others.items():
-        if not (folder / name).exists():
-            if budget.left() > 0:
-                write_json(folder / name, measure())
-            else:
-                left_out.append({"name": name, "reason": NO_TIME})
-    seconds = budget.passed() + seconds_before(folder)
-    facts = describe(pair, prompts, settings) | {"seconds": seconds, "left_out": left_out}
-    write_json(folder / FACTS, facts)
-    print(f"evaluation: {len(log.cells)} cells measured, {len(left_out)} cut short or left out, see {folder / FACTS}")
+    try:
+        if not (folder / ROUNDS).exists():
+            write_json(folder / ROUNDS, rounds_by_context(pair, settings))
+        measure_plan(Decoders(pair, run.target, settings), prompts, log, budget, settings)
+        if not (folder / FORCED).exists() or samples_of_descend(log) != descended:
+            write_json(folder / FORCED, forced_acceptance(pair, run, settings, log, prompts))
+    finally:  # what there is can be reported, also after SIGTERM
+        missing = left_out(prompts, log, settings)
+        facts = describe(pair, prompts, settings) | {"seconds": before + budget.passed(), "left_out": missing}
+        write_json(folder / FACTS, facts)
+    print(f"evaluation: {len(log.cells)} cells measured, {len(missing)} cut short or left out, see {folder / FACTS}")
 
 
 def identity_of(pair: LoadedPair, prompts: list[Prompt], settings: EvaluationSettings) -> dict[str, Any]:
@@ -110,6 +101,13 @@ def describe(pair: LoadedPair, prompts: list[Prompt], settings: EvaluationSettin
         "versions": versions(),
         "absent": [f"{task}-{c}" for task in settings.tasks for c in settings.contexts if (task, c) not in found],
         "settings": asdict(settings),
+    }
+
+
+def rounds_by_context(pair: LoadedPair, settings: EvaluationSettings) -> dict[str, Any]:
+    return {
+        "parts": parts_by_context(pair, settings.contexts, DEFAULT_SHAPE),
+        "attention": attention_by_context(pair, settings.contexts, DEFAULT_SHAPE),
     }
 
 
@@ -193,9 +191,8 @@ def cells_of(measurement: Measurement, prompts: list[Prompt]) -> Iterator[tuple[
 
 def measure_plan(
     decoders: Decoders, prompts: list[Prompt], log: CellLog, budget: Budget, settings: EvaluationSettings
-) -> list[dict[str, Any]]:
-    """Measure what is not in the log yet; what the time did not reach, and why."""
-    left_out: list[dict[str, Any]] = []
+) -> None:
+    """Measure what is not in the log yet, as far as the time reaches."""
     planned = [list(cells_of(measurement, prompts)) for measurement in settings.plan]
     with tqdm(total=sum(map(len, planned)), desc="evaluation", unit="cell", mininterval=2) as progress:
         for cells in planned:
@@ -207,12 +204,18 @@ def measure_plan(
                 line = measure_cell(decoders, cell, mine, log.samples(cell), budget, len(todo) - number, warm)
                 if len(line["samples"]) > len(log.samples(cell)) or "failed" in line:
                     log.append(line)
-                missing = line["planned"] - len(line["samples"])
-                if missing:
-                    reason = line.get("failed") or NO_TIME
-                    left_out.append(cell.describe() | {"prompts": missing, "reason": reason})
                 progress.update()
-    return left_out
+
+
+def left_out(prompts: list[Prompt], log: CellLog, settings: EvaluationSettings) -> list[dict[str, Any]]:
+    """Of the plan what the log does not have, and why."""
+    found = []
+    for cell, mine in (of_one for measurement in settings.plan for of_one in cells_of(measurement, prompts)):
+        line = log.cells.get(cell.key, {})
+        missing = min(cell.measurement.prompts, len(mine)) - len(log.samples(cell))
+        if missing:
+            found.append(cell.describe() | {"prompts": missing, "reason": line.get("failed") or NO_TIME})
+    return found
 
 
 def measure_cell(

@@ -3,8 +3,8 @@
 What the default plan costs on one H200, for a target of 24 layers and 150M to 400M parameters: 16 cells of task and
 context, 26 + 17 prompts in each at temperatures 0 and 1, some 690 calls of `generate`. A call of 192 tokens is
 estimated at 0.3 s: prefill 0.02 to 0.1 s, engine and capture of its graph 0.1 s, rounds 0.1 to 0.2 s. That is 210 s;
-kernels that are compiled at first sight and warm-ups 60 s, transformers' `generate` on 14 prompts 30 s and the
-compilation of its static cache 30 s, a round's parts and teacher forcing 25 s. That is more than there is, so what
+kernels that are compiled at first sight and warm-ups 100 s, transformers' `generate` on 14 prompts 30 s and the
+compilation of its static cache 30 s, a round's parts and teacher forcing 60 s. That is more than there is, so what
 comes last in the plan may be cut short; the same command again goes on with it.
 """
 
@@ -64,8 +64,8 @@ class EvaluationSettings:
     gamma: int = 4
     """Of seq and magicdec."""
     plan: tuple[Measurement, ...] = PLAN
-    forced_share: float = 6.0
-    """Of the time, beside the plan's shares: teacher-forced acceptance, and where a round's time goes."""
+    forced_s: float = 20.0
+    """Of the time: for teacher-forced acceptance, which comes last."""
     forced_rows: int = 8
     """Of held-out text, at each context."""
     forced_tokens: int = 256

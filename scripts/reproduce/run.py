@@ -6,6 +6,7 @@ from pathlib import Path
 from scripts.pipeline.stages import CHECKPOINT
 
 VARIANTS = ("sinkpi-slicing", "base")
+"""The first one is evaluated, the second one in ablations."""
 STAGES = (1, 2, 3)
 
 

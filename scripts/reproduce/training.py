@@ -1,5 +1,6 @@
 """From nothing to trained pairs: the experiment's steps up to the stages, and those of the ablations' arms."""
 
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -72,8 +73,11 @@ def of_the_data(stage: StageSettings) -> dict[str, object]:
     return {key: value for key, value in stage.overrides.items() if key.startswith("data.")}
 
 
-def train_pairs(run: Run, settings: Settings) -> Steps:
-    """Everything up to the drafts of both variants, as far as it is not there yet; the steps up to the target."""
+def train_pairs(run: Run, settings: Settings) -> tuple[Steps, BaseException | None]:
+    """Everything up to the drafts of both variants, as far as it is not there yet; the steps up to the target.
+
+    Also what kept the second variant from being trained, which the evaluation can do without. Raises CommandFailed.
+    """
     corpus, tokens = run.root / "corpus", run.root / "tokens"
     steps = Steps(run.root)
     steps.run("corpus", settings.corpus, lambda folder: write_corpus(folder, settings.corpus))
@@ -101,14 +105,16 @@ def train_pairs(run: Run, settings: Settings) -> Steps:
 
     # On a GPU together: one computes while the other starts.
     with ThreadPoolExecutor(len(VARIANTS) if gpus() else 1) as pool:
+        main, other = (pool.submit(train, variant) for variant in VARIANTS)
         try:
-            for trained in [pool.submit(train, variant) for variant in VARIANTS]:
-                trained.result()
+            main.result()
+            return steps, other.exception()
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            end_children()
+            other.cancel()
+            while not (main.done() and other.done()):  # again and again: a thread may be about to start a command
+                end_children()
+                time.sleep(0.1)
             raise
-    return steps
 
 
 def train_drafts(

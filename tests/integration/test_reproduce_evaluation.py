@@ -17,6 +17,7 @@ from scripts.reproduce.baselines import BASELINES, LOOKUP_TOKENS, Transformers
 from scripts.reproduce.cells import CELLS, Budget, Cell, Measurement, key_of, read_cells
 from scripts.reproduce.evaluate import FACTS, FORCED, NO_TIME, ROUNDS, Decoders, cells_of, evaluate, read_prompts
 from scripts.reproduce.pair import Prompt, load_pair
+from scripts.reproduce.report import report
 from scripts.reproduce.rounds import dense_attention, dense_mask, random_layers
 from scripts.reproduce.summary import sameness, samples_of
 
@@ -182,7 +183,7 @@ def counts(folder: Path) -> tuple[list[int], int]:
 def test_it_keeps_its_time_and_says_what_it_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """100 s are dealt out by shares, whatever loading took."""
     clock = SlowSamples(monkeypatch, sample_s=10.0, warm_up_s=2.0, load_s=500.0)
-    settings = replace(small_settings(*PLAN), forced_share=0.5)
+    settings = replace(small_settings(*PLAN), forced_s=0.0)
     evaluate(tmp_path / "evaluation", small_run(tmp_path), settings)
     assert 60 <= clock.now - 500 <= 130
     samples, missing = counts(tmp_path / "evaluation")
@@ -204,7 +205,7 @@ def test_what_is_compiled_before_a_part_is_no_loss_of_that_part(
 def test_what_the_time_cut_short_is_measured_by_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sample once, those of a cell in several calls with the seeds that they would have had in one."""
     clock = SlowSamples(monkeypatch, sample_s=10.0, warm_up_s=0.0, load_s=0.0)
-    run, settings = small_run(tmp_path), replace(small_settings(*PLAN), forced_share=0.5)
+    run, settings = small_run(tmp_path), replace(small_settings(*PLAN), forced_s=0.0)
     whole, folder = tmp_path / "whole", tmp_path / "evaluation"
     evaluate(whole, run, replace(settings, limit_s=1e6))
     began, left, calls = clock.now, 1, 0
@@ -218,6 +219,28 @@ def test_what_the_time_cut_short_is_measured_by_the_next_call(tmp_path: Path, mo
     for key, line in one.items():
         assert [s["token_ids"] for s in line["samples"]] == [s["token_ids"] for s in several[key]["samples"]]
     assert (folder / FORCED).read_text() == (whole / FORCED).read_text()
+
+
+def test_what_sigterm_interrupts_can_be_reported_and_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, settings, sample, calls = small_run(tmp_path), small_settings(*PLAN), Decoders.sample, []
+
+    def interrupted(decoders: Decoders, *args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 5:
+            raise SystemExit(143)
+        return sample(decoders, *args, **kwargs)
+
+    monkeypatch.setattr(Decoders, "sample", interrupted)
+    folder = run.root / "evaluation"
+    with pytest.raises(SystemExit):
+        evaluate(folder, run, settings)
+    assert counts(folder)[1] > 0
+    report(tmp_path / "report", run)
+    assert "want of time" in (tmp_path / "report" / "README.md").read_text()
+    evaluate(folder, run, settings)
+    assert counts(folder)[1] == 0
 
 
 def test_other_prompts_are_measured_anew(tmp_path: Path) -> None:

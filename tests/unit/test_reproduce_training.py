@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from longspec.train.config import TrainConfig, compose_config, typed
+from scripts.pipeline.machine import CommandFailed
 from scripts.pipeline.stages import StageSettings, launch_overrides
 from scripts.reproduce import training
 from scripts.reproduce.run import VARIANTS, Run
@@ -68,14 +69,18 @@ def test_arms_differ_in_what_their_name_says(tmp_path: Path, monkeypatch: pytest
     assert len(trained) == 7
 
 
+@pytest.fixture
+def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("write_corpus", "write_held_out_tasks", "write_tokens", "train_target", "cache_rows"):
+        monkeypatch.setattr(training, name, lambda *_: None)
+
+
 def test_rows_are_tokenised_once_and_again_when_a_stages_data_are_cut_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, untrained: None
 ) -> None:
     """No stage depends on them as such: what another one reads leaves those before it as they are."""
     tokenised: list[int] = []
     trained: list[int] = []
-    for name in ("write_corpus", "write_held_out_tasks", "write_tokens", "train_target"):
-        monkeypatch.setattr(training, name, lambda *_: None)
     monkeypatch.setattr(training, "cache_rows", lambda data, target, stage, cache: tokenised.append(stage.number))
     monkeypatch.setattr(training, "train_stage", lambda folder, *given: trained.append(given[3].number))
     run, settings = Run(tmp_path, "llama", "tiny"), PRESETS["tiny"]("llama", None)
@@ -90,3 +95,25 @@ def test_rows_are_tokenised_once_and_again_when_a_stages_data_are_cut_otherwise(
     assert changed() == ([], [])
     assert changed(learning_rate=9.0) == ([], [3, 3])
     assert changed(learning_rate=9.0, max_length=64) == ([1, 2, 3], [3, 3])
+
+
+@pytest.mark.parametrize("failing", ["sinkpi-slicing", "base"])
+def test_only_the_variant_that_is_evaluated_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, untrained: None, failing: str
+) -> None:
+    """The other one's failure is told, and its own later stages are not begun."""
+    trained: list[tuple[str, int]] = []
+
+    def train(folder: Path, *given: Any) -> None:
+        trained.append((given[3].variant, given[3].number))
+        if given[3].variant == failing and given[3].number == 2:
+            raise CommandFailed("no such luck")
+
+    monkeypatch.setattr(training, "train_stage", train)
+    run, settings = Run(tmp_path, "llama", "tiny"), PRESETS["tiny"]("llama", None)
+    if failing == "base":
+        assert isinstance(train_pairs(run, settings)[1], CommandFailed)
+        assert sorted(trained) == [("base", 1), ("base", 2), *(("sinkpi-slicing", number) for number in (1, 2, 3))]
+    else:
+        with pytest.raises(CommandFailed):
+            train_pairs(run, settings)
