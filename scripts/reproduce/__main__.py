@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -14,7 +15,7 @@ from longspec.errors import UserError, reports_user_errors
 from scripts.pipeline.machine import CommandFailed
 from scripts.pipeline.steps import Steps
 from scripts.reproduce.ablations import UNTRAINED, arm_settings, evaluate_arms
-from scripts.reproduce.evaluate import evaluate
+from scripts.reproduce.evaluate import FACTS, evaluate
 from scripts.reproduce.report import report
 from scripts.reproduce.run import Run
 from scripts.reproduce.settings import PRESETS, Settings
@@ -30,7 +31,8 @@ def main() -> None:
     parser.add_argument("--preset", choices=PRESETS, default="h200")
     parser.add_argument("--text", type=Path, help="folder of JSONL files: meetings with queries, worked solutions")
     parser.add_argument("--family", choices=(*FAMILIES, "both"), default="llama")
-    parser.add_argument("--ablation", choices=(*ABLATIONS, *UNTRAINED), help="after the run, this one")
+    known = (*ABLATIONS, *UNTRAINED)
+    parser.add_argument("--ablation", nargs="+", choices=known, default=[], help="on a run's target, these")
     parser.add_argument("--output", type=Path, default=Path("outputs"))
     options = parser.parse_args()
     if options.text and not options.text.is_dir():
@@ -46,27 +48,30 @@ def main() -> None:
         raise SystemExit(1) from None
 
 
-def reproduce(run: Run, settings: Settings, ablation: str | None) -> None:
-    """Do what is not done yet, and report."""
+def reproduce(run: Run, settings: Settings, ablations: Sequence[str]) -> None:
+    """Do what is not done yet, and report. With ablations an evaluation that was begun is left as it is."""
     start = time.perf_counter()
     steps, failure = train_pairs(run, settings)
-    evaluate(run.root / "evaluation", run, settings.evaluation)
-    if ablation and not failure:
-        ablate(run, steps, ablation, settings)
+    if not ablations or not (run.root / "evaluation" / FACTS).is_file():
+        evaluate(run.root / "evaluation", run, settings.evaluation)
+    if ablations and not failure:
+        ablate(run, steps, ablations, settings)
     report(run.root / "report", run)
     print(f"{time.perf_counter() - start:.0f} s; {run.root / 'report'}")
     if failure:
         raise failure
 
 
-def ablate(run: Run, steps: Steps, name: str, settings: Settings) -> None:
-    """Train the arms that the ablation needs, and evaluate them all."""
-    folder = run.root / "ablations" / name
+def ablate(run: Run, steps: Steps, names: Sequence[str], settings: Settings) -> None:
+    """Train the arms that the ablations need, and evaluate them all."""
     evaluation = arm_settings(settings.evaluation)
-    if name in UNTRAINED:
-        UNTRAINED[name](folder, run, evaluation)
-    else:
-        evaluate_arms(folder, run, train_arms(run, steps, name, settings), evaluation)
+    arms = train_arms(run, steps, [name for name in names if name in ABLATIONS], settings)
+    for name in names:
+        folder = run.root / "ablations" / name
+        if name in UNTRAINED:
+            UNTRAINED[name](folder, run, evaluation)
+        else:
+            evaluate_arms(folder, run, arms[name], evaluation)
 
 
 def stop(number: int, frame: FrameType | None) -> None:

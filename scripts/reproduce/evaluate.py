@@ -52,7 +52,7 @@ def measure_draft(folder: Path, run: Run, draft: Path, settings: EvaluationSetti
     log = CellLog(folder / CELLS)
     descended = samples_of_descend(log)
     try:
-        if not (folder / ROUNDS).exists():
+        if settings.rounds and not (folder / ROUNDS).exists():
             write_json(folder / ROUNDS, rounds_by_context(pair, settings))
         measure_plan(Decoders(pair, run.target, settings), prompts, log, budget, settings)
         if not (folder / FORCED).exists() or samples_of_descend(log) != descended:

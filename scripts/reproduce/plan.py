@@ -64,6 +64,8 @@ class EvaluationSettings:
     gamma: int = 4
     """Of seq and magicdec."""
     plan: tuple[Measurement, ...] = PLAN
+    rounds: bool = True
+    """Whether to measure where a round's time goes, too."""
     forced_s: float = 20.0
     """Of the time: for teacher-forced acceptance, which comes last."""
     forced_rows: int = 8

@@ -1,10 +1,12 @@
 """From nothing to trained pairs: the experiment's steps up to the stages, and those of the ablations' arms."""
 
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from scripts.pipeline.files import ANSWERS, LONG_TEXTS, TEXTS
 from scripts.pipeline.machine import end_children, gpus, threads
@@ -17,6 +19,7 @@ from scripts.reproduce.settings import Settings
 from scripts.reproduce.target import train_target
 from scripts.reproduce.tokens import write_tokens
 
+T = TypeVar("T")
 DATA = (DRAFT_TEXTS, LONG_TEXTS, ANSWERS)
 """Of stage 1, 2, 3."""
 ROWS = "rows"
@@ -103,18 +106,25 @@ def train_pairs(run: Run, settings: Settings) -> tuple[Steps, BaseException | No
     def train(variant: str) -> None:
         train_drafts(run, steps.branch(), variant, [replace(stage, variant=variant) for stage in settings.stages])
 
-    # On a GPU together: one computes while the other starts.
-    with ThreadPoolExecutor(len(VARIANTS) if gpus() else 1) as pool:
-        main, other = (pool.submit(train, variant) for variant in VARIANTS)
+    main, other = side_by_side([partial(train, variant) for variant in VARIANTS])
+    main.result()
+    return steps, other.exception()
+
+
+def side_by_side(works: Sequence[Callable[[], T]]) -> list[Future[T]]:
+    """All of them done, on a GPU two at a time: one computes while the other starts. One that fails stops no other."""
+    with ThreadPoolExecutor(2 if gpus() else 1) as pool:
+        futures = [pool.submit(work) for work in works]
         try:
-            main.result()
-            return steps, other.exception()
-        except BaseException:
-            other.cancel()
-            while not (main.done() and other.done()):  # again and again: a thread may be about to start a command
+            wait(futures)
+        except BaseException:  # SIGTERM or Ctrl-C
+            for future in futures:
+                future.cancel()
+            while not all(future.done() for future in futures):  # a thread may be about to start a command
                 end_children()
                 time.sleep(0.1)
             raise
+    return futures
 
 
 def train_drafts(
@@ -141,23 +151,28 @@ def on_this_machine(stage: StageSettings) -> StageSettings:
     return replace(stage, overrides=more | dict(stage.overrides))
 
 
-def train_arms(run: Run, steps: Steps, name: str, settings: Settings) -> dict[str, Path]:
-    """The checkpoints of an ablation's arms, those of the main run among them; `steps`: up to the target."""
-    found = {}
-    for arm_name, arm in ABLATIONS[name].items():
-        if arm.is_main:
-            found[arm_name] = run.draft(arm.variant, arm.last)
-            continue
-        branch, data = steps.branch(), {}
-        if arm.generated:
-            folder = branch.run("generated", settings.generation, lambda folder: generate_texts(folder, run, settings))
-            data = {1: folder / TEXTS}
-        stages = [
-            replace(stage, variant=arm.variant, overrides={**stage.overrides, **arm.overrides})
-            for stage in settings.stages[: arm.last]
-        ]
-        found[arm_name] = train_drafts(run, branch, f"ablations/{name}/{arm_name}", stages, data)
+def train_arms(run: Run, steps: Steps, names: Sequence[str], settings: Settings) -> dict[str, dict[str, Path]]:
+    """By ablation the checkpoints of its arms, those of the main run among them; `steps`: up to the target."""
+    arms = {(name, arm): how for name in names for arm, how in ABLATIONS[name].items()}
+    to_train = {place: how for place, how in arms.items() if not how.is_main}
+    trained = side_by_side([partial(train_arm, run, steps, *place, how, settings) for place, how in to_train.items()])
+    drafts = dict(zip(to_train, (future.result() for future in trained), strict=True))
+    found: dict[str, dict[str, Path]] = {name: {} for name in names}
+    for (name, arm), how in arms.items():
+        found[name][arm] = drafts.get((name, arm)) or run.draft(how.variant, how.last)
     return found
+
+
+def train_arm(run: Run, steps: Steps, name: str, arm: str, how: Arm, settings: Settings) -> Path:
+    branch, data = steps.branch(), {}
+    if how.generated:
+        folder = branch.run("generated", settings.generation, lambda folder: generate_texts(folder, run, settings))
+        data = {1: folder / TEXTS}
+    stages = [
+        replace(stage, variant=how.variant, overrides={**stage.overrides, **how.overrides})
+        for stage in settings.stages[: how.last]
+    ]
+    return train_drafts(run, branch, f"ablations/{name}/{arm}", stages, data)
 
 
 def generate_texts(folder: Path, run: Run, settings: Settings) -> None:

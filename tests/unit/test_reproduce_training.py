@@ -1,18 +1,21 @@
 """The experiment's trainings, before any starts: launch lines are whole configurations, arms have their drafts."""
 
+import signal
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from longspec.train.config import TrainConfig, compose_config, typed
-from scripts.pipeline.machine import CommandFailed
+from scripts.pipeline.machine import CommandFailed, run
 from scripts.pipeline.stages import StageSettings, launch_overrides
 from scripts.reproduce import training
 from scripts.reproduce.run import VARIANTS, Run
 from scripts.reproduce.settings import PRESETS
-from scripts.reproduce.training import ABLATIONS, train_arms, train_pairs
+from scripts.reproduce.training import ABLATIONS, side_by_side, train_arms, train_pairs
 
 
 def config_of(stage: StageSettings, folder: Path) -> TrainConfig:
@@ -49,7 +52,7 @@ def test_arms_differ_in_what_their_name_says(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(training, "train_drafts", note)
     monkeypatch.setattr(training, "generate_texts", lambda *_: None)
-    arms = {name: train_arms(run, training.Steps(tmp_path), name, settings) for name in ABLATIONS}
+    arms = train_arms(run, training.Steps(tmp_path), list(ABLATIONS), settings)
     assert arms["anchor_offset"]["on"] == run.draft("sinkpi-slicing", 2)
     assert arms["labels"]["distill"] == run.draft("sinkpi-slicing", 1)
     assert arms["slicing"]["block"] == run.draft("base", 3)
@@ -98,7 +101,7 @@ def test_rows_are_tokenised_once_and_again_when_a_stages_data_are_cut_otherwise(
 
 
 @pytest.mark.parametrize("failing", ["sinkpi-slicing", "base"])
-def test_only_the_variant_that_is_evaluated_stops_the_run(
+def test_a_variant_that_fails_stops_no_other_and_only_the_evaluated_one_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, untrained: None, failing: str
 ) -> None:
     """The other one's failure is told, and its own later stages are not begun."""
@@ -111,9 +114,33 @@ def test_only_the_variant_that_is_evaluated_stops_the_run(
 
     monkeypatch.setattr(training, "train_stage", train)
     run, settings = Run(tmp_path, "llama", "tiny"), PRESETS["tiny"]("llama", None)
-    if failing == "base":
-        assert isinstance(train_pairs(run, settings)[1], CommandFailed)
-        assert sorted(trained) == [("base", 1), ("base", 2), *(("sinkpi-slicing", number) for number in (1, 2, 3))]
-    else:
+    if failing == VARIANTS[0]:
         with pytest.raises(CommandFailed):
             train_pairs(run, settings)
+    else:
+        assert isinstance(train_pairs(run, settings)[1], CommandFailed)
+    assert sorted(trained) == sorted((v, n) for v in VARIANTS for n in (1, 2, 3) if (v, n) != (failing, 3))
+
+
+def test_sigterm_ends_the_commands_that_run_side_by_side_and_begins_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "gpus", lambda: 0)
+
+    def stop(*_: Any) -> None:
+        raise SystemExit(143)
+
+    begun: list[int] = []
+
+    def sleep(number: int) -> None:
+        begun.append(number)
+        run(["sleep", "60"], tmp_path / "log", {})
+
+    before, start = signal.signal(signal.SIGALRM, stop), time.monotonic()
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(SystemExit):
+            side_by_side([partial(sleep, number) for number in range(2)])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert begun == [0] and time.monotonic() - start < 30
