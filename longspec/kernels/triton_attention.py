@@ -26,8 +26,9 @@ from longspec.kernels.tiles import (
 
 FLASH_BLOCKS = {64: 192, 96: 144, 128: 176, 192: 112, 256: 80}
 """Keys of one FlashAttention-3 block without a mask, by the head_dim that it rounds up to."""
-FLASH_MIN_ROWS, FLASH_MIN_CAPACITY = 65, 16384
-"""From this many query rows of a KV head and cache slots on FlashAttention-3 is the faster prefix."""
+FLASH_MIN_ROWS, FLASH_MIN_CAPACITY, FLASH_MIN_PAIRS = 65, 16384, 50_000_000
+"""From this many query rows of a KV head, cache slots, and pairs of a query and a slot in all heads and rows on
+FlashAttention-3 is the faster prefix: it takes two launches more."""
 FLASH_TILE_ROWS = 128
 """Query rows of a KV head that one of its programs takes."""
 
@@ -88,7 +89,8 @@ class FlashAttention(TritonAttention):
 
     def prefix_parts(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> PrefixParts:
         rows = q.shape[1] // k.shape[1] * q.shape[2]
-        if rows < FLASH_MIN_ROWS or k.shape[2] < FLASH_MIN_CAPACITY:
+        slots, pairs = k.shape[2], q.shape[:3].numel() * k.shape[2]
+        if rows < FLASH_MIN_ROWS or slots < FLASH_MIN_CAPACITY or pairs < FLASH_MIN_PAIRS:
             return super().prefix_parts(q, k, v, lengths, scale)
         return flash_prefix(q, k, v, lengths, scale, self.splits(q, k, FLASH_TILE_ROWS, at_once=1))
 
