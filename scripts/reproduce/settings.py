@@ -5,9 +5,9 @@ Arithmetic of h200, a target of 161M parameters (24 layers, 768 wide, 12 query a
     FLOPs of a token in training    6 · 161M = 0.97 G, and attention, recomputed in backward, 7 · 24 · 768 · T =
                                     0.26 G at T = 2048, 2.2 G at 16896
     at 250 TFLOP/s of matrices and 200 of attention: 190k tokens/s at 2048, 67k at 16896
-    540 s, less 15 to save, 20 of imports and corpus, 75 of three compiled graphs (short rows, long rows, held-out rows
-    without gradients): 430 s, three quarters of it short rows; with 10% for optimizer, clipping, logs and evaluations
-                                    323 s · 172k + 107 s · 60k = 56M + 6M = 62M tokens, 610 steps of 101k
+    540 s, less 15 to save, 20 of imports and corpus, 55 of two compiled graphs (short rows, long rows): 450 s, three
+    quarters of it short rows; with 10% for optimizer, clipping, logs and evaluations
+                                    338 s · 172k + 112 s · 60k = 58M + 7M = 65M tokens, 640 steps of 101k
     Muon's Newton-Schulz            2.7 TFLOP a step, against 110 of the step's tokens; some 130 launches, as matrices
                                     of one shape go together (one by one they are 4000, 30 to 40 ms of a 490 ms step)
     two micro-batches a step        a third would leave 510 steps, and save only what Muon costs no more

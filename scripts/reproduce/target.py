@@ -151,8 +151,9 @@ class TargetTrainer(Trainer):
             return next_token_loss(model, inputs["input_ids"])
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> tuple[Tensor, None, None]:
-        with torch.no_grad():
-            return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
+        # In training mode and with gradients, for which layers are compiled already; nothing drops out in either.
+        with torch.enable_grad():
+            return self.compute_loss(model.train(), self._prepare_inputs(inputs)).detach(), None, None
 
 
 class Progress(TrainerCallback):

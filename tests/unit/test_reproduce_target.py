@@ -121,7 +121,7 @@ def test_layers_compute_in_half_precision_in_training_and_in_evaluation(
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
 
 
-def test_one_graph_serves_all_layers_at_one_length() -> None:
+def test_one_graph_serves_all_layers_at_one_length_in_training_and_evaluation(tmp_path: Path) -> None:
     """The limit leaves no time for a compilation of each layer."""
     torch._dynamo.reset()
     graphs: list[Any] = []
@@ -131,9 +131,11 @@ def test_one_graph_serves_all_layers_at_one_length() -> None:
         return graph
 
     model = LlamaForCausalLM(tiny_config("llama", num_hidden_layers=4))
+    trainer = TargetTrainer(model, arguments(tmp_path, SETTINGS))
     compile_layers(model, backend)
     for shape in ((2, 8), (1, 16), (2, 8)):
-        next_token_loss(model, torch.randint(61, shape)).backward()
+        trainer.compute_loss(model.train(), {"input_ids": torch.randint(61, shape)}).backward()
+        trainer.prediction_step(model.eval(), {"input_ids": torch.randint(61, (2, 8))})
     torch._dynamo.reset()
     assert len(graphs) == 2
 
