@@ -62,6 +62,8 @@ class Setting:
 REFERENCE = Setting("1 rank, ZeRO-1, fp32, 4 x 1")
 TWO_RANKS = Setting("2 ranks", ranks=2, micro_batch=2)
 ZERO_3 = Setting("ZeRO-3", ranks=2, micro_batch=1, accumulation=2, more=("deepspeed=zero3", SHARDED))
+IN_BF16: dict[str, Any] = {"more": ("model.torch_dtype=bfloat16",), "loss": 1e-3, "norm": 2e-2, "draft": 0.1}
+BF16 = Setting("bf16", **IN_BF16)
 SETTINGS = [
     Setting("accumulation 1 x 4", micro_batch=1, accumulation=4),
     TWO_RANKS,
@@ -69,9 +71,14 @@ SETTINGS = [
     ZERO_3,
     Setting("tp_size=2", ranks=2, more=("tp_size=2",), target="halves"),
     Setting("tp_size=2, ZeRO-3", ranks=2, more=("tp_size=2", "deepspeed=zero3", SHARDED), target="halves"),
-    Setting("bf16", more=("model.torch_dtype=bfloat16",), loss=1e-3, norm=2e-2, draft=0.1),
+    BF16,
 ]
-RESUMED = [(REFERENCE, ZERO_3), (TWO_RANKS, REFERENCE), (ZERO_3, TWO_RANKS)]
+RESUMED = [
+    (REFERENCE, ZERO_3),
+    (TWO_RANKS, REFERENCE),
+    (ZERO_3, TWO_RANKS),
+    (BF16, replace(TWO_RANKS, name="2 ranks, bf16", **IN_BF16)),
+]
 FOUR_RANKS = [
     Setting("4 ranks", ranks=4, micro_batch=1),
     Setting("4 ranks, ZeRO-3", ranks=4, micro_batch=1, more=("deepspeed=zero3", SHARDED)),
@@ -79,7 +86,7 @@ FOUR_RANKS = [
 ]
 IN_FP32 = [*SETTINGS[:-1], *FOUR_RANKS]
 ON_GPUS = [replace(one, device="cuda", loss=1e-5, norm=1e-4, draft=1e-3) for one in IN_FP32]
-ON_GPUS.append(replace(SETTINGS[-1], device="cuda"))
+ON_GPUS.append(replace(BF16, device="cuda"))
 
 
 def overrides(work: Path) -> list[str]:
