@@ -8,6 +8,7 @@ random weights and random rows, none of them read from files. Prints a table and
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -155,6 +156,7 @@ def measure_shape(
         yield measure(case, case_config(case, zero, options), engine, zero, options, ceilings)
     engine.destroy()
     del engine, pair
+    gc.collect()  # engines refer to themselves
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

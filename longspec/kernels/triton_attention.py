@@ -24,13 +24,11 @@ from longspec.kernels.tiles import (
     share_begin,
 )
 
-FLASH_BLOCKS = {64: 192, 96: 144, 128: 176, 192: 112, 256: 80}
-"""Keys of one FlashAttention-3 block without a mask, by the head_dim that it rounds up to."""
+FLASH_TILES = {64: (192, 192), 96: (192, 144), 128: (128, 176), 192: (128, 112), 256: (128, 80)}
+"""Query rows of a KV head and keys of a FlashAttention-3 tile without a mask, by the head_dim that it rounds up to."""
 FLASH_MIN_ROWS, FLASH_MIN_CAPACITY, FLASH_MIN_PAIRS = 65, 16384, 50_000_000
 """From this many query rows of a KV head, cache slots, and pairs of a query and a slot in all heads and rows on
 FlashAttention-3 is the faster prefix: it takes two launches more."""
-FLASH_TILE_ROWS = 128
-"""Query rows of a KV head that one of its programs takes."""
 
 
 class TritonAttention:
@@ -92,11 +90,14 @@ class FlashAttention(TritonAttention):
         slots, pairs = k.shape[2], q.shape[:3].numel() * k.shape[2]
         if rows < FLASH_MIN_ROWS or slots < FLASH_MIN_CAPACITY or pairs < FLASH_MIN_PAIRS:
             return super().prefix_parts(q, k, v, lengths, scale)
-        return flash_prefix(q, k, v, lengths, scale, self.splits(q, k, FLASH_TILE_ROWS, at_once=1))
+        tile_rows, block = next(tile for head_dim, tile in FLASH_TILES.items() if q.shape[3] <= head_dim)
+        return flash_prefix(q, k, v, lengths, scale, self.splits(q, k, tile_rows, at_once=1), block)
 
 
-def flash_prefix(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, splits: int) -> PrefixParts:
-    """The prefix's whole blocks on FlashAttention-3, in `splits` parts in bf16, each a row of its batch.
+def flash_prefix(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, splits: int, block: int
+) -> PrefixParts:
+    """The prefix's whole blocks of `block` keys on FlashAttention-3, in `splits` bf16 parts, each a row of its batch.
 
     Its own way to split leaves multiprocessors idle (a batch of 8 is not split at all) and merges the parts apart.
     Its kernel multiplies the values behind the last visible slot of a block by zero, so what lies there must be
@@ -104,7 +105,6 @@ def flash_prefix(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float,
     """
     import fa3_fwd_interface
 
-    block = next(keys for head_dim, keys in FLASH_BLOCKS.items() if q.shape[3] <= head_dim)
     batch = len(q)
     row, begin, end = split_blocks(lengths, splits, block)
     out, lse, *_ = fa3_fwd_interface.flash_attn_with_kvcache(

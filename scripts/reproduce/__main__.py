@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -15,7 +16,7 @@ from longspec.errors import UserError, reports_user_errors
 from scripts.pipeline.machine import CommandFailed
 from scripts.pipeline.steps import Steps
 from scripts.reproduce.ablations import UNTRAINED, arm_settings, evaluate_arms
-from scripts.reproduce.evaluate import FACTS, evaluate
+from scripts.reproduce.evaluate import evaluate
 from scripts.reproduce.report import report
 from scripts.reproduce.run import Run
 from scripts.reproduce.settings import PRESETS, Settings
@@ -49,29 +50,30 @@ def main() -> None:
 
 
 def reproduce(run: Run, settings: Settings, ablations: Sequence[str]) -> None:
-    """Do what is not done yet, and report. With ablations an evaluation that was begun is left as it is."""
+    """Do what is not done yet, and report. With ablations the main draft gets no more time to be measured in."""
     start = time.perf_counter()
     steps, failure = train_pairs(run, settings)
-    if not ablations or not (run.root / "evaluation" / FACTS).is_file():
-        evaluate(run.root / "evaluation", run, settings.evaluation)
+    main = replace(settings.evaluation, limit_s=0.0) if ablations else settings.evaluation
+    evaluate(run.root / "evaluation", run, main)
     if ablations and not failure:
-        ablate(run, steps, ablations, settings)
+        failure = ablate(run, steps, ablations, settings)
     report(run.root / "report", run)
     print(f"{time.perf_counter() - start:.0f} s; {run.root / 'report'}")
     if failure:
         raise failure
 
 
-def ablate(run: Run, steps: Steps, names: Sequence[str], settings: Settings) -> None:
-    """Train the arms that the ablations need, and evaluate them all."""
+def ablate(run: Run, steps: Steps, names: Sequence[str], settings: Settings) -> BaseException | None:
+    """Train the arms that the ablations need, and evaluate them all; what kept one from being trained."""
     evaluation = arm_settings(settings.evaluation)
-    arms = train_arms(run, steps, [name for name in names if name in ABLATIONS], settings)
+    arms, failure = train_arms(run, steps, [name for name in names if name in ABLATIONS], settings)
     for name in names:
         folder = run.root / "ablations" / name
         if name in UNTRAINED:
             UNTRAINED[name](folder, run, evaluation)
         else:
             evaluate_arms(folder, run, arms[name], evaluation)
+    return failure
 
 
 def stop(number: int, frame: FrameType | None) -> None:

@@ -50,12 +50,13 @@ def measure_draft(folder: Path, run: Run, draft: Path, settings: EvaluationSetti
     keep_or_clear(folder, identity_of(pair, prompts, settings))
     before = seconds_before(folder)
     log = CellLog(folder / CELLS)
-    descended = samples_of_descend(log)
+    if any(row["name"] == DESCEND for row in left_out(prompts, log, settings)):
+        (folder / FORCED).unlink(missing_ok=True)  # it reads these samples
     try:
         if settings.rounds and not (folder / ROUNDS).exists():
             write_json(folder / ROUNDS, rounds_by_context(pair, settings))
         measure_plan(Decoders(pair, run.target, settings), prompts, log, budget, settings)
-        if not (folder / FORCED).exists() or samples_of_descend(log) != descended:
+        if not (folder / FORCED).exists():
             write_json(folder / FORCED, forced_acceptance(pair, run, settings, log, prompts))
     finally:  # what there is can be reported, also after SIGTERM
         missing = left_out(prompts, log, settings)
@@ -125,10 +126,6 @@ def forced_acceptance(
             for c in settings.contexts
         },
     }
-
-
-def samples_of_descend(log: CellLog) -> int:
-    return sum(len(line["samples"]) for line in log.cells.values() if line["name"] == DESCEND)
 
 
 def read_prompts(pair: LoadedPair, run: Run, settings: EvaluationSettings) -> list[Prompt]:

@@ -8,9 +8,9 @@ Arithmetic of h200, a target of 161M parameters (24 layers, 768 wide, 12 query a
     540 s, less 15 to save, 20 of imports and corpus, 55 of two compiled graphs (short rows, long rows): 450 s, three
     quarters of it short rows; with 10% for optimizer, clipping, logs and evaluations
                                     338 s · 172k + 112 s · 60k = 58M + 7M = 65M tokens, 640 steps of 101k
-    Muon's Newton-Schulz            2.7 TFLOP a step, against 110 of the step's tokens; some 130 launches, as matrices
-                                    of one shape go together (one by one they are 4000, 30 to 40 ms of a 490 ms step)
-    two micro-batches a step        a third would leave 510 steps, and save only what Muon costs no more
+    Muon's Newton-Schulz            2.7 TFLOP a step, against 124 of the step's tokens; some 130 launches, as matrices
+                                    of one shape go together (one by one they are 4000, 30 to 40 ms of a 590 ms step)
+    two micro-batches a step        a third would leave 430 steps, and save only what Muon costs no more
     logits                          8192 tokens · 16384 · (2 + 4) bytes = 0.8 GB at a time, not 5 GB for 50k tokens
     activations of 50k tokens       0.6 MB a token under compilation = 32 GB
 

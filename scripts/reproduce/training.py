@@ -151,28 +151,44 @@ def on_this_machine(stage: StageSettings) -> StageSettings:
     return replace(stage, overrides=more | dict(stage.overrides))
 
 
-def train_arms(run: Run, steps: Steps, names: Sequence[str], settings: Settings) -> dict[str, dict[str, Path]]:
-    """By ablation the checkpoints of its arms, those of the main run among them; `steps`: up to the target."""
+def train_arms(
+    run: Run, steps: Steps, names: Sequence[str], settings: Settings
+) -> tuple[dict[str, dict[str, Path]], BaseException | None]:
+    """By ablation the checkpoints of its arms, those of the main run among them; `steps`: up to the target.
+
+    Also what kept an arm, which is not among them then, from being trained.
+    """
     arms = {(name, arm): how for name in names for arm, how in ABLATIONS[name].items()}
-    to_train = {place: how for place, how in arms.items() if not how.is_main}
-    trained = side_by_side([partial(train_arm, run, steps, *place, how, settings) for place, how in to_train.items()])
-    drafts = dict(zip(to_train, (future.result() for future in trained), strict=True))
+    begun = {place: begin_arm(run, steps, how, settings) for place, how in arms.items() if not how.is_main}
+    works = [partial(train_arm, run, *begun[place], *place, arms[place], settings) for place in begun]
+    trained = dict(zip(begun, side_by_side(works), strict=True))
+    failures = [failure for future in trained.values() if (failure := future.exception())]
     found: dict[str, dict[str, Path]] = {name: {} for name in names}
     for (name, arm), how in arms.items():
-        found[name][arm] = drafts.get((name, arm)) or run.draft(how.variant, how.last)
-    return found
+        if how.is_main:
+            found[name][arm] = run.draft(how.variant, how.last)
+        elif not trained[name, arm].exception():
+            found[name][arm] = trained[name, arm].result()
+    return found, failures[0] if failures else None
 
 
-def train_arm(run: Run, steps: Steps, name: str, arm: str, how: Arm, settings: Settings) -> Path:
-    branch, data = steps.branch(), {}
-    if how.generated:
-        folder = branch.run("generated", settings.generation, lambda folder: generate_texts(folder, run, settings))
-        data = {1: folder / TEXTS}
+def begin_arm(run: Run, steps: Steps, how: Arm, settings: Settings) -> tuple[Steps, dict[int, Path]]:
+    """A chain of steps for an arm, and what it reads instead of DATA, generated here where that is the target's own."""
+    branch = steps.branch()
+    if not how.generated:
+        return branch, {}
+    folder = branch.run("generated", settings.generation, lambda folder: generate_texts(folder, run, settings))
+    return branch, {1: folder / TEXTS}
+
+
+def train_arm(
+    run: Run, steps: Steps, data: Mapping[int, Path], name: str, arm: str, how: Arm, settings: Settings
+) -> Path:
     stages = [
         replace(stage, variant=how.variant, overrides={**stage.overrides, **how.overrides})
         for stage in settings.stages[: how.last]
     ]
-    return train_drafts(run, branch, f"ablations/{name}/{arm}", stages, data)
+    return train_drafts(run, steps, f"ablations/{name}/{arm}", stages, data)
 
 
 def generate_texts(folder: Path, run: Run, settings: Settings) -> None:

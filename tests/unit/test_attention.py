@@ -17,15 +17,16 @@ from longspec.kernels.backend import Gpu
 from longspec.kernels.reference import attention_with_lse
 
 FLASH = importlib.util.find_spec("fa3_fwd_interface") is not None
+INTERPRETED = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs interpreter")
 BACKENDS = [
     "sdpa cpu",
-    pytest.param("triton cpu", marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="no GPU")),
+    pytest.param("triton cpu", marks=INTERPRETED),
     pytest.param("sdpa cuda", marks=pytest.mark.gpu),
     pytest.param("triton cuda", marks=pytest.mark.gpu),
     pytest.param("flash cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not FLASH, reason="needs fa3-fwd")]),
 ]
 DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="no GPU")),
+    pytest.param("cpu", marks=INTERPRETED),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -114,7 +114,7 @@ def test_layers_compute_in_half_precision_in_training_and_in_evaluation(
     dtypes: list[torch.dtype] = []
     model.model.layers[0].mlp.down_proj.register_forward_hook(lambda _, __, out: dtypes.append(out.dtype))
     trainer = TargetTrainer(model, arguments(tmp_path, SETTINGS))
-    batch = {"input_ids": torch.randint(61, (2, 8))}
+    batch = {"input_ids": torch.randint(61, (2, 8), device=model.device)}
     trainer.compute_loss(model, batch).backward()
     trainer.prediction_step(model, batch)
     assert dtypes == [torch.bfloat16] * 2
@@ -133,9 +133,10 @@ def test_one_graph_serves_all_layers_at_one_length_in_training_and_evaluation(tm
     model = LlamaForCausalLM(tiny_config("llama", num_hidden_layers=4))
     trainer = TargetTrainer(model, arguments(tmp_path, SETTINGS))
     compile_layers(model, backend)
-    for shape in ((2, 8), (1, 16), (2, 8)):
-        trainer.compute_loss(model.train(), {"input_ids": torch.randint(61, shape)}).backward()
-        trainer.prediction_step(model.eval(), {"input_ids": torch.randint(61, (2, 8))})
+    short, long = (torch.randint(61, shape, device=model.device) for shape in ((2, 8), (1, 16)))
+    for ids in (short, long, short):
+        trainer.compute_loss(model.train(), {"input_ids": ids}).backward()
+        trainer.prediction_step(model.eval(), {"input_ids": short})
     torch._dynamo.reset()
     assert len(graphs) == 2
 

@@ -2,6 +2,7 @@
 
 import signal
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -52,7 +53,8 @@ def test_arms_differ_in_what_their_name_says(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(training, "train_drafts", note)
     monkeypatch.setattr(training, "generate_texts", lambda *_: None)
-    arms = train_arms(run, training.Steps(tmp_path), list(ABLATIONS), settings)
+    arms, failure = train_arms(run, training.Steps(tmp_path), list(ABLATIONS), settings)
+    assert failure is None
     assert arms["anchor_offset"]["on"] == run.draft("sinkpi-slicing", 2)
     assert arms["labels"]["distill"] == run.draft("sinkpi-slicing", 1)
     assert arms["slicing"]["block"] == run.draft("base", 3)
@@ -122,25 +124,40 @@ def test_a_variant_that_fails_stops_no_other_and_only_the_evaluated_one_the_run(
     assert sorted(trained) == sorted((v, n) for v in VARIANTS for n in (1, 2, 3) if (v, n) != (failing, 3))
 
 
-def test_sigterm_ends_the_commands_that_run_side_by_side_and_begins_no_other(
+def test_an_arm_that_fails_is_missing_and_the_others_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(run: Run, steps: Any, place: str, stages: Any, data: Any) -> Path:
+        if place.endswith("128"):
+            raise CommandFailed("no such luck")
+        return tmp_path / place
+
+    monkeypatch.setattr(training, "train_drafts", train)
+    run = Run(tmp_path, "llama", "h200")
+    arms, failure = train_arms(run, training.Steps(tmp_path), ["window", "lags"], PRESETS["h200"]("llama", None))
+    assert isinstance(failure, CommandFailed)
+    assert {name: list(found) for name, found in arms.items()} == {"window": ["512", "2048"], "lags": ["1-4", "1-5"]}
+
+
+def test_sigterm_ends_the_commands_that_run_side_by_side_and_those_that_come_behind_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "gpus", lambda: 0)
+    """Two run, of which each begins another one when the first is ended; a third one's turn never comes."""
+    monkeypatch.setattr(training, "gpus", lambda: 1)
+    begun: list[int] = []
 
     def stop(*_: Any) -> None:
         raise SystemExit(143)
 
-    begun: list[int] = []
-
-    def sleep(number: int) -> None:
+    def stubborn(number: int) -> None:
         begun.append(number)
-        run(["sleep", "60"], tmp_path / "log", {})
+        for _ in range(2):
+            with suppress(CommandFailed):
+                run(["sleep", "60"], tmp_path / "log", {})
 
     before, start = signal.signal(signal.SIGALRM, stop), time.monotonic()
     signal.setitimer(signal.ITIMER_REAL, 0.5)
     try:
         with pytest.raises(SystemExit):
-            side_by_side([partial(sleep, number) for number in range(2)])
+            side_by_side([partial(stubborn, number) for number in range(3)])
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert begun == [0] and time.monotonic() - start < 30
+    assert sorted(begun) == [0, 1] and time.monotonic() - start < 30

@@ -100,6 +100,13 @@ def test_bf16_keeps_rotary_frequencies_and_master_weights_in_fp32(load: Any, one
     assert masters and {weight.dtype for weight in masters} == {torch.float32}
 
 
+def test_a_fresh_draft_is_the_same_in_every_dtype(load: Any) -> None:
+    """Drawn in bf16 it would be another one, on some machines altogether."""
+    exact, rounded = (build_pair(load(f"model.torch_dtype={name}"), None) for name in ("float32", "bfloat16"))
+    for one, other in zip(exact.draft_model.parameters(), rounded.draft_model.parameters(), strict=True):  # type: ignore[union-attr, operator]
+        assert torch.equal(one.bfloat16(), other)
+
+
 def test_under_zero_3_the_target_is_built_in_shards(load: Any, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is never whole before the engine takes it; weights, buffers and the fresh draft are what they are without."""
     monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)  # DeepSpeed replaces it for good
