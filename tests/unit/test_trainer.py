@@ -100,11 +100,20 @@ def test_bf16_keeps_rotary_frequencies_and_master_weights_in_fp32(load: Any, one
     assert masters and {weight.dtype for weight in masters} == {torch.float32}
 
 
-def test_a_fresh_draft_is_the_same_in_every_dtype(load: Any) -> None:
-    """Drawn in bf16 it would be another one, on some machines altogether."""
-    exact, rounded = (build_pair(load(f"model.torch_dtype={name}"), None) for name in ("float32", "bfloat16"))
-    for one, other in zip(exact.draft_model.parameters(), rounded.draft_model.parameters(), strict=True):  # type: ignore[union-attr, operator]
-        assert torch.equal(one.bfloat16(), other)
+def test_a_fresh_draft_is_the_same_in_every_dtype(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn in bf16 it would be another one; on some machines alone, so that the draws are watched, too."""
+    drawn: set[torch.dtype] = set()
+    normal_ = torch.nn.init.normal_
+
+    def watched(weight: torch.Tensor, **given: float) -> torch.Tensor:
+        drawn.add(weight.dtype)
+        return normal_(weight, **given)
+
+    monkeypatch.setattr(torch.nn.init, "normal_", watched)
+    pairs: list[Any] = [build_pair(load(f"model.torch_dtype={name}"), None) for name in ("float32", "bfloat16")]
+    exact, rounded = (list(pair.draft_model.parameters()) for pair in pairs)
+    assert all(torch.equal(one.bfloat16(), other) for one, other in zip(exact, rounded, strict=True))
+    assert drawn == {torch.float32}
 
 
 def test_under_zero_3_the_target_is_built_in_shards(load: Any, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
