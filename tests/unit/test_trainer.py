@@ -11,6 +11,7 @@ import torch
 from training_fixtures import ROOT, make_target, one_rank_alone, plain_training, write_texts
 
 from longspec.errors import UserError
+from longspec.models.draft_layer import GlideDecoderLayer
 from longspec.train import trainer as trainer_module
 from longspec.train.checkpoint import gather_draft
 from longspec.train.config import TrainConfig, load_config
@@ -103,13 +104,13 @@ def test_bf16_keeps_rotary_frequencies_and_master_weights_in_fp32(load: Any, one
 def test_a_fresh_draft_is_the_same_in_every_dtype(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawn in bf16 it would be another one; on some machines alone, so that the draws are watched, too."""
     drawn: set[torch.dtype] = set()
-    normal_ = torch.nn.init.normal_
+    reset = GlideDecoderLayer.reset_parameters
 
-    def watched(weight: torch.Tensor, **given: float) -> torch.Tensor:
-        drawn.add(weight.dtype)
-        return normal_(weight, **given)
+    def watched(draft: GlideDecoderLayer, std: float) -> None:
+        drawn.update(weight.dtype for weight in draft.parameters())
+        reset(draft, std)
 
-    monkeypatch.setattr(torch.nn.init, "normal_", watched)
+    monkeypatch.setattr(GlideDecoderLayer, "reset_parameters", watched)
     pairs: list[Any] = [build_pair(load(f"model.torch_dtype={name}"), None) for name in ("float32", "bfloat16")]
     exact, rounded = (list(pair.draft_model.parameters()) for pair in pairs)
     assert all(torch.equal(one.bfloat16(), other) for one, other in zip(exact, rounded, strict=True))
