@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(abspath $(VENV))/bin
 FAMILY ?= llama
 READY := $(VENV)/.ready
+PYTEST := PATH="$(BIN):$$PATH" $(BIN)/python -m pytest
+PARALLEL := -n 2 --dist loadfile
 
 .PHONY: env demo drill test test-full lint
 
@@ -26,7 +28,9 @@ lint: $(READY)
 	$(BIN)/mypy
 
 test: lint
-	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow" $(PARALLEL)
 
+# Launches of several ranks want the cores for themselves.
 test-full: lint
-	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest
+	$(PYTEST) --ignore tests/e2e $(PARALLEL)
+	$(PYTEST) tests/e2e
