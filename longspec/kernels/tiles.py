@@ -88,10 +88,11 @@ def shared_bytes(tiles: Tiles, row_bytes: int) -> int:
     return (tiles.block_m + 2 * tiles.num_stages * tiles.block_n) * row_bytes
 
 
-def programs_at_once(tiles: Tiles, row_bytes: int, shared_memory: int) -> int:
+def programs_at_once(tiles: Tiles, head_dim: int, dtype: torch.dtype, shared_memory: int) -> int:
     """How many programs one multiprocessor runs at a time, at most 2: more were not measured."""
     reserved = 1024
-    return min(2, max(1, shared_memory // (shared_bytes(tiles, row_bytes) + reserved)))
+    needed = shared_bytes(tiles, padded_dim(head_dim) * dtype.itemsize) + reserved
+    return min(2, max(1, shared_memory // needed))
 
 
 def count_splits(programs: int, capacity: int, places: int) -> int:

@@ -15,18 +15,11 @@ from longspec.kernels.attention import causal_prefill
 from longspec.kernels.backend import Gpu
 from longspec.kernels.finish import finish_prefix, masked_attention, window_attention
 from longspec.kernels.prefix_attention import prefix_attention
-from longspec.kernels.tiles import (
-    PrefixParts,
-    count_splits,
-    padded_dim,
-    prefix_tiles,
-    programs_at_once,
-    share_begin,
-)
+from longspec.kernels.tiles import PrefixParts, count_splits, prefix_tiles, programs_at_once, share_begin
 
 FLASH_TILES = {64: (192, 192), 96: (192, 144), 128: (128, 176), 192: (128, 112), 256: (128, 80)}
 """Query rows of a KV head and keys of a FlashAttention-3 tile without a mask, by the head_dim that it rounds up to."""
-FLASH_MIN_ROWS, FLASH_MIN_CAPACITY, FLASH_MIN_PAIRS = 65, 16384, 50_000_000
+FLASH_FROM = (65, 16384, 50_000_000)
 """From this many query rows of a KV head, cache slots, and pairs of a query and a slot in all heads and rows on
 FlashAttention-3 is the faster prefix: it takes two launches more."""
 
@@ -62,7 +55,7 @@ class TritonAttention:
     def prefix_parts(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> PrefixParts:
         rows = q.shape[1] // k.shape[1] * q.shape[2]
         tiles = prefix_tiles(rows, q.shape[3], q.dtype, self.gpu.shared_memory)
-        at_once = programs_at_once(tiles, padded_dim(q.shape[3]) * q.dtype.itemsize, self.gpu.shared_memory)
+        at_once = programs_at_once(tiles, q.shape[3], q.dtype, self.gpu.shared_memory)
         splits = self.splits(q, k, tiles.block_m, at_once)
         return prefix_attention(q, k, v, lengths, scale, splits, tiles, self.gpu.overlaps)
 
@@ -87,8 +80,9 @@ class FlashAttention(TritonAttention):
 
     def prefix_parts(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> PrefixParts:
         rows = q.shape[1] // k.shape[1] * q.shape[2]
-        slots, pairs = k.shape[2], q.shape[:3].numel() * k.shape[2]
-        if rows < FLASH_MIN_ROWS or slots < FLASH_MIN_CAPACITY or pairs < FLASH_MIN_PAIRS:
+        slots = k.shape[2]
+        size = (rows, slots, q.shape[:3].numel() * slots)
+        if any(has < least for has, least in zip(size, FLASH_FROM, strict=True)):
             return super().prefix_parts(q, k, v, lengths, scale)
         tile_rows, block = next(tile for head_dim, tile in FLASH_TILES.items() if q.shape[3] <= head_dim)
         return flash_prefix(q, k, v, lengths, scale, self.splits(q, k, tile_rows, at_once=1), block)

@@ -105,7 +105,7 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
     engine.module.register_state_dict_post_hook(_keep_draft)
     if rank > 0:
         engine.save_non_zero_checkpoint = engine.save_zero_checkpoint = False
-    restore_rotary(engine.module.model)
+    _restore_rotary(engine.module.model)
     if runs_triton(next(engine.module.model.parameters())):
         from longspec.models.target_kernels import use_kernels
 
@@ -113,7 +113,7 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
     return engine
 
 
-def restore_rotary(target: Any) -> None:
+def _restore_rotary(target: Any) -> None:
     """Compute the rotary frequencies anew, in fp32; cast to bf16 they move far positions.
 
     ZeRO-3's construction in shards casts them with some versions of transformers, old DeepSpeeds cast all buffers.

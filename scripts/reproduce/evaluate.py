@@ -207,11 +207,12 @@ def measure_plan(
 def left_out(prompts: list[Prompt], log: CellLog, settings: EvaluationSettings) -> list[dict[str, Any]]:
     """Of the plan what the log does not have, and why."""
     found = []
-    for cell, mine in (of_one for measurement in settings.plan for of_one in cells_of(measurement, prompts)):
-        line = log.cells.get(cell.key, {})
-        missing = min(cell.measurement.prompts, len(mine)) - len(log.samples(cell))
-        if missing:
-            found.append(cell.describe() | {"prompts": missing, "reason": line.get("failed") or NO_TIME})
+    for measurement in settings.plan:
+        for cell, mine in cells_of(measurement, prompts):
+            missing = min(measurement.prompts, len(mine)) - len(log.samples(cell))
+            if missing:
+                reason = log.cells.get(cell.key, {}).get("failed") or NO_TIME
+                found.append(cell.describe() | {"prompts": missing, "reason": reason})
     return found
 
 

@@ -162,14 +162,14 @@ def train_arms(
     begun = {place: begin_arm(run, steps, how, settings) for place, how in arms.items() if not how.is_main}
     works = [partial(train_arm, run, *begun[place], *place, arms[place], settings) for place in begun]
     trained = dict(zip(begun, side_by_side(works), strict=True))
-    failures = [failure for future in trained.values() if (failure := future.exception())]
+    failure = next((failure for future in trained.values() if (failure := future.exception())), None)
     found: dict[str, dict[str, Path]] = {name: {} for name in names}
     for (name, arm), how in arms.items():
         if how.is_main:
             found[name][arm] = run.draft(how.variant, how.last)
         elif not trained[name, arm].exception():
             found[name][arm] = trained[name, arm].result()
-    return found, failures[0] if failures else None
+    return found, failure
 
 
 def begin_arm(run: Run, steps: Steps, how: Arm, settings: Settings) -> tuple[Steps, dict[int, Path]]:

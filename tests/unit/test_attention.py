@@ -42,9 +42,7 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     from longspec.kernels import tiles, triton_attention
 
     monkeypatch.setattr(tiles, "MIN_SPLIT", 32)
-    monkeypatch.setattr(triton_attention, "FLASH_MIN_ROWS", 0)
-    monkeypatch.setattr(triton_attention, "FLASH_MIN_CAPACITY", 0)
-    monkeypatch.setattr(triton_attention, "FLASH_MIN_PAIRS", 0)
+    monkeypatch.setattr(triton_attention, "FLASH_FROM", (0, 0, 0))
     if device == "cpu":
         return triton_attention.TritonAttention(Gpu(16, 160 * 1024, overlaps=False)), device
     return decoding_attention(backend, torch.device(device), torch.bfloat16, 64), device
@@ -274,9 +272,7 @@ def test_a_captured_call_follows_lengths_masks_and_keys(backend: str, monkeypatc
     """One CUDA graph of all calls, replayed after every input has changed, equals eager calls; none of them waits."""
     from longspec.kernels import triton_attention
 
-    monkeypatch.setattr(triton_attention, "FLASH_MIN_ROWS", 0)
-    monkeypatch.setattr(triton_attention, "FLASH_MIN_CAPACITY", 0)
-    monkeypatch.setattr(triton_attention, "FLASH_MIN_PAIRS", 0)
+    monkeypatch.setattr(triton_attention, "FLASH_FROM", (0, 0, 0))
     dtype = torch.bfloat16 if backend == "flash" else torch.float16
     attend = decoding_attention(backend, torch.device("cuda"), dtype, 128)
     generator = torch.Generator("cuda").manual_seed(0)

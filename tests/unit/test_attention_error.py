@@ -164,8 +164,6 @@ def test_gpu_attention_is_as_exact_as_its_dtype(
 
     if backend == "flash" and dtype != torch.bfloat16:
         pytest.skip("not for this dtype")
-    monkeypatch.setattr(triton_attention, "FLASH_MIN_ROWS", 0)
-    monkeypatch.setattr(triton_attention, "FLASH_MIN_CAPACITY", 0)
-    monkeypatch.setattr(triton_attention, "FLASH_MIN_PAIRS", 0)
+    monkeypatch.setattr(triton_attention, "FLASH_FROM", (0, 0, 0))
     attend = decoding_attention(backend, torch.device("cuda"), dtype, 128)
     check(attend.hybrid, make_case(logits, [length], 8, 4, nodes, 128, "cuda"), dtype)

@@ -133,7 +133,7 @@ def test_two_programs_of_many_rows_share_a_multiprocessor_where_their_tiles_fit_
     """At head_dim 128 in 16 bits: on Hopper, not on Ampere; few rows are bound by memory and take deeper pipelines."""
     for rows, shared_memory, at_once in [(69, HOPPER, 2), (276, HOPPER, 2), (276, AMPERE, 1), (64, HOPPER, 1)]:
         tiles = prefix_tiles(rows, 128, torch.bfloat16, shared_memory)
-        assert programs_at_once(tiles, 256, shared_memory) == at_once
+        assert programs_at_once(tiles, 128, torch.bfloat16, shared_memory) == at_once
 
 
 def test_splits_fill_the_device_in_one_wave_or_evenly_in_several() -> None:
