@@ -13,8 +13,13 @@ from torch import Tensor
 from longspec.kernels.backend import describe_gpu
 
 MAX_ROWS = 80
-SPLITS = 2
-"""Parts of a product whose weight has too few rows to keep every multiprocessor reading."""
+BLOCK_N = 64
+"""Rows of the weight that a program takes."""
+MOST_SPLITS = 4
+"""Parts of a product whose weight has too few rows to keep every multiprocessor reading; more cost the norm behind it
+more than they save."""
+SPLIT_BLOCK = 64
+"""Columns of which a part of many holds a whole number."""
 
 
 @triton.jit
@@ -100,18 +105,27 @@ def skinny_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, gated:
 
 
 def split_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T in SPLITS parts that are still to be added: fp32 [SPLITS, T, N]."""
-    out = torch.empty(SPLITS, len(x), weight.shape[0], dtype=torch.float32, device=x.device)
-    _launch(x, weight, None, out, weight.shape[0], False, SPLITS)
+    """x @ weight.T in P parts that are still to be added: fp32 [P, T, N]; P follows from weight's shape alone."""
+    rows, width = weight.shape
+    splits = count_parts(rows, width, describe_gpu(x.device).multiprocessors)
+    out = torch.empty(splits, len(x), rows, dtype=torch.float32, device=x.device)
+    _launch(x, weight, None, out, rows, False, splits)
     return out
+
+
+def count_parts(rows: int, width: int, multiprocessors: int) -> int:
+    """Parts of equal width, two blocks each at least, that give every multiprocessor a program; two in any case."""
+    programs, blocks = triton.cdiv(rows, BLOCK_N), width // SPLIT_BLOCK
+    most = min(MOST_SPLITS, multiprocessors // programs, blocks // 2)
+    return next((splits for splits in range(most, 2, -1) if width % (SPLIT_BLOCK * splits) == 0), 2)
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, rows: int, gated: bool, splits: int) -> None:
     tokens, width = x.shape
     block_m, tail_m = (64, 16) if tokens > 64 else (max(16, triton.next_power_of_2(tokens)), 0)
-    block_k = 128 if tokens <= 16 or splits > 1 else 64
-    stage_bytes = x.element_size() * block_k * (64 * (2 if gated else 1) + block_m + tail_m)
-    _skinny_product_kernel[(triton.cdiv(rows, 64), splits)](
+    block_k = SPLIT_BLOCK if splits > 2 or (tokens > 16 and splits == 1) else 128
+    stage_bytes = x.element_size() * block_k * (BLOCK_N * (2 if gated else 1) + block_m + tail_m)
+    _skinny_product_kernel[(triton.cdiv(rows, BLOCK_N), splits)](
         x,
         weight,
         x if bias is None else bias,
@@ -126,7 +140,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, rows: i
         EVEN=width % (block_k * splits) == 0,
         BLOCK_M=block_m,
         TAIL_M=tail_m,
-        BLOCK_N=64,
+        BLOCK_N=BLOCK_N,
         BLOCK_K=block_k,
         num_warps=4,
         num_stages=max(1, min(5, describe_gpu(x.device).shared_memory // stage_bytes)),

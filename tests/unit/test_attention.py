@@ -39,9 +39,8 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     backend, device = request.param.split()
     if backend == "sdpa":
         return SdpaAttention(), device
-    from longspec.kernels import tiles, triton_attention
+    from longspec.kernels import triton_attention
 
-    monkeypatch.setattr(tiles, "MIN_SPLIT", 32)
     monkeypatch.setattr(triton_attention, "FLASH_FROM", (0, 0, 0))
     if device == "cpu":
         return triton_attention.TritonAttention(Gpu(16, 160 * 1024, overlaps=False)), device
@@ -267,8 +266,11 @@ def test_hybrid_over_a_long_prefix_on_the_gpu(dtype: torch.dtype, backend: str) 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("nodes", [7, 69])
 @pytest.mark.parametrize("backend", CUDA_BACKENDS)
-def test_a_captured_call_follows_lengths_masks_and_keys(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_call_follows_lengths_masks_and_keys(
+    backend: str, nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One CUDA graph of all calls, replayed after every input has changed, equals eager calls; none of them waits."""
     from longspec.kernels import triton_attention
 
@@ -280,10 +282,10 @@ def test_a_captured_call_follows_lengths_masks_and_keys(backend: str, monkeypatc
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
 
-    q, k, v = random(2, 7, 8, 128).transpose(1, 2), random(2, 2, 3000, 128), random(2, 2, 3000, 128)
-    ring_k, ring_v = random(2, 2, 512 + 7, 128), random(2, 2, 512 + 7, 128)
+    q, k, v = random(2, nodes, 8, 128).transpose(1, 2), random(2, 2, 3000, 128), random(2, 2, 3000, 128)
+    ring_k, ring_v = random(2, 2, 512 + nodes, 128), random(2, 2, 512 + nodes, 128)
     lengths = torch.tensor([2900, 100], dtype=torch.int32, device="cuda")
-    tree_mask = torch.ones(2, 7, 7, dtype=torch.bool, device="cuda").tril()
+    tree_mask = torch.ones(2, nodes, nodes, dtype=torch.bool, device="cuda").tril()
 
     def run() -> tuple[Tensor, ...]:
         return (
@@ -303,7 +305,7 @@ def test_a_captured_call_follows_lengths_masks_and_keys(backend: str, monkeypatc
         torch.cuda.set_sync_debug_mode("default")
     for rows in ([17, 2950], [0, 0], [1024, 1]):
         lengths.copy_(torch.tensor(rows))
-        tree_mask.copy_(some_mask(2, 7, 7))
+        tree_mask.copy_(some_mask(2, nodes, nodes))
         for x in (k, v):
             x.normal_(generator=generator)
         graph.replay()

@@ -141,8 +141,9 @@ def test_splits_fill_the_device_in_one_wave_or_evenly_in_several() -> None:
     assert count_splits(programs=24, capacity=LONG_CACHE, places=132) == 11  # two waves, none idle
     assert count_splits(programs=32, capacity=LONG_CACHE, places=132) == 4  # one wave, four idle
     assert count_splits(programs=40, capacity=LONG_CACHE, places=264) == 13  # two waves, eight of 528 idle
-    assert count_splits(programs=8, capacity=1024, places=132) == 4  # of 256 slots each
-    assert count_splits(programs=3, capacity=3000, places=132) == 8  # of 11 that the capacity is worth: a power of two
+    assert count_splits(programs=8, capacity=1024, places=132) == 8
+    assert count_splits(programs=3, capacity=3000, places=132) == 8  # of 13 that the capacity is worth: a power of two
+    assert count_splits(programs=3, capacity=9000, places=132) == 16
     assert count_splits(programs=3, capacity=LONG_CACHE, places=132) == 32  # of 44 that would fill the device
     assert count_splits(programs=500, capacity=LONG_CACHE, places=132) == 1
     assert count_splits(programs=1, capacity=10, places=132) == 1

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspec.kernels.skinny_product import skinny_product, split_product
+from longspec.kernels import skinny_product as skinny
+from longspec.kernels.backend import Gpu
+from longspec.kernels.skinny_product import count_parts, skinny_product, split_product
 from longspec.kernels.vector_product import vector_product
 from longspec.models.residual import ResidualStream
 
@@ -51,10 +53,13 @@ def test_vector_product_equals_plain_torch(rows: int, width: int, gated: bool, d
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("tokens", [2, 16, 17, 64, 65, 69, 80])
-@pytest.mark.parametrize(("rows", "width"), [(70, 96), (128, 256), (2, 40)])
-def test_skinny_products_equal_plain_torch(tokens: int, rows: int, width: int, dtype: torch.dtype, device: str) -> None:
-    """With a bias, gated, and in parts; sizes with and without remainders."""
+@pytest.mark.parametrize(("rows", "width"), [(70, 96), (128, 256), (96, 512), (2, 40)])
+def test_skinny_products_equal_plain_torch(
+    tokens: int, rows: int, width: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a bias, gated, and in two or four parts; sizes with and without remainders."""
     skip_what_the_interpreter_cannot(dtype, device)
+    monkeypatch.setattr(skinny, "describe_gpu", lambda device: Gpu(132, 160 * 1024, overlaps=False))
     x, weight = random(tokens, width).to(device, dtype), (random(rows, width, seed=1) / width**0.5).to(device, dtype)
     bias = random(rows, seed=2).to(device, dtype)
     product = x.double() @ weight.double().t()
@@ -62,8 +67,15 @@ def test_skinny_products_equal_plain_torch(tokens: int, rows: int, width: int, d
     torch.testing.assert_close(skinny_product(x, weight, bias).double(), product + bias.double(), **close)
     torch.testing.assert_close(skinny_product(x, weight, gated=True).double(), gate(product), **close)
     parts = split_product(x, weight)
-    assert parts.dtype == torch.float32
+    assert parts.dtype == torch.float32 and len(parts) == (4 if width == 512 else 2)
     torch.testing.assert_close(parts.sum(0).double(), product, **close)
+
+
+def test_a_small_weight_gets_more_parts_each_of_whole_blocks() -> None:
+    assert count_parts(4096, 14336, multiprocessors=132) == 2  # 64 programs in a part
+    assert count_parts(768, 1536, multiprocessors=132) == 4
+    assert count_parts(768, 64 * 7, multiprocessors=132) == 2  # neither 4 nor 3 divide its seven blocks
+    assert count_parts(768, 64 * 9, multiprocessors=132) == 3
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
