@@ -62,11 +62,17 @@ def prefix_tiles(rows: int, head_dim: int, dtype: torch.dtype, shared_memory: in
 
 
 def finish_tiles(head_dim: int, dtype: torch.dtype, shared_memory: int) -> Tiles:
-    """Blocks of the finishing kernel: few rows, so that many programs share its few keys and its reads of the parts."""
-    small = dtype == torch.float32 or padded_dim(head_dim) > 128
+    """Blocks of the finishing kernel: few rows, so that many programs share its few keys and its reads of the parts.
+
+    Measured as `prefix_tiles`, and at head_dim 64.
+    """
+    block_d = padded_dim(head_dim)
+    if dtype == torch.float32 or block_d > 128:
+        tiles = Tiles(16, 32, 4, 3)
+    else:
+        tiles = Tiles(16, 128, 8, 2) if block_d <= 64 else Tiles(16, 64, 4, 3)
     scratch = 4096
-    row_bytes = padded_dim(head_dim) * dtype.itemsize
-    return fit_shared_memory(Tiles(16, 32 if small else 64, 4, 3), row_bytes, shared_memory - scratch)
+    return fit_shared_memory(tiles, block_d * dtype.itemsize, shared_memory - scratch)
 
 
 def fit_shared_memory(tiles: Tiles, row_bytes: int, shared_memory: int) -> Tiles:
