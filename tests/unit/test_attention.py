@@ -9,6 +9,7 @@ from torch import Tensor
 
 from longspec.kernels.attention import (
     DecodingAttention,
+    OfLengths,
     SdpaAttention,
     decoding_attention,
     masked_attention,
@@ -256,7 +257,10 @@ def test_hybrid_over_a_long_prefix_on_the_gpu(dtype: torch.dtype, backend: str) 
     q = torch.randn(2, 32, nodes, 128, generator=generator, device="cuda").to(dtype)
     k, v = torch.randn(2, 2, 8, 33000, 128, generator=generator, device="cuda").to(dtype)
     tree_mask = torch.ones(2, nodes, nodes, dtype=torch.bool, device="cuda").tril()
-    got = attend.hybrid(q, k, v, lengths, tree_mask, 128**-0.5)
+    once: OfLengths = {}
+    first_layer = attend.hybrid(q, k, v, lengths, tree_mask, 128**-0.5, once)
+    got = attend.hybrid(q, k, v, lengths, tree_mask, 128**-0.5, once)
+    assert torch.equal(got, first_layer) and len(once) == (backend == "flash")
     for row, length in enumerate(lengths.tolist()):
         used = slice(0, length + nodes)
         visible = torch.nn.functional.pad(tree_mask[row, None], (length, 0), value=True)
