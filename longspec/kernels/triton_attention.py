@@ -108,11 +108,9 @@ class FlashAttention(TritonAttention):
 def flash_prefix(q: Tensor, k: Tensor, v: Tensor, shares: Tensor, scale: float, block: int) -> PrefixParts:
     """The prefix's whole blocks of `block` keys on FlashAttention-3, in bf16 parts, each a row of its batch.
 
-    shares: int [3, P · B] as `split_blocks` makes them, for P parts.
-
-    Its own way to split leaves multiprocessors idle (a batch of 8 is not split at all) and merges the parts apart.
-    Its kernel multiplies the values behind the last visible slot of a block by zero, so what lies there must be
-    finite; in whole blocks nothing lies there.
+    shares: int [3, P · B], P parts as `split_blocks` makes them. FlashAttention-3's own way to split leaves
+    multiprocessors idle (a batch of 8 is not split at all) and merges the parts apart. Its kernel multiplies the values
+    behind the last visible slot of a block by zero, so what lies there must be finite; in whole blocks nothing does.
     """
     import fa3_fwd_interface
 
