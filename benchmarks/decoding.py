@@ -30,7 +30,6 @@ from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.generate import Decoder
 from longspec.inference.methods import METHODS, make_drafter
 from longspec.inference.runner import Runner
-from longspec.kernels.attention import OfLengths
 from longspec.models.glide import GlideMixin
 
 ACCEPTANCE_LENGTH = 3.5
@@ -194,9 +193,8 @@ def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
             runner.attention.prefix(queries[width], *cache.last_layer, cache.lengths, scale)
 
     def verify_attention() -> None:
-        once: OfLengths = {}
         for keys, values in zip(cache.keys, cache.values, strict=True):
-            runner.attention.hybrid(queries[nodes], keys, values, cache.lengths, proposal.visible, scale, once)
+            runner.attention.hybrid(queries[nodes], keys, values, cache.lengths, proposal.visible, scale)
 
     def draft_lm_head() -> None:
         for _, width in levels:

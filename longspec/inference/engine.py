@@ -11,7 +11,6 @@ from longspec.inference.acceptance import Sampler, accept
 from longspec.inference.cache import TargetCache
 from longspec.inference.drafting.proposal import Drafter, Proposal
 from longspec.inference.runner import Runner
-from longspec.kernels.attention import OfLengths
 
 PREFILL_TOKENS = 4096
 """Tokens of the prompts, over all rows, that one pass of prefill reads."""
@@ -109,9 +108,8 @@ class Engine:
         cache = self.cache
         cache.slots = cache.next_slots(proposal.tokens.shape[1])
         positions = cache.lengths[:, None] + proposal.levels
-        once: OfLengths = {}
 
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            return self.runner.attention.hybrid(q, k, v, cache.lengths, proposal.visible, scale, once)
+            return self.runner.attention.hybrid(q, k, v, cache.lengths, proposal.visible, scale)
 
         return self.runner.logits(self.runner.target(proposal.tokens, positions, cache, attend))

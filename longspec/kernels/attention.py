@@ -30,9 +30,6 @@ MODULES = {"flash": ("triton", "fa3_fwd_interface"), "triton": ("triton",), "sdp
 FOLD_LIMIT = 32
 """Up to this many queries the CPU is faster with a group's heads as rows of one KV head."""
 
-OfLengths = dict[tuple[int, ...], Tensor]
-"""What a backend makes of `lengths`, by what it makes of them: kept from layer to layer of one pass."""
-
 
 class DecodingAttention(Protocol):
     """A backend. What lies in a cache behind the used slots, finite or not, never reaches a result."""
@@ -42,21 +39,11 @@ class DecodingAttention(Protocol):
     capturable: bool
     """Whether calls may be captured in a CUDA graph: no value of `lengths` reaches the host."""
 
-    def hybrid(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lengths: Tensor,
-        tree_mask: Tensor,
-        scale: float,
-        once: OfLengths | None = None,
-    ) -> Tensor:
+    def hybrid(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tree_mask: Tensor, scale: float) -> Tensor:
         """Verification: each node sees its row's whole prefix and, under `tree_mask`, the new nodes.
 
         The keys of the N nodes already lie in slots lengths[b] … lengths[b] + N - 1; tree_mask bool [B, N, N], True
-        where query node i sees key node j. once: the same dict for all layers of a pass, empty at its beginning.
-        (LongSpec, arXiv 2502.17421: hybrid tree attention.)
+        where query node i sees key node j. (LongSpec, arXiv 2502.17421: hybrid tree attention.)
         """
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
@@ -143,16 +130,7 @@ class SdpaAttention:
     name = "sdpa"
     capturable = False
 
-    def hybrid(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lengths: Tensor,
-        tree_mask: Tensor,
-        scale: float,
-        once: OfLengths | None = None,
-    ) -> Tensor:
+    def hybrid(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tree_mask: Tensor, scale: float) -> Tensor:
         def attend(count: int, q: Tensor, k: Tensor, v: Tensor, tree_mask: Tensor) -> Tensor:
             used = count + q.shape[2]
             visible = F.pad(tree_mask, (count, 0), value=True)

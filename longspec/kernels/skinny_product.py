@@ -15,11 +15,11 @@ from longspec.kernels.backend import describe_gpu
 MAX_ROWS = 80
 BLOCK_N = 64
 """Rows of the weight that a program takes."""
-MOST_SPLITS = 4
-"""Parts of a product whose weight has too few rows to keep every multiprocessor reading; more cost the norm behind it
-more than they save."""
-SPLIT_BLOCK = 64
-"""Columns of which a part of many holds a whole number."""
+MOST_PARTS = 4
+"""Of a product whose weight has too few rows to keep every multiprocessor reading. More cost the norm behind it more
+than they save."""
+SHORT_BLOCK = 64
+"""Columns that a program takes at a time where rows or parts are many; elsewhere twice as many."""
 
 
 @triton.jit
@@ -105,25 +105,25 @@ def skinny_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, gated:
 
 
 def split_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T in P parts that are still to be added: fp32 [P, T, N]; P follows from weight's shape alone."""
+    """x @ weight.T in P parts that are still to be added: fp32 [P, T, N]; P follows from weight's shape and device."""
     rows, width = weight.shape
-    splits = count_parts(rows, width, describe_gpu(x.device).multiprocessors)
-    out = torch.empty(splits, len(x), rows, dtype=torch.float32, device=x.device)
-    _launch(x, weight, None, out, rows, False, splits)
+    parts = count_parts(rows, width, describe_gpu(x.device).multiprocessors)
+    out = torch.empty(parts, len(x), rows, dtype=torch.float32, device=x.device)
+    _launch(x, weight, None, out, rows, False, parts)
     return out
 
 
 def count_parts(rows: int, width: int, multiprocessors: int) -> int:
     """Parts of equal width, two blocks each at least, that give every multiprocessor a program; two in any case."""
-    programs, blocks = triton.cdiv(rows, BLOCK_N), width // SPLIT_BLOCK
-    most = min(MOST_SPLITS, multiprocessors // programs, blocks // 2)
-    return next((splits for splits in range(most, 2, -1) if width % (SPLIT_BLOCK * splits) == 0), 2)
+    programs, blocks = triton.cdiv(rows, BLOCK_N), width // SHORT_BLOCK
+    most = min(MOST_PARTS, multiprocessors // programs, blocks // 2)
+    return next((parts for parts in range(most, 2, -1) if width % (SHORT_BLOCK * parts) == 0), 2)
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, rows: int, gated: bool, splits: int) -> None:
     tokens, width = x.shape
     block_m, tail_m = (64, 16) if tokens > 64 else (max(16, triton.next_power_of_2(tokens)), 0)
-    block_k = SPLIT_BLOCK if splits > 2 or (tokens > 16 and splits == 1) else 128
+    block_k = SHORT_BLOCK if splits > 2 or (tokens > 16 and splits == 1) else 2 * SHORT_BLOCK
     stage_bytes = x.element_size() * block_k * (BLOCK_N * (2 if gated else 1) + block_m + tail_m)
     _skinny_product_kernel[(triton.cdiv(rows, BLOCK_N), splits)](
         x,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.attention import OfLengths, causal_prefill
+from longspec.kernels.attention import causal_prefill
 from longspec.kernels.backend import Gpu
 from longspec.kernels.finish import finish_prefix, masked_attention, window_attention
 from longspec.kernels.prefix_attention import prefix_attention
@@ -33,17 +33,8 @@ class TritonAttention:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
 
-    def hybrid(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lengths: Tensor,
-        tree_mask: Tensor,
-        scale: float,
-        once: OfLengths | None = None,
-    ) -> Tensor:
-        parts = self.prefix_parts(q, k, v, lengths, scale, once)
+    def hybrid(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tree_mask: Tensor, scale: float) -> Tensor:
+        parts = self.prefix_parts(q, k, v, lengths, scale)
         return finish_prefix(q, k, v, lengths, tree_mask, scale, parts, self.gpu.shared_memory)
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
@@ -61,9 +52,7 @@ class TritonAttention:
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return causal_prefill(q, k, v, scale)
 
-    def prefix_parts(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, once: OfLengths | None = None
-    ) -> PrefixParts:
+    def prefix_parts(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> PrefixParts:
         rows = q.shape[1] // k.shape[1] * q.shape[2]
         tiles = prefix_tiles(rows, q.shape[3], q.dtype, self.gpu.shared_memory)
         at_once = programs_at_once(tiles, q.shape[3], q.dtype, self.gpu.shared_memory)
@@ -89,33 +78,29 @@ class FlashAttention(TritonAttention):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return fa3_fwd_interface.flash_attn_func(q, k, v, softmax_scale=scale, causal=True).transpose(1, 2)
 
-    def prefix_parts(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, once: OfLengths | None = None
-    ) -> PrefixParts:
+    def prefix_parts(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> PrefixParts:
         rows = q.shape[1] // k.shape[1] * q.shape[2]
         slots = k.shape[2]
         size = (rows, slots, q.shape[:3].numel() * slots)
         if any(has < least for has, least in zip(size, FLASH_FROM, strict=True)):
             return super().prefix_parts(q, k, v, lengths, scale)
         tile_rows, block = next(tile for head_dim, tile in FLASH_TILES.items() if q.shape[3] <= head_dim)
-        key = self.splits(q, k, tile_rows, at_once=1), block
-        once = {} if once is None else once
-        if key not in once:
-            once[key] = split_blocks(lengths, *key)
-        return flash_prefix(q, k, v, once[key], scale, block)
+        return flash_prefix(q, k, v, lengths, scale, self.splits(q, k, tile_rows, at_once=1), block)
 
 
-def flash_prefix(q: Tensor, k: Tensor, v: Tensor, shares: Tensor, scale: float, block: int) -> PrefixParts:
-    """The prefix's whole blocks of `block` keys on FlashAttention-3, in bf16 parts, each a row of its batch.
+def flash_prefix(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, splits: int, block: int
+) -> PrefixParts:
+    """The prefix's whole blocks of `block` keys on FlashAttention-3, in `splits` bf16 parts, each a row of its batch.
 
-    shares: int [3, P · B], P parts as `split_blocks` makes them. FlashAttention-3's own way to split leaves
-    multiprocessors idle (a batch of 8 is not split at all) and merges the parts apart. Its kernel multiplies the values
-    behind the last visible slot of a block by zero, so what lies there must be finite; in whole blocks nothing does.
+    Its own way to split leaves multiprocessors idle (a batch of 8 is not split at all) and merges the parts apart.
+    Its kernel multiplies the values behind the last visible slot of a block by zero, so what lies there must be
+    finite; in whole blocks nothing lies there.
     """
     import fa3_fwd_interface
 
-    row, begin, end = shares
-    batch, splits = len(q), len(row) // len(q)
+    batch = len(q)
+    row, begin, end = split_blocks(lengths, splits, block)
     out, lse, *_ = fa3_fwd_interface.flash_attn_with_kvcache(
         q.transpose(1, 2).expand(splits, -1, -1, -1, -1).flatten(0, 1),
         k.transpose(1, 2),

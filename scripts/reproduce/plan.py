@@ -1,6 +1,6 @@
 """How much of what an evaluation measures, and in which order.
 
-What the default plan costs on one H200, for a target of 24 layers and 150M to 400M parameters: 16 cells of task and
+What the default plan costs on one H200, for a target of 24 layers or more: 16 cells of task and
 context, 26 + 17 prompts in each at temperatures 0 and 1, some 690 calls of `generate`. A call of 192 tokens is
 estimated at 0.3 s: prefill 0.02 to 0.1 s, engine and capture of its graph 0.1 s, rounds 0.1 to 0.2 s. That is 210 s;
 kernels that are compiled at first sight and warm-ups 100 s, transformers' `generate` on 14 prompts 30 s and the

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from longspec.kernels import skinny_product as skinny
-from longspec.kernels.backend import Gpu
+from longspec.kernels.backend import describe_gpu
 from longspec.kernels.skinny_product import count_parts, skinny_product, split_product
 from longspec.kernels.vector_product import vector_product
 from longspec.models.residual import ResidualStream
@@ -59,7 +59,7 @@ def test_skinny_products_equal_plain_torch(
 ) -> None:
     """With a bias, gated, and in two or four parts; sizes with and without remainders."""
     skip_what_the_interpreter_cannot(dtype, device)
-    monkeypatch.setattr(skinny, "describe_gpu", lambda device: Gpu(132, 160 * 1024, overlaps=False))
+    monkeypatch.setattr(skinny, "describe_gpu", lambda device: describe_gpu(device)._replace(multiprocessors=132))
     x, weight = random(tokens, width).to(device, dtype), (random(rows, width, seed=1) / width**0.5).to(device, dtype)
     bias = random(rows, seed=2).to(device, dtype)
     product = x.double() @ weight.double().t()
