@@ -105,7 +105,7 @@ def measure(model: str, heads: int, kv_heads: int, prefix: int, ceilings: Ceilin
     backends = {name: decoding_attention(name, cuda, torch.bfloat16, HEAD_DIM) for name in ("triton", "auto")}
     exact = exact_attention(inputs[0])
     calls: dict[str, list[Call]] = {
-        name: [partial(backend.hybrid, *x, SCALE) for x in inputs] for name, backend in backends.items()
+        name: [partial(hybrid, backend, x) for x in inputs] for name, backend in backends.items()
     }
     if importlib.util.find_spec("fa3_fwd_interface"):
         calls["flash"] = [partial(flash, x, options.nodes) for x in inputs]
@@ -138,6 +138,10 @@ def make_inputs(heads: int, kv_heads: int, prefix: int, nodes: int) -> list[Inpu
     tree_mask = torch.ones(1, nodes, nodes, dtype=torch.bool, device="cuda").tril()
     shape = (1, kv_heads, slots, HEAD_DIM)
     return [Inputs(q, random(*shape), random(*shape), lengths, tree_mask) for _ in range(copies)]
+
+
+def hybrid(backend: DecodingAttention, x: Inputs) -> Tensor:
+    return backend.hybrid(x.lengths, x.tree_mask)(x.q, x.k, x.v, SCALE)
 
 
 def flash(x: Inputs, nodes: int) -> object:
@@ -182,7 +186,7 @@ def exact_attention(x: Inputs) -> Tensor:
 
 
 def error(backend: DecodingAttention, x: Inputs, exact: Tensor) -> float:
-    return ((backend.hybrid(*x, SCALE).float() - exact).norm() / exact.norm()).item()
+    return ((hybrid(backend, x).float() - exact).norm() / exact.norm()).item()
 
 
 def time_calls(calls: dict[str, list[Call]], runs: int) -> dict[str, float]:

@@ -193,8 +193,9 @@ def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
             runner.attention.prefix(queries[width], *cache.last_layer, cache.lengths, scale)
 
     def verify_attention() -> None:
+        attend = runner.attention.hybrid(cache.lengths, proposal.visible)
         for keys, values in zip(cache.keys, cache.values, strict=True):
-            runner.attention.hybrid(queries[nodes], keys, values, cache.lengths, proposal.visible, scale)
+            attend(queries[nodes], keys, values, scale)
 
     def draft_lm_head() -> None:
         for _, width in levels:

@@ -108,8 +108,5 @@ class Engine:
         cache = self.cache
         cache.slots = cache.next_slots(proposal.tokens.shape[1])
         positions = cache.lengths[:, None] + proposal.levels
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            return self.runner.attention.hybrid(q, k, v, cache.lengths, proposal.visible, scale)
-
+        attend = self.runner.attention.hybrid(cache.lengths, proposal.visible)
         return self.runner.logits(self.runner.target(proposal.tokens, positions, cache, attend))

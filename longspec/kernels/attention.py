@@ -31,6 +31,10 @@ FOLD_LIMIT = 32
 """Up to this many queries the CPU is faster with a group's heads as rows of one KV head."""
 
 
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""(q [B, Hq, T, D], k, v [B, Hkv, S, D], scale) -> [B, Hq, T, D]"""
+
+
 class DecodingAttention(Protocol):
     """A backend. What lies in a cache behind the used slots, finite or not, never reaches a result."""
 
@@ -39,8 +43,9 @@ class DecodingAttention(Protocol):
     capturable: bool
     """Whether calls may be captured in a CUDA graph: no value of `lengths` reaches the host."""
 
-    def hybrid(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tree_mask: Tensor, scale: float) -> Tensor:
-        """Verification: each node sees its row's whole prefix and, under `tree_mask`, the new nodes.
+    def hybrid(self, lengths: Tensor, tree_mask: Tensor) -> Attend:
+        """The attention of one verification's layers, each to be called in turn: a node sees its row's whole prefix
+        and, under `tree_mask`, the new nodes.
 
         The keys of the N nodes already lie in slots lengths[b] … lengths[b] + N - 1; tree_mask bool [B, N, N], True
         where query node i sees key node j. (LongSpec, arXiv 2502.17421: hybrid tree attention.)
@@ -130,13 +135,16 @@ class SdpaAttention:
     name = "sdpa"
     capturable = False
 
-    def hybrid(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tree_mask: Tensor, scale: float) -> Tensor:
-        def attend(count: int, q: Tensor, k: Tensor, v: Tensor, tree_mask: Tensor) -> Tensor:
-            used = count + q.shape[2]
-            visible = F.pad(tree_mask, (count, 0), value=True)
-            return masked_attention(q, k[:, :, :used], v[:, :, :used], visible, scale)
+    def hybrid(self, lengths: Tensor, tree_mask: Tensor) -> Attend:
+        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            def of_length(count: int, q: Tensor, k: Tensor, v: Tensor, tree_mask: Tensor) -> Tensor:
+                used = count + q.shape[2]
+                visible = F.pad(tree_mask, (count, 0), value=True)
+                return masked_attention(q, k[:, :, :used], v[:, :, :used], visible, scale)
 
-        return _by_length(attend, lengths, q, k, v, tree_mask)
+            return _by_length(of_length, lengths, q, k, v, tree_mask)
+
+        return attend
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
         def attend(count: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.scan import SUB, load_keys, scan, write_softmax
+from longspec.kernels.scan import CHUNK, SUB, load_keys, scan, write_softmax_chunk
 
 MAX_WIDTH = 64
 MAX_CANDIDATES = 2**15
@@ -17,19 +17,42 @@ MAX_CANDIDATES = 2**15
 
 
 @triton.jit
+def _sorting_bits(values):
+    """int64 in the order of values, fp32 or fp64; the last 16 bits are 1."""
+    if values.dtype == tl.float64:
+        bits = values.to(tl.int64, bitcast=True) | 0xFFFF
+        return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFF0000)
+    else:
+        bits = values.to(tl.int32, bitcast=True)
+        return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 16) | 0xFFFF
+
+
+@triton.jit
+def _sorted_value(keys, DTYPE: tl.constexpr):
+    """What `_sorting_bits` was made of."""
+    if DTYPE == tl.float64:
+        bits = (keys ^ ((keys >> 63) & 0x7FFFFFFFFFFF0000)) & -65536
+    else:
+        bits = (keys >> 16).to(tl.int32)
+        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return bits.to(DTYPE, bitcast=True)
+
+
+@triton.jit
 def _largest(values, COUNT: tl.constexpr, BLOCK_W: tl.constexpr):
-    """The COUNT largest of values [n] in falling order, the first of equal ones first: values, -inf past COUNT, and
-    their places, [BLOCK_W] each."""
+    """The COUNT largest of values [n], fp32 or fp64, in falling order, the first of equal ones first: values, -inf past
+    COUNT, and their places, [BLOCK_W] each. Of fp64 the last 16 bits are lost: there, as in what a key of fp32 has no
+    use for, stands the place, so that one integer at a time is compared."""
     lane = tl.arange(0, BLOCK_W)
     place = tl.arange(0, values.shape[0])
-    found = tl.full([BLOCK_W], float("-inf"), values.dtype)
-    places = tl.zeros([BLOCK_W], tl.int32)
+    nothing = _sorting_bits(tl.full([1], float("-inf"), values.dtype))
+    found = tl.broadcast_to(nothing, [BLOCK_W])
+    keys = _sorting_bits(values) - place
     for rank in range(0, COUNT):
-        value, at = tl.max(values, 0, return_indices=True)
-        found = tl.where(lane == rank, value, found)
-        places = tl.where(lane == rank, at, places)
-        values = tl.where(place == at, float("-inf"), values)
-    return found, places
+        best = tl.max(keys, 0)
+        found = tl.where(lane == rank, best, found)
+        keys = tl.where(keys == best, nothing, keys)
+    return _sorted_value(found, values.dtype), (0xFFFF - (found & 0xFFFF)).to(tl.int32)
 
 
 @triton.jit
@@ -84,6 +107,8 @@ def _level_kernel(
     best_ptr,
     chunk_maxima_ptr,
     chunk_sums_ptr,
+    q_ptr,
+    stride_qb,
     tokens_ptr,
     parents_ptr,
     visible_ptr,
@@ -99,6 +124,7 @@ def _level_kernel(
     here,
     WIDTH: tl.constexpr,
     SUB: tl.constexpr,
+    CHUNK: tl.constexpr,
     RACE: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -107,6 +133,24 @@ def _level_kernel(
     BLOCK_N: tl.constexpr,
 ):
     batch = tl.program_id(0).to(tl.int64)
+    if RACE:  # noqa: SIM102 (known when compiled, unlike the other condition)
+        if tl.program_id(1) > 0:  # beside the program that grows the tree, those that write q, a chunk of a row each
+            parent = (tl.program_id(1) - 1) // chunks
+            write_softmax_chunk(
+                logits_ptr,
+                chunk_maxima_ptr,
+                chunk_sums_ptr,
+                q_ptr + batch * stride_qb + parent.to(tl.int64) * vocab,
+                batch * num_parents + parent,
+                (tl.program_id(1) - 1) % chunks,
+                inverse_temperature,
+                vocab,
+                chunks,
+                CHUNK,
+                BLOCK_C,
+            )
+            return
+
     parent = tl.arange(0, BLOCK_P)
     is_parent = parent < num_parents
     row = batch * num_parents + parent
@@ -186,13 +230,13 @@ def grow_level(
     logits = logits.contiguous()
     batch, num_parents, vocab = logits.shape
     scanned = scan(logits, temperature, noise)
-    if q is not None:
-        write_softmax(scanned, logits, temperature, q)
     subs, chunks = scanned.best.shape[1], scanned.chunk_sums.shape[1]
-    _level_kernel[(batch,)](
+    _level_kernel[(batch, 1 if q is None else 1 + num_parents * chunks)](
         logits,
         noise,
         *scanned,
+        q,
+        0 if q is None else q.stride(0),
         tokens,
         parents,
         visible.view(torch.uint8),
@@ -208,6 +252,7 @@ def grow_level(
         above.stop,
         WIDTH=width,
         SUB=SUB,
+        CHUNK=CHUNK,
         RACE=noise is not None,
         BLOCK_W=triton.next_power_of_2(width),
         BLOCK_P=triton.next_power_of_2(num_parents),

@@ -71,30 +71,48 @@ def _scan_kernel(
 
 
 @triton.jit
+def write_softmax_chunk(
+    logits_ptr,
+    chunk_maxima_ptr,
+    chunk_sums_ptr,
+    out_row,
+    row,
+    chunk,
+    inverse_temperature,
+    vocab,
+    chunks,
+    CHUNK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Probabilities of a scanned row's chunk, to `out_row`, where the row begins."""
+    part = tl.arange(0, BLOCK_C)
+    maxima = tl.load(chunk_maxima_ptr + row * chunks + part, mask=part < chunks, other=float("-inf"))
+    sums = tl.load(chunk_sums_ptr + row * chunks + part, mask=part < chunks, other=0.0)
+    maximum = tl.max(maxima, 0)
+    total = tl.sum(sums * tl.exp(maxima - maximum), 0)
+    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    logits = tl.load(logits_ptr + row * vocab + column, mask=column < vocab).to(tl.float32) * inverse_temperature
+    tl.store(out_row + column, tl.exp(logits - maximum) / total, mask=column < vocab)
+
+
+@triton.jit
 def _softmax_kernel(
     logits_ptr,
     chunk_maxima_ptr,
     chunk_sums_ptr,
     out_ptr,
-    stride_batch,
-    stride_row,
     inverse_temperature,
-    rows_per_batch,
     vocab,
     chunks,
     CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, BLOCK_C)
-    maxima = tl.load(chunk_maxima_ptr + row * chunks + part, mask=part < chunks, other=float("-inf"))
-    sums = tl.load(chunk_sums_ptr + row * chunks + part, mask=part < chunks, other=0.0)
-    maximum = tl.max(maxima, 0)
-    total = tl.sum(sums * tl.exp(maxima - maximum), 0)
-    column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    logits = tl.load(logits_ptr + row * vocab + column, mask=column < vocab).to(tl.float32) * inverse_temperature
-    out_row = out_ptr + (row // rows_per_batch) * stride_batch + (row % rows_per_batch) * stride_row
-    tl.store(out_row + column, tl.exp(logits - maximum) / total, mask=column < vocab)
+    scanned = chunk_maxima_ptr, chunk_sums_ptr
+    out_row = out_ptr + row * vocab
+    write_softmax_chunk(
+        logits_ptr, *scanned, out_row, row, tl.program_id(1), inverse_temperature, vocab, chunks, CHUNK, BLOCK_C
+    )
 
 
 def scan(logits: Tensor, temperature: float, noise: Tensor | None = None) -> Scan:
@@ -125,23 +143,21 @@ def scan(logits: Tensor, temperature: float, noise: Tensor | None = None) -> Sca
     return Scan(best, chunk_maxima, chunk_sums)
 
 
-def write_softmax(scanned: Scan, logits: Tensor, temperature: float, out: Tensor) -> None:
-    """The softmax of logits [B, n, V] at the temperature they were scanned at, into out fp32 [B, n, V], whose rows are
-    contiguous."""
-    batch, rows, vocab = logits.shape
-    chunks = scanned.chunk_sums.shape[1]
-    _softmax_kernel[(batch * rows, chunks)](
+def softmax(scanned: Scan, logits: Tensor, temperature: float) -> Tensor:
+    """The softmax, fp32, of logits [..., V], contiguous, at the temperature they were scanned at."""
+    vocab = logits.shape[-1]
+    out = torch.empty(logits.shape, device=logits.device)
+    rows, chunks = scanned.chunk_sums.shape
+    _softmax_kernel[(rows, chunks)](
         logits,
         scanned.chunk_maxima,
         scanned.chunk_sums,
         out,
-        out.stride(0),
-        out.stride(1),
         1 / temperature,
-        rows,
         vocab,
         chunks,
         CHUNK=CHUNK,
         BLOCK_C=triton.next_power_of_2(chunks),
         num_warps=8,
     )
+    return out

@@ -6,12 +6,15 @@ in a CUDA graph and replayed at other lengths.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.attention import causal_prefill
+from longspec.kernels.attention import Attend, causal_prefill
 from longspec.kernels.backend import Gpu
 from longspec.kernels.finish import finish_prefix, masked_attention, window_attention
 from longspec.kernels.prefix_attention import prefix_attention
@@ -33,13 +36,11 @@ class TritonAttention:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
 
-    def hybrid(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tree_mask: Tensor, scale: float) -> Tensor:
-        parts = self.prefix_parts(q, k, v, lengths, scale)
-        return finish_prefix(q, k, v, lengths, tree_mask, scale, parts, self.gpu.shared_memory)
+    def hybrid(self, lengths: Tensor, tree_mask: Tensor) -> Attend:
+        return self._over_prefix(lengths, tree_mask)
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
-        parts = self.prefix_parts(q, k, v, lengths, scale)
-        return finish_prefix(q, k, v, lengths, None, scale, parts, self.gpu.shared_memory)
+        return self._over_prefix(lengths, None)(q, k, v, scale)
 
     def window(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float
@@ -52,12 +53,26 @@ class TritonAttention:
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return causal_prefill(q, k, v, scale)
 
-    def prefix_parts(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> PrefixParts:
-        rows = q.shape[1] // k.shape[1] * q.shape[2]
-        tiles = prefix_tiles(rows, q.shape[3], q.dtype, self.gpu.shared_memory)
-        at_once = programs_at_once(tiles, q.shape[3], q.dtype, self.gpu.shared_memory)
-        splits = self.splits(q, k, tiles.block_m, at_once)
-        return prefix_attention(q, k, v, lengths, scale, splits, tiles, self.gpu.overlaps)
+    def _over_prefix(self, lengths: Tensor, tree_mask: Tensor | None) -> Attend:
+        parts_of = self.prefix_parts(lengths)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            parts = parts_of(q, k, v, scale)
+            return finish_prefix(q, k, v, lengths, tree_mask, scale, parts, self.gpu.shared_memory)
+
+        return attend
+
+    def prefix_parts(self, lengths: Tensor) -> Callable[[Tensor, Tensor, Tensor, float], PrefixParts]:
+        """The prefix kernel for one layer after the other."""
+
+        def parts(q: Tensor, k: Tensor, v: Tensor, scale: float) -> PrefixParts:
+            rows = q.shape[1] // k.shape[1] * q.shape[2]
+            tiles = prefix_tiles(rows, q.shape[3], q.dtype, self.gpu.shared_memory)
+            at_once = programs_at_once(tiles, q.shape[3], q.dtype, self.gpu.shared_memory)
+            splits = self.splits(q, k, tiles.block_m, at_once)
+            return prefix_attention(q, k, v, lengths, scale, splits, tiles, self.gpu.overlaps)
+
+        return parts
 
     def splits(self, q: Tensor, k: Tensor, tile_rows: int, at_once: int) -> int:
         """Parts of the prefix for programs of `tile_rows` query rows of a KV head, `at_once` on a multiprocessor."""
@@ -78,29 +93,34 @@ class FlashAttention(TritonAttention):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return fa3_fwd_interface.flash_attn_func(q, k, v, softmax_scale=scale, causal=True).transpose(1, 2)
 
-    def prefix_parts(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> PrefixParts:
-        rows = q.shape[1] // k.shape[1] * q.shape[2]
-        slots = k.shape[2]
-        size = (rows, slots, q.shape[:3].numel() * slots)
-        if any(has < least for has, least in zip(size, FLASH_FROM, strict=True)):
-            return super().prefix_parts(q, k, v, lengths, scale)
-        tile_rows, block = next(tile for head_dim, tile in FLASH_TILES.items() if q.shape[3] <= head_dim)
-        return flash_prefix(q, k, v, lengths, scale, self.splits(q, k, tile_rows, at_once=1), block)
+    def prefix_parts(self, lengths: Tensor) -> Callable[[Tensor, Tensor, Tensor, float], PrefixParts]:
+        small = super().prefix_parts(lengths)
+        shares = cache(partial(split_blocks, lengths))  # the same in every layer
+
+        def parts(q: Tensor, k: Tensor, v: Tensor, scale: float) -> PrefixParts:
+            rows = q.shape[1] // k.shape[1] * q.shape[2]
+            slots = k.shape[2]
+            size = (rows, slots, q.shape[:3].numel() * slots)
+            if any(has < least for has, least in zip(size, FLASH_FROM, strict=True)):
+                return small(q, k, v, scale)
+            tile_rows, block = next(tile for head_dim, tile in FLASH_TILES.items() if q.shape[3] <= head_dim)
+            return flash_prefix(q, k, v, scale, shares(self.splits(q, k, tile_rows, at_once=1), block), block)
+
+        return parts
 
 
-def flash_prefix(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, splits: int, block: int
-) -> PrefixParts:
-    """The prefix's whole blocks of `block` keys on FlashAttention-3, in `splits` bf16 parts, each a row of its batch.
+def flash_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float, shares: Tensor, block: int) -> PrefixParts:
+    """The prefix's whole blocks of `block` keys on FlashAttention-3, in P bf16 parts, each a row of its batch.
 
+    shares: int [3, P · B], as `split_blocks` makes them.
     Its own way to split leaves multiprocessors idle (a batch of 8 is not split at all) and merges the parts apart.
     Its kernel multiplies the values behind the last visible slot of a block by zero, so what lies there must be
     finite; in whole blocks nothing lies there.
     """
     import fa3_fwd_interface
 
-    batch = len(q)
-    row, begin, end = split_blocks(lengths, splits, block)
+    row, begin, end = shares
+    batch, splits = len(q), len(row) // len(q)
     out, lse, *_ = fa3_fwd_interface.flash_attn_with_kvcache(
         q.transpose(1, 2).expand(splits, -1, -1, -1, -1).flatten(0, 1),
         k.transpose(1, 2),

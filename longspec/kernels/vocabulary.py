@@ -45,12 +45,10 @@ def probabilities(logits: Tensor, temperature: float) -> Tensor:
     if not runs_triton(logits):
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return (wide / temperature).softmax(-1)
-    from longspec.kernels.scan import scan, write_softmax
+    from longspec.kernels.scan import scan, softmax
 
-    rows = logits.reshape(1, -1, logits.shape[-1])
-    out = torch.empty(rows.shape, device=logits.device)
-    write_softmax(scan(rows, temperature), rows, temperature, out)
-    return out.view(logits.shape)
+    logits = logits.contiguous()
+    return softmax(scan(logits, temperature), logits, temperature)
 
 
 def argmax(values: Tensor, noise: Tensor | None = None) -> Tensor:

@@ -14,13 +14,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from longspec.kernels.attention import Attend
 from longspec.kernels.backend import runs_triton
 from longspec.models.draft_layer import Rope, rotate
 
 ATTENTION_NAME = "longspec"
 
-Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""(q [B, Hq, T, D], k, v [B, Hkv, S, D], scale) -> [B, Hq, T, D]"""
 QueryAttend = Callable[[Tensor], Tensor]
 """q [B, Hq, T, D] -> [B, Hq, T, D], over keys and values that are already stored"""
 

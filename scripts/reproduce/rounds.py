@@ -65,7 +65,13 @@ def hybrid_ms(pair: LoadedPair, attention: DecodingAttention, context: int, node
     q, layers = random_layers(pair, context, nodes)
     mask, lengths = chain_mask(q), torch.tensor([context], dtype=torch.int32, device=q.device)
     scale = q.shape[3] ** -0.5
-    return device_ms(lambda: [attention.hybrid(q, keys, values, lengths, mask, scale) for keys, values in layers])
+
+    def verify() -> None:
+        attend = attention.hybrid(lengths, mask)
+        for keys, values in layers:
+            attend(q, keys, values, scale)
+
+    return device_ms(verify)
 
 
 def random_layers(pair: LoadedPair, context: int, nodes: int) -> tuple[Tensor, Tensor]:

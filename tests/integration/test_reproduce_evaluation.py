@@ -85,7 +85,7 @@ def test_the_dense_mask_is_the_same_attention(tmp_path: Path) -> None:
     tree = torch.rand(1, 6, 6).lt(0.5) | torch.eye(6, dtype=torch.bool)
     keys, values = layers[0]
     mask = dense_mask(tree, 21, layers.shape[4], q.shape[1] // keys.shape[1], q.dtype)
-    hybrid = SdpaAttention().hybrid(q, keys, values, torch.tensor([21]), tree, q.shape[3] ** -0.5)
+    hybrid = SdpaAttention().hybrid(torch.tensor([21]), tree)(q, keys, values, q.shape[3] ** -0.5)
     torch.testing.assert_close(dense_attention(q, keys, values, mask), hybrid)
 
 

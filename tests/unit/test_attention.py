@@ -107,7 +107,8 @@ def test_hybrid_equals_dense_attention(
     tree_mask[:, 0] = False
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     expected = dense(q, k, v, hybrid_mask(n, tree_mask, k.shape[2]), 0.15)
-    got = backend.hybrid(*(x.to(device) for x in (q, k, v, n, tree_mask)), 0.15)
+    attend = backend.hybrid(n.to(device), tree_mask.to(device))
+    got = attend(q.to(device), k.to(device), v.to(device), 0.15)
     assert got.dtype == dtype
     if device == "cuda" and backend.capturable:
         assert got.transpose(1, 2).is_contiguous()
@@ -180,7 +181,7 @@ def test_prefill_chunk_is_causal_up_to_its_end(nodes: int, slots: int, attend: t
 def test_cpu_takes_every_float_dtype(dtype: torch.dtype) -> None:
     q, k, v, n = (x.to(dtype) if x.is_floating_point() else x for x in make_cache([50, 0], 2, 2, 3, 64, 3))
     tree_mask = torch.ones(2, 3, 3, dtype=torch.bool).tril()
-    got = decoding_attention("auto", torch.device("cpu"), dtype, 64).hybrid(q, k, v, n, tree_mask, 0.1)
+    got = decoding_attention("auto", torch.device("cpu"), dtype, 64).hybrid(n, tree_mask)(q, k, v, 0.1)
     expected = dense(q, k, v, hybrid_mask(n, tree_mask, k.shape[2]), 0.1)
     tolerance = 2 * torch.finfo(dtype).eps
     assert got.dtype == dtype
@@ -253,13 +254,14 @@ def test_hybrid_over_a_long_prefix_on_the_gpu(dtype: torch.dtype, backend: str) 
     """32k slots, 69 nodes, 32 heads over 8, a ragged batch; rows one by one against dense fp32 arithmetic."""
     if backend == "flash" and dtype != torch.bfloat16:
         pytest.skip("not for this dtype")
-    attend = decoding_attention(backend, torch.device("cuda"), dtype, 128)
     lengths, nodes = torch.tensor([32768, 20011], device="cuda"), 69
     generator = torch.Generator("cuda").manual_seed(0)
     q = torch.randn(2, 32, nodes, 128, generator=generator, device="cuda").to(dtype)
     k, v = torch.randn(2, 2, 8, 33000, 128, generator=generator, device="cuda").to(dtype)
     tree_mask = torch.ones(2, nodes, nodes, dtype=torch.bool, device="cuda").tril()
-    got = attend.hybrid(q, k, v, lengths, tree_mask, 128**-0.5)
+    attend = decoding_attention(backend, torch.device("cuda"), dtype, 128).hybrid(lengths, tree_mask)
+    got = attend(q, k, v, 128**-0.5)
+    torch.testing.assert_close(attend(q, k, v, 128**-0.5), got, rtol=0, atol=0)  # as in the next layer
     for row, length in enumerate(lengths.tolist()):
         used = slice(0, length + nodes)
         visible = torch.nn.functional.pad(tree_mask[row, None], (length, 0), value=True)
@@ -292,7 +294,7 @@ def test_a_captured_call_follows_lengths_masks_and_keys(
 
     def run() -> tuple[Tensor, ...]:
         return (
-            attend.hybrid(q, k, v, lengths, tree_mask, 0.1),
+            attend.hybrid(lengths, tree_mask)(q, k, v, 0.1),
             attend.prefix(q, k, v, lengths, 0.1),
             attend.window(q, ring_k, ring_v, lengths, 2, tree_mask, 0.1),
             attend.prefill(q, k, v, 0.1),

@@ -82,7 +82,7 @@ def test_cpu_decoding_needs_no_triton() -> None:
         x = torch.ones(1, 1, 2, 16)
         mask = torch.ones(1, 1, 1, dtype=torch.bool)
         attend = decoding_attention("auto", torch.device("cpu"), torch.float32, 16)
-        print(attend.hybrid(x[:, :, :1], x, x, torch.tensor([1]), mask, 1.0).sum().item())
+        print(attend.hybrid(torch.tensor([1]), mask)(x[:, :, :1], x, x, 1.0).sum().item())
     """
     run = subprocess.run([sys.executable, "-c", dedent(program)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

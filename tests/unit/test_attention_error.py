@@ -98,7 +98,7 @@ def check(attend: Attention, case: Case, dtype: torch.dtype) -> None:
     q, k, v, lengths, tree_mask, scale = case
     q, k, v = (x.to(dtype) for x in (q, k, v))
     expected, magnitude = exact(q, k, v, lengths, tree_mask, scale)
-    got = attend(q, k, v, lengths, tree_mask, scale)
+    got = attend(lengths, tree_mask)(q, k, v, scale)
     assert got.dtype == dtype and got.isfinite().all()
     keys = (lengths + q.shape[2]).view(-1, 1, 1)
     bound = torch.finfo(dtype).eps + U32 * (6 * (q.shape[3] / 3) ** 0.5 * magnitude + keys**0.5 + 4)
