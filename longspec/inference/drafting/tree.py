@@ -42,13 +42,22 @@ class TreeDrafter:
         """The same tensors in every round, written anew."""
         tree = self.tree
         tree.tokens[:, 0] = root
+        noise = self._noise()
         above = slice(0, 1)
         for level, width in enumerate(self.shape):
             logits = self.draft.level(tree.tokens[:, above], level, above.start, tree.visible[:, above], cache)
             if self.q is None:
                 best_children(tree, above, width, logits, self.sampler.temperature or 1.0)
             else:
-                noise = self.sampler.exponentials(logits)
-                sampled_children(tree, above, width, *self.sampler.warped(logits), noise, self.q[:, above])
+                warped = self.sampler.warped(logits)
+                sampled_children(tree, above, width, *warped, noise[level], self.q[:, above])
             above = slice(above.stop, above.stop + width)
         return self.proposal
+
+    def _noise(self) -> list[Tensor]:
+        """For each level that others are sampled below [B, n, V]: all drawn in one launch."""
+        if self.q is None:
+            return []
+        levels = [self.q[:, :width] for width in (1, *self.shape[:-1])]
+        drawn = self.sampler.exponentials(self.q).flatten().split([level.numel() for level in levels])
+        return [part.view(level.shape) for part, level in zip(drawn, levels, strict=True)]
