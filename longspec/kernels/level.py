@@ -28,14 +28,14 @@ def _sorting_bits(values):
 
 
 @triton.jit
-def _sorted_value(keys, DTYPE: tl.constexpr):
+def _sorted_value(keys, dtype: tl.constexpr):
     """What `_sorting_bits` was made of."""
-    if DTYPE == tl.float64:
+    if dtype == tl.float64:
         bits = (keys ^ ((keys >> 63) & 0x7FFFFFFFFFFF0000)) & -65536
     else:
         bits = (keys >> 16).to(tl.int32)
         bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return bits.to(DTYPE, bitcast=True)
+    return bits.to(dtype, bitcast=True)
 
 
 @triton.jit
