@@ -56,8 +56,6 @@ def prefix_tiles(rows: int, head_dim: int, dtype: torch.dtype, shared_memory: in
         tiles = Tiles(16, 64, 4, 4)
     elif rows <= 64:
         tiles = Tiles(64, 64, 4, 4)
-    elif rows <= 128:  # one tile reads the keys once
-        tiles = Tiles(128, 64, 8, 4)
     else:  # two programs share a multiprocessor: one's softmax runs beside the other's products
         tiles = Tiles(64, 64, 4, 3)
     return fit_shared_memory(tiles, block_d * dtype.itemsize, shared_memory)
