@@ -157,7 +157,7 @@ def reject_children(
         BLOCK_D=triton.next_power_of_2(depth + 1),
         BLOCK=block,
         LARGEST_FACTOR=LARGEST_FACTOR,
-        num_warps=16 if vocab > BLOCK else 4,
+        num_warps=8 if vocab > BLOCK else 4,
     )
     _residual_kernel[(batch, triton.cdiv(vocab, RESIDUAL_BLOCK))](
         q, p, path, state, left, *sizes, DEPTH=depth, BLOCK=RESIDUAL_BLOCK, LARGEST_FACTOR=LARGEST_FACTOR
