@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import psutil
@@ -69,34 +69,51 @@ def free_port() -> int:
 def launch_line(ranks: Sequence[str], experiment: str, overrides: Mapping[str, object]) -> list[str]:
     """The launch line that trains every draft; ranks: DeepSpeed's options that say which."""
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", *ranks, "--master_port", str(free_port())]
-    configuration = ["-cp", "conf/exp/", "-cn", experiment, *(f"{key}={value}" for key, value in overrides.items())]
-    return [*launcher, TRAINER, *configuration]
+    return [*launcher, TRAINER, *configuration_line(experiment, overrides)]
 
 
-def run(command: list[str], log: Path, environment: dict[str, str], limit_s: float | None = None) -> bool:
+def configuration_line(experiment: str, overrides: Mapping[str, object]) -> list[str]:
+    """What the trainer is given."""
+    given = (f"{key}={value}" for key, value in overrides.items())
+    return ["-cp", str(ROOT / "conf/exp"), "-cn", experiment, *given]
+
+
+def run(
+    command: list[str],
+    log: Path,
+    environment: dict[str, str],
+    limit_s: float | None = None,
+    turn: AbstractContextManager[object] | None = None,
+) -> bool:
     """Run a command in the repository's root, with its output added to `log`; whether it ended by itself.
 
     At `limit_s` seconds it gets SIGTERM, and some time to save what it has; so it does if this process is interrupted.
-    Raises CommandFailed, with the end of the log, if it ended with an error.
+    With a `turn`, a lock, it gets ready at once; it is told by a line on stdin when the lock is held, which is so up to
+    its end, and the limit counts from there. Raises CommandFailed, with the end of the log, if it ended with an error.
     """
     with log.open("a") as output:
         child = subprocess.Popen(
             command,
             cwd=ROOT,
             env=os.environ | environment,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if turn else subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             process_group=0,  # of this session still: what ends that ends the command, too
         )
         _running.add(child)
-        try:
-            code = child.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return False
-        finally:
-            _end(child)
-            _running.discard(child)
+        with turn or nullcontext():
+            try:
+                if child.stdin:
+                    with suppress(BrokenPipeError):  # it has ended already
+                        child.stdin.write(b"\n")
+                        child.stdin.close()
+                code = child.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                return False
+            finally:
+                _end(child)
+                _running.discard(child)
     if code:
         end = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
         raise CommandFailed("\n".join([*end, f"{' '.join(command[:4])} … ended with code {code}; all of it in {log}"]))

@@ -1,6 +1,8 @@
 """The three stages of the curriculum, through the launch line that trains every draft."""
 
+import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,9 +11,9 @@ from longspec.train.inputs import read_inputs
 from scripts.pipeline.files import ANSWERS, LONG_TEXTS, TEXTS
 from scripts.pipeline.machine import (
     CPU_RANKS,
-    ROOT,
     CommandFailed,
     bf16_is_faster,
+    configuration_line,
     gpu_names,
     launch_line,
     run,
@@ -20,6 +22,7 @@ from scripts.pipeline.machine import (
 
 CHECKPOINT = "checkpoint-last"
 DRAFT_WEIGHTS = "draft_model_weights.pth"
+WAITING_TRAINER = "scripts.pipeline.waiting_trainer"
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,18 @@ class StageSettings:
 
 
 def train_stage(
-    folder: Path, data: Path, target: Path, draft: Path | None, settings: StageSettings, cache: Path | None = None
+    folder: Path,
+    data: Path,
+    target: Path,
+    draft: Path | None,
+    settings: StageSettings,
+    cache: Path | None = None,
+    turn: AbstractContextManager[object] | None = None,
 ) -> None:
     """One stage in `folder` on the JSONL file `data`, from the draft in `draft`, a file (None: a fresh one).
 
-    Tokens are cached in `cache`, else in `folder`. Raises CommandFailed.
+    Tokens are cached in `cache`, else in `folder`. With a `turn`, a lock, it runs without a launcher on one GPU, which
+    it has to itself while the lock is held; before that it imports. Raises CommandFailed.
     """
     devices = gpu_names()
     ranks = ranks_of(settings)
@@ -61,7 +71,11 @@ def train_stage(
     environment = {"OMP_NUM_THREADS": str(threads_a_rank())} | ({} if devices else {"DS_ACCELERATOR": "cpu"})
     overrides = launch_overrides(folder, data, target, draft, settings, cache or folder / "cache")
     log = folder / "log.txt"
-    ended = run(launch_line(include, settings.experiment, overrides), log, environment, settings.limit_s)
+    if turn:
+        command = [sys.executable, "-m", WAITING_TRAINER, *configuration_line(settings.experiment, overrides)]
+    else:
+        command = launch_line(include, settings.experiment, overrides)
+    ended = run(command, log, environment, settings.limit_s, turn)
     if not ended and not draft_weights(folder).is_file():
         raise CommandFailed(f"no step was saved within {settings.limit_s} s; {log} says what took so long")
 
@@ -69,8 +83,7 @@ def train_stage(
 def cache_rows(data: Path, target: Path, settings: StageSettings, cache: Path) -> None:
     """Tokenise a stage's data into `cache`, where every launch of the stage then finds it. Raises UserError."""
     overrides = launch_overrides(cache, data, target, None, settings, cache)
-    line = ["-cp", str(ROOT / "conf/exp"), "-cn", settings.experiment]
-    config = load_config([*line, *(f"{key}={value}" for key, value in overrides.items())])
+    config = load_config(configuration_line(settings.experiment, overrides))
     assert config is not None
     read_inputs(config)
 

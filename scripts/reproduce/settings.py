@@ -86,7 +86,7 @@ def h200(family: str, text: str | None) -> Settings:
         ),
         TaskSettings(prompts_per_cell=8),
         target,
-        stages(family, answer + contexts[-1], steps=(220, 55, 45), limits=(115.0, 100.0, 85.0)),
+        stages(family, answer + contexts[-1], steps=(900, 220, 180), limits=(155.0, 78.0, 67.0)),
         GenerationSettings(texts=4096, prompt=64, new_tokens=960, batch=256),
         EvaluationSettings(limit_s=300.0, contexts=contexts),
     )
@@ -100,7 +100,7 @@ def gb24(family: str, text: str | None) -> Settings:
         target=replace(base.target, limit_s=1500.0, micro_batch=16_896, accumulation=6),
         stages=tuple(
             replace(stage, accumulation=parts, limit_s=3 * (stage.limit_s or 0))
-            for stage, parts in zip(base.stages, (4, 4, 8), strict=True)
+            for stage, parts in zip(base.stages, (4, 1, 2), strict=True)
         ),
         generation=replace(base.generation, batch=64),
         evaluation=replace(base.evaluation, limit_s=900.0),
@@ -112,9 +112,9 @@ def stages(
 ) -> tuple[StageSettings, ...]:
     """The curriculum on a GPU: short text, long documents, prompts with answers."""
     return (
-        stage(1, family, steps[0], 1e-3, 1024, rows_a_step=64, accumulation=1, limit_s=limits[0], max_offset=15_000),
-        stage(2, family, steps[1], 2e-4, window, rows_a_step=4, accumulation=2, limit_s=limits[1], max_offset=15_000),
-        stage(3, family, steps[2], 2e-4, window, rows_a_step=8, accumulation=8, limit_s=limits[2], max_offset=15_000),
+        stage(1, family, steps[0], 2e-3, 1024, rows_a_step=16, accumulation=1, limit_s=limits[0], max_offset=15_000),
+        stage(2, family, steps[1], 7e-4, window, rows_a_step=1, accumulation=1, limit_s=limits[1], max_offset=15_000),
+        stage(3, family, steps[2], 2e-4, window, rows_a_step=2, accumulation=2, limit_s=limits[2], max_offset=15_000),
     )
 
 

@@ -2,13 +2,15 @@
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from threading import Lock
 
 import psutil
 import pytest
 
 from scripts.pipeline import machine
-from scripts.pipeline.machine import CPU_RANKS, TRAINER, CommandFailed, launch_line, run
+from scripts.pipeline.machine import CPU_RANKS, ROOT, TRAINER, CommandFailed, launch_line, run
 
 RANK = """
 import pathlib, signal, sys, time
@@ -68,8 +70,44 @@ def test_a_command_has_a_group_of_its_own_in_this_session(tmp_path: Path) -> Non
 def test_the_launcher_is_that_of_this_environment_wherever_its_command_lies(tmp_path: Path) -> None:
     line = launch_line(["--num_gpus", str(CPU_RANKS)], "an_experiment", {"max_steps": 3})
     assert line[:3] == [sys.executable, "-m", "deepspeed.launcher.runner"]
-    assert line[line.index(TRAINER) :] == [TRAINER, "-cp", "conf/exp/", "-cn", "an_experiment", "max_steps=3"]
+    assert line[line.index(TRAINER) :] == [
+        TRAINER,
+        "-cp",
+        str(ROOT / "conf/exp"),
+        "-cn",
+        "an_experiment",
+        "max_steps=3",
+    ]
 
 
 def test_a_command_that_ends_has_ended(tmp_path: Path) -> None:
     assert run([sys.executable, "-c", ""], tmp_path / "log.txt", {}, limit_s=60)
+
+
+WAITING = """
+import sys, time
+print("ready", flush=True)
+sys.stdin.readline()
+print("begun", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_command_gets_ready_at_once_and_begins_when_its_turn_is_there(tmp_path: Path) -> None:
+    """The turn is held up to the command's end, and given back then."""
+    turn, log = Lock(), tmp_path / "log.txt"
+    with ThreadPoolExecutor(1) as pool:
+        with turn:
+            ended = pool.submit(run, [sys.executable, "-c", WAITING], log, {}, 1.0, turn)
+            while "ready" not in (log.read_text() if log.exists() else "") and not ended.done():
+                wait([ended], timeout=0.05)
+            assert log.read_text().split() == ["ready"]
+        assert ended.result() is False
+    assert log.read_text().split() == ["ready", "begun"] and turn.acquire(blocking=False)
+
+
+def test_a_turn_is_given_back_by_a_command_that_fails_before_it_has_one(tmp_path: Path) -> None:
+    turn = Lock()
+    with pytest.raises(CommandFailed):
+        run([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "log.txt", {}, turn=turn)
+    assert turn.acquire(blocking=False)
