@@ -115,7 +115,14 @@ def plain_training(config: TrainConfig, steps: int, ranks: int) -> tuple[list[fl
     inputs = read_inputs(config)
     model: Any = build_pair(config, None)
     draft, factor = list(model.draft_model.parameters()), cosine_with_warmup(steps, config.warmup_ratio)
-    optimizer = torch.optim.AdamW(draft, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+    muon = [weight for weight in draft if weight.ndim == 2 and config.optimizer == "muon"]
+    adamw = [weight for weight in draft if not any(weight is one for one in muon)]
+    optimizers: dict[torch.optim.Optimizer, float] = {
+        torch.optim.AdamW(adamw, betas=(0.9, 0.95), weight_decay=config.weight_decay): 1.0
+    }
+    if muon:
+        scale = 0.2 * model.config.hidden_size**0.5
+        optimizers[torch.optim.Muon(muon, weight_decay=config.weight_decay / scale, momentum=0.95)] = scale
     rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * ranks
     objective = Handed(partial(_mean_loss, config.loss), reads_target=config.loss != "ce")
     losses = []
@@ -123,11 +130,12 @@ def plain_training(config: TrainConfig, steps: int, ranks: int) -> tuple[list[fl
         batch = inputs.collate([inputs.rows[number] for number in numbers])
         positions = contiguous_positions(batch["cu_seqlens"], tuple(batch["input_ids"].shape))  # type: ignore[arg-type]
         loss = model(**batch, position_ids=positions, objective=objective)
-        optimizer.param_groups[0]["lr"] = config.learning_rate * factor(step)
-        optimizer.zero_grad()
+        model.draft_model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(draft, config.max_grad_norm)
-        optimizer.step()
+        for optimizer, scale in optimizers.items():
+            optimizer.param_groups[0]["lr"] = scale * config.learning_rate * factor(step)
+            optimizer.step()
         losses.append(loss.item())
     return losses, model.draft_model.state_dict()
 

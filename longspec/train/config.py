@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from packaging.version import Version
 from pydantic import ValidationError
 from yaml import YAMLError
 
@@ -26,6 +28,9 @@ from longspec.train.positions import VARIANTS
 CONFIG_NAME = "training_config.yaml"
 """The configuration in a checkpoint folder."""
 DTYPES = ("float32", "bfloat16")
+OPTIMIZERS = ("adamw", "muon")
+MUON_FROM = "0.19.8"
+"""The oldest DeepSpeed whose Muon was tried; those before it know none for bf16."""
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 
 POSITIVE = (
@@ -115,6 +120,7 @@ class TrainConfig:
     seed: int = MISSING
     loss: str = MISSING
     log_target_loss: bool = MISSING
+    optimizer: str = MISSING
     learning_rate: float = MISSING
     warmup_ratio: float = MISSING
     weight_decay: float = MISSING
@@ -214,6 +220,7 @@ def check(config: TrainConfig) -> None:
     two_betas = len(config.adam_betas) == 2 and all(0 <= beta < 1 for beta in config.adam_betas)
     _require(two_betas, "adam_betas", "must be two numbers in [0, 1)", config.adam_betas)
     _choice("loss", config.loss, LOSSES)
+    _choice("optimizer", config.optimizer, OPTIMIZERS)
     _choice("resume", config.resume, (None, "latest"))
     _choice("variant.name", config.variant.name, VARIANTS)
     _choice("model.torch_dtype", config.model.torch_dtype, DTYPES)
@@ -222,6 +229,8 @@ def check(config: TrainConfig) -> None:
         _require(config.variant.depth > 0, "variant.depth", "must be positive", config.variant.depth)
     resolve_attention(config.model.attn_implementation)
     _check_zero(config.deepspeed.zero_optimization)
+    if config.optimizer == "muon":
+        _check_muon(config)
     _check_paths(config)
 
 
@@ -235,6 +244,15 @@ def _check_zero(section: dict[str, Any]) -> None:
         first = error.errors()[0]
         key = ".".join(map(str, ("deepspeed.zero_optimization", *first["loc"])))
         raise UserError(f"config key {key}: {first['msg']}, not {first['input']!r}") from error
+
+
+def _check_muon(config: TrainConfig) -> None:
+    """Elsewhere DeepSpeed clips Muon's update, whose norm is the same in every step, and not the gradient."""
+    zero = config.deepspeed.zero_optimization
+    fits = zero["stage"] == 1 and not zero.get("offload_optimizer") and config.model.torch_dtype == "bfloat16"
+    _require(fits, "optimizer", "needs ZeRO-1 without offload and model.torch_dtype=bfloat16", "muon")
+    new_enough = Version(deepspeed.__version__) >= Version(MUON_FROM)
+    _require(new_enough, "optimizer", f"needs deepspeed {MUON_FROM}, here is {deepspeed.__version__}", "muon")
 
 
 def _check_paths(config: TrainConfig) -> None:

@@ -21,6 +21,8 @@ from longspec.models.parallel import model_parallel_place
 from longspec.train.config import TrainConfig
 from longspec.train.distributed import ReplicatedDraft, keep_drafts_equal
 
+MUON_MOMENTUM = 0.95
+
 
 def cosine_with_warmup(total_steps: int, warmup_ratio: float) -> Callable[[int], float]:
     """The factor on the learning rate of step 0, 1, … `total_steps` - 1: a linear rise to 1, then half a cosine.
@@ -41,17 +43,19 @@ def cosine_with_warmup(total_steps: int, warmup_ratio: float) -> Callable[[int],
 def engine_config(config: TrainConfig) -> dict[str, Any]:
     """DeepSpeed's configuration: our `deepspeed` section, and what follows from the other keys."""
     offload = config.deepspeed.zero_optimization.get("offload_optimizer") is not None
-    optimizer = {
+    optimizer: dict[str, Any] = {
         "lr": config.learning_rate,
         "betas": config.adam_betas,
         "weight_decay": config.weight_decay,
         "torch_adam": not offload,  # offloaded states are stepped by DeepSpeedCPUAdam
     }
+    if config.optimizer == "muon":
+        optimizer |= {"momentum": MUON_MOMENTUM, "ns_method": "standard"}
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.per_device_train_batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "gradient_clipping": config.max_grad_norm,
-        "optimizer": {"type": "AdamW", "params": optimizer},
+        "optimizer": {"type": {"adamw": "AdamW", "muon": "Muon"}[config.optimizer], "params": optimizer},
         "zero_optimization": config.deepspeed.zero_optimization,
         "zero_force_ds_cpu_optimizer": offload,
     }
@@ -96,12 +100,19 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
     rank, world = model_parallel_place()
     if world > 1:
         keep_drafts_equal(model.draft_model)
+    if config.optimizer == "muon":
+        torch.compiler.set_stance("force_eager")  # DeepSpeed would compile it for longer than a short run takes
+        for parameter in model.parameters():
+            parameter.use_muon = parameter.requires_grad and parameter.ndim == 2
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
         config=engine_config(config),
         mpu=ReplicatedDraft() if world > 1 else None,
     )
+    for group in engine.optimizer.param_groups:
+        scale = muon_scale(model.config.hidden_size) if group.get("use_muon") else 1.0
+        group["rate_scale"], group["weight_decay"] = scale, config.weight_decay / scale
     engine.module.register_state_dict_post_hook(_keep_draft)
     if rank > 0:
         engine.save_non_zero_checkpoint = engine.save_zero_checkpoint = False
@@ -129,7 +140,13 @@ def _keep_draft(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
         del state[name]
 
 
+def muon_scale(hidden: int) -> float:
+    """What Muon's rate is multiplied by, so that a matrix moves as far as under AdamW. (arXiv 2502.16982, equation 4;
+    DeepSpeed has its factor for tall matrices, sqrt(rows / columns), in its update.)"""
+    return 0.2 * math.sqrt(hidden)
+
+
 def set_learning_rate(engine: Any, rate: float) -> None:
     """For the next step. Set anew each time, it needs no saved state and a resumed run may have another length."""
     for group in engine.optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group["rate_scale"]

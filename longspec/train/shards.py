@@ -1,6 +1,7 @@
 """DeepSpeed's sharded optimizer state, put together parameter by parameter and cut anew for the ranks that go on.
 
-Each rank saved flat fp32 tensors of its share of the draft: master weights and AdamW's two moments. Under ZeRO-1 and 2
+Each rank saved flat fp32 tensors of its share of the draft: master weights, and AdamW's two moments or, of those that
+Muon trains, which are a group of their own, its one. Under ZeRO-1 and 2
 the share is a piece of all parameters laid end to end, and the file says what of it is whose. Under ZeRO-3 it is a
 piece of each parameter, all ranks' equally long, the last one's padded.
 """
@@ -26,7 +27,8 @@ from longspec.models.target_files import WEIGHT_ERRORS
 from longspec.train.distributed import data_parallel_place
 
 MASTERS = "master weights"
-MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
+MUON_MOMENT = "momentum_buffer"
 SAVED_CLASSES = [LossScaler, ZeroStageEnum, fragment_address]
 """What DeepSpeed's files hold beside tensors and numbers; anything else in one is refused, not run."""
 
@@ -48,18 +50,22 @@ class Shards:
     @property
     def step(self) -> int:
         """How many steps AdamW has taken."""
-        return int(self._adamw(self.ranks[0])[0]["step"])
+        return next(int(state["step"]) for state in self._states(self.ranks[0]) if "step" in state)
 
     def parameters(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """(name, without `draft_model.`; fp32 tensor of its shape on the CPU) of each parameter's MASTERS or moment."""
+        """(name, without `draft_model.`; fp32 tensor of its shape on the CPU) of the MASTERS or moment of each
+        parameter that has one."""
         pieces = self._pieces_by_parameter(kind) if self.by_parameter else self._pieces_end_to_end(kind)
         for name, shape in self.shapes.items():
-            yield name, torch.cat(pieces[name])[: shape.numel()].view(shape)
+            if name in pieces:
+                yield name, torch.cat(pieces[name])[: shape.numel()].view(shape)
 
     def _pieces_end_to_end(self, kind: str) -> dict[str, list[Tensor]]:
         pieces = defaultdict(list)
         for rank in self.ranks:
             for flat, addresses in zip(self._flats(rank, kind), rank["param_slice_mappings"], strict=True):
+                if flat is None:
+                    continue
                 for name, address in addresses.items():
                     piece = flat[address.start : address.start + address.numel]
                     pieces[name.removeprefix(DRAFT_PREFIX)].append(piece)
@@ -67,16 +73,21 @@ class Shards:
 
     def _pieces_by_parameter(self, kind: str) -> dict[str, list[Tensor]]:
         lengths = [math.ceil(shape.numel() / len(self.ranks)) for shape in self.shapes.values()]
-        cut = [torch.cat(self._flats(rank, kind)).split(lengths) for rank in self.ranks]
+        flats = [[flat for flat in self._flats(rank, kind) if flat is not None] for rank in self.ranks]
+        if not all(flats):
+            return {}
+        cut = [torch.cat(mine).split(lengths) for mine in flats]
         return dict(zip(self.shapes, map(list, zip(*cut, strict=True)), strict=True))
 
-    def _flats(self, rank: dict[str, Any], kind: str) -> list[Tensor]:
+    def _flats(self, rank: dict[str, Any], kind: str) -> list[Tensor | None]:
+        """Group by group; None for a group that has no such moment."""
         if kind == MASTERS:
             return rank["fp32_flat_groups" if self.by_parameter else "single_partition_of_fp32_groups"]
-        return [state[kind] for state in self._adamw(rank).values()]
+        return [state.get(kind) for state in self._states(rank)]
 
-    def _adamw(self, rank: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        return rank["optimizer_state_dict" if self.by_parameter else "base_optimizer_state"]["state"]
+    def _states(self, rank: dict[str, Any]) -> list[dict[str, Any]]:
+        states = rank["optimizer_state_dict" if self.by_parameter else "base_optimizer_state"]["state"]
+        return [states[number] for number in sorted(states)]
 
 
 def load_plain(file: Path) -> dict[str, Any]:
@@ -100,19 +111,21 @@ def adopt(engine: Any, shards: Shards) -> None:
     first and is copied from there to its own place.
     """
     parameters = dict(engine.module.draft_model.named_parameters())
-    adamw = engine.optimizer.optimizer
-    flats = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3 tells AdamW of them step by step
-    if flats is None:
-        flats = [flat for group in adamw.param_groups for flat in group["params"]]
-    for kind in (*MOMENTS, MASTERS):
+    optimizer = engine.optimizer.optimizer
+    groups = optimizer.param_groups
+    muons = [flat for group in groups if group.get("use_muon") for flat in group["params"]]
+    adamws = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3 tells AdamW of them step by step
+    if adamws is None:
+        adamws = [flat for group in groups if not group.get("use_muon") for flat in group["params"]]
+    for kind in (*ADAMW_MOMENTS, MUON_MOMENT, MASTERS):
         for name, value in shards.parameters(kind):
             _set_master(parameters[name], value)
-        if kind != MASTERS:
-            for flat in flats:
-                adamw.state[flat][kind] = flat.detach().clone()
+        for flat in {MUON_MOMENT: muons, MASTERS: []}.get(kind, adamws):
+            optimizer.state[flat][kind] = flat.detach().clone()
+    adamw = getattr(optimizer, "aux_optimizer", optimizer)  # Muon's own, for what it does not train
     step, is_torchs = shards.step, isinstance(adamw, torch.optim.AdamW)  # DeepSpeed's own counts in plain numbers
-    for flat in flats:
-        adamw.state[flat]["step"] = torch.tensor(float(step)) if is_torchs else step
+    for flat in adamws:
+        optimizer.state[flat]["step"] = torch.tensor(float(step)) if is_torchs else step
 
 
 def _set_master(parameter: Any, value: Tensor) -> None:

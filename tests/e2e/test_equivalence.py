@@ -64,6 +64,12 @@ TWO_RANKS = Setting("2 ranks", ranks=2, micro_batch=2)
 ZERO_3 = Setting("ZeRO-3", ranks=2, micro_batch=1, accumulation=2, more=("deepspeed=zero3", SHARDED))
 IN_BF16: dict[str, Any] = {"more": ("model.torch_dtype=bfloat16",), "loss": 1e-3, "norm": 2e-2, "draft": 0.1}
 BF16 = Setting("bf16", **IN_BF16)
+IN_MUON: dict[str, Any] = IN_BF16 | {"more": (*IN_BF16["more"], "optimizer=muon", "learning_rate=0.01")}
+MUON = Setting("1 rank, muon", **IN_MUON)
+WITH_MUON = [
+    Setting("accumulation 1 x 4, muon", micro_batch=1, accumulation=4, **IN_MUON),
+    Setting("2 ranks, muon", ranks=2, micro_batch=2, **IN_MUON),
+]
 SETTINGS = [
     Setting("accumulation 1 x 4", micro_batch=1, accumulation=4),
     TWO_RANKS,
@@ -133,20 +139,26 @@ def train(work: Path, setting: Setting, *more: str) -> Path:
     return output
 
 
-def assert_same_curve(work: Path, output: Path, setting: Setting) -> None:
+def assert_same_curve(work: Path, output: Path, setting: Setting, reference: Setting = REFERENCE) -> None:
     """The same steps; and losses, gradient norms, held-out loss and last draft that differ by rounding alone."""
-    ours, wanted = metrics(output), metrics(work / REFERENCE.folder)
+    ours, wanted = metrics(output), metrics(work / reference.folder)
     for name in ("step", "lr", "tokens", "epoch"):
         assert [line[name] for line in ours] == [line[name] for line in wanted], name
     for name, tolerance in (("loss", setting.loss), ("grad_norm", setting.norm)):
         assert [line[name] for line in ours] == pytest.approx([line[name] for line in wanted], rel=tolerance), name
     assert ours[-1]["eval_loss"] == pytest.approx(wanted[-1]["eval_loss"], rel=setting.loss)
-    assert share_of_the_way(work, load_draft(output / "checkpoint-last")) < setting.draft
+    assert share_of_the_way(work, load_draft(output / "checkpoint-last"), reference) < setting.draft
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_same_curve(work: Path, setting: Setting) -> None:
     assert_same_curve(work, train(work, setting, f"max_steps={STEPS}"), setting)
+
+
+@pytest.mark.parametrize("setting", WITH_MUON, ids=lambda setting: setting.name)
+def test_same_curve_with_muon(work: Path, setting: Setting) -> None:
+    train(work, MUON, f"max_steps={STEPS}")
+    assert_same_curve(work, train(work, setting, f"max_steps={STEPS}"), setting, MUON)
 
 
 @pytest.mark.gpu
@@ -170,10 +182,10 @@ def test_same_curve_when_half_way_the_ranks_are_others(work: Path, before: Setti
     assert_same_curve(work, output, changed)
 
 
-def share_of_the_way(work: Path, draft: dict[str, Tensor]) -> float:
+def share_of_the_way(work: Path, draft: dict[str, Tensor], reference: Setting = REFERENCE) -> float:
     """How far `draft` is from the reference's, over how far that is from the fresh one."""
-    reference = load_draft(work / REFERENCE.folder / "checkpoint-last")
-    return distance(draft, reference) / distance(fresh_draft(work), reference)
+    wanted = load_draft(work / reference.folder / "checkpoint-last")
+    return distance(draft, wanted) / distance(fresh_draft(work), wanted)
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -182,9 +194,9 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return float(sum((weight.double() - other[name].double()).square().sum() for name, weight in one.items()) ** 0.5)
 
 
-def reference_config(work: Path) -> TrainConfig:
-    given = [*overrides(work), f"model_name_or_path={work}/target", *REFERENCE.overrides()]
-    given.append(f"output_dir={work}/{REFERENCE.folder}")
+def reference_config(work: Path, reference: Setting = REFERENCE) -> TrainConfig:
+    given = [*overrides(work), f"model_name_or_path={work}/target", *reference.overrides()]
+    given.append(f"output_dir={work}/{reference.folder}")
     config = load_config(["-cp", str(ROOT / "conf/exp"), "-cn", EXPERIMENT, *given])
     assert config is not None
     return config
@@ -195,11 +207,14 @@ def fresh_draft(work: Path) -> dict[str, Tensor]:
     return pair.draft_model.state_dict()
 
 
-def test_reference_is_plain_training(work: Path) -> None:
-    """A plain loop in torch: the whole logits' cross-entropy, torch's AdamW and clipping, no engine and no shards."""
-    losses, weights = plain_training(reference_config(work), STEPS, ranks=1)
-    assert [line["loss"] for line in metrics(work / REFERENCE.folder)] == pytest.approx(losses, rel=REFERENCE.loss)
-    assert share_of_the_way(work, weights) < REFERENCE.draft
+@pytest.mark.parametrize("reference", [REFERENCE, MUON], ids=lambda setting: setting.name)
+def test_reference_is_plain_training(work: Path, reference: Setting) -> None:
+    """A plain loop in torch, in fp32: the whole logits' cross-entropy, torch's optimizers and clipping, no engine."""
+    output = train(work, reference, f"max_steps={STEPS}")
+    config = reference_config(work, reference)
+    losses, weights = plain_training(replace(config, model=replace(config.model, torch_dtype="float32")), STEPS, ranks=1)
+    assert [line["loss"] for line in metrics(output)] == pytest.approx(losses, rel=reference.loss)
+    assert share_of_the_way(work, weights, reference) < reference.draft
 
 
 def test_reference_steps_and_learning_rates_are_exact(work: Path) -> None:

@@ -16,11 +16,12 @@ from longspec.train.checkpoint import saved_draft
 from longspec.train.config import CONFIG_NAME, TrainConfig, load_config, to_yaml
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.inputs import read_inputs
-from longspec.train.shards import MASTERS, MOMENTS, Shards, adopt
+from longspec.train.shards import ADAMW_MOMENTS, MASTERS, MUON_MOMENT, Shards, adopt
 from longspec.train.trainer import Trainer
 
 NEVER: Any = SimpleNamespace(agreed=lambda: False)
 BF16 = "model.torch_dtype=bfloat16"
+MUON = "optimizer=muon"
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def saved(trainer: Trainer, folder: Path) -> tuple[int, dict[str, torch.Tensor]]
     """The steps that AdamW has taken, and its tensors by name."""
     trainer.engine.save_checkpoint(str(folder), tag="now", exclude_frozen_parameters=True)
     (folder / CONFIG_NAME).write_text(to_yaml(trainer.config))
-    read, kinds = Shards(folder), (MASTERS, *MOMENTS)
+    read, kinds = Shards(folder), (MASTERS, *ADAMW_MOMENTS, MUON_MOMENT)
     return read.step, {f"{name}, {kind}": value for kind in kinds for name, value in read.parameters(kind)}
 
 
@@ -57,6 +58,7 @@ def saved(trainer: Trainer, folder: Path) -> tuple[int, dict[str, torch.Tensor]]
         (["deepspeed=zero3"], ["deepspeed=zero2"]),
         (["deepspeed=zero1", BF16], ["deepspeed=zero3", BF16]),
         (["deepspeed=zero3", BF16], ["deepspeed=zero1", BF16]),
+        ([MUON, BF16], [MUON, BF16]),
     ],
     ids=" ".join,
 )
