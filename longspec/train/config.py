@@ -249,10 +249,11 @@ def _check_zero(section: dict[str, Any]) -> None:
 def _check_muon(config: TrainConfig) -> None:
     """Elsewhere DeepSpeed clips Muon's update, whose norm is the same in every step, and not the gradient."""
     zero = config.deepspeed.zero_optimization
-    fits = zero["stage"] == 1 and not zero.get("offload_optimizer") and config.model.torch_dtype == "bfloat16"
-    _require(fits, "optimizer", "needs ZeRO-1 without offload and model.torch_dtype=bfloat16", "muon")
+    plain = zero["stage"] == 1 and not zero.get("offload_optimizer") and config.tp_size == 1
+    fits = plain and config.model.torch_dtype == "bfloat16"
+    _require(fits, "optimizer", "must be adamw but for ZeRO-1 without offload, bfloat16 and tp_size=1", "muon")
     new_enough = Version(deepspeed.__version__) >= Version(MUON_FROM)
-    _require(new_enough, "optimizer", f"needs deepspeed {MUON_FROM}, here is {deepspeed.__version__}", "muon")
+    _require(new_enough, "optimizer", f"must be adamw with deepspeed < {MUON_FROM}", "muon")
 
 
 def _check_paths(config: TrainConfig) -> None:

@@ -9,10 +9,12 @@ from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 
+from longspec.models.draft_layer import WINDOW
 from scripts.pipeline.files import ANSWERS, LONG_TEXTS, TEXTS
 from scripts.pipeline.machine import end_children, gpus, threads
 from scripts.pipeline.stages import CHECKPOINT, StageSettings, cache_rows, draft_weights, train_stage
 from scripts.pipeline.steps import Steps
+from scripts.pipeline.warm_start import write_warm_start
 from scripts.reproduce.corpus import DRAFT_TEXTS, TOKENIZER, write_corpus, write_held_out_tasks
 from scripts.reproduce.generated import write_generated
 from scripts.reproduce.run import VARIANTS, Run
@@ -76,6 +78,11 @@ class RowSettings:
         return cls(tuple({"max_length": stage.max_length} | of_the_data(stage) for stage in stages))
 
 
+@dataclass(frozen=True)
+class WarmStart:
+    window: int
+
+
 def of_the_data(stage: StageSettings) -> dict[str, object]:
     return {key: value for key, value in stage.overrides.items() if key.startswith("data.")}
 
@@ -134,12 +141,17 @@ def side_by_side(works: Sequence[Callable[[], T]]) -> list[Future[T]]:
 def train_drafts(
     run: Run, steps: Steps, place: str, stages: Sequence[StageSettings], data: Mapping[int, Path] | None = None
 ) -> Path:
-    """The stages one after the other in `place`/stage<n>; the last one's checkpoint. `data`: other files than DATA."""
-    draft: Path | None = None
+    """The stages one after the other in `place`/stage<n>, from a warm start; the last one's checkpoint.
+
+    data: other files than DATA.
+    """
+    window = stages[0].overrides.get("model.window", WINDOW)
+    assert isinstance(window, int)
+    draft = steps.run(f"{place}/start", WarmStart(window), lambda folder: write_warm_start(folder, run.target, window))
     for stage in stages:
         file = (data or {}).get(stage.number, run.root / "corpus" / DATA[stage.number - 1])
 
-        def train(folder: Path, stage: StageSettings = stage, draft: Path | None = draft, file: Path = file) -> None:
+        def train(folder: Path, stage: StageSettings = stage, draft: Path = draft, file: Path = file) -> None:
             turn = DEVICE if gpus() else None
             train_stage(folder, file, run.target, draft, on_this_machine(stage), run.root / ROWS, turn)
 

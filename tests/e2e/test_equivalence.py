@@ -170,6 +170,16 @@ def test_same_curve_on_gpus(gpu_work: Path, setting: Setting) -> None:
     assert_same_curve(gpu_work, train(gpu_work, setting, f"max_steps={STEPS}"), setting)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("setting", WITH_MUON, ids=lambda setting: setting.name)
+def test_same_curve_with_muon_on_gpus(gpu_work: Path, setting: Setting) -> None:
+    if setting.ranks > torch.cuda.device_count():
+        pytest.skip(f"needs {setting.ranks} GPUs")
+    train(gpu_work, replace(MUON, device="cuda"), f"max_steps={STEPS}")
+    setting = replace(setting, device="cuda")
+    assert_same_curve(gpu_work, train(gpu_work, setting, f"max_steps={STEPS}"), setting, MUON)
+
+
 @pytest.mark.parametrize(("before", "after"), RESUMED, ids=lambda setting: setting.name)
 def test_same_curve_when_half_way_the_ranks_are_others(work: Path, before: Setting, after: Setting) -> None:
     """Six steps cut in one way, six in another: optimizer state and all, as if nothing had changed."""
@@ -212,7 +222,8 @@ def test_reference_is_plain_training(work: Path, reference: Setting) -> None:
     """A plain loop in torch, in fp32: the whole logits' cross-entropy, torch's optimizers and clipping, no engine."""
     output = train(work, reference, f"max_steps={STEPS}")
     config = reference_config(work, reference)
-    losses, weights = plain_training(replace(config, model=replace(config.model, torch_dtype="float32")), STEPS, ranks=1)
+    config = replace(config, model=replace(config.model, torch_dtype="float32"))
+    losses, weights = plain_training(config, STEPS, ranks=1)
     assert [line["loss"] for line in metrics(output)] == pytest.approx(losses, rel=reference.loss)
     assert share_of_the_way(work, weights, reference) < reference.draft
 

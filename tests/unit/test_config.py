@@ -3,6 +3,7 @@
 from itertools import pairwise
 from pathlib import Path
 
+import deepspeed
 import pytest
 from hydra import compose, initialize_config_dir
 from training_fixtures import ROOT, write_texts
@@ -106,6 +107,7 @@ def test_family_is_an_override(paths: list[str]) -> None:
         ("gradient_accumulation_steps=-1", "gradient_accumulation_steps"),
         ("learning_rate=fast", "learning_rate"),
         ("loss=mse", "loss"),
+        ("optimizer=lion", "optimizer"),
         ("resume=yes", "resume"),
         ("variant.name=other", "variant.name"),
         ("variant.depth=0", "variant.depth"),
@@ -140,6 +142,20 @@ def test_wrong_key_is_named(override: str, key: str, paths: list[str]) -> None:
     with pytest.raises(UserError) as error:
         load(TINY, *paths, override)
     assert key in str(error.value) and "\n" not in str(error.value)
+
+
+def test_muon_is_refused_where_deepspeed_does_not_train_with_it(
+    paths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    muon = [*paths, "optimizer=muon", "model.torch_dtype=bfloat16"]
+    assert engine_config(load(TINY, *muon))["optimizer"]["type"] == "Muon"
+    offload = "+deepspeed.zero_optimization.offload_optimizer.device=cpu"
+    for other in ("model.torch_dtype=float32", "deepspeed=zero2", "deepspeed=zero3", "tp_size=2", offload):
+        with pytest.raises(UserError, match="key optimizer: must be adamw but for ZeRO-1"):
+            load(TINY, *muon, other)
+    monkeypatch.setattr(deepspeed, "__version__", "0.19.7")
+    with pytest.raises(UserError, match=r"key optimizer: must be adamw with deepspeed < 0\.19\.8"):
+        load(TINY, *muon)
 
 
 def test_missing_things_are_named(paths: list[str], tmp_path: Path) -> None:
