@@ -27,6 +27,7 @@ from longspec.models.parallel import (
 )
 from longspec.models.target_attention import ATTENTION_NAME, LastLayerKV, last_keys_values, run_backbone
 from longspec.models.target_files import WEIGHT_ERRORS, check_target, read_config
+from longspec.models.target_graph import TargetPass
 from longspec.models.target_split import rank_config
 
 
@@ -54,6 +55,8 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
     target_class: Any
     draft_layer_class: type[GlideDecoderLayer]
     gradient_checkpointing = False
+    target_pass: TargetPass | None = None
+    """What training runs instead of `run_target`."""
 
     def __init__(
         self,
@@ -182,6 +185,16 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
             **kwargs,
         )
 
+    def run_target(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
+        """The target's hidden states [B, T, hidden] after its final norm, its last layer's keys and values."""
+        kv = LastLayerKV(self.config.num_hidden_layers)
+        causal = partial(self._causal, segments=segments)
+        hidden = run_backbone(self.model, input_ids, position_ids, kv, causal)
+        return hidden, kv.keys, kv.values
+
+    def _causal(self, q: Tensor, k: Tensor, v: Tensor, scale: float, segments: Segments) -> Tensor:
+        return _on_flat(partial(varlen_attention, use_flash=self.use_flash), q, k, v, segments, scale)
+
     def draft_forward(
         self,
         input_ids: Tensor,
@@ -200,18 +213,14 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
         """
         segments = Segments(cu_seqlens.tolist(), input_ids.device)
         varlen = partial(varlen_attention, use_flash=self.use_flash)
-
-        def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            return _on_flat(varlen, q, k, v, segments, scale)
-
         with torch.no_grad():
             embeddings, rope = self.embed(input_ids, position_ids)
             if objective.reads_target:
-                kv = LastLayerKV(self.config.num_hidden_layers)
-                target_hidden = run_backbone(self.model, input_ids, position_ids, kv, causal)
-                keys, values = kv.keys, kv.values
+                run = self.target_pass or self.run_target
+                target_hidden, keys, values = run(input_ids, position_ids, segments)
             else:
                 target_hidden = None
+                causal = partial(self._causal, segments=segments)
                 keys, values = last_keys_values(self.model, embeddings, rope, position_ids, causal)
             keys, values = gather_heads(keys), gather_heads(values)
         scale = self.draft_model.self_attn.head_dim**-0.5

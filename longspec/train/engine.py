@@ -18,6 +18,7 @@ from longspec.errors import UserError
 from longspec.kernels.backend import runs_triton
 from longspec.models.draft_files import DRAFT_PREFIX
 from longspec.models.parallel import model_parallel_place
+from longspec.models.target_graph import TargetGraphs
 from longspec.train.config import TrainConfig
 from longspec.train.distributed import ReplicatedDraft, keep_drafts_equal
 
@@ -121,6 +122,9 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
         from longspec.models.target_kernels import use_kernels
 
         use_kernels(engine.module.model, engine.module.draft_layer_class)
+        if config.deepspeed.zero_optimization["stage"] < 3 and world == 1:  # no rank waits for another in the pass
+            layer_weights = sum(weight.numel() for weight in engine.module.model.layers[0].parameters())
+            engine.module.target_pass = TargetGraphs(engine.module.run_target, layer_weights)
     return engine
 
 

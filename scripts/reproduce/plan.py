@@ -2,8 +2,8 @@
 
 On one H200, for a target of 32 layers, the default plan takes 309 s: 16 cells of task and context, some 730 calls of
 `generate`, 0.11 to 0.17 s each (0.2 s for magicdec); kernels that are compiled at first sight, warm-ups and a search
-for the best tree are as much again, transformers' `generate` on 14 prompts and the compilation of its static cache 90 s,
-a round's parts and teacher forcing the rest. What comes last in the plan may be cut short where that is more than there
+for the best tree are as much again, transformers' `generate` on 14 prompts and compiling its static cache 90 s, a
+round's parts and teacher forcing the rest. What comes last in the plan may be cut short where that is more than there
 is; the same command again goes on with it.
 """
 

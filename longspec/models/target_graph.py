@@ -1,0 +1,78 @@
+"""The frozen target's pass as a CUDA graph in training, where its kernels take longer to launch than to run."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from longspec.kernels.backend import upload
+from longspec.kernels.segments import Segments
+
+TargetPass = Callable[[Tensor, Tensor, Segments], tuple[Tensor, Tensor, Tensor]]
+"""(input_ids, position_ids, both [B, T], segments) -> hidden states [B, T, hidden], last layer's keys and values."""
+MOST_WORK = 10**11
+"""Weights of a layer times tokens, above which a layer runs for longer than the half a millisecond that its launch
+takes."""
+MOST_SEGMENTS = 255
+MOST_GRAPHS = 2
+RUNS_BEFORE = 2
+"""Of a shape, before it is captured: kernels are compiled by then, and the shape is likely to come again."""
+
+
+class TargetGraphs:
+    """A target's pass, captured for the first shapes [B, T] that come again; others run kernel by kernel.
+
+    What it returns is overwritten by the next pass of that shape.
+    """
+
+    def __init__(self, run: TargetPass, layer_weights: int) -> None:
+        """layer_weights: how many weights a layer has."""
+        self.run, self.layer_weights = run, layer_weights
+        self.seen: Counter[torch.Size] = Counter()
+        self.graphs: dict[torch.Size, _Graph] = {}
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
+        shape = input_ids.shape
+        if self.layer_weights * shape.numel() > MOST_WORK or len(segments.lengths) > MOST_SEGMENTS:
+            return self.run(input_ids, position_ids, segments)
+        self.seen[shape] += 1
+        if shape not in self.graphs:
+            if self.seen[shape] <= RUNS_BEFORE or len(self.graphs) == MOST_GRAPHS:
+                return self.run(input_ids, position_ids, segments)
+            self.graphs[shape] = _Graph(self.run, input_ids, position_ids, segments)
+        return self.graphs[shape](input_ids, position_ids, segments)
+
+
+class _Graph:
+    """The pass of one shape, which reads and writes the same tensors every time."""
+
+    def __init__(self, run: TargetPass, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> None:
+        self.input_ids, self.position_ids = input_ids.clone(), position_ids.clone()
+        self.bounds = _padded_bounds(segments)
+        borders = _FixedSegments(self.bounds, tokens=input_ids.numel(), longest=input_ids.shape[1])
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.result = run(self.input_ids, self.position_ids, borders)
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
+        self.input_ids.copy_(input_ids)
+        self.position_ids.copy_(position_ids)
+        self.bounds.copy_(_padded_bounds(segments))
+        self.graph.replay()
+        return self.result
+
+
+class _FixedSegments(Segments):
+    """Segments whose borders the device alone knows: no one segment is longer than `longest`."""
+
+    def __init__(self, bounds: Tensor, tokens: int, longest: int) -> None:
+        super().__init__([0, tokens], bounds.device)
+        self.query_bounds, self.longest = bounds, longest  # type: ignore[misc]  # else computed from the host's
+
+
+def _padded_bounds(segments: Segments) -> Tensor:
+    """int32 [MOST_SEGMENTS + 1] on the device, empty segments behind the last one."""
+    missing = MOST_SEGMENTS - len(segments.lengths)
+    bounds = [*segments.bounds, *[segments.bounds[-1]] * missing]
+    return upload(torch.tensor(bounds, dtype=torch.int32), segments.device)

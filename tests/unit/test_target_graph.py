@@ -1,0 +1,71 @@
+"""The target's pass as a CUDA graph: which passes are captured, and that they give what the plain ones give."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairs import FAMILIES, make_pair
+from torch import Tensor
+
+from longspec.kernels.segments import Segments
+from longspec.models import target_graph
+from longspec.models.target_graph import MOST_GRAPHS, MOST_SEGMENTS, MOST_WORK, RUNS_BEFORE, TargetGraphs
+
+Passed = tuple[Tensor, Tensor, Tensor]
+
+
+def given(rows: int, length: int, segments: int = 1) -> tuple[Tensor, Tensor, Segments]:
+    tokens = torch.zeros(rows, length, dtype=torch.long)
+    borders = torch.linspace(0, tokens.numel(), segments + 1).long().tolist()
+    return tokens, tokens, Segments(borders, tokens.device)
+
+
+def test_small_passes_of_a_shape_that_comes_again_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first shapes alone; too much work, or too many segments, and it runs plainly."""
+    plain: list[torch.Size] = []
+    captured: list[torch.Size] = []
+
+    def run(input_ids: Tensor, *_: Any) -> Passed:
+        plain.append(input_ids.shape)
+        return input_ids, input_ids, input_ids
+
+    def graph(run: Any, input_ids: Tensor, *_: Any) -> Any:
+        captured.append(input_ids.shape)
+        return lambda *given: (given[0],) * 3
+
+    monkeypatch.setattr(target_graph, "_Graph", graph)
+    passes = TargetGraphs(run, layer_weights=MOST_WORK // 1024)
+    for shape in ((2, 512), (1, 1024), (1, 1000), (4, 512)):
+        for _ in range(RUNS_BEFORE + 2):
+            passes(*given(*shape))
+    assert captured == [(2, 512), (1, 1024)] and len(captured) == MOST_GRAPHS
+    assert [plain.count(torch.Size(shape)) for shape in ((2, 512), (1, 1000), (4, 512))] == [
+        RUNS_BEFORE,
+        RUNS_BEFORE + 2,
+        RUNS_BEFORE + 2,
+    ]
+    passes(*given(2, 512, MOST_SEGMENTS))
+    assert plain.count(torch.Size((2, 512))) == RUNS_BEFORE
+    passes(*given(2, 512, MOST_SEGMENTS + 1))
+    assert plain.count(torch.Size((2, 512))) == RUNS_BEFORE + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_captured_pass_is_the_plain_one(tmp_path: Path, family: str) -> None:
+    """Whatever tokens, positions and segments come, and in which order."""
+    from longspec.models.target_kernels import use_kernels
+
+    model: Any = make_pair(tmp_path, family, torch.bfloat16).cuda()
+    use_kernels(model.model, model.draft_layer_class)
+    passes = TargetGraphs(model.run_target, layer_weights=1)
+    generator = torch.Generator().manual_seed(0)
+    for number, borders in enumerate(([0, 128], [0, 5, 64, 100, 128], [0, 64, 128], [0, 1, 2, 64, 127, 128], [0, 128])):
+        tokens = torch.randint(1, 61, (2, 64), generator=generator).cuda()
+        segments = Segments([0, 64, 128] if borders == [0, 128] else borders, tokens.device)
+        positions = (segments.offsets + 100 * number).view(2, 64)
+        got = [x.clone() for x in passes(tokens, positions, segments)]
+        torch.testing.assert_close(got, list(model.run_target(tokens, positions, segments)))
+    assert len(passes.graphs) == 1
