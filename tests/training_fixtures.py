@@ -10,16 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.utils import groups
+from packaging.version import Version
 from pairs import Handed, save_target
 from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 from torch import Tensor
 
-from longspec.train.config import TrainConfig
+from longspec.train.config import MUON_FROM, TrainConfig
 from longspec.train.distributed import start_ranks
 from longspec.train.engine import build_pair, cosine_with_warmup
 from longspec.train.inputs import read_inputs
@@ -29,6 +31,12 @@ from scripts.pipeline.machine import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = ("the", "target", "reads", "a", "prompt", "and", "its", "draft", "guesses", "what", "comes", "next")
+
+
+NEEDS_MUON = pytest.mark.skipif(
+    Version(deepspeed.__version__) < Version(MUON_FROM) or not hasattr(torch.optim, "Muon"),
+    reason=f"needs torch 2.9 and deepspeed {MUON_FROM}",
+)
 
 
 def make_target(folder: Path, family: str = "llama", **overrides: Any) -> Path:

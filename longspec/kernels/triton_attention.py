@@ -36,11 +36,17 @@ class TritonAttention:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
 
-    def hybrid(self, lengths: Tensor, tree_mask: Tensor) -> Attend:
-        return self._over_prefix(lengths, tree_mask)
+    def hybrid(self, lengths: Tensor, tree_mask: Tensor | None) -> Attend:
+        parts_of = self.prefix_parts(lengths)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            parts = parts_of(q, k, v, scale)
+            return finish_prefix(q, k, v, lengths, tree_mask, scale, parts, self.gpu.shared_memory)
+
+        return attend
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
-        return self._over_prefix(lengths, None)(q, k, v, scale)
+        return self.hybrid(lengths, None)(q, k, v, scale)
 
     def window(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float
@@ -52,15 +58,6 @@ class TritonAttention:
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return causal_prefill(q, k, v, scale)
-
-    def _over_prefix(self, lengths: Tensor, tree_mask: Tensor | None) -> Attend:
-        parts_of = self.prefix_parts(lengths)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            parts = parts_of(q, k, v, scale)
-            return finish_prefix(q, k, v, lengths, tree_mask, scale, parts, self.gpu.shared_memory)
-
-        return attend
 
     def prefix_parts(self, lengths: Tensor) -> Callable[[Tensor, Tensor, Tensor, float], PrefixParts]:
         """The prefix kernel for one layer after the other."""

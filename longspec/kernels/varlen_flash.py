@@ -32,13 +32,20 @@ def takes(q: Tensor, segments: Segments, window: int | None) -> bool:
     window."""
     lag = segments.common_lag
     return (
-        q.is_cuda
-        and _torch_has_flash(q.device)
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[-1] <= MAX_HEAD_DIM
-        and q.shape[-1] % 8 == 0
+        runs(q.device, q.dtype, q.shape[-1])
         and segments.keys.longest > 0
         and (window is None or (lag is not None and lag <= window))
+    )
+
+
+def runs(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether heads of this kind can run here, whatever the segments are."""
+    return (
+        device.type == "cuda"
+        and _torch_has_flash(device)
+        and dtype in (torch.float16, torch.bfloat16)
+        and head_dim <= MAX_HEAD_DIM
+        and head_dim % 8 == 0
     )
 
 

@@ -23,7 +23,8 @@ RUNS_BEFORE = 2
 class TargetGraphs:
     """A target's pass, captured for the first shapes [B, T] that come again; others run kernel by kernel.
 
-    What it returns is overwritten by the next pass of that shape.
+    Its attention must be FlashAttention's (`varlen_flash.runs`), which reads borders on the device alone. What it
+    returns is overwritten by the next pass of that shape.
     """
 
     def __init__(self, run: TargetPass, layer_weights: int) -> None:
@@ -34,6 +35,7 @@ class TargetGraphs:
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
         shape = input_ids.shape
+        segments.check(shape.numel())
         if self.layer_weights * shape.numel() > MOST_WORK or len(segments.lengths) > MOST_SEGMENTS:
             return self.run(input_ids, position_ids, segments)
         self.seen[shape] += 1

@@ -120,7 +120,7 @@ class TrainConfig:
     seed: int = MISSING
     loss: str = MISSING
     log_target_loss: bool = MISSING
-    optimizer: str = MISSING
+    optimizer: str = "adamw"  # so that a checkpoint of before has one
     learning_rate: float = MISSING
     warmup_ratio: float = MISSING
     weight_decay: float = MISSING

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from transformers.integrations import HfDeepSpeedConfig
 
 from longspec.errors import UserError
+from longspec.kernels import varlen_flash
 from longspec.kernels.backend import runs_triton
 from longspec.models.draft_files import DRAFT_PREFIX
+from longspec.models.draft_layer import head_dim
 from longspec.models.parallel import model_parallel_place
 from longspec.models.target_graph import TargetGraphs
 from longspec.train.config import TrainConfig
@@ -101,16 +103,14 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
     rank, world = model_parallel_place()
     if world > 1:
         keep_drafts_equal(model.draft_model)
-    if config.optimizer == "muon":
-        torch.compiler.set_stance("force_eager")  # DeepSpeed would compile it for longer than a short run takes
-        for parameter in model.parameters():
-            parameter.use_muon = parameter.requires_grad and parameter.ndim == 2
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
         config=engine_config(config),
         mpu=ReplicatedDraft() if world > 1 else None,
     )
+    if config.optimizer == "muon":  # DeepSpeed would compile its update for longer than a short run takes
+        engine.step = torch.compiler.set_stance("force_eager")(engine.step)
     for group in engine.optimizer.param_groups:
         scale = muon_scale(model.config.hidden_size) if group.get("use_muon") else 1.0
         group["rate_scale"], group["weight_decay"] = scale, config.weight_decay / scale
@@ -122,7 +122,8 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
         from longspec.models.target_kernels import use_kernels
 
         use_kernels(engine.module.model, engine.module.draft_layer_class)
-        if config.deepspeed.zero_optimization["stage"] < 3 and world == 1:  # no rank waits for another in the pass
+        weight, alone = engine.module.lm_head.weight, config.deepspeed.zero_optimization["stage"] < 3 and world == 1
+        if alone and varlen_flash.runs(weight.device, weight.dtype, head_dim(model.config)):
             layer_weights = sum(weight.numel() for weight in engine.module.model.layers[0].parameters())
             engine.module.target_pass = TargetGraphs(engine.module.run_target, layer_weights)
     return engine
@@ -145,8 +146,9 @@ def _keep_draft(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
 
 
 def muon_scale(hidden: int) -> float:
-    """What Muon's rate is multiplied by, so that a matrix moves as far as under AdamW. (arXiv 2502.16982, equation 4;
-    DeepSpeed has its factor for tall matrices, sqrt(rows / columns), in its update.)"""
+    """What Muon's rate is multiplied by, so that a matrix moves as far as under AdamW. (arXiv 2502.16982, equation 4.
+    For tall matrices DeepSpeed's update has the further factor in it; one that is wider than `hidden` moves less, by
+    sqrt(hidden / columns).)"""
     return 0.2 * math.sqrt(hidden)
 
 

@@ -1,4 +1,4 @@
-"""The three stages of the curriculum, through the launch line that trains every draft."""
+"""The three stages of the curriculum, by the trainer of every draft."""
 
 import sys
 from collections.abc import Mapping
@@ -60,20 +60,19 @@ def train_stage(
     cache: Path | None = None,
     turn: AbstractContextManager[object] | None = None,
 ) -> None:
-    """One stage in `folder` on the JSONL file `data`, from the draft in `draft`, a file (None: a fresh one).
+    """One stage in `folder` on the JSONL file `data`, from the draft in `draft`, a file or folder (None: a fresh one).
 
     Tokens are cached in `cache`, else in `folder`. With a `turn`, a lock, it runs without a launcher on one GPU, which
     it has to itself while the lock is held; before that it imports. Raises CommandFailed.
     """
-    devices = gpu_names()
-    ranks = ranks_of(settings)
-    include = ["--include", "localhost:" + ",".join(devices[:ranks])] if devices else ["--num_gpus", str(ranks)]
+    devices, ranks = gpu_names(), 1 if turn else ranks_of(settings)
     environment = {"OMP_NUM_THREADS": str(threads_a_rank())} | ({} if devices else {"DS_ACCELERATOR": "cpu"})
-    overrides = launch_overrides(folder, data, target, draft, settings, cache or folder / "cache")
+    overrides = launch_overrides(folder, data, target, draft, settings, cache or folder / "cache", ranks)
     log = folder / "log.txt"
     if turn:
         command = [sys.executable, "-m", WAITING_TRAINER, *configuration_line(settings.experiment, overrides)]
     else:
+        include = ["--include", "localhost:" + ",".join(devices[:ranks])] if devices else ["--num_gpus", str(ranks)]
         command = launch_line(include, settings.experiment, overrides)
     ended = run(command, log, environment, settings.limit_s, turn)
     if not ended and not draft_weights(folder).is_file():
@@ -82,7 +81,7 @@ def train_stage(
 
 def cache_rows(data: Path, target: Path, settings: StageSettings, cache: Path) -> None:
     """Tokenise a stage's data into `cache`, where every launch of the stage then finds it. Raises UserError."""
-    overrides = launch_overrides(cache, data, target, None, settings, cache)
+    overrides = launch_overrides(cache, data, target, None, settings, cache, ranks=1)
     config = load_config(configuration_line(settings.experiment, overrides))
     assert config is not None
     read_inputs(config)
@@ -93,9 +92,9 @@ def ranks_of(settings: StageSettings) -> int:
 
 
 def launch_overrides(
-    folder: Path, data: Path, target: Path, draft: Path | None, settings: StageSettings, cache: Path
+    folder: Path, data: Path, target: Path, draft: Path | None, settings: StageSettings, cache: Path, ranks: int
 ) -> dict[str, object]:
-    """What the launch line says besides the experiment's name."""
+    """What the trainer's line says besides the experiment's name."""
     family = settings.family
     return {
         "model._target_": f"longspec.train.models.{family}_glide.{family.title()}Glide.from_pretrained",
@@ -111,7 +110,7 @@ def launch_overrides(
         "loss": "distill",
         "learning_rate": settings.learning_rate,
         "max_steps": settings.steps,
-        "per_device_train_batch_size": settings.rows_a_step // settings.accumulation // ranks_of(settings),
+        "per_device_train_batch_size": settings.rows_a_step // settings.accumulation // ranks,
         "gradient_accumulation_steps": settings.accumulation,
         "variant": settings.variant,
         "variant.max_offset": 1024,

@@ -4,36 +4,43 @@ Self-attention reads embeddings, as the target's first layer does; cross-attenti
 its last layer's do.
 """
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import torch
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from longspec.models.draft_files import save_draft_folder
+
+FROM_FIRST = {
+    "input_layernorm": "input_layernorm",
+    **{f"self_attn.{name}_proj": f"self_attn.{name}_proj" for name in "qkvo"},
+}
+FROM_LAST = {
+    "post_self_attention_layernorm": "input_layernorm",
+    **{f"cross_attn.{name}_proj": f"self_attn.{name}_proj" for name in "qo"},
+    "post_cross_attention_layernorm": "post_attention_layernorm",
+    **{f"mlp.{name}_proj": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+}
 
 
 def write_warm_start(folder: Path, target: Path, window: int) -> None:
     """A draft of `target`'s shape in Hugging Face form, for a self-attention window of so many tokens."""
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    save_draft_folder(dict(layers_of(model.model)), model.config, folder, window)
+    config = AutoConfig.from_pretrained(target)
+    # Not as a model: two threads at once must not do that, transformers changes its classes meanwhile.
+    state = {name: weight for file in sorted(target.glob("*.safetensors")) for name, weight in load_file(file).items()}
+    save_draft_folder(layers_of(state, config.num_hidden_layers), config, folder, window)
 
 
-def layers_of(backbone: Any) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a draft layer by name, copies of a Llama's or Qwen2's."""
-    first, last = backbone.layers[0], backbone.layers[-1]
-    modules = {
-        "input_layernorm": first.input_layernorm,
-        **{f"self_attn.{name}_proj": getattr(first.self_attn, f"{name}_proj") for name in "qkvo"},
-        "post_self_attention_layernorm": last.input_layernorm,
-        **{f"cross_attn.{name}_proj": getattr(last.self_attn, f"{name}_proj") for name in "qo"},
-        "post_cross_attention_layernorm": last.post_attention_layernorm,
-        **{f"mlp.{name}_proj": getattr(last.mlp, f"{name}_proj") for name in ("gate", "up", "down")},
-    }
-    for name, module in modules.items():
-        yield f"{name}.weight", module.weight.detach().clone()
-        if "attn" in name and "o_proj" not in name:  # Llama's have no biases, drafts do
-            bias = module.bias if module.bias is not None else module.weight.new_zeros(len(module.weight))
-            yield f"{name}.bias", bias.detach().clone()
+def layers_of(target: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
+    """The weights of a draft layer, from those of a Llama or Qwen2 of so many layers."""
+    found = {}
+    for number, modules in ((0, FROM_FIRST), (layers - 1, FROM_LAST)):
+        for name, source in modules.items():
+            weight = target[f"model.layers.{number}.{source}.weight"]
+            found[f"{name}.weight"] = weight
+            if "attn" in name and "o_proj" not in name:  # drafts have biases there, Llamas none
+                bias = target.get(f"model.layers.{number}.{source}.bias")
+                found[f"{name}.bias"] = weight.new_zeros(len(weight)) if bias is None else bias
+    return found

@@ -34,8 +34,6 @@ class Measurement:
     """None means all."""
     longest_contexts: int = 0
     """So many of the longest contexts; 0 means all."""
-    new_tokens: int = 0
-    """0 means as many as the evaluation says."""
 
     @property
     def kind(self) -> str:

@@ -150,8 +150,7 @@ class Decoders:
     def sample(self, cell: Cell, prompt: Prompt, seed: int, warm_up: bool = False) -> dict[str, Any]:
         """One prompt's line in the results. warm_up: a few tokens, none of them an end."""
         how = cell.measurement
-        new_tokens = how.new_tokens or self.settings.new_tokens
-        new_tokens = min(WARM_UP_TOKENS, new_tokens) if warm_up else new_tokens
+        new_tokens = min(WARM_UP_TOKENS, self.settings.new_tokens) if warm_up else self.settings.new_tokens
         if how.kind in BASELINES:
             return self.transformers.sample(how.kind, prompt, new_tokens, warm_up)
         output = generate(

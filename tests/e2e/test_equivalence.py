@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training_fixtures import ROOT, launched, make_target, metrics, plain_training, write_texts
+from training_fixtures import NEEDS_MUON, ROOT, launched, make_target, metrics, plain_training, write_texts
 
 from longspec.models.draft_files import load_draft
 from longspec.models.target_split import split_target
@@ -80,10 +80,11 @@ SETTINGS = [
     BF16,
 ]
 RESUMED = [
-    (REFERENCE, ZERO_3),
-    (TWO_RANKS, REFERENCE),
-    (ZERO_3, TWO_RANKS),
-    (BF16, replace(TWO_RANKS, name="2 ranks, bf16", **IN_BF16)),
+    (REFERENCE, ZERO_3, REFERENCE),
+    (TWO_RANKS, REFERENCE, REFERENCE),
+    (ZERO_3, TWO_RANKS, REFERENCE),
+    (BF16, replace(TWO_RANKS, name="2 ranks, bf16", **IN_BF16), REFERENCE),
+    pytest.param(MUON, WITH_MUON[1], MUON, marks=NEEDS_MUON),
 ]
 FOUR_RANKS = [
     Setting("4 ranks", ranks=4, micro_batch=1),
@@ -155,6 +156,7 @@ def test_same_curve(work: Path, setting: Setting) -> None:
     assert_same_curve(work, train(work, setting, f"max_steps={STEPS}"), setting)
 
 
+@NEEDS_MUON
 @pytest.mark.parametrize("setting", WITH_MUON, ids=lambda setting: setting.name)
 def test_same_curve_with_muon(work: Path, setting: Setting) -> None:
     train(work, MUON, f"max_steps={STEPS}")
@@ -171,6 +173,7 @@ def test_same_curve_on_gpus(gpu_work: Path, setting: Setting) -> None:
 
 
 @pytest.mark.gpu
+@NEEDS_MUON
 @pytest.mark.parametrize("setting", WITH_MUON, ids=lambda setting: setting.name)
 def test_same_curve_with_muon_on_gpus(gpu_work: Path, setting: Setting) -> None:
     if setting.ranks > torch.cuda.device_count():
@@ -180,8 +183,10 @@ def test_same_curve_with_muon_on_gpus(gpu_work: Path, setting: Setting) -> None:
     assert_same_curve(gpu_work, train(gpu_work, setting, f"max_steps={STEPS}"), setting, MUON)
 
 
-@pytest.mark.parametrize(("before", "after"), RESUMED, ids=lambda setting: setting.name)
-def test_same_curve_when_half_way_the_ranks_are_others(work: Path, before: Setting, after: Setting) -> None:
+@pytest.mark.parametrize(("before", "after", "reference"), RESUMED, ids=lambda setting: setting.name)
+def test_same_curve_when_half_way_the_ranks_are_others(
+    work: Path, before: Setting, after: Setting, reference: Setting
+) -> None:
     """Six steps cut in one way, six in another: optimizer state and all, as if nothing had changed."""
     straight = train(work, before, f"max_steps={STEPS}")
     changed = replace(after, name=f"{before.folder} then {after.folder}")
@@ -189,7 +194,7 @@ def test_same_curve_when_half_way_the_ranks_are_others(work: Path, before: Setti
     for newest in ("last_ds", "checkpoint-last"):
         shutil.rmtree(output / newest)
     train(work, changed, f"max_steps={STEPS}", "resume=latest")
-    assert_same_curve(work, output, changed)
+    assert_same_curve(work, output, changed, reference)
 
 
 def share_of_the_way(work: Path, draft: dict[str, Tensor], reference: Setting = REFERENCE) -> float:
@@ -217,7 +222,9 @@ def fresh_draft(work: Path) -> dict[str, Tensor]:
     return pair.draft_model.state_dict()
 
 
-@pytest.mark.parametrize("reference", [REFERENCE, MUON], ids=lambda setting: setting.name)
+@pytest.mark.parametrize(
+    "reference", [REFERENCE, pytest.param(MUON, marks=NEEDS_MUON)], ids=lambda setting: setting.name
+)
 def test_reference_is_plain_training(work: Path, reference: Setting) -> None:
     """A plain loop in torch, in fp32: the whole logits' cross-entropy, torch's optimizers and clipping, no engine."""
     output = train(work, reference, f"max_steps={STEPS}")

@@ -3,12 +3,13 @@
 from pathlib import Path
 from threading import Lock
 
-from training_fixtures import make_target, metrics, write_texts
+from training_fixtures import NEEDS_MUON, make_target, metrics, write_texts
 
 from scripts.pipeline.stages import StageSettings, draft_weights, train_stage
 from scripts.pipeline.warm_start import write_warm_start
 
 
+@NEEDS_MUON
 def test_a_stage_trains_in_its_turn(tmp_path: Path) -> None:
     """With Muon, from a warm start; the turn is given back."""
     make_target(tmp_path / "target")

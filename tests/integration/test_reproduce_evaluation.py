@@ -313,8 +313,9 @@ def test_time_left_over_goes_to_the_parts_behind(monkeypatch: pytest.MonkeyPatch
 
 def test_transformers_modes_decode_the_same_tokens_and_are_timed_without_prefill(tmp_path: Path) -> None:
     run = small_run(tmp_path)
-    modes = [Measurement(name, prompts=2, tasks=("gsm8k",), longest_contexts=1, new_tokens=7) for name in BASELINES]
-    evaluate(tmp_path / "evaluation", run, small_settings(Measurement("vanilla", prompts=2), *modes))
+    modes = [Measurement(name, prompts=2, tasks=("gsm8k",), longest_contexts=1) for name in BASELINES]
+    settings = replace(small_settings(Measurement("vanilla", prompts=2), *modes), new_tokens=7)
+    evaluate(tmp_path / "evaluation", run, settings)
     lines = read_cells(tmp_path / "evaluation" / CELLS)
     assert [line["name"] for line in lines[4:]] == list(BASELINES)
     samples = samples_of(lines)

@@ -6,7 +6,7 @@ from pathlib import Path
 import deepspeed
 import pytest
 from hydra import compose, initialize_config_dir
-from training_fixtures import ROOT, write_texts
+from training_fixtures import NEEDS_MUON, ROOT, write_texts
 
 from longspec.errors import UserError
 from longspec.train.config import (
@@ -144,6 +144,7 @@ def test_wrong_key_is_named(override: str, key: str, paths: list[str]) -> None:
     assert key in str(error.value) and "\n" not in str(error.value)
 
 
+@NEEDS_MUON
 def test_muon_is_refused_where_deepspeed_does_not_train_with_it(
     paths: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

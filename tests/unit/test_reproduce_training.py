@@ -20,7 +20,7 @@ from scripts.reproduce.training import ABLATIONS, side_by_side, train_arms, trai
 
 
 def config_of(stage: StageSettings, folder: Path) -> TrainConfig:
-    overrides = launch_overrides(folder, folder / "data.jsonl", folder, None, stage, folder)
+    overrides = launch_overrides(folder, folder / "data.jsonl", folder, None, stage, folder, ranks=1)
     return typed(compose_config("conf/exp", stage.experiment, [f"{key}={value}" for key, value in overrides.items()]))
 
 

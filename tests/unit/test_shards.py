@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_fixtures import ROOT, make_target, one_rank_alone, write_texts
+from training_fixtures import NEEDS_MUON, ROOT, make_target, one_rank_alone, write_texts
 
 from longspec.errors import UserError
 from longspec.train import shards
@@ -58,7 +58,7 @@ def saved(trainer: Trainer, folder: Path) -> tuple[int, dict[str, torch.Tensor]]
         (["deepspeed=zero3"], ["deepspeed=zero2"]),
         (["deepspeed=zero1", BF16], ["deepspeed=zero3", BF16]),
         (["deepspeed=zero3", BF16], ["deepspeed=zero1", BF16]),
-        ([MUON, BF16], [MUON, BF16]),
+        pytest.param([MUON, BF16], [MUON, BF16], marks=NEEDS_MUON),
     ],
     ids=" ".join,
 )

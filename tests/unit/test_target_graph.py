@@ -11,7 +11,9 @@ from torch import Tensor
 from longspec.kernels.segments import Segments
 from longspec.models import target_graph
 from longspec.models.target_graph import MOST_GRAPHS, MOST_SEGMENTS, MOST_WORK, RUNS_BEFORE, TargetGraphs
+from longspec.train.loss import Objective
 
+DISTILL = Objective("distill")
 Passed = tuple[Tensor, Tensor, Tensor]
 
 
@@ -62,10 +64,37 @@ def test_a_captured_pass_is_the_plain_one(tmp_path: Path, family: str) -> None:
     use_kernels(model.model, model.draft_layer_class)
     passes = TargetGraphs(model.run_target, layer_weights=1)
     generator = torch.Generator().manual_seed(0)
-    for number, borders in enumerate(([0, 128], [0, 5, 64, 100, 128], [0, 64, 128], [0, 1, 2, 64, 127, 128], [0, 128])):
+    for number, inner in enumerate(([], [5, 100], [], [1, 2, 127], [63, 65], [])):
         tokens = torch.randint(1, 61, (2, 64), generator=generator).cuda()
-        segments = Segments([0, 64, 128] if borders == [0, 128] else borders, tokens.device)
+        segments = Segments(sorted([0, 64, 128, *inner]), tokens.device)
         positions = (segments.offsets + 100 * number).view(2, 64)
         got = [x.clone() for x in passes(tokens, positions, segments)]
         torch.testing.assert_close(got, list(model.run_target(tokens, positions, segments)))
     assert len(passes.graphs) == 1
+
+
+@pytest.mark.gpu
+def test_training_on_captured_passes_is_training(tmp_path: Path) -> None:
+    """Losses and gradients, step by step, also where the draft reads one pass at several lags."""
+    from longspec.models.target_kernels import use_kernels
+
+    model: Any = make_pair(tmp_path, "llama", torch.bfloat16).cuda()
+    use_kernels(model.model, model.draft_layer_class)
+    graphs, generator = TargetGraphs(model.run_target, layer_weights=1), torch.Generator().manual_seed(0)
+    for step in range(RUNS_BEFORE + 3):
+        tokens = torch.randint(1, 61, (2, 64), generator=generator)
+        borders = torch.tensor([0, 10 + step, 64, 128], dtype=torch.int32)
+        positions = torch.cat([torch.arange(int(length)) for length in borders.diff()]).view(2, 64).cuda()
+        lags = torch.tensor([[1, 5, 3], [2, 2, 4]]) if step % 2 else torch.tensor([1, 5, 3])
+        found = []
+        for run in (None, graphs):
+            model.target_pass = run
+            out = model(
+                tokens.cuda(), position_ids=positions, labels=tokens, cu_seqlens=borders, lags=lags, objective=DISTILL
+            )
+            loss = sum(one for one, _ in out) if step % 2 else out[0]
+            model.draft_model.zero_grad()
+            loss.backward()
+            found.append([loss.detach(), *(weight.grad.clone() for weight in model.draft_model.parameters())])
+        torch.testing.assert_close(found[1], found[0])
+    assert len(graphs.graphs) == 1

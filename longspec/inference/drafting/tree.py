@@ -55,9 +55,10 @@ class TreeDrafter:
         return self.proposal
 
     def _noise(self) -> list[Tensor]:
-        """For each level that others are sampled below [B, n, V]: all drawn in one launch."""
+        """For each level that others are sampled below [B, n, V]: all drawn in one launch, 8 bytes a number."""
         if self.q is None:
             return []
-        levels = [self.q[:, :width] for width in (1, *self.shape[:-1])]
-        drawn = self.sampler.exponentials(self.q).flatten().split([level.numel() for level in levels])
-        return [part.view(level.shape) for part, level in zip(drawn, levels, strict=True)]
+        batch, _, vocab = self.q.shape
+        widths = (1, *self.shape[:-1])
+        drawn = self.sampler.exponentials(self.q).flatten().split([batch * width * vocab for width in widths])
+        return [part.view(batch, width, vocab) for part, width in zip(drawn, widths, strict=True)]
