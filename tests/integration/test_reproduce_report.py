@@ -30,7 +30,7 @@ def evaluated(tmp_path: Path) -> Run:
         Measurement("vanilla", prompts=2),
         Measurement("tree", prompts=2, tree_shape=SHAPE),
         Measurement("tree", temperature=1.0, prompts=1, seeds=2, tree_shape=SHAPE),
-        Measurement(BASELINES[0], prompts=1, tasks=("lcc",), longest_contexts=1, new_tokens=4),
+        Measurement(BASELINES[0], prompts=1, tasks=("lcc",), longest_contexts=1),
     ]
     evaluate(run.root / "evaluation", run, small_settings(*plan))
     return run
