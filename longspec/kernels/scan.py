@@ -108,10 +108,18 @@ def _softmax_kernel(
     BLOCK_C: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    scanned = chunk_maxima_ptr, chunk_sums_ptr
-    out_row = out_ptr + row * vocab
     write_softmax_chunk(
-        logits_ptr, *scanned, out_row, row, tl.program_id(1), inverse_temperature, vocab, chunks, CHUNK, BLOCK_C
+        logits_ptr,
+        chunk_maxima_ptr,
+        chunk_sums_ptr,
+        out_ptr + row * vocab,
+        row,
+        tl.program_id(1),
+        inverse_temperature,
+        vocab,
+        chunks,
+        CHUNK,
+        BLOCK_C,
     )
 
 

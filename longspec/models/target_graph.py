@@ -12,8 +12,8 @@ from longspec.kernels.segments import Segments
 TargetPass = Callable[[Tensor, Tensor, Segments], tuple[Tensor, Tensor, Tensor]]
 """(input_ids, position_ids, both [B, T], segments) -> hidden states [B, T, hidden], last layer's keys and values."""
 MOST_WORK = 10**11
-"""Weights of a layer times tokens, above which a layer runs for longer than the half a millisecond that its launch
-takes."""
+"""Weights of a layer times tokens, above which a layer runs for longer than its launch takes: half a millisecond each,
+by estimate."""
 MOST_SEGMENTS = 255
 MOST_GRAPHS = 2
 RUNS_BEFORE = 2

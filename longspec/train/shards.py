@@ -1,9 +1,9 @@
 """DeepSpeed's sharded optimizer state, put together parameter by parameter and cut anew for the ranks that go on.
 
 Each rank saved flat fp32 tensors of its share of the draft: master weights, and AdamW's two moments or, of those that
-Muon trains, which are a group of their own, its one. Under ZeRO-1 and 2
-the share is a piece of all parameters laid end to end, and the file says what of it is whose. Under ZeRO-3 it is a
-piece of each parameter, all ranks' equally long, the last one's padded.
+Muon trains, which are a group of their own, its one. Under ZeRO-1 and 2 the share is a piece of all of a group's
+parameters laid end to end, and the file says what of it is whose. Under ZeRO-3 it is a piece of each parameter, all
+ranks' equally long, the last one's padded.
 """
 
 import math

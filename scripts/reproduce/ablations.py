@@ -31,7 +31,7 @@ WITH_AND_WITHOUT = {"anchor_offset": ("on", "off")}
 
 def arm_settings(settings: EvaluationSettings, limit_s: float = 60.0) -> EvaluationSettings:
     """What an arm is evaluated with: the tree alone, beside vanilla, in less time."""
-    return replace(settings, plan=PLAN, limit_s=limit_s, rounds=False, new_tokens=min(128, settings.new_tokens))
+    return replace(settings, plan=PLAN, limit_s=limit_s, rounds=False)
 
 
 def evaluate_arms(folder: Path, run: Run, arms: Mapping[str, Path], settings: EvaluationSettings) -> dict[str, Any]:

@@ -16,9 +16,10 @@ Arithmetic of h200, a target of 173M parameters (32 layers, 768 wide, 12 query a
 Drafts: with so little time it is the number of steps that counts, so they are small, and Muon's. KL divergence at the
 end of stage 1, 14.4M tokens, AdamW, a target of 30M tokens: 1.38 with steps of 64 rows, 1.14 of 32, 0.97 of 16; on a
 small target (6 layers, on a CPU, 240 steps of 4 rows of 512) AdamW 0.45, from a warm start 0.24, Muon 0.15, Muon from
-a warm start 0.12, and of as many tokens in 120 steps 0.33, in 480 steps 0.08.
+a warm start 0.12, and of as many tokens in 120 steps 0.33, in 480 steps 0.08. A step's times are estimates, from 31 ms
+of kernels for 16 rows:
 
-    stage 1     2500 steps of 8 rows of 1024 tokens: 20.5M; 16 ms of kernels, some 25 with what is between them: 63 s
+    stage 1     2500 steps of 8 rows of 1024 tokens: 20.5M; 25 ms: 63 s
     stage 2     300 steps of a row of 16896: 5M; 60 ms: 18 s
     stage 3     180 steps of 2 prompts of 2k to 16k: 3M; 80 ms: 14 s
 

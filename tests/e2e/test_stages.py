@@ -5,20 +5,23 @@ from threading import Lock
 
 from training_fixtures import NEEDS_MUON, make_target, metrics, write_texts
 
-from scripts.pipeline.stages import StageSettings, draft_weights, train_stage
+from longspec.train.config import CONFIG_NAME, read_config_file
+from scripts.pipeline.stages import CHECKPOINT, StageSettings, draft_weights, train_stage
 from scripts.pipeline.warm_start import write_warm_start
 
 
 @NEEDS_MUON
 def test_a_stage_trains_in_its_turn(tmp_path: Path) -> None:
-    """With Muon, from a warm start; the turn is given back."""
+    """As one rank, whatever the machine has, with Muon, from a warm start; the turn is given back."""
     make_target(tmp_path / "target")
     write_warm_start(tmp_path / "start", tmp_path / "target", window=512)
     write_texts(tmp_path / "data.jsonl")
     turn, folder = Lock(), tmp_path / "stage1"
     folder.mkdir()
     given = {"optimizer": "muon", "model.torch_dtype": "bfloat16", "data.chat_format": "published"}
-    stage = StageSettings(1, "llama", 3, 1e-2, 128, rows_a_step=2, accumulation=2, overrides=given)
+    stage = StageSettings(1, "llama", 3, 1e-2, 128, rows_a_step=4, accumulation=2, overrides=given)
     train_stage(folder, tmp_path / "data.jsonl", tmp_path / "target", tmp_path / "start", stage, turn=turn)
     assert [line["step"] for line in metrics(folder)] == [1, 2, 3]
-    assert draft_weights(folder).is_file() and turn.acquire(blocking=False)
+    assert draft_weights(folder).is_file() and not turn.locked()
+    saved = read_config_file(folder / CHECKPOINT / CONFIG_NAME)
+    assert saved.per_device_train_batch_size * saved.gradient_accumulation_steps == stage.rows_a_step
