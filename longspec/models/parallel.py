@@ -76,6 +76,11 @@ def first_token(lm_head: nn.Module) -> int:
     return lm_head.first if isinstance(lm_head, VocabularyHead) else 0
 
 
+def vocabulary_size(lm_head: nn.Module) -> int:
+    """How many tokens the head scores, on all ranks together."""
+    return lm_head.size if isinstance(lm_head, VocabularyHead) else lm_head.out_features  # type: ignore[return-value]
+
+
 def join_ranks(target: Any, vocab_size: int) -> None:
     """Make `target` (a …ForCausalLM of this rank's sizes) work with the other ranks' as the whole one would."""
     rank, world = model_parallel_place()
@@ -109,10 +114,16 @@ def max_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
+def log_sum_exp_over_ranks(partial: Tensor) -> Tensor:
+    """The log-sum-exp [N] over the whole vocabulary, of that over each rank's part of it."""
+    if model_parallel_place()[1] == 1:
+        return partial
+    return gather_from_model_parallel_region(partial[:, None]).logsumexp(-1)
+
+
 def vocabulary_log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
     """Log-probabilities [N, rows] over the whole vocabulary, of the tokens whose `logits` [N, rows] this rank has."""
     if model_parallel_place()[1] == 1:
         return logits.log_softmax(-1, dtype=dtype)
     logits = logits.to(dtype)
-    parts = gather_from_model_parallel_region(logits.logsumexp(-1, keepdim=True))
-    return logits - parts.logsumexp(-1, keepdim=True)
+    return logits - log_sum_exp_over_ranks(logits.logsumexp(-1))[:, None]

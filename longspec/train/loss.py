@@ -15,14 +15,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspec.data.collators import IGNORED
-from longspec.kernels.backend import upload
-from longspec.models.parallel import first_token, max_over_ranks, sum_over_ranks, vocabulary_log_softmax
+from longspec.kernels.backend import runs_triton, upload
+from longspec.models.parallel import (
+    first_token,
+    log_sum_exp_over_ranks,
+    max_over_ranks,
+    sum_over_ranks,
+    vocabulary_log_softmax,
+    vocabulary_size,
+)
 
 LOSSES = ("ce", "distill", "mixed")
 TEACHER_SHARE = {"ce": 0.0, "distill": 1.0, "mixed": 0.5}
 """How much of the token to be predicted comes from the target's distribution; the rest is the label's."""
-CHUNK = 1024
-"""Tokens whose logits exist at a time."""
+CHUNK_LOGITS = 2**27
+"""Logits of the draft that exist at a time, on all ranks that share a target: those of 1024 tokens of 128k, or of 8192
+of 16k; 0.25 GiB in bf16."""
 TERMS = ("loss", "ce", "kl", "target_loss")
 
 
@@ -41,7 +49,7 @@ class Objective:
 
     loss: str
     log_target_loss: bool = False
-    chunk: int = CHUNK
+    chunk_logits: int = CHUNK_LOGITS
 
     @property
     def share(self) -> float:
@@ -58,7 +66,7 @@ class Objective:
         student, teacher, wanted = self._scored(hidden, target_hidden, labels)
         wanted = wanted - first_token(lm_head)
         with gathered(lm_head) as weight:
-            total, sums = ChunkedLoss.apply(student, teacher, wanted, weight, self.share, self.chunk)
+            total, sums = ChunkedLoss.apply(student, teacher, wanted, weight, self.share, self._chunk(lm_head))
         return total, self._named(sums)
 
     @torch.no_grad()
@@ -70,9 +78,9 @@ class Objective:
         wanted = wanted - first_token(lm_head)
         sums, right = _no_sums(student), torch.empty_like(wanted, dtype=torch.bool)
         with gathered(lm_head) as weight:
-            for span, logits, teacher_logits in _chunks(student, teacher, weight, self.chunk):
-                _chunk_terms(logits, teacher_logits, wanted[span], self.share, sums)
+            for span, logits, teacher_logits in _chunks(student, teacher, weight, self._chunk(lm_head)):
                 right[span] = _ranked_first(logits, wanted[span])
+                _chunk_terms(logits, teacher_logits, wanted[span], self.share, sums)
         sum_over_ranks(sums)
         hits = labels != IGNORED
         hits[:, 0] = False
@@ -89,6 +97,10 @@ class Objective:
         if self.reads_target and target_hidden is not None:
             teacher = target_hidden.flatten(0, 1).index_select(0, places)
         return student, teacher, wanted
+
+    def _chunk(self, lm_head: nn.Module) -> int:
+        """Tokens of a chunk, the same on all ranks."""
+        return max(1, self.chunk_logits // vocabulary_size(lm_head))
 
     def _named(self, sums: Tensor) -> dict[str, Tensor]:
         wanted = (True, self.share < 1, self.share > 0, self.log_target_loss)
@@ -141,7 +153,7 @@ class ChunkedLoss(torch.autograd.Function):
         sums = _no_sums(hidden)
         for span, logits, teacher_logits in _chunks(hidden, teacher, weight, chunk):
             wrong = _chunk_terms(logits, teacher_logits, labels[span], share, sums)
-            gradient[span] = wrong.to(hidden.dtype) @ weight
+            torch.mm(wrong.to(hidden.dtype), weight, out=gradient[span])
         sum_over_ranks(sums)
         sum_over_ranks(gradient)
         ctx.save_for_backward(gradient)
@@ -167,21 +179,39 @@ def _chunk_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, 
 
     With q the draft's distribution, p the target's, y the label: loss = (1 - share) · -log q(y) + share · KL(p ‖ q),
     whose gradient is q - (1 - share) · onehot(y) - share · p. Of each sum over tokens this adds the V of this rank.
+    The gradient may lie where the logits were.
     """
-    here = ((labels >= 0) & (labels < logits.shape[1])).to(sums.dtype)[:, None]
+    terms, gradient = (_kernel_terms if runs_triton(logits) else _plain_terms)(logits, teacher_logits, labels, share)
+    ce, kl, target_ce = terms.sum(0).to(sums.dtype)
+    sums += torch.stack([(1 - share) * ce + share * kl, ce, kl, target_ce])
+    return gradient
+
+
+def _kernel_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """As `_plain_terms`; the gradient lies where the logits were."""
+    from longspec.kernels.divergence import log_sum_exp, terms_and_gradient
+
+    norm = log_sum_exp_over_ranks(log_sum_exp(logits))
+    teacher_norm = None if teacher_logits is None else log_sum_exp_over_ranks(log_sum_exp(teacher_logits))
+    return terms_and_gradient(logits, teacher_logits, labels, share, norm, teacher_norm), logits
+
+
+def _plain_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """Cross-entropy, KL and the target's own cross-entropy, [N, 3], and the loss's gradient [N, V], in fp32 or fp64."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    here = ((labels >= 0) & (labels < logits.shape[1])).to(wide)[:, None]
     picked = labels.clamp(0, logits.shape[1] - 1)[:, None]
-    log_q = vocabulary_log_softmax(logits, sums.dtype)
-    ce, kl = -(here * log_q.gather(1, picked)).sum(), sums.new_zeros(())
+    log_q = vocabulary_log_softmax(logits, wide)
+    terms = log_q.new_zeros(len(logits), 3)
+    terms[:, 0] = -(here * log_q.gather(1, picked))[:, 0]
     p = None
     if teacher_logits is not None:
-        log_p = vocabulary_log_softmax(teacher_logits, sums.dtype)
-        sums[3] -= (here * log_p.gather(1, picked)).sum()
+        log_p = vocabulary_log_softmax(teacher_logits, wide)
+        terms[:, 2] = -(here * log_p.gather(1, picked))[:, 0]
         if share:
             p = log_p.exp()
-            kl = log_p.sub_(log_q).mul_(p).sum()  # in place, as below: each pass over the chunk is some GB
+            terms[:, 1] = log_p.sub_(log_q).mul_(p).sum(1)  # in place, as below: each pass over the chunk is some GB
     gradient = log_q.exp_()
     if p is not None:
         gradient.sub_(p, alpha=share)
-    gradient.scatter_add_(1, picked, -(1 - share) * here)
-    sums[:3] += torch.stack([(1 - share) * ce + share * kl, ce, kl])
-    return gradient
+    return terms, gradient.scatter_add_(1, picked, -(1 - share) * here)

@@ -56,18 +56,21 @@ Batch = dict[str, Tensor]
 
 
 @reports_user_errors
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the launch line's arguments. Bad input is one line on stderr and exit code 2."""
+def main(argv: Sequence[str] | None = None, before_steps: Callable[[], None] | None = None) -> None:
+    """Run the launch line's arguments. Bad input is one line on stderr and exit code 2.
+
+    before_steps: called when all is loaded and the first step is to be taken.
+    """
     start_ranks()
     setup_logging(dist.get_rank())
     with peers_watched():
         config = from_rank_zero(lambda: load_config(sys.argv[1:] if argv is None else argv))
         if config is not None:
-            train(config)
+            train(config, before_steps)
     dist.destroy_process_group()
 
 
-def train(asked: TrainConfig) -> None:
+def train(asked: TrainConfig, before_steps: Callable[[], None] | None = None) -> None:
     """The whole run on this rank."""
     share_targets(asked.tp_size)
     config = from_rank_zero(lambda: locate(asked))
@@ -90,7 +93,10 @@ def train(asked: TrainConfig) -> None:
     engine = build_engine(config, build_pair(config, draft))
     if resumed:
         load_state(engine, *resumed)
-    Trainer(config, engine, inputs, start, total, held_out).run()
+    trainer = Trainer(config, engine, inputs, start, total, held_out)
+    if before_steps:
+        before_steps()
+    trainer.run()
 
 
 def _where_to_start(config: TrainConfig) -> tuple[Any, Progress] | None:

@@ -25,6 +25,11 @@ FROM_LAST = {
 }
 
 
+WRITERS = ("self_attn.o_proj", "cross_attn.o_proj", "mlp.down_proj")
+"""What adds to the embeddings. A target's last norm brings their sum to its size again, but a draft has none: as they
+are in a target of 32 layers, its first KL divergence was 64 nats, and 8 from noise."""
+
+
 def write_warm_start(folder: Path, target: Path, window: int) -> None:
     """A draft of `target`'s shape in Hugging Face form, for a self-attention window of so many tokens."""
     config = AutoConfig.from_pretrained(target)
@@ -34,11 +39,17 @@ def write_warm_start(folder: Path, target: Path, window: int) -> None:
 
 
 def layers_of(target: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
-    """The weights of a draft layer, from those of a Llama or Qwen2 of so many layers."""
+    """The weights of a draft layer, from those of a Llama or Qwen2 of so many layers.
+
+    The WRITERS' are scaled: of entries of size 1 (RMS), each makes entries of the embeddings' size.
+    """
     found = {}
+    size = target["model.embed_tokens.weight"].float().square().mean().sqrt()
     for number, modules in ((0, FROM_FIRST), (layers - 1, FROM_LAST)):
         for name, source in modules.items():
             weight = target[f"model.layers.{number}.{source}.weight"]
+            if name in WRITERS:
+                weight = (weight * (size * len(weight) ** 0.5 / weight.float().norm())).to(weight.dtype)
             found[f"{name}.weight"] = weight
             if "attn" in name and "o_proj" not in name:  # drafts have biases there, Llamas none
                 bias = target.get(f"model.layers.{number}.{source}.bias")

@@ -123,7 +123,7 @@ def train_pairs(run: Run, settings: Settings) -> tuple[Steps, BaseException | No
 
 
 def side_by_side(works: Sequence[Callable[[], T]]) -> list[Future[T]]:
-    """All of them done, on a GPU two at a time: one trains while the other imports. One that fails stops no other."""
+    """All of them done, on a GPU two at a time: one trains while the other loads. One that fails stops no other."""
     with ThreadPoolExecutor(2 if gpus() else 1) as pool:
         futures = [pool.submit(work) for work in works]
         try:

@@ -46,7 +46,7 @@ def outcome(model: Any) -> dict[str, Tensor]:
     for labelled, labels in (("all", tokens), ("some", some), ("none", torch.full_like(tokens, -100))):
         for loss, lags in (("ce", None), ("distill", torch.tensor([1, 3, 5])), ("mixed", None)):
             model.draft_model.zero_grad()
-            objective = Objective(loss, log_target_loss=lags is not None, chunk=7)
+            objective = Objective(loss, log_target_loss=lags is not None, chunk_logits=7 * model.config.vocab_size)
             given = {"labels": labels, "position_ids": positions, "cu_seqlens": LENGTHS, "lags": lags}
             total, terms = model(tokens, objective=objective, **given)
             total.backward()

@@ -20,7 +20,7 @@ def example(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor,
     return hidden, torch.randn(B, T, HIDDEN, dtype=dtype), labels, head
 
 
-def plain(loss: str, hidden: Tensor, target_hidden: Tensor, labels: Tensor, head: nn.Linear) -> Tensor:
+def plain(loss: str, hidden: Tensor, target_hidden: Tensor, labels: Tensor, head: nn.Module) -> Tensor:
     """The same objective with all logits at once: hidden state i is scored on label i + 1."""
     logits, teacher = head(hidden[:, :-1]).flatten(0, 1), head(target_hidden[:, :-1]).flatten(0, 1)
     wanted = labels[:, 1:].flatten()
@@ -34,7 +34,7 @@ def plain(loss: str, hidden: Tensor, target_hidden: Tensor, labels: Tensor, head
 @pytest.mark.parametrize("loss", ["ce", "distill", "mixed"])
 def test_value_and_gradient_equal_the_full_logits_formula(loss: str, chunk: int) -> None:
     hidden, teacher, labels, head = example()
-    value, metrics = Objective(loss, chunk=chunk)(hidden, teacher, labels, head)
+    value, metrics = Objective(loss, chunk_logits=chunk * V)(hidden, teacher, labels, head)
     (gradient,) = torch.autograd.grad(value * 0.3, hidden)
     expected = plain(loss, hidden, teacher, labels, head)
     (wanted,) = torch.autograd.grad(expected * 0.3, hidden)
@@ -56,7 +56,7 @@ def test_target_loss_is_reported_only_when_asked_for() -> None:
 def test_scores_are_the_loss_and_which_labels_come_first(loss: str, chunk: int) -> None:
     """The evaluation's sums are training's own; a label is hit where the hidden state before it ranks it first."""
     hidden, teacher, labels, head = example()
-    objective = Objective(loss, log_target_loss=True, chunk=chunk)
+    objective = Objective(loss, log_target_loss=True, chunk_logits=chunk * V)
     metrics, hits = objective.score(hidden, teacher, labels, head)
     assert metrics == objective(hidden, teacher, labels, head)[1]
     guessed = head(hidden[:, :-1]).argmax(-1)
@@ -76,18 +76,23 @@ def test_a_micro_batch_without_labels_has_loss_zero_and_a_gradient() -> None:
     assert value == 0 and hidden.grad is not None and not hidden.grad.any()
 
 
-def test_bf16_hidden_states_are_scored_in_fp32() -> None:
+@pytest.mark.parametrize("loss", ["ce", "distill", "mixed"])
+def test_bf16_hidden_states_are_scored_in_fp32(loss: str, device: str) -> None:
+    """As the formula scores the same logits, whichever way they are scored there."""
     hidden, teacher, labels, head = example(torch.bfloat16)
-    value, _ = Objective("ce", chunk=5)(hidden, teacher, labels, head)
+    hidden, teacher, head = hidden.detach().to(device).requires_grad_(), teacher.to(device), head.to(device)
+    value, _ = Objective(loss, chunk_logits=5 * V)(hidden, teacher, labels, head)
     (gradient,) = torch.autograd.grad(value, hidden)
-    logits = head(hidden[:, :-1]).flatten(0, 1).float()
-    expected = F.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
     assert value.dtype == torch.float32 and gradient.dtype == torch.bfloat16
+    wide = [x.detach().float().requires_grad_() for x in (head(hidden), head(teacher))]
+    expected = plain(loss, wide[0], wide[1], labels.to(device), nn.Identity())
     torch.testing.assert_close(value, expected)
+    (wanted,) = torch.autograd.grad(expected, wide[0])
+    torch.testing.assert_close(gradient.float(), wanted @ head.weight.float(), rtol=2e-2, atol=5e-3)
 
 
 def test_never_more_than_a_chunk_of_logits() -> None:
-    """The widest tensor over the vocabulary that is ever made has `chunk` rows, in forward and in backward."""
+    """The widest tensor over the vocabulary that is ever made has a chunk's rows, in forward and in backward."""
     rows: list[int] = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -100,6 +105,6 @@ def test_never_more_than_a_chunk_of_logits() -> None:
     hidden, teacher, labels, head = example()
     weight = head.weight.data_ptr()
     with Watch():
-        value, _ = Objective("mixed", log_target_loss=True, chunk=4)(hidden, teacher, labels, head)
+        value, _ = Objective("mixed", log_target_loss=True, chunk_logits=4 * V)(hidden, teacher, labels, head)
         value.backward()
     assert max(rows) == 4
