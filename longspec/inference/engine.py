@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from longspec.inference.runner import Runner
 PREFILL_TOKENS = 4096
 """Tokens of the prompts, over all rows, that one pass of prefill reads."""
 CAPACITY_STEP = 256
+
+Round = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""As `Engine.round`."""
 
 
 class Engine:

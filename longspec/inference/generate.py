@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,15 +13,12 @@ from torch import Tensor
 from longspec.errors import UserError
 from longspec.inference.acceptance import Sampler
 from longspec.inference.capture import capture_round, warm_up
-from longspec.inference.engine import Engine
+from longspec.inference.engine import Engine, Round
 from longspec.inference.methods import METHODS, TREE_RULES, make_drafter
 from longspec.inference.runner import make_runner
 from longspec.inference.tree_shapes import AUTO, DEFAULT_SHAPE, choose_shape
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import context_window
-
-Round = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""As `Engine.round`."""
 
 
 class Streamer(Protocol):

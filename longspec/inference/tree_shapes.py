@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from longspec.inference.acceptance import Sampler
 from longspec.inference.capture import capture_round, warm_up
-from longspec.inference.engine import Engine
+from longspec.inference.drafting.proposal import Drafter
+from longspec.inference.engine import Engine, Round
 from longspec.inference.methods import make_drafter
 from longspec.inference.runner import Runner
 from longspec.models.glide import GlideMixin
@@ -37,11 +39,15 @@ CANDIDATES: tuple[tuple[int, ...], ...] = (
     (4, 8, 8, 8, 8, 8, 8, 8),
     (4, 16, 16, 16, 16, 16, 16),
 )
-"""From chains to wide and deep trees; of equally fast ones the first is taken."""
-TOKENS = 128
-"""That each candidate emits for every row. At temperature 0 all of them emit the same ones, so they are compared on the
-same text."""
-FORMAT = 1
+"""From chains to wide and deep trees. The first that the vocabulary has tokens for is the default."""
+PLACES = 8
+"""Of the prompts, from which every candidate decodes: one place may begin a loop, where drafts are all accepted."""
+TOKENS = 32
+"""That each candidate emits for every row from each place. At temperature 0 all of them emit the same ones, so they are
+compared on the same text."""
+STANDARD_ERRORS = 2
+"""By more than so many a candidate must be faster than the default to be taken."""
+FORMAT = 2
 """Of the cache's files."""
 
 Clock = Callable[[], float]
@@ -49,17 +55,29 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class MeasuredShape:
-    """A candidate on the calibration's tokens."""
+    """A candidate on the calibration's tokens; the lists have an entry a place."""
 
     shape: tuple[int, ...]
-    round_s: float
+    tokens: list[int]
+    """Emitted, over all rows."""
+    rounds: list[int]
+    """Counted for each row."""
+    round_s: list[float]
     """The median round's time, in seconds."""
-    acceptance_length: float
-    """Tokens a row and round."""
+
+    def speed(self, places: Iterable[int]) -> float:
+        """Tokens a second and row over these places."""
+        emitted, seconds = zip(*((self.tokens[at], self.rounds[at] * self.round_s[at]) for at in places), strict=True)
+        return sum(emitted) / sum(seconds)
 
     @property
     def tokens_per_second(self) -> float:
-        return self.acceptance_length / self.round_s
+        return self.speed(range(len(self.tokens)))
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens a row and round."""
+        return sum(self.tokens) / sum(self.rounds)
 
 
 def choose_shape(
@@ -83,9 +101,29 @@ def choose_shape(
     if shape is None:
         tokens = min(TOKENS, limit - max(prompt_lengths))
         measured = measure_shapes(runner, prompts, prompt_lengths, sampler, tree_rule, tokens, clock)
-        shape = max(measured, key=lambda candidate: candidate.tokens_per_second).shape
+        shape = surely_fastest(measured)
         _store(path, key, shape, measured)
     return shape
+
+
+def surely_fastest(measured: Sequence[MeasuredShape]) -> tuple[int, ...]:
+    """The fastest of those that are faster than the first by more than STANDARD_ERRORS; the first if none is."""
+    default, *others = measured
+    surer = [row for row in others if (gain := gain_over(row, default))[0] > STANDARD_ERRORS * gain[1]]
+    return max([default, *surer], key=lambda row: row.tokens_per_second).shape
+
+
+def gain_over(row: MeasuredShape, default: MeasuredShape) -> tuple[float, float]:
+    """log(speed / the default's speed), and its standard error by the jackknife over places: inf for a single one."""
+    places = range(len(row.tokens))
+
+    def gain(chosen: Sequence[int]) -> float:
+        return math.log(row.speed(chosen) / default.speed(chosen))
+
+    if len(places) == 1:
+        return gain(places), math.inf
+    without = [gain([at for at in places if at != left_out]) for left_out in places]
+    return gain(places), stdev(without) * (len(places) - 1) / math.sqrt(len(places))
 
 
 @torch.no_grad()
@@ -98,38 +136,52 @@ def measure_shapes(
     tokens: int,
     clock: Clock,
 ) -> list[MeasuredShape]:
-    """Every candidate that the vocabulary has tokens for, over `tokens` tokens a row behind the same prefill."""
+    """Every candidate that the vocabulary has tokens for, over `tokens` tokens a row from each place.
+
+    The places are the prompts' ends and others before them, back to the middle of the longest. One prefill reads for
+    all: from the last place to the first, what a round writes lies behind its place. Candidates take turns at each
+    place, so that a device which slows down or speeds up does so for all.
+    """
     generator = torch.Generator(prompts.device).manual_seed(0)
     sampler = Sampler(sampler.temperature, sampler.top_k, sampler.top_p, generator)
     shapes = [shape for shape in CANDIDATES if max(shape) <= runner.config.vocab_size]
-    batch = len(prompts)
-
-    def drafter(shape: tuple[int, ...]) -> Any:
-        return make_drafter("tree", runner, batch, sampler, shape, gamma=1, tree_rule=tree_rule)
-
+    drafters = [make_drafter("tree", runner, len(prompts), sampler, shape, 1, tree_rule) for shape in shapes]
     # The cache has room for the most nodes, and for the depth that a row may go beyond its tokens.
-    most_nodes, deepest = max(shapes, key=sum), max(map(len, shapes))
-    engine = Engine(runner, drafter(most_nodes), sampler, prompts, prompt_lengths, tokens + deepest)
-    first = engine.prefill()
-    lengths = engine.cache.lengths.clone()
-    found = []
-    for shape in shapes:
-        engine.drafter = drafter(shape)
-        engine.cache.lengths.copy_(lengths)
-        engine.root.copy_(first)
-        engine.drafter.start(prompts, lengths.long())
-        found.append(_measure(engine, shape, tokens, clock))
+    most_nodes, deepest = max(drafters, key=lambda drafter: drafter.nodes), max(map(len, shapes))
+    engine = Engine(runner, most_nodes, sampler, prompts, prompt_lengths, tokens + deepest)
+    ends = torch.tensor(prompt_lengths, device=prompts.device)[:, None]
+    roots = torch.cat([prompts, prompts[:, :1]], 1).scatter(1, ends, engine.prefill()[:, None])
+    plays = [_playable(engine, drafter) for drafter in drafters]
+    found = [MeasuredShape(shape, [], [], []) for shape in shapes]
+    for back in _places(max(prompt_lengths)):
+        lengths = (ends - back).clamp(min=1)
+        for row, drafter, play_round in zip(found, drafters, plays, strict=True):
+            engine.drafter = drafter
+            engine.cache.lengths.copy_(lengths[:, 0])
+            engine.root.copy_(roots.gather(1, lengths)[:, 0])
+            drafter.start(prompts, lengths[:, 0])
+            _measure(row, play_round, [tokens] * len(prompts), prompts.device, clock)
     return found
 
 
-def _measure(engine: Engine, shape: tuple[int, ...], tokens: int, clock: Clock) -> MeasuredShape:
-    """Rounds until every row has its tokens; a row that has them sits the others' rounds out."""
-    play_round = engine.round
-    if engine.runner.capturable:
-        warm_up(engine)
-        play_round = capture_round(engine)
-    left = [tokens] * len(engine.root)
-    active = torch.ones(len(left), dtype=torch.bool, device=engine.root.device)
+def _places(longest: int) -> list[int]:
+    """How far before the prompts' ends the places are: PLACES, or as many as there are."""
+    step = max(1, longest // (2 * PLACES))
+    return [step * number for number in range(PLACES) if step * number < longest]
+
+
+def _playable(engine: Engine, drafter: Drafter) -> Round:
+    """The engine's round with this drafter, captured where decoding captures it; else the engine has to have it set."""
+    engine.drafter = drafter
+    if not engine.runner.capturable:
+        return engine.round
+    warm_up(engine)
+    return capture_round(engine)
+
+
+def _measure(row: MeasuredShape, play_round: Round, left: list[int], device: torch.device, clock: Clock) -> None:
+    """Rounds until every row has the tokens that are left for it; a row that has them sits the others' rounds out."""
+    active = torch.ones(len(left), dtype=torch.bool, device=device)
     times, emitted, row_rounds = [], 0, 0
     while max(left) > 0:
         start = clock()
@@ -139,7 +191,9 @@ def _measure(engine: Engine, shape: tuple[int, ...], tokens: int, clock: Clock) 
         row_rounds += sum(count > 0 for count in counts)
         left = [rest - count for rest, count in zip(left, counts, strict=True)]
         active.copy_(torch.tensor([rest > 0 for rest in left]))
-    return MeasuredShape(shape, median(times), emitted / row_rounds)
+    row.tokens.append(emitted)
+    row.rounds.append(row_rounds)
+    row.round_s.append(median(times))
 
 
 def cache_folder() -> Path:

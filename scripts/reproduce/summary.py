@@ -113,6 +113,17 @@ def speed_up(samples: Sequence[Sample], others: Sequence[Sample]) -> float | Non
     return mine / theirs if mine and theirs else None
 
 
+def speed_up_by_cell(samples: Sequence[Sample], others: Sequence[Sample]) -> dict[tuple[str, int], float]:
+    """The ratio of decoding speeds by task and context, where both were measured, whichever the prompts: for others
+    that emit a token a pass, so that neither their text nor whether it loops tells in their speed."""
+    ratios = {}
+    for task, context in dict.fromkeys((sample["task"], sample["context"]) for sample in samples):
+        mine, theirs = (speed(chosen(found, task=task, context=context)) for found in (samples, others))
+        if mine and theirs:
+            ratios[task, context] = mine / theirs
+    return ratios
+
+
 def sameness(samples: Sequence[Sample], vanilla: Sequence[Sample]) -> dict[str, Any] | None:
     """How the tokens of a method differ from vanilla's at temperature 0: in half precision near-ties can flip.
 

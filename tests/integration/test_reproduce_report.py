@@ -20,7 +20,8 @@ from scripts.reproduce.run import Run
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("longspec.inference.tree_shapes.TOKENS", 4)
+    monkeypatch.setattr("longspec.inference.tree_shapes.TOKENS", 2)
+    monkeypatch.setattr("longspec.inference.tree_shapes.PLACES", 2)
 
 
 @pytest.fixture

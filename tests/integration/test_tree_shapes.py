@@ -25,7 +25,8 @@ LIMIT = 4096
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(tree_shapes, "TOKENS", 12)
+    monkeypatch.setattr(tree_shapes, "TOKENS", 4)
+    monkeypatch.setattr(tree_shapes, "PLACES", 2)
 
 
 @pytest.fixture
@@ -75,16 +76,39 @@ def test_it_takes_the_most_tokens_a_second(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_acceptance_counts_as_much_as_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With rounds of one length the shape with the highest acceptance length is taken."""
+    """With rounds of one length a shape is taken that surely accepts more than the default."""
     model = make_pair(tmp_path / "pair", initializer_range=0.02)  # such a target repeats itself, so drafts are accepted
     clock = Clock(monkeypatch, dict.fromkeys(CANDIDATES, 0.5))
     prompt, sampler = prompt_of(9), Sampler(0.0, 0, 1.0)
-    measured = measure_shapes(Runner(model), prompt, [9], sampler, "reject", 30, clock)
-    best = max(measured, key=lambda row: row.acceptance_length)
-    assert best.acceptance_length > measured[1].acceptance_length
-    monkeypatch.setattr(tree_shapes, "TOKENS", 30)
-    assert choose_shape(Runner(model), prompt, [9], sampler, "reject", LIMIT, clock) == best.shape
-    assert all(row.round_s == 0.5 for row in measured)
+    measured = measure_shapes(Runner(model), prompt, [9], sampler, "reject", 20, clock)
+    monkeypatch.setattr(tree_shapes, "TOKENS", 20)
+    shape = choose_shape(Runner(model), prompt, [9], sampler, "reject", LIMIT, clock)
+    default, *others = measured
+    assert next(row for row in others if row.shape == shape).acceptance_length > default.acceptance_length
+    assert all(row.round_s == [0.5, 0.5] for row in measured)
+
+
+def test_each_place_continues_the_prompt_up_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds from a later place leave the target's and the draft's memory of an earlier one as a prefill leaves it."""
+    model, prompt, tokens = make_pair(tmp_path / "pair"), prompt_of(24), 5
+    emitted: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    play = Engine.round
+
+    def recorded(engine: Engine, active: torch.Tensor) -> Any:
+        context = int(engine.cache.lengths[0])
+        place = next(place for place in (8, 16, 24) if context < place + 8)
+        found, counts = play(engine, active)
+        emitted.setdefault((engine.drafter.shape, place), []).extend(found[0, : counts[0]].tolist())  # type: ignore[attr-defined]
+        return found, counts
+
+    monkeypatch.setattr(Engine, "round", recorded)
+    monkeypatch.setattr(tree_shapes, "_places", lambda longest: [0, 8, 16])
+    measured = measure_shapes(Runner(model), prompt, [24], Sampler(0.0, 0, 1.0), "reject", tokens, lambda: 1.0)
+    for row in measured:
+        assert row.tokens == [len(emitted[row.shape, place]) for place in (24, 16, 8)]
+        for place in (8, 16):
+            assert emitted[row.shape, place][:tokens] == target_greedy(model, prompt[0, : place + 1], tokens)
+        assert emitted[row.shape, 24][:tokens] == target_greedy(model, prompt[0], tokens + 1)[1:]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

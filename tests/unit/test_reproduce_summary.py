@@ -144,6 +144,19 @@ def test_speed_is_judged_at_the_two_longest_contexts_against_the_best_baseline()
     assert (least.measured, least.holds) == ("4.00 × (transformers-dynamic at 8192)", False)
 
 
+def test_loops_of_the_best_baseline_leave_it_to_compare_with() -> None:
+    """Its speed does not depend on the text: with loops left out of the tree's outputs, others of the cell remain."""
+    looping = sample(100, 10, 1.0, distinct_4grams=0.1)
+    baselines = [
+        sample(100, None, 20.0, name=f"transformers-{mode}", distinct_4grams=0.1) for mode in ("dynamic", "static")
+    ]
+    rows = marks(evidence(looping, sample(100, 40, 4.0, id="b"), *baselines))
+    best = verdict(rows, "Tokens/s of tree over transformers'")
+    assert (best.measured, best.holds) == ("5.00 × (transformers-dynamic at 2048)", True)
+    elsewhere = sample(100, 40, 4.0, task="qmsum")
+    assert verdict(marks(evidence(looping, elsewhere, *baselines)), "Tokens/s of tree over transformers'").holds is None
+
+
 @pytest.mark.parametrize(("long", "holds"), [(39, True), (37, False)])
 def test_acceptance_over_length_compares_the_same_tasks(long: int, holds: bool) -> None:
     samples = [sample(40, 10), sample(90, 10, task="qmsum"), sample(long, 10, context=16384)]
