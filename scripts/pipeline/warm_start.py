@@ -26,8 +26,8 @@ FROM_LAST = {
 
 
 WRITERS = ("self_attn.o_proj", "cross_attn.o_proj", "mlp.down_proj")
-"""What adds to the embeddings. A target's last norm brings their sum to its size again, but a draft has none: as they
-are in a target of 32 layers, its first KL divergence was 64 nats, and 8 from noise."""
+"""What adds to the embeddings. A target's last norm brings the sum to its weight's size, but a draft has none: with
+them as they are in a target of 32 layers, KL began at 64 nats, from noise at 8."""
 
 
 def write_warm_start(folder: Path, target: Path, window: int) -> None:
@@ -41,10 +41,10 @@ def write_warm_start(folder: Path, target: Path, window: int) -> None:
 def layers_of(target: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
     """The weights of a draft layer, from those of a Llama or Qwen2 of so many layers.
 
-    The WRITERS' are scaled: of entries of size 1 (RMS), each makes entries of the embeddings' size.
+    The WRITERS' are scaled: of entries of size 1 (RMS), each makes entries of the size that the last norm's have.
     """
     found = {}
-    size = target["model.embed_tokens.weight"].float().square().mean().sqrt()
+    size = target["model.norm.weight"].float().square().mean().sqrt()
     for number, modules in ((0, FROM_FIRST), (layers - 1, FROM_LAST)):
         for name, source in modules.items():
             weight = target[f"model.layers.{number}.{source}.weight"]
