@@ -38,6 +38,8 @@ CANDIDATES: tuple[tuple[int, ...], ...] = (
     (2, 4, 4, 4, 4, 4, 4),
     (4, 8, 8, 8, 8, 8, 8, 8),
     (4, 16, 16, 16, 16, 16, 16),
+    (12, 16, 16, 16, 16),
+    (16, 32, 32, 32, 32),
 )
 """From chains to wide and deep trees. The first that the vocabulary has tokens for is the default."""
 PLACES = 8

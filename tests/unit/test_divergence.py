@@ -9,11 +9,8 @@ pytest.importorskip("triton")
 from longspec.kernels.divergence import log_sum_exp, terms_and_gradient
 from longspec.train.loss import _plain_terms
 
-TOLERANCE = {
-    torch.float32: 1e-5,
-    torch.bfloat16: 8e-3,
-    torch.float16: 1e-3,
-}  # one rounding, which the interpreter does towards 0
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+"""For one rounding of the gradient, which the interpreter does towards 0."""
 ROWS = 7
 
 
