@@ -16,7 +16,9 @@ from scripts.reproduce.tasks import makers, training_records, worked, write_task
 from scripts.reproduce.text_files import Meeting, Solution, Texts, read_texts
 
 DRAFT_TEXTS = "draft_texts.jsonl"
-"""The part of the texts that stage 1 reads."""
+"""What stage 1 reads: code that the target has not read. What it has, it partly knows by heart, and no draft can."""
+DRAFTS_SHARE = 1 / 3
+"""Of the code, at most."""
 TOKENIZER = "tokenizer"
 SOLUTIONS_A_TEXT = 40
 
@@ -43,9 +45,9 @@ class CorpusSettings:
     """How often meetings and worked solutions are in the texts: they are few beside the code."""
     tokenizer_characters: int
     draft_characters: int
-    """Of the texts, for stage 1."""
+    """Of the code, for drafts alone."""
     long_characters: int
-    """Of long documents, for stage 2."""
+    """Of long documents made of it, for stage 2."""
     seed: int = 0
 
     @property
@@ -67,17 +69,17 @@ def write_corpus(folder: Path, settings: CorpusSettings) -> None:
     train, held_out = split(installed_files() if settings.installed else library_files(), settings.hold_out)
     if not held_out:
         raise UserError("corpus: none of the held-out packages is installed here; nothing could be evaluated")
-    train = some(train, settings.largest, chance)
+    train, drafts = apart(some(train, settings.largest, chance), settings.draft_characters, chance)
     prose = [text for _ in range(settings.text_repeats) for text in documents(texts, chance)]
-    code = [file.text for file in train]
-    write_jsonl(folder / TEXTS, ({"text": text} for text in code + prose))
-    mixed = chance.sample(code + prose, len(code) + len(prose))
-    write_jsonl(folder / DRAFT_TEXTS, ({"text": text} for text in first(mixed, settings.draft_characters)))
-    long = long_documents(train, texts, 6 * settings.window, chance)
+    read = [file.text for file in train] + prose
+    write_jsonl(folder / TEXTS, ({"text": text} for text in read))
+    unread = [file.text for file in drafts] + documents(texts, chance)
+    write_jsonl(folder / DRAFT_TEXTS, ({"text": text} for text in chance.sample(unread, len(unread))))
+    long = long_documents(drafts, texts, 6 * settings.window, chance)
     chance.shuffle(long)
     write_jsonl(folder / LONG_TEXTS, ({"text": text} for text in first(long, settings.long_characters)))
     write_jsonl(folder / HELD_OUT_TEXTS, ({"path": file.path, "text": file.text} for file in held_out))
-    sample = first(mixed, settings.tokenizer_characters)
+    sample = first(chance.sample(read, len(read)), settings.tokenizer_characters)
     tokenizer = make_tokenizer(sample, settings.family, settings.vocab_size, settings.positions)
     tokenizer.save_pretrained(folder / TOKENIZER)
     found = makers(train, texts, tokenizer, settings.answer_tokens)
@@ -99,6 +101,15 @@ def some(files: Sequence[SourceFile], characters: int, chance: random.Random) ->
     """At most so many characters of files, package after package in random order."""
     packages = by_package(files)
     return up_to((file for name in chance.sample(list(packages), len(packages)) for file in packages[name]), characters)
+
+
+def apart(
+    files: Sequence[SourceFile], characters: int, chance: random.Random
+) -> tuple[list[SourceFile], list[SourceFile]]:
+    """Files for the target, and random ones, of so many characters and DRAFTS_SHARE at most, for drafts alone."""
+    most = min(characters, int(DRAFTS_SHARE * sum(len(file.text) for file in files)))
+    chosen = {file.path for file in up_to(chance.sample(files, len(files)), most)}
+    return [file for file in files if file.path not in chosen], [file for file in files if file.path in chosen]
 
 
 def first(texts: Iterable[str], characters: int) -> Iterator[str]:

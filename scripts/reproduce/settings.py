@@ -87,7 +87,7 @@ def h200(family: str, text: str | None) -> Settings:
             answers=100,
             hold_out=HoldOut(packages=6),
             installed=True,
-            largest=350 * MEGA,
+            largest=450 * MEGA,
             text_repeats=4,
             tokenizer_characters=50 * MEGA,
             draft_characters=130 * MEGA,

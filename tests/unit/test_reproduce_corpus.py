@@ -9,7 +9,7 @@ import pytest
 from longspec.errors import UserError
 from scripts.pipeline.sources import SourceFile, heading, python_files
 from scripts.reproduce.code_files import COPIES, HoldOut, held_out_packages, is_written, split, without_duplicates
-from scripts.reproduce.corpus import documents, long_documents
+from scripts.reproduce.corpus import apart, documents, long_documents
 from scripts.reproduce.text_files import read_texts
 
 
@@ -50,6 +50,19 @@ def test_no_package_is_on_both_sides(installed: list[SourceFile]) -> None:
         one.package for one in installed
     }
     assert len(train) + len(held_out) == len(installed)
+
+
+@pytest.mark.parametrize(("characters", "share"), [(5000, None), (10**9, 1 / 3)])
+def test_drafts_have_files_of_their_own(installed: list[SourceFile], characters: int, share: float | None) -> None:
+    """Of as many characters as asked for and a third at most, from all over; each file is on one side, in order."""
+    target, drafts = apart(installed, characters, random.Random(0))
+    assert sorted(target + drafts, key=installed.index) == [*installed]
+    assert target == sorted(target, key=installed.index) and drafts == sorted(drafts, key=installed.index)
+    size, most = (sum(len(one.text) for one in files) for files in (drafts, installed))
+    longest = max(len(one.text) for one in installed)
+    limit = share * most if share else characters
+    assert limit - longest <= size <= limit
+    assert len({one.package for one in drafts}) > 3
 
 
 def test_copies_of_held_out_files_in_other_packages_are_not_trained_on(installed: list[SourceFile]) -> None:
