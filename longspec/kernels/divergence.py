@@ -77,7 +77,7 @@ def _terms_kernel(
         if DISTILL:
             log_p = tl.load(teacher_ptr + here, mask=inside, other=float("-inf")).to(tl.float32) - teacher_norm
             p = tl.exp(log_p)
-            kl += tl.where(p > 0.0, p * (log_p - log_q), 0.0)
+            kl += tl.where(p == 0.0, 0.0, p * (log_p - log_q))
             gradient -= share * p
         tl.store(logits_ptr + here, gradient, mask=inside)
     tl.store(terms_ptr + row * 3, tl.sum(ce, 0))

@@ -210,7 +210,8 @@ def _plain_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, 
         terms[:, 2] = -(here * log_p.gather(1, picked))[:, 0]
         if share:
             p = log_p.exp()
-            terms[:, 1] = log_p.sub_(log_q).mul_(p).sum(1)  # in place, as below: each pass over the chunk is some GB
+            # In place, as below: each pass over the chunk is some GB.
+            terms[:, 1] = log_p.sub_(log_q).mul_(p).masked_fill_(p == 0, 0).sum(1)
     gradient = log_q.exp_()
     if p is not None:
         gradient.sub_(p, alpha=share)

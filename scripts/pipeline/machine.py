@@ -88,32 +88,38 @@ def run(
     """Run a command in the repository's root, with its output added to `log`; whether it ended by itself.
 
     At `limit_s` seconds it gets SIGTERM, and some time to save what it has; so it does if this process is interrupted.
-    With a `turn`, a lock, it gets ready at once; it is told by a line on stdin when the lock is held, which is so up to
-    its end, and the limit counts from there. Raises CommandFailed, with the end of the log, if it ended with an error.
+    With a `turn`, a lock, it starts at once, with a socket for stdin. When it has written a byte there, ready to begin,
+    the lock is taken for it, held up to its end, and it is told by a line; the limit counts from there. Raises
+    CommandFailed, with the end of the log, if it ended with an error.
     """
-    with log.open("a") as output:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, log.open("a") as output:
         child = subprocess.Popen(
             command,
             cwd=ROOT,
             env=os.environ | environment,
-            stdin=subprocess.PIPE if turn else subprocess.DEVNULL,
+            stdin=theirs.fileno() if turn else subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             process_group=0,  # of this session still: what ends that ends the command, too
         )
         _running.add(child)
-        with turn or nullcontext():
-            try:
-                if child.stdin:
-                    with suppress(BrokenPipeError):  # it has ended already
-                        child.stdin.write(b"\n")
-                        child.stdin.close()
-                code = child.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                return False
-            finally:
-                _end(child)
-                _running.discard(child)
+        theirs.close()
+        try:
+            if turn:
+                ours.recv(1)  # nothing, if it has ended
+            with turn or nullcontext():
+                try:
+                    with suppress(BrokenPipeError):
+                        ours.sendall(b"\n")
+                    code = child.wait(limit_s)
+                finally:
+                    _end(child)
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            _end(child)
+            _running.discard(child)
     if code:
         end = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
         raise CommandFailed("\n".join([*end, f"{' '.join(command[:4])} … ended with code {code}; all of it in {log}"]))

@@ -62,8 +62,8 @@ def train_stage(
 ) -> None:
     """One stage in `folder` on the JSONL file `data`, from the draft in `draft`, a file or folder (None: a fresh one).
 
-    Tokens are cached in `cache`, else in `folder`. With a `turn`, a lock, it runs without a launcher on one GPU, which
-    it has to itself while the lock is held; before that it loads what it needs. Raises CommandFailed.
+    Tokens are cached in `cache`, else in `folder`. With a `turn`, a lock, it runs without a launcher on one GPU, loads
+    what it needs there, and trains while it holds the lock; the limit counts from then. Raises CommandFailed.
     """
     devices, ranks = gpu_names(), 1 if turn else ranks_of(settings)
     environment = {"OMP_NUM_THREADS": str(threads_a_rank())} | ({} if devices else {"DS_ACCELERATOR": "cpu"})

@@ -23,8 +23,6 @@ FROM_LAST = {
     "post_cross_attention_layernorm": "post_attention_layernorm",
     **{f"mlp.{name}_proj": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
 }
-
-
 WRITERS = ("self_attn.o_proj", "cross_attn.o_proj", "mlp.down_proj")
 """What adds to the embeddings. A target's last norm brings the sum to its weight's size, but a draft has none: with
 them as they are in a target of 32 layers, KL began at 64 nats, from noise at 8."""
@@ -49,7 +47,7 @@ def layers_of(target: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
         for name, source in modules.items():
             weight = target[f"model.layers.{number}.{source}.weight"]
             if name in WRITERS:
-                weight = (weight * (size * len(weight) ** 0.5 / weight.float().norm())).to(weight.dtype)
+                weight = (weight * (size * len(weight) ** 0.5 / weight.float().norm().clamp(min=1e-9))).to(weight.dtype)
             found[f"{name}.weight"] = weight
             if "attn" in name and "o_proj" not in name:  # drafts have biases there, Llamas none
                 bias = target.get(f"model.layers.{number}.{source}.bias")

@@ -16,7 +16,8 @@ from scripts.reproduce.tasks import makers, training_records, worked, write_task
 from scripts.reproduce.text_files import Meeting, Solution, Texts, read_texts
 
 DRAFT_TEXTS = "draft_texts.jsonl"
-"""What stage 1 reads: code that the target has not read. What it has, it partly knows by heart, and no draft can."""
+"""What stage 1 reads: code that the target has not read (what it has, it partly knows by heart, and no draft can), and
+meetings and worked solutions, which are too few to have others for."""
 DRAFTS_SHARE = 1 / 3
 """Of the code, at most."""
 TOKENIZER = "tokenizer"
@@ -45,7 +46,7 @@ class CorpusSettings:
     """How often meetings and worked solutions are in the texts: they are few beside the code."""
     tokenizer_characters: int
     draft_characters: int
-    """Of the code, for drafts alone."""
+    """Of the code, for drafts alone; meetings and worked solutions come on top of it."""
     long_characters: int
     """Of long documents made of it, for stage 2."""
     seed: int = 0
@@ -73,8 +74,8 @@ def write_corpus(folder: Path, settings: CorpusSettings) -> None:
     prose = [text for _ in range(settings.text_repeats) for text in documents(texts, chance)]
     read = [file.text for file in train] + prose
     write_jsonl(folder / TEXTS, ({"text": text} for text in read))
-    unread = [file.text for file in drafts] + documents(texts, chance)
-    write_jsonl(folder / DRAFT_TEXTS, ({"text": text} for text in chance.sample(unread, len(unread))))
+    own = [file.text for file in drafts] + documents(texts, chance)
+    write_jsonl(folder / DRAFT_TEXTS, ({"text": text} for text in chance.sample(own, len(own))))
     long = long_documents(drafts, texts, 6 * settings.window, chance)
     chance.shuffle(long)
     write_jsonl(folder / LONG_TEXTS, ({"text": text} for text in first(long, settings.long_characters)))

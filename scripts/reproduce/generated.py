@@ -15,6 +15,7 @@ from longspec.inference.registry import FAMILIES
 from longspec.models.target_files import load_tokenizer, read_config
 from scripts.pipeline.files import TEXTS, read_jsonl, write_jsonl
 from scripts.pipeline.machine import gpus
+from scripts.reproduce.corpus import DRAFT_TEXTS
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class GenerationSettings:
 
 
 def write_generated(folder: Path, corpus: Path, target: Path, settings: GenerationSettings) -> None:
-    """`folder`/texts.jsonl: training texts' beginnings, each with what the target goes on with."""
+    """`folder`/texts.jsonl: the beginnings of stage 1's texts, each with what the target goes on with."""
     config = read_config(str(target))
     tokenizer: Any = load_tokenizer(str(target), config)
     device, dtype = ("cuda", torch.bfloat16) if gpus() else ("cpu", torch.float32)
@@ -53,8 +54,8 @@ def generated(model: Any, tokenizer: Any, corpus: Path, settings: GenerationSett
 
 
 def beginnings(corpus: Path, tokenizer: Any, settings: GenerationSettings) -> Tensor:
-    """The first tokens of random training texts, LongTensor [texts, prompt]; from a few texts some come again."""
-    texts = [record["text"] for record in read_jsonl(corpus / TEXTS)]
+    """The first tokens of random texts of stage 1, LongTensor [texts, prompt]; from a few texts some come again."""
+    texts = [record["text"] for record in read_jsonl(corpus / DRAFT_TEXTS)]
     chance = random.Random(settings.seed)
     rows: list[list[int]] = []
     while len(rows) < settings.texts:

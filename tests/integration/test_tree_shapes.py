@@ -102,7 +102,7 @@ def test_each_place_continues_the_prompt_up_to_it(tmp_path: Path, monkeypatch: p
         return found, counts
 
     monkeypatch.setattr(Engine, "round", recorded)
-    monkeypatch.setattr(tree_shapes, "_places", lambda longest: [0, 8, 16])
+    monkeypatch.setattr(tree_shapes, "_places", lambda lengths: [[24], [16], [8]])
     measured = measure_shapes(Runner(model), prompt, [24], Sampler(0.0, 0, 1.0), "reject", tokens, lambda: 1.0)
     for row in measured:
         assert row.tokens == [len(emitted[row.shape, place]) for place in (24, 16, 8)]

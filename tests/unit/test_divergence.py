@@ -45,6 +45,36 @@ def test_terms_and_gradient_are_the_formulas(
     torch.testing.assert_close(logits.double(), gradient, rtol=TOLERANCE[dtype], atol=1e-6)
 
 
+@pytest.mark.parametrize("cut", [1, 4096, 4099])
+def test_parts_of_a_vocabulary_add_up(cut: int, device: str) -> None:
+    """Given the whole's log-sum-exp, the terms of the ranks' parts, of which one may be small, sum to the whole's."""
+    logits, target = (logits_of(4100, torch.float32, device, seed) for seed in (1, 2))
+    labels = torch.tensor([0, 4099, 3, 4098, 7, 4096, 2], device=device)
+    wanted, gradient = _plain_terms(logits.double(), target.double(), labels, 0.5)
+    norm, teacher_norm = log_sum_exp(logits), log_sum_exp(target)
+    total = torch.zeros_like(wanted)
+    parts = []
+    for first, last in ((0, cut), (cut, 4100)):
+        part = logits[:, first:last].contiguous()
+        teacher = target[:, first:last].contiguous()
+        total += terms_and_gradient(part, teacher, labels - first, 0.5, norm, teacher_norm)
+        parts.append(part)
+    torch.testing.assert_close(total, wanted, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(torch.cat(parts, 1).double(), gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_impossible_for_both_costs_nothing_and_a_broken_teacher_shows(device: str) -> None:
+    logits, target = (logits_of(9, torch.float32, device, seed) for seed in (1, 2))
+    logits[:, 4] = target[:, 4] = -torch.inf
+    target[2, 0] = torch.nan
+    labels = torch.zeros(ROWS, dtype=torch.long, device=device)
+    wanted, gradient = _plain_terms(logits.clone(), target.clone(), labels, 1.0)
+    terms = terms_and_gradient(logits, target, labels, 1.0, log_sum_exp(logits), log_sum_exp(target))
+    assert terms[:, 1].isnan().tolist() == wanted[:, 1].isnan().tolist() == [row == 2 for row in range(ROWS)]
+    torch.testing.assert_close(terms, wanted, rtol=1e-5, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(logits, gradient, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
 def test_a_distribution_equal_to_the_teachers_has_no_divergence(device: str) -> None:
     logits = logits_of(4100, torch.bfloat16, device, seed=3)
     norm = log_sum_exp(logits)

@@ -85,8 +85,9 @@ def test_a_command_that_ends_has_ended(tmp_path: Path) -> None:
 
 
 WAITING = """
-import sys, time
+import os, sys, time
 print("ready", flush=True)
+os.write(0, b".")
 sys.stdin.readline()
 print("begun", flush=True)
 time.sleep(60)
@@ -106,6 +107,19 @@ def test_a_command_gets_ready_at_once_and_begins_when_its_turn_is_there(tmp_path
             wait([ended], timeout=0.05)
         assert turn.locked()
         assert ended.result() is False
+    assert not turn.locked()
+
+
+def test_a_turn_is_not_taken_for_a_command_that_is_not_ready(tmp_path: Path) -> None:
+    """Nor does its limit count: here it ends by itself, a second later."""
+    turn, loading = Lock(), "import time; print('loading', flush=True); time.sleep(1)"
+    log = tmp_path / "log.txt"
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(run, [sys.executable, "-c", loading], log, {}, 0.1, turn)
+        while "loading" not in (log.read_text() if log.exists() else "") and not ended.done():
+            wait([ended], timeout=0.05)
+        assert not turn.locked()
+        assert ended.result() is True
     assert not turn.locked()
 
 
