@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from longspec.models.draft_files import load_draft
 from scripts.pipeline.files import read_jsonl
+from scripts.reproduce.corpus import DRAFT_TEXTS
 from scripts.reproduce.generated import GenerationSettings, write_generated
 from scripts.reproduce.run import VARIANTS, Run
 from scripts.reproduce.settings import PRESETS
@@ -59,7 +60,7 @@ def test_a_target_goes_on_with_the_corpus_in_words_of_its_own(tmp_path: Path, fa
     save_tokenizer(target)
     corpus.mkdir()
     texts = [f"text number {n} of a few, and each of them is long enough" for n in range(3)]
-    (corpus / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (corpus / DRAFT_TEXTS).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     found = []
     for folder in (tmp_path / "once", tmp_path / "again"):
         folder.mkdir()
