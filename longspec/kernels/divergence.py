@@ -9,34 +9,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspec.kernels.scan import scan
+
 BLOCK = 4096
 """Columns that a program has in registers at a time."""
 
 
-@triton.jit
-def _log_sum_exp_kernel(logits_ptr, out_ptr, vocab, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    largest = tl.full([BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocab, BLOCK):
-        here = start + column
-        x = tl.load(logits_ptr + row * vocab + here, mask=here < vocab, other=float("-inf")).to(tl.float32)
-        # Each lane has its own maximum; one that has seen nothing but -inf adds nothing.
-        higher = tl.maximum(largest, x)
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(largest - safe) + tl.exp(x - safe)
-        largest = higher
-    top = tl.max(largest, 0)
-    tl.store(out_ptr + row, top + tl.log(tl.sum(total * tl.exp(largest - top), 0)))
-
-
 def log_sum_exp(logits: Tensor) -> Tensor:
     """log Σ exp over the last dimension of logits [N, V], contiguous, one of a row finite at least: fp32 [N]."""
-    out = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    if len(logits):
-        _log_sum_exp_kernel[(len(logits),)](logits, out, logits.shape[1], BLOCK=BLOCK, num_warps=8)
-    return out
+    if not len(logits):
+        return logits.new_empty(0, dtype=torch.float32)
+    scanned = scan(logits, temperature=1.0)
+    return (scanned.chunk_maxima + scanned.chunk_sums.log()).logsumexp(-1)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ Arithmetic of h200, a target of 201M parameters (32 layers, 768 wide, 12 query a
                                     of one shape go together (one by one they are 4000, 30 to 40 ms of a step)
     two micro-batches a step        a third would leave fewer steps, and save only what Muon costs no more
     logits                          8192 tokens · 16384 · (2 + 4) bytes = 0.8 GB at a time, not 5 GB for 50k tokens
-    activations of 50k tokens       58 GB of memory in use with 3 KV heads
+    activations of 50k tokens       57 GiB of memory in use with 3 KV heads
 
 As many KV heads as query heads, as Vicuna and LongChat have: a draft knows of its target what the last layer's keys and
 values hold. With 3 KV heads that was too little. A probe (an MLP, 500 steps of 8192 tokens) that is to predict the

@@ -34,8 +34,8 @@ def test_a_stage_trains_in_its_turn(tmp_path: Path) -> None:
             trained = pool.submit(train_stage, folder, data, target, start, stage, turn=turn)
             deadline = time.monotonic() + 90
             while LOADED not in (log.read_text() if log.exists() else "") and time.monotonic() < deadline:
-                wait([trained], timeout=0.05)
-            wait([trained], timeout=3)  # in which it would take its three steps
+                assert not wait([trained], timeout=0.05).done
+            assert not wait([trained], timeout=3).done  # in which it would take its three steps
             assert LOADED in log.read_text() and not (folder / METRICS_NAME).exists()
         trained.result()
     assert [line["step"] for line in metrics(folder)] == [1, 2, 3]
