@@ -186,20 +186,21 @@ def measure(
     ceilings: Ceilings | None,
 ) -> Measured:
     shape, tokens = SHAPES[case.shape], options.tokens or STAGES[case.stage].tokens
-    total = WARM_UP + options.steps + 2  # one for the parts, one for the profile
+    total = WARM_UP + options.steps + 3  # one that is not taken, one for the parts, one for the profile
     inputs = synthetic_inputs(shape, tokens, rows=32 if case.stage == 1 else 4, packed=case.stage == 1)
     trainer = Trainer(config, engine, inputs, start=0, total=total, held_out=0)
     engine.train()
     batches, seconds, waits = iter(trainer.loader), [], []
+    window = trainer.window(batches)
     reset_peak()
     with Termination() as termination:
         for step in range(1, WARM_UP + options.steps + 1):
             began = perf_counter()
-            window = trainer.window(batches)
-            waits.append(perf_counter() - began)
-            assert trainer.train_step(step, window, termination) is not None
+            assert trainer.train_step(step, window, termination, batches) is not None
             seconds.append(perf_counter() - began)
-        window = trainer.window(batches)
+            waits.append(trainer.data_seconds)
+            window = trainer.upcoming
+        window = trainer.window(batches)  # of the other one the target's pass may have begun
         parts = timed_parts(trainer, step + 1, window, termination)
         if options.profile:
             more = trainer.window(batches)

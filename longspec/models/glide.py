@@ -27,7 +27,7 @@ from longspec.models.parallel import (
 )
 from longspec.models.target_attention import ATTENTION_NAME, LastLayerKV, last_keys_values, run_backbone
 from longspec.models.target_files import WEIGHT_ERRORS, check_target, read_config
-from longspec.models.target_graph import TargetPass
+from longspec.models.target_graph import TargetGraphs
 from longspec.models.target_split import rank_config
 
 
@@ -55,7 +55,7 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
     target_class: Any
     draft_layer_class: type[GlideDecoderLayer]
     gradient_checkpointing = False
-    target_pass: TargetPass | None = None
+    target_pass: TargetGraphs | None = None
     """What training runs instead of `run_target`."""
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,10 +33,17 @@ class TargetGraphs:
         self.run, self.layer_weights = run, layer_weights
         self.seen: Counter[torch.Size] = Counter()
         self.graphs: dict[torch.Size, _Graph] = {}
+        self.begun: Tensor | None = None
+        """The tokens of the pass that the next call may be for."""
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
         shape = input_ids.shape
         segments.check(shape.numel())
+        begun, self.begun = self.begun, None
+        if begun is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+        if begun is input_ids:
+            return self.graphs[shape].result
         if self.layer_weights * shape.numel() > MOST_WORK or len(segments.lengths) > MOST_SEGMENTS:
             return self.run(input_ids, position_ids, segments)
         self.seen[shape] += 1
@@ -44,6 +52,23 @@ class TargetGraphs:
                 return self.run(input_ids, position_ids, segments)
             self.graphs[shape] = _Graph(self.run, input_ids, position_ids, segments)
         return self.graphs[shape](input_ids, position_ids, segments)
+
+    def begin(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> None:
+        """Begin a pass that is captured, beside what the current stream will be given, behind what it has been.
+
+        The next call, if it is for these very tokens, waits for it and returns its result. Until then they must live.
+        """
+        graph = self.graphs.get(input_ids.shape)
+        if graph is None or len(segments.lengths) > MOST_SEGMENTS:
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            graph(input_ids, position_ids, segments)
+        self.begun = input_ids
+
+    @cached_property
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream()
 
 
 class _Graph:

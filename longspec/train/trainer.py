@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError, reports_user_errors
 from longspec.kernels.backend import upload
+from longspec.kernels.segments import Segments
 from longspec.train.checkpoint import (
     check_same_run,
     load_state,
@@ -53,6 +54,7 @@ from longspec.train.sampler import ResumableSampler
 
 logger = logging.getLogger(__name__)
 Batch = dict[str, Tensor]
+Arrays = Iterator[dict[str, np.ndarray]]
 
 
 @reports_user_errors
@@ -149,6 +151,9 @@ class Trainer:
         self.evaluation = Evaluation(config, engine, inputs, self.objective, held_out) if held_out else None
         self.accumulation = config.gradient_accumulation_steps
         self.rank, self.ranks = data_parallel_place()
+        self.upcoming: list[Batch] = []
+        self.begun: tuple[Batch, dict[str, Any]] = {}, {}
+        """The micro-batch whose target pass may have begun, and what the engine is given of it."""
         self.sampler = ResumableSampler(
             rows=len(inputs.rows),
             batch_size=config.per_device_train_batch_size,
@@ -177,15 +182,14 @@ class Trainer:
         log = RunLog(self.config, dist.get_rank(), self.start, self.total)
         done = self.start
         with Termination() as termination:
+            self.upcoming = self.window(batches)
             for step in range(self.start + 1, self.total + 1):
                 began = time.perf_counter()
-                window = self.window(batches)
-                loaded = time.perf_counter()
-                metrics = self.train_step(step, window, termination)
+                metrics = self.train_step(step, self.upcoming, termination, batches if step < self.total else None)
                 if metrics is None:
                     break
                 done = step
-                metrics |= {"seconds": time.perf_counter() - began, "data_seconds": loaded - began}
+                metrics |= {"seconds": time.perf_counter() - began, "data_seconds": self.data_seconds}
                 log.step({"step": step, **metrics, **self.evaluate(step, termination)})
                 if step % self.config.save_steps == 0 or step == self.total:
                     self.save(step)
@@ -195,9 +199,11 @@ class Trainer:
                 logger.warning("SIGTERM: stopped after step %d; resume=latest goes on from there", done)
         log.close()
 
-    def window(self, batches: Iterator[dict[str, np.ndarray]]) -> list[Batch]:
-        """The next step's micro-batches."""
+    def window(self, batches: Arrays) -> list[Batch]:
+        """The next step's micro-batches; `data_seconds` is how long they took."""
+        began = time.perf_counter()
         arrays = [next(batches) for _ in range(self.accumulation)]
+        self.data_seconds = time.perf_counter() - began
         return [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in arrays]
 
     def save(self, step: int) -> None:
@@ -216,9 +222,12 @@ class Trainer:
             save_best(self.engine.module, self.inputs.tokenizer, self.config, progress, found)
         return found
 
-    def train_step(self, step: int, window: list[Batch], termination: Termination) -> dict[str, float] | None:
+    def train_step(
+        self, step: int, window: list[Batch], termination: Termination, batches: Arrays | None = None
+    ) -> dict[str, float] | None:
         """One optimizer step over the accumulation window's micro-batches; None if SIGTERM came before its end.
 
+        While the device has the last of them to do, the next step's window is taken from `batches`, into `upcoming`.
         DeepSpeed divides by accumulation steps and averages over ranks. Each summed loss is scaled so that the result
         is the mean over the tokens of all ranks and micro-batches, however unevenly they lie. Raises UserError for a
         loss or gradient that is not finite.
@@ -229,11 +238,16 @@ class Trainer:
         terms: list[dict[str, Tensor]] = []
         rate = self.config.learning_rate * self.schedule(step - 1)
         set_learning_rate(self.engine, rate)
-        for number, batch in enumerate(window):
+        for number, batch in enumerate(window, 1):
             if termination.agreed():  # an unfinished window is forgotten: the step is taken again by whoever resumes
                 return None
-            loss, found = self.forward((step - 1) * self.accumulation + number, batch)
+            micro_step = (step - 1) * self.accumulation + number
+            loss, found = self.forward(micro_step - 1, batch)
             self.engine.backward(loss * scale)
+            if number == len(window):
+                self.upcoming = self.window(batches) if batches else []
+            for next_batch in [*window[number:], *self.upcoming][:1]:
+                self.begin(micro_step, next_batch)
             self.engine.step()
             terms.append(found)
         sums = {name: torch.stack([found[name] for found in terms]).sum() for name in terms[0]}
@@ -261,10 +275,23 @@ class Trainer:
 
         from_rank_zero(complain)
 
+    def begin(self, micro_step: int, batch: Batch) -> None:
+        """Let a small target go on to the next micro-batch beside the optimizer, which keeps the device half busy."""
+        given = self.given(micro_step, batch)
+        self.begun = batch, given
+        if self.objective.reads_target and (passes := self.engine.module.target_pass):
+            segments = Segments(given["cu_seqlens"].tolist(), self.engine.device)
+            passes.begin(given["input_ids"], given["position_ids"], segments)
+
     def forward(self, micro_step: int, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The objective on one micro-batch, with positions and lags drawn for it."""
+        """The objective on one micro-batch; what is random in it does not depend on the past."""
+        torch.manual_seed(micro_step_generator(self.config.seed, micro_step, self.rank).initial_seed())
+        begun, given = self.begun
+        return self.engine(**(given if begun is batch else self.given(micro_step, batch)))
+
+    def given(self, micro_step: int, batch: Batch) -> dict[str, Any]:
+        """What the engine is given of a micro-batch, with positions and lags drawn for it."""
         generator = micro_step_generator(self.config.seed, micro_step, self.rank)
-        torch.manual_seed(generator.initial_seed())  # so that whatever else is random does not depend on the past
         shape = (batch["input_ids"].shape[0], batch["input_ids"].shape[1])
         segments, variant, window = batch["cu_seqlens"], self.config.variant, self.inputs.window
         positions = variant_positions(variant.name, segments, shape, variant.max_offset, window, generator)
@@ -272,4 +299,4 @@ class Trainer:
         ids, positions = (upload(x, self.engine.device) for x in (batch["input_ids"], positions))
         # All else is read on the host: a copy back from the device would wait for it.
         given = {"labels": batch["labels"], "cu_seqlens": segments, "lags": lags, "objective": self.objective}
-        return self.engine(input_ids=ids, position_ids=positions, **given)
+        return {"input_ids": ids, "position_ids": positions} | given

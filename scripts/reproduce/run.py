@@ -27,10 +27,10 @@ class Run:
         """Weights and tokenizer in Hugging Face form."""
         return self.root / "target"
 
-    def stage(self, variant: str, stage: int) -> str:
-        """The name of a stage's folder below `root`."""
-        return f"{variant}/stage{stage}"
+    def stage(self, place: str, stage: int) -> str:
+        """The name of a stage's folder below `root`; place: a variant, or an ablation's arm."""
+        return f"{place}/stage{stage}"
 
-    def draft(self, variant: str, stage: int) -> Path:
+    def draft(self, place: str, stage: int) -> Path:
         """The newest checkpoint of a stage."""
-        return self.root / self.stage(variant, stage) / CHECKPOINT
+        return self.root / self.stage(place, stage) / CHECKPOINT

@@ -43,6 +43,8 @@ from scripts.reproduce.target import TargetSettings
 from scripts.reproduce.tokens import TokenSettings
 
 MEGA = 1_000_000
+COMPARED_SHARE = 0.4
+"""Of a stage's steps and time. The draft that is evaluated has most of what there is: more steps help it most."""
 TINY_PLAN = (Measurement("vanilla", prompts=1), Measurement("tree", prompts=1))
 
 
@@ -54,13 +56,29 @@ class Settings:
     tasks: TaskSettings
     target: TargetSettings
     stages: tuple[StageSettings, ...]
-    """As the variant sinkpi-slicing has them."""
+    """Of the draft that is evaluated."""
     generation: GenerationSettings
     evaluation: EvaluationSettings
 
     @property
     def tokens(self) -> TokenSettings:
         return TokenSettings(self.target.vocab_size)
+
+    @property
+    def compared_stages(self) -> tuple[StageSettings, ...]:
+        """Of drafts that are compared with each other: the second variant's, and those of the ablations' arms."""
+        return tuple(shorter(stage, COMPARED_SHARE) for stage in self.stages)
+
+
+def shorter(stage: StageSettings, share: float) -> StageSettings:
+    steps = max(1, round(share * stage.steps))
+    overrides = {**stage.overrides, "save_steps": saved_every(steps)}
+    return replace(stage, steps=steps, limit_s=stage.limit_s and share * stage.limit_s, overrides=overrides)
+
+
+def saved_every(steps: int) -> int:
+    """Steps between two checkpoints: a stage has five."""
+    return max(1, steps // 5)
 
 
 def h200(family: str, text: str | None) -> Settings:
@@ -90,12 +108,12 @@ def h200(family: str, text: str | None) -> Settings:
             largest=450 * MEGA,
             text_repeats=4,
             tokenizer_characters=50 * MEGA,
-            draft_characters=130 * MEGA,
+            draft_characters=150 * MEGA,
             long_characters=36 * MEGA,
         ),
         TaskSettings(prompts_per_cell=8),
         target,
-        stages(family, answer + contexts[-1], steps=(2000, 320, 60), limits=(100.0, 34.0, 15.0)),
+        stages(family, answer + contexts[-1], steps=(4000, 400, 70), limits=(150.0, 40.0, 16.0)),
         GenerationSettings(texts=4096, prompt=64, new_tokens=960, batch=256),
         EvaluationSettings(limit_s=300.0, contexts=contexts),
     )
@@ -143,7 +161,7 @@ def stage(
     overrides = {
         "deepspeed": "zero1",
         "resume": "latest",
-        "save_steps": max(1, steps // 5),
+        "save_steps": saved_every(steps),
         "variant.max_offset": max_offset,
         "data.overflow": "split" if number == 1 else "truncate",
     }

@@ -12,7 +12,7 @@ from typing import TypeVar
 from longspec.models.draft_layer import WINDOW
 from scripts.pipeline.files import ANSWERS, LONG_TEXTS, TEXTS
 from scripts.pipeline.machine import end_children, gpus, threads
-from scripts.pipeline.stages import CHECKPOINT, StageSettings, cache_rows, draft_weights, train_stage
+from scripts.pipeline.stages import StageSettings, cache_rows, draft_weights, train_stage
 from scripts.pipeline.steps import Steps
 from scripts.pipeline.warm_start import write_warm_start
 from scripts.reproduce.corpus import DRAFT_TEXTS, TOKENIZER, write_corpus, write_held_out_tasks
@@ -25,6 +25,8 @@ from scripts.reproduce.tokens import write_tokens
 T = TypeVar("T")
 DATA = (DRAFT_TEXTS, LONG_TEXTS, ANSWERS)
 """Of stage 1, 2, 3."""
+UNCHANGED = "ablations/unchanged"
+"""The evaluated variant's draft after as much training as an arm has."""
 ROWS = "rows"
 """What the stages make of it: tokenised, the same for all drafts."""
 DEVICE = Lock()
@@ -34,7 +36,7 @@ kernels, then takes 120 ms."""
 
 @dataclass(frozen=True)
 class Arm:
-    """What one arm of an ablation trains otherwise; an arm without differences is the main run's."""
+    """What one arm of an ablation trains otherwise. Arms without differences are one draft, or the second variant's."""
 
     variant: str = "sinkpi-slicing"
     overrides: Mapping[str, object] = field(default_factory=dict)
@@ -43,9 +45,11 @@ class Arm:
     generated: bool = False
     """Whether its texts are the target's own."""
 
-    @property
-    def is_main(self) -> bool:
-        return not (self.overrides or self.generated)
+    def place(self, ablation: str, arm: str) -> str:
+        """Its folder."""
+        if self.overrides or self.generated:
+            return f"ablations/{ablation}/{arm}"
+        return UNCHANGED if self.variant == VARIANTS[0] else self.variant
 
 
 ABLATIONS: dict[str, dict[str, Arm]] = {
@@ -114,10 +118,11 @@ def train_pairs(run: Run, settings: Settings) -> tuple[Steps, BaseException | No
     # Before several launches want the same; a launch that finds nothing there makes it itself.
     steps.branch().run(ROWS, RowSettings.of(settings.stages), tokenise)
 
-    def train(variant: str) -> None:
-        train_drafts(run, steps.branch(), variant, [replace(stage, variant=variant) for stage in settings.stages])
+    def train(variant: str, stages: Sequence[StageSettings]) -> None:
+        train_drafts(run, steps.branch(), variant, [replace(stage, variant=variant) for stage in stages])
 
-    main, other = side_by_side([partial(train, variant) for variant in VARIANTS])
+    lengths = settings.stages, settings.compared_stages
+    main, other = side_by_side([partial(train, *both) for both in zip(VARIANTS, lengths, strict=True)])
     main.result()
     return steps, other.exception()
 
@@ -140,8 +145,8 @@ def side_by_side(works: Sequence[Callable[[], T]]) -> list[Future[T]]:
 
 def train_drafts(
     run: Run, steps: Steps, place: str, stages: Sequence[StageSettings], data: Mapping[int, Path] | None = None
-) -> Path:
-    """The stages one after the other in `place`/stage<n>, from a warm start; the last one's checkpoint.
+) -> None:
+    """The stages one after the other in `place`/stage<n>, from a warm start.
 
     data: other files than DATA.
     """
@@ -157,7 +162,6 @@ def train_drafts(
 
         folder = steps.run(f"{place}/stage{stage.number}", stage, train, resumable=True)
         draft = draft_weights(folder)
-    return folder / CHECKPOINT
 
 
 def on_this_machine(stage: StageSettings) -> StageSettings:
@@ -171,22 +175,23 @@ def on_this_machine(stage: StageSettings) -> StageSettings:
 def train_arms(
     run: Run, steps: Steps, names: Sequence[str], settings: Settings
 ) -> tuple[dict[str, dict[str, Path]], BaseException | None]:
-    """By ablation the checkpoints of its arms, those of the main run among them; `steps`: up to the target.
+    """By ablation the checkpoints of its arms, none of them trained twice; `steps`: up to the target.
 
     Also what kept an arm, which is not among them then, from being trained.
     """
     arms = {(name, arm): how for name in names for arm, how in ABLATIONS[name].items()}
-    begun = {place: begin_arm(run, steps, how, settings) for place, how in arms.items() if not how.is_main}
-    works = [partial(train_arm, run, *begun[place], *place, arms[place], settings) for place in begun]
-    trained = dict(zip(begun, side_by_side(works), strict=True))
-    failure = next((failure for future in trained.values() if (failure := future.exception())), None)
+    longest: dict[str, Arm] = {}
+    for place, how in ((how.place(*named), how) for named, how in arms.items()):
+        if place not in longest or longest[place].last < how.last:
+            longest[place] = how
+    begun = {place: begin_arm(run, steps, how, settings) for place, how in longest.items()}
+    works = [partial(train_arm, run, *begun[place], place, how, settings) for place, how in longest.items()]
+    failures = {place: future.exception() for place, future in zip(longest, side_by_side(works), strict=True)}
     found: dict[str, dict[str, Path]] = {name: {} for name in names}
     for (name, arm), how in arms.items():
-        if how.is_main:
-            found[name][arm] = run.draft(how.variant, how.last)
-        elif not trained[name, arm].exception():
-            found[name][arm] = trained[name, arm].result()
-    return found, failure
+        if not failures[place := how.place(name, arm)]:
+            found[name][arm] = run.draft(place, how.last)
+    return found, next(filter(None, failures.values()), None)
 
 
 def begin_arm(run: Run, steps: Steps, how: Arm, settings: Settings) -> tuple[Steps, dict[int, Path]]:
@@ -198,14 +203,12 @@ def begin_arm(run: Run, steps: Steps, how: Arm, settings: Settings) -> tuple[Ste
     return branch, {1: folder / TEXTS}
 
 
-def train_arm(
-    run: Run, steps: Steps, data: Mapping[int, Path], name: str, arm: str, how: Arm, settings: Settings
-) -> Path:
+def train_arm(run: Run, steps: Steps, data: Mapping[int, Path], place: str, how: Arm, settings: Settings) -> None:
     stages = [
         replace(stage, variant=how.variant, overrides={**stage.overrides, **how.overrides})
-        for stage in settings.stages[: how.last]
+        for stage in settings.compared_stages[: how.last]
     ]
-    return train_drafts(run, steps, f"ablations/{name}/{arm}", stages, data)
+    train_drafts(run, steps, place, stages, data)
 
 
 def generate_texts(folder: Path, run: Run, settings: Settings) -> None:

@@ -74,8 +74,42 @@ def test_a_captured_pass_is_the_plain_one(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.gpu
+@torch.no_grad()
+def test_a_pass_that_was_begun_is_the_next_calls_if_that_is_for_its_tokens(tmp_path: Path) -> None:
+    """Behind what the stream had to do by then; a call for other tokens, as an evaluation's, runs its own pass."""
+    from longspec.models.target_kernels import use_kernels
+
+    model: Any = make_pair(tmp_path, "llama", torch.bfloat16).cuda()
+    use_kernels(model.model, model.draft_layer_class)
+    passes = TargetGraphs(model.run_target, layer_weights=1)
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*inner: int) -> Any:
+        segments = Segments([0, *inner, 128], torch.device("cuda"))
+        return torch.randint(1, 61, (2, 64), generator=generator).cuda(), segments.offsets.view(2, 64), segments
+
+    passes.begin(*drawn())
+    assert passes.begun is None  # not captured yet
+    for _ in range(RUNS_BEFORE + 1):
+        before = drawn(64)
+        passes(*before)
+    assert len(passes.graphs) == 1
+    for step in range(4):
+        coming, other = drawn(30), drawn(5, 70)
+        kept = [x.clone() for x in passes.graphs[coming[0].shape].result]
+        torch.cuda._sleep(10**7)
+        read = [x + 0 for x in passes.graphs[coming[0].shape].result]  # as the backward pass before reads them
+        passes.begin(*coming)
+        given = other if step % 2 else coming
+        got = [x.clone() for x in passes(*given)]
+        torch.testing.assert_close(read, kept, rtol=0, atol=0)
+        torch.testing.assert_close(got, list(model.run_target(*given)))
+        assert passes.begun is None
+
+
+@pytest.mark.gpu
 def test_training_on_captured_passes_is_training(tmp_path: Path) -> None:
-    """Losses and gradients, step by step, also where the draft reads one pass at several lags."""
+    """Losses and gradients, step by step, also where the draft reads one pass at several lags, or one begun before."""
     from longspec.models.target_kernels import use_kernels
 
     model: Any = make_pair(tmp_path, "llama", torch.bfloat16).cuda()
@@ -83,15 +117,16 @@ def test_training_on_captured_passes_is_training(tmp_path: Path) -> None:
     graphs, generator = TargetGraphs(model.run_target, layer_weights=1), torch.Generator().manual_seed(0)
     for step in range(RUNS_BEFORE + 3):
         tokens = torch.randint(1, 61, (2, 64), generator=generator)
+        ids = tokens.cuda()
         borders = torch.tensor([0, 10 + step, 64, 128], dtype=torch.int32)
         positions = torch.cat([torch.arange(int(length)) for length in borders.diff()]).view(2, 64).cuda()
         lags = torch.tensor([[1, 5, 3], [2, 2, 4]]) if step % 2 else torch.tensor([1, 5, 3])
         found = []
         for run in (None, graphs):
             model.target_pass = run
-            out = model(
-                tokens.cuda(), position_ids=positions, labels=tokens, cu_seqlens=borders, lags=lags, objective=DISTILL
-            )
+            if run:
+                run.begin(ids, positions, Segments(borders.tolist(), ids.device))
+            out = model(ids, position_ids=positions, labels=tokens, cu_seqlens=borders, lags=lags, objective=DISTILL)
             loss = sum(one for one, _ in out) if step % 2 else out[0]
             model.draft_model.zero_grad()
             loss.backward()

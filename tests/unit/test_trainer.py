@@ -11,6 +11,7 @@ import torch
 from training_fixtures import ROOT, make_target, one_rank_alone, plain_training, write_texts
 
 from longspec.errors import UserError
+from longspec.kernels.segments import Segments
 from longspec.models.draft_layer import GlideDecoderLayer
 from longspec.train import trainer as trainer_module
 from longspec.train.checkpoint import gather_draft
@@ -155,6 +156,48 @@ def test_a_window_is_loaded_while_the_one_before_trains(
     assert trainer.loader.num_workers * trainer.loader.prefetch_factor >= 16 + trainer.loader.num_workers
     window = trainer.window(iter(trainer.loader))
     assert len(window) == 16 and not any(batch["labels"].is_shared() for batch in window)
+
+
+@pytest.mark.parametrize("loss", ["ce", "distill"])
+def test_the_target_goes_on_to_the_next_micro_batch_before_the_optimizer_steps(
+    load: Any, monkeypatch: pytest.MonkeyPatch, loss: str
+) -> None:
+    """Also to the next step's first one, and with what the engine is then given; not where nobody reads its result."""
+    done: list[tuple[str, Any]] = []
+
+    def begin(ids: torch.Tensor, positions: torch.Tensor, segments: Segments) -> None:
+        done.append(("begin", (ids, positions, segments.bounds)))
+
+    class Engine(SimpleNamespace):
+        def __call__(self, **given: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            done.append(("forward", (given["input_ids"], given["position_ids"], given["cu_seqlens"].tolist())))
+            return torch.tensor(1.0), {"loss": torch.tensor(1.0)}
+
+    engine = Engine(
+        device=torch.device("cpu"),
+        module=SimpleNamespace(target_pass=SimpleNamespace(begin=begin)),
+        optimizer=SimpleNamespace(param_groups=[]),
+        backward=lambda loss: done.append(("backward", None)),
+        step=lambda: done.append(("step", None)),
+        get_global_grad_norm=lambda: 1.0,
+    )
+    monkeypatch.setattr(trainer_module, "data_parallel_place", lambda: (0, 1))
+    monkeypatch.setattr(trainer_module, "summed", lambda values: values)
+    inputs = Inputs([[]], None, lambda rows: {}, None, None, WINDOW)  # type: ignore[arg-type]
+    config, never = load("gradient_accumulation_steps=2", f"loss={loss}"), SimpleNamespace(agreed=lambda: False)
+    trainer = Trainer(config, engine, inputs, 0, 2, held_out=0)
+    tokens = [torch.arange(32).view(2, 16) + number for number in range(4)]
+    batches = iter([{"input_ids": x.numpy(), "labels": x.numpy(), "cu_seqlens": SEGMENTS.numpy()} for x in tokens])
+    trainer.train_step(1, trainer.window(batches), never, batches)  # type: ignore[arg-type]
+    trainer.train_step(2, trainer.upcoming, never)  # type: ignore[arg-type]
+    assert trainer.upcoming == []
+    one = ["forward", "backward", "begin", "step"]
+    names = [*one * 3, "forward", "backward", "step"]
+    assert [name for name, _ in done] == (names if loss == "distill" else [x for x in names if x != "begin"])
+    given = {name: [what for one, what in done if one == name] for name in one}
+    assert all(torch.equal(ids, x) for (ids, *_), x in zip(given["forward"], tokens, strict=True))
+    for begun, (ids, positions, bounds) in zip(given["begin"], given["forward"][1:], strict=loss == "distill"):
+        assert begun[0] is ids and begun[1] is positions and begun[2] == bounds
 
 
 @pytest.mark.parametrize("loss", LOSSES)
