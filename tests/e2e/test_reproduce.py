@@ -42,9 +42,9 @@ def test_from_nothing_to_a_draft_of_each_variant_and_a_second_call_does_nothing(
     assert target.config.num_hidden_layers == settings.target.layers
     drafts = [load_draft(run.draft(variant, 1)) for variant in VARIANTS]
     assert not torch.equal(drafts[0]["cross_attn.q_proj.weight"], drafts[1]["cross_attn.q_proj.weight"])
-    for variant in VARIANTS:
+    for variant, stages in zip(VARIANTS, (settings.stages, settings.compared_stages), strict=True):
         folder = run.root / run.stage(variant, 1)
-        assert [line["step"] for line in read_jsonl(folder / "metrics.jsonl")] == [1, 2]
+        assert len(read_jsonl(folder / "metrics.jsonl")) == stages[0].steps
         assert "Tokenising" not in (folder / "log.txt").read_text(), "the rows were not found in the cache"
 
     capsys.readouterr()
