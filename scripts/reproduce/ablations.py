@@ -3,12 +3,13 @@
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from longspec.inference.tree_shapes import AUTO, CANDIDATES, DEFAULT_SHAPE
 from longspec.train.logging import METRICS_NAME
-from scripts.demo.figure import smoothed
 from scripts.pipeline.files import read_jsonl, write_json
 from scripts.reproduce.cells import CELLS, Measurement, read_cells
 from scripts.reproduce.evaluate import FACTS, FORCED, ROUNDS, evaluate, measure_draft
@@ -25,6 +26,9 @@ PLAN = (
     Measurement("tree", prompts=3, share=4),
     Measurement("tree", temperature=1.0, prompts=2, seeds=2, share=4),
 )
+MOST_POINTS = 400
+CURVES = {"losses": "loss", "held_out_losses": "eval_loss"}
+"""Of an arm's last stage."""
 WITH_AND_WITHOUT = {"anchor_offset": ("on", "off")}
 """Ablations about how soon a loss is reached: the arm with the feature, and the one without."""
 
@@ -37,8 +41,8 @@ def arm_settings(settings: EvaluationSettings, limit_s: float = 60.0) -> Evaluat
 def evaluate_arms(folder: Path, run: Run, arms: Mapping[str, Path], settings: EvaluationSettings) -> dict[str, Any]:
     """Evaluate each arm's draft, a checkpoint's folder, into `folder`/evaluation/<arm>; all of it in results.json.
 
-    Returns {"name", "arms": {arm: {"methods", "forced", "losses"}}}, with "sooner" for the ablations in
-    WITH_AND_WITHOUT. Draws ablation.png, and losses.png where the arms' training logs lie beside their checkpoints.
+    Returns {"name", "arms": {arm: {"methods", "forced", "losses", "held_out_losses"}}}, with "sooner" for the ablations
+    in WITH_AND_WITHOUT. Draws ablation.png, and the losses where the arms' logs beside their checkpoints have them.
     """
     found: dict[str, Any] = {"name": folder.name, "arms": {}}
     for arm, draft in arms.items():
@@ -46,15 +50,18 @@ def evaluate_arms(folder: Path, run: Run, arms: Mapping[str, Path], settings: Ev
         place = folder / "evaluation" / arm
         measure_draft(place, run, draft, settings)
         read = read_evaluation(place)
-        losses = losses_of(draft.parent / METRICS_NAME)
-        found["arms"][arm] = {"methods": read["methods"], "forced": read["forced"], "losses": losses}
-    curves = {arm: result["losses"] for arm, result in found["arms"].items()}
+        curves = {name: losses_of(draft.parent / METRICS_NAME, field) for name, field in CURVES.items()}
+        found["arms"][arm] = {"methods": read["methods"], "forced": read["forced"], **curves}
+    results = found["arms"]
     if folder.name in WITH_AND_WITHOUT:
-        found["sooner"] = sooner(*(curves.get(arm, []) for arm in WITH_AND_WITHOUT[folder.name]))
+        pair = [results[arm]["held_out_losses"] if arm in results else [] for arm in WITH_AND_WITHOUT[folder.name]]
+        found["sooner"] = sooner(*pair)
     write_json(folder / RESULTS, found)
     draw_ablation(found, folder / "ablation.png")
-    if all(curves.values()):
-        draw_losses(curves, f"Loss of the arms: {folder.name}", folder / "losses.png")
+    for name in CURVES:
+        if all(result[name] for result in results.values()):
+            curves = {arm: result[name] for arm, result in results.items()}
+            draw_losses(curves, f"{folder.name}: {name.replace('_', ' ')}", folder / f"{name}.png")
     return found
 
 
@@ -100,19 +107,32 @@ def read_evaluation(folder: Path) -> dict[str, Any]:
     return {"methods": summarise(read_cells(folder / CELLS))} | read
 
 
-def losses_of(metrics: Path) -> list[tuple[int, float]]:
-    """(step, training loss) of a draft's training; empty where its log is not there."""
+def losses_of(metrics: Path, field: str = "loss") -> list[tuple[int, float]]:
+    """(step, loss) of a draft's training, means over some steps where there are over MOST_POINTS.
+
+    Empty where its log, or this field of it, is not there.
+    """
     if not metrics.is_file():
         return []
-    return [(line["step"], line["loss"]) for line in read_jsonl(metrics) if "loss" in line]
+    points = [(line["step"], line[field]) for line in read_jsonl(metrics) if field in line]
+    some = -(-len(points) // MOST_POINTS)
+    groups = [points[start : start + some] for start in range(0, len(points), some or 1)]
+    return [(group[-1][0], mean(loss for _, loss in group)) for group in groups]
 
 
 def sooner(with_it: list[tuple[int, float]], without: list[tuple[int, float]]) -> float | None:
-    """The steps of the second curve over the steps after which the first one's smoothed loss is where the second's
-    ends; None if it never is, or a curve is missing."""
+    """The steps of the second curve over those after which the first one has come to the loss that the second ends
+    with, on the straight line between two evaluations; None if it never does, or a curve is missing.
+
+    Held-out losses: in training each step's rows have a loss of their own. Where the first evaluation is there already,
+    it is the steps over that one's.
+    """
     if not with_it or not without:
         return None
-    end = smoothed([loss for _, loss in without])[-1]
-    losses = smoothed([loss for _, loss in with_it])
-    reached = next((step for (step, _), loss in zip(with_it, losses, strict=True) if loss <= end), None)
-    return None if reached is None else without[-1][0] / max(1, reached)
+    last, end = without[-1]
+    if with_it[0][1] <= end:
+        return last / with_it[0][0]
+    for (step, loss), (after, lower) in pairwise(with_it):
+        if lower <= end:
+            return last / (step + (after - step) * (loss - end) / (loss - lower))
+    return None

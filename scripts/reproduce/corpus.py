@@ -18,6 +18,11 @@ from scripts.reproduce.text_files import Meeting, Solution, Texts, read_texts
 DRAFT_TEXTS = "draft_texts.jsonl"
 """What stage 1 reads: code that the target has not read (what it has, it partly knows by heart, and no draft can), and
 meetings and worked solutions, which are too few to have others for."""
+DRAFT_ANSWERS = "draft_answers.jsonl"
+"""What stage 3 reads: prompts with answers, of the same code, meetings and solutions."""
+HELD_OUT_LONG = "held_out_long.jsonl"
+"""What stage 2 is scored on while it trains."""
+HELD_OUT_DOCUMENTS = 4
 DRAFTS_SHARE = 1 / 3
 """Of the code, at most."""
 TOKENIZER = "tokenizer"
@@ -36,7 +41,9 @@ class CorpusSettings:
     answer_tokens: int
     """Of code that follows a prompt, in training."""
     answers: int
-    """Training prompts of each task and context."""
+    """Training prompts of each task and context, for the target."""
+    draft_answers: int
+    """As many for drafts."""
     hold_out: HoldOut
     installed: bool
     """Whether the code is that of the installed packages, too, and not the standard library's alone."""
@@ -79,12 +86,16 @@ def write_corpus(folder: Path, settings: CorpusSettings) -> None:
     long = long_documents(drafts, texts, 6 * settings.window, chance)
     chance.shuffle(long)
     write_jsonl(folder / LONG_TEXTS, ({"text": text} for text in first(long, settings.long_characters)))
+    unseen = long_documents(held_out, Texts(), 6 * settings.window, chance)
+    few = chance.sample(unseen, min(HELD_OUT_DOCUMENTS, len(unseen)))
+    write_jsonl(folder / HELD_OUT_LONG, ({"text": text} for text in few))
     write_jsonl(folder / HELD_OUT_TEXTS, ({"path": file.path, "text": file.text} for file in held_out))
     sample = first(chance.sample(read, len(read)), settings.tokenizer_characters)
     tokenizer = make_tokenizer(sample, settings.family, settings.vocab_size, settings.positions)
     tokenizer.save_pretrained(folder / TOKENIZER)
-    found = makers(train, texts, tokenizer, settings.answer_tokens)
-    write_jsonl(folder / ANSWERS, training_records(found, settings.contexts, settings.answers, settings.seed))
+    for name, files, count in ((ANSWERS, train, settings.answers), (DRAFT_ANSWERS, drafts, settings.draft_answers)):
+        found = makers(files, texts, tokenizer, settings.answer_tokens)
+        write_jsonl(folder / name, training_records(found, settings.contexts, count, settings.seed))
 
 
 def write_held_out_tasks(folder: Path, corpus: Path, settings: CorpusSettings, tasks: TaskSettings) -> None:

@@ -116,7 +116,7 @@ def page(summary: dict[str, Any], pictures: dict[str, str]) -> str:
     facts = summary["facts"]
     settings, versions = facts["settings"], facts["versions"]
     size = f"{facts['parameters'] / 1e6:.0f}M parameters in {facts['layers']} layers"
-    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     lines = [
         f"# The paper's claims on a {summary['family']} target from scratch ({summary['preset']})",
         "",

@@ -72,13 +72,14 @@ class Settings:
 
 def shorter(stage: StageSettings, share: float) -> StageSettings:
     steps = max(1, round(share * stage.steps))
-    overrides = {**stage.overrides, "save_steps": saved_every(steps)}
+    overrides = {**stage.overrides, **stops(stage.number, steps)}
     return replace(stage, steps=steps, limit_s=stage.limit_s and share * stage.limit_s, overrides=overrides)
 
 
-def saved_every(steps: int) -> int:
-    """Steps between two checkpoints: a stage has five."""
-    return max(1, steps // 5)
+def stops(number: int, steps: int) -> dict[str, object]:
+    """Five checkpoints in a stage; in stage 2 ten times the loss on held-out long documents."""
+    found: dict[str, object] = {"save_steps": max(1, steps // 5)}
+    return found | ({"evaluation.steps": max(1, steps // 10), "evaluation.rows": 2} if number == 2 else {})
 
 
 def h200(family: str, text: str | None) -> Settings:
@@ -103,6 +104,7 @@ def h200(family: str, text: str | None) -> Settings:
             contexts,
             answer,
             answers=100,
+            draft_answers=12,
             hold_out=HoldOut(packages=6),
             installed=True,
             largest=450 * MEGA,
@@ -161,9 +163,9 @@ def stage(
     overrides = {
         "deepspeed": "zero1",
         "resume": "latest",
-        "save_steps": saved_every(steps),
         "variant.max_offset": max_offset,
         "data.overflow": "split" if number == 1 else "truncate",
+        **stops(number, steps),
     }
     return StageSettings(
         number,
@@ -205,6 +207,7 @@ def cpu(family: str, text: str | None) -> Settings:
             contexts=(1024, 2048),
             answer_tokens=256,
             answers=60,
+            draft_answers=12,
             hold_out=HoldOut(packages=4, long_file=8000),
             installed=True,
             largest=12 * MEGA,
@@ -253,6 +256,7 @@ def tiny(family: str, text: str | None) -> Settings:
             contexts=(256, 512),
             answer_tokens=64,
             answers=4,
+            draft_answers=2,
             hold_out=HoldOut(packages=0),
             installed=False,
             largest=400_000,

@@ -10,12 +10,19 @@ from threading import Lock
 from typing import TypeVar
 
 from longspec.models.draft_layer import WINDOW
-from scripts.pipeline.files import ANSWERS, LONG_TEXTS, TEXTS
+from scripts.pipeline.files import LONG_TEXTS, TEXTS
 from scripts.pipeline.machine import end_children, gpus, threads
 from scripts.pipeline.stages import StageSettings, cache_rows, draft_weights, train_stage
 from scripts.pipeline.steps import Steps
 from scripts.pipeline.warm_start import write_warm_start
-from scripts.reproduce.corpus import DRAFT_TEXTS, TOKENIZER, write_corpus, write_held_out_tasks
+from scripts.reproduce.corpus import (
+    DRAFT_ANSWERS,
+    DRAFT_TEXTS,
+    HELD_OUT_LONG,
+    TOKENIZER,
+    write_corpus,
+    write_held_out_tasks,
+)
 from scripts.reproduce.generated import write_generated
 from scripts.reproduce.run import VARIANTS, Run
 from scripts.reproduce.settings import Settings
@@ -23,7 +30,7 @@ from scripts.reproduce.target import train_target
 from scripts.reproduce.tokens import write_tokens
 
 T = TypeVar("T")
-DATA = (DRAFT_TEXTS, LONG_TEXTS, ANSWERS)
+DATA = (DRAFT_TEXTS, LONG_TEXTS, DRAFT_ANSWERS)
 """Of stage 1, 2, 3."""
 UNCHANGED = "ablations/unchanged"
 """The evaluated variant's draft after as much training as an arm has."""
@@ -158,10 +165,18 @@ def train_drafts(
 
         def train(folder: Path, stage: StageSettings = stage, draft: Path = draft, file: Path = file) -> None:
             turn = DEVICE if gpus() else None
-            train_stage(folder, file, run.target, draft, on_this_machine(stage), run.root / ROWS, turn)
+            train_stage(folder, file, run.target, draft, scored(on_this_machine(stage), run), run.root / ROWS, turn)
 
         folder = steps.run(f"{place}/stage{stage.number}", stage, train, resumable=True)
         draft = draft_weights(folder)
+
+
+def scored(stage: StageSettings, run: Run) -> StageSettings:
+    """With the file of its evaluations, where it has any and there were documents long enough."""
+    file = run.root / "corpus" / HELD_OUT_LONG
+    if "evaluation.steps" not in stage.overrides or not file.is_file() or not file.stat().st_size:
+        return stage
+    return replace(stage, overrides={**stage.overrides, "evaluation.files": f"[{file}]"})
 
 
 def on_this_machine(stage: StageSettings) -> StageSettings:

@@ -11,8 +11,8 @@ from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 from transformers import AutoModelForCausalLM
 
 from longspec.models.draft_files import load_draft
-from scripts.pipeline.files import read_jsonl
-from scripts.reproduce.corpus import DRAFT_TEXTS
+from scripts.pipeline.files import TEXTS, read_jsonl
+from scripts.reproduce.corpus import DRAFT_ANSWERS, DRAFT_TEXTS, HELD_OUT_LONG
 from scripts.reproduce.generated import GenerationSettings, write_generated
 from scripts.reproduce.run import VARIANTS, Run
 from scripts.reproduce.settings import PRESETS
@@ -35,6 +35,11 @@ def test_from_nothing_to_a_draft_of_each_variant_and_a_second_call_does_nothing(
     assert {path.name for path in (run.root / "tasks").glob("*.jsonl")} == {
         f"{task}-{context}.jsonl" for task in ("lcc", "repobench-p", "gsm8k") for context in settings.corpus.contexts
     }
+    corpus = run.root / "corpus"
+    read = "".join(record["text"] for record in read_jsonl(corpus / TEXTS))
+    code = [record["target"] for record in read_jsonl(corpus / DRAFT_ANSWERS) if "Question:" not in record["source"]]
+    assert code and not any(answer in read for answer in code if len(answer) > 40), "the target has read them"
+    assert read_jsonl(corpus / HELD_OUT_LONG)
     trained = json.loads((run.target / "training.json").read_text())
     assert trained[-1]["step"] == settings.target.steps
     assert trained[-1]["held_out_loss"] < trained[0]["held_out_loss"]

@@ -1,10 +1,12 @@
 """The experiment's figures are pooled over passes, split by loops and compared on the same prompts."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts.reproduce.ablations import sooner
+from scripts.pipeline.files import write_jsonl
+from scripts.reproduce.ablations import MOST_POINTS, losses_of, sooner
 from scripts.reproduce.claims import Evidence, Verdict, claims, marks
 from scripts.reproduce.summary import (
     acceptance,
@@ -201,12 +203,27 @@ def test_lossless_is_decided_by_tokens_in_fp32_alone(dtype: str, tokens: list[in
     assert verdict(claims(found), "Lossless").holds is holds
 
 
-def test_sooner_is_where_the_smoothed_curves_meet() -> None:
-    slow = [(step, 4.0 - 0.02 * step) for step in range(1, 101)]
-    fast = [(step, 4.0 - 0.06 * step) for step in range(1, 101)]
-    assert sooner(fast, slow) == pytest.approx(3.0, rel=0.15)
+def test_sooner_is_where_one_held_out_curve_comes_to_the_end_of_the_other() -> None:
+    slow = [(step, 4.0 - 0.02 * step) for step in range(10, 101, 10)]
+    fast = [(step, 4.0 - 0.06 * step) for step in range(10, 101, 10)]
+    assert sooner(fast, slow) == pytest.approx(3.0)  # between two evaluations
+    assert sooner([(10, 1.0), (20, 0.5)], slow) == 10.0  # at the first one already
     assert sooner(slow, fast) is None
-    assert sooner([], slow) is None
+    assert sooner([], slow) is None and sooner(fast, []) is None
+
+
+@pytest.mark.parametrize("steps", [3, MOST_POINTS, 2 * MOST_POINTS + 1])
+def test_a_curve_has_so_many_points_that_it_can_be_drawn(tmp_path: Path, steps: int) -> None:
+    """Means over spans of equal length, but the last; its last step is the training's."""
+    metrics = tmp_path / "metrics.jsonl"
+    lines: list[dict[str, float]] = [{"step": step, "loss": float(step)} for step in range(1, steps + 1)]
+    lines[1]["eval_loss"] = 0.5
+    write_jsonl(metrics, lines)
+    curve = losses_of(metrics)
+    assert len(curve) <= MOST_POINTS and curve[-1][0] == steps
+    assert curve[0] == ((1, 1.0) if steps <= MOST_POINTS else (3, 2.0))
+    assert losses_of(metrics, "eval_loss") == [(2, 0.5)]
+    assert losses_of(metrics, "none") == losses_of(tmp_path / "none") == []
 
 
 def test_samples_carry_their_cells_names() -> None:

@@ -14,9 +14,10 @@ from longspec.train.config import TrainConfig, compose_config, typed
 from scripts.pipeline.machine import CommandFailed, run
 from scripts.pipeline.stages import StageSettings, launch_overrides
 from scripts.reproduce import training
+from scripts.reproduce.corpus import HELD_OUT_LONG
 from scripts.reproduce.run import VARIANTS, Run
 from scripts.reproduce.settings import PRESETS
-from scripts.reproduce.training import ABLATIONS, side_by_side, train_arms, train_pairs
+from scripts.reproduce.training import ABLATIONS, scored, side_by_side, train_arms, train_pairs
 
 
 def config_of(stage: StageSettings, folder: Path) -> TrainConfig:
@@ -35,12 +36,25 @@ def test_stages_are_trained_as_the_experiment_says(preset: str, tmp_path: Path) 
         assert {config.deepspeed.zero_optimization["stage"] for config in configs} == {1}
         assert {config.resume for config in configs} == {"latest"}
         assert {config.max_steps // config.save_steps for config in configs} <= {5, 6}  # that a stop loses little
+        assert 10 <= configs[1].max_steps // configs[1].evaluation.steps <= 12
         assert [config.data.pack for config in configs] == [True, False, False]
         assert [config.data.answer_only for config in configs] == [False, False, True]
         assert [config.data.max_length for config in configs][1:] == [settings.corpus.window] * 2
         assert all("Qwen2Glide" in config.model._target_ for config in configs)
     h200 = PRESETS["h200"]("llama", None)
     assert sum(stage.limit_s or 0 for stage in (*h200.stages, *h200.compared_stages)) <= 290  # one after the other
+
+
+def test_stage_2_is_scored_where_there_are_long_documents(tmp_path: Path) -> None:
+    run, stages = Run(tmp_path, "llama", "h200"), PRESETS["h200"]("llama", None).stages
+    file = tmp_path / "corpus" / HELD_OUT_LONG
+    file.parent.mkdir()
+    for text, numbers in ((None, []), ("", []), ('{"text": "long"}\n', [2])):
+        if text is not None:
+            file.write_text(text)
+        given = [(stage.number, scored(stage, run).overrides.get("evaluation.files")) for stage in stages]
+        assert [number for number, files in given if files] == numbers
+        assert all(files in (None, f"[{file}]") for _, files in given)
 
 
 def test_arms_differ_in_what_their_name_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
