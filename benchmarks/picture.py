@@ -27,7 +27,7 @@ def draw_rounds(rows: Sequence[Any], path: Path) -> None:
         )
     axes.set_ylabel("ms a round")
     axes.set_title("A tree round")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
