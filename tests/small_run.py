@@ -28,9 +28,10 @@ def small_run(root: Path, family: str = "llama") -> Run:
         folder = run.draft("sinkpi-slicing", stage)
         folder.mkdir(parents=True)
         torch.save(model.draft_model.state_dict(), folder / "draft_model_weights.pth")
-        log = [{"step": step, "loss": 3.0 - stage * step / 10} for step in range(1, 6)]
+        losses = {step: 3.0 - stage * step / 10 for step in range(1, 6)}
+        log = [{"step": step, "loss": loss, "eval_loss": loss} for step, loss in losses.items()]
         (folder.parent / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
-    training = [{"step": n, "seconds": n, "tokens": n, "loss": 5.0 / n, "held_out_loss": None} for n in range(1, 5)]
+    training = [{"step": n, "seconds": n, "tokens": n, "loss": 5.0 / n} for n in range(1, 5)]
     training[2]["held_out_loss"] = 2.0
     (run.target / "training.json").write_text(json.dumps(training))
     (root / "tasks").mkdir()

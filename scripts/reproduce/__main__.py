@@ -72,7 +72,7 @@ def ablate(run: Run, steps: Steps, names: Sequence[str], settings: Settings) -> 
         if name in UNTRAINED:
             UNTRAINED[name](folder, run, evaluation)
         else:
-            evaluate_arms(folder, run, arms[name], evaluation)
+            evaluate_arms(folder, arms[name], evaluation)
     return failure
 
 

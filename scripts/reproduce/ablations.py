@@ -17,8 +17,9 @@ from scripts.reproduce.figures import draw_ablation, draw_attention, draw_losses
 from scripts.reproduce.pair import load_pair
 from scripts.reproduce.plan import EvaluationSettings
 from scripts.reproduce.rounds import attention_by_context
-from scripts.reproduce.run import STAGES, Run
+from scripts.reproduce.run import STAGES, Run, Trained
 from scripts.reproduce.summary import summarise
+from scripts.reproduce.target import TRAINING
 
 RESULTS = "results.json"
 PLAN = (
@@ -38,20 +39,22 @@ def arm_settings(settings: EvaluationSettings, limit_s: float = 60.0) -> Evaluat
     return replace(settings, plan=PLAN, limit_s=limit_s, rounds=False)
 
 
-def evaluate_arms(folder: Path, run: Run, arms: Mapping[str, Path], settings: EvaluationSettings) -> dict[str, Any]:
-    """Evaluate each arm's draft, a checkpoint's folder, into `folder`/evaluation/<arm>; all of it in results.json.
+def evaluate_arms(folder: Path, arms: Mapping[str, Trained], settings: EvaluationSettings) -> dict[str, Any]:
+    """Evaluate each arm's draft into `folder`/evaluation/<arm>; all of it in results.json.
 
-    Returns {"name", "arms": {arm: {"methods", "forced", "losses", "held_out_losses"}}}, with "sooner" for the ablations
-    in WITH_AND_WITHOUT. Draws ablation.png, and the losses where the arms' logs beside their checkpoints have them.
+    Returns {"name", "arms": {arm: {"methods", "forced", "target_loss", "losses", "held_out_losses"}}}, with "sooner"
+    for the ablations in WITH_AND_WITHOUT. Draws ablation.png, and the losses where the arms' logs beside their
+    checkpoints have them.
     """
     found: dict[str, Any] = {"name": folder.name, "arms": {}}
-    for arm, draft in arms.items():
+    for arm, (run, draft) in arms.items():
         print(f"{folder.name}: {arm}", flush=True)
         place = folder / "evaluation" / arm
         measure_draft(place, run, draft, settings)
         read = read_evaluation(place)
         curves = {name: losses_of(draft.parent / METRICS_NAME, field) for name, field in CURVES.items()}
-        found["arms"][arm] = {"methods": read["methods"], "forced": read["forced"], **curves}
+        result = {"methods": read["methods"], "forced": read["forced"], "target_loss": target_loss(run)}
+        found["arms"][arm] = result | curves
     results = found["arms"]
     if folder.name in WITH_AND_WITHOUT:
         pair = [results[arm]["held_out_losses"] if arm in results else [] for arm in WITH_AND_WITHOUT[folder.name]]
@@ -67,8 +70,8 @@ def evaluate_arms(folder: Path, run: Run, arms: Mapping[str, Path], settings: Ev
 
 def curriculum(folder: Path, run: Run, settings: EvaluationSettings) -> dict[str, Any]:
     """The main run's draft after each stage."""
-    arms = {f"stage {number}": run.draft(settings.variant, number) for number in STAGES}
-    return evaluate_arms(folder, run, arms, settings)
+    arms = {f"stage {number}": Trained(run, run.draft(settings.variant, number)) for number in STAGES}
+    return evaluate_arms(folder, arms, settings)
 
 
 def tree_shapes(folder: Path, run: Run, settings: EvaluationSettings) -> dict[str, Any]:
@@ -105,6 +108,12 @@ def read_evaluation(folder: Path) -> dict[str, Any]:
     parts = {Path(name).stem: folder / name for name in (FACTS, FORCED, ROUNDS)}
     read = {name: json.loads(path.read_text()) if path.is_file() else {} for name, path in parts.items()}
     return {"methods": summarise(read_cells(folder / CELLS))} | read
+
+
+def target_loss(run: Run) -> float | None:
+    """The target's last held-out loss."""
+    lines = json.loads((run.target / TRAINING).read_text())
+    return next((line["held_out_loss"] for line in reversed(lines) if "held_out_loss" in line), None)
 
 
 def losses_of(metrics: Path, field: str = "loss") -> list[tuple[int, float]]:

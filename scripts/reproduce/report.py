@@ -258,7 +258,14 @@ def ablation_lines(ablations: dict[str, Any]) -> list[str]:
     """Acceptance of the tree by arm."""
     figures = ("acceptance_length", "acceptance_length_without_loops", "tokens_per_second")
     rows = [
-        [name, arm, f"{method['temperature']:g}", *(shown(method["all"][figure]) for figure in figures)]
+        [
+            name,
+            arm,
+            "–" if (loss := result.get("target_loss")) is None else f"{loss:.2f}",
+            f"{method['temperature']:g}",
+            *(shown(method["all"][figure]) for figure in figures),
+            f"{method['all']['loops']} of {method['all']['samples']}",
+        ]
         for name, found in ablations.items()
         for arm, result in found.get("arms", {}).items()
         for method in result["methods"]
@@ -266,7 +273,10 @@ def ablation_lines(ablations: dict[str, Any]) -> list[str]:
     ]
     if not rows:
         return []
-    head = ("ablation", "arm", "T", "acceptance length", "of outputs without loops", "tokens/s")
+    head = (
+        *("ablation", "arm", "target's held-out loss", "T", "acceptance length", "of outputs without loops"),
+        *("tokens/s", "outputs that loop"),
+    )
     return ["## Ablations", "", *markdown(head, rows), ""]
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from scripts.pipeline.stages import CHECKPOINT
 
@@ -17,6 +18,8 @@ class Run:
     root: Path
     family: str
     preset: str
+    target_place: str = "target"
+    """The target's folder below `root`."""
 
     def tasks(self, task: str, context: int) -> Path:
         """Prompts of at most `context` tokens; no file where the texts had none."""
@@ -25,7 +28,7 @@ class Run:
     @property
     def target(self) -> Path:
         """Weights and tokenizer in Hugging Face form."""
-        return self.root / "target"
+        return self.root / self.target_place
 
     def stage(self, place: str, stage: int) -> str:
         """The name of a stage's folder below `root`; place: a variant, or an ablation's arm."""
@@ -34,3 +37,10 @@ class Run:
     def draft(self, place: str, stage: int) -> Path:
         """The newest checkpoint of a stage."""
         return self.root / self.stage(place, stage) / CHECKPOINT
+
+
+class Trained(NamedTuple):
+    """A draft's checkpoint, and the run whose target it has."""
+
+    run: Run
+    draft: Path

@@ -24,9 +24,9 @@ from scripts.reproduce.corpus import (
     write_held_out_tasks,
 )
 from scripts.reproduce.generated import write_generated
-from scripts.reproduce.run import VARIANTS, Run
+from scripts.reproduce.run import VARIANTS, Run, Trained
 from scripts.reproduce.settings import Settings
-from scripts.reproduce.target import train_target
+from scripts.reproduce.target import TargetSettings, train_target
 from scripts.reproduce.tokens import write_tokens
 
 T = TypeVar("T")
@@ -34,6 +34,7 @@ DATA = (DRAFT_TEXTS, LONG_TEXTS, DRAFT_ANSWERS)
 """Of stage 1, 2, 3."""
 UNCHANGED = "ablations/unchanged"
 """The evaluated variant's draft after as much training as an arm has."""
+TOKENS = "tokens"
 ROWS = "rows"
 """What the stages make of it: tokenised, the same for all drafts."""
 DEVICE = Lock()
@@ -51,12 +52,18 @@ class Arm:
     """The stage whose draft is compared."""
     generated: bool = False
     """Whether its texts are the target's own."""
+    target_time: float = 1.0
+    """Share of its time that the target is trained for; less than 1: another target."""
 
     def place(self, ablation: str, arm: str) -> str:
         """Its folder."""
-        if self.overrides or self.generated:
+        if self.overrides or self.generated or self.target_time < 1:
             return f"ablations/{ablation}/{arm}"
         return UNCHANGED if self.variant == VARIANTS[0] else self.variant
+
+    def run(self, run: Run, place: str) -> Run:
+        """The run with this arm's target."""
+        return replace(run, target_place=f"{place}/target") if self.target_time < 1 else run
 
 
 ABLATIONS: dict[str, dict[str, Arm]] = {
@@ -70,6 +77,7 @@ ABLATIONS: dict[str, dict[str, Arm]] = {
         "distill": Arm(last=1),
         "generated": Arm(overrides={"loss": "ce"}, last=1, generated=True),
     },
+    "target": {"quarter": Arm(target_time=0.25), "half": Arm(target_time=0.5), "whole": Arm()},
     "window": {
         "128": Arm(overrides={"model.window": 128}),
         "512": Arm(),
@@ -103,7 +111,7 @@ def train_pairs(run: Run, settings: Settings) -> tuple[Steps, BaseException | No
 
     Also what kept the second variant from being trained, which the evaluation can do without. Raises CommandFailed.
     """
-    corpus, tokens = run.root / "corpus", run.root / "tokens"
+    corpus = run.root / "corpus"
     steps = Steps(run.root)
     steps.run("corpus", settings.corpus, lambda folder: write_corpus(folder, settings.corpus))
 
@@ -111,12 +119,9 @@ def train_pairs(run: Run, settings: Settings) -> tuple[Steps, BaseException | No
         write_held_out_tasks(folder, corpus, settings.corpus, settings.tasks)
 
     steps.branch().run("tasks", settings.tasks, ask)  # other prompts to evaluate on need no other target
-    steps.run("tokens", settings.tokens, lambda folder: write_tokens(folder, corpus))
+    steps.run(TOKENS, settings.tokens, lambda folder: write_tokens(folder, corpus))
 
-    def learn(folder: Path) -> None:
-        train_target(folder, corpus / TOKENIZER, tokens, settings.target)
-
-    steps.run("target", settings.target, learn)
+    steps.run(run.target_place, settings.target, lambda folder: learn(folder, run, settings.target))
 
     def tokenise(folder: Path) -> None:
         for stage in settings.stages:
@@ -132,6 +137,10 @@ def train_pairs(run: Run, settings: Settings) -> tuple[Steps, BaseException | No
     main, other = side_by_side([partial(train, *both) for both in zip(VARIANTS, lengths, strict=True)])
     main.result()
     return steps, other.exception()
+
+
+def learn(folder: Path, run: Run, settings: TargetSettings) -> None:
+    train_target(folder, run.root / "corpus" / TOKENIZER, run.root / TOKENS, settings)
 
 
 def side_by_side(works: Sequence[Callable[[], T]]) -> list[Future[T]]:
@@ -189,8 +198,8 @@ def on_this_machine(stage: StageSettings) -> StageSettings:
 
 def train_arms(
     run: Run, steps: Steps, names: Sequence[str], settings: Settings
-) -> tuple[dict[str, dict[str, Path]], BaseException | None]:
-    """By ablation the checkpoints of its arms, none of them trained twice; `steps`: up to the target.
+) -> tuple[dict[str, dict[str, Trained]], BaseException | None]:
+    """By ablation its arms, none of them trained twice; `steps`: up to the target.
 
     Also what kept an arm, which is not among them then, from being trained.
     """
@@ -200,12 +209,14 @@ def train_arms(
         if place not in longest or longest[place].last < how.last:
             longest[place] = how
     begun = {place: begin_arm(run, steps, how, settings) for place, how in longest.items()}
-    works = [partial(train_arm, run, *begun[place], place, how, settings) for place, how in longest.items()]
+    works = [
+        partial(train_arm, how.run(run, place), *begun[place], place, how, settings) for place, how in longest.items()
+    ]
     failures = {place: future.exception() for place, future in zip(longest, side_by_side(works), strict=True)}
-    found: dict[str, dict[str, Path]] = {name: {} for name in names}
+    found: dict[str, dict[str, Trained]] = {name: {} for name in names}
     for (name, arm), how in arms.items():
         if not failures[place := how.place(name, arm)]:
-            found[name][arm] = run.draft(place, how.last)
+            found[name][arm] = Trained(how.run(run, place), run.draft(place, how.last))
     return found, next(filter(None, failures.values()), None)
 
 
@@ -219,6 +230,10 @@ def begin_arm(run: Run, steps: Steps, how: Arm, settings: Settings) -> tuple[Ste
 
 
 def train_arm(run: Run, steps: Steps, data: Mapping[int, Path], place: str, how: Arm, settings: Settings) -> None:
+    if how.target_time < 1:
+        target = replace(settings.target, limit_s=how.target_time * settings.target.limit_s)
+        with DEVICE:
+            steps.run(run.target_place, target, lambda folder: learn(folder, run, target))
     stages = [
         replace(stage, variant=how.variant, overrides={**stage.overrides, **how.overrides})
         for stage in settings.compared_stages[: how.last]

@@ -14,7 +14,7 @@ from scripts.reproduce.cells import CELLS, Measurement
 from scripts.reproduce.evaluate import evaluate
 from scripts.reproduce.plan import EvaluationSettings
 from scripts.reproduce.report import PAGE, SUMMARY, main, report
-from scripts.reproduce.run import Run
+from scripts.reproduce.run import Run, Trained
 
 
 @pytest.fixture(autouse=True)
@@ -105,16 +105,17 @@ def ablation_settings() -> EvaluationSettings:
 
 def test_arms_are_evaluated_with_their_own_drafts_and_reported(evaluated: Run, tmp_path: Path) -> None:
     folder = evaluated.root / "ablations" / "anchor_offset"
-    arms = {"on": evaluated.draft("sinkpi-slicing", 3), "off": evaluated.draft("sinkpi-slicing", 1)}
-    found = evaluate_arms(folder, evaluated, arms, ablation_settings())
+    arms = {arm: Trained(evaluated, evaluated.draft("sinkpi-slicing", stage)) for arm, stage in (("on", 3), ("off", 1))}
+    found = evaluate_arms(folder, arms, ablation_settings())
     assert json.loads((folder / "results.json").read_text()).keys() == found.keys()
-    assert found["sooner"] > 1, "the third stage's log falls three times as fast"
+    assert found["sooner"] == pytest.approx(3.0), "the third stage's held-out loss falls three times as fast"
     assert [len(result["losses"]) for result in found["arms"].values()] == [5, 5]
+    assert [result["target_loss"] for result in found["arms"].values()] == [2.0, 2.0]
     names = {(row["name"], row["temperature"]) for row in found["arms"]["on"]["methods"]}
     assert names == {("vanilla", 0.0), ("tree", 0.0), ("tree", 1.0)}
-    assert {path.name for path in folder.glob("*.png")} == {"ablation.png", "losses.png"}
+    assert {path.name for path in folder.glob("*.png")} == {"ablation.png", "losses.png", "held_out_losses.png"}
     report(tmp_path / "docs", evaluated)
-    assert "| anchor_offset | off | 0 | " in (tmp_path / "docs" / PAGE).read_text()
+    assert "| anchor_offset | off | 2.00 | 0 | " in (tmp_path / "docs" / PAGE).read_text()
 
 
 @pytest.mark.parametrize("name", UNTRAINED)

@@ -66,16 +66,24 @@ def test_arms_differ_in_what_their_name_says(tmp_path: Path, monkeypatch: pytest
         assert place not in trained
         trained[place] = ([config_of(stage, tmp_path) for stage in stages], data)
 
+    def learn(folder: Path, run: Run, settings: Any) -> None:
+        targets[run.target_place] = settings.limit_s
+
+    targets: dict[str, float] = {}
+    monkeypatch.setattr(training, "learn", learn)
     monkeypatch.setattr(training, "train_drafts", note)
     monkeypatch.setattr(training, "generate_texts", lambda *_: None)
     arms, failure = train_arms(run, training.Steps(tmp_path), list(ABLATIONS), settings)
     assert failure is None
-    unchanged = "ablations/unchanged"
-    assert arms["anchor_offset"]["on"] == run.draft(unchanged, 2)
-    assert arms["labels"]["distill"] == run.draft(unchanged, 1)
-    assert arms["slicing"]["block"] == run.draft("base", 3)
-    assert arms["lags"]["1-5"] == arms["window"]["512"] == run.draft(unchanged, 3)
-    assert arms["window"]["128"] == run.draft("ablations/window/128", 3)
+    unchanged, quarter = "ablations/unchanged", "ablations/target/quarter"
+    assert arms["anchor_offset"]["on"] == (run, run.draft(unchanged, 2))
+    assert arms["labels"]["distill"] == (run, run.draft(unchanged, 1))
+    assert arms["slicing"]["block"] == (run, run.draft("base", 3))
+    assert arms["lags"]["1-5"] == arms["window"]["512"] == arms["target"]["whole"] == (run, run.draft(unchanged, 3))
+    assert arms["window"]["128"] == (run, run.draft("ablations/window/128", 3))
+    assert arms["target"]["quarter"].run.target == tmp_path / quarter / "target"
+    assert arms["target"]["quarter"].draft == run.draft(quarter, 3)
+    assert targets == {f"{quarter}/target": 135.0, "ablations/target/half/target": 270.0}
     steps = {tuple(config.max_steps for config in configs) for configs, _ in trained.values()}
     assert {len(one) for one in steps} == {1, 2, 3} and {one[0] for one in steps} == {settings.compared_stages[0].steps}
 
@@ -83,7 +91,7 @@ def test_arms_differ_in_what_their_name_says(tmp_path: Path, monkeypatch: pytest
         return [(c.variant.max_offset, c.variant.depth, c.loss, c.model.window) for c in trained[place][0]]
 
     main = (15_000, 5, "distill", 512)
-    assert figures(unchanged) == [main] * 3
+    assert figures(unchanged) == figures(quarter) == [main] * 3
     assert figures("ablations/anchor_offset/off") == [(0, *main[1:])] * 2
     assert figures("ablations/slicing/slicing") == [(0, *main[1:])] * 3
     assert figures("ablations/lags/1-4") == [(15_000, 4, "distill", 512)] * 3
@@ -91,7 +99,7 @@ def test_arms_differ_in_what_their_name_says(tmp_path: Path, monkeypatch: pytest
     assert figures("ablations/window/128") == [(15_000, 5, "distill", 128)] * 3
     assert figures("ablations/window/2048") == [(15_000, 5, "distill", 2048)] * 3
     assert trained["ablations/labels/generated"][1] == {1: tmp_path / "generated" / "texts.jsonl"}
-    assert len(trained) == 9
+    assert len(trained) == 11
 
 
 @pytest.fixture
