@@ -115,7 +115,12 @@ class Tokenise:
         modules = [records, templates, aligner_functions, inspect.getmodule(Tokenise)]
         modules += [inspect.getmodule(getattr(aligner, "func", aligner)) for aligner in self.aligners]
         sources = [inspect.getsource(module) for module in modules if module and hasattr(module, "__file__")]
-        return Hasher.hash([lines, sources, vars(self)])
+        settings = {name: value for name, value in vars(self).items() if name != "tokenizer"}
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        # Of a fast tokenizer what it does, not where it lies.
+        words = [self.tokenizer.chat_template, str(self.tokenizer.special_tokens_map)]
+        tokenizer = [backend.to_str(), *words] if backend else self.tokenizer
+        return Hasher.hash([lines, sources, settings, tokenizer])
 
     def _texts(self, index: dict[str, list]) -> tuple[list[Sample], list[tuple[str, str]]]:
         samples: list[Sample] = []

@@ -152,7 +152,7 @@ class Trainer:
         self.accumulation = config.gradient_accumulation_steps
         self.rank, self.ranks = data_parallel_place()
         self.upcoming: list[Batch] = []
-        self.begun: tuple[Batch, dict[str, Any]] = {}, {}
+        self.begun: tuple[Batch, dict[str, Any]] | None = None
         """The micro-batch whose target pass may have begun, and what the engine is given of it."""
         self.sampler = ResumableSampler(
             rows=len(inputs.rows),
@@ -199,10 +199,10 @@ class Trainer:
                 logger.warning("SIGTERM: stopped after step %d; resume=latest goes on from there", done)
         log.close()
 
-    def window(self, batches: Arrays) -> list[Batch]:
-        """The next step's micro-batches; `data_seconds` is how long they took."""
+    def window(self, batches: Arrays | None) -> list[Batch]:
+        """The next step's micro-batches, where there is a next step; `data_seconds` is how long they took."""
         began = time.perf_counter()
-        arrays = [next(batches) for _ in range(self.accumulation)]
+        arrays = [next(batches) for _ in range(self.accumulation)] if batches else []
         self.data_seconds = time.perf_counter() - began
         return [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in arrays]
 
@@ -236,8 +236,7 @@ class Trainer:
         tokens = max(1, int(summed(counts.sum())))
         scale = self.ranks * self.accumulation / tokens
         terms: list[dict[str, Tensor]] = []
-        rate = self.config.learning_rate * self.schedule(step - 1)
-        set_learning_rate(self.engine, rate)
+        set_learning_rate(self.engine, rate := self.config.learning_rate * self.schedule(step - 1))
         for number, batch in enumerate(window, 1):
             if termination.agreed():  # an unfinished window is forgotten: the step is taken again by whoever resumes
                 return None
@@ -245,15 +244,14 @@ class Trainer:
             loss, found = self.forward(micro_step - 1, batch)
             self.engine.backward(loss * scale)
             if number == len(window):
-                self.upcoming = self.window(batches) if batches else []
-            for next_batch in [*window[number:], *self.upcoming][:1]:
-                self.begin(micro_step, next_batch)
+                self.upcoming = self.window(batches)
+            if coming := window[number:] or self.upcoming:
+                self.begin(micro_step, coming[0])
             self.engine.step()
             terms.append(found)
         sums = {name: torch.stack([found[name] for found in terms]).sum() for name in terms[0]}
         means = dict(zip(sums, (summed(torch.stack(list(sums.values()))) / tokens).tolist(), strict=True))
-        norm = self.engine.get_global_grad_norm()
-        norm = float(norm) if norm is not None else math.nan
+        norm = math.nan if (measured := self.engine.get_global_grad_norm()) is None else float(measured)
         if not (math.isfinite(means["loss"]) and math.isfinite(norm)):
             self.stop_at_broken_loss(step, means["loss"], norm, [found["loss"] for found in terms])
         epoch = step * rows_a_step(self.config) / len(self.inputs.rows)
@@ -286,7 +284,7 @@ class Trainer:
     def forward(self, micro_step: int, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective on one micro-batch; what is random in it does not depend on the past."""
         torch.manual_seed(micro_step_generator(self.config.seed, micro_step, self.rank).initial_seed())
-        begun, given = self.begun
+        begun, given = self.begun or ({}, {})
         return self.engine(**(given if begun is batch else self.given(micro_step, batch)))
 
     def given(self, micro_step: int, batch: Batch) -> dict[str, Any]:
@@ -298,5 +296,5 @@ class Trainer:
         lags = None if variant.name == "base" else random_lags(len(segments) - 1, variant.depth, generator)
         ids, positions = (upload(x, self.engine.device) for x in (batch["input_ids"], positions))
         # All else is read on the host: a copy back from the device would wait for it.
-        given = {"labels": batch["labels"], "cu_seqlens": segments, "lags": lags, "objective": self.objective}
-        return {"input_ids": ids, "position_ids": positions} | given
+        on_host = {"labels": batch["labels"], "cu_seqlens": segments, "lags": lags, "objective": self.objective}
+        return {"input_ids": ids, "position_ids": positions, **on_host}

@@ -20,6 +20,8 @@ LAST_LINES = 25
 TIME_TO_SAVE_S = 45
 """For a command that was told to stop. DeepSpeed's launcher leaves its ranks 30 s."""
 _running: set[subprocess.Popen] = set()
+_stopped: set[subprocess.Popen] = set()
+"""Of those that ran, what `end_children` has ended."""
 
 
 class CommandFailed(Exception):
@@ -90,7 +92,7 @@ def run(
     At `limit_s` seconds it gets SIGTERM, and some time to save what it has; so it does if this process is interrupted.
     With a `turn`, a lock, it starts at once, with a socket for stdin. When it has written a byte there, ready to begin,
     the lock is taken for it, held up to its end, and it is told by a line; the limit counts from there. Raises
-    CommandFailed, with the end of the log, if it ended with an error.
+    CommandFailed if `end_children` ended it, and, with the end of the log, if it ended with an error.
     """
     ours, theirs = socket.socketpair()
     with ours, theirs, log.open("a") as output:
@@ -120,6 +122,9 @@ def run(
         finally:
             _end(child)
             _running.discard(child)
+    if child in _stopped:  # a trainer that was told to stop saves, and ends without an error
+        _stopped.discard(child)
+        raise CommandFailed(f"{' '.join(command[:4])} … was stopped")
     if code:
         end = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
         raise CommandFailed("\n".join([*end, f"{' '.join(command[:4])} … ended with code {code}; all of it in {log}"]))
@@ -127,8 +132,9 @@ def run(
 
 
 def end_children() -> None:
-    """End the commands that other threads wait for."""
+    """End the commands that other threads wait for: there they have failed, whatever they saved."""
     for child in list(_running):
+        _stopped.add(child)
         _end(child)
 
 

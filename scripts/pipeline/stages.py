@@ -75,8 +75,9 @@ def train_stage(
         include = ["--include", "localhost:" + ",".join(devices[:ranks])] if devices else ["--num_gpus", str(ranks)]
         command = launch_line(include, settings.experiment, overrides)
     ended = run(command, log, environment, settings.limit_s, turn)
-    if not ended and not draft_weights(folder).is_file():
-        raise CommandFailed(f"no step was saved within {settings.limit_s} s; {log} says what took so long")
+    if not draft_weights(folder).is_file():
+        within = "" if ended else f" within {settings.limit_s} s"
+        raise CommandFailed(f"no step was saved{within}; {log} says why")
 
 
 def cache_rows(data: Path, target: Path, settings: StageSettings, cache: Path) -> None:

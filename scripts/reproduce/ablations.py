@@ -27,7 +27,7 @@ PLAN = (
     Measurement("tree", prompts=3, share=4),
     Measurement("tree", temperature=1.0, prompts=2, seeds=2, share=4),
 )
-MOST_POINTS = 400
+MOST_POINTS = 100
 CURVES = {"losses": "loss", "held_out_losses": "eval_loss"}
 """Of an arm's last stage."""
 WITH_AND_WITHOUT = {"anchor_offset": ("on", "off")}
@@ -112,7 +112,8 @@ def read_evaluation(folder: Path) -> dict[str, Any]:
 
 def target_loss(run: Run) -> float | None:
     """The target's last held-out loss."""
-    lines = json.loads((run.target / TRAINING).read_text())
+    file = run.target / TRAINING
+    lines = json.loads(file.read_text()) if file.is_file() else []
     return next((line["held_out_loss"] for line in reversed(lines) if "held_out_loss" in line), None)
 
 

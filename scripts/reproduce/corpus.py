@@ -22,7 +22,7 @@ DRAFT_ANSWERS = "draft_answers.jsonl"
 """What stage 3 reads: prompts with answers, of the same code, meetings and solutions."""
 HELD_OUT_LONG = "held_out_long.jsonl"
 """What stage 2 is scored on while it trains."""
-HELD_OUT_DOCUMENTS = 4
+HELD_OUT_DOCUMENTS = 2
 DRAFTS_SHARE = 1 / 3
 """Of the code, at most."""
 TOKENIZER = "tokenizer"
@@ -43,7 +43,7 @@ class CorpusSettings:
     answers: int
     """Training prompts of each task and context, for the target."""
     draft_answers: int
-    """As many for drafts."""
+    """The same, for drafts."""
     hold_out: HoldOut
     installed: bool
     """Whether the code is that of the installed packages, too, and not the standard library's alone."""

@@ -12,13 +12,11 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from scripts.demo.figure import COLOURS, STYLE, smoothed
+from scripts.demo.figure import COLOURS, STYLE
 
 SIZE = (8.5, 4.4)
 METHOD_COLOURS = COLOURS | {"lookup": "#5b8e7d", "tree-auto": "#8c1c3a", "tree-descend": "#e3929d"}
 OTHERS = "#c5c8d0"
-MANY_STEPS = 200
-"""From which on a curve is smoothed."""
 LINES = ("#d1495b", "#4c9be8", "#edae49", "#5b8e7d", "#6b5b95", "#8a8f98", "#a13a49", "#2b2d42")
 
 
@@ -110,14 +108,10 @@ def spread_bars(axes: Axes, figures: Mapping[str, Mapping[str, Any]], colour: st
 
 
 def draw_losses(curves: Mapping[str, Sequence[tuple[float, float]]], title: str, path: Path) -> None:
-    """Losses, one line a name; of many steps smoothed ones, and what was measured lies pale behind them."""
+    """Losses, one line a name."""
     with picture(path) as axes:
         for (name, curve), colour in zip(curves.items(), LINES * len(curves), strict=False):
-            steps, losses = [step for step, _ in curve], [loss for _, loss in curve]
-            many = len(curve) >= MANY_STEPS
-            axes.plot(steps, smoothed(losses) if many else losses, color=colour, linewidth=1.8, label=name)
-            if many:
-                axes.plot(steps, losses, color=colour, alpha=0.2, linewidth=1)
+            axes.plot(*zip(*curve, strict=True), color=colour, linewidth=1.8, label=name)
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")

@@ -60,7 +60,9 @@ def collect(run: Run) -> dict[str, Any]:
     found = Evidence(samples_of(lines), read["facts"], read["forced"], read["rounds"], ablations)
     training = run.target / "training.json"
     variant = read["facts"]["settings"]["variant"]
-    losses = {f"stage {n}": losses_of(run.draft(variant, n).parent / METRICS_NAME) for n in STAGES}
+    logs = {f"stage {n}": run.draft(variant, n).parent / METRICS_NAME for n in STAGES}
+    losses = {name: losses_of(log) for name, log in logs.items()}
+    losses |= {f"{name}, held out": losses_of(log, "eval_loss") for name, log in logs.items()}
     return {
         "preset": run.preset,
         "family": run.family,
@@ -190,7 +192,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def method_table(methods: Sequence[dict[str, Any]]) -> list[str]:
     head = [
-        *("method", "T", "outputs", "acceptance length", "of outputs without loops", "of outputs that loop"),
+        *("method", "T", "outputs", "acceptance length", "of outputs without loops", "code", "others", "that loop"),
         *("tokens/s", "× vanilla", "outputs that loop", "distinct 4-grams", "outputs unlike vanilla's"),
     ]
     return markdown(head, [method_row(row) for row in methods])
@@ -205,6 +207,7 @@ def method_row(row: dict[str, Any]) -> list[str]:
         str(figures["samples"]),
         shown(figures["acceptance_length"]),
         shown(figures["acceptance_length_without_loops"]),
+        *(shown(group and group["acceptance_length_without_loops"]) for group in row["by_kind"].values()),
         shown(figures["acceptance_length_of_loops"]),
         "–" if speed is None else f"{speed['value']:.1f}",
         "–" if ratio is None else f"{ratio:.2f}",

@@ -11,6 +11,7 @@ from statistics import stdev
 from typing import Any
 
 from scripts.reproduce.cells import CELL_FIELDS
+from scripts.reproduce.pair import CODE_TASKS
 
 Sample = dict[str, Any]
 """A sample's line, with its cell's name, temperature, seed, task and context."""
@@ -178,7 +179,7 @@ def method_summary(samples: Sequence[Sample], vanilla: Sequence[Sample]) -> dict
 
 
 def summarise(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each method and temperature: all its cells together, by context, by task, and short, each cell by itself."""
+    """For each method and temperature: all its cells together, by context, task and kind of text, and each cell."""
     samples = samples_of(lines)
     rows = []
     for name, temperature in dict.fromkeys((sample["name"], sample["temperature"]) for sample in samples):
@@ -197,6 +198,10 @@ def summarise(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "all": group(),
                 "by_context": {str(context): group(context=context) for context in sorted(contexts)},
                 "by_task": {task: group(task=task) for task in tasks},
+                "by_kind": {
+                    "code": group(task=CODE_TASKS),
+                    "others": group(task=[task for task in tasks if task not in CODE_TASKS]),
+                },
                 "cells": [
                     {"task": task, "context": context, "samples": len(cell)}
                     | {of.__name__: pooled(cell, of) for of in (acceptance, speed)}

@@ -36,15 +36,15 @@ UNCHANGED = "ablations/unchanged"
 """The evaluated variant's draft after as much training as an arm has."""
 TOKENS = "tokens"
 ROWS = "rows"
-"""What the stages make of it: tokenised, the same for all drafts."""
+"""What the stages make of DATA: tokenised, the same for all drafts."""
 DEVICE = Lock()
-"""Held by the stage that trains on the GPU. Two at a time are in each other's way: a step of 16 rows, of 31 ms of
-kernels, then takes 120 ms."""
+"""Held by the stage that trains on the GPU. Two at a time are in each other's way: a step of 16 rows, of some 30 ms of
+kernels, then took 120 ms."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """What one arm of an ablation trains otherwise. Arms without differences are one draft, or the second variant's."""
+    """What one arm of an ablation trains otherwise. One that changes nothing is UNCHANGED, or the second variant's."""
 
     variant: str = "sinkpi-slicing"
     overrides: Mapping[str, object] = field(default_factory=dict)
@@ -125,7 +125,7 @@ def train_pairs(run: Run, settings: Settings) -> tuple[Steps, BaseException | No
 
     def tokenise(folder: Path) -> None:
         for stage in settings.stages:
-            cache_rows(corpus / DATA[stage.number - 1], run.target, on_this_machine(stage), folder)
+            cache_rows(corpus / DATA[stage.number - 1], run.target, scored(on_this_machine(stage), run), folder)
 
     # Before several launches want the same; a launch that finds nothing there makes it itself.
     steps.branch().run(ROWS, RowSettings.of(settings.stages), tokenise)
@@ -208,7 +208,7 @@ def train_arms(
     for place, how in ((how.place(*named), how) for named, how in arms.items()):
         if place not in longest or longest[place].last < how.last:
             longest[place] = how
-    begun = {place: begin_arm(run, steps, how, settings) for place, how in longest.items()}
+    begun = {place: begin_arm(how.run(run, place), steps, how, settings) for place, how in longest.items()}
     works = [
         partial(train_arm, how.run(run, place), *begun[place], place, how, settings) for place, how in longest.items()
     ]
@@ -221,8 +221,14 @@ def train_arms(
 
 
 def begin_arm(run: Run, steps: Steps, how: Arm, settings: Settings) -> tuple[Steps, dict[int, Path]]:
-    """A chain of steps for an arm, and what it reads instead of DATA, generated here where that is the target's own."""
+    """A chain of steps for an arm, and what it reads instead of DATA, generated here where that is the target's own.
+
+    An arm's own target is trained here, too, while no other arm's draft waits on the GPU.
+    """
     branch = steps.branch()
+    if how.target_time < 1:
+        target = replace(settings.target, limit_s=how.target_time * settings.target.limit_s)
+        branch.run(run.target_place, target, lambda folder: learn(folder, run, target))
     if not how.generated:
         return branch, {}
     folder = branch.run("generated", settings.generation, lambda folder: generate_texts(folder, run, settings))
@@ -230,10 +236,6 @@ def begin_arm(run: Run, steps: Steps, how: Arm, settings: Settings) -> tuple[Ste
 
 
 def train_arm(run: Run, steps: Steps, data: Mapping[int, Path], place: str, how: Arm, settings: Settings) -> None:
-    if how.target_time < 1:
-        target = replace(settings.target, limit_s=how.target_time * settings.target.limit_s)
-        with DEVICE:
-            steps.run(run.target_place, target, lambda folder: learn(folder, run, target))
     stages = [
         replace(stage, variant=how.variant, overrides={**stage.overrides, **how.overrides})
         for stage in settings.compared_stages[: how.last]

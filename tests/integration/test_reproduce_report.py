@@ -1,6 +1,7 @@
 """The page of a run: every figure on it comes from the run's folders, and what is missing is said."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from scripts.reproduce.ablations import PLAN, UNTRAINED, arm_settings, evaluate_
 from scripts.reproduce.baselines import BASELINES
 from scripts.reproduce.cells import CELLS, Measurement
 from scripts.reproduce.evaluate import evaluate
+from scripts.reproduce.pair import load_pair
 from scripts.reproduce.plan import EvaluationSettings
 from scripts.reproduce.report import PAGE, SUMMARY, main, report
 from scripts.reproduce.run import Run, Trained
@@ -103,19 +105,33 @@ def ablation_settings() -> EvaluationSettings:
     return replace(arm_settings(small_settings()), tasks=("lcc",), contexts=CONTEXTS[:1], plan=plan)
 
 
-def test_arms_are_evaluated_with_their_own_drafts_and_reported(evaluated: Run, tmp_path: Path) -> None:
+def test_arms_are_evaluated_with_their_own_drafts_and_targets_and_reported(
+    evaluated: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = replace(evaluated, target_place="other/target")
+    shutil.copytree(evaluated.target, other.target)
+    (other.target / "training.json").write_text(json.dumps([{"held_out_loss": 3.0}, {"loss": 1.0}]))
+    loaded: list[Path] = []
+
+    def load(target: Path, draft: Path) -> Any:
+        loaded.append(target)
+        return load_pair(target, draft)
+
+    monkeypatch.setattr("scripts.reproduce.evaluate.load_pair", load)
     folder = evaluated.root / "ablations" / "anchor_offset"
-    arms = {arm: Trained(evaluated, evaluated.draft("sinkpi-slicing", stage)) for arm, stage in (("on", 3), ("off", 1))}
+    arms = {"on": Trained(evaluated, evaluated.draft("sinkpi-slicing", 3))}
+    arms["off"] = Trained(other, evaluated.draft("sinkpi-slicing", 1))
     found = evaluate_arms(folder, arms, ablation_settings())
     assert json.loads((folder / "results.json").read_text()).keys() == found.keys()
     assert found["sooner"] == pytest.approx(3.0), "the third stage's held-out loss falls three times as fast"
     assert [len(result["losses"]) for result in found["arms"].values()] == [5, 5]
-    assert [result["target_loss"] for result in found["arms"].values()] == [2.0, 2.0]
+    assert [result["target_loss"] for result in found["arms"].values()] == [2.0, 3.0]
+    assert loaded == [evaluated.target, other.target]
     names = {(row["name"], row["temperature"]) for row in found["arms"]["on"]["methods"]}
     assert names == {("vanilla", 0.0), ("tree", 0.0), ("tree", 1.0)}
     assert {path.name for path in folder.glob("*.png")} == {"ablation.png", "losses.png", "held_out_losses.png"}
     report(tmp_path / "docs", evaluated)
-    assert "| anchor_offset | off | 2.00 | 0 | " in (tmp_path / "docs" / PAGE).read_text()
+    assert "| anchor_offset | off | 3.00 | 0 | " in (tmp_path / "docs" / PAGE).read_text()
 
 
 @pytest.mark.parametrize("name", UNTRAINED)

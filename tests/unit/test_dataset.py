@@ -200,7 +200,10 @@ def test_nothing_to_train_on_is_an_error(build):
 
 
 def test_tokens_come_from_the_cache_unless_something_changed(build, tmp_path):
-    """What a line holds counts, not when its file was written; settings, tokenizer and aligners count, too."""
+    """What a line holds counts, not when its file was written, and what a tokenizer does, not where it lies.
+
+    Settings and aligners count, too.
+    """
 
     def tables():
         return {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "longspec").iterdir()}
@@ -213,6 +216,9 @@ def test_tokens_come_from_the_cache_unless_something_changed(build, tmp_path):
     build_dataset(path, TOKENIZER, **settings)
     os.utime(path, (1, 1))
     build_dataset(path, TOKENIZER, **settings, num_proc=2)
+    elsewhere = byte_tokenizer()
+    elsewhere.name_or_path = str(tmp_path)
+    build_dataset(path, elsewhere, **settings)
     assert tables() == first
     build_dataset(path, TOKENIZER, **{**settings, "max_length": 100})
     build_dataset(path, byte_tokenizer(reversed_ids=True), **settings)

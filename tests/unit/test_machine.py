@@ -128,3 +128,16 @@ def test_a_turn_is_given_back_by_a_command_that_fails_before_it_has_one(tmp_path
     with pytest.raises(CommandFailed):
         run([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "log.txt", {}, turn=turn)
     assert not turn.locked()
+
+
+def test_a_command_that_end_children_ended_has_failed_however_well_it_ended(tmp_path: Path) -> None:
+    """A trainer that is told to stop saves what it has and ends without an error: its stage is not done."""
+    saves = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(0)); print(flush=True); time.sleep(60)"
+    log = tmp_path / "log.txt"
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(run, [sys.executable, "-c", saves], log, {})
+        while not (log.is_file() and log.read_text()):
+            assert not ended.done()
+        machine.end_children()
+        with pytest.raises(CommandFailed, match="was stopped"):
+            ended.result()

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from longspec.train.config import TrainConfig, compose_config, typed
+from scripts.pipeline.files import LONG_TEXTS
 from scripts.pipeline.machine import CommandFailed, run
 from scripts.pipeline.stages import StageSettings, launch_overrides
 from scripts.reproduce import training
-from scripts.reproduce.corpus import HELD_OUT_LONG
+from scripts.reproduce.corpus import DRAFT_ANSWERS, DRAFT_TEXTS, HELD_OUT_LONG
 from scripts.reproduce.run import VARIANTS, Run
 from scripts.reproduce.settings import PRESETS
 from scripts.reproduce.training import ABLATIONS, scored, side_by_side, train_arms, train_pairs
@@ -135,6 +136,27 @@ def test_rows_are_tokenised_once_and_again_when_a_stages_data_are_cut_otherwise(
     assert changed() == ([], [])
     assert changed(learning_rate=9.0) == ([], [3, 3])
     assert changed(learning_rate=9.0, max_length=64) == ([1, 2, 3], [3, 3])
+
+
+def test_stages_read_what_the_target_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, untrained: None) -> None:
+    """And the rows that are tokenised before are those that they then ask for."""
+    run, settings = Run(tmp_path, "llama", "tiny"), PRESETS["tiny"]("llama", None)
+    given: list[tuple[str, object]] = []
+    trained: list[tuple[str, object]] = []
+
+    def note(found: list[tuple[str, object]], data: Path, stage: StageSettings) -> None:
+        found.append((data.name, stage.overrides.get("evaluation.files")))
+
+    def write(folder: Path, _: Any) -> None:
+        (folder / HELD_OUT_LONG).write_text("{}")
+
+    monkeypatch.setattr(training, "write_corpus", write)
+    monkeypatch.setattr(training, "cache_rows", lambda data, target, stage, cache: note(given, data, stage))
+    monkeypatch.setattr(training, "train_stage", lambda folder, *given: note(trained, given[0], given[3]))
+    train_pairs(run, settings)
+    long = f"[{tmp_path / 'corpus' / HELD_OUT_LONG}]"
+    assert given == [(DRAFT_TEXTS, None), (LONG_TEXTS, long), (DRAFT_ANSWERS, None)]
+    assert sorted(trained, key=str) == sorted(2 * given, key=str)
 
 
 @pytest.mark.parametrize("failing", ["sinkpi-slicing", "base"])
