@@ -27,7 +27,7 @@ PLAN = (
     Measurement("tree", prompts=3, share=4),
     Measurement("tree", temperature=1.0, prompts=2, seeds=2, share=4),
 )
-MOST_POINTS = 100
+MOST_POINTS = 40
 CURVES = {"losses": "loss", "held_out_losses": "eval_loss"}
 """Of an arm's last stage."""
 WITH_AND_WITHOUT = {"anchor_offset": ("on", "off")}

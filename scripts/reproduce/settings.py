@@ -178,7 +178,7 @@ def stage(
 
 
 def cpu(family: str, text: str | None) -> Settings:
-    """Real text, but a small target (6 layers, 3M parameters) and contexts of 1k and 2k: some 15 minutes on two cores."""
+    """Real text, but a small target (6 layers, 3M parameters) and contexts of 1k and 2k: 15 minutes on two cores."""
     target = TargetSettings(
         family,
         vocab_size=3072,
