@@ -117,9 +117,9 @@ class Tokenise:
         sources = [inspect.getsource(module) for module in modules if module and hasattr(module, "__file__")]
         settings = {name: value for name, value in vars(self).items() if name != "tokenizer"}
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        # Of a fast tokenizer what it does, not where it lies.
-        words = [self.tokenizer.chat_template, str(self.tokenizer.special_tokens_map)]
-        tokenizer = [backend.to_str(), *words] if backend else self.tokenizer
+        tokenizer: Any = self.tokenizer
+        if backend:  # what it does, not where it lies
+            tokenizer = backend.to_str(), tokenizer.chat_template, str(tokenizer.special_tokens_map)
         return Hasher.hash([lines, sources, settings, tokenizer])
 
     def _texts(self, index: dict[str, list]) -> tuple[list[Sample], list[tuple[str, str]]]:
