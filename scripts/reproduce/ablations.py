@@ -125,8 +125,8 @@ def losses_of(metrics: Path, field: str = "loss") -> list[tuple[int, float]]:
     if not metrics.is_file():
         return []
     points = [(line["step"], line[field]) for line in read_jsonl(metrics) if field in line]
-    some = -(-len(points) // MOST_POINTS)
-    groups = [points[start : start + some] for start in range(0, len(points), some or 1)]
+    some = max(1, -(-len(points) // MOST_POINTS))
+    groups = [points[start : start + some] for start in range(0, len(points), some)]
     return [(group[-1][0], mean(loss for _, loss in group)) for group in groups]
 
 

@@ -36,7 +36,8 @@ def test_stages_are_trained_as_the_experiment_says(preset: str, tmp_path: Path) 
         assert {config.variant.name for config in configs} == {variant}
         assert {config.deepspeed.zero_optimization["stage"] for config in configs} == {1}
         assert {config.resume for config in configs} == {"latest"}
-        assert {config.max_steps // config.save_steps for config in configs} <= {5, 6}  # that a stop loses little
+        saves = [config.max_steps // config.save_steps for config in configs]  # that a stop loses little
+        assert saves == [5] * 3 if variant == VARIANTS[0] else set(saves) <= {5, 6}
         assert 10 <= configs[1].max_steps // configs[1].evaluation.steps <= 12
         assert [config.data.pack for config in configs] == [True, False, False]
         assert [config.data.answer_only for config in configs] == [False, False, True]
