@@ -87,7 +87,8 @@ def h200(family: str, text: str | None) -> Settings:
         hidden_size=768,
         intermediate_size=1536,
         layers=32,
-        kv_heads=12,
+        kv_heads=4,
+        limit_s=200.0,
         positions=32768,
         rope_theta=500_000.0,
     )
@@ -123,7 +124,7 @@ def gb24(family: str, text: str | None) -> Settings:
     base = h200(family, text)
     return replace(
         base,
-        target=replace(base.target, limit_s=1500.0, micro_batch=16_896, accumulation=6),
+        target=replace(base.target, limit_s=600.0, micro_batch=16_896, accumulation=6),
         stages=tuple(
             replace(stage, accumulation=parts, limit_s=3 * (stage.limit_s or 0))
             for stage, parts in zip(base.stages, (4, 1, 2), strict=True)

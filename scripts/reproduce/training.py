@@ -53,17 +53,17 @@ class Arm:
     generated: bool = False
     """Whether its texts are the target's own."""
     target_time: float = 1.0
-    """Share of its time that the target is trained for; less than 1: another target."""
+    """Of its time, how often the target is trained for it; other than 1: another target."""
 
     def place(self, ablation: str, arm: str) -> str:
         """Its folder."""
-        if self.overrides or self.generated or self.target_time < 1:
+        if self.overrides or self.generated or self.target_time != 1:
             return f"ablations/{ablation}/{arm}"
         return UNCHANGED if self.variant == VARIANTS[0] else self.variant
 
     def run(self, run: Run, place: str) -> Run:
         """The run with this arm's target."""
-        return replace(run, target_place=f"{place}/target") if self.target_time < 1 else run
+        return replace(run, target_place=f"{place}/target") if self.target_time != 1 else run
 
 
 ABLATIONS: dict[str, dict[str, Arm]] = {
@@ -77,7 +77,7 @@ ABLATIONS: dict[str, dict[str, Arm]] = {
         "distill": Arm(last=1),
         "generated": Arm(overrides={"loss": "ce"}, last=1, generated=True),
     },
-    "target": {"quarter": Arm(target_time=0.25), "half": Arm(target_time=0.5), "whole": Arm()},
+    "target": {"half": Arm(target_time=0.5), "once": Arm(), "twice": Arm(target_time=2)},
     "window": {
         "128": Arm(overrides={"model.window": 128}),
         "512": Arm(),
@@ -226,7 +226,7 @@ def begin_arm(run: Run, steps: Steps, how: Arm, settings: Settings) -> tuple[Ste
     An arm's own target is trained here, too, while no other arm's draft waits on the GPU.
     """
     branch = steps.branch()
-    if how.target_time < 1:
+    if how.target_time != 1:
         target = replace(settings.target, limit_s=how.target_time * settings.target.limit_s)
         branch.run(run.target_place, target, lambda folder: learn(folder, run, target))
     if not how.generated:

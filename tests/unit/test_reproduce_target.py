@@ -158,11 +158,11 @@ def test_progress_ends_the_training_and_spreads_the_held_out_losses_over_it(tmp_
 @pytest.mark.parametrize("preset", ["h200", "24gb"])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_targets_are_of_the_size_that_makes_a_draft_small_beside_them(preset: str, family: str) -> None:
-    """150M to 400M parameters in 24 layers or more, a KV head to each query head, 16k tokens and their answer."""
+    """150M to 400M parameters in 24 layers or more, three query heads to a KV head, 16k tokens and their answer."""
     settings = PRESETS[preset](family, None)
     shape = settings.target
     assert shape.layers >= 24
-    assert shape.hidden_size // HEAD_DIM == shape.kv_heads
+    assert shape.hidden_size // HEAD_DIM == 3 * shape.kv_heads
     assert shape.positions >= 2 * 16384 and shape.vocab_size <= np.iinfo(ID).max
     assert shape.long == settings.corpus.window == settings.stages[1].max_length == settings.stages[2].max_length
     assert settings.evaluation.contexts == settings.corpus.contexts

@@ -77,15 +77,15 @@ def test_arms_differ_in_what_their_name_says(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(training, "generate_texts", lambda *_: None)
     arms, failure = train_arms(run, training.Steps(tmp_path), list(ABLATIONS), settings)
     assert failure is None
-    unchanged, quarter = "ablations/unchanged", "ablations/target/quarter"
+    unchanged, twice = "ablations/unchanged", "ablations/target/twice"
     assert arms["anchor_offset"]["on"] == (run, run.draft(unchanged, 2))
     assert arms["labels"]["distill"] == (run, run.draft(unchanged, 1))
     assert arms["slicing"]["block"] == (run, run.draft("base", 3))
-    assert arms["lags"]["1-5"] == arms["window"]["512"] == arms["target"]["whole"] == (run, run.draft(unchanged, 3))
+    assert arms["lags"]["1-5"] == arms["window"]["512"] == arms["target"]["once"] == (run, run.draft(unchanged, 3))
     assert arms["window"]["128"] == (run, run.draft("ablations/window/128", 3))
-    assert arms["target"]["quarter"].run.target == tmp_path / quarter / "target"
-    assert arms["target"]["quarter"].draft == run.draft(quarter, 3)
-    assert targets == {f"{quarter}/target": 135.0, "ablations/target/half/target": 270.0}
+    assert arms["target"]["twice"].run.target == tmp_path / twice / "target"
+    assert arms["target"]["twice"].draft == run.draft(twice, 3)
+    assert targets == {"ablations/target/half/target": 100.0, f"{twice}/target": 400.0}
     steps = {tuple(config.max_steps for config in configs) for configs, _ in trained.values()}
     assert {len(one) for one in steps} == {1, 2, 3} and {one[0] for one in steps} == {settings.compared_stages[0].steps}
 
@@ -93,7 +93,7 @@ def test_arms_differ_in_what_their_name_says(tmp_path: Path, monkeypatch: pytest
         return [(c.variant.max_offset, c.variant.depth, c.loss, c.model.window) for c in trained[place][0]]
 
     main = (15_000, 5, "distill", 512)
-    assert figures(unchanged) == figures(quarter) == [main] * 3
+    assert figures(unchanged) == figures(twice) == [main] * 3
     assert figures("ablations/anchor_offset/off") == [(0, *main[1:])] * 2
     assert figures("ablations/slicing/slicing") == [(0, *main[1:])] * 3
     assert figures("ablations/lags/1-4") == [(15_000, 4, "distill", 512)] * 3
