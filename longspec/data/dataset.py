@@ -160,7 +160,6 @@ def build_dataset(
     aligners: Iterable[Aligner] = DEFAULT_ALIGNERS,
     eos_token_id: int | None = None,
     num_proc: int = 1,
-    seed: int = 42,
     cache_dir: str | None = None,
 ) -> RowDataset:
     """Rows for the collators from JSONL files; the same arguments always give the same rows.
@@ -182,7 +181,7 @@ def build_dataset(
     index = records.index_lines(files, num_proc, cache_dir)
     samples = tokenise.table(index, num_proc, cache_dir)
     lengths = np.asarray(samples.data.column("length"))
-    rows = _rows(lengths, max_length, pack, seed)
+    rows = _rows(lengths, max_length, pack)
     _report(len(index), lengths, len(rows), max_length)
     return RowDataset(samples, rows)
 
@@ -202,11 +201,11 @@ def _aligned(record: records.Record, aligners: Sequence[Aligner]) -> records.Rec
     return record
 
 
-def _rows(lengths: np.ndarray, max_length: int, pack: bool, seed: int) -> packing.Rows:
+def _rows(lengths: np.ndarray, max_length: int, pack: bool) -> packing.Rows:
     kept = np.flatnonzero(lengths > 0)
     if not pack:
         return packing.Rows(kept, np.arange(len(kept) + 1))
-    packed = packing.pack(lengths[kept], max_length, seed)
+    packed = packing.pack(lengths[kept], max_length)
     return packing.Rows(kept[packed.samples], packed.starts)
 
 

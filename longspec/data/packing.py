@@ -21,20 +21,19 @@ class Rows:
         return self.samples[self.starts[row] : self.starts[row + 1]]
 
 
-def pack(lengths: np.ndarray, max_length: int, seed: int) -> Rows:
+def pack(lengths: np.ndarray, max_length: int) -> Rows:
     """Best fit decreasing: each sample, longest first, goes where it leaves the least room.
 
-    `lengths` [samples] in tokens, all in 1 … max_length (ValueError otherwise). The result depends on the arguments
-    alone; `seed` sets the order of the rows.
+    `lengths` [samples] in tokens, all in 1 … max_length (ValueError otherwise). Rows come in the order in which they
+    were begun, and only a sampler should draw them in another: two permutations can undo each other.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if len(lengths) and (lengths.min() < 1 or lengths.max() > max_length):
         raise ValueError(f"sample lengths must lie in 1 … {max_length}, not {lengths.min()} … {lengths.max()}")
     order = np.argsort(-lengths, kind="stable")
-    row_of_ordered, count = _best_fit(lengths[order].tolist(), max_length)
-    shuffled = np.random.default_rng(seed).permutation(count)[row_of_ordered]
-    starts = np.concatenate([[0], np.cumsum(np.bincount(shuffled, minlength=count))])
-    return Rows(order[np.argsort(shuffled, kind="stable")], starts)
+    row_of, count = _best_fit(lengths[order].tolist(), max_length)
+    starts = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=count))])
+    return Rows(order[np.argsort(row_of, kind="stable")], starts)
 
 
 def _best_fit(lengths: list[int], max_length: int) -> tuple[np.ndarray, int]:

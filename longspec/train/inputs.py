@@ -107,7 +107,6 @@ def _read_rows(
         aligners=aligners,
         eos_token_id=config.eos_token_id,
         num_proc=data.num_proc,
-        seed=config.seed,
         cache_dir=data.cache_dir,
     )
 

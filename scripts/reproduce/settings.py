@@ -88,7 +88,7 @@ def h200(family: str, text: str | None) -> Settings:
         intermediate_size=1536,
         layers=32,
         kv_heads=4,
-        limit_s=200.0,
+        limit_s=240.0,
         positions=32768,
         rope_theta=500_000.0,
     )

@@ -1,7 +1,9 @@
 """The order in which ranks see rows: every row once an epoch, and a start at any micro-step."""
 
+import numpy as np
 import pytest
 
+from longspec.data.packing import pack
 from longspec.train.sampler import ResumableSampler
 
 
@@ -27,3 +29,12 @@ def test_a_later_start_continues_the_same_walk() -> None:
 def test_order_changes_with_epoch_and_seed() -> None:
     first, second = walk(50, 50, 1, 0, 2)[0]
     assert first != second and first != walk(50, 50, 1, 0, 1, seed=43)[0][0]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 42])
+def test_no_epoch_follows_the_order_of_the_corpus(seed: int) -> None:
+    """Not in packed rows either, whose order is that of the corpus: a batch should not be of one document."""
+    rows = pack(np.full(600, 64), 64)
+    samples = np.concatenate([rows[row] for batch in walk(600, 8, 1, 0, 225, seed)[0] for row in batch])
+    for epoch in samples.reshape(3, 600):
+        assert abs(np.corrcoef(epoch, np.arange(600))[0, 1]) < 0.2
