@@ -96,8 +96,11 @@ def marks(found: Evidence) -> list[Verdict]:
         _at_least("Acceptance length of tree, others", pooled(found.straight("tree", task=other), acceptance), 3.2),
         _over_length(found, "Acceptance at the longest context", f"at least {LEAST_OF_SHORTEST:.0%} of the shortest's"),
         _ratio_at_least(f"Tokens/s of {tree} over vanilla, longest contexts", found, tree, "vanilla", 1.9),
-        _ratio_at_least(f"Tokens/s of {tree} over lookup, code, longest contexts", found, tree, "lookup", 1.3, code),
-        _ratio_at_least(f"Tokens/s of {tree} over lookup, others, longest contexts", found, tree, "lookup", 1.8, other),
+        *(
+            _ratio_at_least(f"Tokens/s of {name} over lookup, T = {t:g}, {of}", found, name, "lookup", least, tasks, t)
+            for name, t in ((tree, 0.0), ("tree", 1.0))
+            for of, least, tasks in (("code", 1.3, code), ("others", 1.8, other))
+        ),
         _over_best(f"Tokens/s of {tree} over transformers' best unassisted generate", found, tree),
         *(_round_time(found, name) for name in ("tree", "tree-descend")),
         *_reach_of_descend(found),
@@ -197,10 +200,9 @@ def _sampling(found: Evidence) -> Verdict:
     length, ratio = pooled(tree, acceptance), speed_up(tree, found.of("vanilla", 1.0))
     measured = "–" if length is None else f"{shown(length)} tokens a round"
     measured += "" if ratio is None else f", {ratio:.2f} × vanilla"
+    faster = None if ratio is None else ratio > 1
     rule = "the released code is not lossless at T = 1, so its figures are no mark: faster than vanilla"
-    return Verdict(
-        "Works at temperature 1", "no comparable figure", measured, rule, None if ratio is None else ratio > 1
-    )
+    return Verdict("Works at temperature 1", "no comparable figure", measured, rule, faster)
 
 
 def _lossless(found: Evidence) -> Verdict:
@@ -215,9 +217,9 @@ def _lossless(found: Evidence) -> Verdict:
     return Verdict("Lossless", "yes", measured, rule, exact if found.facts["dtype"] == "float32" or exact else None)
 
 
-def _long(found: Evidence, name: str, tasks: list[str] | None = None) -> list[Sample]:
-    """A method's samples at the longest contexts, T = 0, without loops."""
-    return found.straight(name, context=found.contexts[-LONGEST:], task=found.tasks if tasks is None else tasks)
+def _long(found: Evidence, name: str, tasks: list[str] | None = None, t: float = 0.0) -> list[Sample]:
+    """A method's samples at the longest contexts, without loops."""
+    return found.straight(name, t, context=found.contexts[-LONGEST:], task=found.tasks if tasks is None else tasks)
 
 
 def _at_least(claim: str, figure: dict[str, Any] | None, wanted: float) -> Verdict:
@@ -226,11 +228,11 @@ def _at_least(claim: str, figure: dict[str, Any] | None, wanted: float) -> Verdi
 
 
 def _ratio_at_least(
-    claim: str, found: Evidence, name: str, other: str, wanted: float, tasks: list[str] | None = None
+    claim: str, found: Evidence, name: str, other: str, wanted: float, tasks: list[str] | None = None, t: float = 0.0
 ) -> Verdict:
-    ratio = speed_up(_long(found, name, tasks), found.of(other))
+    ratio = speed_up(_long(found, name, tasks, t), found.of(other, t))
     measured = "–" if ratio is None else f"{ratio:.2f} ×"
-    rule = f"the {LONGEST} longest contexts, same prompts, T = 0"
+    rule = f"the {LONGEST} longest contexts, same prompts, T = {t:g}"
     return Verdict(claim, f"at least {wanted:.1f} ×", measured, rule, None if ratio is None else ratio >= wanted)
 
 

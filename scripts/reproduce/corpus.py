@@ -23,7 +23,7 @@ DRAFT_ANSWERS = "draft_answers.jsonl"
 HELD_OUT_LONG = "held_out_long.jsonl"
 """What stage 2 is scored on while it trains."""
 HELD_OUT_DOCUMENTS = 2
-DRAFTS_SHARE = 1 / 3
+DRAFTS_SHARE = 1 / 2
 """Of the code, at most."""
 TOKENIZER = "tokenizer"
 SOLUTIONS_A_TEXT = 40

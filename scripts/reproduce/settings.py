@@ -1,28 +1,19 @@
 """The presets: twenty minutes on an H200, an hour on 24 GB, a small one on a CPU, seconds for tests.
 
-Arithmetic of h200, a target of 201M parameters (32 layers, 768 wide, 12 query and 12 KV heads of 64), one H200:
+Arithmetic of h200, a target of 176M parameters (32 layers, 768 wide, 12 query and 4 KV heads of 64), one H200:
 
-    FLOPs of a token in training    6 · 201M = 1.21 G, and attention, recomputed in backward, 7 · 32 · 768 · T =
+    FLOPs of a token in training    6 · 176M = 1.06 G, and attention, recomputed in backward, 7 · 32 · 768 · T =
                                     0.35 G at T = 2048, 2.9 G at 16896
-    measured                        214k tokens/s at T = 2048, 95k at 16896: 92M tokens in 510 s, 934 steps of 99k
-    Muon's Newton-Schulz            3.9 TFLOP a step, against 155 of the step's tokens; some 130 launches, as matrices
+    measured                        228k tokens/s at T = 2048, 97k at 16896: in 240 s 40M tokens, 401 steps of 99k
+    Muon's Newton-Schulz            3.1 TFLOP a step, against 140 of the step's tokens; some 130 launches, as matrices
                                     of one shape go together (one by one they are 4000, 30 to 40 ms of a step)
     two micro-batches a step        a third would leave fewer steps, and save only what Muon costs no more
     logits                          8192 tokens · 16384 · (2 + 4) bytes = 0.8 GB at a time, not 5 GB for 50k tokens
 
-As many KV heads as query heads, as Vicuna and LongChat have: a draft knows of its target what the last layer's keys and
-values hold. A probe (an MLP, 500 steps of 8192 tokens) on a target with 3 KV heads, that is to predict the target's
-distribution one token further on, from that token and what is there at the position before it: KL 3.4 nats from the
-token alone, 2.2 with the 192 values, 2.1 with keys and values, 1.7 with all 768 numbers of the layer's input.
+How long the target learns decides what its draft can follow (docs/reproduce.md, What limits these drafts).
 
-Drafts. A step of stage 1 (16 rows of 1024 tokens) takes 34 ms, of stage 2 (a row of 16896) 61 ms, of stage 3 (two
-prompts of 2k to 16k, of whose tokens those of the answers count, 700) 100 to 160 ms. KL in stage 1:
-
-    target of 92M tokens    1.18 at the end of 1600 steps, as arms have, 0.83 of 4000; between steps 1800 and 2000 it
-                            falls from 1.3 to 1.0, and its spread from step to step from 0.3 to 0.08
-    target of 23M tokens    held out, at the end of 600 steps: 0.297 as here; with a learning rate of 3e-3 0.298, with
-                            a warm-up of 3% 0.298, on text that the target has read 0.329, from noise 0.375, in 300
-                            steps of 32 rows 0.383, under AdamW 0.438
+Drafts. A step of stage 1 (16 rows of 1024 tokens) takes 28 to 31 ms, of stage 2 (a row of 16896) 60 ms, of stage 3 (two
+prompts of 2k to 16k, of whose tokens those of the answers count, 700) 95 to 150 ms.
 
 One stage at a time trains, while the next one, of the other variant, loads; its limit counts from its first step.
 """
@@ -88,7 +79,7 @@ def h200(family: str, text: str | None) -> Settings:
         intermediate_size=1536,
         layers=32,
         kv_heads=4,
-        limit_s=240.0,
+        limit_s=225.0,
         positions=32768,
         rope_theta=500_000.0,
     )
@@ -108,14 +99,14 @@ def h200(family: str, text: str | None) -> Settings:
             largest=450 * MEGA,
             text_repeats=4,
             tokenizer_characters=50 * MEGA,
-            draft_characters=150 * MEGA,
+            draft_characters=250 * MEGA,
             long_characters=36 * MEGA,
         ),
-        TaskSettings(prompts_per_cell=8),
+        TaskSettings(prompts_per_cell=11),
         target,
         stages(family, answer + contexts[-1], steps=(4000, 400, 70), limits=(150.0, 40.0, 16.0)),
         GenerationSettings(texts=4096, prompt=64, new_tokens=960, batch=256),
-        EvaluationSettings(limit_s=300.0, contexts=contexts),
+        EvaluationSettings(limit_s=330.0, contexts=contexts),
     )
 
 

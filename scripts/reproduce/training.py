@@ -77,7 +77,7 @@ ABLATIONS: dict[str, dict[str, Arm]] = {
         "distill": Arm(last=1),
         "generated": Arm(overrides={"loss": "ce"}, last=1, generated=True),
     },
-    "target": {"half": Arm(target_time=0.5), "once": Arm(), "twice": Arm(target_time=2)},
+    "target": {"once": Arm(), "twice": Arm(target_time=2)},
     "window": {
         "128": Arm(overrides={"model.window": 128}),
         "512": Arm(),

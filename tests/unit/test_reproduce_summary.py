@@ -134,9 +134,13 @@ def test_speed_is_judged_at_the_two_longest_contexts_against_the_best_baseline()
     rows = marks(evidence(*samples))
     vanilla = verdict(rows, "Tokens/s of tree over vanilla")
     assert (vanilla.measured, vanilla.holds) == ("2.00 ×", True)
-    lookup = verdict(rows, "Tokens/s of tree over lookup, code")
+    lookup = verdict(rows, "Tokens/s of tree over lookup, T = 0, code")
     assert (lookup.measured, lookup.holds) == ("1.20 ×", False)
-    assert verdict(rows, "Tokens/s of tree over lookup, others").holds is None
+    assert verdict(rows, "Tokens/s of tree over lookup, T = 0, others").holds is None
+    assert verdict(rows, "Tokens/s of tree over lookup, T = 1, code").holds is None
+    warm = [at(16384, name, seconds, temperature=1.0) for name, seconds in (("tree", 1.0), ("lookup", 1.5))]
+    at_1 = verdict(marks(evidence(*samples, *warm)), "Tokens/s of tree over lookup, T = 1, code")
+    assert (at_1.measured, at_1.holds) == ("1.50 ×", True)
     best = verdict(rows, "Tokens/s of tree over transformers'")
     assert (best.measured, best.holds) == ("6.00 × (transformers-static at 16384)", True)
     one = verdict(marks(evidence(*samples[:-1])), "Tokens/s of tree over transformers'")
