@@ -40,16 +40,17 @@ def arm_settings(settings: EvaluationSettings, limit_s: float = 60.0) -> Evaluat
 
 
 def evaluate_arms(folder: Path, arms: Mapping[str, Trained], settings: EvaluationSettings) -> dict[str, Any]:
-    """Evaluate each arm's draft into `folder`/evaluation/<arm>; all of it in results.json.
+    """Evaluate each arm's draft beside its stage's folder, once for all ablations; all of it in `folder`/results.json.
 
     Returns {"name", "arms": {arm: {"methods", "forced", "target_loss", "losses", "held_out_losses"}}}, with "sooner"
     for the ablations in WITH_AND_WITHOUT. Draws ablation.png, and the losses where the arms' logs beside their
     checkpoints have them.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"name": folder.name, "arms": {}}
     for arm, (run, draft) in arms.items():
         print(f"{folder.name}: {arm}", flush=True)
-        place = folder / "evaluation" / arm
+        place = draft.parent.with_name(f"{draft.parent.name}-evaluation")
         measure_draft(place, run, draft, settings)
         read = read_evaluation(place)
         curves = {name: losses_of(draft.parent / METRICS_NAME, field) for name, field in CURVES.items()}

@@ -130,6 +130,8 @@ def test_arms_are_evaluated_with_their_own_drafts_and_targets_and_reported(
     names = {(row["name"], row["temperature"]) for row in found["arms"]["on"]["methods"]}
     assert names == {("vanilla", 0.0), ("tree", 0.0), ("tree", 1.0)}
     assert {path.name for path in folder.glob("*.png")} == {"ablation.png", "losses.png", "held_out_losses.png"}
+    again = evaluate_arms(evaluated.root / "ablations" / "window", {"512": arms["on"]}, ablation_settings())
+    assert again["arms"]["512"] == found["arms"]["on"], "a draft that several ablations share is measured once"
     report(tmp_path / "docs", evaluated)
     assert "| anchor_offset | off | 3.00 | 0 | " in (tmp_path / "docs" / PAGE).read_text()
 
