@@ -115,7 +115,7 @@ def gb24(family: str, text: str | None) -> Settings:
     base = h200(family, text)
     return replace(
         base,
-        target=replace(base.target, limit_s=600.0, micro_batch=16_896, accumulation=6),
+        target=replace(base.target, limit_s=675.0, micro_batch=16_896, accumulation=6),
         stages=tuple(
             replace(stage, accumulation=parts, limit_s=3 * (stage.limit_s or 0))
             for stage, parts in zip(base.stages, (4, 1, 2), strict=True)
