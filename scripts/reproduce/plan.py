@@ -1,6 +1,6 @@
 """How much of what an evaluation measures, and in which order.
 
-On one H200, for a target of 32 layers, the default plan with two thirds of the prompts took 305 s: calls of our own
+On one H200, for a target of 32 layers, the default plan with half of the prompts took 305 s: calls of our own
 `generate`, in 16 cells of task and context, some 100 s, transformers' some 60 s; the rest are warm-ups, kernels
 compiled at first sight, the search for the best tree, a round's parts and teacher forcing. What comes last in the plan
 may be cut short where that is more than there is; the same command again goes on with it.
@@ -15,7 +15,7 @@ from scripts.reproduce.cells import Measurement
 DESCEND = "tree-descend"
 PLAN = (
     Measurement("vanilla", prompts=10, share=12),
-    Measurement("tree", prompts=10, share=15),
+    Measurement("tree", prompts=14, share=19),
     Measurement("lookup", prompts=7, share=9),
     Measurement("tree-auto", "tree", prompts=7, share=10, tree_shape=AUTO),
     Measurement("tree", temperature=1.0, prompts=3, seeds=3, share=13),
