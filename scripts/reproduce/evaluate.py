@@ -3,6 +3,7 @@
 import hashlib
 import json
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -215,6 +216,12 @@ def left_out(prompts: list[Prompt], log: CellLog, settings: EvaluationSettings) 
     return found
 
 
+def seed_of(prompt: Prompt, seed: int) -> int:
+    """Of what is drawn for a prompt: another one for each, as equal draws would make their figures rise and fall
+    together, and the standard errors, which take samples for independent, too small."""
+    return zlib.crc32(f"{prompt.task} {prompt.context} {prompt.id} {seed}".encode())
+
+
 def measure_cell(
     decoders: Decoders,
     cell: Cell,
@@ -240,7 +247,8 @@ def measure_cell(
         for number in range(len(samples), len(measured)):
             if time.monotonic() > end:
                 break
-            samples.append(decoders.sample(cell, measured[number], seed=1000 * cell.seed + number))
+            prompt = measured[number]
+            samples.append(decoders.sample(cell, prompt, seed_of(prompt, cell.seed)))
     except BaselineFailed as error:
         line["failed"] = str(error)
     if torch.cuda.is_available():

@@ -206,6 +206,15 @@ def test_what_is_compiled_before_a_part_is_no_loss_of_that_part(
     assert [len(line["samples"]) for line in vanilla] == [2] * 4
 
 
+def test_no_two_prompts_are_sampled_with_the_same_draws(tmp_path: Path) -> None:
+    """Samples of other cells are then independent, as the bootstrap over samples takes them to be."""
+    run = small_run(tmp_path)
+    pair = load_pair(run.target, run.draft("sinkpi-slicing", 3))
+    cells = [(task, context) for task in ("lcc", "gsm8k") for context in CONTEXTS]
+    prompts = [prompt for cell in cells for prompt in pair.prompts(run.tasks(*cell), *cell, most=3)]
+    assert len({module.seed_of(prompt, seed) for prompt in prompts for seed in range(3)}) == 3 * len(prompts) == 36
+
+
 def test_what_the_time_cut_short_is_measured_by_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sample once, those of a cell in several calls with the seeds that they would have had in one."""
     clock = SlowSamples(monkeypatch, sample_s=10.0, warm_up_s=0.0, load_s=0.0)
