@@ -79,7 +79,7 @@ def h200(family: str, text: str | None) -> Settings:
         intermediate_size=1536,
         layers=32,
         kv_heads=4,
-        limit_s=225.0,
+        limit_s=210.0,
         positions=32768,
         rope_theta=500_000.0,
     )
@@ -115,7 +115,7 @@ def gb24(family: str, text: str | None) -> Settings:
     base = h200(family, text)
     return replace(
         base,
-        target=replace(base.target, limit_s=675.0, micro_batch=16_896, accumulation=6),
+        target=replace(base.target, limit_s=630.0, micro_batch=16_896, accumulation=6),
         stages=tuple(
             replace(stage, accumulation=parts, limit_s=3 * (stage.limit_s or 0))
             for stage, parts in zip(base.stages, (4, 1, 2), strict=True)

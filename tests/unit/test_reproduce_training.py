@@ -85,7 +85,7 @@ def test_arms_differ_in_what_their_name_says(tmp_path: Path, monkeypatch: pytest
     assert arms["window"]["128"] == (run, run.draft("ablations/window/128", 3))
     assert arms["target"]["twice"].run.target == tmp_path / twice / "target"
     assert arms["target"]["twice"].draft == run.draft(twice, 3)
-    assert targets == {f"{twice}/target": 450.0}
+    assert targets == {f"{twice}/target": 2 * settings.target.limit_s}
     steps = {tuple(config.max_steps for config in configs) for configs, _ in trained.values()}
     assert {len(one) for one in steps} == {1, 2, 3} and {one[0] for one in steps} == {settings.compared_stages[0].steps}
 
