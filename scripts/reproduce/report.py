@@ -131,7 +131,8 @@ def page(summary: dict[str, Any], pictures: dict[str, str]) -> str:
         "",
         "An output *loops* where fewer than half of its 4-grams are distinct. Figures are pooled over verification "
         "passes or seconds; ± is the standard error of a bootstrap over samples, and seeds give the range of their own "
-        "figures. A dash is what was not measured, or what the measurement does not decide.",
+        "figures. What the last pass of an output accepted past its limit is not counted, so acceptance lengths are a "
+        "little too low, long ones most. A dash is what was not measured, or what the measurement does not decide.",
         "",
         "## To reach",
         "",
