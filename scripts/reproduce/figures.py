@@ -53,7 +53,7 @@ def draw_by_context(methods: Sequence[Mapping[str, Any]], path: Path) -> None:
         contexts_below(axes, [int(context) for row in methods for context in row["by_context"]])
         axes.set(title="Acceptance length by context", ylabel="tokens a round")
         axes.set_ylim(bottom=1)
-        axes.legend(frameon=False, fontsize=8, ncols=2)
+        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def contexts_below(axes: Axes, contexts: Sequence[int]) -> None:
@@ -84,12 +84,16 @@ def draw_by_depth(methods: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def draw_speed(methods: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Tokens a second by method: T = 0 on the left, T = 1 on the right."""
+    """Tokens a second of outputs that do not loop, by method: T = 0 on the left, T = 1 on the right."""
     with picture(path, (11.5, 4.8), columns=2) as both:
         for axes, temperature in zip(both, (0.0, 1.0), strict=True):
-            rows = [row for row in methods if row["temperature"] == temperature and row["all"]["tokens_per_second"]]
-            spread_bars(axes, {row["name"]: row["all"]["tokens_per_second"] for row in rows})
-            axes.set(title=f"Decoding speed, T = {temperature:g}", xlabel="tokens/s")
+            speeds = {
+                row["name"]: row["all"]["tokens_per_second_without_loops"]
+                for row in methods
+                if row["temperature"] == temperature
+            }
+            spread_bars(axes, {name: speed for name, speed in speeds.items() if speed})
+            axes.set(title=f"Decoding speed, T = {temperature:g}", xlabel="tokens/s, outputs that do not loop")
 
 
 def spread_bars(axes: Axes, figures: Mapping[str, Mapping[str, Any]], colour: str = OTHERS) -> None:
@@ -135,15 +139,16 @@ def draw_attention(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def draw_ablation(found: Mapping[str, Any], path: Path) -> None:
-    """Acceptance length and speed of the tree, T = 0, one bar an arm; an arm that the time did not reach has none."""
+    """Acceptance length and speed of the tree, T = 0, on outputs that do not loop, one bar an arm; an arm that the time
+    did not reach has none."""
     trees = {
         arm: row["all"]
         for arm, result in found["arms"].items()
         for row in result["methods"]
         if row["name"] != "vanilla" and row["temperature"] == 0
     }
-    lengths = {arm: figures["acceptance_length"] for arm, figures in trees.items()}
-    speeds = {arm: figures["tokens_per_second"] for arm, figures in trees.items()}
+    lengths = {arm: figures["acceptance_length_without_loops"] for arm, figures in trees.items()}
+    speeds = {arm: figures["tokens_per_second_without_loops"] for arm, figures in trees.items()}
     with picture(path, (11.5, 1.6 + 0.45 * len(trees)), columns=2) as (left, right):
         spread_bars(left, {arm: figure for arm, figure in lengths.items() if figure}, COLOURS["tree"])
         left.set(title=f"Acceptance length: {found['name']}", xlabel="tokens a round")

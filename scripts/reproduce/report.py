@@ -23,6 +23,7 @@ from scripts.reproduce.run import STAGES, Run
 from scripts.reproduce.summary import samples_of
 
 SUMMARY, PAGE = "summary.json", "README.md"
+IN_SHORT = ("name", "temperature", "all", "by_kind")
 ANSWERS = {True: "yes", False: "**no**", None: "–"}
 
 
@@ -74,10 +75,19 @@ def collect(run: Run) -> dict[str, Any]:
             if line.get("failed")
         ],
         **read,
-        "ablations": ablations,
+        "ablations": {name: in_short(ablation) for name, ablation in ablations.items()},
         "target_training": json.loads(training.read_text()) if training.is_file() else [],
         "draft_losses": {name: curve for name, curve in losses.items() if curve},
     }
+
+
+def in_short(ablation: dict[str, Any]) -> dict[str, Any]:
+    """An ablation's results without the figures by context, task and cell, which its folder has."""
+    arms = {
+        arm: result | {"methods": [{field: row[field] for field in IN_SHORT} for row in result["methods"]]}
+        for arm, result in ablation.get("arms", {}).items()
+    }
+    return ablation | ({"arms": arms} if arms else {})
 
 
 def draw(folder: Path, summary: dict[str, Any]) -> dict[str, str]:
@@ -194,14 +204,15 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def method_table(methods: Sequence[dict[str, Any]]) -> list[str]:
     head = [
         *("method", "T", "outputs", "acceptance length", "of outputs without loops", "code", "others", "that loop"),
-        *("tokens/s", "× vanilla", "outputs that loop", "distinct 4-grams", "outputs unlike vanilla's"),
+        *("tokens/s without loops", "× vanilla", "outputs that loop", "distinct 4-grams", "outputs unlike vanilla's"),
     ]
     return markdown(head, [method_row(row) for row in methods])
 
 
 def method_row(row: dict[str, Any]) -> list[str]:
     figures, same = row["all"], row["same_as_vanilla"]
-    ratio, distinct, speed = figures["speed_up_over_vanilla"], figures["distinct_4grams"], figures["tokens_per_second"]
+    speed, ratio = figures["tokens_per_second_without_loops"], figures["speed_up_over_vanilla_without_loops"]
+    distinct = figures["distinct_4grams"]
     return [
         row["name"],
         f"{row['temperature']:g}",
@@ -260,7 +271,7 @@ def missing_lines(summary: dict[str, Any]) -> list[str]:
 
 def ablation_lines(ablations: dict[str, Any]) -> list[str]:
     """Acceptance of the tree by arm."""
-    figures = ("acceptance_length", "acceptance_length_without_loops", "tokens_per_second")
+    figures = ("acceptance_length", "acceptance_length_without_loops", "tokens_per_second_without_loops")
     rows = [
         [
             name,
@@ -279,7 +290,7 @@ def ablation_lines(ablations: dict[str, Any]) -> list[str]:
         return []
     head = (
         *("ablation", "arm", "target's held-out loss", "T", "acceptance length", "of outputs without loops"),
-        *("tokens/s", "outputs that loop"),
+        *("tokens/s without loops", "outputs that loop"),
     )
     return ["## Ablations", "", *markdown(head, rows), ""]
 

@@ -1,10 +1,11 @@
-"""The presets: twenty minutes on an H200, an hour on 24 GB, a small one on a CPU, seconds for tests.
+"""The presets: a quarter of an hour on an H200, an hour on 24 GB, a small one on a CPU, seconds for tests.
 
 Arithmetic of h200, a target of 176M parameters (32 layers, 768 wide, 12 query and 4 KV heads of 64), one H200:
 
     FLOPs of a token in training    6 · 176M = 1.06 G, and attention, recomputed in backward, 7 · 32 · 768 · T =
                                     0.35 G at T = 2048, 2.9 G at 16896
-    measured                        228k tokens/s at T = 2048, 97k at 16896: in 240 s 40M tokens, 401 steps of 99k
+    measured                        230k tokens/s at T = 2048, 98k at 16896: in 210 s, of which some 25 go to compiling,
+                                    34M tokens, 346 steps of 99k
     Muon's Newton-Schulz            3.1 TFLOP a step, against 140 of the step's tokens; some 130 launches, as matrices
                                     of one shape go together (one by one they are 4000, 30 to 40 ms of a step)
     two micro-batches a step        a third would leave fewer steps, and save only what Muon costs no more
@@ -12,7 +13,7 @@ Arithmetic of h200, a target of 176M parameters (32 layers, 768 wide, 12 query a
 
 How long the target learns decides what its draft can follow (docs/reproduce.md, What limits these drafts).
 
-Drafts. A step of stage 1 (16 rows of 1024 tokens) takes 28 to 31 ms, of stage 2 (a row of 16896) 60 ms, of stage 3 (two
+Drafts. A step of stage 1 (16 rows of 1024 tokens) takes 30 ms, of stage 2 (a row of 16896) 60 ms, of stage 3 (two
 prompts of 2k to 16k, of whose tokens those of the answers count, 700) 95 to 150 ms.
 
 One stage at a time trains, while the next one, of the other variant, loads; its limit counts from its first step.
@@ -71,7 +72,7 @@ def stops(number: int, steps: int) -> dict[str, object]:
 
 
 def h200(family: str, text: str | None) -> Settings:
-    """Target 9 minutes, stages 5, evaluation 6; the corpus is made on the CPU before that, in one or two."""
+    """Target 4 minutes, stages 5, evaluation 6; the corpus is made on the CPU before that, in one."""
     target = TargetSettings(
         family,
         vocab_size=16384,
