@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib
@@ -17,6 +18,7 @@ from scripts.demo.figure import COLOURS, STYLE
 SIZE = (8.5, 4.4)
 METHOD_COLOURS = COLOURS | {"lookup": "#5b8e7d", "tree-auto": "#8c1c3a", "tree-descend": "#e3929d"}
 OTHERS = "#c5c8d0"
+STRAIGHT = "outputs that do not loop"
 LINES = ("#d1495b", "#4c9be8", "#edae49", "#5b8e7d", "#6b5b95", "#8a8f98", "#a13a49", "#2b2d42")
 
 
@@ -29,6 +31,39 @@ def picture(path: Path, size: tuple[float, float] = SIZE, columns: int = 1) -> I
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=130)
         plt.close(figure)
+
+
+def draw_report(folder: Path, summary: Mapping[str, Any]) -> dict[str, str]:
+    """The pictures for which there are figures: title by file name."""
+    methods = summary["methods"]
+    drafted = [row for row in methods if row["name"] != "vanilla" and row["all"]["acceptance_length"]]
+    pictures = {"speed.png": "Tokens/s by method"}
+    draw_speed(methods, folder / "speed.png")
+    if drafted:
+        draw_by_context(drafted, folder / "acceptance_by_context.png")
+        draw_by_depth(drafted, folder / "acceptance_by_depth.png")
+        pictures["acceptance_by_context.png"] = "Acceptance length by context"
+        pictures["acceptance_by_depth.png"] = "Acceptance by depth"
+    training = summary["target_training"]
+    curves = {
+        name: [(line["step"], line[field]) for line in training if line.get(field) is not None]
+        for name, field in (("training", "loss"), ("held out", "held_out_loss"))
+    }
+    if curves := {name: curve for name, curve in curves.items() if curve}:
+        draw_losses(curves, "Training the target", folder / "loss_target.png")
+        pictures["loss_target.png"] = "Loss of the target"
+    if summary["draft_losses"]:
+        draw_losses(summary["draft_losses"], "Training the draft", folder / "loss_draft.png")
+        pictures["loss_draft.png"] = "Loss of the draft, stage by stage"
+    if parts := summary["rounds"].get("parts"):
+        from benchmarks.picture import draw_rounds
+
+        draw_rounds([SimpleNamespace(**row) for row in parts], folder / "round.png")
+        pictures["round.png"] = "A tree round's time by part"
+    if attention := summary["rounds"].get("attention"):
+        draw_attention(attention, folder / "attention.png")
+        pictures["attention.png"] = "Attention of a verification"
+    return pictures
 
 
 def draw_by_context(methods: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -51,7 +86,7 @@ def draw_by_context(methods: Sequence[Mapping[str, Any]], path: Path) -> None:
                 label=f"{row['name']}, T = {row['temperature']:g}",
             )
         contexts_below(axes, [int(context) for row in methods for context in row["by_context"]])
-        axes.set(title="Acceptance length by context", ylabel="tokens a round")
+        axes.set(title="Acceptance length by context", ylabel=f"tokens a round, {STRAIGHT}")
         axes.set_ylim(bottom=1)
         axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
@@ -65,7 +100,7 @@ def contexts_below(axes: Axes, contexts: Sequence[int]) -> None:
 
 
 def draw_by_depth(methods: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """The share of rounds in which at least d draft tokens were accepted."""
+    """The share of rounds in which at least d draft tokens were accepted, of outputs that do not loop."""
     with picture(path) as axes:
         for row in methods:
             shares = [100 * share for share in row["all"]["acceptance_by_depth"]]
@@ -77,7 +112,9 @@ def draw_by_depth(methods: Sequence[Mapping[str, Any]], path: Path) -> None:
                 marker="o",
                 label=f"{row['name']}, T = {row['temperature']:g}",
             )
-        axes.set(title="Acceptance by depth", xlabel="at least this many draft tokens", ylabel="% of rounds")
+        axes.set(
+            title="Acceptance by depth", xlabel="at least this many draft tokens", ylabel=f"% of rounds, {STRAIGHT}"
+        )
         axes.set_ylim(0, 102)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(frameon=False, fontsize=8, ncols=2)
@@ -88,12 +125,12 @@ def draw_speed(methods: Sequence[Mapping[str, Any]], path: Path) -> None:
     with picture(path, (11.5, 4.8), columns=2) as both:
         for axes, temperature in zip(both, (0.0, 1.0), strict=True):
             speeds = {
-                row["name"]: row["all"]["tokens_per_second_without_loops"]
+                row["name"]: speed
                 for row in methods
-                if row["temperature"] == temperature
+                if row["temperature"] == temperature and (speed := row["all"]["tokens_per_second_without_loops"])
             }
-            spread_bars(axes, {name: speed for name, speed in speeds.items() if speed})
-            axes.set(title=f"Decoding speed, T = {temperature:g}", xlabel="tokens/s, outputs that do not loop")
+            spread_bars(axes, speeds)
+            axes.set(title=f"Decoding speed, T = {temperature:g}", xlabel=f"tokens/s, {STRAIGHT}")
 
 
 def spread_bars(axes: Axes, figures: Mapping[str, Mapping[str, Any]], colour: str = OTHERS) -> None:
@@ -151,6 +188,6 @@ def draw_ablation(found: Mapping[str, Any], path: Path) -> None:
     speeds = {arm: figures["tokens_per_second_without_loops"] for arm, figures in trees.items()}
     with picture(path, (11.5, 1.6 + 0.45 * len(trees)), columns=2) as (left, right):
         spread_bars(left, {arm: figure for arm, figure in lengths.items() if figure}, COLOURS["tree"])
-        left.set(title=f"Acceptance length: {found['name']}", xlabel="tokens a round")
+        left.set(title=f"Acceptance length: {found['name']}", xlabel=f"tokens a round, {STRAIGHT}")
         spread_bars(right, {arm: figure for arm, figure in speeds.items() if figure}, COLOURS["tree"])
-        right.set(title="Decoding speed", xlabel="tokens/s")
+        right.set(title="Decoding speed", xlabel=f"tokens/s, {STRAIGHT}")

@@ -8,7 +8,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from longspec.errors import UserError, reports_user_errors
@@ -16,14 +15,14 @@ from longspec.train.logging import METRICS_NAME
 from scripts.pipeline.files import write_json
 from scripts.reproduce.ablations import RESULTS, losses_of, read_evaluation
 from scripts.reproduce.cells import CELLS, read_cells
-from scripts.reproduce.claims import Evidence, Verdict, claims, marks, shown
+from scripts.reproduce.claims import Evidence, Verdict, claims, marks
 from scripts.reproduce.evaluate import NO_TIME
-from scripts.reproduce.figures import draw_attention, draw_by_context, draw_by_depth, draw_losses, draw_speed
+from scripts.reproduce.figures import draw_report
 from scripts.reproduce.run import STAGES, Run
-from scripts.reproduce.summary import samples_of
+from scripts.reproduce.summary import samples_of, shown
 
 SUMMARY, PAGE = "summary.json", "README.md"
-IN_SHORT = ("name", "temperature", "all", "by_kind")
+IN_SHORT = ("name", "temperature", "all")
 ANSWERS = {True: "yes", False: "**no**", None: "–"}
 
 
@@ -32,7 +31,7 @@ def report(folder: Path, run: Run) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     summary = collect(run)
     write_json(folder / SUMMARY, summary)
-    pictures = draw(folder, summary)
+    pictures = draw_report(folder, summary)
     (folder / PAGE).write_text(page(summary, pictures), encoding="utf-8")
     print("\n".join([*table(marks_of(summary)), "", f"{folder}/{PAGE}, {SUMMARY} and {len(pictures)} pictures"]))
 
@@ -82,45 +81,14 @@ def collect(run: Run) -> dict[str, Any]:
 
 
 def in_short(ablation: dict[str, Any]) -> dict[str, Any]:
-    """An ablation's results without the figures by context, task and cell, which its folder has."""
+    """An ablation's results, of each method of an arm the pooled figures alone."""
+    if "arms" not in ablation:
+        return ablation
     arms = {
         arm: result | {"methods": [{field: row[field] for field in IN_SHORT} for row in result["methods"]]}
-        for arm, result in ablation.get("arms", {}).items()
+        for arm, result in ablation["arms"].items()
     }
-    return ablation | ({"arms": arms} if arms else {})
-
-
-def draw(folder: Path, summary: dict[str, Any]) -> dict[str, str]:
-    """The pictures for which there are figures: title by file name."""
-    methods = summary["methods"]
-    drafted = [row for row in methods if row["name"] != "vanilla" and row["all"]["acceptance_length"]]
-    pictures = {"speed.png": "Tokens/s by method"}
-    draw_speed(methods, folder / "speed.png")
-    if drafted:
-        draw_by_context(drafted, folder / "acceptance_by_context.png")
-        draw_by_depth(drafted, folder / "acceptance_by_depth.png")
-        pictures["acceptance_by_context.png"] = "Acceptance length by context"
-        pictures["acceptance_by_depth.png"] = "Acceptance by depth"
-    training = summary["target_training"]
-    curves = {
-        name: [(line["step"], line[field]) for line in training if line.get(field) is not None]
-        for name, field in (("training", "loss"), ("held out", "held_out_loss"))
-    }
-    if curves := {name: curve for name, curve in curves.items() if curve}:
-        draw_losses(curves, "Training the target", folder / "loss_target.png")
-        pictures["loss_target.png"] = "Loss of the target"
-    if summary["draft_losses"]:
-        draw_losses(summary["draft_losses"], "Training the draft", folder / "loss_draft.png")
-        pictures["loss_draft.png"] = "Loss of the draft, stage by stage"
-    if parts := summary["rounds"].get("parts"):
-        from benchmarks.picture import draw_rounds
-
-        draw_rounds([SimpleNamespace(**row) for row in parts], folder / "round.png")
-        pictures["round.png"] = "A tree round's time by part"
-    if attention := summary["rounds"].get("attention"):
-        draw_attention(attention, folder / "attention.png")
-        pictures["attention.png"] = "Attention of a verification"
-    return pictures
+    return ablation | {"arms": arms}
 
 
 def page(summary: dict[str, Any], pictures: dict[str, str]) -> str:
@@ -142,7 +110,9 @@ def page(summary: dict[str, Any], pictures: dict[str, str]) -> str:
         "An output *loops* where fewer than half of its 4-grams are distinct. Figures are pooled over verification "
         "passes or seconds; ± is the standard error of a bootstrap over samples, and seeds give the range of their own "
         "figures. What the last pass of an output accepted past its limit is not counted, so acceptance lengths are a "
-        "little too low, long ones most. A dash is what was not measured, or what the measurement does not decide.",
+        "little too low, the more the longer they are. A dash is what was not measured, or what the measurement does "
+        "not decide. The next two tables are of outputs that do not loop, but for the time of a round, acceptance at "
+        "T = 1 beside its expectation, and losslessness.",
         "",
         "## To reach",
         "",
@@ -204,7 +174,13 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def method_table(methods: Sequence[dict[str, Any]]) -> list[str]:
     head = [
         *("method", "T", "outputs", "acceptance length", "of outputs without loops", "code", "others", "that loop"),
-        *("tokens/s without loops", "× vanilla", "outputs that loop", "distinct 4-grams", "outputs unlike vanilla's"),
+        *(
+            "tokens/s without loops",
+            "× vanilla without loops",
+            "outputs that loop",
+            "distinct 4-grams",
+            "outputs unlike vanilla's",
+        ),
     ]
     return markdown(head, [method_row(row) for row in methods])
 
@@ -271,14 +247,15 @@ def missing_lines(summary: dict[str, Any]) -> list[str]:
 
 def ablation_lines(ablations: dict[str, Any]) -> list[str]:
     """Acceptance of the tree by arm."""
-    figures = ("acceptance_length", "acceptance_length_without_loops", "tokens_per_second_without_loops")
+    lengths = ("acceptance_length", "acceptance_length_without_loops")
     rows = [
         [
             name,
             arm,
             "–" if (loss := result.get("target_loss")) is None else f"{loss:.2f}",
             f"{method['temperature']:g}",
-            *(shown(method["all"][figure]) for figure in figures),
+            *(shown(method["all"][figure]) for figure in lengths),
+            "–" if (speed := method["all"]["tokens_per_second_without_loops"]) is None else f"{speed['value']:.0f}",
             f"{method['all']['loops']} of {method['all']['samples']}",
         ]
         for name, found in ablations.items()

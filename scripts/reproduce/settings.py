@@ -4,8 +4,8 @@ Arithmetic of h200, a target of 176M parameters (32 layers, 768 wide, 12 query a
 
     FLOPs of a token in training    6 · 176M = 1.06 G, and attention, recomputed in backward, 7 · 32 · 768 · T =
                                     0.35 G at T = 2048, 2.9 G at 16896
-    measured                        230k tokens/s at T = 2048, 98k at 16896: in 210 s, of which some 25 go to compiling,
-                                    34M tokens, 346 steps of 99k
+    measured                        230k tokens/s at T = 2048, 98k at 16896: in 184 s (of 210, 15 are
+                                    for saving, 11 went to starting) 34M tokens, 346 steps of 99k
     Muon's Newton-Schulz            3.1 TFLOP a step, against 140 of the step's tokens; some 130 launches, as matrices
                                     of one shape go together (one by one they are 4000, 30 to 40 ms of a step)
     two micro-batches a step        a third would leave fewer steps, and save only what Muon costs no more
@@ -14,7 +14,7 @@ Arithmetic of h200, a target of 176M parameters (32 layers, 768 wide, 12 query a
 How long the target learns decides what its draft can follow (docs/reproduce.md, What limits these drafts).
 
 Drafts. A step of stage 1 (16 rows of 1024 tokens) takes 30 ms, of stage 2 (a row of 16896) 60 ms, of stage 3 (two
-prompts of 2k to 16k, of whose tokens those of the answers count, 700) 95 to 150 ms.
+prompts of 2k to 16k, of whose tokens those of the answers count, 600) 90 to 150 ms.
 
 One stage at a time trains, while the next one, of the other variant, loads; its limit counts from its first step.
 """
@@ -116,7 +116,7 @@ def gb24(family: str, text: str | None) -> Settings:
     base = h200(family, text)
     return replace(
         base,
-        target=replace(base.target, limit_s=630.0, micro_batch=16_896, accumulation=6),
+        target=replace(base.target, limit_s=3 * base.target.limit_s, micro_batch=16_896, accumulation=6),
         stages=tuple(
             replace(stage, accumulation=parts, limit_s=3 * (stage.limit_s or 0))
             for stage, parts in zip(base.stages, (4, 1, 2), strict=True)

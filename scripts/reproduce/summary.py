@@ -85,6 +85,18 @@ def pooled(samples: Sequence[Sample], figure: Callable[[Sequence[Sample]], float
     }
 
 
+def shown(figure: dict[str, Any] | None) -> str:
+    """A pooled figure with its spread."""
+    if figure is None:
+        return "–"
+    text = f"{figure['value']:.2f}"
+    if figure["error"] is not None:
+        text += f" ± {figure['error']:.2f}"
+    if figure["seeds"] is not None:
+        text += f" (seeds {figure['seeds'][0]:.2f} … {figure['seeds'][1]:.2f})"
+    return text
+
+
 def by_depth(samples: Sequence[Sample]) -> list[float]:
     """Entry d - 1: the share of rounds that emitted at least d draft tokens."""
     counted = [sample for sample in samples if sample.get("rounds")]

@@ -134,6 +134,9 @@ def test_arms_are_evaluated_with_their_own_drafts_and_targets_and_reported(
     assert again["arms"]["512"] == found["arms"]["on"], "a draft that several ablations share is measured once"
     report(tmp_path / "docs", evaluated)
     assert "| anchor_offset | off | 3.00 | 0 | " in (tmp_path / "docs" / PAGE).read_text()
+    told = json.loads((tmp_path / "docs" / SUMMARY).read_text())["ablations"]["anchor_offset"]
+    pooled = [{name: row[name] for name in ("name", "temperature", "all")} for row in found["arms"]["on"]["methods"]]
+    assert told["sooner"] == found["sooner"] and told["arms"]["on"]["methods"] == json.loads(json.dumps(pooled))
 
 
 @pytest.mark.parametrize("name", UNTRAINED)

@@ -8,6 +8,7 @@ import pytest
 from scripts.pipeline.files import write_jsonl
 from scripts.reproduce.ablations import MOST_POINTS, losses_of, sooner
 from scripts.reproduce.claims import Evidence, Verdict, claims, marks
+from scripts.reproduce.report import method_row
 from scripts.reproduce.summary import (
     acceptance,
     by_depth,
@@ -70,6 +71,7 @@ def test_outputs_that_loop_are_told_apart() -> None:
     assert figures["acceptance_length_without_loops"]["value"] == 2
     assert figures["acceptance_length_of_loops"]["value"] == 6
     assert (figures["samples"], figures["loops"], figures["acceptance_by_depth"]) == (2, 1, [1.0])
+    assert "20.0" in method_row(row) and "40.0" not in method_row(row), "the page tells the speed without loops"
     (row,) = summarise([cell(looping)])
     assert row["all"]["acceptance_by_depth"] == [], "nothing is told of outputs that do not loop"
 
@@ -196,6 +198,15 @@ def test_claims_of_ablations_read_their_results() -> None:
     assert verdict(rows, "Flash noisy").measured.startswith("+10.0%")
     assert verdict(rows, "Hybrid").measured == "9.00 → 3.00 ms (3.0 ×) at 64, on triton"
     assert all(verdict(rows, start).holds for start in ("Anchor-offset", "Flash noisy", "Hybrid"))
+
+
+@pytest.mark.parametrize(("slicing", "holds"), [((29, 31), None), ((39, 41), True), ((19, 21), False)])
+def test_noisy_training_is_decided_beyond_two_standard_errors(slicing: tuple[int, int], holds: bool | None) -> None:
+    def arm(*tokens: int) -> dict[str, Any]:
+        return {"methods": summarise([cell(*(sample(count, 10, id=str(count)) for count in tokens))])}
+
+    found = evidence(ablations={"slicing": {"arms": {"slicing": arm(*slicing), "block": arm(29, 30)}}})
+    assert verdict(claims(found), "Flash noisy").holds is holds
 
 
 @pytest.mark.parametrize(
