@@ -234,10 +234,16 @@ def _at_least(claim: str, figure: dict[str, Any] | None, wanted: float) -> Verdi
 def _ratio_at_least(
     claim: str, found: Evidence, name: str, other: str, wanted: float, tasks: list[str] | None = None, t: float = 0.0
 ) -> Verdict:
-    ratio = speed_up(_long(found, name, tasks, t), found.of(other, t))
-    measured = "–" if ratio is None else f"{ratio:.2f} ×"
+    mine, theirs = paired(_long(found, name, tasks, t), found.of(other, t))
+    ratio = speed_up(mine, theirs)
+    measured = "–" if ratio is None else f"{ratio:.2f} × ({_pace(mine)}; {other} {_pace(theirs)}; {len(mine)} outputs)"
     rule = f"the {LONGEST} longest contexts, same prompts, T = {t:g}"
     return Verdict(claim, f"at least {wanted:.1f} ×", measured, rule, None if ratio is None else ratio >= wanted)
+
+
+def _pace(samples: list[Sample]) -> str:
+    length, time = acceptance(samples), round_ms(samples)
+    return "–" if length is None or time is None else f"{length:.2f} tokens in {time:.2f} ms"
 
 
 def _over_best(claim: str, found: Evidence, name: str) -> Verdict:

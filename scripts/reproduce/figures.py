@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator
 
+from benchmarks.picture import draw_rounds
 from scripts.demo.figure import COLOURS, STYLE
 
 SIZE = (8.5, 4.4)
@@ -56,8 +57,6 @@ def draw_report(folder: Path, summary: Mapping[str, Any]) -> dict[str, str]:
         draw_losses(summary["draft_losses"], "Training the draft", folder / "loss_draft.png")
         pictures["loss_draft.png"] = "Loss of the draft, stage by stage"
     if parts := summary["rounds"].get("parts"):
-        from benchmarks.picture import draw_rounds
-
         draw_rounds([SimpleNamespace(**row) for row in parts], folder / "round.png")
         pictures["round.png"] = "A tree round's time by part"
     if attention := summary["rounds"].get("attention"):

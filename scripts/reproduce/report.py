@@ -174,20 +174,14 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def method_table(methods: Sequence[dict[str, Any]]) -> list[str]:
     head = [
         *("method", "T", "outputs", "acceptance length", "of outputs without loops", "code", "others", "that loop"),
-        *(
-            "tokens/s without loops",
-            "× vanilla without loops",
-            "outputs that loop",
-            "distinct 4-grams",
-            "outputs unlike vanilla's",
-        ),
+        *("tokens/s", "without loops", "× vanilla", "without loops"),
+        *("outputs that loop", "distinct 4-grams", "outputs unlike vanilla's"),
     ]
     return markdown(head, [method_row(row) for row in methods])
 
 
 def method_row(row: dict[str, Any]) -> list[str]:
     figures, same = row["all"], row["same_as_vanilla"]
-    speed, ratio = figures["tokens_per_second_without_loops"], figures["speed_up_over_vanilla_without_loops"]
     distinct = figures["distinct_4grams"]
     return [
         row["name"],
@@ -197,12 +191,21 @@ def method_row(row: dict[str, Any]) -> list[str]:
         shown(figures["acceptance_length_without_loops"]),
         *(shown(group and group["acceptance_length_without_loops"]) for group in row["by_kind"].values()),
         shown(figures["acceptance_length_of_loops"]),
-        "–" if speed is None else f"{speed['value']:.1f}",
-        "–" if ratio is None else f"{ratio:.2f}",
+        *(rate(figures[name]) for name in ("tokens_per_second", "tokens_per_second_without_loops")),
+        *(times(figures[name]) for name in ("speed_up_over_vanilla", "speed_up_over_vanilla_without_loops")),
         str(figures["loops"]),
         "–" if distinct is None else f"{distinct:.0%}",
         "–" if same is None else f"{same['different']} of {same['outputs']}",
     ]
+
+
+def rate(figure: dict[str, Any] | None) -> str:
+    """Tokens/s."""
+    return "–" if figure is None else f"{figure['value']:.1f}"
+
+
+def times(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.2f}"
 
 
 def forced_lines(forced: dict[str, Any]) -> list[str]:
@@ -253,9 +256,11 @@ def ablation_lines(ablations: dict[str, Any]) -> list[str]:
             name,
             arm,
             "–" if (loss := result.get("target_loss")) is None else f"{loss:.2f}",
+            str(result["losses"][-1][0]) if result.get("losses") else "–",
             f"{method['temperature']:g}",
             *(shown(method["all"][figure]) for figure in lengths),
-            "–" if (speed := method["all"]["tokens_per_second_without_loops"]) is None else f"{speed['value']:.0f}",
+            rate(method["all"]["tokens_per_second_without_loops"]),
+            times(method["all"]["speed_up_over_vanilla"]),
             f"{method['all']['loops']} of {method['all']['samples']}",
         ]
         for name, found in ablations.items()
@@ -266,8 +271,9 @@ def ablation_lines(ablations: dict[str, Any]) -> list[str]:
     if not rows:
         return []
     head = (
-        *("ablation", "arm", "target's held-out loss", "T", "acceptance length", "of outputs without loops"),
-        *("tokens/s without loops", "outputs that loop"),
+        *("ablation", "arm", "target's held-out loss", "steps of the last stage"),
+        *("T", "acceptance length", "of outputs without loops"),
+        *("tokens/s without loops", "× vanilla", "outputs that loop"),
     )
     return ["## Ablations", "", *markdown(head, rows), ""]
 

@@ -217,6 +217,7 @@ def summarise(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "cells": [
                     {"task": task, "context": context, "samples": len(cell)}
                     | {of.__name__: pooled(cell, of) for of in (acceptance, speed)}
+                    | {"acceptance_without_loops": pooled(without_loops(cell), acceptance)}
                     for task in tasks
                     for context in sorted(contexts)
                     if (cell := chosen(mine, task=task, context=context))

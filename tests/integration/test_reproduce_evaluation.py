@@ -206,13 +206,18 @@ def test_what_is_compiled_before_a_part_is_no_loss_of_that_part(
     assert [len(line["samples"]) for line in vanilla] == [2] * 4
 
 
-def test_no_two_prompts_are_sampled_with_the_same_draws(tmp_path: Path) -> None:
+def test_no_two_prompts_are_sampled_with_the_same_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples of other cells are then independent, as the bootstrap over samples takes them to be."""
-    run = small_run(tmp_path)
-    pair = load_pair(run.target, run.draft("sinkpi-slicing", 3))
-    cells = [(task, context) for task in ("lcc", "gsm8k") for context in CONTEXTS]
-    prompts = [prompt for cell in cells for prompt in pair.prompts(run.tasks(*cell), *cell, most=3)]
-    assert len({module.seed_of(prompt, seed) for prompt in prompts for seed in range(3)}) == 3 * len(prompts) == 36
+    sample, drawn = Decoders.sample, []
+
+    def noted(decoders: Decoders, cell: Cell, prompt: Prompt, seed: int, warm_up: bool = False) -> Any:
+        drawn.extend([] if warm_up else [seed])
+        return sample(decoders, cell, prompt, seed, warm_up)
+
+    monkeypatch.setattr(Decoders, "sample", noted)
+    plan = Measurement("tree", temperature=1.0, prompts=2, seeds=2, tree_shape=SHAPE)
+    evaluate(tmp_path / "evaluation", small_run(tmp_path), small_settings(plan))
+    assert len(set(drawn)) == len(drawn) == 2 * len(CONTEXTS) * 2 * 2, "two tasks, two prompts, two seeds"
 
 
 def test_what_the_time_cut_short_is_measured_by_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,8 @@ def test_arms_are_evaluated_with_their_own_drafts_and_targets_and_reported(
     again = evaluate_arms(evaluated.root / "ablations" / "window", {"512": arms["on"]}, ablation_settings())
     assert again["arms"]["512"] == found["arms"]["on"], "a draft that several ablations share is measured once"
     report(tmp_path / "docs", evaluated)
-    assert "| anchor_offset | off | 3.00 | 0 | " in (tmp_path / "docs" / PAGE).read_text()
+    steps = found["arms"]["off"]["losses"][-1][0]
+    assert f"| anchor_offset | off | 3.00 | {steps} | 0 | " in (tmp_path / "docs" / PAGE).read_text()
     told = json.loads((tmp_path / "docs" / SUMMARY).read_text())["ablations"]["anchor_offset"]
     pooled = [{name: row[name] for name in ("name", "temperature", "all")} for row in found["arms"]["on"]["methods"]]
     assert told["sooner"] == found["sooner"] and told["arms"]["on"]["methods"] == json.loads(json.dumps(pooled))

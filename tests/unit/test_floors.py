@@ -1,9 +1,14 @@
-"""The floors that benchmarks compare with, against figures worked out by hand."""
+"""The floors that benchmarks compare with, against figures worked out by hand, and the picture of a round."""
+
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from matplotlib import pyplot
 
 from benchmarks.ceilings import Ceilings
 from benchmarks.floors import draft_weights, layer_weights, round_floor_ms
+from benchmarks.picture import draw_rounds
 from benchmarks.shapes import LLAMA3_8B
 
 CEILINGS = Ceilings(copy_bytes_per_s=4.27e12, matmul_flops_per_s=680e12)
@@ -34,3 +39,17 @@ def test_who_drafts_decides_what_a_chain_costs() -> None:
         who: round_floor_ms(LLAMA3_8B, CEILINGS, [131072], (1,) * 4, who) for who in ("nothing", "glide", "target")
     }
     assert floors["nothing"] < floors["glide"] < floors["target"]
+
+
+def test_a_part_measured_below_nothing_is_not_stacked_on_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = {"verify rest": 0.9, "accept + compact": -0.1}
+    row = SimpleNamespace(shape="llama", context=2048, batch=1, floor_ms=0.2, parts=parts)
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    draw_rounds([row], tmp_path / "round.png")
+    monkeypatch.undo()
+    (axes,) = figures[0].axes
+    assert [(bar.get_y(), bar.get_height()) for bar in axes.patches] == [(0, 0.9), (0.9, 0)]
+    pyplot.close(figures[0])
