@@ -185,10 +185,17 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
             **kwargs,
         )
 
-    def run_target(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
-        """The target's hidden states [B, T, hidden] after its final norm, its last layer's keys and values."""
-        kv = LastLayerKV(self.config.num_hidden_layers)
+    def run_target(
+        self, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """The target's hidden states [B, T, hidden] after its final norm, its last layer's keys and values.
+
+        Unless `whole` the pass ends at those keys and values, and there are no hidden states.
+        """
         causal = partial(self._causal, segments=segments)
+        if not whole:
+            return None, *last_keys_values(self.model, *self.embed(input_ids, position_ids), position_ids, causal)
+        kv = LastLayerKV(self.config.num_hidden_layers)
         hidden = run_backbone(self.model, input_ids, position_ids, kv, causal)
         return hidden, kv.keys, kv.values
 
@@ -215,13 +222,8 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
         varlen = partial(varlen_attention, use_flash=self.use_flash)
         with torch.no_grad():
             embeddings, rope = self.embed(input_ids, position_ids)
-            if objective.reads_target:
-                run = self.target_pass or self.run_target
-                target_hidden, keys, values = run(input_ids, position_ids, segments)
-            else:
-                target_hidden = None
-                causal = partial(self._causal, segments=segments)
-                keys, values = last_keys_values(self.model, embeddings, rope, position_ids, causal)
+            run_target = self.target_pass or self.run_target
+            target_hidden, keys, values = run_target(input_ids, position_ids, segments, objective.reads_target)
             keys, values = gather_heads(keys), gather_heads(values)
         scale = self.draft_model.self_attn.head_dim**-0.5
 

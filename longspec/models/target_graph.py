@@ -10,8 +10,12 @@ from torch import Tensor
 from longspec.kernels.backend import upload
 from longspec.kernels.segments import Segments
 
-TargetPass = Callable[[Tensor, Tensor, Segments], tuple[Tensor, Tensor, Tensor]]
-"""(input_ids, position_ids, both [B, T], segments) -> hidden states [B, T, hidden], last layer's keys and values."""
+Passed = tuple[Tensor | None, Tensor, Tensor]
+"""Hidden states [B, T, hidden] of a whole pass, the last layer's keys and values."""
+TargetPass = Callable[[Tensor, Tensor, Segments, bool], Passed]
+"""Of input_ids, position_ids, both [B, T], segments, and whether the pass is to be whole."""
+Kind = tuple[torch.Size, bool]
+"""What of a pass a graph is made for: its shape [B, T], and whether it is whole."""
 MOST_WORK = 10**11
 """Weights of a layer times tokens, above which a layer runs for longer than its launch takes: half a millisecond each,
 by estimate."""
@@ -22,49 +26,50 @@ RUNS_BEFORE = 2
 
 
 class TargetGraphs:
-    """A target's pass, captured for the first shapes [B, T] that come again; others run kernel by kernel.
+    """A target's pass, captured for the first kinds that come again; others run kernel by kernel.
 
     Its attention must be FlashAttention's (`varlen_flash.runs`), which reads borders on the device alone. What it
-    returns is overwritten by the next pass of that shape.
+    returns is overwritten by the next pass of that kind.
     """
 
     def __init__(self, run: TargetPass, layer_weights: int) -> None:
         """layer_weights: how many weights a layer has."""
         self.run, self.layer_weights = run, layer_weights
-        self.seen: Counter[torch.Size] = Counter()
-        self.graphs: dict[torch.Size, _Graph] = {}
-        self.begun: Tensor | None = None
-        """The tokens of the pass that the next call may be for."""
+        self.seen: Counter[Kind] = Counter()
+        self.graphs: dict[Kind, _Graph] = {}
+        self.begun: tuple[Tensor, bool] | None = None
+        """The tokens of the pass that the next call may be for, and whether it is whole."""
 
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
-        shape = input_ids.shape
-        segments.check(shape.numel())
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool) -> Passed:
+        kind = input_ids.shape, whole
+        segments.check(input_ids.numel())
         begun, self.begun = self.begun, None
         if begun is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
-        if begun is input_ids:
-            return self.graphs[shape].result
-        if self.layer_weights * shape.numel() > MOST_WORK or len(segments.lengths) > MOST_SEGMENTS:
-            return self.run(input_ids, position_ids, segments)
-        self.seen[shape] += 1
-        if shape not in self.graphs:
-            if self.seen[shape] <= RUNS_BEFORE or len(self.graphs) == MOST_GRAPHS:
-                return self.run(input_ids, position_ids, segments)
-            self.graphs[shape] = _Graph(self.run, input_ids, position_ids, segments)
-        return self.graphs[shape](input_ids, position_ids, segments)
+            if begun[0] is input_ids and begun[1] == whole:
+                return self.graphs[kind].result
+        if self.layer_weights * input_ids.numel() > MOST_WORK or len(segments.lengths) > MOST_SEGMENTS:
+            return self.run(input_ids, position_ids, segments, whole)
+        self.seen[kind] += 1
+        if kind not in self.graphs:
+            if self.seen[kind] <= RUNS_BEFORE or len(self.graphs) == MOST_GRAPHS:
+                return self.run(input_ids, position_ids, segments, whole)
+            self.graphs[kind] = _Graph(self.run, input_ids, position_ids, segments, whole)
+        return self.graphs[kind](input_ids, position_ids, segments)
 
-    def begin(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> None:
+    def begin(self, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool) -> None:
         """Begin a pass that is captured, beside what the current stream will be given, behind what it has been.
 
-        The next call, if it is for these very tokens, waits for it and returns its result. Until then they must live.
+        The next call, if it is for this very pass, waits for it and returns its result. Until then the tokens must
+        live.
         """
-        graph = self.graphs.get(input_ids.shape)
+        graph = self.graphs.get((input_ids.shape, whole))
         if graph is None or len(segments.lengths) > MOST_SEGMENTS:
             return
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             graph(input_ids, position_ids, segments)
-        self.begun = input_ids
+        self.begun = input_ids, whole
 
     @cached_property
     def stream(self) -> torch.cuda.Stream:
@@ -72,17 +77,19 @@ class TargetGraphs:
 
 
 class _Graph:
-    """The pass of one shape, which reads and writes the same tensors every time."""
+    """The pass of one kind, which reads and writes the same tensors every time."""
 
-    def __init__(self, run: TargetPass, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> None:
+    def __init__(
+        self, run: TargetPass, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool
+    ) -> None:
         self.input_ids, self.position_ids = input_ids.clone(), position_ids.clone()
         self.bounds = _padded_bounds(segments)
         borders = _FixedSegments(self.bounds, tokens=input_ids.numel(), longest=input_ids.shape[1])
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.result = run(self.input_ids, self.position_ids, borders)
+            self.result = run(self.input_ids, self.position_ids, borders, whole)
 
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> Passed:
         self.input_ids.copy_(input_ids)
         self.position_ids.copy_(position_ids)
         self.bounds.copy_(_padded_bounds(segments))

@@ -277,9 +277,9 @@ class Trainer:
         """Let a small target go on to the next micro-batch beside the optimizer, which keeps the device half busy."""
         given = self.given(micro_step, batch)
         self.begun = batch, given
-        if self.objective.reads_target and (passes := self.engine.module.target_pass):
+        if passes := self.engine.module.target_pass:
             segments = Segments(given["cu_seqlens"].tolist(), self.engine.device)
-            passes.begin(given["input_ids"], given["position_ids"], segments)
+            passes.begin(given["input_ids"], given["position_ids"], segments, self.objective.reads_target)
 
     def forward(self, micro_step: int, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective on one micro-batch; what is random in it does not depend on the past."""

@@ -76,11 +76,13 @@ def curriculum(folder: Path, run: Run, settings: EvaluationSettings) -> dict[str
 
 
 def tree_shapes(folder: Path, run: Run, settings: EvaluationSettings) -> dict[str, Any]:
-    """The main draft with each of the shapes that `--tree_shape auto` chooses from, and with what that chooses."""
+    """The main draft with each of the shapes that `--tree_shape auto` chooses from, and with what that chooses, in twice
+    the time that an arm has."""
     names: dict[str, tuple[int, ...] | str] = {f"tree {' '.join(map(str, shape))}": shape for shape in CANDIDATES}
     names["tree auto"] = AUTO
     plan = [Measurement(name, "tree", prompts=3, tree_shape=shape) for name, shape in names.items()]
-    evaluate(folder / "evaluation", run, replace(settings, plan=(Measurement("vanilla", prompts=3), *plan)))
+    plan = [Measurement("vanilla", prompts=3), *plan]
+    evaluate(folder / "evaluation", run, replace(settings, plan=tuple(plan), limit_s=2 * settings.limit_s))
     methods = read_evaluation(folder / "evaluation")["methods"]
     arms = {row["name"]: {"methods": [row]} for row in methods if row["name"] in names}
     found = {"name": folder.name, "arms": arms}

@@ -15,7 +15,7 @@ from scripts.reproduce.cells import Measurement
 DESCEND = "tree-descend"
 PLAN = (
     Measurement("vanilla", prompts=10, share=12),
-    Measurement("tree", prompts=14, share=19),
+    Measurement("tree", prompts=20, share=24),
     Measurement("lookup", prompts=7, share=9),
     Measurement("tree-auto", "tree", prompts=7, share=10, tree_shape=AUTO),
     Measurement("tree", temperature=1.0, prompts=3, seeds=3, share=13),

@@ -103,11 +103,11 @@ def h200(family: str, text: str | None) -> Settings:
             draft_characters=250 * MEGA,
             long_characters=36 * MEGA,
         ),
-        TaskSettings(prompts_per_cell=15),
+        TaskSettings(prompts_per_cell=21),
         target,
         stages(family, answer + contexts[-1], steps=(4000, 400, 70), limits=(150.0, 40.0, 16.0)),
         GenerationSettings(texts=4096, prompt=64, new_tokens=960, batch=256),
-        EvaluationSettings(limit_s=335.0, contexts=contexts),
+        EvaluationSettings(limit_s=345.0, contexts=contexts),
     )
 
 

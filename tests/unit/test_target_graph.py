@@ -10,53 +10,49 @@ from torch import Tensor
 
 from longspec.kernels.segments import Segments
 from longspec.models import target_graph
-from longspec.models.target_graph import MOST_GRAPHS, MOST_SEGMENTS, MOST_WORK, RUNS_BEFORE, TargetGraphs
+from longspec.models.target_graph import MOST_GRAPHS, MOST_SEGMENTS, MOST_WORK, RUNS_BEFORE, Passed, TargetGraphs
 from longspec.train.loss import Objective
 
-DISTILL = Objective("distill")
-Passed = tuple[Tensor, Tensor, Tensor]
 
-
-def given(rows: int, length: int, segments: int = 1) -> tuple[Tensor, Tensor, Segments]:
+def given(rows: int, length: int, segments: int = 1, whole: bool = True) -> tuple[Tensor, Tensor, Segments, bool]:
     tokens = torch.zeros(rows, length, dtype=torch.long)
     borders = torch.linspace(0, tokens.numel(), segments + 1).long().tolist()
-    return tokens, tokens, Segments(borders, tokens.device)
+    return tokens, tokens, Segments(borders, tokens.device), whole
 
 
-def test_small_passes_of_a_shape_that_comes_again_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first shapes alone; too much work, or too many segments, and it runs plainly."""
-    plain: list[torch.Size] = []
-    captured: list[torch.Size] = []
+def test_small_passes_of_a_kind_that_comes_again_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first shapes alone, and apart from them a pass that ends earlier; too much work, or too many segments, and
+    it runs plainly, as far as it is wanted."""
+    plain: list[tuple[Any, bool]] = []
+    captured: list[tuple[Any, bool]] = []
 
-    def run(input_ids: Tensor, *_: Any) -> Passed:
-        plain.append(input_ids.shape)
+    def run(input_ids: Tensor, positions: Tensor, segments: Segments, whole: bool) -> Passed:
+        plain.append((input_ids.shape, whole))
         return input_ids, input_ids, input_ids
 
-    def graph(run: Any, input_ids: Tensor, *_: Any) -> Any:
-        captured.append(input_ids.shape)
+    def graph(run: Any, input_ids: Tensor, positions: Tensor, segments: Segments, whole: bool) -> Any:
+        captured.append((input_ids.shape, whole))
         return lambda *given: (given[0],) * 3
 
     monkeypatch.setattr(target_graph, "_Graph", graph)
     passes = TargetGraphs(run, layer_weights=MOST_WORK // 1024)
-    for shape in ((2, 512), (1, 1024), (1, 1000), (4, 512)):
+    kinds = [((2, 512), True), ((2, 512), False), ((1, 1000), True), ((4, 512), False)]
+    for shape, whole in kinds:
         for _ in range(RUNS_BEFORE + 2):
-            passes(*given(*shape))
-    assert captured == [(2, 512), (1, 1024)] and len(captured) == MOST_GRAPHS
-    assert [plain.count(torch.Size(shape)) for shape in ((2, 512), (1, 1000), (4, 512))] == [
-        RUNS_BEFORE,
-        RUNS_BEFORE + 2,
-        RUNS_BEFORE + 2,
-    ]
+            passes(*given(*shape, whole=whole))
+    assert captured == kinds[:2] and len(captured) == MOST_GRAPHS
+    assert [plain.count(kind) for kind in kinds] == [RUNS_BEFORE, RUNS_BEFORE, RUNS_BEFORE + 2, RUNS_BEFORE + 2]
     passes(*given(2, 512, MOST_SEGMENTS))
-    assert plain.count(torch.Size((2, 512))) == RUNS_BEFORE
+    assert plain.count(kinds[0]) == RUNS_BEFORE
     passes(*given(2, 512, MOST_SEGMENTS + 1))
-    assert plain.count(torch.Size((2, 512))) == RUNS_BEFORE + 1
+    assert plain.count(kinds[0]) == RUNS_BEFORE + 1
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_a_captured_pass_is_the_plain_one(tmp_path: Path, family: str) -> None:
+def test_a_captured_pass_is_the_plain_one(tmp_path: Path, family: str, whole: bool) -> None:
     """Whatever tokens, positions and segments come, and in which order."""
     from longspec.models.target_kernels import use_kernels
 
@@ -68,15 +64,17 @@ def test_a_captured_pass_is_the_plain_one(tmp_path: Path, family: str) -> None:
         tokens = torch.randint(1, 61, (2, 64), generator=generator).cuda()
         segments = Segments(sorted([0, 64, 128, *inner]), tokens.device)
         positions = (segments.offsets + 100 * number).view(2, 64)
-        got = [x.clone() for x in passes(tokens, positions, segments)]
-        torch.testing.assert_close(got, list(model.run_target(tokens, positions, segments)))
+        got = passes(tokens, positions, segments, whole)
+        assert (got[0] is not None) == whole
+        torch.testing.assert_close(got, model.run_target(tokens, positions, segments, whole))
     assert len(passes.graphs) == 1
 
 
 @pytest.mark.gpu
 @torch.no_grad()
 def test_a_pass_that_was_begun_is_the_next_calls_if_that_is_for_its_tokens(tmp_path: Path) -> None:
-    """Behind what the stream had to do by then; a call for other tokens, as an evaluation's, runs its own pass."""
+    """Behind what the stream had to do by then; a call for other tokens, as an evaluation's, or for more of them than
+    their keys, runs its own pass."""
     from longspec.models.target_kernels import use_kernels
 
     model: Any = make_pair(tmp_path, "llama", torch.bfloat16).cuda()
@@ -86,7 +84,7 @@ def test_a_pass_that_was_begun_is_the_next_calls_if_that_is_for_its_tokens(tmp_p
 
     def drawn(*inner: int) -> Any:
         segments = Segments([0, *inner, 128], torch.device("cuda"))
-        return torch.randint(1, 61, (2, 64), generator=generator).cuda(), segments.offsets.view(2, 64), segments
+        return torch.randint(1, 61, (2, 64), generator=generator).cuda(), segments.offsets.view(2, 64), segments, False
 
     passes.begin(*drawn())
     assert passes.begun is None  # not captured yet
@@ -94,27 +92,30 @@ def test_a_pass_that_was_begun_is_the_next_calls_if_that_is_for_its_tokens(tmp_p
         before = drawn(64)
         passes(*before)
     assert len(passes.graphs) == 1
-    for step in range(4):
+    ((_, *captured),) = (graph.result for graph in passes.graphs.values())
+    for step in range(6):
         coming, other = drawn(30), drawn(5, 70)
-        kept = [x.clone() for x in passes.graphs[coming[0].shape].result]
+        kept = [x.clone() for x in captured]
         torch.cuda._sleep(10**7)
-        read = [x + 0 for x in passes.graphs[coming[0].shape].result]  # as the backward pass before reads them
+        read = [x + 0 for x in captured]  # as the backward pass before reads them
         passes.begin(*coming)
-        given = other if step % 2 else coming
-        got = [x.clone() for x in passes(*given)]
+        given = (coming, other, (*coming[:3], True))[step % 3]
+        got = passes(*given)
         torch.testing.assert_close(read, kept, rtol=0, atol=0)
-        torch.testing.assert_close(got, list(model.run_target(*given)))
+        torch.testing.assert_close(got, model.run_target(*given))
         assert passes.begun is None
 
 
 @pytest.mark.gpu
-def test_training_on_captured_passes_is_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loss", ["ce", "distill"])
+def test_training_on_captured_passes_is_training(tmp_path: Path, loss: str) -> None:
     """Losses and gradients, step by step, also where the draft reads one pass at several lags, or one begun before."""
     from longspec.models.target_kernels import use_kernels
 
     model: Any = make_pair(tmp_path, "llama", torch.bfloat16).cuda()
     use_kernels(model.model, model.draft_layer_class)
     graphs, generator = TargetGraphs(model.run_target, layer_weights=1), torch.Generator().manual_seed(0)
+    objective = Objective(loss)
     for step in range(RUNS_BEFORE + 3):
         tokens = torch.randint(1, 61, (2, 64), generator=generator)
         ids = tokens.cuda()
@@ -125,11 +126,11 @@ def test_training_on_captured_passes_is_training(tmp_path: Path) -> None:
         for run in (None, graphs):
             model.target_pass = run
             if run:
-                run.begin(ids, positions, Segments(borders.tolist(), ids.device))
-            out = model(ids, position_ids=positions, labels=tokens, cu_seqlens=borders, lags=lags, objective=DISTILL)
-            loss = sum(one for one, _ in out) if step % 2 else out[0]
+                run.begin(ids, positions, Segments(borders.tolist(), ids.device), objective.reads_target)
+            out = model(ids, position_ids=positions, labels=tokens, cu_seqlens=borders, lags=lags, objective=objective)
+            total = sum(one for one, _ in out) if step % 2 else out[0]
             model.draft_model.zero_grad()
-            loss.backward()
-            found.append([loss.detach(), *(weight.grad.clone() for weight in model.draft_model.parameters())])
+            total.backward()
+            found.append([total.detach(), *(weight.grad.clone() for weight in model.draft_model.parameters())])
         torch.testing.assert_close(found[1], found[0])
     assert len(graphs.graphs) == 1

@@ -158,15 +158,15 @@ def test_a_window_is_loaded_while_the_one_before_trains(
     assert len(window) == 16 and not any(batch["labels"].is_shared() for batch in window)
 
 
-@pytest.mark.parametrize("loss", ["ce", "distill"])
+@pytest.mark.parametrize(("loss", "whole"), [("ce", False), ("distill", True)])
 def test_the_target_goes_on_to_the_next_micro_batch_before_the_optimizer_steps(
-    load: Any, monkeypatch: pytest.MonkeyPatch, loss: str
+    load: Any, monkeypatch: pytest.MonkeyPatch, loss: str, whole: bool
 ) -> None:
-    """Also to the next step's first one, and with what the engine is then given; not where nobody reads its result."""
+    """Also to the next step's first one, with what the engine is then given, and as far as the loss reads it."""
     done: list[tuple[str, Any]] = []
 
-    def begin(ids: torch.Tensor, positions: torch.Tensor, segments: Segments) -> None:
-        done.append(("begin", (ids, positions, segments.bounds)))
+    def begin(ids: torch.Tensor, positions: torch.Tensor, segments: Segments, whole: bool) -> None:
+        done.append(("begin", (ids, positions, segments.bounds, whole)))
 
     class Engine(SimpleNamespace):
         def __call__(self, **given: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -192,12 +192,11 @@ def test_the_target_goes_on_to_the_next_micro_batch_before_the_optimizer_steps(
     trainer.train_step(2, trainer.upcoming, never)  # type: ignore[arg-type]
     assert trainer.upcoming == []
     one = ["forward", "backward", "begin", "step"]
-    names = [*one * 3, "forward", "backward", "step"]
-    assert [name for name, _ in done] == (names if loss == "distill" else [x for x in names if x != "begin"])
+    assert [name for name, _ in done] == [*one * 3, "forward", "backward", "step"]
     given = {name: [what for one, what in done if one == name] for name in one}
     assert all(torch.equal(ids, x) for (ids, *_), x in zip(given["forward"], tokens, strict=True))
-    for begun, (ids, positions, bounds) in zip(given["begin"], given["forward"][1:], strict=loss == "distill"):
-        assert begun[0] is ids and begun[1] is positions and begun[2] == bounds
+    for begun, (ids, positions, bounds) in zip(given["begin"], given["forward"][1:], strict=True):
+        assert begun[0] is ids and begun[1] is positions and begun[2:] == (bounds, whole)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
