@@ -3,80 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedConfig
 
-from longspec.data.templates import CHAT_FORMATS, check_chat_format
+from longspec.data.templates import CHAT_FORMATS
 from longspec.errors import UserError, reports_user_errors
-from longspec.inference.generate import check_drafting, check_sampling, generate
+from longspec.inference.generate import generate
 from longspec.inference.methods import METHODS, TREE_RULES
-from longspec.inference.registry import (
-    PUBLISHED_PAIRS,
-    Pair,
-    check_draft_tokenizer,
-    choose_pair,
-    family_class,
-)
+from longspec.inference.plan import Plan, make_plan
+from longspec.inference.registry import PUBLISHED_PAIRS, family_class
 from longspec.inference.report import Report, SampleResult, table
-from longspec.inference.tasks import HEADROOM, MIN_PROMPT_LEN, TASKS, Sample, Selection, read_questions, select_samples
+from longspec.inference.tasks import HEADROOM, MIN_PROMPT_LEN, TASKS, Sample
 from longspec.inference.tree_shapes import AUTO, DEFAULT_SHAPE
-from longspec.kernels.attention import BACKENDS, decoding_attention
-from longspec.models.draft_files import check_draft, draft_window
-from longspec.models.draft_layer import head_dim
+from longspec.kernels.attention import BACKENDS
+from longspec.models.draft_files import draft_window
 from longspec.models.glide import GlideMixin
-from longspec.models.target_files import check_weights, context_window, load_tokenizer, read_config
 
-GLIDE_METHODS = ("seq", "tree")
 WARM_UP_TOKENS = 16
 DTYPES = ("float32", "float16", "bfloat16")
-
-
-@dataclass
-class Plan:
-    """A run whose every part has been checked; only the weights are still to be loaded."""
-
-    options: argparse.Namespace
-    pair: Pair
-    config: PreTrainedConfig
-    window: int
-    tokenizer: Any
-    draft_state: dict[str, Tensor] | None
-    selection: Selection
-    max_new_tokens: int
-    device: torch.device
-    dtype: torch.dtype
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What every call of `generate` gets, but for the seed."""
-        options = self.options
-        return {
-            "method": options.method,
-            "max_new_tokens": self.max_new_tokens,
-            "temperature": options.temperature,
-            "top_p": options.top_p,
-            "top_k": options.top_k,
-            "tree_shape": options.tree_shape,
-            "gamma": options.gamma,
-            "tree_rule": options.tree_rule,
-            "compile": options.compile,
-            "attention": options.attention,
-            "eos_token_id": self.pair.eos_token_id,
-            "pad_token_id": self.pair.pad_token_id,
-        }
-
-    @property
-    def output_dir(self) -> Path:
-        options = self.options
-        return Path(options.output_dir or Path("outputs", "inference", self.pair.name, options.task, options.method))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -153,116 +101,14 @@ def _width(value: str) -> int | str:
         raise argparse.ArgumentTypeError(f"invalid int value: {value!r}, nor is it {AUTO}") from None
 
 
-def make_plan(options: argparse.Namespace) -> Plan:
-    """Check everything that can be checked without the weights, and say which prompts are left out.
-
-    Raises UserError.
-    """
-    max_new_tokens = TASKS[options.task].max_new_tokens if options.max_gen_len is None else options.max_gen_len
-    check_sampling(max_new_tokens, options.temperature, options.top_p, options.top_k)
-    _check_numbers(options)
-    _check_output(options.output_dir)
-    device = _device(options.device)
-    pair = choose_pair(options.model_name, options.target, options.draft)
-    config = read_config(pair.target)
-    model_class = family_class(config, pair.target)
-    check_weights(pair.target)
-    check_drafting(options.method, options.tree_shape, options.gamma, options.tree_rule, config.vocab_size)
-    tokenizer = load_tokenizer(pair.target, config)
-    check_chat_format(config.model_type, tokenizer, options.chat_format)
-    draft_state = None
-    if draft := _draft_in_use(options, pair):
-        draft_state = check_draft(draft, config, model_class.draft_layer_class)
-        check_draft_tokenizer(draft, pair.target, tokenizer)
-    window = min(pair.window or sys.maxsize, context_window(config))
-    selection = _select(options, config.model_type, tokenizer, window)
-    _check_samples(selection.samples, max_new_tokens, window, config.vocab_size)
-    dtype = _dtype(options.dtype, config, device)
-    decoding_attention(options.attention, device, dtype, head_dim(config))
-    return Plan(options, pair, config, window, tokenizer, draft_state, selection, max_new_tokens, device, dtype)
-
-
-def _check_numbers(options: argparse.Namespace) -> None:
-    for name, least in (("test_length", 0), ("batch_size", 1), ("min_prompt_len", 0), ("headroom", 0), ("seed", 0)):
-        if getattr(options, name) < least:
-            raise UserError(f"--{name}: {getattr(options, name)}; it must be at least {least}")
-
-
-def _check_output(folder: str | None) -> None:
-    place = Path(folder or ".").absolute()
-    existing = next(part for part in (place, *place.parents) if part.exists())
-    if not existing.is_dir():
-        raise UserError(f"--output_dir: {folder}: {existing} is a file; give a folder")
-
-
-def _device(name: str | None) -> torch.device:
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise UserError(f"--device: {name!r} is no device; use cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"--device: {name}; this machine has {torch.cuda.device_count()} CUDA devices")
-    return device
-
-
-def _dtype(name: str | None, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    if name is not None:
-        return getattr(torch, name)
-    if device.type == "cpu":
-        return torch.float32
-    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float16
-
-
-def _draft_in_use(options: argparse.Namespace, pair: Pair) -> str | None:
-    """The draft that the method needs, or that was given anyway and must then be right."""
-    if options.method in GLIDE_METHODS:
-        if pair.draft is None:
-            raise UserError(f"--draft: method {options.method} needs the draft of {pair.target}; give its path")
-        return pair.draft
-    return options.draft
-
-
-def _select(options: argparse.Namespace, family: str, tokenizer: Any, window: int) -> Selection:
-    longest = window - options.headroom
-    selection = select_samples(
-        options.task,
-        read_questions(options.task, options.data_path_prefix),
-        family,
-        tokenizer,
-        options.chat_format,
-        options.test_length,
-        options.min_prompt_len,
-        longest,
-    )
-    print(selection.describe(options.task, options.min_prompt_len, longest))
-    return selection
-
-
-def _check_samples(samples: Sequence[Sample], max_new_tokens: int, window: int, vocab_size: int) -> None:
-    """Every prompt must be made of the target's tokens and leave room for its answer."""
-    for sample in samples:
-        length, highest = len(sample.token_ids), max(sample.token_ids)
-        if length + max_new_tokens > window:
-            raise UserError(
-                f"sample {sample.id}: prompt of {length} tokens + {max_new_tokens} new tokens (--max_gen_len) "
-                f"are more than the target's {window} positions"
-            )
-        if highest >= vocab_size:
-            raise UserError(
-                f"sample {sample.id}: token id {highest}, the target has {vocab_size} embeddings; "
-                "this tokenizer is not the target's"
-            )
-
-
 def load_model(plan: Plan) -> GlideMixin:
     """Target and draft on the plan's device; without a draft in use, a fresh one that nothing reads."""
     model_class = family_class(plan.config, plan.pair.target)
-    draft = _draft_in_use(plan.options, plan.pair)
     model = model_class.from_pretrained(
         plan.pair.target,
         state_dict=plan.draft_state,
         torch_dtype=plan.dtype,
-        window=draft_window(draft) if draft else None,
+        window=draft_window(plan.draft) if plan.draft else None,
     )
     return model.to(plan.device).eval()  # type: ignore[arg-type]
 
@@ -316,7 +162,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         | plan.settings
         | {
             "target": plan.pair.target,
-            "draft": _draft_in_use(plan.options, plan.pair),
+            "draft": plan.draft,
             "window": plan.window,
             "dtype": str(plan.dtype).removeprefix("torch."),
             "device": str(plan.device),

@@ -76,8 +76,10 @@ def curriculum(folder: Path, run: Run, settings: EvaluationSettings) -> dict[str
 
 
 def tree_shapes(folder: Path, run: Run, settings: EvaluationSettings) -> dict[str, Any]:
-    """The main draft with each of the shapes that `--tree_shape auto` chooses from, and with what that chooses, in twice
-    the time that an arm has."""
+    """The main draft with each of the shapes that `--tree_shape auto` chooses from, and with what that chooses.
+
+    In twice the time that an arm has.
+    """
     names: dict[str, tuple[int, ...] | str] = {f"tree {' '.join(map(str, shape))}": shape for shape in CANDIDATES}
     names["tree auto"] = AUTO
     plan = [Measurement(name, "tree", prompts=3, tree_shape=shape) for name, shape in names.items()]
