@@ -22,7 +22,7 @@ by estimate."""
 MOST_SEGMENTS = 255
 MOST_GRAPHS = 2
 RUNS_BEFORE = 2
-"""Of a shape, before it is captured: kernels are compiled by then, and the shape is likely to come again."""
+"""Of a kind, before it is captured: kernels are compiled by then, and the kind is likely to come again."""
 
 
 class TargetGraphs:

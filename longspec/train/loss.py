@@ -94,7 +94,8 @@ class Objective:
         places = (following != IGNORED).nonzero().squeeze(1)
         wanted, places = (upload(x, hidden.device) for x in (following[places], places))
         student, teacher = hidden.flatten(0, 1).index_select(0, places), None
-        if self.reads_target and target_hidden is not None:
+        if self.reads_target:
+            assert target_hidden is not None
             teacher = target_hidden.flatten(0, 1).index_select(0, places)
         return student, teacher, wanted
 

@@ -82,9 +82,9 @@ def tree_shapes(folder: Path, run: Run, settings: EvaluationSettings) -> dict[st
     """
     names: dict[str, tuple[int, ...] | str] = {f"tree {' '.join(map(str, shape))}": shape for shape in CANDIDATES}
     names["tree auto"] = AUTO
-    plan = [Measurement(name, "tree", prompts=3, tree_shape=shape) for name, shape in names.items()]
-    plan = [Measurement("vanilla", prompts=3), *plan]
-    evaluate(folder / "evaluation", run, replace(settings, plan=tuple(plan), limit_s=2 * settings.limit_s))
+    shapes = (Measurement(name, "tree", prompts=3, tree_shape=shape) for name, shape in names.items())
+    plan = Measurement("vanilla", prompts=3), *shapes
+    evaluate(folder / "evaluation", run, replace(settings, plan=plan, limit_s=2 * settings.limit_s))
     methods = read_evaluation(folder / "evaluation")["methods"]
     arms = {row["name"]: {"methods": [row]} for row in methods if row["name"] in names}
     found = {"name": folder.name, "arms": arms}

@@ -21,7 +21,7 @@ def given(rows: int, length: int, segments: int = 1, whole: bool = True) -> tupl
 
 
 def test_small_passes_of_a_kind_that_comes_again_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first shapes alone, and apart from them a pass that ends earlier; too much work, or too many segments, and
+    """The first kinds alone, a pass that ends earlier being another kind; too much work, or too many segments, and
     it runs plainly, as far as it is wanted."""
     plain: list[tuple[Any, bool]] = []
     captured: list[tuple[Any, bool]] = []
@@ -100,7 +100,9 @@ def test_a_pass_that_was_begun_is_the_next_calls_if_that_is_for_its_tokens(tmp_p
         read = [x + 0 for x in captured]  # as the backward pass before reads them
         passes.begin(*coming)
         given = (coming, other, (*coming[:3], True))[step % 3]
-        got = passes(*given)
+        seen = passes.seen.copy()
+        got = tuple(None if x is None else x.clone() for x in passes(*given))  # queued at once, behind what was begun
+        assert (passes.seen == seen) == (given is coming)  # else it ran once more
         torch.testing.assert_close(read, kept, rtol=0, atol=0)
         torch.testing.assert_close(got, model.run_target(*given))
         assert passes.begun is None

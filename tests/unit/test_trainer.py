@@ -13,6 +13,8 @@ from training_fixtures import ROOT, make_target, one_rank_alone, plain_training,
 from longspec.errors import UserError
 from longspec.kernels.segments import Segments
 from longspec.models.draft_layer import GlideDecoderLayer
+from longspec.models.target_graph import TargetGraphs
+from longspec.train import engine as engine_module
 from longspec.train import trainer as trainer_module
 from longspec.train.checkpoint import gather_draft
 from longspec.train.config import TrainConfig, load_config
@@ -100,6 +102,20 @@ def test_bf16_keeps_rotary_frequencies_and_master_weights_in_fp32(load: Any, one
     assert {weight.dtype for weight in engine.module.parameters()} == {torch.bfloat16}
     masters = [weight for group in engine.optimizer.optimizer.param_groups for weight in group["params"]]
     assert masters and {weight.dtype for weight in masters} == {torch.float32}
+
+
+@pytest.mark.parametrize(("zero", "flash", "graphs"), [(1, True, True), (1, False, False), (3, True, False)])
+def test_the_target_runs_as_graphs_where_it_is_whole_and_its_attention_reads_borders_on_the_device(
+    load: Any, one_rank: None, monkeypatch: pytest.MonkeyPatch, zero: int, flash: bool, graphs: bool
+) -> None:
+    monkeypatch.setattr(engine_module, "runs_triton", lambda _: True)
+    monkeypatch.setattr(engine_module.varlen_flash, "runs", lambda *_: flash)
+    monkeypatch.setattr("longspec.models.target_kernels.use_kernels", lambda *_: None)
+    monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)  # DeepSpeed replaces it for good
+    config = load(f"deepspeed=zero{zero}")
+    module: Any = build_engine(config, build_pair(config, None)).module
+    assert isinstance(module.target_pass, TargetGraphs) == graphs
+    assert graphs or module.target_pass is None
 
 
 def test_a_fresh_draft_is_the_same_in_every_dtype(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
