@@ -10,7 +10,9 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -29,7 +31,19 @@ from longspec.train.distributed import data_parallel_place
 MASTERS = "master weights"
 ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
 MUON_MOMENT = "momentum_buffer"
-SAVED_CLASSES = [LossScaler, ZeroStageEnum, fragment_address]
+
+
+def enum_member(kind: type[Enum], name: str) -> Enum:
+    """What a file has that some versions of Python 3.11 wrote, 3.11.2 among them: a member of an enumeration as
+    `getattr(kind, name)`. This stands for that `getattr`, and takes it of nothing else."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise UnpicklingError(f"{name} of {kind}, which is no member of an enumeration")
+    return kind[name]
+
+
+enum_member.__module__, enum_member.__name__, enum_member.__qualname__ = "builtins", "getattr", "getattr"
+
+SAVED_CLASSES = [LossScaler, ZeroStageEnum, enum_member, fragment_address]
 """What DeepSpeed's files hold beside tensors and numbers; anything else in one is refused, not run."""
 
 

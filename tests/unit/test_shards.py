@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from training_fixtures import NEEDS_MUON, ROOT, make_target, one_rank_alone, write_texts
 
 from longspec.errors import UserError
@@ -16,7 +18,7 @@ from longspec.train.checkpoint import saved_draft
 from longspec.train.config import CONFIG_NAME, TrainConfig, load_config, to_yaml
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.inputs import read_inputs
-from longspec.train.shards import ADAMW_MOMENTS, MASTERS, MUON_MOMENT, Shards, adopt
+from longspec.train.shards import ADAMW_MOMENTS, MASTERS, MUON_MOMENT, Shards, adopt, load_plain
 from longspec.train.trainer import Trainer
 
 NEVER: Any = SimpleNamespace(agreed=lambda: False)
@@ -117,6 +119,28 @@ class Command:
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return os.system, ("false",)
+
+
+class Attribute:
+    """A member of an enumeration as some versions of Python 3.11 write it."""
+
+    def __init__(self, *place: Any) -> None:
+        self.place = place
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return getattr, self.place
+
+
+def test_a_member_of_an_enumeration_is_read_whatever_python_wrote_it(tmp_path: Path) -> None:
+    torch.save([Attribute(ZeroStageEnum, "weights"), ZeroStageEnum.weights], tmp_path / "state.pt")
+    assert load_plain(tmp_path / "state.pt") == [ZeroStageEnum.weights] * 2
+
+
+@pytest.mark.parametrize("place", [(LossScaler, "__init__"), (ZeroStageEnum, "__new__"), (ZeroStageEnum, "nowhere")])
+def test_no_other_attribute_is(place: tuple[Any, str], tmp_path: Path) -> None:
+    torch.save(Attribute(*place), tmp_path / "state.pt")
+    with pytest.raises(UserError, match="not a file of plain state"):
+        load_plain(tmp_path / "state.pt")
 
 
 @pytest.mark.parametrize("part", ["model", "optim"])
