@@ -127,9 +127,9 @@ def _by_task(found: Evidence, task: str) -> list[Verdict]:
         Verdict(
             f"Speed-up over vanilla, {task}",
             f"{slowest:.2f} … {fastest:.2f} ×",
-            "–" if ratio is None else f"{ratio:.2f} ×",
+            times(ratio),
             rule,
-            None if ratio is None else ratio >= slowest,
+            None if ratio is None else ratio["value"] >= slowest,
         ),
     ]
 
@@ -144,7 +144,9 @@ def _over_length(found: Evidence, claim: str, wanted: str) -> Verdict:
     if first is None or last is None:
         return Verdict(claim, wanted, "–", rule, None)
     share = last["value"] / first["value"]
-    measured = f"{shown(first)} at {found.contexts[0]}, {shown(last)} at {found.contexts[-1]} ({share:.0%})"
+    error = share * hypot(*((end["error"] or 0) / end["value"] for end in (first, last)))
+    ends = f"{shown(first)} at {found.contexts[0]}, {shown(last)} at {found.contexts[-1]}"
+    measured = f"{ends} ({share:.0%} ± {error:.0%})"
     return Verdict(claim, wanted, measured, rule, share >= LEAST_OF_SHORTEST)
 
 
@@ -193,9 +195,11 @@ def _peers(found: Evidence) -> list[Verdict]:
     rows = []
     for peer, theirs in wanted.items():
         ratio = speed_up(found.straight("tree"), found.of(peer))
-        measured = "–" if ratio is None else f"tree decodes {ratio:.2f} × as fast"
+        measured = "–" if ratio is None else f"tree decodes {times(ratio)} as fast"
         rule = "tokens/s on the same prompts, all contexts: more than 1 ×"
-        rows.append(Verdict(f"Faster than {peer}", theirs, measured, rule, None if ratio is None else ratio > 1))
+        rows.append(
+            Verdict(f"Faster than {peer}", theirs, measured, rule, None if ratio is None else ratio["value"] > 1)
+        )
     return rows
 
 
@@ -203,8 +207,8 @@ def _sampling(found: Evidence) -> Verdict:
     tree = found.straight("tree", 1.0)
     length, ratio = pooled(tree, acceptance), speed_up(tree, found.of("vanilla", 1.0))
     measured = "–" if length is None else f"{shown(length)} tokens a round"
-    measured += "" if ratio is None else f", {ratio:.2f} × vanilla"
-    faster = None if ratio is None else ratio > 1
+    measured += "" if ratio is None else f", {times(ratio)} vanilla"
+    faster = None if ratio is None else ratio["value"] > 1
     rule = "the released code is not lossless at T = 1, so its figures are no mark: faster than vanilla"
     return Verdict("Works at temperature 1", "no comparable figure", measured, rule, faster)
 
@@ -236,9 +240,14 @@ def _ratio_at_least(
 ) -> Verdict:
     mine, theirs = paired(_long(found, name, tasks, t), found.of(other, t))
     ratio = speed_up(mine, theirs)
-    measured = "–" if ratio is None else f"{ratio:.2f} × ({_pace(mine)}; {other} {_pace(theirs)}; {len(mine)} outputs)"
+    measured = f"{times(ratio)} ({_pace(mine)}; {other} {_pace(theirs)}; {len(mine)} outputs)" if ratio else "–"
     rule = f"the {LONGEST} longest contexts, same prompts, T = {t:g}"
-    return Verdict(claim, f"at least {wanted:.1f} ×", measured, rule, None if ratio is None else ratio >= wanted)
+    reached = None if ratio is None else ratio["value"] >= wanted
+    return Verdict(claim, f"at least {wanted:.1f} ×", measured, rule, reached)
+
+
+def times(ratio: dict[str, Any] | None) -> str:
+    return "–" if ratio is None else f"{shown(ratio)} ×"
 
 
 def _pace(samples: list[Sample]) -> str:

@@ -108,11 +108,12 @@ def page(summary: dict[str, Any], pictures: dict[str, str]) -> str:
         *training_line(summary["target_training"]),
         "",
         "An output *loops* where fewer than half of its 4-grams are distinct. Figures are pooled over verification "
-        "passes or seconds; ± is the standard error of a bootstrap over samples, and seeds give the range of their own "
-        "figures. What the last pass of an output accepted past its limit is not counted, so acceptance lengths are a "
-        "little too low, the more the longer they are. A dash is what was not measured, or what the measurement does "
-        "not decide. The next two tables are of outputs that do not loop, but for the time of a round, acceptance at "
-        "T = 1 beside its expectation, and losslessness.",
+        "passes or seconds; ± is the standard error of a bootstrap over samples (of a ratio of speeds: over the "
+        "prompts that both have), and seeds give the range of their own figures. What the last pass of an output "
+        "accepted past its limit is not counted, so acceptance lengths are a little too low, the more the longer they "
+        "are. A dash is what was not measured, or what the measurement does not decide. The next two tables are of "
+        "outputs that do not loop, but for the time of a round, acceptance at T = 1 beside its expectation, and "
+        "losslessness.",
         "",
         "## To reach",
         "",
@@ -192,7 +193,7 @@ def method_row(row: dict[str, Any]) -> list[str]:
         *(shown(group and group["acceptance_length_without_loops"]) for group in row["by_kind"].values()),
         shown(figures["acceptance_length_of_loops"]),
         *(rate(figures[name]) for name in ("tokens_per_second", "tokens_per_second_without_loops")),
-        *(times(figures[name]) for name in ("speed_up_over_vanilla", "speed_up_over_vanilla_without_loops")),
+        *(shown(figures[name]) for name in ("speed_up_over_vanilla", "speed_up_over_vanilla_without_loops")),
         str(figures["loops"]),
         "–" if distinct is None else f"{distinct:.0%}",
         "–" if same is None else f"{same['different']} of {same['outputs']}",
@@ -202,10 +203,6 @@ def method_row(row: dict[str, Any]) -> list[str]:
 def rate(figure: dict[str, Any] | None) -> str:
     """Tokens/s."""
     return "–" if figure is None else f"{figure['value']:.1f}"
-
-
-def times(ratio: float | None) -> str:
-    return "–" if ratio is None else f"{ratio:.2f}"
 
 
 def forced_lines(forced: dict[str, Any]) -> list[str]:
@@ -260,7 +257,7 @@ def ablation_lines(ablations: dict[str, Any]) -> list[str]:
             f"{method['temperature']:g}",
             *(shown(method["all"][figure]) for figure in lengths),
             rate(method["all"]["tokens_per_second_without_loops"]),
-            times(method["all"]["speed_up_over_vanilla"]),
+            shown(method["all"]["speed_up_over_vanilla"]),
             f"{method['all']['loops']} of {method['all']['samples']}",
         ]
         for name, found in ablations.items()

@@ -5,14 +5,16 @@ bootstrap over samples; where there are several seeds, the least and the largest
 """
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from statistics import stdev
-from typing import Any
+from typing import Any, TypeVar
 
 from scripts.reproduce.cells import CELL_FIELDS
 from scripts.reproduce.pair import CODE_TASKS
 
+T = TypeVar("T")
 Sample = dict[str, Any]
 """A sample's line, with its cell's name, temperature, seed, task and context."""
 
@@ -72,17 +74,22 @@ def pooled(samples: Sequence[Sample], figure: Callable[[Sequence[Sample]], float
     value = figure(samples)
     if value is None:
         return None
-    chance = random.Random(0)
-    again = [figure(chance.choices(samples, k=len(samples))) for _ in range(RESAMPLES)]
-    known = [one for one in again if one is not None]
     seeds = [figure(chosen(samples, seed=seed)) for seed in sorted({sample["seed"] for sample in samples})]
     by_seed = [one for one in seeds if one is not None]
     return {
         "value": value,
-        "error": stdev(known) if len(samples) > 1 and len(known) > 1 else None,
+        "error": spread(samples, figure),
         "samples": len(samples),
         "seeds": [min(by_seed), max(by_seed)] if len(by_seed) > 1 else None,
     }
+
+
+def spread(found: Sequence[T], figure: Callable[[Sequence[T]], float | None]) -> float | None:
+    """The standard error of a figure, by a bootstrap over what it is taken of."""
+    chance = random.Random(0)
+    again = [figure(chance.choices(found, k=len(found))) for _ in range(RESAMPLES)]
+    known = [one for one in again if one is not None]
+    return stdev(known) if len(found) > 1 and len(known) > 1 else None
 
 
 def shown(figure: dict[str, Any] | None) -> str:
@@ -120,10 +127,21 @@ def _place(sample: Sample) -> tuple[Any, ...]:
     return sample["task"], sample["context"], sample["id"]
 
 
-def speed_up(samples: Sequence[Sample], others: Sequence[Sample]) -> float | None:
-    """The ratio of decoding speeds, on the prompts that both have."""
-    mine, theirs = (speed(found) for found in paired(samples, others))
-    return mine / theirs if mine and theirs else None
+def speed_up(samples: Sequence[Sample], others: Sequence[Sample]) -> dict[str, Any] | None:
+    """The ratio of decoding speeds on the prompts that both have, with its spread over them, as a pooled figure."""
+    prompts: dict[tuple[Any, ...], tuple[list[Sample], list[Sample]]] = defaultdict(lambda: ([], []))
+    for side, found in enumerate(paired(samples, others)):
+        for sample in found:
+            prompts[_place(sample)][side].append(sample)
+
+    def ratio(prompts: Sequence[tuple[list[Sample], list[Sample]]]) -> float | None:
+        mine, theirs = (speed([*chain.from_iterable(prompt[side] for prompt in prompts)]) for side in (0, 1))
+        return mine / theirs if mine and theirs else None
+
+    both = list(prompts.values())
+    if (value := ratio(both)) is None:
+        return None
+    return {"value": value, "error": spread(both, ratio), "samples": len(both), "seeds": None}
 
 
 def speed_up_by_cell(samples: Sequence[Sample], others: Sequence[Sample]) -> dict[tuple[str, int], float]:

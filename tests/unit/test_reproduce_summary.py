@@ -87,9 +87,20 @@ def cell(*samples: dict[str, Any], **more: Any) -> dict[str, Any]:
 def test_ratios_are_taken_on_prompts_that_both_have() -> None:
     mine = [sample(40, 10, 1.0), sample(10, 10, 1.0, id="b")]
     theirs = [sample(20, 20, 2.0, name="vanilla"), sample(99, 99, 1.0, name="vanilla", id="c")]
-    assert speed_up(mine, theirs) == 4.0
+    assert speed_up(mine, theirs) == {"value": 4.0, "error": None, "samples": 1, "seeds": None}
     assert [len(found) for found in paired(mine, theirs)] == [1, 1]
     assert speed_up(mine[1:], theirs) is None
+
+
+def test_a_ratio_spreads_as_its_prompts_do() -> None:
+    """Both sides of a prompt are drawn together: where one is slow on both, the ratio is certain."""
+    theirs = [sample(10, 10, seconds, name="vanilla", id=name) for name, seconds in (("a", 1.0), ("b", 5.0))]
+    even = [sample(10, 10, seconds / 2, id=name) for name, seconds in (("a", 1.0), ("b", 5.0))]
+    uneven = [sample(10, 10, 0.5, id=name) for name in "ab"]
+    certain, spread = speed_up(even, theirs), speed_up(uneven, theirs)
+    assert certain is not None and spread is not None
+    assert (certain["value"], certain["samples"]) == (2.0, 2)
+    assert certain["error"] == pytest.approx(0, abs=1e-12) and spread["error"] > 1
 
 
 def test_first_differences_are_counted_up_to_where_they_are() -> None:
@@ -138,10 +149,10 @@ def test_speed_is_judged_at_the_two_longest_contexts_against_the_best_baseline()
     rows = marks(evidence(*samples))
     vanilla = verdict(rows, "Tokens/s of tree over vanilla")
     mine = "4.00 tokens in 40.00 ms"
-    told = f"2.00 × ({mine}; vanilla 4.00 tokens in 80.00 ms; 2 outputs)"
+    told = f"2.00 ± 0.00 × ({mine}; vanilla 4.00 tokens in 80.00 ms; 2 outputs)"
     assert (vanilla.measured, vanilla.holds) == (told, True)
     lookup = verdict(rows, "Tokens/s of tree over lookup, T = 0, code")
-    told = f"1.20 × ({mine}; lookup 4.00 tokens in 48.00 ms; 2 outputs)"
+    told = f"1.20 ± 0.00 × ({mine}; lookup 4.00 tokens in 48.00 ms; 2 outputs)"
     assert (lookup.measured, lookup.holds) == (told, False)
     assert verdict(rows, "Tokens/s of tree over lookup, T = 0, others").holds is None
     assert verdict(rows, "Tokens/s of tree over lookup, T = 1, code").holds is None
