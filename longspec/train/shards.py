@@ -41,6 +41,7 @@ def enum_member(kind: type[Enum], name: str) -> Enum:
     return kind[name]
 
 
+# What torch's loader knows it by.
 enum_member.__module__, enum_member.__name__, enum_member.__qualname__ = "builtins", "getattr", "getattr"
 
 SAVED_CLASSES = [LossScaler, ZeroStageEnum, enum_member, fragment_address]

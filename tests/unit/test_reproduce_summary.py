@@ -206,7 +206,7 @@ def test_descend_stands_beside_what_bounds_it() -> None:
 
 def test_claims_of_ablations_read_their_results() -> None:
     def arm(length: float) -> dict[str, Any]:
-        return {"methods": summarise([cell(sample(int(10 * length), 10))])}
+        return {"methods": summarise([cell(*(sample(int(10 * length), 10, id=name) for name in "ab"))])}
 
     ablations = {"anchor_offset": {"sooner": 3.0}, "slicing": {"arms": {"slicing": arm(3.3), "block": arm(3.0)}}}
     attention = [{"context": 64, "dense_ms": 9.0, "hybrid_ms": 3.0, "backend": "triton"}]
@@ -217,7 +217,23 @@ def test_claims_of_ablations_read_their_results() -> None:
     assert all(verdict(rows, start).holds for start in ("Anchor-offset", "Flash noisy", "Hybrid"))
 
 
-@pytest.mark.parametrize(("slicing", "holds"), [((29, 31), None), ((39, 41), True), ((19, 21), False)])
+def test_a_spread_that_one_sample_does_not_tell_is_not_taken_for_none() -> None:
+    alone = [sample(30, 10, 1.0, context=context) for context in (64, 128)]
+    rows = claims(evidence(*alone))
+    assert verdict(rows, "Acceptance hardly falls").measured.endswith("(100%)")
+    more = [sample(30, 10, 1.0, context=context, id="more") for context in (64, 128)]
+    rows = claims(evidence(*alone, *more))
+    assert verdict(rows, "Acceptance hardly falls").measured.endswith("(100% ± 0%)")
+
+
+def test_as_fast_is_not_faster() -> None:
+    peers = [sample(30, 10, 1.0, name=name) for name in ("tree", "magicdec")]
+    warm = [sample(30, 10, 1.0, name=name, temperature=1.0) for name in ("tree", "vanilla")]
+    rows = claims(evidence(*peers, *warm))
+    assert [verdict(rows, claim).holds for claim in ("Faster than magicdec", "Works at")] == [False, False]
+
+
+@pytest.mark.parametrize(("slicing", "holds"), [((29, 31), None), ((39, 41), True), ((19, 21), False), ((60,), None)])
 def test_noisy_training_is_decided_beyond_two_standard_errors(slicing: tuple[int, int], holds: bool | None) -> None:
     def arm(*tokens: int) -> dict[str, Any]:
         return {"methods": summarise([cell(*(sample(count, 10, id=str(count)) for count in tokens))])}
