@@ -46,5 +46,5 @@ def state_digest(state: Mapping[str, Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for name, tensor in sorted(state.items()):
         digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
