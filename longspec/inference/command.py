@@ -91,7 +91,7 @@ def _data(plan: Plan) -> str:
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command's options, with those that are not at their default in `changed`.
+    """The command's options, with what they are by default in `defaults`.
 
     Raises UserError for an option that does not parse.
     """
@@ -139,7 +139,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="on CUDA: fused layers, each round one CUDA graph",
     )
     options = parser.parse_args(argv)
-    options.changed = {name: value for name, value in vars(options).items() if value != parser.get_default(name)}
+    options.defaults = {name: parser.get_default(name) for name in vars(options)}
     options.tree_shape = AUTO if options.tree_shape == [AUTO] else options.tree_shape
     return options
 
@@ -215,7 +215,7 @@ def describe(plan: Plan) -> dict[str, Any]:
             "too_long": selection.too_long,
             "not_reached": selection.not_reached,
         },
-        "config": {name: value for name, value in vars(plan.options).items() if name not in ("changed", "overwrite")}
+        "config": {name: value for name, value in vars(plan.options).items() if name not in ("defaults", "overwrite")}
         | plan.settings
         | {
             "target": plan.pair.target,

@@ -122,7 +122,8 @@ class Plan:
         if self.options.output_dir:
             return Path(self.options.output_dir)
         model = re.sub(r"[^\w.+-]", "-", self.pair.name).strip(".") or "model"
-        return Path("outputs", "inference", model, self.options.task, folder_name(self.run, self.options.changed))
+        defaults = self.options.defaults | {"max_gen_len": TASKS[self.options.task].max_new_tokens}
+        return Path("outputs", "inference", model, self.options.task, folder_name(self.run, defaults))
 
 
 def make_plan(options: argparse.Namespace) -> Plan:

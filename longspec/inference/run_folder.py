@@ -29,10 +29,9 @@ LABELS = {
     "headroom": "headroom",
     "chat_format": "",
     "dtype": "",
-    "attention": "",
 }
 """The options that a folder's name spells out, with their abbreviations; the digest at its end covers all others."""
-ALWAYS_NAMED = ("tree_shape", "gamma", "temperature")
+ALWAYS_NAMED = ("tree_shape", "gamma", "temperature", "dtype")
 DIGEST_LENGTH = 8
 LONGEST_NAME = 120
 CONTENTS = ("target", "draft", "data", "prompts")
@@ -42,13 +41,13 @@ Configuration = Mapping[str, Any]
 """Everything that distinguishes a run from others, as JSON values: options, digests of its inputs, device, versions."""
 
 
-def folder_name(run: Configuration, changed: Mapping[str, Any]) -> str:
+def folder_name(run: Configuration, defaults: Mapping[str, Any]) -> str:
     """A readable name that differs for different configurations.
 
-    It has the method, the tree shape or gamma, the temperature, the options in `changed` (those that are not at their
-    default) and a short digest of the whole configuration, as in `tree_4-16-16-16-16_t0.7_seed3_1a2b3c4d`.
+    It has the method, the tree shape or gamma, the temperature, the options that are not at their default, the dtype
+    and a short digest of the whole configuration, as in `tree_4-16-16-16-16_t0.7_seed3_bfloat16_1a2b3c4d`.
     """
-    named = [name for name in LABELS if name in run and (name in ALWAYS_NAMED or name in changed)]
+    named = [name for name in LABELS if name in run and (name in ALWAYS_NAMED or run[name] != defaults[name])]
     parts = [run["method"], *(LABELS[name] + _spelled(run[name]) for name in named)]
     readable = re.sub(r"[^\w.,+-]", "-", "_".join(parts))[:LONGEST_NAME]
     content = json.dumps(run, sort_keys=True).encode()
