@@ -25,12 +25,14 @@ def check_memory(
     weights, row, free = weight_bytes(config, dtype), row_bytes(config, dtype, tokens, nodes), free_bytes(device)
     if weights + rows * row <= free:
         return
-    fitting = max(1, int((free * (1 - SPARE) - weights) / row)) if weights + row <= free else 0
-    advice = f"use --batch_size {fitting} or less" if fitting else "use a shorter --max_gen_len or a larger device"
-    raise UserError(
-        f"--batch_size: the target ({_gib(weights)}) and {rows} rows of {tokens} tokens ({_gib(row)} each) need "
-        f"{_gib(weights + rows * row)}, {device} has {_gib(free)} free; {advice}"
+    need = (
+        f"the target ({_gib(weights)}) and {rows} rows of {tokens} tokens and {nodes} tree nodes ({_gib(row)} each) "
+        f"need {_gib(weights + rows * row)}, {device} has {_gib(free)} free"
     )
+    if weights + row > free:
+        raise UserError(f"{need}; use fewer tokens (--max_gen_len), a smaller tree or --gamma, or a larger device")
+    fitting = max(1, int((free * (1 - SPARE) - weights) / row))
+    raise UserError(f"--batch_size: {need}; use --batch_size {fitting} or less")
 
 
 def row_bytes(config: PreTrainedConfig, dtype: torch.dtype, tokens: int, nodes: int) -> int:

@@ -230,17 +230,17 @@ def test_a_batch_that_does_not_fit_into_memory_is_refused(
     line = arguments(target, data, tmp_path / "out", "--batch_size", "100000")
     longest = max(len(sample.token_ids) for sample in make_plan(parse_options(line)).selection.samples)
     cache = TargetCache(config, 1, 512, torch.float32, torch.device("cpu"))
-    row = memory.row_bytes(config, torch.float32, longest + 64, 69 + 1)
-    assert row == cache.keys.nbytes + cache.values.nbytes + 70 * VOCAB_SIZE * 4
+    row = memory.row_bytes(config, torch.float32, longest + 64, 69)
+    assert row == cache.keys.nbytes + cache.values.nbytes + 69 * VOCAB_SIZE * 4
     weights = memory.weight_bytes(config, torch.float32)
     for free, advice in (
         (weights + 2.9 * row, "use --batch_size 2 or less"),
         (weights + 1.1 * row, "use --batch_size 1 or less"),
-        (weights, "use a shorter --max_gen_len"),
+        (weights, "use fewer tokens (--max_gen_len)"),
     ):
         monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: int(free))
         message = refusal(capsys, line)
-        assert message.startswith("error: --batch_size: ") and "and 3 rows of" in message and advice in message
+        assert f"and 3 rows of {longest + 64} tokens and 69 tree nodes" in message and advice in message
     monkeypatch.setattr(memory, "free_bytes", lambda device: weights + 3 * row)
     assert make_plan(parse_options(line)).options.batch_size == 100000
 
