@@ -20,7 +20,7 @@ from longspec.inference.plan import Plan, make_plan
 from longspec.inference.registry import PUBLISHED_PAIRS, family_class
 from longspec.inference.report import Report, SampleResult, table
 from longspec.inference.run_folder import CONTENTS, open_report
-from longspec.inference.tasks import HEADROOM, MIN_PROMPT_LEN, TASKS, Sample, data_file
+from longspec.inference.tasks import HEADROOM, MIN_PROMPT_LEN, TASKS, Sample
 from longspec.inference.tree_shapes import AUTO, DEFAULT_SHAPE
 from longspec.kernels.attention import BACKENDS
 from longspec.models.draft_files import draft_window
@@ -66,7 +66,7 @@ def measure(plan: Plan, report: Report, stop: StopSignals) -> dict[str, Any]:
         if earlier:
             print(f"{plan.output_dir}: continues after {earlier} of {samples} samples")
         model = load_model(plan)
-        report.begin({"run": plan.run, "target": plan.pair.target, "draft": plan.draft, "data": _data(plan)})
+        report.begin({"run": plan.run, "target": plan.pair.target, "draft": plan.draft, "data": str(plan.data_file)})
         run(model, plan, report, stop)
     stop.at_once = False
     if len(report.lines) == samples:
@@ -84,10 +84,6 @@ def _interruption(plan: Plan, done: int, signal_number: int) -> str:
     again = "the same command without --overwrite" if plan.options.overwrite else "the same command"
     line = f"stopped by {name}: {done} of {samples} samples are done, in {plan.output_dir}"
     return line if done == samples else f"{line}; {again} continues"
-
-
-def _data(plan: Plan) -> str:
-    return str(data_file(plan.options.task, plan.options.data_path_prefix))
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -26,7 +26,7 @@ from longspec.inference.memory import check_memory
 from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair, family_class
 from longspec.inference.report import device_name, versions
 from longspec.inference.run_folder import folder_name
-from longspec.inference.tasks import TASKS, Sample, Selection, data_file, read_questions, select_samples
+from longspec.inference.tasks import TASKS, Sample, Selection, read_questions, select_samples
 from longspec.inference.tree_shapes import AUTO, CANDIDATES
 from longspec.kernels.attention import decoding_attention
 from longspec.models.content import state_digest, target_digest
@@ -92,6 +92,10 @@ class Plan:
             "pad_token_id": self.pair.pad_token_id,
         }
 
+    @property
+    def data_file(self) -> Path:
+        return Path(self.options.data_path_prefix) / f"{self.options.task}.jsonl"
+
     @cached_property
     def run(self) -> dict[str, Any]:
         """Everything that distinguishes this run from others, as JSON values; inputs count by content."""
@@ -105,7 +109,7 @@ class Plan:
             "pad_token_id": self.pair.pad_token_id,
             "target": target_digest(self.pair.target, self.config),
             **self._draft_identity(),
-            "data": _file_digest(data_file(options.task, options.data_path_prefix)),
+            "data": _file_digest(self.data_file),
             "prompts": hashlib.blake2b(json.dumps(prompts).encode(), digest_size=16).hexdigest(),
             "device": device_name(self.device),
             "versions": versions(),

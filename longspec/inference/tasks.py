@@ -99,14 +99,9 @@ class Selection:
         return line + (f"; {self.not_reached} not reached, by --test_length" if self.not_reached else "")
 
 
-def data_file(name: str, folder: str | Path) -> Path:
-    """The records of a task."""
-    return Path(folder) / f"{name}.jsonl"
-
-
 def read_questions(name: str, folder: str | Path) -> list[Question]:
     """All records of FOLDER/NAME.jsonl as questions. Raises UserError with file, line and field."""
-    task, path = TASKS[name], data_file(name, folder)
+    task, path = TASKS[name], Path(folder) / f"{name}.jsonl"
     if not path.is_file():
         raise UserError(f"{path}: no such file; --data_path_prefix names the folder that holds {name}.jsonl")
     questions = []

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from test_command import ROOT, arguments, draft_of, lines_of, make_target, refusal, write_records
 
 from longspec.inference import command
@@ -264,22 +263,3 @@ def test_ids_are_only_text(pair: tuple[Path, Path], tmp_path: Path) -> None:
     assert [line["id"] for line in lines_of(tmp_path / "out")] == ids
     names = sorted(file.name for file in (tmp_path / "out").iterdir())
     assert names == [".lock", "run.json", "samples.jsonl", "summary.json"]
-
-
-def test_the_digest_of_a_target_covers_its_weights(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    from longspec.models.content import BLOCK, BLOCKS, target_digest
-
-    weights = tmp_path / "model.safetensors"
-    size = 2 * BLOCK * BLOCKS
-    weights.write_bytes(bytes(size))
-    config: Any = torch
-    first = target_digest(str(tmp_path), config)
-    assert target_digest(str(tmp_path), config) == first
-    for offset in (0, size // 2 + 5):
-        with weights.open("r+b") as handle:
-            handle.seek(offset)
-            handle.write(b"x")
-        assert target_digest(str(tmp_path), config) != first
-        first = target_digest(str(tmp_path), config)
-    weights.write_bytes(bytes(size + 1))
-    assert target_digest(str(tmp_path), config) != first
