@@ -21,7 +21,7 @@ def test_a_target_is_known_by_its_weights_and_configs(
     monkeypatch.setattr(content, "WHOLE", whole)
     monkeypatch.setattr(content, "STRIDE", 4096)
     monkeypatch.setattr(content, "BLOCK", 64)
-    folders = [save_target(tmp_path / name, seed=seed) for name, seed in (("one", 0), ("copy", 0), ("other", 1))]
+    folders = [save_target(tmp_path / name, "llama", seed) for name, seed in (("one", 0), ("copy", 0), ("other", 1))]
     os.utime(folders[1] / "model.safetensors", (0, 0))
     one, copy, other = (target_digest(str(folder), CONFIG) for folder in folders)
     assert one == copy != other
