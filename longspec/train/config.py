@@ -203,10 +203,10 @@ def _unknown_key(key: str) -> UserError:
 
 def _keys(section: type, prefix: str = "") -> Iterator[str]:
     """The full names of a config class's keys, those of its sections included."""
-    for field in fields(section):
-        yield prefix + field.name
-        if isinstance(field.type, type) and is_dataclass(field.type):
-            yield from _keys(field.type, f"{prefix}{field.name}.")
+    for key in fields(section):
+        yield prefix + key.name
+        if isinstance(key.type, type) and is_dataclass(key.type):
+            yield from _keys(key.type, f"{prefix}{key.name}.")
 
 
 def read_config_file(file: Path) -> TrainConfig:
