@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+import signal
+import sys
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,14 +19,16 @@ from longspec.inference.methods import METHODS, TREE_RULES
 from longspec.inference.plan import Plan, make_plan
 from longspec.inference.registry import PUBLISHED_PAIRS, family_class
 from longspec.inference.report import Report, SampleResult, table
+from longspec.inference.run_folder import CONTENTS, open_report
 from longspec.inference.tasks import HEADROOM, MIN_PROMPT_LEN, TASKS, Sample
 from longspec.inference.tree_shapes import AUTO, DEFAULT_SHAPE
 from longspec.kernels.attention import BACKENDS
 from longspec.models.draft_files import draft_window
 from longspec.models.glide import GlideMixin
+from longspec.signals import StopSignals, exit_code
 
 WARM_UP_TOKENS = 16
-DTYPES = ("float32", "float16", "bfloat16")
+DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -34,19 +38,59 @@ class _Parser(argparse.ArgumentParser):
 
 @reports_user_errors
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run one method on one task and return the summary. Bad input ends the process with exit code 2."""
-    plan = make_plan(parse_options(argv))
-    model = load_model(plan)
-    report = Report(plan.output_dir)
-    run(model, plan, report)
-    summary = report.finish(plan.device, **describe(plan))
-    print(table(summary))
-    print(f"written to {plan.output_dir}")
+    """Run one method on one task and return the summary; an interrupted run continues after its last line.
+
+    Bad input ends the process with exit code 2. A stop signal ends it with 128 + its number: at once while the run is
+    prepared, and later after the batch that is running.
+    """
+    with StopSignals(at_once=True) as stop:
+        try:
+            plan = make_plan(parse_options(argv))
+            with open_report(plan.output_dir, plan.run, plan.options.overwrite) as report:
+                return measure(plan, report, stop)
+        except SystemExit:
+            if stop.received is not None and stop.at_once:
+                print(f"stopped by {signal.Signals(stop.received).name} before the measurement", file=sys.stderr)
+            raise
+
+
+def measure(plan: Plan, report: Report, stop: StopSignals) -> dict[str, Any]:
+    """Run the samples that have no line yet, and sum up all of them.
+
+    Raises SystemExit after the running batch if `stop` receives a signal.
+    """
+    samples, earlier = len(plan.selection.samples), len(report.lines)
+    if earlier == samples:
+        print(f"{plan.output_dir}: complete already, {samples} of {samples} samples")
+    else:
+        if earlier:
+            print(f"{plan.output_dir}: continues after {earlier} of {samples} samples")
+        model = load_model(plan)
+        report.begin({"run": plan.run, "target": plan.pair.target, "draft": plan.draft, "data": str(plan.data_file)})
+        run(model, plan, report, stop)
+    stop.at_once = False
+    if len(report.lines) == samples:
+        summary = report.finish(plan.device, **describe(plan))
+        print(table(summary))
+        print(f"written to {plan.output_dir}")
+    if stop.received is not None:
+        print(_interruption(plan, len(report.lines), stop.received), file=sys.stderr)
+        raise SystemExit(exit_code(stop.received))
     return summary
 
 
+def _interruption(plan: Plan, done: int, signal_number: int) -> str:
+    name, samples = signal.Signals(signal_number).name, len(plan.selection.samples)
+    again = "the same command without --overwrite" if plan.options.overwrite else "the same command"
+    line = f"stopped by {name}: {done} of {samples} samples are done, in {plan.output_dir}"
+    return line if done == samples else f"{line}; {again} continues"
+
+
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command's options; UserError for an option that does not parse."""
+    """The command's options, with what they are by default in `defaults`.
+
+    Raises UserError for an option that does not parse.
+    """
     parser = _Parser(description="Measure a target, alone or with its draft.", allow_abbrev=False)
     add = parser.add_argument
     add("--model_name", choices=PUBLISHED_PAIRS, help="a published pair of target and draft")
@@ -76,11 +120,12 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--gamma", type=int, default=4, help="length of the chain (seq, magicdec, lookup)")
     add("--seed", type=int, default=0)
     add("--batch_size", type=int, default=1)
-    add("--output_dir", help="default: outputs/inference/<model>/<task>/<method>")
+    add("--output_dir", help="default: one per configuration, outputs/inference/<model>/<task>/<options>")
+    add("--overwrite", action="store_true", help="replace the results in the output folder, of whatever run they are")
     add("--chat_format", choices=CHAT_FORMATS, default="published")
     add("--min_prompt_len", type=int, default=MIN_PROMPT_LEN, help="LongBench: leave out prompts up to this length")
     add("--headroom", type=int, default=HEADROOM, help="LongBench: leave out prompts over window - headroom")
-    add("--dtype", choices=DTYPES, help="default: the target's own, on a CPU float32")
+    add("--dtype", choices=DTYPES, default="auto", help="auto: the target's own, on a CPU float32")
     add("--device", help="default: cuda where there is one")
     add("--attention", choices=("auto", *BACKENDS), default="auto", help="what decoding's attention runs on")
     add(
@@ -90,6 +135,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="on CUDA: fused layers, each round one CUDA graph",
     )
     options = parser.parse_args(argv)
+    options.defaults = {name: parser.get_default(name) for name in vars(options)}
     options.tree_shape = AUTO if options.tree_shape == [AUTO] else options.tree_shape
     return options
 
@@ -113,25 +159,32 @@ def load_model(plan: Plan) -> GlideMixin:
     return model.to(plan.device).eval()  # type: ignore[arg-type]
 
 
-def run(model: GlideMixin, plan: Plan, report: Report) -> None:
-    """One untimed warm-up with the run's own settings, then every sample, batch by batch."""
+def run(model: GlideMixin, plan: Plan, report: Report, stop: StopSignals) -> None:
+    """One untimed warm-up with the run's own settings, then batch by batch the samples that have no line yet.
+
+    Returns after the running batch once `stop` has received a signal.
+    """
     samples, size = plan.selection.samples, plan.options.batch_size
     # Without an end of sequence, so that the warm-up comes to its rounds.
     warm_up = plan.settings | {"max_new_tokens": min(WARM_UP_TOKENS, plan.max_new_tokens), "eos_token_id": ()}
     # The longest prompts, because kernels are compiled for sizes.
     longest = sorted(samples, key=lambda sample: len(sample.token_ids), reverse=True)[:size]
     generate(model, *_padded(longest), **warm_up, seed=plan.options.seed)
-    with tqdm(total=len(samples), desc=f"{plan.options.task}, {plan.options.method}", unit="sample") as progress:
-        for number, batch in enumerate(_batches(samples, size)):
+    stop.at_once = False
+    label = f"{plan.options.task}, {plan.options.method}"
+    with tqdm(total=len(samples), initial=len(report.lines), desc=label, unit="sample") as progress:
+        for number, first in enumerate(range(0, len(samples), size)):
+            batch = samples[first : first + size]
+            if report.done.issuperset(range(first, first + len(batch))):
+                continue
+            if stop.received is not None:
+                return
+            # A batch's seed does not depend on the batches before it, so an interrupted run continues as it would have.
             output = generate(model, *_padded(batch), **plan.settings, seed=plan.options.seed + number)
             answers = [tokens.tolist() for tokens in output.new_tokens]
-            report.add([_result(*pair, plan.tokenizer) for pair in zip(batch, answers, strict=True)], output.stats)
-            progress.update(len(batch))
-
-
-def _batches(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
-    for start in range(0, len(samples), size):
-        yield samples[start : start + size]
+            results = [_result(*pair, plan.tokenizer) for pair in zip(batch, answers, strict=True)]
+            report.add(results, output.stats, first)
+            progress.update(len(report.lines) - progress.n)
 
 
 def _padded(batch: Sequence[Sample]) -> tuple[Tensor, Tensor]:
@@ -158,7 +211,7 @@ def describe(plan: Plan) -> dict[str, Any]:
             "too_long": selection.too_long,
             "not_reached": selection.not_reached,
         },
-        "config": vars(plan.options)
+        "config": {name: value for name, value in vars(plan.options).items() if name not in ("defaults", "overwrite")}
         | plan.settings
         | {
             "target": plan.pair.target,
@@ -167,5 +220,6 @@ def describe(plan: Plan) -> dict[str, Any]:
             "dtype": str(plan.dtype).removeprefix("torch."),
             "device": str(plan.device),
             "output_dir": str(plan.output_dir),
+            "digests": {name: plan.run[name] for name in CONTENTS},
         },
     }

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
+import math
+import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +22,33 @@ from transformers import PreTrainedConfig
 from longspec.data.templates import check_chat_format
 from longspec.errors import UserError
 from longspec.inference.generate import check_drafting, check_sampling
+from longspec.inference.memory import check_memory
 from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair, family_class
+from longspec.inference.report import device_name, versions
+from longspec.inference.run_folder import folder_name
 from longspec.inference.tasks import TASKS, Sample, Selection, read_questions, select_samples
+from longspec.inference.tree_shapes import AUTO, CANDIDATES
 from longspec.kernels.attention import decoding_attention
-from longspec.models.draft_files import check_draft
+from longspec.models.content import state_digest, target_digest
+from longspec.models.draft_files import check_draft, draft_window
 from longspec.models.draft_layer import head_dim
 from longspec.models.target_files import check_weights, context_window, load_tokenizer, read_config
 
 GLIDE_METHODS = ("seq", "tree")
+SHAPE_OPTIONS = {
+    "vanilla": (),
+    "seq": ("gamma",),
+    "tree": ("tree_shape", "tree_rule"),
+    "magicdec": ("gamma",),
+    "lookup": ("gamma",),
+}
+"""The options that shape each method's drafts."""
+OTHER_OPTIONS = (
+    *("task", "method", "temperature", "top_p", "top_k", "seed", "batch_size"),
+    *("test_length", "min_prompt_len", "headroom", "chat_format", "compile"),
+)
+SEED_LIMIT = 2**63
+"""torch takes seeds below it, with room for the batch numbers that are added."""
 
 
 @dataclass
@@ -40,6 +65,8 @@ class Plan:
     max_new_tokens: int
     device: torch.device
     dtype: torch.dtype
+    attention: str
+    """The backend that runs: "flash", "triton" or "sdpa"."""
 
     @property
     def draft(self) -> str | None:
@@ -66,9 +93,41 @@ class Plan:
         }
 
     @property
+    def data_file(self) -> Path:
+        return Path(self.options.data_path_prefix) / f"{self.options.task}.jsonl"
+
+    @cached_property
+    def run(self) -> dict[str, Any]:
+        """Everything that distinguishes this run from others, as JSON values; inputs count by content."""
+        options, prompts = self.options, [[sample.id, sample.token_ids] for sample in self.selection.samples]
+        return {
+            **{name: getattr(options, name) for name in (*OTHER_OPTIONS, *SHAPE_OPTIONS[options.method])},
+            "max_gen_len": self.max_new_tokens,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "attention": self.attention,
+            "eos_token_id": self.pair.eos_token_id,
+            "pad_token_id": self.pair.pad_token_id,
+            "target": target_digest(self.pair.target, self.config),
+            **self._draft_identity(),
+            "data": _file_digest(self.data_file),
+            "prompts": hashlib.blake2b(json.dumps(prompts).encode(), digest_size=16).hexdigest(),
+            "device": device_name(self.device),
+            "versions": versions(),
+        }
+
+    def _draft_identity(self) -> dict[str, Any]:
+        if self.options.method not in GLIDE_METHODS or self.draft is None or self.draft_state is None:
+            return {"draft": None, "draft_window": None}
+        return {"draft": state_digest(self.draft_state), "draft_window": draft_window(self.draft)}
+
+    @property
     def output_dir(self) -> Path:
-        options = self.options
-        return Path(options.output_dir or Path("outputs", "inference", self.pair.name, options.task, options.method))
+        """The folder of the results; by default one of its own for each configuration."""
+        if self.options.output_dir:
+            return Path(self.options.output_dir)
+        model = re.sub(r"[^\w.+-]", "-", self.pair.name).strip(".") or "model"
+        defaults = self.options.defaults | {"max_gen_len": TASKS[self.options.task].max_new_tokens}
+        return Path("outputs", "inference", model, self.options.task, folder_name(self.run, defaults))
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
@@ -96,21 +155,35 @@ def make_plan(options: argparse.Namespace) -> Plan:
     selection = _select(options, config.model_type, tokenizer, window)
     _check_samples(selection.samples, max_new_tokens, window, config.vocab_size)
     dtype = _dtype(options.dtype, config, device)
-    decoding_attention(options.attention, device, dtype, head_dim(config))
-    return Plan(options, pair, config, window, tokenizer, draft_state, selection, max_new_tokens, device, dtype)
+    attention = decoding_attention(options.attention, device, dtype, head_dim(config)).name
+    _check_memory(options, config, dtype, device, selection.samples, max_new_tokens)
+    return Plan(
+        options, pair, config, window, tokenizer, draft_state, selection, max_new_tokens, device, dtype, attention
+    )
 
 
 def _check_numbers(options: argparse.Namespace) -> None:
     for name, least in (("test_length", 0), ("batch_size", 1), ("min_prompt_len", 0), ("headroom", 0), ("seed", 0)):
         if getattr(options, name) < least:
             raise UserError(f"--{name}: {getattr(options, name)}; it must be at least {least}")
+    for name, limit in (("seed", SEED_LIMIT), ("top_k", SEED_LIMIT)):
+        if getattr(options, name) >= limit:
+            raise UserError(f"--{name}: {getattr(options, name)}; it must be less than {limit}")
+    if not math.isfinite(options.temperature):
+        raise UserError(f"--temperature: {options.temperature}; it must be finite")
 
 
 def _check_output(folder: str | None) -> None:
-    place = Path(folder or ".").absolute()
-    existing = next(part for part in (place, *place.parents) if part.exists())
+    """Raise UserError if the output folder surely cannot be created or written; nothing is created yet."""
+    path = Path(folder or ".").absolute()
+    try:
+        existing = next(part for part in (path, *path.parents) if part.exists())
+    except OSError as error:
+        raise UserError(f"--output_dir: {folder}: {error.strerror}; give a folder") from error
     if not existing.is_dir():
         raise UserError(f"--output_dir: {folder}: {existing} is a file; give a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"--output_dir: {folder}: {existing} cannot be written; give another folder")
 
 
 def _device(name: str | None) -> torch.device:
@@ -118,13 +191,15 @@ def _device(name: str | None) -> torch.device:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
         raise UserError(f"--device: {name!r} is no device; use cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"--device: {name!r} is not supported; use cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"--device: {name}; this machine has {torch.cuda.device_count()} CUDA devices")
     return device
 
 
-def _dtype(name: str | None, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    if name is not None:
+def _dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
+    if name != "auto":
         return getattr(torch, name)
     if device.type == "cpu":
         return torch.float32
@@ -156,17 +231,37 @@ def _select(options: argparse.Namespace, family: str, tokenizer: Any, window: in
     return selection
 
 
+def _check_memory(
+    options: argparse.Namespace,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    samples: Sequence[Sample],
+    max_new_tokens: int,
+) -> None:
+    shapes = CANDIDATES if options.tree_shape == AUTO else (options.tree_shape,)
+    drafted = {"vanilla": 0, "tree": max(map(sum, shapes))}.get(options.method, options.gamma)
+    longest = max(len(sample.token_ids) for sample in samples)
+    rows = min(options.batch_size, len(samples))
+    check_memory(config, dtype, device, rows, longest + max_new_tokens, drafted + 1)
+
+
+def _file_digest(file: Path) -> str:
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
 def _check_samples(samples: Sequence[Sample], max_new_tokens: int, window: int, vocab_size: int) -> None:
     """Every prompt must be made of the target's tokens and leave room for its answer."""
     for sample in samples:
         length, highest = len(sample.token_ids), max(sample.token_ids)
         if length + max_new_tokens > window:
             raise UserError(
-                f"sample {sample.id}: prompt of {length} tokens + {max_new_tokens} new tokens (--max_gen_len) "
+                f"sample {sample.id!r}: prompt of {length} tokens + {max_new_tokens} new tokens (--max_gen_len) "
                 f"are more than the target's {window} positions"
             )
         if highest >= vocab_size:
             raise UserError(
-                f"sample {sample.id}: token id {highest}, the target has {vocab_size} embeddings; "
+                f"sample {sample.id!r}: token id {highest}, the target has {vocab_size} embeddings; "
                 "this tokenizer is not the target's"
             )

@@ -1,4 +1,4 @@
-"""What a run leaves behind: a JSON line for each sample, a summary of them all, and a short table."""
+"""The results of a run: a JSON line per sample, a summary that pools them, and a short table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import math
 import os
 import platform
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -16,8 +17,10 @@ from typing import Any
 
 import torch
 
+from longspec.errors import UserError
 from longspec.inference.generate import GenerationStats
 
+RUN_NAME = "run.json"
 SAMPLES_NAME = "samples.jsonl"
 SUMMARY_NAME = "summary.json"
 
@@ -34,50 +37,125 @@ class SampleResult:
 
 
 class Report:
-    """Collects a run's results in `folder`; what an earlier run left there is replaced."""
+    """The results in a run's folder: one line per sample, appended batch by batch, and at the end a summary.
 
-    def __init__(self, folder: str | Path) -> None:
+    It begins with the complete lines that an interrupted run left. A cut last line does not count; its sample is run
+    again. With `resume=False` it begins empty, and `begin` removes earlier results.
+    """
+
+    def __init__(self, folder: str | Path, resume: bool = True) -> None:
+        """Only reads. Raises UserError for complete lines that are not a report's."""
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / SUMMARY_NAME).unlink(missing_ok=True)
-        (self.folder / SAMPLES_NAME).write_text("")
-        self.batches: list[GenerationStats] = []
-        self.samples = 0
-        self.new_tokens = 0
-        self.ttft_of_samples = 0.0
+        self.resume = resume
+        self.lines: list[dict[str, Any]] = []
+        """The lines on disk, without texts and token ids."""
+        self.size = 0
+        """Bytes of the complete lines on disk."""
+        if resume and (self.folder / SAMPLES_NAME).exists():
+            self._read()
 
-    def add(self, results: Sequence[SampleResult], stats: GenerationStats) -> None:
-        """Append one line for each row of a batch; its times are those of the batch that it ran in."""
-        with (self.folder / SAMPLES_NAME).open("a", encoding="utf-8") as handle:
-            for result, rounds in zip(results, stats.row_rounds, strict=True):
-                line = _sample_line(result, rounds, len(results), stats)
-                handle.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self.batches.append(stats)
-        self.samples += len(results)
-        self.new_tokens += sum(len(result.token_ids) for result in results)
-        self.ttft_of_samples += stats.ttft_s * len(results)
+    def _read(self) -> None:
+        path = self.folder / SAMPLES_NAME
+        with path.open("rb") as handle:
+            for number, raw in enumerate(handle, 1):
+                if raw.endswith(b"\n"):
+                    self.lines.append(_figures(raw, f"{path}, line {number}"))
+                    self.size += len(raw)
+
+    @property
+    def done(self) -> set[int]:
+        """Indices of the samples that have a line."""
+        return {line["index"] for line in self.lines}
+
+    def begin(self, record: dict[str, Any]) -> None:
+        """Store the run's configuration and cut off what does not belong to it. Raises UserError on a full disk."""
+        samples = self.folder / SAMPLES_NAME
+        with self._reported():
+            if not self.resume:
+                (self.folder / SUMMARY_NAME).unlink(missing_ok=True)
+                samples.unlink(missing_ok=True)
+            if samples.exists():
+                os.truncate(samples, self.size)
+            write_json(self.folder / RUN_NAME, record)
+
+    def add(self, results: Sequence[SampleResult], stats: GenerationStats, first: int) -> None:
+        """Append a line for each row of a batch, whose first row is sample `first` of the run.
+
+        Times are those of the batch. Rows that have a line already are left out: a batch that was cut off in writing is
+        run again as a whole, because its seed is the batch's. Raises UserError, with the earlier lines intact, if the
+        lines cannot be written.
+        """
+        done = self.done
+        lines = [
+            _sample_line(index, result, rounds, len(results), first, stats)
+            for index, (result, rounds) in enumerate(zip(results, stats.row_rounds, strict=True), first)
+            if index not in done
+        ]
+        content = b"".join(_encoded(line) + b"\n" for line in lines)
+        with self._reported():
+            self._append(content)
+        self.lines += [_without_answer(line) for line in lines]
+        self.size += len(content)
+
+    def _append(self, content: bytes) -> None:
+        with (self.folder / SAMPLES_NAME).open("ab", buffering=0) as handle:
+            try:
+                rest = memoryview(content)
+                while rest:
+                    rest = rest[handle.write(rest) :]
+                os.fsync(handle.fileno())
+            except OSError:
+                handle.truncate(self.size)
+                raise
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"{self.folder}: cannot be written ({error.strerror}); {len(self.lines)} samples are saved; "
+                "the same command continues once this is fixed"
+            ) from error
 
     def finish(self, device: torch.device, **facts: Any) -> dict[str, Any]:
         """Write `summary.json`, whole or not at all: `facts` first, then the pooled figures; return it."""
-        pooled = pool(self.batches)
+        batches = {line["batch"]["first"]: _batch_stats(line) for line in self.lines}
+        pooled = pool(list(batches.values()))
+        samples = len(self.lines)
         summary = facts | {
-            "samples": self.samples,
+            "samples": samples,
             "mean_acceptance_length": _number(pooled.mean_acceptance_length),
             "accepted_by_depth": pooled.accepted_by_depth,
             "rounds": pooled.rounds,
             "decoded_tokens": pooled.decoded_tokens,
-            "new_tokens": self.new_tokens,
+            "new_tokens": sum(line["new_tokens"] for line in self.lines),
             "tokens_per_second": _number(pooled.tokens_per_second),
             "decode_s": pooled.decode_s,
-            "ttft_s": self.ttft_of_samples / self.samples if self.samples else None,
-            "peak_memory_bytes": pooled.peak_memory_bytes or _resident_peak(),
+            "ttft_s": sum(line["ttft_s"] for line in self.lines) / samples if samples else None,
+            "peak_memory_bytes": pooled.peak_memory_bytes,
             "device": device_name(device),
             "versions": versions(),
         }
-        unfinished = self.folder / (SUMMARY_NAME + ".tmp")
-        unfinished.write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(unfinished, self.folder / SUMMARY_NAME)
+        with self._reported():
+            write_json(self.folder / SUMMARY_NAME, summary)
         return summary
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` to `path`, whole or not at all. Raises OSError."""
+    unfinished = path.with_name(path.name + ".tmp")
+    try:
+        unfinished.write_bytes(_encoded(content, indent=2) + b"\n")
+        os.replace(unfinished, path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def _encoded(content: dict[str, Any], indent: int | None = None) -> bytes:
+    """JSON in UTF-8; a lone surrogate, which has no UTF-8, becomes its JSON escape."""
+    return json.dumps(content, indent=indent, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 
 def pool(batches: Sequence[GenerationStats]) -> GenerationStats:
@@ -126,8 +204,11 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def _sample_line(result: SampleResult, rounds: int, rows: int, stats: GenerationStats) -> dict[str, Any]:
+def _sample_line(
+    index: int, result: SampleResult, rounds: int, rows: int, first: int, stats: GenerationStats
+) -> dict[str, Any]:
     return {
+        "index": index,
         "id": result.id,
         "prompt_tokens": result.prompt_tokens,
         "new_tokens": len(result.token_ids),
@@ -138,9 +219,36 @@ def _sample_line(result: SampleResult, rounds: int, rows: int, stats: Generation
         "decode_s": stats.decode_s,
         "tokens_per_second": _number(stats.tokens_per_second),
         **({"tree_shape": list(stats.tree_shape)} if stats.tree_shape else {}),
+        "batch": {
+            "first": first,
+            "rounds": stats.rounds,
+            "decoded_tokens": stats.decoded_tokens,
+            "accepted_by_depth": stats.accepted_by_depth,
+            "peak_memory_bytes": stats.peak_memory_bytes or _resident_peak(),
+        },
         "text": result.text,
         "token_ids": result.token_ids,
     }
+
+
+def _without_answer(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if name not in ("text", "token_ids")}
+
+
+def _figures(raw: bytes, where: str) -> dict[str, Any]:
+    """A complete line of `samples.jsonl` without its answer. Raises UserError that says `where` it is not one."""
+    try:
+        line = _without_answer(json.loads(raw))
+        _batch_stats(line)
+        return {name: line[name] for name in ("index", "new_tokens")} | line
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{where}: not a line of results; remove it, or all results with --overwrite") from error
+
+
+def _batch_stats(line: dict[str, Any]) -> GenerationStats:
+    """The figures of a line's whole batch, as `pool` takes them."""
+    counts = {name: value for name, value in line["batch"].items() if name != "first"}
+    return GenerationStats(**counts, ttft_s=line["ttft_s"], decode_s=line["decode_s"])
 
 
 def _resident_peak() -> int:

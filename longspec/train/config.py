@@ -1,10 +1,11 @@
 """What a training run can be told: the typed schema, the composed Hydra config merged into it, and cross-checks."""
 
 import argparse
+import difflib
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from packaging.version import Version
 from pydantic import ValidationError
 from yaml import YAMLError
@@ -32,6 +33,8 @@ OPTIMIZERS = ("adamw", "muon")
 MUON_FROM = "0.19.8"
 """The oldest DeepSpeed whose Muon was tried; those before it know none for bf16."""
 WANDB_MODES = ("auto", "online", "offline", "disabled")
+UNKNOWN_KEY = (ConfigAttributeError, ConfigKeyError)
+"""OmegaConf's errors for a key that the schema does not have."""
 
 POSITIVE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "save_steps"),
@@ -168,6 +171,8 @@ def compose_config(folder: str | Path, name: str, overrides: Sequence[str] = ())
         with initialize_config_dir(str(Path(folder).absolute()), version_base=None):
             return compose(name.removesuffix(".yaml"), overrides=list(overrides))
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
+        if isinstance(error.__cause__, UNKNOWN_KEY):  # Hydra's own message suggests `+key`, which `typed` refuses
+            raise _unknown_key(str(error.__cause__.full_key)) from error
         raise UserError(f"config {name}: {_one_line(error)}") from error
 
 
@@ -182,7 +187,26 @@ def typed(composed: DictConfig) -> TrainConfig:
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         where = getattr(error, "full_key", None) or key
+        if isinstance(error, UNKNOWN_KEY):
+            raise _unknown_key(where) from error
         raise UserError(f"config key {where}: {_one_line(error)}") from error
+
+
+def _unknown_key(key: str) -> UserError:
+    known = list(_keys(TrainConfig))
+    same_name = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    similar = same_name or difflib.get_close_matches(key, known)
+    near = [name for name in similar if not any(other.startswith(f"{name}.") for other in similar)]
+    hint = f"did you mean {' or '.join(near)}?" if near else "--cfg job prints all keys"
+    return UserError(f"config key {key}: no such key; {hint}")
+
+
+def _keys(section: type, prefix: str = "") -> Iterator[str]:
+    """The full names of a config class's keys, those of its sections included."""
+    for key in fields(section):
+        yield prefix + key.name
+        if isinstance(key.type, type) and is_dataclass(key.type):
+            yield from _keys(key.type, f"{prefix}{key.name}.")
 
 
 def read_config_file(file: Path) -> TrainConfig:

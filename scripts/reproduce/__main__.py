@@ -13,7 +13,7 @@ from types import FrameType
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # the experiment is of one GPU, whatever the machine has
 
 from longspec.errors import UserError, reports_user_errors
-from scripts.pipeline.machine import CommandFailed
+from scripts.pipeline.machine import CommandFailed, gpus
 from scripts.pipeline.steps import Steps
 from scripts.reproduce.ablations import UNTRAINED, arm_settings, evaluate_arms
 from scripts.reproduce.evaluate import evaluate
@@ -23,6 +23,7 @@ from scripts.reproduce.settings import PRESETS, Settings
 from scripts.reproduce.training import ABLATIONS, train_arms, train_pairs
 
 FAMILIES = ("llama", "qwen2")
+GPU_PRESETS = ("h200", "24gb")
 
 
 @reports_user_errors
@@ -38,6 +39,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.text and not options.text.is_dir():
         raise UserError(f"--text {options.text}: no such folder")
+    if options.preset in GPU_PRESETS and not gpus():
+        raise UserError(f"--preset {options.preset}: needs a CUDA device, and there is none; use --preset cpu")
     signal.signal(signal.SIGTERM, stop)
     try:
         for family in FAMILIES if options.family == "both" else (options.family,):

@@ -19,6 +19,22 @@ from scripts.reproduce.settings import PRESETS
 from scripts.reproduce.training import train_pairs
 
 
+def test_a_preset_for_a_gpu_is_refused_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # the command would set it for this whole process
+    from scripts.reproduce import __main__ as command
+
+    monkeypatch.setattr(command, "gpus", lambda: 0)
+    monkeypatch.setattr("sys.argv", ["reproduce", "--preset", "h200", "--output", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as stop:
+        command.main()
+    assert stop.value.code == 2 and not (tmp_path / "out").exists()
+    assert capsys.readouterr().err == (
+        "error: --preset h200: needs a CUDA device, and there is none; use --preset cpu\n"
+    )
+
+
 @pytest.mark.slow
 def test_from_nothing_to_a_draft_of_each_variant_and_a_second_call_does_nothing(tmp_path: Path, capsys) -> None:
     """One stage, which is what launches cost; that the stages follow one another is the demo's test."""

@@ -11,10 +11,12 @@ import torch
 from pairs import FAMILIES, make_pair, tiny_config
 from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
-from longspec.inference import command
-from longspec.inference.command import main
+from longspec.inference import command, memory, plan
+from longspec.inference.cache import TargetCache
+from longspec.inference.command import main, parse_options
 from longspec.inference.generate import GenerationOutput, generate
 from longspec.inference.methods import METHODS
+from longspec.inference.plan import make_plan
 from longspec.inference.registry import PUBLISHED_PAIRS, choose_pair
 from longspec.models.draft_files import save_draft_folder
 from longspec.models.glide import GlideMixin
@@ -188,6 +190,11 @@ def refusal(capsys: pytest.CaptureFixture[str], line: list[str]) -> str:
         (["--max_gen_len", "4090"], "4096 positions"),
         (["--max_gen_len", "0"], "max_new_tokens: 0"),
         (["--temperature", "-1"], "temperature: -1.0"),
+        (["--temperature", "inf"], "temperature: inf"),
+        (["--temperature", "nan"], "temperature: nan"),
+        (["--seed", "-1"], "--seed: -1"),
+        (["--seed", str(2**70)], f"--seed: {2**70}"),
+        (["--top_k", str(2**70)], f"--top_k: {2**70}"),
         (["--top_p", "0"], "top_p: 0.0"),
         (["--batch_size", "0"], "--batch_size: 0"),
         (["--min_prompt_len", "4000"], "0 prompts kept, 3 left out (3 of 4000 tokens or fewer"),
@@ -196,6 +203,8 @@ def refusal(capsys: pytest.CaptureFixture[str], line: list[str]) -> str:
         (["--task", "narrativeqa"], "--task: invalid choice: 'narrativeqa'"),
         (["--device", "abacus"], "--device: 'abacus'"),
         (["--device", "cuda:99"], "--device: cuda:99"),
+        (["--device", "mps"], "--device: 'mps' is not supported"),
+        (["--device", "meta"], "--device: 'meta' is not supported"),
         (["--device", "cpu", "--attention", "triton"], "attention: 'triton' cannot run here"),
         (["--attention", "fast"], "--attention: invalid choice: 'fast'"),
         (["--chat_format", "tokenizer"], "chat template"),
@@ -210,6 +219,38 @@ def test_bad_options_are_refused(
     out = tmp_path / "out"
     assert complaint in refusal(capsys, arguments(target, data, out, *options))
     assert not out.exists()
+
+
+def test_a_batch_that_does_not_fit_into_memory_is_refused(
+    setting: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The refusal names a batch size that fits; a batch counts only the samples that there are."""
+    target, data = setting
+    config = tiny_config("llama", vocab_size=VOCAB_SIZE)
+    line = arguments(target, data, tmp_path / "out", "--batch_size", "100000")
+    longest = max(len(sample.token_ids) for sample in make_plan(parse_options(line)).selection.samples)
+    cache = TargetCache(config, 1, 512, torch.float32, torch.device("cpu"))
+    row = memory.row_bytes(config, torch.float32, longest + 64, 69)
+    assert row == cache.keys.nbytes + cache.values.nbytes + 69 * VOCAB_SIZE * 4
+    weights = memory.weight_bytes(config, torch.float32)
+    for free, advice in (
+        (weights + 2.9 * row, "use --batch_size 2 or less"),
+        (weights + 1.1 * row, "use --batch_size 1 or less"),
+        (weights, "use fewer tokens (--max_gen_len)"),
+    ):
+        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: int(free))
+        message = refusal(capsys, line)
+        assert f"and 3 rows of {longest + 64} tokens and 69 tree nodes" in message and advice in message
+    monkeypatch.setattr(memory, "free_bytes", lambda device: weights + 3 * row)
+    assert make_plan(parse_options(line)).options.batch_size == 100000
+
+
+def test_the_dtype_is_the_targets_own_and_float32_on_a_cpu(setting: tuple[Path, Path], tmp_path: Path) -> None:
+    config = tiny_config("llama", dtype=torch.bfloat16)
+    assert plan._dtype("auto", config, torch.device("cuda")) == torch.bfloat16
+    assert plan._dtype("auto", config, torch.device("cpu")) == torch.float32
+    assert plan._dtype("float16", config, torch.device("cpu")) == torch.float16
+    assert parse_options(arguments(*setting, tmp_path)).dtype == "auto"
 
 
 def test_bad_data_is_refused(setting: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

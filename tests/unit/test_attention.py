@@ -315,3 +315,21 @@ def test_a_captured_call_follows_lengths_masks_and_keys(
             x.normal_(generator=generator)
         graph.replay()
         torch.testing.assert_close(captured, run(), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("nodes", "slots"), [(1, 700), (69, 700), (512, 512), (300, 4000)])
+@pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(2, 4, 128), (3, 3, 64), (1, 5, 256)])
+def test_the_fa3_package_equals_dense_attention_in_prefill(
+    kv_heads: int, group: int, head_dim: int, nodes: int, slots: int
+) -> None:
+    pytest.importorskip("fa3_fwd_interface")
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    generator = torch.Generator().manual_seed(nodes)
+    q = torch.randn(2, kv_heads * group, nodes, head_dim, generator=generator).bfloat16()
+    k, v = torch.randn(2, 2, kv_heads, slots, head_dim, generator=generator).bfloat16()
+    visible = torch.ones(2, nodes, slots, dtype=torch.bool).tril(slots - nodes)
+    flash = decoding_attention("flash", torch.device("cuda"), q.dtype, head_dim)
+    got = flash.prefill(q.cuda(), k.cuda(), v.cuda(), 0.15)
+    torch.testing.assert_close(got.cpu().double(), dense(q, k, v, visible, 0.15), atol=3e-2, rtol=3e-2)

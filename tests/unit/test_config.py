@@ -144,6 +144,22 @@ def test_wrong_key_is_named(override: str, key: str, paths: list[str]) -> None:
     assert key in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("foo=1", "config key foo: no such key; --cfg job prints all keys"),
+        ("+foo=1", "config key foo: no such key; --cfg job prints all keys"),
+        ("++learning_rat=1", "config key learning_rat: no such key; did you mean learning_rate?"),
+        ("window=64", "config key window: no such key; did you mean model.window?"),
+        ("model.windw=64", "config key model.windw: no such key; did you mean model.window?"),
+    ],
+)
+def test_an_unknown_key_names_the_keys_that_resemble_it(override: str, hint: str, paths: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        load(TINY, *paths, override)
+    assert str(error.value) == hint
+
+
 @NEEDS_MUON
 def test_muon_is_refused_where_deepspeed_does_not_train_with_it(
     paths: list[str], monkeypatch: pytest.MonkeyPatch

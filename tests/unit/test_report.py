@@ -1,14 +1,16 @@
-"""The report: every verification pass weighs the same, files are whole, and JSON stays JSON."""
+"""The report: every verification pass weighs the same, lines are only appended, and JSON stays JSON."""
 
 import json
 import math
+import resource
 from pathlib import Path
 
 import pytest
 import torch
 
+from longspec.errors import UserError
 from longspec.inference.generate import GenerationStats
-from longspec.inference.report import SAMPLES_NAME, SUMMARY_NAME, Report, SampleResult, pool, table
+from longspec.inference.report import RUN_NAME, SAMPLES_NAME, SUMMARY_NAME, Report, SampleResult, pool, table
 
 CPU = torch.device("cpu")
 FACTS = {"method": "tree", "model": "tiny", "task": "lcc", "config": {"gamma": 4}}
@@ -45,8 +47,8 @@ def test_acceptance_is_pooled_over_passes_not_averaged_over_samples() -> None:
 
 def test_summary_pools_batches_and_weighs_first_tokens_by_sample(tmp_path: Path) -> None:
     report = Report(tmp_path)
-    report.add([result("a", 5), result("b", 7)], stats([1, 3], 10, [3, 2], 2.0, ttft=1.0))
-    report.add([result("c", 3)], stats([2], 2, [0, 0], 1.0, ttft=4.0))
+    report.add([result("a", 5), result("b", 7)], stats([1, 3], 10, [3, 2], 2.0, ttft=1.0), 0)
+    report.add([result("c", 3)], stats([2], 2, [0, 0], 1.0, ttft=4.0), 2)
     summary = report.finish(CPU, **FACTS)
     assert json.loads((tmp_path / SUMMARY_NAME).read_text()) == summary
     assert summary["samples"] == 3 and summary["new_tokens"] == 15
@@ -62,31 +64,103 @@ def test_summary_pools_batches_and_weighs_first_tokens_by_sample(tmp_path: Path)
 
 def test_a_line_is_on_disk_as_soon_as_its_sample_is_finished(tmp_path: Path) -> None:
     report = Report(tmp_path)
-    report.add([result("a", 5)], stats([2], 4, [1]))
+    report.add([result("a", 5)], stats([2], 4, [1]), 0)
     (line,) = lines_of(tmp_path)
     assert (line["id"], line["prompt_tokens"], line["new_tokens"]) == ("a", 12, 5)
     assert (line["text"], line["token_ids"]) == ("täxt\n", [0, 1, 2, 3, 4])
     assert (line["acceptance_length"], line["rounds"]) == (2.0, 2)
     assert not (tmp_path / SUMMARY_NAME).exists()
-    report.add([result("b", 1)], stats([0], 0, [0]))
+    report.add([result("b", 1)], stats([0], 0, [0]), 1)
     assert [line["id"] for line in lines_of(tmp_path)] == ["a", "b"]
 
 
 def test_a_run_without_passes_has_null_instead_of_nan(tmp_path: Path) -> None:
     report = Report(tmp_path)
-    report.add([result("a", 1)], stats([0], 0, [0], seconds=0.0))
+    report.add([result("a", 1)], stats([0], 0, [0], seconds=0.0), 0)
     summary = report.finish(CPU, **FACTS)
-    assert math.isnan(pool(report.batches).mean_acceptance_length)
+    assert math.isnan(pool([]).mean_acceptance_length)
     assert summary["mean_acceptance_length"] is None and summary["tokens_per_second"] is None
     assert lines_of(tmp_path)[0]["acceptance_length"] is None
     assert "acceptance length    -" in table(summary)
 
 
-def test_a_new_run_replaces_what_an_earlier_one_left(tmp_path: Path) -> None:
-    """Old lines must not mix with new ones, nor an old summary stand beside an unfinished run."""
-    earlier = Report(tmp_path)
-    earlier.add([result("old", 1)], stats([0], 0, [0]))
-    earlier.finish(CPU, **FACTS)
-    Report(tmp_path)
-    assert lines_of(tmp_path) == []
-    assert not (tmp_path / SUMMARY_NAME).exists()
+def two_batches(folder: Path) -> dict:
+    """Samples a, b in one batch and c in another; the summary."""
+    report = Report(folder)
+    report.add([result("a", 5), result("b", 7)], stats([1, 3], 10, [3, 2], 2.0, ttft=1.0), 0)
+    report.add([result("c", 3)], stats([2], 2, [0, 0], 1.0, ttft=4.0), 2)
+    return report.finish(CPU, **FACTS)
+
+
+def test_the_summary_follows_from_the_lines_on_disk(tmp_path: Path) -> None:
+    summary = two_batches(tmp_path)
+    assert Report(tmp_path).done == {0, 1, 2}
+    assert Report(tmp_path).finish(CPU, **FACTS) == summary
+
+
+@pytest.mark.parametrize(("lines", "cut"), [(2, 0), (2, 9), (1, 0), (1, 9), (0, 9)])
+def test_a_cut_report_continues_after_its_last_complete_line(tmp_path: Path, lines: int, cut: int) -> None:
+    """`cut` bytes of the next line are on disk; a batch of which some lines are missing is run again as a whole."""
+    summary, path = two_batches(tmp_path), tmp_path / SAMPLES_NAME
+    whole = path.read_bytes().splitlines(keepends=True)
+    kept = b"".join(whole[:lines])
+    path.write_bytes(kept + whole[lines][:cut])
+    report = Report(tmp_path)
+    assert report.done == set(range(lines)) and path.read_bytes() == kept + whole[lines][:cut], (
+        "reading changes nothing"
+    )
+    report.begin({})
+    if lines < 2:
+        report.add([result("a", 5), result("b", 7)], stats([1, 3], 10, [3, 2], 2.0, ttft=1.0), 0)
+    report.add([result("c", 3)], stats([2], 2, [0, 0], 1.0, ttft=4.0), 2)
+    assert path.read_bytes() == b"".join(whole)
+    assert report.finish(CPU, **FACTS) == summary == Report(tmp_path).finish(CPU, **FACTS)
+
+
+def test_earlier_results_go_only_if_told_and_only_when_the_new_run_begins(tmp_path: Path) -> None:
+    two_batches(tmp_path)
+    report = Report(tmp_path, resume=False)
+    assert report.done == set() and len(lines_of(tmp_path)) == 3
+    report.begin({"run": {"seed": 1}})
+    assert not (tmp_path / SAMPLES_NAME).exists() and not (tmp_path / SUMMARY_NAME).exists()
+    assert json.loads((tmp_path / RUN_NAME).read_text()) == {"run": {"seed": 1}}
+
+
+@pytest.mark.parametrize("line", ["{", "7", "{}", '{"index": 0, "batch": {"first": 0}}', "\0\0\0"])
+def test_a_complete_line_of_something_else_is_refused(tmp_path: Path, line: str) -> None:
+    two_batches(tmp_path)
+    with (tmp_path / SAMPLES_NAME).open("a") as handle:
+        handle.write(line + "\n")
+    with pytest.raises(UserError, match=r"samples\.jsonl, line 4: not a line of results"):
+        Report(tmp_path)
+
+
+def test_any_text_is_an_id(tmp_path: Path) -> None:
+    """Lone surrogates have no UTF-8; U+2028 and the like end lines for some readers."""
+    ids = ["\ud800", "../../x", "a\nb", "\u2028\x85", "\0", "ä", ""]
+    report = Report(tmp_path)
+    for first, name in enumerate(ids):
+        report.add([result(name, 1)], stats([0], 0, [0]), first)
+    raw = (tmp_path / SAMPLES_NAME).read_bytes().split(b"\n")[:-1]
+    assert [json.loads(line.decode())["id"] for line in raw] == ids
+    assert Report(tmp_path).done == set(range(len(ids)))
+
+
+def test_a_full_disk_leaves_the_lines_that_are_there(tmp_path: Path) -> None:
+    """A limit on the size of files stands in for it: part of the next line fits."""
+    report = Report(tmp_path)
+    report.add([result("a", 5)], stats([2], 4, [1]), 0)
+    before = (tmp_path / SAMPLES_NAME).read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
+    try:
+        with pytest.raises(UserError, match="1 samples are saved; the same command continues"):
+            report.add([result("b", 5)], stats([2], 4, [1]), 1)
+        with pytest.raises(UserError, match="cannot be written"):
+            report.finish(CPU, **FACTS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / SAMPLES_NAME).read_bytes() == before
+    assert sorted(file.name for file in tmp_path.iterdir()) == [SAMPLES_NAME]
+    report.add([result("b", 5)], stats([2], 4, [1]), 1)
+    assert [line["id"] for line in lines_of(tmp_path)] == ["a", "b"]

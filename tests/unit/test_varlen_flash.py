@@ -210,3 +210,37 @@ def test_the_host_does_not_wait_for_the_device() -> None:
         block_attention(q, k, v, segments_of(lengths, device="cuda"), 0.125).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+PACKAGE_SHAPES = [([700, 64, 3, 1300, 1], 64), ([33], 128), ([128, 256], 40)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("lengths", "head_dim"), PACKAGE_SHAPES)
+def test_the_flash_attn_package_equals_dense_attention(lengths: list[int], head_dim: int) -> None:
+    """Values and gradients of the installed package, with lags, a window and neither."""
+    package = pytest.importorskip("flash_attn")
+    if varlen_flash.installed_flash_attention() == "flash_attention_2":
+        assert varlen_flash._installed_varlen() is package.flash_attn_varlen_func
+    for window, lag in [(None, None), (None, [2] * len(lengths)), (512, None)]:
+        segments = segments_of(lengths, lag, "cuda")
+        reach = -1 if window is None else window
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, s: Any = segments, reach: int = reach) -> Tensor:
+            return varlen_flash._run(package.flash_attn_varlen_func, q, k, v, s, 0.125, reach)
+
+        agree_on_gpu(lengths, causal_mask(lengths, window, lag), attend, torch.bfloat16, head_dim)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("lengths", "head_dim"), PACKAGE_SHAPES)
+def test_the_fa3_package_equals_dense_attention_in_the_targets_pass(lengths: list[int], head_dim: int) -> None:
+    package = pytest.importorskip("fa3_fwd_interface")
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    assert varlen_flash._forward_only(torch.device("cuda")) is package.flash_attn_varlen_func
+    inputs = [x.bfloat16() for x in make_inputs(lengths, 8, 2, head_dim)]
+    segments = segments_of(lengths, device="cuda")
+    got = varlen_flash.attention(*(x.cuda() for x in inputs), segments, 0.125, None, use_flash=False)
+    expected = dense(*(x.double() for x in inputs), causal_mask(lengths), 0.125)
+    torch.testing.assert_close(got.cpu().double(), expected, atol=3e-2, rtol=3e-2)

@@ -1,0 +1,58 @@
+"""The memory that a batch will need, estimated before any weights are loaded."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from longspec.errors import UserError
+from longspec.inference.engine import CAPACITY_STEP
+from longspec.models.draft_layer import head_dim
+
+LOGIT_BYTES = 4
+SPARE = 0.1
+"""Share of the memory left to activations in the batch size that a refusal recommends."""
+
+
+def check_memory(
+    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, rows: int, tokens: int, nodes: int
+) -> None:
+    """Raise UserError if the target with the KV cache and logits of a batch surely does not fit into free memory.
+
+    rows: of the largest batch; tokens: the longest prompt with its continuation; nodes: verified per pass.
+    """
+    weights, row, free = weight_bytes(config, dtype), row_bytes(config, dtype, tokens, nodes), free_bytes(device)
+    if weights + rows * row <= free:
+        return
+    need = (
+        f"the target ({_gib(weights)}) and {rows} rows of {tokens} tokens and {nodes} tree nodes ({_gib(row)} each) "
+        f"need {_gib(weights + rows * row)}, {device} has {_gib(free)} free"
+    )
+    if weights + row > free:
+        raise UserError(f"{need}; use fewer tokens (--max_gen_len), a smaller tree or --gamma, or a larger device")
+    fitting = max(1, int((free * (1 - SPARE) - weights) / row))
+    raise UserError(f"--batch_size: {need}; use --batch_size {fitting} or less")
+
+
+def row_bytes(config: PreTrainedConfig, dtype: torch.dtype, tokens: int, nodes: int) -> int:
+    """Bytes of the KV cache and of the logits of one verification pass, per row."""
+    slots = -(-(tokens + nodes) // CAPACITY_STEP) * CAPACITY_STEP
+    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * dtype.itemsize
+    return slots * token_bytes + nodes * config.vocab_size * LOGIT_BYTES
+
+
+def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of the target's weights."""
+    with torch.device("meta"):
+        target = AutoModelForCausalLM.from_config(config)
+    return sum(weight.numel() for weight in target.parameters()) * dtype.itemsize
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on the device, or in the host for a CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.3g} GiB"

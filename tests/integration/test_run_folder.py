@@ -1,0 +1,265 @@
+"""Results in a folder: one run per folder, continued after an interruption and never replaced unasked."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_command import ROOT, arguments, draft_of, lines_of, make_target, refusal, write_records
+
+from longspec.inference import command
+from longspec.inference.command import main, parse_options
+from longspec.inference.generate import GenerationOutput, generate
+from longspec.inference.plan import make_plan
+from longspec.locks import locked
+
+SAMPLED = ("--method", "seq", "--max_gen_len", "6", "--temperature", "1", "--batch_size", "2")
+COUNTS = ("samples", "mean_acceptance_length", "accepted_by_depth", "rounds", "decoded_tokens", "new_tokens")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target with its draft, and five samples."""
+    folder = tmp_path_factory.mktemp("pair")
+    return make_target(folder / "target"), write_records(folder / "data", count=5)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("uninterrupted") / "out"
+    main(arguments(*pair, out, *SAMPLED))
+    return out
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def answers(out: Path) -> list[tuple[str, list[int]]]:
+    return [(line["id"], line["token_ids"]) for line in lines_of(out)]
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, number: int, after: int) -> None:
+    """Let this process receive signal `number` during the measured batch that follows `after` others."""
+    calls = []
+
+    def interrupted(*args: Any, **settings: Any) -> GenerationOutput:
+        calls.append(settings)
+        if len(calls) == after + 2:  # the warm-up comes first
+            os.kill(os.getpid(), number)
+        return generate(*args, **settings)
+
+    monkeypatch.setattr(command, "generate", interrupted)
+
+
+def no_weights(plan: object) -> None:
+    raise AssertionError("the weights are loaded")
+
+
+def test_every_configuration_has_a_default_folder_of_its_own(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, data = pair
+    options = [option for option in arguments(target, data, tmp_path) if option not in ("--output_dir", str(tmp_path))]
+
+    def folder(*more: str, line: list[str] = options) -> Path:
+        return make_plan(parse_options([*line, *more])).output_dir
+
+    named = {
+        (): "tree_4-16-16-16-16_t0_over10_headroom3000_float32",
+        ("--temperature", "1"): "tree_4-16-16-16-16_t1_over10_headroom3000_float32",
+        ("--temperature", "0.70"): "tree_4-16-16-16-16_t0.7_over10_headroom3000_float32",
+        ("--tree_shape", "2", "2", "--tree_rule", "descend"): "tree_2-2_t0_descend_over10_headroom3000_float32",
+        ("--tree_shape", "auto", "--seed", "3"): "tree_auto_t0_seed3_over10_headroom3000_float32",
+        ("--method", "seq"): "seq_gamma4_t0_over10_headroom3000_float32",
+        ("--method", "lookup", "--gamma", "2"): "lookup_gamma2_t0_over10_headroom3000_float32",
+        ("--method", "vanilla", "--gamma", "2"): "vanilla_t0_over10_headroom3000_float32",
+        ("--top_p", "0.9", "--top_k", "5"): "tree_4-16-16-16-16_t0_top_p0.9_top_k5_over10_headroom3000_float32",
+        ("--max_gen_len", "7"): "tree_4-16-16-16-16_t0_len7_over10_headroom3000_float32",
+        ("--batch_size", "2", "--test_length", "3"): "tree_4-16-16-16-16_t0_first3_batch2_over10_headroom3000_float32",
+        ("--dtype", "bfloat16"): "tree_4-16-16-16-16_t0_over10_headroom3000_bfloat16",
+        ("--no-compile",): "tree_4-16-16-16-16_t0_over10_headroom3000_float32",
+        ("--tree_shape", *["2"] * 200): None,
+    }
+    folders = {more: folder(*more) for more in named}
+    for more, name in named.items():
+        assert folders[more].parent == Path("outputs/inference/target/lcc")
+        assert name is None or re.fullmatch(re.escape(name) + "_[0-9a-f]{8}", folders[more].name)
+        assert len(folders[more].name) < 150
+    other_draft = make_target(tmp_path / "other", hidden_size=32, seed=5)
+    swapped = [str(draft_of(other_draft)) if option == str(draft_of(target)) else option for option in options]
+    longer = [str(write_records(tmp_path / "data", count=6)) if option == str(data) else option for option in options]
+    all_folders = [*folders.values(), folder(line=swapped), folder(line=longer)]
+    assert len(set(all_folders)) == len(all_folders)
+    chosen_by_default = ("--attention", "sdpa", "--dtype", "float32", "--max_gen_len", "64", "--gamma", "7")
+    assert folder(*chosen_by_default) == folder()
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_results_of_another_run_are_refused_and_kept(
+    pair: tuple[Path, Path], uninterrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line that names what differs, before the weights are loaded."""
+    target, data = pair
+    before = contents(uninterrupted)
+
+    def refused(line: list[str]) -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(command, "load_model", no_weights)
+            message = refusal(capsys, line)
+        assert contents(uninterrupted) == before
+        return message
+
+    message = refused(arguments(target, data, uninterrupted, *SAMPLED, "--temperature", "0", "--seed", "3"))
+    assert "(temperature: 1.0 there, 0.0 here; seed: 0 there, 3 here); choose another --output_dir" in message
+    message = refused(arguments(target, data, uninterrupted, *SAMPLED, "--method", "tree"))
+    assert 'method: "seq" there, "tree" here; gamma: 4 there, null here; tree_shape: null there' in message
+    other = make_target(tmp_path / "target", seed=5)
+    message = refused(arguments(other, data, uninterrupted, *SAMPLED, draft=draft_of(target)))
+    assert "(target: other content)" in message
+    message = refused(arguments(target, data, uninterrupted, *SAMPLED, draft=draft_of(other)))
+    assert "(draft: other content)" in message
+    longer = write_records(tmp_path / "data", count=6)
+    message = refused(arguments(target, longer, uninterrupted, *SAMPLED, "--test_length", "0"))
+    assert "(data: other content; prompts: other content)" in message
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "samples.jsonl").write_text('{"id": "r0"}\n')
+    assert "results without a readable run.json" in refused(arguments(target, data, tmp_path / "old", *SAMPLED))
+
+
+def test_a_complete_run_says_so_and_shows_its_summary_again(
+    pair: tuple[Path, Path], uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(uninterrupted)
+    monkeypatch.setattr(command, "load_model", no_weights)
+    summary = main(arguments(*pair, uninterrupted, *SAMPLED))
+    assert summary == json.loads(before["summary.json"]) and contents(uninterrupted) == before
+    shown = capsys.readouterr().out
+    assert "complete already, 5 of 5 samples" in shown and "acceptance length" in shown
+
+
+def test_overwrite_replaces_the_results_of_another_run(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    main(arguments(*pair, out, "--method", "vanilla", "--max_gen_len", "2"))
+    summary = main(arguments(*pair, out, "--method", "vanilla", "--max_gen_len", "3", "--overwrite"))
+    assert summary["samples"] == len(lines_of(out)) == 5 and summary["new_tokens"] == 15
+    again = main(arguments(*pair, out, "--method", "vanilla", "--max_gen_len", "3"))
+    assert again == summary
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_stop_signal_saves_the_running_batch_and_the_same_command_continues(
+    pair: tuple[Path, Path],
+    uninterrupted: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+) -> None:
+    """Continued runs draw the same tokens as uninterrupted ones, and their summary pools all samples."""
+    out, handlers = tmp_path / "out", signal.getsignal(number)
+    interrupt(monkeypatch, number, after=1)
+    with pytest.raises(SystemExit) as stop:
+        main(arguments(*pair, out, *SAMPLED))
+    assert stop.value.code == 128 + number and signal.getsignal(number) == handlers
+    name = signal.Signals(number).name
+    line = f"stopped by {name}: 4 of 5 samples are done, in {out}; the same command continues"
+    assert capsys.readouterr().err.splitlines()[-1] == line
+    assert len(lines_of(out)) == 4 and not (out / "summary.json").exists()
+    kept = (out / "samples.jsonl").read_bytes()
+    with (out / "samples.jsonl").open("ab") as handle:
+        handle.write(b'{"index": 4, "id": "r')  # as a process leaves it that is killed while it writes
+    monkeypatch.setattr(command, "generate", generate)
+    summary = main(arguments(*pair, out, *SAMPLED))
+    assert "continues after 4 of 5 samples" in capsys.readouterr().out
+    assert (out / "samples.jsonl").read_bytes().startswith(kept)
+    assert answers(out) == answers(uninterrupted)
+    expected = json.loads((uninterrupted / "summary.json").read_text())
+    assert {name: summary[name] for name in COUNTS} == {name: expected[name] for name in COUNTS}
+
+
+def test_a_stop_signal_in_the_last_batch_leaves_a_complete_run(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    interrupt(monkeypatch, signal.SIGTERM, after=2)
+    with pytest.raises(SystemExit) as stop:
+        main(arguments(*pair, out, *SAMPLED))
+    assert stop.value.code == 143 and json.loads((out / "summary.json").read_text())["samples"] == 5
+    assert capsys.readouterr().err.endswith(f"stopped by SIGTERM: 5 of 5 samples are done, in {out}\n")
+
+
+def test_a_stop_signal_while_weights_are_loaded_ends_the_run_at_once(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "load_model", lambda plan: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(command, "generate", no_weights)
+    with pytest.raises(SystemExit) as stop:
+        main(arguments(*pair, tmp_path / "out", *SAMPLED))
+    assert stop.value.code == 143
+    assert capsys.readouterr().err == "stopped by SIGTERM before the measurement\n"
+    assert not (tmp_path / "out" / "run.json").exists()
+
+
+def test_a_stop_signal_to_the_process(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """SIGTERM once the progress bar has counted a sample: exit code 143, the last line and no traceback."""
+    out, options = tmp_path / "out", ("--method", "vanilla", "--max_gen_len", "400")
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "inference_long-bench.py", *arguments(*pair, out, *options)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.stderr is not None
+    shown = b""
+    while b" 1/5 " not in shown and (part := os.read(process.stderr.fileno(), 4096)):
+        shown += part
+    process.send_signal(signal.SIGTERM)
+    shown += process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == 143, shown.decode()
+    done = len(lines_of(out))
+    assert 1 <= done < 5 and b"Traceback" not in shown
+    assert shown.decode().splitlines()[-1].startswith(f"stopped by SIGTERM: {done} of 5 samples are done")
+
+
+def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(
+    pair: tuple[Path, Path], uninterrupted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(uninterrupted)
+    with locked(uninterrupted):
+        for more in ((), ("--overwrite",)):
+            line = arguments(*pair, uninterrupted, *SAMPLED, *more)
+            assert "another run is writing here" in refusal(capsys, line)
+    assert contents(uninterrupted) == before
+
+
+def test_an_output_folder_that_cannot_be_created_is_refused(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "load_model", no_weights)
+    (tmp_path / "file").touch()
+    for out, complaint in (
+        (tmp_path / "file" / "out", "file is a file; give a folder"),
+        (tmp_path / ("x" * 300), "File name too long"),
+        (Path("/proc/longspec"), "/proc"),
+    ):
+        assert complaint in refusal(capsys, arguments(*pair, out, *SAMPLED))
+
+
+def test_ids_are_only_text(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    target, _ = pair
+    ids = ["\ud800", "../../x", "a\nb", "", "r", "r"]
+    (tmp_path / "data").mkdir()
+    lines = [json.dumps({"_id": name, "input": "", "context": f"x = {n}\n" * 3}) for n, name in enumerate(ids)]
+    (tmp_path / "data" / "lcc.jsonl").write_text("\n".join(lines))
+    options = ("--method", "vanilla", "--max_gen_len", "2")
+    main(arguments(target, tmp_path / "data", tmp_path / "out", *options))
+    assert [line["id"] for line in lines_of(tmp_path / "out")] == ids
+    names = sorted(file.name for file in (tmp_path / "out").iterdir())
+    assert names == [".lock", "run.json", "samples.jsonl", "summary.json"]
