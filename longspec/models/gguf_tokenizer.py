@@ -62,7 +62,7 @@ def write_tokenizer(folder: Path, metadata: Mapping[str, Callable[..., Any]], ma
         if (number := value(f"ggml.{key}_token_id")) is not None
     }
     if model == "gpt2":
-        tokenizer = _byte_level_bpe(tokens, value("ggml.merges"), value("ggml.pre", "gpt-2"))
+        tokenizer = _byte_level_bpe(tokens, value("ggml.merges", []), value("ggml.pre", "gpt-2"))
     elif model == "llama":
         scores, prefixed = value("ggml.scores"), value("ggml.add_space_prefix", True)
         tokenizer = _sentencepiece_bpe(tokens, scores, special.get("unk"), prefixed)

@@ -70,7 +70,11 @@ def _convert(file: Path, digest: str, folder: Path) -> None:
         if old.exists():
             shutil.rmtree(old)
     part.mkdir()
-    convert_gguf(file, part)
+    try:
+        convert_gguf(file, part)
+    except UserError:
+        shutil.rmtree(part)
+        raise
     files = {path.name: _digest(path) for path in sorted(part.iterdir())}
     manifest = {"source": file.name, "source_sha256": digest, "files": files}
     (part / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
