@@ -13,6 +13,7 @@ from longspec.data.records import (
     KINDS,
     SOURCE_TAGS,
     TURN_KINDS,
+    WHERE,
     Files,
     Record,
     RecordError,
@@ -96,6 +97,10 @@ def conversation_text(turns: list[Turn], family: str, tokenizer: Any, chat_forma
 
 def _prompts(record: Record) -> list[tuple[str, list[Turn], str]]:
     """(id, turns, "") of each prompt of a record, or (id, [], text) where the text itself is continued."""
+    if isinstance(record.get("context"), str) and isinstance(record.get("input"), str):
+        # A document and a query on it, in LongBench's fields.
+        content = "\n\n".join(part for part in (record["context"], record["input"]) if part.strip())
+        record = {"id": record.get("id", record.get("_id")), WHERE: record[WHERE], **_as_turns(content)}
     prompts = []
     for sample in split_pairs(_with_answer(record)):
         for aligner in DEFAULT_ALIGNERS:
@@ -109,8 +114,12 @@ def _prompts(record: Record) -> list[tuple[str, list[Turn], str]]:
             prompts.append((sample["id"], [], prompt))
         else:
             content = COMPOSITIONS.get(kind, BARE).fill(prompt)
-            prompts.append((sample["id"], [{"role": "user", "content": content}], ""))
+            prompts.append((sample["id"], _as_turns(content)["messages"], ""))
     return prompts
+
+
+def _as_turns(content: str) -> dict[str, list[Turn]]:
+    return {"messages": [{"role": "user", "content": content}]}
 
 
 def _with_answer(record: Record) -> Record:

@@ -36,13 +36,13 @@ from longspec.errors import UserError
 from longspec.inference.answering import Answerer, Progress, Request
 from longspec.inference.load_pair import load_pair
 from longspec.inference.registry import PAIRS, choose_pair
-from longspec.models.target_files import WEIGHT_FILES, context_window, local_target
+from longspec.models.content import target_digest
+from longspec.models.target_files import context_window, read_config
 
 SPLITS = ("train", "validation", "test")
 TURN_TEMPERATURE = 1.0
 """Of user turns that the target writes."""
 LIBRARIES = ("longspec", "torch", "transformers")
-TARGET_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", *WEIGHT_FILES)
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class Shards:
             return None
         seen, dropped, lines, tokens = _keys(self.settings.exclude), Counter[str](), [], 0
         for number in range(self.count):
-            first, *records = map(json.loads, self.path(number).read_text().splitlines())
+            first, *records = map(json.loads, self.path(number).read_bytes().splitlines())
             dropped.update(first["dropped"])
             for row, record in enumerate(records):
                 if (key := prompt_key(record)) in seen:
@@ -274,19 +274,10 @@ def _facts(settings: Settings, files: PromptFiles | None, target: str) -> dict[s
     """What decides about the text of a run, and the versions of the libraries."""
     facts = json.loads(json.dumps(asdict(settings)))
     del facts["output_dir"]
-    facts["target_sha256"] = _target_digest(local_target(target))
+    facts["target_digest"] = target_digest(target, read_config(target))
     facts["files"] = files.digests if files else {}
     facts["versions"] = {name: version(name) for name in LIBRARIES}
     return facts
-
-
-def _target_digest(folder: Path) -> str:
-    """Of config, tokenizer and weights."""
-    digest = hashlib.sha256()
-    for file in sorted({path for pattern in TARGET_FILES for path in folder.glob(pattern)}):
-        with file.open("rb") as handle:
-            digest.update(f"{file.name}\0{hashlib.file_digest(handle, 'sha256').hexdigest()}\n".encode())
-    return digest.hexdigest()
 
 
 def _compare(file: Path, written: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -333,5 +324,5 @@ def _bar(settings: Settings, total: int, rank: int) -> Iterator[tuple[Progress, 
 def _write(file: Path, text: str) -> None:
     """Write a file whole or not at all."""
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-    unfinished.write_text(text)
+    unfinished.write_bytes(text.encode())
     os.replace(unfinished, file)

@@ -36,6 +36,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "questions.jsonl"
     records: list[dict] = [{"messages": [{"role": "user", "content": f"question {n} " * (n + 1)}]} for n in range(6)]
     records += [{"problem": "what is it?"}, {"prefix": "def f(x):"}, {"document": "news", "summary": "old"}]
+    records += [{"context": "a meeting\u2028", "input": "who came?"}]
     records += [records[0]]  # a duplicate
     path.write_text("".join(json.dumps({"id": f"r{n}", **record}) + "\n" for n, record in enumerate(records)))
     return path
@@ -48,7 +49,7 @@ def settings(target: Path, output: Path, **changes: object) -> Settings:
 
 def read(path: Path | None) -> list[dict]:
     assert path is not None
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def test_answers_are_those_of_generate_whatever_the_batches(target: Path) -> None:
@@ -76,14 +77,16 @@ def test_records_keep_their_prompts_and_say_where_they_come_from(target: Path, q
     written = read(regenerate(settings(target, tmp_path, files=(str(questions),), temperatures=(1.0,))))
     by_source = {record["source_id"]: record for record in written}
     assert len(by_source) == len(written)
-    assert {"r0", "r9"} & by_source.keys() != {"r0", "r9"}  # one of the duplicates
+    assert {"r0", "r10"} & by_source.keys() != {"r0", "r10"}  # one of the duplicates
     for name, record in by_source.items():
         kinds = {"prefix", "suffix"} if name == "r7" else {"messages"}
         assert kinds <= record.keys() and record["temperature"] == 1.0
+        if name == "r9":
+            assert record["messages"][0]["content"] == "a meeting\u2028\n\nwho came?"
         if name == "r8":
             assert "news" in record["messages"][0]["content"] and record["messages"][1]["role"] == "assistant"
     facts = (tmp_path / "train.provenance.yaml").read_text()
-    for fact in ("target_sha256", "questions.jsonl", "transformers", "seed: 0", "dropped"):
+    for fact in ("target_digest", "questions.jsonl", "transformers", "seed: 0", "dropped"):
         assert fact in facts
 
 
