@@ -2,6 +2,7 @@
 
 import io
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -144,8 +145,8 @@ def test_sentencepiece_vocabularies_merge_as_sentencepiece_does(tmp_path: Path) 
     write_tokenizer(
         tmp_path, {f"tokenizer.ggml.{name}": lambda value=value: value for name, value in values.items()}, 9
     )
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    for sentence in (*text[:2], "étrange  guess", "next prompts"):
+    tokenizer, choice = AutoTokenizer.from_pretrained(tmp_path), random.Random(0)
+    for sentence in (*text[:2], "étrange  guess", *("".join(choice.choices("thearndgs ", k=30)) for _ in range(20))):
         assert tokenizer(sentence)["input_ids"] == [1, *reference.encode(sentence)]
         assert tokenizer.decode(reference.encode(sentence)) == sentence
 
