@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from longspec.errors import UserError
 from longspec.inference.registry import PAIRS, choose_pair, family_class
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import check_weights, load_tokenizer, read_config
@@ -26,12 +27,12 @@ def load_pair(
     dtype: "auto" is the target's own on CUDA and float32 on a CPU. device: None is CUDA where there is one.
     Raises UserError.
     """
+    device = choose_device(device)
     pair = choose_pair(name, None, draft) if name in PAIRS else choose_pair(None, name, draft)
     config = read_config(pair.target)
     model_class = family_class(config, pair.target)
     check_weights(pair.target)
     tokenizer = load_tokenizer(pair.target, config)
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if dtype == "auto":
         dtype = torch.float32 if device.type == "cpu" else config.dtype or torch.float16
     model = model_class.from_pretrained(
@@ -42,3 +43,16 @@ def load_pair(
             setattr(model.generation_config, name, number)
             setattr(model.config, name, number)
     return model.to(device).eval(), tokenizer  # type: ignore[arg-type]
+
+
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """The CPU or a CUDA device; None is CUDA where there is one. Raises UserError for any other."""
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except (RuntimeError, TypeError) as error:
+        raise UserError(f"device: {device!r} is no device; use cpu, cuda or cuda:N") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise UserError(f"device: {device!r} is not supported; use cpu, cuda or cuda:N")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device: {device}; this machine has {torch.cuda.device_count()} CUDA devices")
+    return chosen

@@ -112,7 +112,9 @@ class Writer:
         self.family = model.config.model_type
         self.answerer = Answerer(model, settings.batch_size)
         ends = model.generation_config.eos_token_id
-        self.ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
+        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self.ends = list(dict.fromkeys([*ends, *own]))
         window = context_window(model.config)
         self.longest = settings.max_prompt_tokens or window - settings.max_new_tokens
         if self.longest + settings.max_new_tokens > window or self.longest < 1:
