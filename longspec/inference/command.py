@@ -17,7 +17,7 @@ from longspec.errors import UserError, reports_user_errors
 from longspec.inference.generate import generate
 from longspec.inference.methods import METHODS, TREE_RULES
 from longspec.inference.plan import Plan, make_plan
-from longspec.inference.registry import PUBLISHED_PAIRS, family_class
+from longspec.inference.registry import PAIRS, family_class
 from longspec.inference.report import Report, SampleResult, table
 from longspec.inference.run_folder import CONTENTS, open_report
 from longspec.inference.tasks import HEADROOM, MIN_PROMPT_LEN, TASKS, Sample
@@ -93,8 +93,8 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """
     parser = _Parser(description="Measure a target, alone or with its draft.", allow_abbrev=False)
     add = parser.add_argument
-    add("--model_name", choices=PUBLISHED_PAIRS, help="a published pair of target and draft")
-    add("--target", help="folder or hub id of any target")
+    add("--model_name", choices=PAIRS, help="a pair of target and draft")
+    add("--target", help="folder, hub id or .gguf file of any target")
     add("--draft", help="its draft: .pth file, folder or hub id (for seq and tree)")
     add("--method", choices=METHODS, default="tree")
     add("--task", choices=TASKS, required=True)

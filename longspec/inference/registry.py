@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedConfig
@@ -12,6 +13,7 @@ from longspec.models.draft_files import resolve_draft
 from longspec.models.glide import GlideMixin
 from longspec.models.llama import LlamaGlide
 from longspec.models.qwen2 import Qwen2Glide
+from longspec.models.target_cache import SMOLLM2, SUFFIX, resolve_target
 from longspec.models.target_files import FILE_ERRORS
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -52,13 +54,31 @@ PUBLISHED_PAIRS = {
 }
 
 
+DRAFT_FOLDERS = [Path(__file__).resolve().parents[depth] / "drafts" for depth in (1, 2)]
+"""Folders of the embedded drafts: in the package, and in the repository."""
+SMOLLM2_DRAFT = "smollm2-135m-instruct"
+PAIRS = PUBLISHED_PAIRS | {SMOLLM2: Pair(SMOLLM2, SMOLLM2, None)}
+"""The pairs that have a name; the target of smollm2-135m comes from an installed wheel."""
+
+
+def embedded_draft(name: str) -> str | None:
+    """The folder of a draft that comes with the project; None if it is absent."""
+    return next((str(folder / name) for folder in DRAFT_FOLDERS if (folder / name).is_dir()), None)
+
+
 def choose_pair(model_name: str | None, target: str | None, draft: str | None) -> Pair:
-    """The pair that the command's options name; a draft given by path replaces the published one."""
+    """The pair that the command's options name; a draft given by path replaces the pair's own.
+
+    The target of the result is a folder or a hub id: GGUF files are converted (see `resolve_target`).
+    """
     if (model_name is None) == (target is None):
         raise UserError("name the target either by --model_name or by --target PATH (with --draft PATH)")
     if target is not None:
-        return Pair(target.rstrip("/").split("/")[-1], target, draft)
-    pair = PUBLISHED_PAIRS[str(model_name)]
+        name = target.rstrip("/").split("/")[-1].removesuffix(SUFFIX)
+        return Pair(name, resolve_target(target), draft)
+    pair = PAIRS[str(model_name)]
+    if pair.name == SMOLLM2:
+        pair = replace(pair, target=resolve_target(SMOLLM2), draft=embedded_draft(SMOLLM2_DRAFT))
     return pair if draft is None else replace(pair, draft=draft)
 
 

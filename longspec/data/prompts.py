@@ -1,0 +1,176 @@
+"""Prompts that a target answers: read from records, or begun by its chat template; and the records of its answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from longspec.data.aligners import DEFAULT_ALIGNERS, Turn
+from longspec.data.records import (
+    KINDS,
+    SOURCE_TAGS,
+    TURN_KINDS,
+    WHERE,
+    Files,
+    Record,
+    RecordError,
+    data_files,
+    located,
+    parse_record,
+    split_pairs,
+)
+from longspec.data.templates import BARE, COMPOSITIONS, CONTINUED_KINDS, render
+from longspec.errors import UserError
+
+LOOP_NGRAM, LOOP_SHARE, LOOP_TAIL = 4, 0.5, 128
+"""A text loops if fewer than LOOP_SHARE of its n-grams are distinct, in all of it or in its last LOOP_TAIL tokens."""
+PLACEHOLDER = "USER-TURN"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt without its answer."""
+
+    source_id: str
+    """Id of the record that it comes from."""
+    turns: list[Turn]
+    """A conversation that ends with a user turn; empty for text that the target continues."""
+    text: str
+    """The prompt as the target reads it."""
+
+
+class _Line(NamedTuple):
+    path: str
+    number: int
+    start: int
+    """Byte offset."""
+
+
+class PromptFiles:
+    """The records of JSONL files, in order, each checked when the files are opened."""
+
+    def __init__(self, files: Files) -> None:
+        """Raises UserError for a missing file, and for a record without a prompt (with its file, line and field)."""
+        self.lines: list[_Line] = []
+        self.digests: dict[str, str] = {}
+        for path in data_files(files):
+            self._index(path)
+        if not self.lines:
+            raise UserError(f"no record in {', '.join(self.digests)}: all lines are blank")
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def read(self, start: int, end: int, family: str, tokenizer: Any, chat_format: str) -> list[Prompt]:
+        """The prompts of records start … end - 1; a record with a list of articles gives one for each."""
+        prompts = []
+        for line in self.lines[start:end]:
+            with open(line.path, "rb") as handle:
+                handle.seek(line.start)
+                record = parse_record(line.path, line.number, handle.readline())
+            with located(line.path, line.number):
+                for source_id, turns, text in _prompts(record):
+                    shown = conversation_text(turns, family, tokenizer, chat_format) if turns else text
+                    prompts.append(Prompt(source_id, turns, shown))
+        return prompts
+
+    def _index(self, path: str) -> None:
+        digest, start = hashlib.sha256(), 0
+        with open(path, "rb") as handle:
+            for number, raw in enumerate(handle, 1):
+                digest.update(raw)
+                if raw.strip():
+                    with located(path, number):
+                        _prompts(parse_record(path, number, raw))
+                    self.lines.append(_Line(path, number, start))
+                start += len(raw)
+        self.digests[path] = digest.hexdigest()
+
+
+def conversation_text(turns: list[Turn], family: str, tokenizer: Any, chat_format: str) -> str:
+    """All turns in the chat format, ready for the assistant's next words."""
+    return render({"id": "", "kind": TURN_KINDS[0], "prompt": turns, "answer": ""}, family, tokenizer, chat_format)[0]
+
+
+def _prompts(record: Record) -> list[tuple[str, list[Turn], str]]:
+    """(id, turns, "") of each prompt of a record, or (id, [], text) where the text itself is continued."""
+    if isinstance(record.get("context"), str) and isinstance(record.get("input"), str):
+        # A document and a query on it, in LongBench's fields.
+        content = "\n\n".join(part for part in (record["context"], record["input"]) if part.strip())
+        record = {"id": record.get("id", record.get("_id")), WHERE: record[WHERE], **_as_turns(content)}
+    prompts = []
+    for sample in split_pairs(_with_answer(record)):
+        for aligner in DEFAULT_ALIGNERS:
+            sample = aligner(sample)
+        prompt, kind = sample["prompt"], sample["kind"]
+        if prompt is None:
+            raise RecordError("text", "is plain text, without a prompt that a target could answer")
+        if not isinstance(prompt, str):
+            prompts.append((sample["id"], prompt, ""))
+        elif kind in CONTINUED_KINDS:
+            prompts.append((sample["id"], [], prompt))
+        else:
+            content = COMPOSITIONS.get(kind, BARE).fill(prompt)
+            prompts.append((sample["id"], _as_turns(content)["messages"], ""))
+    return prompts
+
+
+def _as_turns(content: str) -> dict[str, list[Turn]]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+def _with_answer(record: Record) -> Record:
+    """`record`, with an empty answer if it has none: only its prompt counts."""
+    record = {name: value for name, value in record.items() if value is not None}
+    for name in TURN_KINDS:
+        turns = record.get(name)
+        if isinstance(turns, list) and turns and isinstance(turns[-1], dict) and turns[-1].get("role") != "assistant":
+            return {**record, name: [*turns, {"role": "assistant", "content": ""}]}
+    for kind in KINDS:
+        prompt = record.get(kind.prompt_field or "")
+        if prompt is None or (kind.prompt_field == "source" and prompt in ("", *SOURCE_TAGS)):
+            continue
+        if not any(other.answer_field in record for other in KINDS if other.prompt_field == kind.prompt_field):
+            return {**record, kind.answer_field: [""] * len(prompt) if isinstance(prompt, list) else ""}
+    return record
+
+
+def user_turn_marks(tokenizer: Any) -> tuple[str, str]:
+    """The chat template's text before and after the first user turn. Raises UserError for a template without one."""
+    try:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": PLACEHOLDER}], tokenize=False)
+    except ValueError as error:
+        raise UserError("the tokenizer has no chat template, so the target cannot write user turns") from error
+    before, found, after = text.partition(PLACEHOLDER)
+    if not found or not before or not after:
+        raise UserError("the chat template puts no marks around user turns, so the target cannot write them")
+    return before, after
+
+
+def answered(prompt: Prompt, answer: str, **provenance: Any) -> Record:
+    """The record of an answer, of a kind that training reads: `messages`, or `prefix` and `suffix`."""
+    if prompt.turns:
+        body: Record = {"messages": [*prompt.turns, {"role": "assistant", "content": answer}]}
+    else:
+        body = {"prefix": prompt.text, "suffix": answer}
+    return {**body, "source_id": prompt.source_id, **provenance}
+
+
+def prompt_key(record: Record) -> bytes:
+    """A digest of the prompt of an `answered` record that ignores case and spaces: duplicates share it."""
+    turns = [turn["content"] for turn in record["messages"][:-1]] if "messages" in record else [record["prefix"]]
+    words = [" ".join(text.casefold().split()) for text in turns]
+    return hashlib.blake2b(json.dumps(words).encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Whether a text repeats itself, all of it or its end."""
+    return any(_distinct_share(part) < LOOP_SHARE for part in (tokens, tokens[-LOOP_TAIL:]))
+
+
+def _distinct_share(tokens: Sequence[int]) -> float:
+    grams = [tuple(tokens[start : start + LOOP_NGRAM]) for start in range(len(tokens) - LOOP_NGRAM + 1)]
+    return len(set(grams)) / len(grams) if grams else 1.0

@@ -1,0 +1,192 @@
+"""Conversion of a Llama or Qwen2 GGUF file into a target folder: config, safetensors and tokenizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from longspec.errors import UserError, first_line
+from longspec.models.gguf_tokenizer import write_tokenizer
+
+MAGIC = b"GGUF"
+ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+}
+GGUF_ERRORS = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, NotImplementedError)
+"""Exceptions that `gguf` and numpy raise for files that are cut off or malformed."""
+OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+ROPE_FACTORS = "rope_freqs.weight"
+"""Llama 3.1's divisors of the rotary frequencies, which its GGUF files hold instead of the settings below."""
+LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+MAX_SHARD = "4GB"
+
+
+def convert_gguf(file: Path, folder: Path) -> None:
+    """Write the model in a GGUF file to an existing `folder`, in the form that transformers loads.
+
+    Quantized weights become bfloat16, unquantized ones keep their type. Raises UserError for a file that cannot be
+    read, and for an architecture other than Llama and Qwen2.
+    """
+    with file.open("rb") as handle:
+        if handle.read(len(MAGIC)) != MAGIC:
+            raise UserError(f"{file}: not a GGUF file; give a GGUF file, a model folder or a hub id")
+    from gguf import GGUFReader  # reading converted targets does not need the package
+
+    try:
+        reader = GGUFReader(file)
+        metadata = {name: field.contents for name, field in reader.fields.items()}
+        architecture = metadata["general.architecture"]()
+        if architecture not in ARCHITECTURES:
+            known = " and ".join(ARCHITECTURES)
+            raise UserError(f"a GGUF file of architecture {architecture!r}; supported are {known}")
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        config = _config(architecture, metadata, tensors)
+        state = _state(config, tensors)
+        _check_complete(ARCHITECTURES[architecture][1], config, state)
+        write_tokenizer(folder, metadata, config.max_position_embeddings)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from error
+    except GGUF_ERRORS as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{file}: this GGUF file cannot be read ({reason})") from error
+    config.save_pretrained(folder)
+    ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+    GenerationConfig(**ids, pad_token_id=config.pad_token_id).save_pretrained(folder)
+    save_torch_state_dict(state, folder, max_shard_size=MAX_SHARD)
+
+
+def _config(architecture: str, metadata: Mapping[str, Callable[..., Any]], tensors: dict[str, Any]) -> PreTrainedConfig:
+    def value(key: str, default: Any = None) -> Any:
+        return metadata[key]() if key in metadata else default
+
+    def required(key: str) -> int:
+        return int(metadata[f"{architecture}.{key}"]())
+
+    heads, hidden = required("attention.head_count"), required("embedding_length")
+    ends = [value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    ends = list(dict.fromkeys(number for number in ends if number is not None))
+    settings = {
+        "architectures": [ARCHITECTURES[architecture][1].__name__],
+        "vocab_size": len(tensors["token_embd.weight"].data),
+        "hidden_size": hidden,
+        "intermediate_size": required("feed_forward_length"),
+        "num_hidden_layers": required("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(value(f"{architecture}.attention.head_count_kv", heads)),
+        "max_position_embeddings": required("context_length"),
+        # The shortest decimal for the file's fp32: 1e-05, not 9.999999747378752e-06.
+        "rms_norm_eps": float(str(np.float32(metadata[f"{architecture}.attention.layer_norm_rms_epsilon"]()))),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "bos_token_id": value("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": value("tokenizer.ggml.padding_token_id"),
+        "dtype": _dtype(tensors["blk.0.attn_q.weight"].tensor_type.name),
+    }
+    if architecture == "llama":
+        settings["head_dim"] = int(value("llama.attention.key_length", hidden // heads))
+        settings["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    settings["rope_parameters"] = _rope(architecture, value, tensors, settings.get("head_dim", hidden // heads))
+    return ARCHITECTURES[architecture][0](**settings)
+
+
+def _dtype(kind: str) -> torch.dtype:
+    """The type of converted weights, from the GGUF type of the file's own."""
+    return {"F32": torch.float32, "F16": torch.float16}.get(kind, torch.bfloat16)
+
+
+def _rope(architecture: str, value: Callable[..., Any], tensors: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """transformers' `rope_parameters`. Raises UserError for a scaling without a counterpart there."""
+    prefix = f"{architecture}.rope."
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(value(f"{prefix}freq_base", 10000.0))}
+    kind = value(f"{prefix}scaling.type", "none")
+    if ROPE_FACTORS in tensors:
+        return rope | _llama3_scaling(np.asarray(tensors[ROPE_FACTORS].data), rope["rope_theta"], head_dim)
+    if kind == "none":
+        return rope
+    if kind not in ("linear", "yarn"):
+        raise UserError(f"{kind} rotary scaling; supported are linear, yarn and Llama 3.1's")
+    rope |= {"rope_type": kind, "factor": float(value(f"{prefix}scaling.factor", 1.0))}
+    if original := value(f"{prefix}scaling.original_context_length"):
+        rope["original_max_position_embeddings"] = int(original)
+    return rope
+
+
+def _llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
+    """The settings that give these divisors [head_dim / 2]. Raises UserError if Llama 3.1's do not."""
+    largest = float(factors.max())
+    low, high, original = LLAMA3_SCALING.values()
+    turns = original * theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
+    smooth = ((turns - low) / (high - low)).clip(0, 1)
+    if not np.allclose(factors, 1 / ((1 - smooth) / largest + smooth), rtol=1e-3):
+        raise UserError("rotary frequency factors that are not those of Llama 3.1; use the model's own folder")
+    return {"rope_type": "llama3", "factor": largest, **LLAMA3_SCALING}
+
+
+def _state(config: PreTrainedConfig, tensors: dict[str, Any]) -> dict[str, Tensor]:
+    """The dequantized weights under transformers' names."""
+    from gguf import dequantize
+
+    state = {}
+    for name, tensor in tensors.items():
+        if name == ROPE_FACTORS:
+            continue
+        weight = dequantize(tensor.data, tensor.tensor_type)
+        if config.model_type == "llama" and ".attn_q." in name:
+            weight = _pair_halves(weight, config.num_attention_heads)
+        if config.model_type == "llama" and ".attn_k." in name:
+            weight = _pair_halves(weight, config.num_key_value_heads)
+        state[_name(name)] = torch.from_numpy(weight.copy()).to(config.dtype)
+    return state
+
+
+def _pair_halves(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Order the rows of each head for a rotation of (i, i + D/2); Llama GGUF files have them for (2i, 2i + 1)."""
+    return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def _name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if stem in OUTER_NAMES:
+        return f"{OUTER_NAMES[stem]}.{kind}"
+    _, layer, part = stem.split(".")
+    return f"model.layers.{layer}.{LAYER_NAMES[part]}.{kind}"
+
+
+def _check_complete(model_class: Any, config: PreTrainedConfig, state: dict[str, Tensor]) -> None:
+    with torch.device("meta"):
+        needed = {name: tuple(weight.shape) for name, weight in model_class(config).state_dict().items()}
+    if config.tie_word_embeddings:
+        del needed["lm_head.weight"]
+    shapes = {name: tuple(weight.shape) for name, weight in state.items()}
+    if differing := sorted(dict(needed.items() ^ shapes.items())):
+        raise UserError(
+            f"not a whole {config.model_type} model: {len(differing)} weights missing, unknown or misshapen, "
+            f"such as {differing[0]}"
+        )

@@ -1,0 +1,117 @@
+"""The tokenizer described by a GGUF file's metadata, in the files that transformers' AutoTokenizer loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from longspec.errors import UserError
+
+CONTROL, USER_DEFINED = 3, 4
+"""GGUF token types: special tokens, and other tokens that are never split."""
+GPT2_SPLIT = pre_tokenizers.ByteLevel(add_prefix_space=False)
+DIGITS_SPLIT = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2_SPLIT])
+
+
+def _byte_level(digits: str) -> pre_tokenizers.PreTokenizer:
+    """The split of Llama 3 and Qwen2, which differ in the length of runs of digits."""
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+        r"\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+LLAMA3, QWEN2 = _byte_level(r"\p{N}{1,3}"), _byte_level(r"\p{N}")
+SPLITS = {
+    "gpt-2": GPT2_SPLIT,
+    "smollm": DIGITS_SPLIT,
+    "starcoder": DIGITS_SPLIT,
+    "refact": DIGITS_SPLIT,
+    "llama3": LLAMA3,
+    "llama-v3": LLAMA3,
+    "llama-bpe": LLAMA3,
+    "qwen2": QWEN2,
+    "deepseek-r1-qwen": QWEN2,
+}
+"""Pre-tokenizers by the value of `tokenizer.ggml.pre`."""
+
+
+def write_tokenizer(folder: Path, metadata: Mapping[str, Callable[..., Any]], max_length: int) -> None:
+    """Write tokenizer.json and tokenizer_config.json; metadata: GGUF keys -> functions that return their values.
+
+    Raises UserError for a kind of tokenizer other than byte-level BPE with a known split, or SentencePiece BPE.
+    """
+
+    def value(key: str, default: Any = None) -> Any:
+        key = f"tokenizer.{key}"
+        return metadata[key]() if key in metadata else default
+
+    tokens, model = value("ggml.tokens"), value("ggml.model")
+    if tokens is None:
+        raise UserError("no tokenizer in it; use the model's own folder")
+    special = {
+        name: tokens[number]
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+        if (number := value(f"ggml.{key}_token_id")) is not None
+    }
+    if model == "gpt2":
+        tokenizer = _byte_level_bpe(tokens, value("ggml.merges", []), value("ggml.pre", "gpt-2"))
+    elif model == "llama":
+        scores, prefixed = value("ggml.scores"), value("ggml.add_space_prefix", True)
+        tokenizer = _sentencepiece_bpe(tokens, scores, special.get("unk"), prefixed)
+    else:
+        raise UserError(f"a tokenizer of kind {model!r}; supported are 'gpt2' and 'llama'")
+    types = value("ggml.token_type", [])
+    whole = [(token, kind) for token, kind in zip(tokens, types, strict=False) if kind in (CONTROL, USER_DEFINED)]
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind == CONTROL) for token, kind in whole])
+    adds_bos = value("ggml.add_bos_token", model == "llama" or SPLITS.get(value("ggml.pre")) is LLAMA3)
+    if adds_bos and "bos" in special:
+        bos = special["bos"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
+        )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+        **{f"{name}_token": token for name, token in special.items()},
+    }
+    if template := value("chat_template"):
+        settings["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _byte_level_bpe(tokens: list[str], merges: list[str], split: str) -> Tokenizer:
+    if split not in SPLITS:
+        raise UserError(f"the unknown pre-tokenizer {split!r}; use the model's own folder")
+    vocab = {token: number for number, token in enumerate(tokens)}
+    pairs = [(left, right) for left, right in (merge.split(" ", 1) for merge in merges)]
+    tokenizer = Tokenizer(BPE(vocab, pairs, ignore_merges=SPLITS[split] is LLAMA3))
+    if SPLITS[split] is QWEN2:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer, tokenizer.decoder = SPLITS[split], decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece_bpe(tokens: list[str], scores: list[float], unknown: str | None, prefixed: bool) -> Tokenizer:
+    """SentencePiece merges whichever pair gives the token of the highest score."""
+    vocab = {token: number for number, token in enumerate(tokens)}
+    merges = []
+    for token, score in zip(tokens, scores, strict=True):
+        halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        merges += [(-score, vocab[a], vocab[b], (a, b)) for a, b in halves if a in vocab and b in vocab]
+    pairs = [pair for *_, pair in sorted(merges)]
+    tokenizer = Tokenizer(BPE(vocab, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    spaces = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefixed else spaces
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
+    return tokenizer

@@ -1,0 +1,109 @@
+"""GGUF files for tests, written with the gguf package in the layout of llama.cpp's converter."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from pairs import _CLASSES, save_target
+from tiny_tokenizer import byte_tokenizer
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+CONTROL, NORMAL = 3, 1
+
+
+def write_gguf(
+    file: Path,
+    family: str = "llama",
+    quantized: bool = False,
+    rope: dict[str, Any] | None = None,
+    architecture: str | None = None,
+    without: str = "",
+    extra: dict[str, np.ndarray] | None = None,
+    **overrides: Any,
+) -> Any:
+    """Write a random target with the byte tokenizer; the transformers model that the file describes.
+
+    rope: GGUF metadata of the rotary scaling. without: leaves out the tensors whose names contain this.
+    """
+    tokenizer = byte_tokenizer()
+    vocab = tokenizer.get_vocab()
+    sizes = {"hidden_size": 64, "intermediate_size": 96} if quantized else {}
+    folder = save_target(file.with_suffix(""), family, vocab_size=len(vocab), **sizes, **overrides)
+    model = _CLASSES[family][1].from_pretrained(folder)
+    config = model.config
+    writer = gguf.GGUFWriter(file, architecture or family)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    for key, value in (rope or {}).items():
+        add = writer.add_string if isinstance(value, str) else writer.add_float32
+        add(f"{family}.rope.scaling.{key}", value)
+    _add_tokenizer(writer, vocab)
+    for name, weight in model.state_dict().items():
+        if config.tie_word_embeddings and name == "lm_head.weight":
+            continue
+        array = weight.float().numpy()
+        if family == "llama" and "q_proj" in name:
+            array = _interleaved(array, config.num_attention_heads)
+        if family == "llama" and "k_proj" in name:
+            array = _interleaved(array, config.num_key_value_heads)
+        new = _renamed(name)
+        if without and without in new:
+            continue
+        if quantized and array.ndim == 2:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(new, gguf.quants.quantize(array, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(new, array)
+    for name, array in (extra or {}).items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, vocab: dict[str, int]) -> None:
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([CONTROL if token.startswith("<") and len(token) > 1 else NORMAL for token in tokens])
+    writer.add_token_merges(["a b"]) if "ab" in vocab else writer.add_token_merges([])
+    writer.add_bos_token_id(vocab["<s>"])
+    writer.add_eos_token_id(vocab["<|im_end|>"])
+    writer.add_pad_token_id(vocab["<pad>"])
+    writer.add_chat_template("{{ messages[0]['content'] }}<|im_end|>")
+
+
+def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows i and i + D/2 of each head next to each other, as rotations in llama.cpp want them."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def _renamed(name: str) -> str:
+    stem, kind = name.rsplit(".", 1)
+    if stem.startswith("model.layers."):
+        _, _, layer, part = stem.split(".", 3)
+        return f"blk.{layer}.{NAMES[part]}.{kind}"
+    return f"{NAMES[stem]}.{kind}"

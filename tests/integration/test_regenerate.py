@@ -1,0 +1,167 @@
+"""Training text written by a target: the same tokens as `generate`, resumable shards, disjoint splits, clean text."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_tokenizer import byte_tokenizer
+from training_fixtures import make_target
+
+from longspec import generate, load_pair
+from longspec.data.prompts import PromptFiles, loops, prompt_key, user_turn_marks
+from longspec.errors import UserError
+from longspec.inference.answering import Answerer, Request
+from longspec.inference.regenerate import Settings, regenerate, shard_seed
+from longspec.inference.regenerate_command import main
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random target whose EOS is so likely that answers end at many lengths."""
+    folder = make_target(tmp_path_factory.mktemp("target"), eos_token_id=2)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "questions.jsonl"
+    records: list[dict] = [{"messages": [{"role": "user", "content": f"question {n} " * (n + 1)}]} for n in range(6)]
+    records += [{"problem": "what is it?"}, {"prefix": "def f(x):"}, {"document": "news", "summary": "old"}]
+    records += [{"context": "a meeting\u2028", "input": "who came?"}]
+    records += [records[0]]  # a duplicate
+    path.write_text("".join(json.dumps({"id": f"r{n}", **record}) + "\n" for n, record in enumerate(records)))
+    return path
+
+
+def settings(target: Path, output: Path, **changes: object) -> Settings:
+    values: dict = {"max_new_tokens": 12, "max_turn_tokens": 12, "batch_size": 4, "shard_size": 4} | changes
+    return Settings(target=str(target), output_dir=str(output), **values)
+
+
+def read(path: Path | None) -> list[dict]:
+    assert path is not None
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def test_answers_are_those_of_generate_whatever_the_batches(target: Path) -> None:
+    """Greedy rows stand next to sampled ones, and most rows pass through several batches."""
+    model, _ = load_pair(str(target))
+    prompts = [torch.arange(6, 6 + length) for length in (3, 17, 5, 40, 8, 9, 30, 4, 11, 20, 6, 15)]
+    # One row in four has a long answer, so the others end first and the batch leaves it behind.
+    stops, limits = [40, 41, 42], [24 if row % 4 == 1 else 5 + row % 3 for row in range(len(prompts))]
+    temperatures = [0.7 if row % 4 == 0 else 0.0 for row in range(len(prompts))]
+    requests, again = (
+        [Request(prompt.tolist(), *more, []) for prompt, *more in zip(prompts, temperatures, limits, strict=True)]
+        for _ in range(2)
+    )
+    counted = []
+    Answerer(model, 4).answer(requests, stops, 0, lambda tokens, finished: counted.append((tokens, finished)))
+    Answerer(model, 4).answer(again, stops, 0)
+    assert again == requests
+    for row, request in enumerate(requests):
+        alone = generate(model, prompts[row][None], method="vanilla", max_new_tokens=limits[row], eos_token_id=stops)
+        if request.temperature == 0:
+            assert request.answer == alone.new_tokens[0].tolist()
+        assert not set(stops) & set(request.answer[:-1])
+    lengths = [len(request.answer) for request in requests]
+    assert any(length < limit for length, limit in zip(lengths, limits, strict=True))
+    assert any(length == limit for length, limit in zip(lengths, limits, strict=True))
+    assert [sum(column) for column in zip(*counted, strict=True)] == [sum(lengths), len(requests)]
+
+
+def test_records_keep_their_prompts_and_say_where_they_come_from(target: Path, questions: Path, tmp_path: Path) -> None:
+    written = read(regenerate(settings(target, tmp_path, files=(str(questions),), temperatures=(1.0,))))
+    by_source = {record["source_id"]: record for record in written}
+    assert len(by_source) == len(written)
+    assert {"r0", "r10"} & by_source.keys() != {"r0", "r10"}  # one of the duplicates
+    for name, record in by_source.items():
+        kinds = {"prefix", "suffix"} if name == "r7" else {"messages"}
+        assert kinds <= record.keys() and record["temperature"] == 1.0
+        if name == "r9":
+            assert record["messages"][0]["content"] == "a meeting\u2028\n\nwho came?"
+        if name == "r8":
+            assert "news" in record["messages"][0]["content"] and record["messages"][1]["role"] == "assistant"
+    facts = (tmp_path / "train.provenance.yaml").read_text()
+    for fact in ("target_digest", "questions.jsonl", "transformers", "seed: 0", "dropped"):
+        assert fact in facts
+
+
+def test_a_lost_shard_is_written_again_as_it_was(target: Path, questions: Path, tmp_path: Path) -> None:
+    """Two ranks write the shards of one folder; a run that goes on writes only what is missing."""
+    given = settings(target, tmp_path, files=(str(questions),))
+    assert regenerate(given, rank=1, world=2) is None
+    whole = regenerate(given, rank=0, world=2)
+    first = Path(str(whole)).read_bytes()
+    shards = sorted((tmp_path / "train.shards").glob("shard-*"))
+    assert len(shards) == 3
+    kept, lost = shards[0].stat().st_mtime_ns, shards[1].read_bytes()
+    shards[1].unlink()
+    Path(str(whole)).unlink()
+    assert Path(str(regenerate(given))).read_bytes() == first
+    assert shards[1].read_bytes() == lost and shards[0].stat().st_mtime_ns == kept
+    with pytest.raises(UserError, match=r"has shards with seed 0, not 1"):
+        regenerate(settings(target, tmp_path, files=(str(questions),), seed=1))
+
+
+def test_the_target_writes_user_turns_that_no_other_split_has(target: Path, tmp_path: Path) -> None:
+    train = regenerate(settings(target, tmp_path, count=8, temperatures=(1.0,)))
+    test = regenerate(settings(target, tmp_path, count=8, temperatures=(1.0,), split="test", exclude=(str(train),)))
+    keys = [{prompt_key(record) for record in read(path)} for path in (train, test)]
+    assert all(keys) and not keys[0] & keys[1]
+    for record in read(train):
+        assert [turn["role"] for turn in record["messages"]] == ["user", "assistant"]
+        assert record["messages"][0]["content"].strip()
+
+
+def test_no_two_splits_shards_or_uses_share_a_seed(tmp_path: Path) -> None:
+    seeds = [
+        shard_seed(settings(tmp_path, tmp_path, split=split, seed=seed), shard, use)
+        for split in ("train", "validation", "test")
+        for seed in (0, 1)
+        for shard in range(20)
+        for use in ("turns", "answers", "temperatures")
+    ]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_loops_are_told_from_text_even_at_its_end() -> None:
+    text = list(range(300))
+    assert not loops(text) and not loops([]) and not loops([1, 2])
+    assert loops([1, 2, 3] * 20)
+    assert loops(text + [7, 8, 9] * 40)
+
+
+def test_user_turns_open_as_the_chat_template_says(target: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    assert user_turn_marks(tokenizer) == ("<|im_start|>user\n", "<|im_end|>\n")
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        user_turn_marks(tokenizer)
+
+
+def test_bad_input_is_one_line(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = tmp_path / "plain.jsonl"
+    plain.write_text('{"problem": "p"}\n{"text": "t"}\n')
+    with pytest.raises(UserError, match=r"plain.jsonl, line 2: field 'text' is plain text, without a prompt"):
+        PromptFiles(str(plain))
+    base = ["--target", str(target), "--output_dir", str(tmp_path / "out")]
+    for options, message in (
+        ([], "count: the number of prompts"),
+        (["--count", "3", "--temperatures", "-1"], "temperatures: [-1.0]"),
+        (["--count", "3", "--max_prompt_tokens", "9999"], "the target has 4096 positions"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(base + options)
+        assert end.value.code == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert message in lines[-1]

