@@ -55,6 +55,11 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
     target_class: Any
     draft_layer_class: type[GlideDecoderLayer]
     gradient_checkpointing = False
+    draft_is_trained = False
+    """Whether the draft's weights come from training: true after a load, false for a fresh draft.
+
+    Code that trains a fresh draft in this process sets it.
+    """
     target_pass: TargetGraphs | None = None
     """What training runs instead of `run_target`."""
 
@@ -87,7 +92,7 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
         self.draft_model.reset_parameters(self.config.initializer_range)  # in fp32: the same draft in every dtype
         self.draft_model.to(_dtype(torch_dtype))
         if draft is not None and glide_path is not None:
-            self.draft_model.load_state_dict(draft)
+            self.load_draft_state(draft, source=str(glide_path))
             self.draft_model.window = draft_window(glide_path)
 
     @classmethod
@@ -153,6 +158,7 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
     def load_draft_state(self, state: Mapping[str, Tensor], source: str) -> None:
         """Put draft weights in place; UserError naming every key that is missing, unexpected or misshapen."""
         self.draft_model.load_state_dict(fit_draft(state, self.draft_model, source))
+        self.draft_is_trained = True
 
     def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Frozen embeddings [B, T, hidden] of tokens [B, T] and the target's rotary table at positions [B, T]."""
