@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def choose_pair(model_name: str | None, target: str | None, draft: str | None) -
     """The pair that the command's options name; a draft given by path replaces the published one."""
     if (model_name is None) == (target is None):
         raise UserError("name the target either by --model_name or by --target PATH (with --draft PATH)")
-    if target is not None and draft is None and (Path(target) / DRAFT_FOLDER / "config.json").is_file():
+    if target is not None and draft is None and os.path.isfile(Path(target, DRAFT_FOLDER, "config.json")):
         draft = target  # a folder that a pair's save_pretrained wrote
     if target is not None:
         return Pair(target.rstrip("/").split("/")[-1], target, draft)

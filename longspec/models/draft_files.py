@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from transformers import PreTrainedConfig
 from longspec.errors import UserError, first_line
 from longspec.models.draft_layer import MAX_WINDOW, WINDOW
 from longspec.models.target_files import HUB_ERRORS, check_hub_id
-from longspec.models.weight_files import read_metadata, read_weights
+from longspec.models.weight_files import is_plain, read_metadata, read_weights
 from longspec.untrusted import read_json, read_yaml
 
 DRAFT_WEIGHTS_NAME = "draft_model_weights.pth"
@@ -55,7 +56,7 @@ def resolve_draft(path: str | Path) -> Path:
     The folder of a saved pair stands for the draft in it. Raises UserError.
     """
     local = Path(path)
-    if not local.exists():
+    if not os.path.exists(local):
         if local.suffix in {".pth", ".bin", ".pt", ".safetensors"}:
             raise UserError(f"{path}: no such draft; give a .pth file, a folder or a hub id")
         check_hub_id(path, "no such draft; give a .pth file, a folder or a hub id")
@@ -71,7 +72,7 @@ def resolve_draft(path: str | Path) -> Path:
 def draft_of_pair(target: str | Path, revision: str | None = None) -> Path | None:
     """The draft that a pair's `save_pretrained` wrote next to its target, if there is one. Raises UserError."""
     folder = Path(target)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         try:
             folder = Path(snapshot_download(str(target), revision=revision, allow_patterns=f"{DRAFT_FOLDER}/*"))
         except HUB_ERRORS as error:
@@ -115,10 +116,11 @@ def fit_draft(state: Mapping[str, Tensor], layer: nn.Module, source: str) -> dic
     wanted = layer.state_dict()
     faults = [f"missing {name}" for name in wanted.keys() - given.keys()]
     faults += [f"unexpected {_printable(name)}" for name in given.keys() - wanted.keys()]
+    faults += [f"{name} is no floating-point tensor" for name, w in given.items() if not is_plain(w)]
     faults += [
         f"{name} is {list(given[name].shape)}, the target needs {list(wanted[name].shape)}"
         for name in wanted.keys() & given.keys()
-        if given[name].shape != wanted[name].shape
+        if is_plain(given[name]) and given[name].shape != wanted[name].shape
     ]
     if faults:
         named = sorted(faults)[:NAMED_FAULTS]

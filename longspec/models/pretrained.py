@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from longspec.errors import UserError, first_line
+from longspec.errors import UserError
 from longspec.models.draft_files import (
     DRAFT_FOLDER,
     DRAFT_PREFIX,
@@ -23,7 +24,7 @@ from longspec.models.draft_files import (
 )
 from longspec.models.draft_layer import GlideDecoderLayer
 from longspec.models.parallel import PretrainedModelParallelPreSplitMixin, join_ranks, model_parallel_place
-from longspec.models.target_files import WEIGHT_ERRORS, check_target, check_target_path, read_config
+from longspec.models.target_files import WEIGHT_ERRORS, check_target, check_target_path, read_config, weight_problem
 from longspec.models.target_split import rank_config
 
 LOADED_WITH = (
@@ -93,6 +94,14 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         """
         if unknown:
             raise UserError(f"{cls.__name__}.from_pretrained: no argument {', '.join(sorted(unknown))}")
+        for name, value, kinds in (
+            ("path", path, (str, os.PathLike)),
+            ("glide_path", glide_path, (str, os.PathLike, type(None))),
+            ("state_dict", state_dict, (Mapping, type(None))),
+            ("pad_token_id", pad_token_id, (int, type(None))),
+        ):
+            if not isinstance(value, kinds):
+                raise UserError(f"{name}: a {type(value).__name__}; see {cls.__name__}.from_pretrained")
         if window is not None:
             window = checked_window(window, "window")
         config = read_config(path, revision)
@@ -138,12 +147,12 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         if (folder / DRAFT_FOLDER).is_symlink():
             raise UserError(f"{folder / DRAFT_FOLDER}: a link; the draft is saved in a folder of that name")
         hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if push_to_hub and name in kwargs}
-        whole = self.state_dict() if state_dict is None else state_dict
-        target = {name: weight for name, weight in whole.items() if not name.startswith(DRAFT_PREFIX)}
-        given = None if state_dict is None else target
-        self._target_alone().save_pretrained(folder, is_main_process, given, **kwargs)
+        target, draft = None, self.draft_model.state_dict()
+        if state_dict is not None:
+            target = {name: weight for name, weight in state_dict.items() if not name.startswith(DRAFT_PREFIX)}
+            draft = fit_draft(state_dict, self.draft_model, "state_dict")
+        self._target_alone().save_pretrained(folder, is_main_process, target, **kwargs)
         if is_main_process:
-            draft = {name: weight for name, weight in whole.items() if name.startswith(DRAFT_PREFIX)}
             window = self.draft_model.window
             save_draft_folder(draft, self.config, folder / DRAFT_FOLDER, window, self.draft_is_trained)
             if push_to_hub:
@@ -188,7 +197,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
                 folder, config=config, output_loading_info=True, trust_remote_code=False, **options
             )
         except (*WEIGHT_ERRORS, ImportError) as error:
-            raise UserError(f"{folder}: the target's weights do not load ({first_line(error)})") from error
+            raise UserError(f"{folder}: the target's weights do not load ({weight_problem(error)})") from error
         if absent := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
             raise UserError(f"{folder}: no whole target: {len(absent)} weights missing or misshapen, as {absent[0]}")
         if len(devices := sorted({str(p.device) for p in target.parameters()})) > 1:

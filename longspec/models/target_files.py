@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 from pickle import UnpicklingError
@@ -32,6 +33,7 @@ WEIGHT_ERRORS = (
 LFS_POINTER = b"version https://git-lfs"
 TOKENIZER_BYTES = 2**26
 """Size limit of a tokenizer file; the largest published ones have about 35 MB."""
+MAX_LAYERS = 1024
 CONFIG_NAMES = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 RESCALED_BY_LENGTH = ("dynamic", "longrope")
 
@@ -57,10 +59,9 @@ def at_revision(revision: str | None) -> dict[str, str]:
 
 def check_target_path(path: str | Path) -> None:
     """Raise UserError unless `path` is a folder of regular files, or may be a hub id."""
-    place = Path(path)
-    if place.is_dir():
-        check_files(place)
-    elif place.exists():
+    if os.path.isdir(path):
+        check_files(Path(path))
+    elif os.path.exists(path):  # False for names that no file system takes, where pathlib raises
         raise UserError(f"{path}: a file; give a target's folder or hub id")
     else:
         check_hub_id(path, "no such folder; give a target's folder or hub id")
@@ -90,6 +91,13 @@ def check_files(folder: Path) -> None:
             check_regular(file, CONFIG_BYTES if file.name in CONFIG_NAMES else limits.get(file.suffix))
 
 
+def weight_problem(error: BaseException) -> str:
+    """One of WEIGHT_ERRORS in a few words, without torch's advice to run the code in the file."""
+    if isinstance(error, UnpicklingError) or "weights_only" in str(error):
+        return "its pickle is damaged, or holds something other than tensors"
+    return first_line(error)
+
+
 def local_target(target: str) -> Path:
     """The folder of a target; a hub id is fetched. Raises UserError."""
     check_target_path(target)
@@ -117,6 +125,8 @@ def context_window(config: PreTrainedConfig) -> int:
 
 def check_target(config: PreTrainedConfig, path: str | Path) -> None:
     """Raise UserError for a target whose cached keys a draft cannot share."""
+    if not 1 <= config.num_hidden_layers <= MAX_LAYERS:
+        raise UserError(f"{path}: a target with {config.num_hidden_layers} layers; at most {MAX_LAYERS} are supported")
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise UserError(f"{path}: a target with sliding-window attention layers; the draft needs full attention")
     kind = (config.rope_parameters or {}).get("rope_type")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from longspec.errors import UserError, first_line
-from longspec.models.target_files import LFS_POINTER, WEIGHT_ERRORS
+from longspec.models.target_files import LFS_POINTER, WEIGHT_ERRORS, weight_problem
 from longspec.untrusted import check_regular
 
 PICKLE_BYTES = 2**24
@@ -31,8 +31,8 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     except WEIGHT_ERRORS as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{file}: not a readable file of plain weights ({first_line(error)})") from error
-    if not isinstance(state, dict) or not all(isinstance(name, str) and _is_plain(w) for name, w in state.items()):
+        raise UserError(f"{file}: not a readable file of plain weights ({weight_problem(error)})") from error
+    if not isinstance(state, dict) or not all(isinstance(name, str) and is_plain(w) for name, w in state.items()):
         raise UserError(f"{file}: not a dictionary of plain weights")
     return state
 
@@ -59,11 +59,11 @@ def _read_pickle(file: Path) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
 
 
-def _is_plain(weight: object) -> bool:
+def is_plain(weight: object) -> bool:
     """Whether a value is a dense floating-point tensor that holds data."""
-    if not isinstance(weight, Tensor) or weight.is_meta or weight.layout != torch.strided:
+    if not isinstance(weight, Tensor) or weight.is_meta or weight.layout != torch.strided or weight.is_nested:
         return False
-    return weight.is_floating_point() and not weight.is_quantized and not weight.is_nested
+    return weight.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def read_metadata(file: Path) -> dict[str, Any]:

@@ -193,8 +193,9 @@ def read_config_file(file: Path) -> TrainConfig:
 
     Nothing in it is resolved, imported or called. Raises UserError.
     """
+    content = read_yaml(file)
     try:
-        config = typed(OmegaConf.create(read_yaml(file)))
+        config = typed(OmegaConf.create(content))
         pair_class(config.model._target_)
         _choice("model.torch_dtype", config.model.torch_dtype, DTYPES)
         checked_window(config.model.window, "config key model.window")
