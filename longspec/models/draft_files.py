@@ -35,7 +35,7 @@ WINDOW_KEY = "draft_window"
 """Key of the window in a draft's `config.json` and in the metadata of its weight file."""
 TRAINED_KEY = "draft_is_trained"
 """Key in a draft's `config.json`; false for the fresh draft of a saved pair, otherwise absent."""
-NAMED_FAULTS = 60
+NAMED_FAULTS = 40
 """Maximum number of keys in an error message."""
 DEAD_WEIGHTS = {f"cross_attn.{p}_proj.{kind}" for p in "kv" for kind in ("weight", "bias")}
 """Unused weights of the published drafts; the cross-attention reads the target's keys and values."""
@@ -138,7 +138,7 @@ def check_finite(state: Mapping[str, Tensor], source: str) -> None:
 
 
 def _printable(name: str) -> str:
-    return name if name.isprintable() and len(name) <= 100 else repr(name[:100])
+    return name if name.isprintable() and len(name) <= 60 else repr(name[:60])
 
 
 def check_draft(path: str | Path, config: PreTrainedConfig, layer_class: Any) -> dict[str, Tensor]:
