@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from longspec.errors import UserError, first_line
 from longspec.models.draft_layer import MAX_WINDOW, WINDOW
-from longspec.models.target_files import HUB_ERRORS, check_hub_id
+from longspec.models.target_files import HUB_ERRORS, check_hub_id, without_memory
 from longspec.models.weight_files import is_plain, read_metadata, read_weights
 from longspec.untrusted import read_json, read_yaml
 
@@ -150,7 +150,7 @@ def check_draft(path: str | Path, config: PreTrainedConfig, layer_class: Any) ->
     if place.is_dir() and (place / "config.json").exists():
         _compare_configs(place / "config.json", config)
     _compare_run(_folder(place) / TRAINING_CONFIG_NAME, layer_class)
-    with torch.device("meta"):
+    with without_memory(config):
         layer = layer_class(config)
     weights = fit_draft(load_draft(place), layer, str(path))
     return {name: weight.clone() for name, weight in weights.items()}  # no longer mapped from the file

@@ -21,7 +21,7 @@ from longspec.models.draft_files import check_draft, draft_settings
 from longspec.models.parallel import gather_heads
 from longspec.models.pretrained import LOADED_WITH, PretrainedPairMixin, checked_dtype
 from longspec.models.target_attention import ATTENTION_NAME, LastLayerKV, last_keys_values, run_backbone
-from longspec.models.target_files import at_revision
+from longspec.models.target_files import at_revision, without_memory
 from longspec.models.target_graph import TargetGraphs
 
 
@@ -74,7 +74,7 @@ class GlideMixin(PretrainedPairMixin):
         draft = None if glide_path is None else check_draft(glide_path, config, self.draft_layer_class)
         config = copy.deepcopy(config)
         config._attn_implementation = ATTENTION_NAME
-        with torch.device("meta"):  # the target's modules replace these: nothing is allocated or initialised twice
+        with without_memory(config):  # the target's modules replace these: nothing is allocated or initialised twice
             super().__init__(config)
         resolve_attention(attn_implementation)
         self.use_flash = (attn_implementation or "").startswith("flash")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 from zipfile import BadZipFile
 
+import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
@@ -123,6 +126,17 @@ def context_window(config: PreTrainedConfig) -> int:
     return positions
 
 
+@contextmanager
+def without_memory(config: PreTrainedConfig) -> Iterator[None]:
+    """Build modules from `config` on the meta device. Raises UserError for values that no module can be built from."""
+    try:
+        with torch.device("meta"):
+            yield
+    except (*FILE_ERRORS, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{config.name_or_path}: no model can be built from its config.json ({reason})") from error
+
+
 def check_target(config: PreTrainedConfig, path: str | Path) -> None:
     """Raise UserError for a target whose cached keys a draft cannot share."""
     if not 1 <= config.num_hidden_layers <= MAX_LAYERS:
@@ -138,7 +152,10 @@ def check_target(config: PreTrainedConfig, path: str | Path) -> None:
 def check_weights(target: str) -> None:
     """Raise UserError for a local folder without weights; a hub id shows what it holds when it is loaded."""
     folder = Path(target)
-    if not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
+    files = [file for pattern in WEIGHT_FILES for file in folder.glob(pattern)]
+    for file in files:
+        check_start(file)
+    if not folder.is_dir() or files:
         return
     for part in folder.glob("mp_0-of-*"):
         world = part.name.rpartition("-")[2]
@@ -151,8 +168,16 @@ def read_tokenizer(path: str | Path, problem: str) -> Any:
     check_target_path(path)
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except FILE_ERRORS as error:
+    except Exception as error:  # tokenizers raises nothing more special
         raise UserError(f"{path}: {problem} ({first_line(error)})") from error
+
+
+def check_start(file: Path) -> None:
+    """Raise UserError for a file that Git LFS has not fetched."""
+    check_regular(file)
+    with file.open("rb") as handle:
+        if handle.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise UserError(f"{file}: a Git LFS pointer, not the weights; fetch them with git lfs pull")
 
 
 def load_tokenizer(target: str, config: PreTrainedConfig) -> Any:

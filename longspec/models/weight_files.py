@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from longspec.errors import UserError, first_line
-from longspec.models.target_files import LFS_POINTER, WEIGHT_ERRORS, weight_problem
+from longspec.models.target_files import WEIGHT_ERRORS, check_start, weight_problem
 from longspec.untrusted import check_regular
 
 PICKLE_BYTES = 2**24
@@ -24,9 +24,8 @@ def read_weights(file: Path) -> dict[str, Tensor]:
 
     A pickle's result keeps the `_metadata` of the state dict that was saved.
     """
-    check_regular(file)
     try:
-        _check_start(file)
+        check_start(file)
         state = load_file(file) if file.suffix == ".safetensors" else _read_pickle(file)
     except WEIGHT_ERRORS as error:
         if isinstance(error, UserError):
@@ -37,17 +36,11 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     return state
 
 
-def _check_start(file: Path) -> None:
-    with file.open("rb") as handle:
-        start = handle.read(len(LFS_POINTER))
-    if start == LFS_POINTER:
-        raise UserError(f"{file}: a Git LFS pointer, not the weights; fetch them with git lfs pull")
-    if file.suffix != ".safetensors" and start[:2] != b"PK" and start[:1] != b"\x80":
-        raise UserError(f"{file}: not a readable file of plain weights (neither a .pth archive nor a pickle)")
-
-
 def _read_pickle(file: Path) -> Any:
     """The content of a `.pth`, from an unpickler that only makes tensors and containers. Raises WEIGHT_ERRORS."""
+    with file.open("rb") as handle:
+        if handle.read(1) not in (b"P", b"\x80"):
+            raise ValueError("neither a .pth archive nor a pickle")
     if not zipfile.is_zipfile(file):
         return torch.load(file, map_location="cpu", weights_only=True)
     with zipfile.ZipFile(file) as archive:

@@ -1,4 +1,4 @@
-"""Files of strangers: none of their code runs, nothing leaves this machine, nothing hangs; each gives one clear line."""
+"""Files of strangers: none of their code runs, nothing leaves this machine, nothing hangs; each gives one line."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from longspec.inference.registry import check_draft_tokenizer
 from longspec.models.draft_files import check_draft, draft_settings, load_draft, resolve_draft, save_draft_folder
 from longspec.models.families import pair_class
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
-from longspec.models.target_files import load_tokenizer, read_config
+from longspec.models.target_files import check_weights, load_tokenizer, read_config
 from longspec.train.config import read_config_file
 from longspec.train.inputs import _aligner
 from longspec.untrusted import CONFIG_BYTES, YAML_BYTES
@@ -286,6 +286,28 @@ def test_a_missing_folder_is_called_one(path: str) -> None:
 def test_a_file_is_no_target(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     assert "a file; give" in refusal(lambda: read_config(tmp_path / "notes.txt"), tmp_path / "notes.txt")
+
+
+@pytest.mark.parametrize("change", [{"hidden_act": "no_such"}, {"rms_norm_eps": "small"}, {"rope_theta": {}}])
+def test_a_config_that_no_model_can_be_built_from_is_one_clear_line(
+    target: Path, run: Path, change: dict[str, Any]
+) -> None:
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | change))
+    refusal(lambda: LlamaGlide.from_pretrained(target), target)
+    refusal(lambda: LlamaGlide.from_pretrained(target, glide_path=run), target)
+
+
+@pytest.mark.parametrize("content", ["{", "null", '{"version": "1.0"}', "[" * 100000, "fields"])
+def test_a_broken_tokenizer_is_one_clear_line(target: Path, content: str) -> None:
+    text = (target / "tokenizer.json").read_text()
+    (target / "tokenizer.json").write_text(text.replace("trim_offsets", "x") if content == "fields" else content)
+    refusal(lambda: load_tokenizer(str(target), tiny_config("llama")), target)
+
+
+def test_a_target_that_git_lfs_has_not_fetched_says_so(target: Path) -> None:
+    (target / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    assert "git lfs pull" in refusal(lambda: check_weights(str(target)), target / "model.safetensors")
 
 
 def test_a_target_with_absurdly_many_layers_is_refused(tmp_path: Path) -> None:
