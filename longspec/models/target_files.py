@@ -65,9 +65,9 @@ def check_target_path(path: str | Path) -> None:
     if os.path.isdir(path):
         check_files(Path(path))
     elif os.path.exists(path):  # False for names that no file system takes, where pathlib raises
-        raise UserError(f"{path}: a file; give a target's folder or hub id")
+        raise UserError(f"{path}: no model checkpoint (a file); give a target's folder or hub id")
     else:
-        check_hub_id(path, "no such folder; give a target's folder or hub id")
+        check_hub_id(path, "no model checkpoint (no such folder); give a target's folder or hub id")
 
 
 def check_hub_id(path: str | Path, problem: str) -> None:

@@ -285,10 +285,12 @@ def test_a_missing_folder_is_called_one(path: str) -> None:
 
 def test_a_file_is_no_target(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
-    assert "a file; give" in refusal(lambda: read_config(tmp_path / "notes.txt"), tmp_path / "notes.txt")
+    assert "(a file)" in refusal(lambda: read_config(tmp_path / "notes.txt"), tmp_path / "notes.txt")
 
 
-@pytest.mark.parametrize("change", [{"hidden_act": "no_such"}, {"rms_norm_eps": "small"}, {"rope_theta": {}}])
+@pytest.mark.parametrize(
+    "change", [{"hidden_act": "no_such"}, {"rms_norm_eps": "small"}, {"rope_parameters": {"rope_type": "x"}}]
+)
 def test_a_config_that_no_model_can_be_built_from_is_one_clear_line(
     target: Path, run: Path, change: dict[str, Any]
 ) -> None:
