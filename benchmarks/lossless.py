@@ -28,7 +28,7 @@ from longspec.inference.drafting.proposal import chain
 from longspec.inference.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import make_drafter
-from longspec.inference.registry import family_class
+from longspec.models.families import family_class
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import load_tokenizer, read_config
 from scripts.pipeline.quality import distinct_share

@@ -15,6 +15,8 @@ class UserError(ValueError):
 def first_line(error: BaseException) -> str:
     """What an error of another library says, short enough to stand inside a UserError."""
     lines = str(error).strip().splitlines()
+    if len(lines) > 1 and lines[0].endswith(":"):
+        return f"{lines[0]} {lines[1].strip()}"
     return lines[0] if lines else type(error).__name__
 
 

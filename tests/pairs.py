@@ -48,10 +48,12 @@ def save_target(folder: Path, family: str, seed: int = 0, **overrides: Any) -> P
 def make_pair(
     folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
 ) -> GlideMixin:
-    """A random target with a random draft."""
+    """A random target with a random draft, which decoding takes for a trained one."""
     save_target(folder, family, seed, **overrides)
     torch.manual_seed(seed + 1)
-    return _CLASSES[family][2].from_pretrained(folder, torch_dtype=dtype)
+    model = _CLASSES[family][2].from_pretrained(folder, torch_dtype=dtype)
+    model.draft_is_trained = True
+    return model
 
 
 def target_greedy(model: GlideMixin, prompt: torch.Tensor, count: int) -> list[int]:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from longspec.errors import UserError
-from longspec.inference.registry import PAIRS, choose_pair, family_class
+from longspec.inference.registry import PAIRS, choose_pair
+from longspec.models.families import family_class
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import check_weights, load_tokenizer, read_config
 

@@ -23,7 +23,7 @@ from longspec.data.templates import check_chat_format
 from longspec.errors import UserError
 from longspec.inference.generate import check_drafting, check_sampling
 from longspec.inference.memory import check_memory
-from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair, family_class
+from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair
 from longspec.inference.report import device_name, versions
 from longspec.inference.run_folder import folder_name
 from longspec.inference.tasks import TASKS, Sample, Selection, read_questions, select_samples
@@ -32,6 +32,7 @@ from longspec.kernels.attention import decoding_attention
 from longspec.models.content import state_digest, target_digest
 from longspec.models.draft_files import check_draft, draft_window
 from longspec.models.draft_layer import head_dim
+from longspec.models.families import family_class
 from longspec.models.target_files import check_weights, context_window, load_tokenizer, read_config
 
 GLIDE_METHODS = ("seq", "tree")

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedConfig
-
-from longspec.errors import UserError, first_line
-from longspec.models.draft_files import resolve_draft
-from longspec.models.glide import GlideMixin
-from longspec.models.llama import LlamaGlide
-from longspec.models.qwen2 import Qwen2Glide
+from longspec.errors import UserError
+from longspec.models.draft_files import DRAFT_FOLDER, resolve_draft
 from longspec.models.target_cache import SMOLLM2, SUFFIX, resolve_target
-from longspec.models.target_files import FILE_ERRORS
+from longspec.models.target_files import read_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-FAMILIES: dict[str, type[GlideMixin]] = {"llama": LlamaGlide, "qwen2": Qwen2Glide}
 
 
 @dataclass(frozen=True)
@@ -73,6 +68,8 @@ def choose_pair(model_name: str | None, target: str | None, draft: str | None) -
     """
     if (model_name is None) == (target is None):
         raise UserError("name the target either by --model_name or by --target PATH (with --draft PATH)")
+    if target is not None and draft is None and os.path.isfile(Path(target, DRAFT_FOLDER, "config.json")):
+        draft = target  # a folder that a pair's save_pretrained wrote
     if target is not None:
         name = target.rstrip("/").split("/")[-1].removesuffix(SUFFIX)
         return Pair(name, resolve_target(target), draft)
@@ -82,24 +79,13 @@ def choose_pair(model_name: str | None, target: str | None, draft: str | None) -
     return pair if draft is None else replace(pair, draft=draft)
 
 
-def family_class(config: PreTrainedConfig, target: str) -> type[GlideMixin]:
-    """The model class for a target with `config`; UserError for a family without one."""
-    if config.model_type not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise UserError(f"{target}: a {config.model_type} target; the supported families are {known}")
-    return FAMILIES[config.model_type]
-
-
 def check_draft_tokenizer(draft: str, target: str, tokenizer: Any) -> None:
     """Raise UserError if a tokenizer lies beside the draft and gives ids another meaning than the target's does."""
     place = resolve_draft(draft)
     folder = place if place.is_dir() else place.parent
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return
-    try:
-        other = AutoTokenizer.from_pretrained(folder)
-    except FILE_ERRORS as error:
-        raise UserError(f"{folder}: the tokenizer beside the draft does not load ({first_line(error)})") from error
+    other = read_tokenizer(folder, "the tokenizer of the draft does not load")
     theirs, ours = ({number: token for token, number in one.get_vocab().items()} for one in (other, tokenizer))
     if differing := sorted(number for number in theirs.keys() & ours.keys() if theirs[number] != ours[number]):
         first = differing[0]

@@ -1,14 +1,17 @@
 """All experiments compose to valid runs, and a mistake in one is named by its key."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import deepspeed
 import pytest
 from hydra import compose, initialize_config_dir
+from pairs import make_pair
 from training_fixtures import NEEDS_MUON, ROOT, write_texts
 
 from longspec.errors import UserError
+from longspec.train.checkpoint import locate
 from longspec.train.config import (
     CONFIG_NAME,
     check,
@@ -199,6 +202,46 @@ def test_saved_configuration_reads_back(paths: list[str], tmp_path: Path) -> Non
     (tmp_path / CONFIG_NAME).write_text("seed: [")
     with pytest.raises(UserError, match=CONFIG_NAME):
         read_config_file(tmp_path / CONFIG_NAME)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("model_name_or_path: target", "model_name_or_path: evil/${oc.env:SECRET}", "interpolation"),
+        ("longspec.train.models.llama_glide.LlamaGlide.from_pretrained", "os.system", r"model\._target_"),
+        ("torch_dtype: float32", "torch_dtype: load", r"model\.torch_dtype"),
+        ("window: 512", "window: 0", r"model\.window"),
+    ],
+)
+def test_a_strangers_saved_configuration_does_nothing(
+    paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, message: str
+) -> None:
+    """It is not resolved, and what it names is neither imported nor called."""
+    monkeypatch.setenv("SECRET", "hidden")
+    text = to_yaml(load(TINY, *paths))
+    assert old in text
+    (tmp_path / CONFIG_NAME).write_text(text.replace(old, new))
+    with pytest.raises(UserError, match=message) as error:
+        read_config_file(tmp_path / CONFIG_NAME)
+    assert CONFIG_NAME in str(error.value) and "hidden" not in str(error.value)
+
+
+def test_a_window_exceeds_the_depth_that_is_trained(paths: list[str]) -> None:
+    load(TINY, *paths, "model.window=6", "variant.depth=5")
+    with pytest.raises(UserError, match=r"variant\.depth: 5 levels, but the draft's window is 5"):
+        load(TINY, *paths, "model.window=5", "variant.depth=5")
+    with pytest.raises(UserError, match=r"variant\.depth: 4 levels, but the draft's window is 4"):
+        load(TINY, *paths, "model.window=4", "variant=base")
+
+
+def test_a_saved_pair_brings_its_draft_to_training(paths: list[str], tmp_path: Path) -> None:
+    config = load(TINY, *paths)
+    make_pair(tmp_path / "target").save_pretrained(tmp_path / "pair")
+    for name, draft in (("target", None), ("pair", str(tmp_path / "pair" / "draft"))):
+        located = locate(replace(config, model_name_or_path=str(tmp_path / name)))
+        assert located.draft_model_name_or_path == draft
+    given = replace(config, model_name_or_path=str(tmp_path / "pair"), draft_model_name_or_path="given.pth")
+    assert locate(given).draft_model_name_or_path == "given.pth"
 
 
 def test_checkpoint_folder_brings_its_own_draft(paths: list[str], tmp_path: Path) -> None:

@@ -7,10 +7,13 @@ import pytest
 import torch
 from pairs import make_pair, tiny_config
 from safetensors.torch import save_file
+from tiny_tokenizer import byte_tokenizer
 
 from longspec.errors import UserError
-from longspec.models.draft_files import check_draft, draft_window, load_draft, save_draft_folder
+from longspec.models.draft_files import check_draft, draft_window, load_draft, save_draft_file, save_draft_folder
+from longspec.models.draft_layer import check_window
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
+from longspec.train.checkpoint import _write_draft
 
 PUBLISHED_NAMES = (
     [f"self_attn.{p}_proj.{kind}" for p in "qkv" for kind in ("weight", "bias")]
@@ -90,6 +93,74 @@ def test_a_drafts_window_lies_in_its_files(tmp_path: Path) -> None:
             (folder / "training_config.yaml").write_text(json.dumps(run))
         model = LlamaGlide.from_pretrained(tmp_path / "target", glide_path=folder, torch_dtype=torch.float32)
         assert model.draft_model.window == draft_window(folder) == window
+
+
+@pytest.mark.parametrize("form", ["pth", "checkpoint", "hub", "file of the hub's folder"])
+def test_a_window_survives_extraction(tmp_path: Path, form: str) -> None:
+    """Also where the weight file alone is moved: then no configuration says it."""
+    pair = make_pair(tmp_path / "target")
+    state = pair.draft_model.state_dict()
+    if form == "pth":
+        save_draft_file(state, tmp_path / "out" / "x.pth", 64)
+        draft = (tmp_path / "out" / "x.pth").rename(tmp_path / "moved.pth")
+    elif form == "checkpoint":
+        _write_draft(tmp_path / "checkpoint-last", state, 64, byte_tokenizer())
+        draft = (tmp_path / "checkpoint-last" / "draft_model_weights.pth").rename(tmp_path / "moved.pth")
+    else:
+        save_draft_folder(state, pair.config, tmp_path / "hub", 64)
+        draft = tmp_path / "hub"
+    if form.startswith("file"):
+        draft = (draft / "model.safetensors").rename(tmp_path / "moved.safetensors")
+    model = LlamaGlide.from_pretrained(tmp_path / "target", glide_path=draft)
+    assert model.draft_model.window == draft_window(draft) == 64
+    assert all(torch.equal(weight, state[name]) for name, weight in model.draft_model.state_dict().items())
+    if draft.suffix == ".pth":  # still plain weights for everybody else
+        LlamaGlideDecoderLayer(pair.config).load_state_dict(torch.load(draft, weights_only=True))
+
+
+def test_the_windows_of_a_file_and_its_folder(tmp_path: Path) -> None:
+    """The weight file's own comes first, then config.json, then the training configuration."""
+    state = make_pair(tmp_path / "target").draft_model.state_dict()
+    folder = _made(tmp_path / "draft")
+    torch.save(state, folder / "draft_model_weights.pth")
+    (folder / "training_config.yaml").write_text("model:\n  window: 96\n")
+    assert draft_window(folder) == 96
+    (folder / "config.json").write_text('{"draft_window": 80}')
+    assert draft_window(folder) == 80
+    save_draft_file(state, folder / "draft_model_weights.pth", 64)
+    assert draft_window(folder) == draft_window(folder / "draft_model_weights.pth") == 64
+
+
+def test_a_window_must_exceed_the_depth() -> None:
+    check_window(5, 4, "gamma")
+    for depth in (5, 6):
+        with pytest.raises(UserError, match=f"gamma: {depth} levels, but the draft's window is 5 tokens"):
+            check_window(5, depth, "gamma")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("route", ["check", "state_dict", "glide_path"])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, value: float, route: str) -> None:
+    make_pair(tmp_path / "target")
+    state = published_state()
+    state["self_attn.q_proj.bias"][7] = value
+    file = write(state, "pth", tmp_path)
+    with pytest.raises(UserError, match=r"self_attn\.q_proj\.bias of this draft holds NaN or Inf"):
+        if route == "check":
+            check_draft(file, tiny_config("llama"), LlamaGlideDecoderLayer)
+        else:
+            LlamaGlide.from_pretrained(tmp_path / "target", **{route: state if route == "state_dict" else file})
+
+
+def test_weights_that_the_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
+    """1e6 is infinite in float16, which the constructor uses."""
+    make_pair(tmp_path / "target")
+    state = published_state()
+    state["mlp.up_proj.weight"][3, 4] = 1e6
+    file = write(state, "pth", tmp_path)
+    LlamaGlide.from_pretrained(tmp_path / "target", glide_path=file)
+    with pytest.raises(UserError, match=r"float16: mlp\.up_proj\.weight of this draft holds NaN or Inf"):
+        LlamaGlide(tiny_config("llama"), tmp_path / "target", glide_path=file)
 
 
 def _made(folder: Path) -> Path:

@@ -1,0 +1,49 @@
+"""A draft that is taken out of DeepSpeed's state keeps the window it was trained with, in every form."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_tokenizer import byte_tokenizer
+from training_fixtures import ROOT, make_target, one_rank_alone, write_texts
+
+from longspec.errors import UserError
+from longspec.models.draft_files import draft_window, load_draft
+from longspec.train.checkpoint import save_checkpoint
+from longspec.train.config import load_config
+from longspec.train.engine import build_engine, build_pair
+from longspec.train.generations import Progress
+from longspec.train.inputs import read_inputs
+from scripts import extract_draft
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from one_rank_alone(monkeypatch)
+
+
+def test_a_trained_window_survives_extraction(one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_target(tmp_path / "target")
+    write_texts(tmp_path / "data.jsonl", count=3)
+    given = [f"model_name_or_path={tmp_path}/target", f"data.files={tmp_path}/data.jsonl", "model.window=48"]
+    given += [f"output_dir={tmp_path}/out", f"data.cache_dir={tmp_path}/cache"]
+    config = load_config(["-cp", str(ROOT / "conf/exp"), "-cn", "tiny_glide_stage1_sinkpi-slicing", *given])
+    assert config is not None
+    engine = build_engine(config, build_pair(config, None))
+    save_checkpoint(engine, byte_tokenizer(), config, Progress(1, 1), config.output_dir)
+    out = tmp_path / "out"
+    trained = load_draft(out / "checkpoint-last")
+    for form in ("alone/draft.pth", "folder", "hub"):
+        more = ["--hf"] if form == "hub" else []
+        monkeypatch.setattr(sys, "argv", ["extract_draft.py", f"{out}/last_ds", f"{tmp_path}/{form}", *more])
+        extract_draft.main()
+        draft = load_draft(tmp_path / form)
+        assert all(torch.equal(weight, trained[name]) for name, weight in draft.items())
+        assert draft_window(tmp_path / form) == 48
+        stage = replace(config, draft_model_name_or_path=str(tmp_path / form))
+        assert read_inputs(stage).draft is not None
+        with pytest.raises(UserError, match=r"model\.window: 512.*trained with 48"):
+            read_inputs(replace(stage, model=replace(config.model, window=512)))

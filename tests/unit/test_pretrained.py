@@ -1,0 +1,254 @@
+"""A pair loads and saves with transformers' conventions, and its draft is never lost on the way."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import HfApi, constants
+from pairs import FAMILIES, make_pair, save_target, tiny_config
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from longspec.errors import UserError
+from longspec.inference.registry import choose_pair
+from longspec.models.draft_files import check_draft, draft_settings, draft_window
+from longspec.models.glide import GlideMixin, check_pair
+from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
+from longspec.models.pretrained import DRAFT_FOLDER
+from longspec.models.qwen2 import Qwen2Glide
+
+GLIDE = {"llama": LlamaGlide, "qwen2": Qwen2Glide}
+
+
+def weights_equal(one: nn.Module, other: nn.Module) -> bool:
+    ours, theirs = one.state_dict(), other.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
+
+
+def saved_pair(folder: Path, family: str = "llama", **overrides: Any) -> GlideMixin:
+    """A pair with a window of its own, saved in folder/pair."""
+    pair = make_pair(folder / "target", family, **overrides)
+    pair.draft_model.window = 77
+    pair.save_pretrained(folder / "pair")
+    return pair
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True)])
+def test_a_saved_pair_comes_back_whole(tmp_path: Path, family: str, tied: bool) -> None:
+    pair = saved_pair(tmp_path, family, tie_word_embeddings=tied)
+    back = GLIDE[family].from_pretrained(tmp_path / "pair")
+    assert weights_equal(pair, back)
+    assert back.draft_model.window == 77 and back.draft_is_trained
+    assert all(
+        parameter.requires_grad == name.startswith("draft_model.") for name, parameter in back.named_parameters()
+    )
+    back.save_pretrained(tmp_path / "again", max_shard_size="20KB")
+    assert len(list((tmp_path / "again").glob("model-*.safetensors"))) > 1
+    assert weights_equal(pair, GLIDE[family].from_pretrained(tmp_path / "again"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_pair_is_an_ordinary_target_for_transformers(
+    tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = saved_pair(tmp_path, family)
+    with caplog.at_level(logging.WARNING):
+        logging.getLogger("transformers").propagate = True
+        plain, info = AutoModelForCausalLM.from_pretrained(tmp_path / "pair", output_loading_info=True)
+    assert not any(info.values()) and not caplog.records
+    assert type(plain) is GLIDE[family].target_class
+    assert json.loads((tmp_path / "pair" / "config.json").read_text())["architectures"] == [type(plain).__name__]
+    assert weights_equal(plain.model, pair.model)
+
+
+def test_a_saved_pairs_draft_is_found_by_every_route(tmp_path: Path) -> None:
+    """As --draft, as --target alone, and as the draft's own folder."""
+    saved_pair(tmp_path)
+    folder = str(tmp_path / "pair")
+    assert choose_pair(None, folder, None).draft == folder
+    for path in (folder, f"{folder}/draft", f"{folder}/draft/model.safetensors"):
+        assert draft_window(path) == 77
+        assert check_draft(path, tiny_config("llama"), LlamaGlideDecoderLayer)
+
+
+def test_a_fresh_draft_is_untrained_until_weights_come(tmp_path: Path) -> None:
+    """Also through a save: otherwise random weights would pass for trained ones."""
+    save_target(tmp_path / "target", "llama")
+    fresh = LlamaGlide.from_pretrained(tmp_path / "target")
+    assert not fresh.draft_is_trained
+    fresh.save_pretrained(tmp_path / "pair")
+    back = LlamaGlide.from_pretrained(tmp_path / "pair")
+    assert not back.draft_is_trained and not draft_settings(tmp_path / "pair").is_trained
+    assert weights_equal(fresh, back)
+    back.load_draft_state(fresh.draft_model.state_dict(), "state_dict")
+    assert back.draft_is_trained
+
+
+def test_given_weights_are_saved_in_place_of_the_pairs(tmp_path: Path) -> None:
+    """As accelerate does, whose state dict holds target and draft."""
+    pair = make_pair(tmp_path / "target")
+    doubled = {name: 2 * weight for name, weight in pair.state_dict().items()}
+    pair.save_pretrained(tmp_path / "pair", state_dict=doubled)
+    back = LlamaGlide.from_pretrained(tmp_path / "pair")
+    assert all(torch.equal(weight, doubled[name]) for name, weight in back.state_dict().items())
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_a_push_to_the_hub_uploads_the_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: bool) -> None:
+    """By push_to_hub, and by save_pretrained(push_to_hub=True)."""
+    uploaded: dict[str, Any] = {}
+
+    def create_repo(self: HfApi, repo_id: str, **options: Any) -> Any:
+        return type("Url", (), {"repo_id": repo_id})
+
+    def create_commit(self: HfApi, repo_id: str, operations: Any, **options: Any) -> None:
+        for operation in operations:
+            if operation.path_in_repo == "draft/model.safetensors":
+                with safe_open(operation.path_or_fileobj, "pt") as weights:
+                    uploaded["window"] = weights.metadata()["draft_window"]
+            uploaded[operation.path_in_repo] = repo_id
+
+    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "create_commit", create_commit)
+    pair = make_pair(tmp_path / "target")
+    pair.draft_model.window = 77
+    if save:
+        pair.save_pretrained(tmp_path / "pair", push_to_hub=True, repo_id="someone/pair")
+    else:
+        pair.push_to_hub("someone/pair")
+    assert uploaded.pop("window") == "77"
+    expected = {"config.json", "model.safetensors", "draft/config.json", "draft/model.safetensors"}
+    assert expected <= uploaded.keys() and set(uploaded.values()) == {"someone/pair"}
+
+
+def test_a_pair_on_the_hub_loads_at_its_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a cache as the hub's client leaves it: snapshots of links to blobs, and a reference for each revision."""
+    repo = tmp_path / "cache" / "models--someone--pair"
+    for number, (revision, window) in enumerate({"main": 64, "v2": 96}.items()):
+        commit = str(number) * 40
+        pair = make_pair(tmp_path / revision / "target", seed=number)
+        pair.draft_model.window = window
+        pair.save_pretrained(tmp_path / revision / "pair")
+        for file in (tmp_path / revision / "pair").rglob("*.*"):
+            link = repo / "snapshots" / commit / file.relative_to(tmp_path / revision / "pair")
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(file)
+        (repo / "refs").mkdir(exist_ok=True)
+        (repo / "refs" / revision).write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert LlamaGlide.from_pretrained("someone/pair").draft_model.window == 64
+    second = LlamaGlide.from_pretrained("someone/pair", revision="v2")
+    assert second.draft_model.window == 96 and weights_equal(second, pair)
+
+
+def test_a_folder_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path / "target")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "pair").mkdir()
+    (tmp_path / "pair" / DRAFT_FOLDER).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="draft: a link"):
+        pair.save_pretrained(tmp_path / "pair")
+    assert not any((tmp_path / "elsewhere").iterdir())
+
+
+def test_dtype_is_the_files_unless_given(tmp_path: Path) -> None:
+    """The constructor keeps its float16."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(tiny_config("llama")).to(torch.bfloat16).save_pretrained(tmp_path)
+    for given, dtype in (
+        ({}, torch.bfloat16),
+        ({"dtype": "auto"}, torch.bfloat16),
+        ({"dtype": torch.float32}, torch.float32),
+        ({"torch_dtype": "float16"}, torch.float16),
+    ):
+        model = LlamaGlide.from_pretrained(tmp_path, **given)
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+        assert not any(module.training for module in model.modules())
+    assert LlamaGlide(tiny_config("llama"), tmp_path).dtype == torch.float16
+
+
+def test_pad_token_is_the_given_one_everywhere(tmp_path: Path) -> None:
+    """generation_config.json would overrule the config's."""
+    save_target(tmp_path, "llama", pad_token_id=7)
+    model = LlamaGlide.from_pretrained(tmp_path, pad_token_id=5)
+    assert model.config.pad_token_id == model.generation_config.pad_token_id == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"glide_pth": "x", "max_memory": 1}, r"LlamaGlide\.from_pretrained: no argument glide_pth, max_memory"),
+        ({"window": 0}, "window"),
+        ({"window": "many"}, "window"),
+        ({"state_dict": "draft.pth"}, "state_dict"),
+        ({"glide_path": 5}, "glide_path"),
+        ({"pad_token_id": "<pad>"}, "pad_token_id"),
+        ({"dtype": "flaot16"}, "dtype"),
+        ({"device_map": "nowhere"}, "nowhere"),
+    ],
+)
+def test_a_wrong_argument_is_named(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    save_target(tmp_path, "llama")
+    with pytest.raises(UserError, match=message):
+        LlamaGlide.from_pretrained(tmp_path, **arguments)
+
+
+@register_quantization_config("signs")
+class SignsConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    def __init__(self, **_: Any) -> None:
+        self.quant_method = "signs"
+
+
+class SignLinear(nn.Module):
+    """Stands for a quantized linear: int8 weights."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(linear.weight.sign().to(torch.int8), requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
+
+
+@register_quantizer("signs")
+class SignQuantizer(HfQuantizer):  # type: ignore[misc]
+    is_trainable = False
+
+    def is_serializable(self) -> bool:
+        return False
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+        for layer in model.model.layers:
+            layer.mlp.up_proj = SignLinear(layer.mlp.up_proj)
+        return model
+
+
+def test_a_quantized_target_has_a_draft_in_the_compute_dtype(tmp_path: Path) -> None:
+    save_target(tmp_path, "llama")
+    model = LlamaGlide.from_pretrained(
+        tmp_path, dtype="bfloat16", quantization_config=SignsConfig(), device_map={"": "cpu"}
+    )
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
+    assert {parameter.dtype for parameter in model.draft_model.parameters()} == {torch.bfloat16}
+    assert model.is_quantized and model.quantization_method == "signs" and model.hf_quantizer is not None
+    assert model(torch.ones(1, 4, dtype=torch.long)).logits.isfinite().all()
+
+
+def test_a_quantizer_that_is_not_installed_is_one_clear_line(tmp_path: Path) -> None:
+    save_target(tmp_path, "llama")
+    with pytest.raises(UserError, match="weights do not load") as error:
+        LlamaGlide.from_pretrained(tmp_path, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
+    assert "\n" not in str(error.value)
+
+
+def test_a_plain_model_is_no_pair(tmp_path: Path) -> None:
+    save_target(tmp_path, "llama")
+    with pytest.raises(UserError, match="model: a LlamaForCausalLM, not a pair of target and draft"):
+        check_pair(LlamaForCausalLM.from_pretrained(tmp_path))

@@ -1,0 +1,335 @@
+"""Files of strangers: none of their code runs, nothing leaves this machine, nothing hangs; each gives one line."""
+
+import json
+import os
+import shutil
+import socket
+import struct
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairs import make_pair, save_target, tiny_config
+from safetensors.torch import save_file
+from tiny_tokenizer import VOCAB_SIZE, byte_tokenizer, save_tokenizer
+
+from longspec.errors import UserError
+from longspec.inference.registry import check_draft_tokenizer
+from longspec.models.draft_files import check_draft, draft_settings, load_draft, resolve_draft, save_draft_folder
+from longspec.models.families import pair_class
+from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
+from longspec.models.target_files import check_weights, load_tokenizer, read_config
+from longspec.train.config import read_config_file
+from longspec.train.inputs import _aligner
+from longspec.untrusted import CONFIG_BYTES, YAML_BYTES
+
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with tokenizer, and its draft in the folder `run` as a training run leaves it."""
+    place = tmp_path_factory.mktemp("pair")
+    model = make_pair(place / "target", vocab_size=VOCAB_SIZE)
+    save_tokenizer(place / "target")
+    (place / "run").mkdir()
+    torch.save(model.draft_model.state_dict(), place / "run" / "draft_model_weights.pth")
+    return place
+
+
+@pytest.fixture
+def run(pair: Path, tmp_path: Path) -> Path:
+    """A copy of the run's folder, to damage."""
+    return Path(shutil.copytree(pair / "run", tmp_path / "run"))
+
+
+@pytest.fixture
+def target(pair: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pair / "target", tmp_path / "target"))
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    questions: list[str] = []
+
+    def asked(question: str) -> str:
+        questions.append(question)
+        return "no"
+
+    monkeypatch.setattr("builtins.input", asked)
+    yield
+    assert not questions
+
+
+def use_draft(folder: Path) -> Any:
+    return check_draft(folder, tiny_config("llama", vocab_size=VOCAB_SIZE), LlamaGlideDecoderLayer), draft_settings(
+        folder
+    )
+
+
+def refusal(use: Callable[[], Any], file: Path | str) -> str:
+    """The one line, which names `file`; it comes in seconds and is not long."""
+    began = time.monotonic()
+    with pytest.raises(UserError) as error:
+        use()
+    message = str(error.value)
+    assert str(file) in message and "\n" not in message and len(message) < 8000
+    assert time.monotonic() - began < 10
+    return message
+
+
+def special(kind: str, file: Path) -> None:
+    """A file that a reader would wait for, or read without end."""
+    file.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(file)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        here = Path.cwd()
+        os.chdir(file.parent)  # a socket's path has at most some 100 characters
+        socket.socket(socket.AF_UNIX).bind(file.name)
+        os.chdir(here)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder", "socket"])
+@pytest.mark.parametrize(
+    "name", ["draft_model_weights.pth", "model.safetensors", "config.json", "training_config.yaml"]
+)
+def test_only_regular_files_are_read_of_a_draft(run: Path, kind: str, name: str) -> None:
+    special(kind, run / name)
+    assert "not a regular file" in refusal(lambda: use_draft(run), run / name)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"])
+def test_only_regular_files_are_read_of_a_target(target: Path, kind: str, name: str) -> None:
+    special(kind, target / name)
+    assert "not a regular file" in refusal(lambda: LlamaGlide.from_pretrained(target), target / name)
+    assert "not a regular file" in refusal(lambda: load_tokenizer(str(target), tiny_config("llama")), target / name)
+
+
+def test_files_behind_links_are_read(run: Path, tmp_path: Path) -> None:
+    """The hub's cache consists of links that lead out of the folder."""
+    (tmp_path / "links").mkdir()
+    for file in run.iterdir():
+        (tmp_path / "links" / file.name).symlink_to(file)
+    assert use_draft(tmp_path / "links")[0].keys() == use_draft(run)[0].keys()
+
+
+def test_large_configurations_are_not_read(run: Path, target: Path) -> None:
+    for file, size in (
+        (run / "training_config.yaml", YAML_BYTES),
+        (run / "config.json", CONFIG_BYTES),
+        (target / "config.json", CONFIG_BYTES),
+    ):
+        with file.open("wb") as handle:
+            handle.truncate(2**40)  # takes no room on the disk
+        assert f"at most {size}" in refusal(lambda file=file: use_draft(file.parent), file)  # type: ignore[misc]
+        file.unlink()
+
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (BOMB, "aliases"),
+        ("model: [" * 5000, "nested deeper"),
+        (f"seed: {'1:' * 100000}1", "a value of"),
+        ("seed: [", "not a readable configuration"),
+        ("- 1", "a list, not a mapping"),
+        ("\x00", "not a readable configuration"),
+        ("seed: !!python/object/apply:os.system ['touch ran']", "not a readable configuration"),
+        ("name: evil/${oc.env:SECRET}", "interpolation"),
+        (r'name: "evil/\x24{oc.env:SECRET}"', "interpolation"),
+        ("model: {window: many}", "window"),
+        ("model: {window: 99999999}", "window"),
+    ],
+)
+def test_a_training_configuration_is_read_within_bounds(
+    run: Path, text: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "hidden")
+    monkeypatch.chdir(run)
+    file = run / "training_config.yaml"
+    file.write_text(text)
+    line = refusal(lambda: use_draft(run), run)
+    assert message in line and "hidden" not in line
+    assert "hidden" not in refusal(lambda: read_config_file(file), file)
+    assert not (run / "ran").exists()
+
+
+@pytest.mark.parametrize("text", ["{broken", "[1]", "null", "[" * 100000, '{"draft_window": 1e9}'])
+def test_a_broken_config_of_a_draft_is_one_clear_line(run: Path, text: str) -> None:
+    (run / "config.json").write_text(text)
+    refusal(lambda: use_draft(run), run)
+
+
+@pytest.mark.parametrize("name", ["os.system", "subprocess.run", "longspec.models.glide.GlideMixin.from_pretrained"])
+def test_only_pair_classes_are_called(name: str) -> None:
+    assert pair_class("longspec.train.models.llama_glide.LlamaGlide.from_pretrained") is LlamaGlide
+    assert pair_class("longspec.models.llama.LlamaGlide.from_pretrained") is LlamaGlide
+    refusal(lambda: pair_class(name), name)
+
+
+def test_only_aligners_are_called(tmp_path: Path) -> None:
+    touch = {"_target_": "pathlib.Path.touch", "_args_": [{"_target_": "pathlib.Path", "_args_": [f"{tmp_path}/ran"]}]}
+    rename = {"_target_": "longspec.data.aligners.rename_fields_aligner", "names": touch}
+    for entry in (touch, rename):
+        refusal(lambda entry=entry: _aligner(0, entry), "config key data.aligners[0]")  # type: ignore[misc]
+    assert callable(_aligner(0, rename | {"names": {"body": "text"}}))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_code_next_to_a_target_or_draft_never_runs(run: Path, target: Path, tmp_path: Path) -> None:
+    """A custom config or tokenizer class, as trust_remote_code would run it; nobody is asked either."""
+    code = f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\nclass Evil: pass\n"
+    stranger = tmp_path / "stranger"
+    stranger.mkdir()
+    for folder in (run, target, stranger):
+        (folder / "evil.py").write_text(code)
+        (folder / "custom_generate").mkdir()
+        (folder / "custom_generate" / "generate.py").write_text(code)
+        tokenizer = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+        (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+        shutil.copy(target / "tokenizer.json", run / "tokenizer.json")
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "evil.Evil"}}))
+    (stranger / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}))
+    assert "custom code" in refusal(lambda: read_config(stranger), stranger)
+    assert read_config(target).model_type == "llama"  # a known type needs none of its code
+    LlamaGlide.from_pretrained(target)
+    assert "custom code" in refusal(lambda: load_tokenizer(str(target), tiny_config("llama")), target)
+    assert "custom code" in refusal(lambda: check_draft_tokenizer(str(run), "target", byte_tokenizer()), run)
+    assert not (tmp_path / "ran").exists()
+
+
+class Payload:
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_pickle_with_code_is_refused_without_advice_to_run_it(run: Path, legacy: bool) -> None:
+    file = run / "draft_model_weights.pth"
+    torch.save({"weight": Payload(run / "ran")}, file, _use_new_zipfile_serialization=not legacy)
+    message = refusal(lambda: use_draft(run), file)
+    assert message.endswith("(its pickle is damaged, or holds something other than tensors)")
+    assert not (run / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+        (b"Draft of a letter", "not a readable file of plain weights"),
+        (b"PK\x03\x04cut off", "not a readable file of plain weights"),
+        (b"\x80\x02cos\nsystem\n(S'true'\ntR.", "not a readable file of plain weights"),
+        (struct.pack("<Q", 2**60) + b"{}", "not a readable file of plain weights"),
+    ],
+)
+@pytest.mark.parametrize("name", ["draft.pth", "model.safetensors"])
+def test_a_file_that_holds_no_weights_says_what_it_is(run: Path, name: str, content: bytes, message: str) -> None:
+    (run / name).write_bytes(content)
+    line = refusal(lambda: load_draft(run / name), run / name)
+    assert message in line and "weights_only" not in line
+
+
+def huge(state: Weights) -> None:
+    state["mlp.up_proj.weight"] = torch.ones(1).expand(2**20, 2**20)
+
+
+def no_data(state: Weights) -> None:
+    state["mlp.up_proj.weight"] = torch.ones(48, 32, device="meta")
+
+
+def whole_numbers(state: Weights) -> None:
+    state["mlp.up_proj.weight"] = torch.ones(48, 32, dtype=torch.int32)
+
+
+def strange_names(state: Weights) -> None:
+    state.update({f"\x1b[2J\n{number}" * 99: torch.ones(1) for number in range(999)})
+
+
+def no_window(state: Weights) -> None:
+    state._metadata = {"": {"draft_window": [1]}}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("damage", [huge, no_data, whole_numbers, strange_names, no_window])
+def test_a_strange_state_dict_is_refused_before_it_is_used(run: Path, damage: Callable[[Weights], None]) -> None:
+    file = run / "draft_model_weights.pth"
+    state = OrderedDict(torch.load(file))
+    damage(state)
+    torch.save(state, file)
+    assert "\x1b" not in refusal(lambda: use_draft(run), run)
+
+
+def test_safetensors_are_preferred_to_a_pickle(run: Path) -> None:
+    state = torch.load(run / "draft_model_weights.pth")
+    save_file({name: weight + 1 for name, weight in state.items()}, run / "model.safetensors")
+    torch.save({"weight": Payload(run / "ran")}, run / "draft_model_weights.pth")
+    assert torch.equal(load_draft(run)["mlp.up_proj.weight"], state["mlp.up_proj.weight"] + 1)
+
+
+@pytest.mark.parametrize("path", ["/missing/target", "missing/of/many/parts", "./missing", "~/missing", "x" * 3000])
+def test_a_missing_folder_is_called_one(path: str) -> None:
+    """Not a repo id that "must be in the form …"."""
+    assert "no such folder" in refusal(lambda: read_config(path), path)
+    assert "no such draft" in refusal(lambda: resolve_draft(path), path)
+
+
+def test_a_file_is_no_target(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    assert "(a file)" in refusal(lambda: read_config(tmp_path / "notes.txt"), tmp_path / "notes.txt")
+
+
+@pytest.mark.parametrize(
+    "change", [{"hidden_act": "no_such"}, {"rms_norm_eps": "small"}, {"rope_parameters": {"rope_type": "x"}}]
+)
+def test_a_config_that_no_model_can_be_built_from_is_one_clear_line(
+    target: Path, run: Path, change: dict[str, Any]
+) -> None:
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | change))
+    refusal(lambda: LlamaGlide.from_pretrained(target), target)
+    refusal(lambda: LlamaGlide.from_pretrained(target, glide_path=run), target)
+
+
+@pytest.mark.parametrize("content", ["{", "null", '{"version": "1.0"}', "[" * 100000, "fields"])
+def test_a_broken_tokenizer_is_one_clear_line(target: Path, content: str) -> None:
+    text = (target / "tokenizer.json").read_text()
+    (target / "tokenizer.json").write_text(text.replace("trim_offsets", "x") if content == "fields" else content)
+    refusal(lambda: load_tokenizer(str(target), tiny_config("llama")), target)
+
+
+def test_a_target_that_git_lfs_has_not_fetched_says_so(target: Path) -> None:
+    (target / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    assert "git lfs pull" in refusal(lambda: check_weights(str(target)), target / "model.safetensors")
+
+
+def test_a_target_with_absurdly_many_layers_is_refused(tmp_path: Path) -> None:
+    """Its modules alone would take hours to build."""
+    save_target(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
+    assert "layers" in refusal(lambda: LlamaGlide.from_pretrained(tmp_path), tmp_path)
+
+
+def test_a_saved_draft_replaces_a_link_and_does_not_write_through_it(pair: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / "draft").mkdir(exist_ok=True)
+        (tmp_path / "draft" / name).symlink_to(tmp_path / "mine")
+    save_draft_folder(load_draft(pair / "run"), tiny_config("llama"), tmp_path / "draft", 64)
+    assert (tmp_path / "mine").read_text() == "mine" and draft_settings(tmp_path / "draft").window == 64
