@@ -30,6 +30,7 @@ class StopSignals:
         """
         self.at_once = at_once
         self._before: dict[int, Any] = {}
+        self._ends = False
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -48,5 +49,6 @@ class StopSignals:
             signal.signal(number, signal.SIG_DFL)  # for the second one, which then needs no Python to be heard
         if self.received is None:
             self.received = number
-            if self.at_once:
-                raise SystemExit(exit_code(number))
+        if self.at_once and not self._ends:
+            self._ends = True
+            raise SystemExit(exit_code(self.received))
