@@ -87,8 +87,7 @@ def our_lines(log: Path) -> list[str]:
     ("receiver", "number", "code"),
     [
         ("deepspeed", signal.SIGTERM, -signal.SIGTERM),
-        ("deepspeed", signal.SIGKILL, -signal.SIGKILL),
-        ("launch.py", signal.SIGHUP, 0),  # DeepSpeed's command takes a killed launch.py for a good end
+        ("launch.py", signal.SIGKILL, 0),  # DeepSpeed's command takes a killed launch.py for a good end
         ("rank 1", signal.SIGHUP, 128 + signal.SIGHUP),
         ("group", signal.SIGINT, -signal.SIGINT),
     ],
@@ -177,21 +176,23 @@ def test_ctrl_c_before_the_first_step_is_one_line(work: Path, tmp_path: Path) ->
     """Rank 1 is in a collective meanwhile."""
     output, log, fifo = tmp_path / "out", tmp_path / "log", tmp_path / "fifo"
     os.mkfifo(fifo)
+    held: list[int] = []
     command = launch_line(EXPERIMENT, *overrides(work, output), script="tests/waiting_run.py")
     with running(command, log, WAITS_FOR=str(fifo)) as run:
-        wait_until(lambda: has_reader(fifo), log)
+        wait_until(lambda: opened_for(fifo, held), log)
         os.killpg(run.pid, signal.SIGINT)
         assert run.wait(timeout=LIMIT_S) == -signal.SIGINT
         wait_until(lambda: not session(run.pid), log)
+    os.close(*held)
     (line,) = our_lines(log)
     assert line.endswith("SIGINT: stopped before the first step")
     assert log.read_text().count("Traceback") == 1, "that of DeepSpeed's command"
 
 
-def has_reader(fifo: Path) -> bool:
+def opened_for(reader: Path, held: list[int]) -> bool:
+    """Whether somebody reads a FIFO; it is then held open, so that the reader waits."""
     try:
-        os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
+        held.append(os.open(reader, os.O_WRONLY | os.O_NONBLOCK))
     except OSError as error:
         assert error.errno == errno.ENXIO
-        return False
-    return True
+    return bool(held)
