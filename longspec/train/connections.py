@@ -75,7 +75,7 @@ def greeted(server: socket.socket, secret: bytes, count: int) -> dict[socket.soc
     server.setblocking(False)
     deadline = time.monotonic() + CONNECT_S
     while len(found) < count and time.monotonic() < deadline:
-        ready = wait([server, *callers], timeout=1)
+        ready = wait([server, *callers], timeout=0.2)
         for caller in [one for one in callers if one in ready]:
             until, greeting = callers.pop(caller)
             part = b""

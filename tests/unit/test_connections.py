@@ -38,6 +38,19 @@ def test_ranks_are_let_in_past_strangers_that_are_slow_or_wrong() -> None:
         one.close()
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_rank_zero_listens_on_the_master_address_only(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    listened: list[str] = []
+    monkeypatch.setenv("MASTER_ADDR", host)
+    monkeypatch.setattr(connections.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(connections.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(connections, "from_every_rank", lambda mine: [mine])
+    monkeypatch.setattr(connections, "from_rank_zero", lambda compute: compute())
+    monkeypatch.setattr(connections, "greeted", lambda server, *_: listened.append(server.getsockname()[0]) or {})
+    connections.connect_ranks()
+    assert listened[0] in ("127.0.0.1", "::1")
+
+
 def test_a_caller_gets_few_seconds_and_a_missing_rank_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "GREETING_S", 0)
     monkeypatch.setattr(connections, "CONNECT_S", 0.2)
