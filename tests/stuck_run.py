@@ -1,4 +1,4 @@
-"""Run for each rank: rank 1 ends as FAULT says, and the others sit in a call that hears no signal and never returns.
+"""Run for each rank: rank 1 ends or stops as FAULT says; the others are in a call that no signal ends.
 
 As a rank does that waits for its device: in C, without the interpreter's lock.
 """
@@ -6,10 +6,11 @@ As a rank does that waits for its device: in C, without the interpreter's lock.
 import atexit
 import ctypes
 import os
+import signal
 
 import torch.distributed as dist
 
-from longspec.train import peers
+from longspec.train import distributed, peers
 from longspec.train.distributed import Termination, from_every_rank, start_ranks
 from longspec.train.logging import setup_logging
 
@@ -20,13 +21,16 @@ def wait_for_ever() -> None:
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
 
 
-peers.END_S, peers.QUIET_S = 4, 1
+distributed.WAIT_S, peers.END_S, peers.QUIET_S, peers.SILENT_S = 1, 4, 1, 5
+setup_logging(distributed.launched_rank())
 start_ranks()
-setup_logging(dist.get_rank())
-with peers.peers_watched(), Termination():
+with Termination() as termination, peers.watched(termination) as watch:
+    watch.connect()
     from_every_rank(None)
     if dist.get_rank() == 1 and os.environ["FAULT"] == "dies":
-        os.kill(os.getpid(), 9)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if dist.get_rank() == 1 and os.environ["FAULT"] == "stops":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if dist.get_rank() == 1:
         atexit.register(wait_for_ever)  # as what still runs on a device may keep a process from ending
         raise ValueError("this rank has had enough")

@@ -1,13 +1,15 @@
 """The ranks of a run: starting them, and agreeing on things."""
 
+import logging
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
-from types import FrameType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import deepspeed
 import torch
@@ -15,24 +17,66 @@ import torch.distributed as dist
 from fairscale.nn.model_parallel import initialize as groups
 from torch import Tensor, nn
 
-from longspec.errors import UserError
+from longspec.errors import UserError, first_line
 from longspec.models.parallel import sum_over_ranks
+from longspec.signals import STOP_SIGNALS, StopSignals
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+WAIT_S = 10
+"""Seconds that a rank waits for the others before it says so."""
+
+
+def launched_rank() -> int:
+    """This process's rank, from the launcher's environment, which is completed for a run without launcher.
+
+    Raises UserError for an environment that does not describe a launch.
+    """
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    number = {}
+    for name in ("RANK", "WORLD_SIZE"):
+        value = os.environ.get(name, str(alone[name]))
+        if not value.isdecimal():
+            raise UserError(f"environment variable {name}: {value!r} is not a number; start the run with `deepspeed`")
+        number[name] = int(value)
+    rank, ranks = number.values()
+    missing = [name for name in alone if name not in os.environ and name != "LOCAL_RANK"]
+    if ranks > 1 and missing:
+        raise UserError(
+            f"environment variable WORLD_SIZE: {ranks} ranks, but {', '.join(missing)} not set; start the run with "
+            "`deepspeed`, or unset WORLD_SIZE for a run on one device"
+        )
+    if rank >= ranks:
+        raise UserError(f"environment variable RANK: {rank}, but WORLD_SIZE is {ranks}; ranks count from 0")
+    for name, default in alone.items():
+        os.environ.setdefault(name, str(default))  # port 0: any free one
+    return rank
 
 
 def start_ranks() -> None:
-    """Join the ranks that the launcher started (NCCL on GPUs, gloo on the CPU); a run without launcher has one rank."""
-    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
-    for name, value in alone.items():
-        os.environ.setdefault(name, str(value))  # port 0: any that is free
+    """Join the ranks that the launcher started (NCCL on GPUs, gloo on the CPU); a run without launcher has one rank.
+
+    A rank that waits for the others says so after WAIT_S seconds. Raises UserError if they do not come together.
+    """
+    rank, ranks = launched_rank(), int(os.environ["WORLD_SIZE"])
     # DeepSpeed would spend half a minute compiling a CPU all-reduce that only inference uses.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     on_gpus = deepspeed.get_accelerator().device_name() == "cuda"  # which DS_ACCELERATOR=cpu denies
     backend = "nccl" if on_gpus else "gloo"
     if on_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    deepspeed.init_distributed(backend, verbose=False)
+    master = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    waits = f"rank {rank} of {ranks} waits for the others; rank 0 is expected at {master}"
+    reminder = threading.Timer(WAIT_S, logger.warning, [waits])
+    reminder.daemon = True
+    reminder.start()
+    try:
+        deepspeed.init_distributed(backend, verbose=False)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise UserError(f"rank {rank} of {ranks} did not reach the others at {master}: {first_line(error)}") from error
+    finally:
+        reminder.cancel()
 
 
 def data_parallel_place() -> tuple[int, int]:
@@ -121,36 +165,42 @@ def from_every_rank(mine: T) -> list[T]:
     return found
 
 
-class Termination:
-    """While it is entered, SIGTERM asks for a stop instead of ending the process at once.
+class Termination(StopSignals):
+    """The request to stop a run: a signal that some rank received, or the end of the launcher.
 
-    A rank that waits for its device hears of it when the call returns, at the latest at the end of the step at hand;
-    one whose call never returns is what `longspec.train.peers` is for.
+    `longspec.train.peers` passes it on to all ranks. Before the first step it ends them at once. From then on each step
+    asks `agreed`, so that all ranks stop after the same one.
     """
 
-    def __init__(self) -> None:
-        self.asked = False
+    cause: str | None = None
+    """Reason that the user is told, if it is no signal."""
 
-    def __enter__(self) -> Self:
-        def note(number: int, frame: FrameType | None) -> None:
-            self.asked = True
+    def __init__(self, at_once: bool = False) -> None:
+        super().__init__(at_once)
+        self._noticed_at: float | None = None
 
-        self.before = signal.signal(signal.SIGTERM, note)
-        return self
+    def __str__(self) -> str:
+        return self.cause or ("no signal" if self.received is None else signal.Signals(self.received).name)
 
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, self.before)
+    def agreed(self, patience_s: float = 0) -> bool:
+        """Whether any rank was asked to stop and noticed it at least `patience_s` seconds ago.
 
-    def agreed(self) -> bool:
-        """Whether any rank was asked to stop; the same on all of them, which must call it together."""
-        asked = torch.tensor(int(self.asked))
-        dist.all_reduce(asked, dist.ReduceOp.MAX, group=_waiting_group())
-        return bool(asked)
+        The result is the same on all ranks, which must call it together; so is `received` if it is true.
+        """
+        if self.received is not None and self._noticed_at is None:
+            self._noticed_at = time.monotonic()
+        due = self._noticed_at is not None and time.monotonic() - self._noticed_at >= patience_s
+        number = torch.tensor((self.received or 0) if due else 0)
+        dist.all_reduce(number, dist.ReduceOp.MAX, group=_waiting_group())
+        if number:
+            self.received = int(number)
+        return bool(number)
 
 
-def ignore_sigterm(_: int) -> None:
-    """For the loader's processes: a launcher signals them too, and the ranks still need them for the step at hand."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def ignore_stop_signals(_: int) -> None:
+    """For the loader's processes: they receive the group's signals too, and the step at hand still needs them."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def rank_zero_first(build: Callable[[], T]) -> T:

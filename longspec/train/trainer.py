@@ -2,6 +2,7 @@
 
 import logging
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from longspec.data.collators import IGNORED
 from longspec.errors import UserError, reports_user_errors
 from longspec.kernels.backend import upload
 from longspec.kernels.segments import Segments
+from longspec.signals import exit_code
 from longspec.train.checkpoint import (
     check_same_run,
     load_state,
@@ -36,7 +38,8 @@ from longspec.train.distributed import (
     data_parallel_place,
     from_every_rank,
     from_rank_zero,
-    ignore_sigterm,
+    ignore_stop_signals,
+    launched_rank,
     rank_zero_first,
     share_targets,
     start_ranks,
@@ -48,11 +51,13 @@ from longspec.train.generations import Progress, find_latest, set_newer_aside
 from longspec.train.inputs import Inputs, read_inputs
 from longspec.train.logging import RunLog, setup_logging
 from longspec.train.loss import Objective
-from longspec.train.peers import peers_watched
+from longspec.train.peers import watched
 from longspec.train.positions import micro_step_generator, random_lags, variant_positions
 from longspec.train.sampler import ResumableSampler
 
 logger = logging.getLogger(__name__)
+FINISH_S = 10
+"""Seconds that a step may go on once a stop is asked for; launchers kill a rank after 30 s, and it has to save, too."""
 Batch = dict[str, Tensor]
 Arrays = Iterator[dict[str, np.ndarray]]
 
@@ -61,19 +66,28 @@ Arrays = Iterator[dict[str, np.ndarray]]
 def main(argv: Sequence[str] | None = None, before_steps: Callable[[], None] | None = None) -> None:
     """Run the launch line's arguments. Bad input is one line on stderr and exit code 2.
 
+    SIGTERM, SIGINT and SIGHUP to any rank, and the end of the launcher (see `longspec.train.peers`), stop all ranks:
+    the step at hand is finished if that takes no more than FINISH_S seconds, the last finished step is saved, and the
+    exit code is 128 + the signal's number. DeepSpeed's own processes have other codes where the signal is sent to them:
+    the `deepspeed` command dies of it (shells show 128 + n), and returns 1 if `launch.py` got SIGTERM or SIGINT, 0 if
+    that died of another one.
+
     before_steps: called when all is loaded and the first step is to be taken.
     """
-    start_ranks()
-    setup_logging(dist.get_rank())
-    with peers_watched():
-        config = from_rank_zero(lambda: load_config(sys.argv[1:] if argv is None else argv))
-        if config is not None:
-            train(config, before_steps)
-    dist.destroy_process_group()
+    setup_logging(launched_rank())
+    with Termination(at_once=True) as termination:
+        with watched(termination) as watch:
+            start_ranks()
+            watch.connect()
+            config = from_rank_zero(lambda: load_config(sys.argv[1:] if argv is None else argv))
+            finished = config is None or train(config, termination, before_steps)
+        dist.destroy_process_group()
+        if not finished:
+            raise SystemExit(exit_code(termination.received or signal.SIGTERM))
 
 
-def train(asked: TrainConfig, before_steps: Callable[[], None] | None = None) -> None:
-    """The whole run on this rank."""
+def train(asked: TrainConfig, termination: Termination, before_steps: Callable[[], None] | None = None) -> bool:
+    """The whole run on this rank; False if it was stopped before its last step."""
     share_targets(asked.tp_size)
     config = from_rank_zero(lambda: locate(asked))
     resumed = from_rank_zero(lambda: _where_to_start(config))
@@ -84,7 +98,7 @@ def train(asked: TrainConfig, before_steps: Callable[[], None] | None = None) ->
     total = from_rank_zero(lambda: _last_step(config, len(inputs.rows), start))
     if start == total:
         logger.info("nothing left to do: %s already holds step %d, the last one", config.output_dir, total)
-        return
+        return True
     held_out = from_rank_zero(lambda: rows_held_out(config, inputs))
     logger.info(
         "%d rows, %d a step; steps %d … %d; target %s, draft %s",
@@ -98,7 +112,7 @@ def train(asked: TrainConfig, before_steps: Callable[[], None] | None = None) ->
     trainer = Trainer(config, engine, inputs, start, total, held_out)
     if before_steps:
         before_steps()
-    trainer.run()
+    return trainer.run(termination)
 
 
 def _where_to_start(config: TrainConfig) -> tuple[Any, Progress] | None:
@@ -170,34 +184,40 @@ class Trainer:
             num_workers=config.data.num_workers,
             # A step takes its whole window at once: while one trains, the next is loaded.
             prefetch_factor=-(-self.accumulation // config.data.num_workers) + 1 if config.data.num_workers else None,
-            worker_init_fn=ignore_sigterm,
+            worker_init_fn=ignore_stop_signals,
         )
 
-    def run(self) -> None:
-        """Train up to the last step and save there, whatever `save_steps` says; SIGTERM stops and saves earlier."""
+    def run(self, termination: Termination) -> bool:
+        """Train up to the last step and save there, whatever `save_steps` says.
+
+        Returns False if `termination` stopped it earlier, with the last finished step saved.
+        """
         self.engine.train()
         batches = iter(self.loader)
         remembers = self.start and self.config.evaluation.keep_best
         self.best = from_rank_zero(lambda: read_best(self.config) if remembers else -math.inf)
         log = RunLog(self.config, dist.get_rank(), self.start, self.total)
         done = self.start
-        with Termination() as termination:
-            self.upcoming = self.window(batches)
-            for step in range(self.start + 1, self.total + 1):
-                began = time.perf_counter()
-                metrics = self.train_step(step, self.upcoming, termination, batches if step < self.total else None)
-                if metrics is None:
-                    break
-                done = step
-                metrics |= {"seconds": time.perf_counter() - began, "data_seconds": self.data_seconds}
-                log.step({"step": step, **metrics, **self.evaluate(step, termination)})
-                if step % self.config.save_steps == 0 or step == self.total:
-                    self.save(step)
-            if done < self.total:
-                if done > self.start and done % self.config.save_steps:
-                    self.save(done)
-                logger.warning("SIGTERM: stopped after step %d; resume=latest goes on from there", done)
+        from_every_rank(None)  # until here a signal ends all ranks at once
+        termination.at_once = False
+        self.upcoming = self.window(batches)
+        for step in range(self.start + 1, self.total + 1):
+            began = time.perf_counter()
+            metrics = self.train_step(step, self.upcoming, termination, batches if step < self.total else None)
+            if metrics is None:
+                break
+            done = step
+            metrics |= {"seconds": time.perf_counter() - began, "data_seconds": self.data_seconds}
+            log.step({"step": step, **metrics, **self.evaluate(step, termination)})
+            if step % self.config.save_steps == 0 or step == self.total:
+                self.save(step)
+        if done < self.total:
+            if done > self.start and done % self.config.save_steps:
+                self.save(done)
+            goes_on = "resume=latest goes on from there" if done else "nothing to save yet"
+            logger.info("%s: stopped after step %d; %s", termination, done, goes_on)
         log.close()
+        return done == self.total
 
     def window(self, batches: Arrays | None) -> list[Batch]:
         """The next step's micro-batches, where there is a next step; `data_seconds` is how long they took."""
@@ -225,7 +245,7 @@ class Trainer:
     def train_step(
         self, step: int, window: list[Batch], termination: Termination, batches: Arrays | None = None
     ) -> dict[str, float] | None:
-        """One optimizer step over the accumulation window's micro-batches; None if SIGTERM came before its end.
+        """One optimizer step over the accumulation window's micro-batches; None if it was stopped before its end.
 
         While the device has the last of them to do, the next step's window is taken from `batches`, into `upcoming`.
         DeepSpeed divides by accumulation steps and averages over ranks. Each summed loss is scaled so that the result
@@ -238,8 +258,8 @@ class Trainer:
         terms: list[dict[str, Tensor]] = []
         set_learning_rate(self.engine, rate := self.config.learning_rate * self.schedule(step - 1))
         for number, batch in enumerate(window, 1):
-            if termination.agreed():  # an unfinished window is forgotten: the step is taken again by whoever resumes
-                return None
+            if termination.agreed(0 if number == 1 else FINISH_S):
+                return None  # an unfinished window is forgotten: the resumed run takes the step again
             micro_step = (step - 1) * self.accumulation + number
             loss, found = self.forward(micro_step - 1, batch)
             self.engine.backward(loss * scale)

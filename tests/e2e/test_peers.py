@@ -1,4 +1,4 @@
-"""What a rank that is stuck in a device call does when another one is gone, without a launcher that tells it."""
+"""Ranks in a device call, without a launcher: what they do when one is missing, dies, throws or is stopped."""
 
 import subprocess
 import sys
@@ -12,27 +12,39 @@ RANKS = 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["dies", "throws"])
-def test_ranks_that_hear_nothing_end_soon_after_one_that_is_gone(fault: str) -> None:
-    """Each says who is gone and where it was itself; the one that throws ends, too, though its end is stuck."""
+@pytest.mark.parametrize("fault", ["dies", "throws", "stops"])
+def test_ranks_that_hear_nothing_end_soon_after_one_that_is_lost(fault: str) -> None:
+    """Each names the lost rank and prints its own stack; the one that throws ends, too, though its end is stuck.
+
+    Before the others are started, the first rank says once that it waits for them.
+    """
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS), "FAULT": fault}
-    ranks = [
-        subprocess.Popen(
+
+    def start(rank: int) -> subprocess.Popen[str]:
+        return subprocess.Popen(
             [sys.executable, "tests/stuck_run.py"],
             cwd=ROOT,
             env=launch_environment(RANK=str(rank), LOCAL_RANK=str(rank), **place),
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(RANKS)
-    ]
+
+    ranks = [start(1)]
     try:
-        said = [ranks[1].communicate(timeout=120)[1]]
-        said[1:] = [ranks[rank].communicate(timeout=60)[1] for rank in (0, 2)]
+        assert ranks[0].stderr is not None
+        waits = next(line for line in ranks[0].stderr if "waits for the others" in line)
+        assert f"rank 0 is expected at 127.0.0.1:{place['MASTER_PORT']}" in waits
+        ranks += [start(0), start(2)]
+        said = [rank.communicate(timeout=120)[1] for rank in ranks[1:]]
+        if fault == "stops":
+            ranks[0].kill()
+        said_by_lost = ranks[0].communicate(timeout=60)[1]
     finally:
         for rank in ranks:
             rank.kill()
     assert all(rank.returncode for rank in ranks)
-    assert fault == "dies" or "ValueError: this rank has had enough" in said[0]
-    for other in said[1:]:
-        assert "rank 1 is gone" in other and "in wait_for_ever" in other, other
+    assert fault != "throws" or "ValueError: this rank has had enough" in said_by_lost
+    assert "waits for the others" not in said_by_lost
+    how = "rank 1 does not answer" if fault == "stops" else "rank 1 is gone"
+    for other in said:
+        assert other.count(how) == 1 and "in wait_for_ever" in other, other

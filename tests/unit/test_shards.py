@@ -21,7 +21,7 @@ from longspec.train.inputs import read_inputs
 from longspec.train.shards import ADAMW_MOMENTS, MASTERS, MUON_MOMENT, Shards, adopt, load_plain
 from longspec.train.trainer import Trainer
 
-NEVER: Any = SimpleNamespace(agreed=lambda: False)
+NEVER: Any = SimpleNamespace(agreed=lambda *_: False)
 BF16 = "model.torch_dtype=bfloat16"
 MUON = "optimizer=muon"
 

@@ -200,13 +200,15 @@ def test_the_target_goes_on_to_the_next_micro_batch_before_the_optimizer_steps(
     monkeypatch.setattr(trainer_module, "data_parallel_place", lambda: (0, 1))
     monkeypatch.setattr(trainer_module, "summed", lambda values: values)
     inputs = Inputs([[]], None, lambda rows: {}, None, None, WINDOW)  # type: ignore[arg-type]
-    config, never = load("gradient_accumulation_steps=2", f"loss={loss}"), SimpleNamespace(agreed=lambda: False)
+    patience: list[float] = []
+    config, never = load("gradient_accumulation_steps=2", f"loss={loss}"), SimpleNamespace(agreed=patience.append)
     trainer = Trainer(config, engine, inputs, 0, 2, held_out=0)
     tokens = [torch.arange(32).view(2, 16) + number for number in range(4)]
     batches = iter([{"input_ids": x.numpy(), "labels": x.numpy(), "cu_seqlens": SEGMENTS.numpy()} for x in tokens])
     trainer.train_step(1, trainer.window(batches), never, batches)  # type: ignore[arg-type]
     trainer.train_step(2, trainer.upcoming, never)  # type: ignore[arg-type]
     assert trainer.upcoming == []
+    assert patience == [0, trainer_module.FINISH_S] * 2
     one = ["forward", "backward", "begin", "step"]
     assert [name for name, _ in done] == [*one * 3, "forward", "backward", "step"]
     given = {name: [what for one, what in done if one == name] for name in one}
@@ -219,7 +221,7 @@ def test_the_target_goes_on_to_the_next_micro_batch_before_the_optimizer_steps(
 def test_the_chunked_losses_train_as_plain_ones_on_whole_logits(load: Any, one_rank: None, loss: str) -> None:
     """The row "fused or plain loss" of the equivalence matrix (tests/e2e/test_equivalence.py), curve and draft."""
     config = load(f"loss={loss}", "variant=base", "learning_rate=1e-3", "per_device_train_batch_size=2")
-    inputs, steps, never = read_inputs(config), 6, SimpleNamespace(agreed=lambda: False)
+    inputs, steps, never = read_inputs(config), 6, SimpleNamespace(agreed=lambda *_: False)
     trainer = Trainer(config, build_engine(config, build_pair(config, None)), inputs, 0, steps, held_out=0)
     batches = iter(trainer.loader)
     losses = []

@@ -1,0 +1,198 @@
+"""Signals to each process of a run, on the real launcher and without: what is saved, said and left behind."""
+
+import errno
+import os
+import pty
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from training_fixtures import ROOT, TRAINER, launch_environment, launch_line, make_target, metrics, write_texts
+
+from longspec.train.generations import find_latest
+
+pytestmark = pytest.mark.slow
+EXPERIMENT = "tiny_glide_stage1_sinkpi-slicing"
+LIMIT_S = 120
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work = tmp_path_factory.mktemp("stopping")
+    make_target(work / "target")
+    write_texts(work / "texts.jsonl")
+    return work
+
+
+def overrides(work: Path, output: Path) -> list[str]:
+    """An endless run that saves nothing by itself."""
+    data = [f"data.files={work}/texts.jsonl", f"data.cache_dir={work}/cache", "data.pack=false", "data.num_workers=1"]
+    steps = ["max_steps=100000", "save_steps=100000"]
+    return [f"model_name_or_path={work}/target", f"output_dir={output}", *data, *steps]
+
+
+@contextmanager
+def running(command: list[str], log: Path, **environment: str) -> Iterator[psutil.Popen]:
+    """`command` in the background, in a session of its own; nothing of it is left behind."""
+    with log.open("w") as stream:
+        given = {"cwd": ROOT, "env": launch_environment(**environment), "start_new_session": True}
+        run = psutil.Popen(command, stdout=stream, stderr=stream, **given)
+        try:
+            yield run
+        finally:
+            for one in session(run.pid):
+                one.kill()
+            run.wait()
+
+
+def session(leader: int) -> list[psutil.Process]:
+    """The processes that run in a session."""
+    found = []
+    for one in psutil.process_iter():
+        with suppress(OSError, psutil.Error):
+            if os.getsid(one.pid) == leader and one.status() != psutil.STATUS_ZOMBIE:
+                found.append(one)
+    return found
+
+
+def wait_until(done: object, log: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not done():  # type: ignore[operator]
+        assert time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.02)
+
+
+def wait_for_step(output: Path, log: Path, step: int = 2) -> None:
+    wait_until(lambda: (output / "metrics.jsonl").exists() and len(metrics(output)) >= step, log)
+
+
+def assert_saved(output: Path) -> int:
+    """The step of the checkpoint, which is the last one that was finished."""
+    found = find_latest(output)
+    assert found is not None and found[1].step == len(metrics(output))
+    return found[1].step
+
+
+def our_lines(log: Path) -> list[str]:
+    return [line for line in log.read_text().splitlines() if "stopped" in line]
+
+
+@pytest.mark.parametrize(
+    ("receiver", "number", "code"),
+    [
+        ("deepspeed", signal.SIGTERM, -signal.SIGTERM),
+        ("launch.py", signal.SIGKILL, 0),  # DeepSpeed's command takes a killed launch.py for a good end
+        ("rank 1", signal.SIGHUP, 128 + signal.SIGHUP),
+        ("group", signal.SIGINT, -signal.SIGINT),
+    ],
+)
+def test_every_way_to_stop_a_launch_saves_and_ends_it(
+    receiver: str, number: int, code: int, work: Path, tmp_path: Path
+) -> None:
+    """One line says so. A process that a signal kills has the code -n, which shells show as 128 + n."""
+    output, log = tmp_path / "out", tmp_path / "log"
+    with running(launch_line(EXPERIMENT, *overrides(work, output)), log) as run:
+        wait_for_step(output, log)
+        launch = run.children()[0]
+        rank = next(one for one in launch.children() if "--local_rank=1" in one.cmdline())
+        began = time.monotonic()
+        if receiver == "group":
+            os.killpg(run.pid, number)
+        else:
+            {"deepspeed": run, "launch.py": launch, "rank 1": rank}[receiver].send_signal(number)
+        assert run.wait(timeout=LIMIT_S) == code
+        wait_until(lambda: not session(run.pid), log)
+        assert time.monotonic() - began < 25
+    step = assert_saved(output)
+    cause = signal.Signals(number).name if receiver in ("rank 1", "group") else "the launcher is gone"
+    (line,) = our_lines(log)
+    assert line.endswith(f"{cause}: stopped after step {step}; resume=latest goes on from there")
+    # The `deepspeed` command has Python's handler for SIGINT.
+    tracebacks = re.findall(r"^Traceback.*\n(?:  .*\n)*(.*)", log.read_text(), re.MULTILINE)
+    assert tracebacks == (["KeyboardInterrupt"] if number == signal.SIGINT else [])
+
+
+def test_a_closed_terminal_saves_and_ends_a_launch(work: Path, tmp_path: Path) -> None:
+    """The kernel sends SIGHUP to all, and every write to the terminal fails from then on."""
+    output, log = tmp_path / "out", tmp_path / "log"
+    log.write_text("")
+    command = launch_line(EXPERIMENT, *overrides(work, output))
+    leader, terminal = pty.fork()
+    if leader == 0:
+        os.chdir(ROOT)
+        os.execvpe(command[0], command, launch_environment())
+    os.set_blocking(terminal, False)
+
+    def trains() -> bool:
+        with suppress(BlockingIOError):
+            os.read(terminal, 2**16)  # or the ranks would wait for a reader
+        return (output / "metrics.jsonl").exists() and len(metrics(output)) >= 2
+
+    try:
+        wait_until(trains, log)
+        os.close(terminal)
+        assert os.waitstatus_to_exitcode(os.waitpid(leader, 0)[1]) == -signal.SIGHUP
+        wait_until(lambda: not session(leader), log)
+    finally:
+        for one in session(leader):
+            one.kill()
+    assert_saved(output)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_without_launcher_stops_on_a_signal(number: int, work: Path, tmp_path: Path) -> None:
+    """SIGTERM comes while it trains, SIGINT during the imports, when the handlers are set."""
+    output, log = tmp_path / "out", tmp_path / "log"
+    command = [sys.executable, TRAINER, "-cp", "conf/exp/", "-cn", EXPERIMENT, *overrides(work, output)]
+    with running(command, log) as run:
+        if number == signal.SIGTERM:
+            wait_for_step(output, log)
+        else:
+            wait_until(lambda: handles(run.pid, signal.SIGTERM), log)
+        run.send_signal(number)
+        assert run.wait(timeout=LIMIT_S) == 128 + number
+        wait_until(lambda: not session(run.pid), log)
+    (line,) = our_lines(log)
+    assert "Traceback" not in log.read_text()
+    if number == signal.SIGTERM:
+        assert f"SIGTERM: stopped after step {assert_saved(output)};" in line
+    else:
+        assert line == "SIGINT: stopped before the first step"
+
+
+def handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+
+
+def test_ctrl_c_before_the_first_step_is_one_line(work: Path, tmp_path: Path) -> None:
+    """Rank 1 is in a collective meanwhile."""
+    output, log, fifo = tmp_path / "out", tmp_path / "log", tmp_path / "fifo"
+    os.mkfifo(fifo)
+    held: list[int] = []
+    command = launch_line(EXPERIMENT, *overrides(work, output), script="tests/waiting_run.py")
+    with running(command, log, WAITS_FOR=str(fifo)) as run:
+        wait_until(lambda: opened_for(fifo, held), log)
+        os.killpg(run.pid, signal.SIGINT)
+        assert run.wait(timeout=LIMIT_S) == -signal.SIGINT
+        wait_until(lambda: not session(run.pid), log)
+    os.close(*held)
+    (line,) = our_lines(log)
+    assert line.endswith("SIGINT: stopped before the first step")
+    assert log.read_text().count("Traceback") == 1, "that of DeepSpeed's command"
+
+
+def opened_for(reader: Path, held: list[int]) -> bool:
+    """Whether somebody reads a FIFO; it is then held open, so that the reader waits."""
+    try:
+        held.append(os.open(reader, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError as error:
+        assert error.errno == errno.ENXIO
+    return bool(held)

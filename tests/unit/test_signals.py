@@ -1,0 +1,47 @@
+"""Signals that ask a process to stop: which are noted, and when they act at once."""
+
+import signal
+
+import pytest
+
+from longspec.signals import STOP_SIGNALS, StopSignals, exit_code
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_the_first_signal_is_noted_and_the_old_handlers_come_back(number: int) -> None:
+    before = [signal.getsignal(one) for one in STOP_SIGNALS]
+    with StopSignals() as stop:
+        assert stop.received is None
+        signal.raise_signal(number)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.received == number
+    assert [signal.getsignal(one) for one in STOP_SIGNALS] == before
+
+
+def test_at_once_ends_on_the_first_signal_only() -> None:
+    """The second must not cut short what the first one's SystemExit cleans up."""
+    with StopSignals(at_once=True) as stop, pytest.raises(SystemExit) as end:
+        try:
+            signal.raise_signal(signal.SIGHUP)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            cleaned_up = True
+    assert cleaned_up and end.value.code == exit_code(signal.SIGHUP) == 129 and stop.received == signal.SIGHUP
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop:
+            signal.raise_signal(signal.SIGHUP)
+        assert stop.received is None and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_second_sigint_kills() -> None:
+    """The system does it, so it also works while the main thread waits for a device."""
+    with StopSignals() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.received == signal.SIGINT and signal.getsignal(signal.SIGINT) is signal.SIG_DFL

@@ -1,0 +1,110 @@
+"""The environment that a launcher gives a rank, and the launcher itself: what is missing is one line."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from longspec.errors import UserError
+from longspec.train.distributed import start_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE: 2 ranks, but RANK, MASTER_ADDR, MASTER_PORT not set; start the run with"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: 'two' is not a number"),
+        ({"RANK": "1"}, "RANK: 1, but WORLD_SIZE is 1"),
+    ],
+)
+def test_an_environment_of_no_launch_is_one_line(
+    given: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=problem):
+        start_ranks()
+
+
+def test_a_port_in_use_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of another run on the same host."""
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in place.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(UserError, match=f"rank 0 of 2 did not reach the others at 127.0.0.1:{port}: .*in use"):
+            start_ranks()
+
+
+RANK = """
+import runpy, sys
+launcher = runpy.run_path("longspec/train/launcher.py")["Launcher"]()
+print(launcher.is_gone(), len(launcher._line), flush=True)
+sys.stdin.readline()
+print(launcher.is_gone(), flush=True)
+"""
+PARENT = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[int(sys.argv[1]) :]).returncode)"
+
+
+def parent(*arguments: str) -> list[str]:
+    """The command of a process that runs what follows, with `arguments` on its command line."""
+    return [sys.executable, "-S", "-c", PARENT, str(2 + len(arguments)), *arguments]
+
+
+@pytest.mark.parametrize(
+    ("above", "watched", "told"),
+    [
+        ([*parent(), *parent("deepspeed.launcher.launch")], 3, True),  # the `deepspeed` command's
+        ([*parent(), *parent("deepspeed.launcher.launch", "--node_rank=0")], 2, False),  # a remote shell's
+        (["sh", "-c", '"$@"; exit $?', "sh", *parent("deepspeed.launcher.launch")], 2, False),  # run by hand
+        ([*parent(), *parent()], 0, False),  # something else
+    ],
+)
+def test_the_end_of_the_launcher_is_seen(above: list[str], watched: int, told: bool) -> None:
+    """The outermost process is killed; only DeepSpeed's command counts."""
+    run = subprocess.Popen(
+        [*above, sys.executable, "-c", RANK],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "CROSS_RANK"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert run.stdin is not None and run.stdout is not None
+    assert run.stdout.readline() == f"False {watched}\n"
+    run.kill()
+    run.wait()
+    run.stdin.write("\n")
+    run.stdin.flush()
+    assert run.stdout.readline() == f"{told}\n"
+
+
+@pytest.mark.parametrize("launch", [[], parent("deepspeed.launcher.launch")])
+def test_a_launcher_that_ended_before_the_rank_looked_is_seen(launch: list[str]) -> None:
+    """`launch.py` is gone, or was adopted by another session's process when the `deepspeed` command ended."""
+    waits = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass\nos.execv(sys.argv[2], sys.argv[2:])"
+    rank = [*launch, sys.executable, "-c", RANK]
+    script = (
+        "import os, subprocess, sys\n"
+        f"subprocess.Popen([sys.executable, '-c', {waits!r}, str(os.getpid()), *sys.argv[1:]])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-S", "-c", script, *rank],
+        cwd=ROOT,
+        env={**os.environ, "CROSS_RANK": "0"},
+        input="\n",
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+        timeout=60,
+    )
+    assert run.stdout.startswith("True "), run.stdout + run.stderr
