@@ -15,15 +15,14 @@ from transformers import PreTrainedConfig
 
 from longspec.data.templates import check_chat_format
 from longspec.errors import UserError
-from longspec.inference.generate import check_drafting, check_sampling
+from longspec.inference.arguments import check_drafting, check_sampling
+from longspec.inference.methods import GLIDE_METHODS
 from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair, family_class
 from longspec.inference.tasks import TASKS, Sample, Selection, read_questions, select_samples
 from longspec.kernels.attention import decoding_attention
 from longspec.models.draft_files import check_draft
 from longspec.models.draft_layer import head_dim
 from longspec.models.target_files import check_weights, context_window, load_tokenizer, read_config
-
-GLIDE_METHODS = ("seq", "tree")
 
 
 @dataclass
@@ -63,6 +62,8 @@ class Plan:
             "attention": options.attention,
             "eos_token_id": self.pair.eos_token_id,
             "pad_token_id": self.pair.pad_token_id,
+            # Measured is the distribution that these options name, without a penalty of generation_config.json.
+            "repetition_penalty": 1.0,
         }
 
     @property
