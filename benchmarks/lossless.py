@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationMixin, PreTrainedTokenizerBase
 
 from longspec import generate
 from longspec.errors import UserError, reports_user_errors
@@ -28,7 +28,7 @@ from longspec.inference.drafting.proposal import chain
 from longspec.inference.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import make_drafter
-from longspec.inference.registry import family_class
+from longspec.models.families import family_class
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import load_tokenizer, read_config
 from scripts.pipeline.quality import distinct_share
@@ -123,7 +123,7 @@ def compare(model: Any, prompts: Tensor, options: argparse.Namespace) -> tuple[T
 
     def theirs(ids: Tensor) -> Tensor:
         settings = {"max_new_tokens": options.new_tokens, "do_sample": False, "pad_token_id": 0}
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        out = GenerationMixin.generate(model, ids, attention_mask=torch.ones_like(ids), **settings)
         return out[:, ids.shape[1] :]
 
     others: dict[str, tuple[Continue, int]] = {

@@ -7,10 +7,8 @@ python scripts/extract_draft.py outputs/RUN/last_ds FOLDER --hf     # safetensor
 import argparse
 from pathlib import Path
 
-import torch
-
 from longspec.errors import reports_user_errors
-from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, save_draft_folder
+from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, save_draft_file, save_draft_folder
 from longspec.models.target_files import read_config
 from longspec.train.checkpoint import read_draft
 from longspec.train.config import CONFIG_NAME, read_config_file
@@ -24,13 +22,12 @@ def main() -> None:
     parser.add_argument("--hf", action="store_true", help="write a folder in Hugging Face form instead")
     args = parser.parse_args()
     draft = read_draft(args.checkpoint)
+    run = read_config_file(args.checkpoint / CONFIG_NAME)
     if args.hf:
-        model = read_config_file(args.checkpoint / CONFIG_NAME)
-        save_draft_folder(draft, read_config(model.model_name_or_path), args.output, model.model.window)
+        save_draft_folder(draft, read_config(run.model_name_or_path), args.output, run.model.window)
     else:
         file = args.output if args.output.suffix == ".pth" else args.output / DRAFT_WEIGHTS_NAME
-        file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(draft, file)
+        save_draft_file(draft, file, run.model.window)
     print(f"{len(draft)} weights of {args.checkpoint} written to {args.output}")
 
 

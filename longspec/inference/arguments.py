@@ -79,13 +79,8 @@ def check_rows(model: GlideMixin, rows: Sequence[Tensor], max_new_tokens: int) -
         )
 
 
-def check_model(model: Any, method: str, allow_untrained_draft: bool) -> None:
-    """Raise UserError for a model without a draft, and for a method that needs a trained one and lacks it."""
-    if not isinstance(model, GlideMixin):
-        raise UserError(
-            f"model: a {type(model).__name__}; load the target with LlamaGlide.from_pretrained or "
-            "Qwen2Glide.from_pretrained"
-        )
+def check_trained(model: GlideMixin, method: str, allow_untrained_draft: bool) -> None:
+    """Raise UserError for a method that needs a trained draft on a model that has a fresh one."""
     if method in GLIDE_METHODS and not (model.draft_is_trained or allow_untrained_draft):
         raise UserError(
             f"method: {method!r} needs a trained draft, and this model has a fresh one; load one with "
@@ -114,13 +109,6 @@ def _check_tree_shape(tree_shape: Any, vocab_size: int) -> None:
         raise UserError(f"tree_shape: {list(tree_shape)}; each level needs 1 … {vocab_size} (vocabulary) nodes")
     if 1 + sum(tree_shape) > MAX_NODES:
         raise UserError(f"tree_shape: {1 + sum(tree_shape)} nodes with the root; a tree has at most {MAX_NODES}")
-
-
-def check_window(method: str, depth: int, window: int) -> None:
-    """Raise UserError unless the draft's ring of `window` positions has room for the tokens of one round."""
-    if method in GLIDE_METHODS and depth >= window:
-        name = "gamma" if method == "seq" else "tree_shape"
-        raise UserError(f"{name}: depth {depth}; the draft's window of {window} tokens must exceed it")
 
 
 def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k: int) -> None:

@@ -15,12 +15,13 @@ from longspec.errors import UserError, reports_user_errors
 from longspec.inference.generate import generate
 from longspec.inference.methods import METHODS, TREE_RULES
 from longspec.inference.plan import Plan, make_plan
-from longspec.inference.registry import PUBLISHED_PAIRS, family_class
+from longspec.inference.registry import PUBLISHED_PAIRS
 from longspec.inference.report import Report, SampleResult, table
 from longspec.inference.tasks import HEADROOM, MIN_PROMPT_LEN, TASKS, Sample
 from longspec.inference.tree_shapes import AUTO, DEFAULT_SHAPE
 from longspec.kernels.attention import BACKENDS
 from longspec.models.draft_files import draft_window
+from longspec.models.families import family_class
 from longspec.models.glide import GlideMixin
 
 WARM_UP_TOKENS = 16

@@ -15,12 +15,11 @@ from longspec.errors import UserError
 from longspec.inference.acceptance import Sampler
 from longspec.inference.arguments import (
     check_drafting,
-    check_model,
     check_rows,
     check_sampling,
     check_stopping,
     check_streamer,
-    check_window,
+    check_trained,
     end_tokens,
     pad_token,
     prompt_batch,
@@ -33,8 +32,9 @@ from longspec.inference.engine import Engine, Round
 from longspec.inference.methods import make_drafter
 from longspec.inference.options import REFUSED, WARPERS, further_warpers, refuse_options
 from longspec.inference.runner import make_runner
-from longspec.inference.tree_shapes import AUTO, DEFAULT_SHAPE, choose_shape
-from longspec.models.glide import GlideMixin
+from longspec.inference.tree_shapes import AUTO, CANDIDATES, DEFAULT_SHAPE, choose_shape
+from longspec.models.draft_layer import check_window
+from longspec.models.glide import GlideMixin, check_pair
 from longspec.models.target_files import context_window
 
 Stops = Callable[[int, Sequence[int]], bool]
@@ -134,8 +134,9 @@ def generate(
     in both places.
     Raises UserError (a ValueError) for settings that cannot work, and for logits that are NaN or infinite.
     """
-    check_model(model, method, allow_untrained_draft)
+    check_pair(model)
     check_drafting(method, tree_shape, gamma, tree_rule, model.config.vocab_size)
+    check_trained(model, method, allow_untrained_draft)
     _check_options(options)
     refuse_options(options, model.generation_config)
     input_ids, attention_mask = prompt_batch(input_ids, attention_mask)
@@ -146,9 +147,11 @@ def generate(
     check_stopping(stopping_criteria)
     eos_ids = end_tokens(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
     pad_id = pad_token(model, pad_token_id)
-    window = model.draft_model.window
-    if tree_shape != AUTO:
-        check_window(method, len(tree_shape) if method == "tree" else gamma, window)
+    if method == "seq":
+        check_window(model.draft_model.window, gamma, "gamma")
+    elif method == "tree":
+        depth = min(map(len, CANDIDATES)) if tree_shape == AUTO else len(tree_shape)
+        check_window(model.draft_model.window, depth, "tree_shape")
     further = further_warpers(options, model.generation_config)
     runner = make_runner(model, attention, compile)
     device = runner.device

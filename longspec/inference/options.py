@@ -81,7 +81,8 @@ def further_warpers(given: Mapping[str, Any], config: GenerationConfig) -> list[
         value = given[name] if name in given else getattr(config, name, None)
         if value is None or value == neutral:
             continue
-        if not isinstance(value, Real) or not 0 < value <= 1 or (value == 1 and name != "min_p"):
+        # transformers' other two warpers do not take 1, at which no token would be left.
+        if not isinstance(value, Real) or not 0 < float(value) <= 1 or (value == 1 and name != "min_p"):
             raise UserError(f"{name}: {value!r}; it must be a number from 0 to 1")
         warpers.append(warper(float(value)))
     return warpers

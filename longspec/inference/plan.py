@@ -17,11 +17,12 @@ from longspec.data.templates import check_chat_format
 from longspec.errors import UserError
 from longspec.inference.arguments import check_drafting, check_sampling
 from longspec.inference.methods import GLIDE_METHODS
-from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair, family_class
+from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair
 from longspec.inference.tasks import TASKS, Sample, Selection, read_questions, select_samples
 from longspec.kernels.attention import decoding_attention
 from longspec.models.draft_files import check_draft
 from longspec.models.draft_layer import head_dim
+from longspec.models.families import family_class
 from longspec.models.target_files import check_weights, context_window, load_tokenizer, read_config
 
 

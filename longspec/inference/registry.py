@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedConfig
-
-from longspec.errors import UserError, first_line
-from longspec.models.draft_files import resolve_draft
-from longspec.models.glide import GlideMixin
-from longspec.models.llama import LlamaGlide
-from longspec.models.qwen2 import Qwen2Glide
-from longspec.models.target_files import FILE_ERRORS
+from longspec.errors import UserError
+from longspec.models.draft_files import DRAFT_FOLDER, resolve_draft
+from longspec.models.target_files import read_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-FAMILIES: dict[str, type[GlideMixin]] = {"llama": LlamaGlide, "qwen2": Qwen2Glide}
 
 
 @dataclass(frozen=True)
@@ -56,18 +51,12 @@ def choose_pair(model_name: str | None, target: str | None, draft: str | None) -
     """The pair that the command's options name; a draft given by path replaces the published one."""
     if (model_name is None) == (target is None):
         raise UserError("name the target either by --model_name or by --target PATH (with --draft PATH)")
+    if target is not None and draft is None and (Path(target) / DRAFT_FOLDER / "config.json").is_file():
+        draft = target  # a folder that a pair's save_pretrained wrote
     if target is not None:
         return Pair(target.rstrip("/").split("/")[-1], target, draft)
     pair = PUBLISHED_PAIRS[str(model_name)]
     return pair if draft is None else replace(pair, draft=draft)
-
-
-def family_class(config: PreTrainedConfig, target: str) -> type[GlideMixin]:
-    """The model class for a target with `config`; UserError for a family without one."""
-    if config.model_type not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise UserError(f"{target}: a {config.model_type} target; the supported families are {known}")
-    return FAMILIES[config.model_type]
 
 
 def check_draft_tokenizer(draft: str, target: str, tokenizer: Any) -> None:
@@ -76,10 +65,7 @@ def check_draft_tokenizer(draft: str, target: str, tokenizer: Any) -> None:
     folder = place if place.is_dir() else place.parent
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return
-    try:
-        other = AutoTokenizer.from_pretrained(folder)
-    except FILE_ERRORS as error:
-        raise UserError(f"{folder}: the tokenizer beside the draft does not load ({first_line(error)})") from error
+    other = read_tokenizer(folder, "the tokenizer of the draft does not load")
     theirs, ours = ({number: token for token, number in one.get_vocab().items()} for one in (other, tokenizer))
     if differing := sorted(number for number in theirs.keys() & ours.keys() if theirs[number] != ours[number]):
         first = differing[0]

@@ -61,7 +61,8 @@ def generate_as_transformers(
     search, assistants, logits processors and every other option that decoding cannot apply (see `options`).
     """
     if isinstance(inputs, Mapping):
-        inputs, kwargs = None, {**inputs, **kwargs}
+        kwargs = {**inputs, **kwargs}
+        inputs = None
     given = kwargs.get("input_ids") if inputs is None else inputs
     if given is not None:
         check_token_ids(given)
@@ -94,6 +95,7 @@ def generate_as_transformers(
     ) -> Tensor | SpeculativeOutput:
         timers = [criterion for criterion in stopping_criteria if isinstance(criterion, MaxTimeCriteria)]
         pad_token_id = _pad_token_id(generation_config)
+        neutral: dict[str, Any] = dict.fromkeys(REFUSED)  # checked above, with what overrides the model's own config
         out = generate(
             model,
             input_ids,
@@ -112,7 +114,7 @@ def generate_as_transformers(
             attention=attention,
             allow_untrained_draft=allow_untrained_draft,
             stopping_criteria=[*timers, *criteria],
-            **dict.fromkeys(REFUSED),  # checked above, with what overrides the model's own config
+            **neutral,
         )
         new = torch.nn.utils.rnn.pad_sequence(out.new_tokens, batch_first=True, padding_value=pad_token_id)
         sequences = torch.cat([input_ids.to(new.device), new], 1)
@@ -143,4 +145,4 @@ def _pad_token_id(config: GenerationConfig) -> int:
     return 0 if ids is None else int(torch.as_tensor(ids).flatten()[0])
 
 
-GlideMixin.generate = generate_as_transformers  # type: ignore[method-assign, assignment]
+GlideMixin.generate = generate_as_transformers  # type: ignore[attr-defined]

@@ -3,71 +3,101 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from huggingface_hub import snapshot_download
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from longspec.errors import UserError, first_line
-from longspec.models.draft_layer import WINDOW
-from longspec.models.target_files import HUB_ERRORS, WEIGHT_ERRORS
+from longspec.models.draft_layer import MAX_WINDOW, WINDOW
+from longspec.models.target_files import HUB_ERRORS, check_hub_id
+from longspec.models.weight_files import read_metadata, read_weights
+from longspec.untrusted import read_json, read_yaml
 
 DRAFT_WEIGHTS_NAME = "draft_model_weights.pth"
+DRAFT_FOLDER = "draft"
+"""Subfolder of a saved pair that holds its draft in Hugging Face form."""
 DRAFT_PREFIX = "draft_model."
+WEIGHT_PATTERNS = ("*.safetensors", DRAFT_WEIGHTS_NAME, "pytorch_model*.bin")
+"""Weight files of a draft's folder; the first pattern that has any is read, so pickles come last."""
 TRAINING_CONFIG_NAME = "training_config.yaml"
-"""What a training run leaves beside its draft."""
+"""Configuration that a training run saves next to its draft."""
 WINDOW_KEY = "draft_window"
-"""In the `config.json` of a draft in Hugging Face form."""
+"""Key of the window in a draft's `config.json` and in the metadata of its weight file."""
+TRAINED_KEY = "draft_is_trained"
+"""Key in a draft's `config.json`; false for the fresh draft of a saved pair, otherwise absent."""
+NAMED_FAULTS = 60
+"""Maximum number of keys in an error message."""
 DEAD_WEIGHTS = {f"cross_attn.{p}_proj.{kind}" for p in "kv" for kind in ("weight", "bias")}
-"""In published drafts; the cross-attention reads the target's keys and values, so nothing ever used them."""
+"""Unused weights of the published drafts; the cross-attention reads the target's keys and values."""
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """Properties of a saved draft that its weights do not show."""
+
+    window: int = WINDOW
+    """Self-attention window W in tokens."""
+    is_trained: bool = True
 
 
 def resolve_draft(path: str | Path) -> Path:
-    """A local `.pth` file or folder for `path`; anything that is not on disk is taken for a hub id and fetched."""
+    """A local weight file or folder for `path`; anything that is not on disk is taken for a hub id and fetched.
+
+    The folder of a saved pair stands for the draft in it. Raises UserError.
+    """
     local = Path(path)
-    if local.exists():
-        return local
-    if local.suffix in {".pth", ".bin", ".pt"} or local.is_absolute() or str(path).startswith("."):
-        raise UserError(f"{path}: no such draft; give a .pth file, a folder or a hub id")
-    try:
-        return Path(snapshot_download(str(path)))
-    except HUB_ERRORS as error:
-        raise UserError(
-            f"{path}: no such draft on disk or on the hub; give a .pth file, a folder or a hub id"
-        ) from error
+    if not local.exists():
+        if local.suffix in {".pth", ".bin", ".pt", ".safetensors"}:
+            raise UserError(f"{path}: no such draft; give a .pth file, a folder or a hub id")
+        check_hub_id(path, "no such draft; give a .pth file, a folder or a hub id")
+        try:
+            local = Path(snapshot_download(str(path)))
+        except HUB_ERRORS as error:
+            raise UserError(
+                f"{path}: no such draft on disk or on the hub; give a .pth file, a folder or a hub id"
+            ) from error
+    return local / DRAFT_FOLDER if (local / DRAFT_FOLDER / "config.json").exists() else local
+
+
+def draft_of_pair(target: str | Path, revision: str | None = None) -> Path | None:
+    """The draft that a pair's `save_pretrained` wrote next to its target, if there is one. Raises UserError."""
+    folder = Path(target)
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(str(target), revision=revision, allow_patterns=f"{DRAFT_FOLDER}/*"))
+        except HUB_ERRORS as error:
+            raise UserError(f"{target}: cannot be searched for a draft ({first_line(error)})") from error
+    return folder / DRAFT_FOLDER if (folder / DRAFT_FOLDER / "config.json").exists() else None
 
 
 def load_draft(path: str | Path) -> dict[str, Tensor]:
     """Draft weights on the CPU, `draft_model.` stripped, from any form that `resolve_draft` accepts.
 
     A folder holds `draft_model_weights.pth`, or is in Hugging Face form: `config.json` with safetensors or
-    `pytorch_model*.bin`. Files are read without running code from them. Raises UserError.
+    `pytorch_model*.bin`. The tensors are mapped from the files; no code in them runs. Raises UserError.
     """
-    place = resolve_draft(path)
-    if place.is_file():
-        return strip_prefix(_load_file(place))
-    for pattern in (DRAFT_WEIGHTS_NAME, "*.safetensors", "pytorch_model*.bin"):
+    state: dict[str, Tensor] = {}
+    for file in _weight_files(resolve_draft(path)):
+        state |= read_weights(file)
+    return strip_prefix(state)
+
+
+def _weight_files(place: Path) -> list[Path]:
+    if not place.is_dir():
+        return [place]
+    for pattern in WEIGHT_PATTERNS:
         if files := sorted(place.glob(pattern)):
-            return strip_prefix({name: tensor for file in files for name, tensor in _load_file(file).items()})
-    raise UserError(f"{path}: no draft in this folder ({DRAFT_WEIGHTS_NAME}, *.safetensors or pytorch_model*.bin)")
-
-
-def _load_file(file: Path) -> dict[str, Tensor]:
-    try:
-        if file.suffix == ".safetensors":
-            return load_file(file)
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    except WEIGHT_ERRORS as error:
-        raise UserError(f"{file}: not a readable file of plain weights ({first_line(error)})") from error
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise UserError(f"{file}: not a dictionary of draft weights")
-    return state
+            return files
+    raise UserError(f"{place}: no draft in this folder (*.safetensors, {DRAFT_WEIGHTS_NAME} or pytorch_model*.bin)")
 
 
 def strip_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -79,20 +109,34 @@ def strip_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def fit_draft(state: Mapping[str, Tensor], layer: nn.Module, source: str) -> dict[str, Tensor]:
     """`state` without prefix and dead weights, if it fits `layer` (which may lie on the meta device).
 
-    Raises UserError that names `source` and every missing, unexpected or misshapen key.
+    Raises UserError that names `source` and every missing, unexpected, misshapen or non-finite weight.
     """
     given = {name: w for name, w in strip_prefix(state).items() if name not in DEAD_WEIGHTS}
     wanted = layer.state_dict()
     faults = [f"missing {name}" for name in wanted.keys() - given.keys()]
-    faults += [f"unexpected {name}" for name in given.keys() - wanted.keys()]
+    faults += [f"unexpected {_printable(name)}" for name in given.keys() - wanted.keys()]
     faults += [
         f"{name} is {list(given[name].shape)}, the target needs {list(wanted[name].shape)}"
         for name in wanted.keys() & given.keys()
         if given[name].shape != wanted[name].shape
     ]
     if faults:
-        raise UserError(f"{source}: this draft does not fit the target: {'; '.join(sorted(faults))}")
+        named = sorted(faults)[:NAMED_FAULTS]
+        more = f"; and {len(faults) - len(named)} more" if len(faults) > len(named) else ""
+        raise UserError(f"{source}: this draft does not fit the target: {'; '.join(named)}{more}")
+    check_finite(given, source)
     return given
+
+
+def check_finite(state: Mapping[str, Tensor], source: str) -> None:
+    """Raise UserError with the name of a weight that holds NaN or Inf."""
+    for name, weight in sorted(state.items()):
+        if not torch.isfinite(weight).all():
+            raise UserError(f"{source}: {name} of this draft holds NaN or Inf; such a draft cannot be used")
+
+
+def _printable(name: str) -> str:
+    return name if name.isprintable() and len(name) <= 100 else repr(name[:100])
 
 
 def check_draft(path: str | Path, config: PreTrainedConfig, layer_class: Any) -> dict[str, Tensor]:
@@ -101,55 +145,104 @@ def check_draft(path: str | Path, config: PreTrainedConfig, layer_class: Any) ->
     Compares family and head layout (where the draft's folder names them) and every shape. Raises UserError.
     """
     place = resolve_draft(path)
-    if (place / "config.json").is_file():
+    if place.is_dir() and (place / "config.json").exists():
         _compare_configs(place / "config.json", config)
-    _compare_run((place if place.is_dir() else place.parent) / TRAINING_CONFIG_NAME, layer_class)
+    _compare_run(_folder(place) / TRAINING_CONFIG_NAME, layer_class)
     with torch.device("meta"):
         layer = layer_class(config)
-    return fit_draft(load_draft(place), layer, str(path))
+    weights = fit_draft(load_draft(place), layer, str(path))
+    return {name: weight.clone() for name, weight in weights.items()}  # no longer mapped from the file
 
 
 def draft_window(path: str | Path) -> int:
-    """The self-attention window W, in tokens, that the draft at `path` was trained with, as the files beside it say.
+    """The self-attention window W, in tokens, of the draft at `path`; see `draft_settings`. Raises UserError."""
+    return draft_settings(path).window
 
-    Published drafts do not: theirs is 512. Raises UserError.
+
+def draft_settings(path: str | Path) -> DraftSettings:
+    """Settings of the draft at `path`: from its weight file, else `config.json`, else the training configuration.
+
+    Published drafts state none of them; their window is 512. Raises UserError.
     """
     place = resolve_draft(path)
-    folder = place if place.is_dir() else place.parent
-    run, config = folder / TRAINING_CONFIG_NAME, folder / "config.json"
-    if run.is_file():
-        return int(yaml.safe_load(run.read_text()).get("model", {}).get("window", WINDOW))
-    return int(json.loads(config.read_text()).get(WINDOW_KEY, WINDOW)) if config.is_file() else WINDOW
+    run, config = _folder(place) / TRAINING_CONFIG_NAME, _folder(place) / "config.json"
+    settings: dict[str, Any] = {}
+    if run.exists() and isinstance(model := read_yaml(run).get("model"), dict) and "window" in model:
+        settings[WINDOW_KEY] = model["window"]
+    if config.exists():
+        settings |= {key: value for key, value in read_json(config).items() if key in (WINDOW_KEY, TRAINED_KEY)}
+    if (stated := read_metadata(_weight_files(place)[0]).get(WINDOW_KEY)) is not None:
+        settings[WINDOW_KEY] = stated
+    return DraftSettings(
+        checked_window(settings.get(WINDOW_KEY, WINDOW), str(path)), settings.get(TRAINED_KEY, True) is not False
+    )
+
+
+def checked_window(window: Any, source: str) -> int:
+    """`window` as a number of tokens. Raises UserError."""
+    number = int(window) if isinstance(window, str) and window.isdecimal() and len(window) < 9 else window
+    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MAX_WINDOW:
+        raise UserError(f"{source}: the draft's window must be a whole number of tokens in 1 … {MAX_WINDOW}")
+    return number
+
+
+def _folder(place: Path) -> Path:
+    return place if place.is_dir() else place.parent
 
 
 def _compare_configs(file: Path, config: PreTrainedConfig) -> None:
-    try:
-        draft = dict(json.loads(file.read_text()))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{file}: not a readable config ({first_line(error)})") from error
+    draft = read_json(file)
     for name in ("model_type", "num_attention_heads", "num_key_value_heads", "head_dim"):
         wanted = getattr(config, name, None)
         if wanted is not None and draft.get(name, wanted) not in (None, wanted):
-            raise UserError(f"{file}: a draft for a target with {name} {draft[name]}; this target has {wanted}")
+            stated = _printable(str(draft[name]))
+            raise UserError(f"{file}: a draft for a target with {name} {stated}; this target has {wanted}")
 
 
 def _compare_run(file: Path, layer_class: type[nn.Module]) -> None:
-    """Our checkpoint folders say which class of pair was trained in them."""
-    if not file.is_file():
+    """Our checkpoint folders name the class of the pair that was trained."""
+    model = read_yaml(file).get("model") if file.exists() else None
+    target = model.get("_target_") if isinstance(model, dict) else None
+    if not isinstance(target, str):
         return
-    pair = str(yaml.safe_load(file.read_text()).get("model", {}).get("_target_")).split(".")[-2:][0]
+    pair = target.split(".")[-2:][0]
     if not layer_class.__name__.startswith(pair):
-        raise UserError(f"{file.parent}: a draft trained as {pair}; this target needs a {layer_class.__name__}")
+        raise UserError(
+            f"{file.parent}: a draft trained as {_printable(pair)}; this target needs a {layer_class.__name__}"
+        )
+
+
+def save_draft_file(state: Mapping[str, Tensor], file: str | Path, window: int) -> None:
+    """Write a `.pth` of plain weights, names without prefix; the window goes into the state dict's metadata."""
+    file = Path(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    weights = OrderedDict(strip_prefix(state))
+    weights._metadata = {"": {"version": 1, WINDOW_KEY: window}}  # type: ignore[attr-defined]
+    with _replacing(file) as unfinished:
+        torch.save(weights, unfinished)
 
 
 def save_draft_folder(
-    state: Mapping[str, Tensor], config: PreTrainedConfig, folder: str | Path, window: int = WINDOW
+    state: Mapping[str, Tensor],
+    config: PreTrainedConfig,
+    folder: str | Path,
+    window: int = WINDOW,
+    is_trained: bool = True,
 ) -> None:
     """Write a draft in Hugging Face form (`config.json` of its target + safetensors), ready for the hub."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: w.contiguous() for name, w in strip_prefix(state).items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config.save_pretrained(folder)
-    named = json.loads((folder / "config.json").read_text()) | {WINDOW_KEY: window}
-    (folder / "config.json").write_text(json.dumps(named, indent=2) + "\n")
+    weights = {name: w.detach().contiguous() for name, w in strip_prefix(state).items()}
+    with _replacing(folder / "model.safetensors") as unfinished:
+        save_file(weights, unfinished, metadata={"format": "pt", WINDOW_KEY: str(window)})
+    settings = {WINDOW_KEY: window} | ({} if is_trained else {TRAINED_KEY: False})
+    with _replacing(folder / "config.json") as unfinished:
+        unfinished.write_text(json.dumps(json.loads(config.to_json_string()) | settings, indent=2) + "\n")
+
+
+@contextmanager
+def _replacing(file: Path) -> Iterator[Path]:
+    """A path to write to, which then takes the place of `file`; a link there is replaced, not followed."""
+    unfinished = file.with_name(f".{file.name}.unfinished")
+    yield unfinished
+    unfinished.replace(file)

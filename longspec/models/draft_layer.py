@@ -16,9 +16,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import rotate_half
 
+from longspec.errors import UserError
+
 WINDOW = 512
-"""Self-attention window W in tokens, unless a draft was trained with another: a query sees itself and the W positions
-before it."""
+"""Default self-attention window W in tokens: a query sees itself and the W positions before it."""
+MAX_WINDOW = 2**20
 
 Rope = tuple[Tensor, Tensor]
 """The target's rotary table at the tokens' positions: cos, sin, each [B, T, D]."""
@@ -26,6 +28,18 @@ SelfAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q [B, Hq, T, D], k, v [B, Hkv, T, D] of the same tokens) -> [B, Hq, T, D]"""
 CrossAttend = Callable[[Tensor], Tensor]
 """(q [B, Hq, T, D]) -> [B, Hq, T, D], over the target's last-layer keys and values"""
+
+
+def check_window(window: int, depth: int, source: str) -> None:
+    """Raise UserError unless a draft with self-attention window `window` can draft `depth` levels.
+
+    The draft's cache keeps `window` positions, and a round writes up to `depth` + 1 of them at once. source: name of
+    the setting that the depth comes from.
+    """
+    if window <= depth:
+        raise UserError(
+            f"{source}: {depth} levels, but the draft's window is {window} tokens; it must exceed the depth"
+        )
 
 
 def head_dim(config: Any) -> int:

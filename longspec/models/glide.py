@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,24 +11,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
-from longspec.errors import UserError, first_line
+from longspec.errors import UserError
 from longspec.kernels.attention import resolve_attention
 from longspec.kernels.segments import Segments
 from longspec.kernels.varlen import block_attention, varlen_attention
-from longspec.models.draft_files import check_draft, draft_window, fit_draft
-from longspec.models.draft_layer import GlideDecoderLayer
-from longspec.models.parallel import (
-    PretrainedModelParallelPreSplitMixin,
-    gather_heads,
-    join_ranks,
-    model_parallel_place,
-)
+from longspec.models.draft_files import check_draft, draft_settings
+from longspec.models.parallel import gather_heads
+from longspec.models.pretrained import LOADED_WITH, PretrainedPairMixin, checked_dtype
 from longspec.models.target_attention import ATTENTION_NAME, LastLayerKV, last_keys_values, run_backbone
-from longspec.models.target_files import WEIGHT_ERRORS, check_target, read_config
+from longspec.models.target_files import at_revision
 from longspec.models.target_graph import TargetGraphs
-from longspec.models.target_split import rank_config
 
 
 class Objective(Protocol):
@@ -42,24 +36,18 @@ class Objective(Protocol):
         """hidden, target_hidden [B, T, hidden] (None where not read), labels [B, T] -> whatever the trainer wants."""
 
 
-def _dtype(value: str | torch.dtype) -> torch.dtype:
-    dtype = value if isinstance(value, torch.dtype) else getattr(torch, value.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise UserError(f"torch_dtype: {value!r} is no torch dtype; use float32, float16 or bfloat16")
-    return dtype
+def check_pair(model: object) -> None:
+    """Raise UserError unless `model` is a pair of a target and a draft."""
+    if not isinstance(model, GlideMixin):
+        raise UserError(
+            f"model: a {type(model).__name__}, not a pair of target and draft; load one with "
+            "LlamaGlide.from_pretrained or Qwen2Glide.from_pretrained"
+        )
 
 
-class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
+class GlideMixin(PretrainedPairMixin):
     """Comes before the family's `…ForCausalLM`; `model` and `lm_head` are frozen, `draft_model` trains."""
 
-    target_class: Any
-    draft_layer_class: type[GlideDecoderLayer]
-    gradient_checkpointing = False
-    draft_is_trained = False
-    """Whether the draft's weights come from training: true after a load, false for a fresh draft.
-
-    Code that trains a fresh draft in this process sets it.
-    """
     target_pass: TargetGraphs | None = None
     """What training runs instead of `run_target`."""
 
@@ -70,11 +58,17 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
         glide_path: str | Path | None = None,
         torch_dtype: str | torch.dtype = torch.float16,
         attn_implementation: str | None = None,
+        *,
+        revision: str | None = None,
+        device_map: Any = None,
+        quantization_config: Any = None,
     ) -> None:
         """Load the target from `target_model_path` and the draft from `glide_path`, or start a fresh draft.
 
         glide_path: a `.pth` file, a folder holding `draft_model_weights.pth`, or a folder or hub id in Hugging Face
-        form. Raises UserError for a target of another family and for a draft that does not fit.
+        form. torch_dtype: that of the target's weights and of the draft, or "auto". revision, device_map and
+        quantization_config are transformers' arguments for the target; the draft is never quantized and goes to the
+        device of `lm_head`. Raises UserError for a target of another family and for a draft that does not fit.
         """
         self.check_family(config, target_model_path)
         draft = None if glide_path is None else check_draft(glide_path, config, self.draft_layer_class)
@@ -84,81 +78,24 @@ class GlideMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
             super().__init__(config)
         resolve_attention(attn_implementation)
         self.use_flash = (attn_implementation or "").startswith("flash")
-        target = self._load_target(config, target_model_path, _dtype(torch_dtype))
+        options = {"device_map": device_map, "quantization_config": quantization_config, **at_revision(revision)}
+        dtype = checked_dtype(torch_dtype)
+        target = self._load_target(config, target_model_path, dtype=dtype, **options)
         self.config, self.generation_config = target.config, target.generation_config
         self.model, self.lm_head = target.model, target.lm_head
+        for name in LOADED_WITH:
+            if hasattr(target, name):
+                setattr(self, name, getattr(target, name))
         self.requires_grad_(False)
         self.draft_model = self.draft_layer_class(self.config)
         self.draft_model.reset_parameters(self.config.initializer_range)  # in fp32: the same draft in every dtype
-        self.draft_model.to(_dtype(torch_dtype))
+        if isinstance(dtype, str):
+            dtype = self.model.embed_tokens.weight.dtype  # embeddings are never quantized
+        self.draft_model.to(device=self.lm_head.weight.device, dtype=dtype)
         if draft is not None and glide_path is not None:
             self.load_draft_state(draft, source=str(glide_path))
-            self.draft_model.window = draft_window(glide_path)
-
-    @classmethod
-    def from_pretrained(  # type: ignore[override]
-        cls,
-        path: str | Path,
-        state_dict: Mapping[str, Tensor] | None = None,
-        glide_path: str | Path | None = None,
-        torch_dtype: str | torch.dtype = torch.float16,
-        attn_implementation: str | None = None,
-        gradient_checkpointing: bool = False,
-        pad_token_id: int | None = None,
-        ignore_mismatched_sizes: bool = True,
-        window: int | None = None,
-    ) -> GlideMixin:
-        """The target at `path` (folder or hub id) with the draft in `state_dict`, at `glide_path`, or a fresh one.
-
-        state_dict: draft weights, with or without the `draft_model.` prefix. gradient_checkpointing recomputes the
-        draft layer in backward. window: of the draft's self-attention, in tokens; None takes that of the files at
-        glide_path, else 512. ignore_mismatched_sizes is accepted because configs carry it; a draft that does not
-        fit is a UserError all the same.
-        """
-        model = cls(read_config(path), path, glide_path, torch_dtype, attn_implementation)
-        if state_dict is not None:
-            model.load_draft_state(state_dict, source="state_dict")
-        if window is not None:
-            model.draft_model.window = window
-        if pad_token_id is not None:
-            model.config.pad_token_id = pad_token_id
-        model.gradient_checkpointing = gradient_checkpointing
-        return model
-
-    @classmethod
-    def check_family(cls, config: PreTrainedConfig, path: str | Path) -> None:
-        """Raise UserError for a target that this class cannot take."""
-        family = cls.target_class.config_class.model_type
-        if config.model_type != family:
-            raise UserError(f"{path}: a {config.model_type} target; {cls.__name__} takes {family} targets")
-        check_target(config, path)
-
-    def _load_target(self, config: PreTrainedConfig, path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
-        """The whole target, or this rank's part of it, which works together with those of the other ranks."""
-        rank, world = model_parallel_place()
-        target = self._read_target(config if world == 1 else rank_config(config, rank, world), path, dtype)
-        if world > 1:
-            join_ranks(target, config.vocab_size)
-            target.config = config  # the pair's: the draft has all heads, and so has what it reads
-        return target
-
-    def _read_target(self, config: PreTrainedConfig, path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
-        """The weights of the target, or of this rank's part of it, in modules of `config`."""
-        folder = self.shard_path(path)
-        try:
-            target, info = self.target_class.from_pretrained(
-                folder, config=config, dtype=dtype, output_loading_info=True
-            )
-        except WEIGHT_ERRORS as error:
-            raise UserError(f"{folder}: the target's weights do not load ({first_line(error)})") from error
-        if absent := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
-            raise UserError(f"{folder}: no whole target: {len(absent)} weights missing or misshapen, as {absent[0]}")
-        return target
-
-    def load_draft_state(self, state: Mapping[str, Tensor], source: str) -> None:
-        """Put draft weights in place; UserError naming every key that is missing, unexpected or misshapen."""
-        self.draft_model.load_state_dict(fit_draft(state, self.draft_model, source))
-        self.draft_is_trained = True
+            settings = draft_settings(glide_path)
+            self.draft_model.window, self.draft_is_trained = settings.window, settings.is_trained
 
     def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Frozen embeddings [B, T, hidden] of tokens [B, T] and the target's rotary table at positions [B, T]."""

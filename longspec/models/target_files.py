@@ -2,41 +2,97 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from zipfile import BadZipFile
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from longspec.errors import UserError, first_line
+from longspec.untrusted import CONFIG_BYTES, check_regular
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 HUB_ERRORS = (OSError, HFValidationError)
-FILE_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, StrictDataclassError)
-"""What transformers and tokenizers raise for files that are not what their names say."""
-WEIGHT_ERRORS = (OSError, RuntimeError, ValueError, IndexError, EOFError, SafetensorError, UnpicklingError)
-"""What torch and safetensors raise for weight files that are cut off, carry code or are something else."""
+FILE_ERRORS = (
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError),
+    *(ImportError, StrictDataclassError),
+)
+"""Exceptions of transformers and tokenizers for damaged configuration and tokenizer files."""
+WEIGHT_ERRORS = (
+    *(OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError),
+    *(EOFError, MemoryError, BadZipFile, struct.error, SafetensorError, UnpicklingError),
+)
+"""Exceptions of torch and safetensors for weight files that are cut off, carry code or are something else."""
+LFS_POINTER = b"version https://git-lfs"
+TOKENIZER_BYTES = 2**26
+"""Size limit of a tokenizer file; the largest published ones have about 35 MB."""
+CONFIG_NAMES = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 RESCALED_BY_LENGTH = ("dynamic", "longrope")
 
 
-def read_config(path: str | Path) -> PreTrainedConfig:
-    """The transformers config of a target folder or hub id; UserError where there is none."""
+def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConfig:
+    """The transformers config of a target folder or hub id; UserError where there is none. Runs no remote code."""
+    check_target_path(path)
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise UserError(
             f"{path}: no model checkpoint (no config.json in this folder); give a target's folder or hub id"
         )
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, **at_revision(revision))
     except FILE_ERRORS as error:
         reason = first_line(error)
         raise UserError(f"{path}: no model checkpoint there ({reason}); give a target's folder or hub id") from error
 
 
+def at_revision(revision: str | None) -> dict[str, str]:
+    """Keyword arguments that choose a revision on the hub, or leave it to the library."""
+    return {} if revision is None else {"revision": revision}
+
+
+def check_target_path(path: str | Path) -> None:
+    """Raise UserError unless `path` is a folder of regular files, or may be a hub id."""
+    place = Path(path)
+    if place.is_dir():
+        check_files(place)
+    elif place.exists():
+        raise UserError(f"{path}: a file; give a target's folder or hub id")
+    else:
+        check_hub_id(path, "no such folder; give a target's folder or hub id")
+
+
+def check_hub_id(path: str | Path, problem: str) -> None:
+    """Raise UserError, with `problem`, for a path that is not on disk and cannot be a hub id."""
+    try:
+        validate_repo_id(str(path))
+    except HFValidationError as error:
+        raise UserError(f"{path}: {problem}") from error
+
+
+def check_files(folder: Path) -> None:
+    """Raise UserError for a file in a model's folder that is not regular, or too large for a configuration.
+
+    transformers and tokenizers would wait for a pipe, and read any file whole. Links are followed: the hub's cache
+    consists of them.
+    """
+    limits = {".json": TOKENIZER_BYTES, ".jinja": CONFIG_BYTES, ".model": TOKENIZER_BYTES, ".txt": TOKENIZER_BYTES}
+    try:
+        files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be read ({error.strerror})") from error
+    for file in files:
+        if file.exists() and not file.is_dir():
+            check_regular(file, CONFIG_BYTES if file.name in CONFIG_NAMES else limits.get(file.suffix))
+
+
 def local_target(target: str) -> Path:
     """The folder of a target; a hub id is fetched. Raises UserError."""
+    check_target_path(target)
     if Path(target).is_dir():
         return Path(target)
     try:
@@ -80,13 +136,18 @@ def check_weights(target: str) -> None:
     raise UserError(f"{target}: no model checkpoint (no {' or '.join(WEIGHT_FILES)} in this folder)")
 
 
+def read_tokenizer(path: str | Path, problem: str) -> Any:
+    """The tokenizer in a folder or of a hub id, without remote code. Raises UserError, with `problem`."""
+    check_target_path(path)
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except FILE_ERRORS as error:
+        raise UserError(f"{path}: {problem} ({first_line(error)})") from error
+
+
 def load_tokenizer(target: str, config: PreTrainedConfig) -> Any:
     """The target's tokenizer; UserError where there is none, or where it has more tokens than the target."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(target)
-    except FILE_ERRORS as error:
-        reason = first_line(error)
-        raise UserError(f"{target}: no tokenizer that loads ({reason}); it must lie beside the weights") from error
+    tokenizer = read_tokenizer(target, "no tokenizer that loads; it must be in the folder of the weights")
     # Tokens added later, such as a pad token, may lie past the embeddings as long as no prompt holds them.
     vocab = tokenizer.get_vocab()
     highest = max((vocab[token] for token in vocab.keys() - tokenizer.get_added_vocab().keys()), default=-1)

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from longspec.errors import UserError, first_line
-from longspec.models.draft_files import DRAFT_WEIGHTS_NAME
+from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_of_pair, save_draft_file
 from longspec.train.config import CONFIG_NAME, TrainConfig, is_checkpoint, read_config_file, to_yaml
 from longspec.train.generations import BEST, DRAFTS, STATES, Progress, damage, seal, settle
 from longspec.train.shards import MASTERS, Shards, adopt
@@ -53,7 +53,7 @@ def save_checkpoint(
         draft = gather_draft(engine.module)
         dist.barrier()
         if dist.get_rank() == 0:
-            _write_draft(draft_folder, draft, tokenizer)
+            _write_draft(draft_folder, draft, config.model.window, tokenizer)
             for folder in (state, draft_folder):
                 _write_config(folder, config)
                 seal(folder, progress)
@@ -71,7 +71,7 @@ def save_best(
         if dist.get_rank() == 0:
             settle(output)
             folder = output / BEST[0]
-            _write_draft(folder, draft, tokenizer)
+            _write_draft(folder, draft, config.model.window, tokenizer)
             _write_config(folder, config)
             (folder / EVALUATION_NAME).write_text(json.dumps({"step": progress.step, **metrics}, indent=2) + "\n")
             seal(folder, progress)
@@ -97,9 +97,9 @@ def read_best(config: TrainConfig) -> float:
     return -math.inf
 
 
-def _write_draft(folder: Path, draft: dict[str, Tensor], tokenizer: Any) -> None:
+def _write_draft(folder: Path, draft: dict[str, Tensor], window: int, tokenizer: Any) -> None:
     folder.mkdir()
-    torch.save(draft, folder / DRAFT_WEIGHTS_NAME)
+    save_draft_file(draft, folder / DRAFT_WEIGHTS_NAME, window)
     tokenizer.save_pretrained(folder)
 
 
@@ -190,10 +190,14 @@ def load_state(engine: Any, folder: Path, progress: Progress) -> None:
 def locate(config: TrainConfig) -> TrainConfig:
     """`config` with `model_name_or_path` a target, where it was one of our checkpoint folders.
 
-    The target is then the one that checkpoint's run had, and the draft the one in it unless `config` names another.
+    The target is then the one that checkpoint's run had, and the draft the one in it unless `config` names another. The
+    folder of a saved pair brings its draft, too.
     Raises UserError for a folder of DeepSpeed's state, one that is not whole, or one with an unreadable configuration.
     """
     if not is_checkpoint(config):
+        if config.draft_model_name_or_path is None and Path(config.model_name_or_path).is_dir():
+            saved = draft_of_pair(config.model_name_or_path)
+            return replace(config, draft_model_name_or_path=None if saved is None else str(saved))
         return config
     folder = Path(config.model_name_or_path)
     if (folder / "latest").is_file():

@@ -21,9 +21,12 @@ from yaml import YAMLError
 from longspec.data.records import data_files
 from longspec.errors import UserError
 from longspec.kernels.attention import resolve_attention
-from longspec.models.draft_layer import WINDOW
+from longspec.models.draft_files import checked_window
+from longspec.models.draft_layer import WINDOW, check_window
+from longspec.models.families import pair_class
 from longspec.train.loss import LOSSES
-from longspec.train.positions import VARIANTS
+from longspec.train.positions import BLOCK_LAGS, VARIANTS
+from longspec.untrusted import read_yaml
 
 CONFIG_NAME = "training_config.yaml"
 """The configuration in a checkpoint folder."""
@@ -186,11 +189,18 @@ def typed(composed: DictConfig) -> TrainConfig:
 
 
 def read_config_file(file: Path) -> TrainConfig:
-    """The configuration in a checkpoint folder. Raises UserError."""
+    """The configuration in a checkpoint folder; it may be a stranger's.
+
+    Nothing in it is resolved, imported or called. Raises UserError.
+    """
     try:
-        return typed(OmegaConf.load(file))  # type: ignore[arg-type]
-    except (OSError, YAMLError, UserError) as error:
+        config = typed(OmegaConf.create(read_yaml(file)))
+        pair_class(config.model._target_)
+        _choice("model.torch_dtype", config.model.torch_dtype, DTYPES)
+        checked_window(config.model.window, "config key model.window")
+    except (OmegaConfBaseException, UserError) as error:
         raise UserError(f"{file}: not a readable training configuration ({_one_line(error)})") from error
+    return config
 
 
 def _one_line(error: Exception) -> str:
@@ -227,6 +237,8 @@ def check(config: TrainConfig) -> None:
     _choice("wandb.mode", config.wandb.mode, WANDB_MODES)
     if config.variant.name != "base":
         _require(config.variant.depth > 0, "variant.depth", "must be positive", config.variant.depth)
+    depth = BLOCK_LAGS if config.variant.name == "base" else config.variant.depth
+    check_window(checked_window(config.model.window, "config key model.window"), depth, "config key variant.depth")
     resolve_attention(config.model.attn_implementation)
     _check_zero(config.deepspeed.zero_optimization)
     if config.optimizer == "muon":

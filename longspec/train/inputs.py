@@ -1,6 +1,6 @@
 """Everything a run reads before its target is loaded, checked against one another."""
 
-import importlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,15 +10,19 @@ import hydra
 from hydra.errors import InstantiationException
 from torch import Tensor
 
+from longspec.data import aligners as data_aligners
 from longspec.data.aligners import Aligner
 from longspec.data.collators import Collator
 from longspec.data.dataset import RowDataset, build_dataset
 from longspec.errors import UserError, first_line
 from longspec.models.draft_files import check_draft, draft_window
-from longspec.models.glide import GlideMixin
+from longspec.models.families import pair_class
 from longspec.models.target_files import check_weights, context_window, load_tokenizer, read_config
 from longspec.models.target_split import check_split
 from longspec.train.config import TrainConfig
+
+ALIGNERS = [f"{data_aligners.__name__}.{name}" for name in vars(data_aligners) if re.fullmatch("[a-z].*_aligner", name)]
+"""Accepted values of `_target_` in data.aligners."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Inputs:
 
 def read_inputs(config: TrainConfig) -> Inputs:
     """Check target, tokenizer and draft, then tokenise the data (or find it in the cache). Raises UserError."""
-    glide = _pair_class(config.model._target_)
+    glide = pair_class(config.model._target_)
     aligners = [_aligner(number, entry) for number, entry in enumerate(config.data.aligners)]
     target = read_config(config.model_name_or_path)
     glide.check_family(target, config.model_name_or_path)
@@ -67,21 +71,11 @@ def read_inputs(config: TrainConfig) -> Inputs:
     return Inputs(rows, held_out, _collator(config, tokenizer, target.vocab_size), tokenizer, draft, window)
 
 
-def _pair_class(target: str) -> type[GlideMixin]:
-    """The class in model._target_, "module.Class.from_pretrained"."""
-    module, _, name = target.removesuffix(".from_pretrained").rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"config key model._target_: {target} is not there ({first_line(error)})") from error
-    if not (target.endswith(".from_pretrained") and isinstance(found, type) and issubclass(found, GlideMixin)):
-        raise UserError(f"config key model._target_: {target} is no from_pretrained of a class of pairs")
-    return found
-
-
 def _aligner(number: int, entry: Any) -> Aligner:
-    """The function that entry `number` of data.aligners makes."""
+    """The function that entry `number` of data.aligners makes; only those of `longspec.data.aligners` are called."""
     key = f"config key data.aligners[{number}]"
+    if others := sorted(target for target in _targets(entry) if target not in ALIGNERS):
+        raise UserError(f"{key}: _target_ must be one of {', '.join(ALIGNERS)}, not {others[0]!r}")
     try:
         made = hydra.utils.instantiate(entry)
     except InstantiationException as error:
@@ -89,6 +83,13 @@ def _aligner(number: int, entry: Any) -> Aligner:
     if not callable(made):
         raise UserError(f"{key}: makes no aligner; give the _target_ of a function that does, not {entry!r}")
     return made
+
+
+def _targets(entry: Any) -> list[str]:
+    """Every `_target_` in a configuration, at any depth: Hydra calls nested ones, too."""
+    parts = list(entry.values()) if isinstance(entry, dict) else entry if isinstance(entry, list) else []
+    inner = [target for part in parts for target in _targets(part)]
+    return [str(entry["_target_"]), *inner] if isinstance(entry, dict) and "_target_" in entry else inner
 
 
 def _read_rows(

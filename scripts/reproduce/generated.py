@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from longspec import generate
-from longspec.inference.registry import FAMILIES
+from longspec.models.families import FAMILIES
 from longspec.models.target_files import load_tokenizer, read_config
 from scripts.pipeline.files import TEXTS, read_jsonl, write_jsonl
 from scripts.pipeline.machine import gpus

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspec.inference.registry import FAMILIES
 from longspec.inference.tasks import Question, encode_question
+from longspec.models.families import FAMILIES
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import load_tokenizer, read_config
 from scripts.pipeline.files import read_jsonl

@@ -1,0 +1,205 @@
+"""Loading and saving a pair, with the conventions of transformers' `from_pretrained` and `save_pretrained`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from longspec.errors import UserError, first_line
+from longspec.models.draft_files import (
+    DRAFT_FOLDER,
+    DRAFT_PREFIX,
+    check_finite,
+    checked_window,
+    draft_of_pair,
+    fit_draft,
+    save_draft_folder,
+)
+from longspec.models.draft_layer import GlideDecoderLayer
+from longspec.models.parallel import PretrainedModelParallelPreSplitMixin, join_ranks, model_parallel_place
+from longspec.models.target_files import WEIGHT_ERRORS, check_target, check_target_path, read_config
+from longspec.models.target_split import rank_config
+
+LOADED_WITH = (
+    "hf_device_map",
+    "hf_quantizer",
+    "is_quantized",
+    "quantization_method",
+    "is_loaded_in_4bit",
+    "is_loaded_in_8bit",
+)
+"""Attributes that transformers' `from_pretrained` leaves on a model for its `to` and `save_pretrained`."""
+HUB_ARGUMENTS = ("repo_id", "commit_message", "create_pr", "private", "revision", "token")
+
+
+def checked_dtype(value: str | torch.dtype) -> str | torch.dtype:
+    """A floating-point dtype, or "auto" for that of the target's files. Raises UserError."""
+    if value == "auto":
+        return "auto"
+    dtype = value if isinstance(value, torch.dtype) else getattr(torch, str(value).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UserError(f"torch_dtype: {value!r} is no torch dtype; use auto, float32, float16 or bfloat16")
+    return dtype
+
+
+class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
+    """The part of a pair that reads and writes files."""
+
+    target_class: Any
+    draft_layer_class: type[GlideDecoderLayer]
+    draft_model: GlideDecoderLayer
+    gradient_checkpointing = False
+    draft_is_trained = False
+    """Whether the draft's weights come from training: true after a load, false for a fresh draft.
+
+    Code that trains a fresh draft in this process sets it.
+    """
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        path: str | Path,
+        state_dict: Mapping[str, Tensor] | None = None,
+        glide_path: str | Path | None = None,
+        torch_dtype: str | torch.dtype | None = None,
+        attn_implementation: str | None = None,
+        gradient_checkpointing: bool = False,
+        pad_token_id: int | None = None,
+        ignore_mismatched_sizes: bool = True,
+        window: int | None = None,
+        *,
+        dtype: str | torch.dtype | None = None,
+        revision: str | None = None,
+        device_map: Any = None,
+        quantization_config: Any = None,
+        **unknown: Any,
+    ) -> Self:
+        """The target at `path` (folder or hub id), in eval mode, with a draft.
+
+        The draft is the one in `state_dict` (with or without the `draft_model.` prefix), else the one at `glide_path`,
+        else the one that `save_pretrained` wrote next to the target, else a fresh one (see `draft_is_trained`).
+
+        dtype (or torch_dtype): a floating-point dtype, or "auto" (the default), that of the target's files.
+        revision, device_map, quantization_config: as in transformers, for the target; one device for all of it.
+        gradient_checkpointing recomputes the draft layer in backward. window: of the draft's self-attention, in tokens;
+        None takes the saved one of the draft, else 512. ignore_mismatched_sizes is accepted because configs carry it;
+        a draft that does not fit is a UserError all the same. Raises UserError, also for unknown arguments.
+        """
+        if unknown:
+            raise UserError(f"{cls.__name__}.from_pretrained: no argument {', '.join(sorted(unknown))}")
+        if window is not None:
+            window = checked_window(window, "window")
+        config = read_config(path, revision)
+        if state_dict is None and glide_path is None:
+            glide_path = draft_of_pair(path, revision)
+        wanted = next(value for value in (dtype, torch_dtype, "auto") if value is not None)
+        model = cls(
+            config,
+            path,
+            glide_path,
+            wanted,
+            attn_implementation,
+            revision=revision,
+            device_map=device_map,
+            quantization_config=quantization_config,
+        )
+        if state_dict is not None:
+            model.load_draft_state(state_dict, source="state_dict")
+        if window is not None:
+            model.draft_model.window = window
+        if pad_token_id is not None:
+            model.config.pad_token_id = model.generation_config.pad_token_id = pad_token_id
+        model.gradient_checkpointing = gradient_checkpointing
+        return model.eval()
+
+    def save_pretrained(  # type: ignore[override]
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        push_to_hub: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Save the target as transformers does and the draft, with its window, in the subfolder `draft`.
+
+        `from_pretrained` of the folder loads the pair; for transformers it is an ordinary target. state_dict: weights
+        of the whole pair to save in place of the present ones. push_to_hub uploads both. Other arguments are those of
+        transformers' `save_pretrained`. Raises UserError on a rank that has only a part of the target.
+        """
+        if model_parallel_place()[1] > 1:
+            raise UserError("save_pretrained: this rank has only a part of the target; save on a single rank")
+        folder = Path(save_directory)
+        if (folder / DRAFT_FOLDER).is_symlink():
+            raise UserError(f"{folder / DRAFT_FOLDER}: a link; the draft is saved in a folder of that name")
+        hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if push_to_hub and name in kwargs}
+        whole = self.state_dict() if state_dict is None else state_dict
+        target = {name: weight for name, weight in whole.items() if not name.startswith(DRAFT_PREFIX)}
+        given = None if state_dict is None else target
+        self._target_alone().save_pretrained(folder, is_main_process, given, **kwargs)
+        if is_main_process:
+            draft = {name: weight for name, weight in whole.items() if name.startswith(DRAFT_PREFIX)}
+            window = self.draft_model.window
+            save_draft_folder(draft, self.config, folder / DRAFT_FOLDER, window, self.draft_is_trained)
+            if push_to_hub:
+                self.push_to_hub(hub.pop("repo_id", folder.name), **hub)
+
+    def _target_alone(self) -> PreTrainedModel:
+        """An ordinary transformers model around the target's own modules."""
+        with torch.device("meta"):
+            target = self.target_class(copy.deepcopy(self.config))
+        target.model, target.lm_head, target.generation_config = self.model, self.lm_head, self.generation_config
+        for name in LOADED_WITH:
+            if hasattr(self, name):
+                setattr(target, name, getattr(self, name))
+        return target
+
+    @classmethod
+    def check_family(cls, config: PreTrainedConfig, path: str | Path) -> None:
+        """Raise UserError for a target that this class cannot take."""
+        family = cls.target_class.config_class.model_type
+        if config.model_type != family:
+            raise UserError(f"{path}: a {config.model_type} target; {cls.__name__} takes {family} targets")
+        check_target(config, path)
+
+    def _load_target(self, config: PreTrainedConfig, path: str | Path, **options: Any) -> PreTrainedModel:
+        """The whole target, or this rank's part of it, which works together with those of the other ranks.
+
+        options: of transformers' from_pretrained.
+        """
+        rank, world = model_parallel_place()
+        target = self._read_target(config if world == 1 else rank_config(config, rank, world), path, options)
+        if world > 1:
+            join_ranks(target, config.vocab_size)
+            target.config = config  # the pair's: the draft has all heads, and so has what it reads
+        return target
+
+    def _read_target(self, config: PreTrainedConfig, path: str | Path, options: dict[str, Any]) -> PreTrainedModel:
+        """The weights of the target, or of this rank's part of it, in modules of `config`."""
+        folder = self.shard_path(path)
+        check_target_path(folder)
+        try:
+            target, info = self.target_class.from_pretrained(
+                folder, config=config, output_loading_info=True, trust_remote_code=False, **options
+            )
+        except (*WEIGHT_ERRORS, ImportError) as error:
+            raise UserError(f"{folder}: the target's weights do not load ({first_line(error)})") from error
+        if absent := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
+            raise UserError(f"{folder}: no whole target: {len(absent)} weights missing or misshapen, as {absent[0]}")
+        if len(devices := sorted({str(p.device) for p in target.parameters()})) > 1:
+            raise UserError(f"device_map: it spreads the target over {', '.join(devices)}; give one device, as cuda:0")
+        return target
+
+    def load_draft_state(self, state: Mapping[str, Tensor], source: str) -> None:
+        """Put trained draft weights in place.
+
+        Raises UserError that names every missing, unexpected, misshapen or non-finite weight.
+        """
+        self.draft_model.load_state_dict(fit_draft(state, self.draft_model, source))
+        check_finite(self.draft_model.state_dict(), f"{source}, in {self.draft_model.self_attn.q_proj.weight.dtype}")
+        self.draft_is_trained = True

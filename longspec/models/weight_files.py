@@ -1,0 +1,81 @@
+"""Reading a weight file that a stranger may have written, without running code from it."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from longspec.errors import UserError, first_line
+from longspec.models.target_files import LFS_POINTER, WEIGHT_ERRORS
+from longspec.untrusted import check_regular
+
+PICKLE_BYTES = 2**24
+"""Size limit of the pickle inside a `.pth` archive, which holds names and shapes."""
+
+
+def read_weights(file: Path) -> dict[str, Tensor]:
+    """The tensors in a safetensors file or a pickle, on the CPU, mapped from the file. Raises UserError.
+
+    A pickle's result keeps the `_metadata` of the state dict that was saved.
+    """
+    check_regular(file)
+    try:
+        _check_start(file)
+        state = load_file(file) if file.suffix == ".safetensors" else _read_pickle(file)
+    except WEIGHT_ERRORS as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{file}: not a readable file of plain weights ({first_line(error)})") from error
+    if not isinstance(state, dict) or not all(isinstance(name, str) and _is_plain(w) for name, w in state.items()):
+        raise UserError(f"{file}: not a dictionary of plain weights")
+    return state
+
+
+def _check_start(file: Path) -> None:
+    with file.open("rb") as handle:
+        start = handle.read(len(LFS_POINTER))
+    if start == LFS_POINTER:
+        raise UserError(f"{file}: a Git LFS pointer, not the weights; fetch them with git lfs pull")
+    if file.suffix != ".safetensors" and start[:2] != b"PK" and start[:1] != b"\x80":
+        raise UserError(f"{file}: not a readable file of plain weights (neither a .pth archive nor a pickle)")
+
+
+def _read_pickle(file: Path) -> Any:
+    """The content of a `.pth`, from an unpickler that only makes tensors and containers. Raises WEIGHT_ERRORS."""
+    if not zipfile.is_zipfile(file):
+        return torch.load(file, map_location="cpu", weights_only=True)
+    with zipfile.ZipFile(file) as archive:
+        for member in archive.infolist():
+            if member.compress_type != zipfile.ZIP_STORED:
+                raise ValueError("a compressed archive, which torch.save does not write")
+            if member.filename.endswith(".pkl") and member.file_size > PICKLE_BYTES:
+                raise ValueError(f"its pickle has {member.file_size} bytes; at most {PICKLE_BYTES}")
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+
+
+def _is_plain(weight: object) -> bool:
+    """Whether a value is a dense floating-point tensor that holds data."""
+    if not isinstance(weight, Tensor) or weight.is_meta or weight.layout != torch.strided:
+        return False
+    return weight.is_floating_point() and not weight.is_quantized and not weight.is_nested
+
+
+def read_metadata(file: Path) -> dict[str, Any]:
+    """The metadata of a weight file: of a safetensors header, or of the state dict in a pickle. Raises UserError."""
+    if file.suffix != ".safetensors":
+        metadata = getattr(read_weights(file), "_metadata", None)
+        metadata = metadata.get("") if isinstance(metadata, dict) else None
+    else:
+        check_regular(file)
+        try:
+            with safe_open(file, "pt") as weights:
+                metadata = weights.metadata()
+        except WEIGHT_ERRORS as error:
+            raise UserError(f"{file}: not a readable file of plain weights ({first_line(error)})") from error
+    return metadata if isinstance(metadata, dict) else {}
