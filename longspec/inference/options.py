@@ -6,7 +6,7 @@ exact. An option that depends on the tokens so far, or that is no sampling at al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from numbers import Real
 from typing import Any
 
@@ -62,7 +62,7 @@ def refuse_options(given: Mapping[str, Any], config: GenerationConfig) -> None:
     """
     for name in REFUSED:
         value = given[name] if name in given else getattr(config, name, None)
-        if value is None or value == NEUTRAL.get(name, 0) or (hasattr(value, "__len__") and len(value) == 0):
+        if value is None or (len(value) == 0 if isinstance(value, Sized) else value == NEUTRAL.get(name, 0)):
             continue
         where = name if name in given else f"generation_config.{name}"
         raise UserError(

@@ -7,6 +7,7 @@ decoding loop.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +68,8 @@ def generate_as_transformers(
     if given is not None:
         check_token_ids(given)
     for name in _REFUSED_ARGUMENTS:
-        if kwargs.pop(name, None) not in (None, False):
+        value = kwargs.pop(name, None)
+        if value is not None and value is not False:
             raise UserError(f"{name}: not supported with speculative decoding; leave it out")
     if logits_processor:
         names = ", ".join(type(processor).__name__ for processor in logits_processor)
@@ -83,7 +85,13 @@ def generate_as_transformers(
         if tokenizer is None:
             raise UserError("stop_strings: they need the argument tokenizer=, the model's tokenizer")
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
-        kwargs["stop_strings"] = None  # transformers hands no tokenizer on to a decoding loop of ours
+        # transformers hands no tokenizer on to a decoding loop of ours, so it must not see the stop strings.
+        kwargs.pop("stop_strings", None)
+        if generation_config is not None:
+            generation_config = copy(generation_config)
+            generation_config.stop_strings = None
+        if self.generation_config.stop_strings:
+            kwargs["stop_strings"] = None
 
     def decode(
         model: GlideMixin,

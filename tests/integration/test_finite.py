@@ -51,7 +51,7 @@ def test_the_first_token_is_refused(tmp_path: Path, method: str, sampling: dict,
     """Prefill reads logits like every other pass."""
     model, ids = make_pair(tmp_path), prompts()
     spoil_target(model, ids[1], 6, value)
-    with pytest.raises(UserError, match="^row 1, position 6: the target's logits are NaN or infinite"):
+    with pytest.raises(UserError, match=r"^row 1, position 6: the target's logits are NaN or infinite"):
         generate(model, ids, method=method, **SETTINGS, **sampling)
 
 
@@ -79,7 +79,7 @@ def test_no_weight_of_a_draft_spoils_the_output(tmp_path: Path, rule: dict, samp
         model = make_pair(tmp_path)
         model.draft_model.mlp.down_proj.weight.data[3, 4] = value
         if rule["method"] in GLIDE_METHODS:
-            with pytest.raises(UserError, match="^row 0, position 7: the draft's logits are NaN or infinite"):
+            with pytest.raises(UserError, match=r"^row 0, position 7: the draft's logits are NaN or infinite"):
                 generate(model, ids, **rule, **SETTINGS, **sampling)
         else:
             generate(model, ids, **rule, **SETTINGS, **sampling)
