@@ -9,13 +9,15 @@ import torch
 from distributions import p_value
 from enumeration import RandomLanguage, Tokens, outcomes, sampled_trees
 from faults import IN_THE_RULE
+from pairs import tiny_config
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessorList
 
 from longspec.inference.acceptance import Accepted, Sampler, accept, follow
 from longspec.inference.drafting import tree as tree_drafting
 from longspec.inference.drafting.chain import ChainDrafter
 from longspec.inference.drafting.proposal import Proposal, chain
+from longspec.inference.options import further_warpers
 from longspec.kernels.vocabulary import new_tree, sampled_children
 
 VOCAB = 3
@@ -179,9 +181,17 @@ def test_planted_faults_are_seen_in_the_sums(name: str, method: str, monkeypatch
 
 def test_probabilities_follow_transformers_order_of_warpers() -> None:
     logits = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
-    theirs = LogitsProcessorList([TemperatureLogitsWarper(0.6), TopKLogitsWarper(5), TopPLogitsWarper(0.8)])
+    options = {"min_p": 0.3, "typical_p": 0.9, "epsilon_cutoff": 0.05}
+    config = GenerationConfig(do_sample=True, temperature=0.6, top_k=5, top_p=0.8, **options)
+    theirs = LlamaForCausalLM(tiny_config("llama"))._get_logits_processor(config)
+    assert len(theirs) == 6
     expected = theirs(torch.zeros(4, 1, dtype=torch.long), logits).softmax(-1)
-    torch.testing.assert_close(Sampler(0.6, 5, 0.8).probabilities(logits[None])[0], expected)
+    sampler = Sampler(0.6, 5, 0.8, further=further_warpers({}, config))
+    torch.testing.assert_close(sampler.probabilities(logits[None])[0], expected)
+    sampler = Sampler(0.6, 5, 0.8, further=further_warpers(dict.fromkeys(options), config))
+    torch.testing.assert_close(
+        sampler.probabilities(logits[None])[0], LogitsProcessorList(theirs[:3])(None, logits).softmax(-1)
+    )  # type: ignore[arg-type]
 
 
 def test_coins_and_draws_have_their_probabilities() -> None:
