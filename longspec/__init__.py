@@ -1,6 +1,6 @@
 """LongSpec: lossless speculative decoding for long contexts."""
 
-from longspec.inference import transformers_api  # noqa: F401  (gives the models their `generate`)
+from longspec.inference import transformers_api  # noqa: F401  (binds `generate` to the models)
 from longspec.inference.generate import generate
 from longspec.models.llama import LlamaGlide
 from longspec.models.qwen2 import Qwen2Glide

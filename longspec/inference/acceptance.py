@@ -31,13 +31,13 @@ class Sampler:
         top_k: int,
         top_p: float,
         generator: torch.Generator | None = None,
-        further: Sequence[LogitsProcessor] = (),
+        extra_warpers: Sequence[LogitsProcessor] = (),
     ) -> None:
-        """further: warpers that follow top-p; each must treat rows independently and ignore the history."""
+        """extra_warpers: follow top-p; each must treat rows independently and ignore the history."""
         self.greedy = temperature == 0
-        self.temperature, self.top_k, self.top_p, self.further = temperature, top_k, top_p, further
+        self.temperature, self.top_k, self.top_p, self.extra_warpers = temperature, top_k, top_p, extra_warpers
         self.generator = generator
-        self.cuts = top_k > 0 or top_p < 1 or len(further) > 0
+        self.cuts = top_k > 0 or top_p < 1 or len(extra_warpers) > 0
         """Whether tokens are left out; else the temperature is all."""
         self.warpers = LogitsProcessorList()
         if not self.greedy and temperature != 1:
@@ -46,7 +46,7 @@ class Sampler:
             self.warpers.append(TopKLogitsWarper(top_k))
         if top_p < 1:
             self.warpers.append(TopPLogitsWarper(top_p))
-        self.warpers += further
+        self.warpers += extra_warpers
 
     def warped(self, logits: Tensor) -> tuple[Tensor, float]:
         """Logits [..., V] of the distribution, and the temperature that they are still to be divided by."""

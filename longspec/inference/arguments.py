@@ -1,4 +1,4 @@
-"""Checks of the arguments of `generate`: each misuse raises a UserError that opens with the argument's name."""
+"""Checks of the arguments of `generate`. Each misuse raises a UserError that starts with the argument's name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FP32 = torch.finfo(torch.float32)
 
 
 def prompt_batch(input_ids: Any, attention_mask: Any) -> tuple[Tensor, Tensor | None]:
-    """The token ids [B, P] and their mask; both may come as one tokenizer output in the place of input_ids."""
+    """Token ids [B, P] and their mask, also from a tokenizer's output passed as input_ids."""
     if isinstance(input_ids, Mapping):
         if "input_ids" not in input_ids:
             raise UserError(f"input_ids: a mapping without the key input_ids, only {', '.join(map(str, input_ids))}")

@@ -30,7 +30,7 @@ from longspec.inference.cache import Fault
 from longspec.inference.capture import capture_round, warm_up
 from longspec.inference.engine import Engine, Round
 from longspec.inference.methods import make_drafter
-from longspec.inference.options import REFUSED, WARPERS, further_warpers, refuse_options
+from longspec.inference.options import REFUSED, WARPERS, build_warpers, refuse_options
 from longspec.inference.runner import make_runner
 from longspec.inference.tree_shapes import AUTO, CANDIDATES, DEFAULT_SHAPE, choose_shape
 from longspec.models.draft_layer import check_window
@@ -127,11 +127,11 @@ def generate(
     both are exact, the first accepts more.
     compile: on CUDA, fused layers and each round as one CUDA graph; without it transformers' modules, kernel by kernel.
     attention: "auto", "flash", "triton" or "sdpa" (see `kernels.attention.decoding_attention`).
-    stopping_criteria: transformers' own; each is called after every token of a row with its ids [1, length], as given
-    and with the new ones, and scores None.
-    options: min_p, typical_p and epsilon_cutoff of transformers are applied above temperature 0; without an argument
-    the model's generation config has the word. Options that change the distribution in other ways are refused by name,
-    in both places.
+    stopping_criteria: each is called after every new token with the ids [1, length] of one row, its prompt as given
+    followed by its new tokens, and with scores None.
+    options: transformers' min_p, typical_p and epsilon_cutoff, applied above temperature 0; they default to the model's
+    generation config. Every other option that changes the distribution is refused by name, as an argument and in the
+    generation config (see `options`).
     Raises UserError (a ValueError) for settings that cannot work, and for logits that are NaN or infinite.
     """
     check_pair(model)
@@ -152,10 +152,10 @@ def generate(
     elif method == "tree":
         depth = min(map(len, CANDIDATES)) if tree_shape == AUTO else len(tree_shape)
         check_window(model.draft_model.window, depth, "tree_shape")
-    further = further_warpers(options, model.generation_config)
+    extra_warpers = build_warpers(options, model.generation_config)
     runner = make_runner(model, attention, compile)
     device = runner.device
-    sampler = Sampler(temperature, top_k, top_p, seeded_generator(seed, device), further)
+    sampler = Sampler(temperature, top_k, top_p, seeded_generator(seed, device), extra_warpers)
     if streamer is not None:
         streamer.put(input_ids.cpu())
     with torch.cuda.device_of(model.lm_head.weight):  # kernels are launched on the current device

@@ -1,7 +1,7 @@
-"""Options of transformers' `generate`: which ones decoding applies, which ones cannot change a token, which it refuses.
+"""Options of transformers' `generate`: those that decoding applies, those without effect, and those it refuses.
 
-Warpers that look at one row of logits are applied to the target and to the draft alike, so every acceptance rule stays
-exact. An option that depends on the tokens so far, or that is no sampling at all, is refused by name.
+Warpers that depend on one row of logits alone are applied to the target and to the draft, so every acceptance rule
+stays exact. Options that depend on earlier tokens, and other ways to decode, are refused by name.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ NEUTRAL: dict[str, Any] = {
     "num_beams": 1,
     "num_beam_groups": 1,
 }
-"""Values that change nothing; for every other option these are None, 0, False and what is empty."""
+"""Values without effect. Every other option has none if it is None, 0, False or empty."""
 _APPLIED = {
     *WARPERS,
     *("do_sample", "temperature", "top_k", "top_p", "max_length", "max_new_tokens", "max_time", "stop_strings"),
     *("num_return_sequences", "return_dict_in_generate", "bos_token_id", "eos_token_id", "pad_token_id"),
 }
 _WITHOUT_EFFECT = {
-    # Of beam search and of assistants, which are refused.
+    # Settings of beam search and of assistants; these modes themselves are refused.
     *("early_stopping", "length_penalty", "num_assistant_tokens", "num_assistant_tokens_schedule"),
     *("assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size"),
-    # How transformers' own decoding runs, and what only encoders and decoders have.
+    # How transformers' own decoding loop runs, and a setting of encoder-decoder models.
     *("use_cache", "max_cache_len", "compile_config", "disable_compile", "low_memory", "prefill_chunk_size"),
     *("continuous_batching_config", "renormalize_logits", "decoder_start_token_id", "transformers_version"),
 }
@@ -52,7 +52,7 @@ REFUSED = tuple(
     for name in vars(GenerationConfig())
     if not name.startswith("_") and name not in _APPLIED and name not in _WITHOUT_EFFECT
 )
-"""Options that must have their neutral value; one that transformers adds is refused until it is applied."""
+"""Options that must have a neutral value, among them those that later versions of transformers add."""
 
 
 def refuse_options(given: Mapping[str, Any], config: GenerationConfig) -> None:
@@ -71,7 +71,7 @@ def refuse_options(given: Mapping[str, Any], config: GenerationConfig) -> None:
         )
 
 
-def further_warpers(given: Mapping[str, Any], config: GenerationConfig) -> list[LogitsProcessor]:
+def build_warpers(given: Mapping[str, Any], config: GenerationConfig) -> list[LogitsProcessor]:
     """The warpers of the options in WARPERS; UserError for values outside their range.
 
     given: arguments by name, which override the model's generation config.

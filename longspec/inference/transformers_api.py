@@ -1,7 +1,7 @@
-"""`model.generate`: transformers' own arguments, preparation and results over speculative decoding.
+"""`model.generate`: speculative decoding with transformers' arguments, preparation and results.
 
-transformers merges the configs, finds the prompts, their masks and lengths, and calls `decode` in the place of its own
-decoding loop.
+transformers merges the generation configs, prepares prompts, masks and lengths, and then calls `decode` instead of its
+own decoding loop.
 """
 
 from __future__ import annotations

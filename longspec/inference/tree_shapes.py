@@ -148,7 +148,7 @@ def measure_shapes(
     sampled from, 0.2 GiB a row in a vocabulary of 128k.
     """
     generator = torch.Generator(prompts.device).manual_seed(0)
-    sampler = Sampler(sampler.temperature, sampler.top_k, sampler.top_p, generator, sampler.further)
+    sampler = Sampler(sampler.temperature, sampler.top_k, sampler.top_p, generator, sampler.extra_warpers)
     window = runner.model.draft_model.window
     shapes = [shape for shape in CANDIDATES if max(shape) <= runner.config.vocab_size and len(shape) < window]
     drafters = [make_drafter("tree", runner, len(prompts), sampler, shape, 1, tree_rule) for shape in shapes]

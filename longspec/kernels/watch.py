@@ -1,4 +1,4 @@
-"""Where kernels that read logits record that a distribution is undefined."""
+"""A record of sequences whose logits define no distribution, written by the kernels that read the logits."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from torch import Tensor
 
 
 class Watch(NamedTuple):
-    """A record of sequences whose logits define no distribution.
+    """The faults of a batch, and the number to enter for a new one.
 
-    A row of logits is faulty if it holds NaN or +inf once it is divided by the temperature, or nothing above -inf.
-    (A logit of -inf alone is a token of probability 0.) A fault costs a store; a row without one costs no memory
-    traffic.
+    A row of logits is faulty if, divided by the temperature, it holds NaN or +inf or consists of -inf. (One logit of
+    -inf is a token of probability 0.) Only a faulty row causes memory traffic.
     """
 
     faults: Tensor

@@ -38,11 +38,11 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 TEMPERATURES = (0.6, 1.0, 1.5)
 WARPS: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.8}, {"top_k": 3})
-FURTHER_WARPS: tuple[dict[str, Any], ...] = tuple(
+EXTRA_WARPS: tuple[dict[str, Any], ...] = tuple(
     {"temperature": 1.5} | warp for warp in ({"min_p": 0.25}, {"typical_p": 0.8}, {"epsilon_cutoff": 0.15})
 )
 CASES = [(method, {"temperature": t} | warp) for method in METHODS for t in TEMPERATURES for warp in WARPS]
-CASES += [(method, warp) for method in METHODS for warp in FURTHER_WARPS]
+CASES += [(method, warp) for method in METHODS for warp in EXTRA_WARPS]
 # One setting a method in the fast tests, each temperature and each warper once.
 FAST_WARPS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},
@@ -53,7 +53,7 @@ FAST_WARPS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.6, "top_p": 0.8},
 )
 FAST = list(zip(METHODS, FAST_WARPS, strict=True))
-FAST += zip(("seq", "tree", "tree, descend"), FURTHER_WARPS, strict=True)
+FAST += zip(("seq", "tree", "tree, descend"), EXTRA_WARPS, strict=True)
 LEVEL = 1e-3 / (len(CASES) + len(FAST))
 TRIALS = 2**17
 DISTANCE = 0.02
@@ -114,8 +114,8 @@ def law_of_three(model: GlideMixin, warp: dict[str, Any]) -> Tensor:
     return torch.stack(laws)
 
 
-@pytest.mark.parametrize("warp", FURTHER_WARPS, ids=str)
-def test_further_warps_change_the_law(model: GlideMixin, warp: dict) -> None:
+@pytest.mark.parametrize("warp", EXTRA_WARPS, ids=str)
+def test_extra_warps_change_the_law(model: GlideMixin, warp: dict) -> None:
     """By more than the test sees, and several continuations remain."""
     plain, warped = law_of_three(model, {"temperature": warp["temperature"]}), law_of_three(model, warp)
     assert ((plain - warped).abs().sum(1) / 2 > 3 * DISTANCE).all() and ((warped > 0.02).sum(1) > 3).all()

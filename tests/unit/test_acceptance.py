@@ -17,7 +17,7 @@ from longspec.inference.acceptance import Accepted, Sampler, accept, follow
 from longspec.inference.drafting import tree as tree_drafting
 from longspec.inference.drafting.chain import ChainDrafter
 from longspec.inference.drafting.proposal import Proposal, chain
-from longspec.inference.options import further_warpers
+from longspec.inference.options import build_warpers
 from longspec.kernels.vocabulary import new_tree, sampled_children
 
 VOCAB = 3
@@ -186,9 +186,9 @@ def test_probabilities_follow_transformers_order_of_warpers() -> None:
     theirs = LlamaForCausalLM(tiny_config("llama"))._get_logits_processor(config)
     assert len(theirs) == 6
     expected = theirs(torch.zeros(4, 1, dtype=torch.long), logits).softmax(-1)
-    sampler = Sampler(0.6, 5, 0.8, further=further_warpers({}, config))
+    sampler = Sampler(0.6, 5, 0.8, extra_warpers=build_warpers({}, config))
     torch.testing.assert_close(sampler.probabilities(logits[None])[0], expected)
-    sampler = Sampler(0.6, 5, 0.8, further=further_warpers(dict.fromkeys(options), config))
+    sampler = Sampler(0.6, 5, 0.8, extra_warpers=build_warpers(dict.fromkeys(options), config))
     torch.testing.assert_close(
         sampler.probabilities(logits[None])[0], LogitsProcessorList(theirs[:3])(None, logits).softmax(-1)
     )  # type: ignore[arg-type]
