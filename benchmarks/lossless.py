@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationMixin, PreTrainedTokenizerBase
 
 from longspec import generate
 from longspec.errors import UserError, reports_user_errors
@@ -123,7 +123,7 @@ def compare(model: Any, prompts: Tensor, options: argparse.Namespace) -> tuple[T
 
     def theirs(ids: Tensor) -> Tensor:
         settings = {"max_new_tokens": options.new_tokens, "do_sample": False, "pad_token_id": 0}
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        out = GenerationMixin.generate(model, ids, attention_mask=torch.ones_like(ids), **settings)
         return out[:, ids.shape[1] :]
 
     others: dict[str, tuple[Continue, int]] = {

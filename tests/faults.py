@@ -42,7 +42,7 @@ def top_k_children_as_samples(patch: Patch) -> None:
     """The most probable children are judged by p/q, as if the draft had drawn them."""
 
     def faulty(
-        tree: Tree, above: slice, width: int, logits: Tensor, temperature: float, noise: Tensor, q: Tensor
+        tree: Tree, above: slice, width: int, logits: Tensor, temperature: float, noise: Tensor, q: Tensor, *_: object
     ) -> None:
         q.copy_(vocabulary.probabilities(logits, temperature))
         vocabulary.best_children(tree, above, width, logits, temperature)
@@ -77,7 +77,7 @@ def resampling_from_p(patch: Patch) -> None:
 def temperature_left_out(patch: Patch) -> None:
     """The target is read at temperature 1, whatever the temperature."""
 
-    def faulty(proposal: Proposal, logits: Tensor, sampler: Sampler) -> Accepted:
+    def faulty(proposal: Proposal, logits: Tensor, sampler: Sampler, *_: object) -> Accepted:
         return accept(proposal, logits * sampler.temperature, sampler)
 
     patch.setattr(engine, "accept", faulty)
@@ -86,8 +86,8 @@ def temperature_left_out(patch: Patch) -> None:
 def greedy_first_token(patch: Patch) -> None:
     choose = Sampler.choose
 
-    def faulty(self: Sampler, logits: Tensor) -> Tensor:
-        return logits.argmax(-1) if logits.dim() == 2 else choose(self, logits)
+    def faulty(self: Sampler, logits: Tensor, *watch: Any) -> Tensor:
+        return logits.argmax(-1) if logits.dim() == 2 else choose(self, logits, *watch)
 
     patch.setattr(Sampler, "choose", faulty)
 
@@ -146,7 +146,7 @@ def rows_share_their_draws(patch: Patch) -> None:
 def rounds_repeat_their_draws(patch: Patch) -> None:
     """The generator is seeded anew in every round."""
 
-    def faulty(proposal: Proposal, logits: Tensor, sampler: Sampler) -> Accepted:
+    def faulty(proposal: Proposal, logits: Tensor, sampler: Sampler, *_: object) -> Accepted:
         if sampler.generator is not None:
             sampler.generator.manual_seed(1)
         return accept(proposal, logits, sampler)

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from longspec.inference.drafting.proposal import Proposal
 from longspec.kernels.backend import runs_triton
 from longspec.kernels.vocabulary import argmax
 from longspec.kernels.vocabulary import probabilities as softmax
+from longspec.kernels.watch import Watch
 
 
 class Sampler:
     """The distribution that generation follows: greedy at temperature 0, else transformers' warpers in its order."""
 
-    def __init__(self, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        generator: torch.Generator | None = None,
+        extra_warpers: Sequence[LogitsProcessor] = (),
+    ) -> None:
+        """extra_warpers: follow top-p; each must treat rows independently and ignore the history."""
         self.greedy = temperature == 0
-        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
+        self.temperature, self.top_k, self.top_p, self.extra_warpers = temperature, top_k, top_p, extra_warpers
         self.generator = generator
-        self.cuts = top_k > 0 or top_p < 1
+        self.cuts = top_k > 0 or top_p < 1 or len(extra_warpers) > 0
         """Whether tokens are left out; else the temperature is all."""
         self.warpers = LogitsProcessorList()
         if not self.greedy and temperature != 1:
@@ -30,6 +46,7 @@ class Sampler:
             self.warpers.append(TopKLogitsWarper(top_k))
         if top_p < 1:
             self.warpers.append(TopPLogitsWarper(top_p))
+        self.warpers += extra_warpers
 
     def warped(self, logits: Tensor) -> tuple[Tensor, float]:
         """Logits [..., V] of the distribution, and the temperature that they are still to be divided by."""
@@ -38,13 +55,16 @@ class Sampler:
         flat = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
         return self.warpers(None, flat).view(logits.shape), 1.0  # type: ignore[arg-type]  # no history
 
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """Probabilities [..., V] in fp32 (or wider) under temperature, top-k and top-p; logits [..., V]."""
-        return softmax(*self.warped(logits))
+    def probabilities(self, logits: Tensor, watch: Watch | None = None) -> Tensor:
+        """Probabilities [B, ..., V] in fp32 (or wider) under all warpers; logits [B, ..., V].
 
-    def choose(self, logits: Tensor) -> Tensor:
-        """One token for each distribution in logits [..., V]: the argmax at temperature 0, else a draw."""
-        return argmax(logits) if self.greedy else self.draw(self.probabilities(logits))
+        Warpers leave NaN and infinity in place, so `watch` sees them here.
+        """
+        return softmax(*self.warped(logits), watch)
+
+    def choose(self, logits: Tensor, watch: Watch | None = None) -> Tensor:
+        """One token for each distribution in logits [B, ..., V]: the argmax at temperature 0, else a draw."""
+        return argmax(logits, watch=watch) if self.greedy else self.draw(self.probabilities(logits, watch))
 
     def draw(self, weights: Tensor) -> Tensor:
         """Independent draws, LongTensor [...], in proportion to weights [..., V]: of exponential arrivals the first."""
@@ -76,14 +96,14 @@ class Accepted:
     """LongTensor [B]: the target's own token after the last accepted one."""
 
 
-def accept(proposal: Proposal, logits: Tensor, sampler: Sampler) -> Accepted:
+def accept(proposal: Proposal, logits: Tensor, sampler: Sampler, watch: Watch | None = None) -> Accepted:
     """Keep what the target would have said itself. logits [B, N, V]: the target's, at every node.
 
     May use the proposal's `sampled_from` up: what was rejected becomes 0 there.
     """
     if proposal.sampled_from is None:
-        return follow(proposal, sampler.choose(logits))
-    return reject(proposal, proposal.sampled_from, sampler.probabilities(logits), sampler)
+        return follow(proposal, sampler.choose(logits, watch))
+    return reject(proposal, proposal.sampled_from, sampler.probabilities(logits, watch), sampler)
 
 
 def follow(proposal: Proposal, choice: Tensor) -> Accepted:

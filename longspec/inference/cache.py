@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -10,7 +11,15 @@ from transformers import Cache, PreTrainedConfig
 
 from longspec.kernels import reference
 from longspec.kernels.backend import runs_triton
+from longspec.kernels.watch import Watch
 from longspec.models.draft_layer import head_dim
+
+
+class Fault(IntEnum):
+    """The model whose logits define no distribution."""
+
+    DRAFT = 1
+    TARGET = 2
 
 
 class TargetCache(Cache):
@@ -30,6 +39,8 @@ class TargetCache(Cache):
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.rows = torch.arange(batch, device=device)[:, None]
         self.slots = torch.empty(0, dtype=torch.long, device=device)
+        self.faults = torch.zeros(batch, dtype=torch.long, device=device)
+        """0, or the `Fault` of a row since prefill; the host reads it with each round's tokens."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -44,6 +55,10 @@ class TargetCache(Cache):
     def last_layer(self) -> tuple[Tensor, Tensor]:
         """What the draft's cross-attention reads: keys, values [B, Hkv, S, D]."""
         return self.keys[-1], self.values[-1]
+
+    def watch(self, fault: Fault) -> Watch:
+        """For passes that read logits: records each row's fault."""
+        return Watch(self.faults, int(fault))
 
     def next_slots(self, count: int) -> Tensor:
         """The `count` slots after each row's accepted tokens, LongTensor [B, count]."""

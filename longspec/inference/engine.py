@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longspec.inference.acceptance import Sampler, accept
-from longspec.inference.cache import TargetCache
+from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.drafting.proposal import Drafter, Proposal
 from longspec.inference.runner import Runner
 
@@ -56,7 +56,7 @@ class Engine:
             len(self.root),
             size,
             sampler.greedy,
-            sampler.cuts,
+            tuple(type(warper) for warper in sampler.warpers) if sampler.cuts else (),
             runner.dtype,
             runner.attention.name,
         )
@@ -67,7 +67,9 @@ class Engine:
         last_hidden = self._read_prompts()
         self.cache.lengths.copy_(lengths)
         self.drafter.start(self.prompts, lengths)
-        self.root.copy_(self.sampler.choose(self.runner.logits(last_hidden)[:, 0]))
+        self.cache.faults.zero_()
+        logits = self.runner.logits(last_hidden)[:, 0]
+        self.root.copy_(self.sampler.choose(logits, self.cache.watch(Fault.TARGET)))
         return self.root.clone()
 
     def _read_prompts(self) -> Tensor:
@@ -92,10 +94,11 @@ class Engine:
         """One round. active: bool [B]; the other rows stay as they are.
 
         Returns the emitted tokens, LongTensor [B, depth + 1], and how many of them count, LongTensor [B] (0 for a
-        row that is not active): the accepted draft tokens, then the bonus token.
+        row that is not active): the accepted draft tokens, then the bonus token. They mean nothing for a row that
+        has a fault in `cache.faults`.
         """
         proposal = self.drafter.propose(self.root, self.cache)
-        accepted = accept(proposal, self.verify(proposal), self.sampler)
+        accepted = accept(proposal, self.verify(proposal), self.sampler, self.cache.watch(Fault.TARGET))
         count = torch.where(active, accepted.count + 1, 0)
         path_tokens = proposal.tokens.gather(1, accepted.path)
         steps = torch.arange(proposal.depth + 1, device=count.device)

@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import StoppingCriteria
 
 from longspec.errors import UserError
 from longspec.inference.acceptance import Sampler
+from longspec.inference.arguments import (
+    check_drafting,
+    check_rows,
+    check_sampling,
+    check_stopping,
+    check_streamer,
+    check_trained,
+    end_tokens,
+    pad_token,
+    prompt_batch,
+    prompt_rows,
+    seeded_generator,
+)
+from longspec.inference.cache import Fault
 from longspec.inference.capture import capture_round, warm_up
 from longspec.inference.engine import Engine, Round
-from longspec.inference.methods import METHODS, TREE_RULES, make_drafter
+from longspec.inference.methods import make_drafter
+from longspec.inference.options import REFUSED, WARPERS, build_warpers, refuse_options
 from longspec.inference.runner import make_runner
-from longspec.inference.tree_shapes import AUTO, DEFAULT_SHAPE, choose_shape
-from longspec.models.glide import GlideMixin
+from longspec.inference.tree_shapes import AUTO, CANDIDATES, DEFAULT_SHAPE, choose_shape
+from longspec.models.draft_layer import check_window
+from longspec.models.glide import GlideMixin, check_pair
 from longspec.models.target_files import context_window
+
+Stops = Callable[[int, Sequence[int]], bool]
+"""Whether a row (its number, its new tokens) ends here, apart from EOS and its limit."""
 
 
 class Streamer(Protocol):
@@ -72,7 +92,7 @@ class GenerationOutput:
 @torch.no_grad()
 def generate(
     model: GlideMixin,
-    input_ids: Tensor,
+    input_ids: Tensor | Mapping[str, Any],
     attention_mask: Tensor | None = None,
     method: str = "tree",
     max_new_tokens: int = 256,
@@ -81,38 +101,63 @@ def generate(
     top_k: int = 0,
     tree_shape: Sequence[int] | str = DEFAULT_SHAPE,
     gamma: int = 4,
-    eos_token_id: int | Sequence[int] | None = None,
+    eos_token_id: int | Sequence[int] | Tensor | None = None,
     pad_token_id: int | None = None,
     seed: int | None = None,
     streamer: Streamer | None = None,
     tree_rule: str = "reject",
     compile: bool = True,
     attention: str = "auto",
+    allow_untrained_draft: bool = False,
+    stopping_criteria: Sequence[StoppingCriteria] | None = None,
+    **options: Any,
 ) -> GenerationOutput:
     """Continue prompts losslessly: greedy at temperature 0, else samples of the target's own distribution.
 
-    input_ids, attention_mask: LongTensor [B, P], padded left or right as the mask says (all real without one).
+    input_ids, attention_mask: LongTensor [B, P], padded left or right as the mask says (all real without one), or a
+    tokenizer's output in the place of input_ids.
     method: vanilla, seq, tree (of tree_shape), magicdec or lookup (prompt lookup); all but tree draft chains of gamma.
+    seq and tree need a trained draft unless allow_untrained_draft is set.
     tree_shape: nodes of each level, or "auto": the fastest for this model, device and context, measured on these
     prompts before anything is generated, unless it is in the cache (see `tree_shapes.choose_shape`).
-    eos_token_id, pad_token_id: None takes the model's own. streamer: gets the new tokens of a single row as they
-    come, on the CPU, and not the prompt. seed: None draws from torch's global generator. tree_rule, above temperature
-    0: "reject" (a tree sampled from the draft without replacement, with recursive rejection) or "descend" (the draft's
-    most probable tree, as far as the target's own draws lead into it); both are exact, the first accepts more.
+    eos_token_id, pad_token_id: None takes the model's own. seed: 0 ... 2^64 - 1; None draws from torch's global
+    generator. streamer: gets the prompt [1, P] and then each new token [1] of a single row, on the CPU, as from
+    transformers. tree_rule, above temperature 0: "reject" (a tree sampled from the draft without replacement, with
+    recursive rejection) or "descend" (the draft's most probable tree, as far as the target's own draws lead into it);
+    both are exact, the first accepts more.
     compile: on CUDA, fused layers and each round as one CUDA graph; without it transformers' modules, kernel by kernel.
     attention: "auto", "flash", "triton" or "sdpa" (see `kernels.attention.decoding_attention`).
-    Raises UserError (a ValueError) for settings that cannot work.
+    stopping_criteria: each is called after every new token with the ids [1, length] of one row, its prompt as given
+    followed by its new tokens, and with scores None.
+    options: transformers' min_p, typical_p and epsilon_cutoff, applied above temperature 0; they default to the model's
+    generation config. Every other option that changes the distribution is refused by name, as an argument and in the
+    generation config (see `options`).
+    Raises UserError (a ValueError) for settings that cannot work, and for logits that are NaN or infinite.
     """
-    rows = _prompt_rows(input_ids, attention_mask)
+    check_pair(model)
     check_drafting(method, tree_shape, gamma, tree_rule, model.config.vocab_size)
+    check_trained(model, method, allow_untrained_draft)
+    _check_options(options)
+    refuse_options(options, model.generation_config)
+    input_ids, attention_mask = prompt_batch(input_ids, attention_mask)
+    rows = prompt_rows(input_ids, attention_mask)
     check_sampling(max_new_tokens, temperature, top_p, top_k)
-    _check_rows(model, rows, max_new_tokens)
-    if streamer is not None and len(rows) > 1:
-        raise UserError(f"streamer: batch of {len(rows)}; streaming takes a single prompt")
+    check_rows(model, rows, max_new_tokens)
+    check_streamer(streamer, len(rows))
+    check_stopping(stopping_criteria)
+    eos_ids = end_tokens(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
+    pad_id = pad_token(model, pad_token_id)
+    if method == "seq":
+        check_window(model.draft_model.window, gamma, "gamma")
+    elif method == "tree":
+        depth = min(map(len, CANDIDATES)) if tree_shape == AUTO else len(tree_shape)
+        check_window(model.draft_model.window, depth, "tree_shape")
+    extra_warpers = build_warpers(options, model.generation_config)
     runner = make_runner(model, attention, compile)
     device = runner.device
-    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    sampler = Sampler(temperature, top_k, top_p, generator)
+    sampler = Sampler(temperature, top_k, top_p, seeded_generator(seed, device), extra_warpers)
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
     with torch.cuda.device_of(model.lm_head.weight):  # kernels are launched on the current device
         prompts, lengths = _pad_right(rows, 0).to(device), [len(row) for row in rows]
         if method == "tree" and tree_shape == AUTO:
@@ -121,19 +166,28 @@ def generate(
         shape = tuple(map(int, tree_shape)) if method == "tree" else ()
         drafter = make_drafter(method, runner, len(rows), sampler, shape, gamma, tree_rule)
         engine = Engine(runner, drafter, sampler, prompts, lengths, max_new_tokens)
-        decoder = Decoder(engine, max_new_tokens, _eos_ids(model, eos_token_id), streamer)
+        stops = _stops(stopping_criteria, input_ids.to(device)) if stopping_criteria else None
+        decoder = Decoder(engine, max_new_tokens, eos_ids, streamer, stops)
         decoder.stats.tree_shape = shape
         decoder.run()
     new_tokens = [torch.tensor(tokens, dtype=torch.long, device=device) for tokens in decoder.new_tokens]
     whole = [torch.cat([row.to(device), new]) for row, new in zip(rows, new_tokens, strict=True)]
-    return GenerationOutput(_pad_right(whole, _pad_id(model, pad_token_id)), new_tokens, decoder.stats)
+    return GenerationOutput(_pad_right(whole, pad_id), new_tokens, decoder.stats)
 
 
 class Decoder:
     """The host's side of a generation: which tokens each row has, and when it is finished."""
 
-    def __init__(self, engine: Engine, max_new_tokens: int, eos_ids: set[int], streamer: Streamer | None) -> None:
-        self.engine, self.limit, self.eos_ids, self.streamer = engine, max_new_tokens, eos_ids, streamer
+    def __init__(
+        self,
+        engine: Engine,
+        max_new_tokens: int,
+        eos_ids: set[int],
+        streamer: Streamer | None,
+        stops: Stops | None = None,
+    ) -> None:
+        self.engine, self.limit, self.eos_ids = engine, max_new_tokens, eos_ids
+        self.streamer, self.stops = streamer, stops
         batch = len(engine.prompts)
         self.new_tokens: list[list[int]] = [[] for _ in range(batch)]
         self.active = [True] * batch
@@ -163,15 +217,20 @@ class Decoder:
     def _start(self) -> tuple[list[int], Round]:
         """Prefill; each row's first token, and what plays a round."""
         first = self.engine.prefill()
-        if not self.engine.runner.capturable or self.limit == 1:
-            return first.tolist(), self.engine.round
-        captured = capture_round(self.engine)  # while the device still reads the prompts
-        return first.tolist(), captured
+        play_round: Round = self.engine.round
+        if self.engine.runner.capturable and self.limit > 1:
+            play_round = capture_round(self.engine)  # while the device still reads the prompts
+        tokens, faults = torch.stack([first, self.engine.cache.faults]).tolist()
+        for row, fault in enumerate(faults):
+            self._check_fault(row, fault)
+        return tokens, play_round
 
     def note(self, tokens: Tensor, counts: Tensor) -> None:
         """Take in what a round emitted: the one place where the host waits for it."""
-        for row, (*row_tokens, count) in enumerate(torch.cat([tokens, counts[:, None]], 1).tolist()):
+        result = torch.cat([tokens, counts[:, None], self.engine.cache.faults[:, None]], 1).tolist()
+        for row, (*row_tokens, count, fault) in enumerate(result):
             if self.active[row]:
+                self._check_fault(row, fault)
                 emitted = self._emit(row, row_tokens[:count])
                 self.stats.rounds += 1
                 self.stats.row_rounds[row] += 1
@@ -179,92 +238,44 @@ class Decoder:
                 for depth in range(min(emitted, count - 1)):
                     self.stats.accepted_by_depth[depth] += 1
 
-    def _emit(self, row: int, tokens: list[int]) -> int:
-        """Append `tokens` to a row up to its EOS or limit; how many were taken."""
-        tokens = tokens[: self.limit - len(self.new_tokens[row])]
-        end = next((i + 1 for i, token in enumerate(tokens) if token in self.eos_ids), None)
-        tokens = tokens[:end]
-        self.new_tokens[row] += tokens
-        if end is not None or len(self.new_tokens[row]) == self.limit:
-            self.active[row] = False
-            self.device_active[row] = False
-        if self.streamer is not None:
-            self.streamer.put(torch.tensor(tokens))
+    def _check_fault(self, row: int, fault: int) -> None:
+        """Raise UserError for a row whose last pass read logits that define no distribution."""
+        if fault:
+            position = self.engine.prompt_lengths[row] + len(self.new_tokens[row]) - 1
+            raise UserError(
+                f"row {row}, position {position}: the {Fault(fault).name.lower()}'s logits are NaN or infinite at "
+                f"temperature {self.engine.sampler.temperature:g}; check its weights and its dtype"
+            )
+
+    def _emit(self, row: int, tokens: Sequence[int]) -> int:
+        """Append `tokens` to a row up to its end; returns the number taken."""
+        new_tokens = self.new_tokens[row]
+        for taken, token in enumerate(tokens, start=1):
+            new_tokens.append(token)
+            if self.streamer is not None:
+                self.streamer.put(torch.tensor([token]))
+            is_last = len(new_tokens) == self.limit or token in self.eos_ids
+            if is_last or (self.stops is not None and self.stops(row, new_tokens)):
+                self.active[row] = False
+                self.device_active[row] = False
+                return taken
         return len(tokens)
 
 
-def _prompt_rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
-    """Each prompt without its padding."""
-    if input_ids.dim() != 2 or input_ids.numel() == 0:
-        raise UserError(f"input_ids: shape {tuple(input_ids.shape)}; give token ids [batch, length], none empty")
-    if attention_mask is None:
-        return list(input_ids)
-    if attention_mask.shape != input_ids.shape:
-        raise UserError(
-            f"attention_mask: shape {tuple(attention_mask.shape)} is not that of input_ids {tuple(input_ids.shape)}"
-        )
-    rows = [ids[keep] for ids, keep in zip(input_ids, attention_mask.bool().to(input_ids.device), strict=True)]
-    if empty := [row for row, ids in enumerate(rows) if len(ids) == 0]:
-        raise UserError(f"attention_mask: row {empty[0]} has no real token; a prompt needs at least one")
-    return rows
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name not in REFUSED and name not in WARPERS and name != "token_type_ids":  # some tokenizers return these
+            raise UserError(f"{name}: no argument of longspec.generate; model.generate takes those of transformers")
 
 
-def check_drafting(method: str, tree_shape: Sequence[int] | str, gamma: int, tree_rule: str, vocab_size: int) -> None:
-    """Raise UserError for an unknown method or tree rule, or a tree shape or gamma that cannot be drafted."""
-    for name, value, known in (("method", method, METHODS), ("tree_rule", tree_rule, TREE_RULES)):
-        if value not in known:
-            raise UserError(f"{name}: {value!r} is unknown; choose one of {', '.join(known)}")
-    if method == "tree" and tree_shape != AUTO:
-        _check_tree_shape(tree_shape, vocab_size)
-    if method in ("seq", "magicdec", "lookup") and gamma < 1:
-        raise UserError(f"gamma: {gamma}; a chain needs at least 1 token")
+def _stops(criteria: Sequence[StoppingCriteria], input_ids: Tensor) -> Stops:
+    """Calls each criterion on a single row: its ids as given, and its new tokens."""
 
+    def stops(row: int, new_tokens: Sequence[int]) -> bool:
+        ids = torch.cat([input_ids[row], input_ids.new_tensor(new_tokens)])[None]
+        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in criteria)  # type: ignore[arg-type]
 
-def _check_tree_shape(tree_shape: Sequence[int] | str, vocab_size: int) -> None:
-    if isinstance(tree_shape, str) or AUTO in tree_shape:
-        raise UserError(f"tree_shape: {tree_shape!r}; give the nodes of each level, as in 4 16 16 16 16, or {AUTO!r}")
-    if not tree_shape:
-        raise UserError("tree_shape: empty; give the number of nodes of each level, as in 4 16 16 16 16")
-    if not all(1 <= width <= vocab_size for width in tree_shape):
-        raise UserError(f"tree_shape: {list(tree_shape)}; each level needs 1 … {vocab_size} (vocabulary) nodes")
-
-
-def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k: int) -> None:
-    """Raise UserError for sampling settings outside their range."""
-    for name, value, fits, wanted in (
-        ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
-        ("temperature", temperature, temperature >= 0, "0 (greedy) or more"),
-        ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
-        ("top_k", top_k, top_k >= 0, "0 (off) or more"),
-    ):
-        if not fits:
-            raise UserError(f"{name}: {value}; it must be {wanted}")
-
-
-def _check_rows(model: GlideMixin, rows: list[Tensor], max_new_tokens: int) -> None:
-    vocab_size = model.config.vocab_size
-    for token in (min(int(row.min()) for row in rows), max(int(row.max()) for row in rows)):
-        if not 0 <= token < vocab_size:
-            raise UserError(f"input_ids: token id {token}, the target has {vocab_size}; use the target's own tokenizer")
-    longest, limit = max(len(row) for row in rows), context_window(model.config)
-    if longest + max_new_tokens > limit:
-        raise UserError(
-            f"prompt of {longest} tokens + max_new_tokens {max_new_tokens}: more than the target's {limit} positions"
-        )
-
-
-def _eos_ids(model: GlideMixin, eos_token_id: int | Sequence[int] | None) -> set[int]:
-    ids = model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
-    if ids is None:
-        return set()
-    return {ids} if isinstance(ids, int) else set(ids)
-
-
-def _pad_id(model: GlideMixin, pad_token_id: int | None) -> int:
-    for candidate in (pad_token_id, model.generation_config.pad_token_id, model.config.pad_token_id):
-        if candidate is not None:
-            return candidate
-    return 0
+    return stops
 
 
 def _pad_right(rows: Sequence[Tensor], pad_id: int) -> Tensor:

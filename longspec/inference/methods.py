@@ -12,6 +12,8 @@ from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.runner import Runner
 
 METHODS = ("vanilla", "seq", "tree", "magicdec", "lookup")
+GLIDE_METHODS = ("seq", "tree")
+"""The methods that draft with the GLIDE layer."""
 TREE_RULES = ("reject", "descend")
 
 

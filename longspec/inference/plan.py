@@ -21,8 +21,9 @@ from transformers import PreTrainedConfig
 
 from longspec.data.templates import check_chat_format
 from longspec.errors import UserError
-from longspec.inference.generate import check_drafting, check_sampling
+from longspec.inference.arguments import check_drafting, check_sampling
 from longspec.inference.memory import check_memory
+from longspec.inference.methods import GLIDE_METHODS
 from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair
 from longspec.inference.report import device_name, versions
 from longspec.inference.run_folder import folder_name
@@ -35,7 +36,6 @@ from longspec.models.draft_layer import head_dim
 from longspec.models.families import family_class
 from longspec.models.target_files import check_weights, context_window, load_tokenizer, read_config
 
-GLIDE_METHODS = ("seq", "tree")
 SHAPE_OPTIONS = {
     "vanilla": (),
     "seq": ("gamma",),
@@ -91,6 +91,8 @@ class Plan:
             "attention": options.attention,
             "eos_token_id": self.pair.eos_token_id,
             "pad_token_id": self.pair.pad_token_id,
+            # A penalty in generation_config.json does not apply: the options alone name the distribution.
+            "repetition_penalty": 1.0,
         }
 
     @property

@@ -148,8 +148,9 @@ def measure_shapes(
     sampled from, 0.2 GiB a row in a vocabulary of 128k.
     """
     generator = torch.Generator(prompts.device).manual_seed(0)
-    sampler = Sampler(sampler.temperature, sampler.top_k, sampler.top_p, generator)
-    shapes = [shape for shape in CANDIDATES if max(shape) <= runner.config.vocab_size]
+    sampler = Sampler(sampler.temperature, sampler.top_k, sampler.top_p, generator, sampler.extra_warpers)
+    window = runner.model.draft_model.window
+    shapes = [shape for shape in CANDIDATES if max(shape) <= runner.config.vocab_size and len(shape) < window]
     drafters = [make_drafter("tree", runner, len(prompts), sampler, shape, 1, tree_rule) for shape in shapes]
     # The cache has room for the most nodes, and for the depth that a row may go beyond its tokens.
     most_nodes, deepest = max(drafters, key=lambda drafter: drafter.nodes), max(map(len, shapes))
@@ -214,6 +215,7 @@ def _key(runner: Runner, prompts: Tensor, sampler: Sampler, tree_rule: str) -> d
     return {
         "target": _digest({name: value for name, value in config.items() if name not in unrelated}),
         "draft": draft_fingerprint(runner.model),
+        "window": runner.model.draft_model.window,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "attention": runner.attention.name,
         "captured": runner.capturable,

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspec.kernels.scan import CHUNK, SUB, load_keys, scan, write_softmax_chunk
+from longspec.kernels.watch import Watch, launch_arguments
 
 MAX_WIDTH = 64
 MAX_CANDIDATES = 2**15
@@ -114,6 +115,8 @@ def _level_kernel(
     visible_ptr,
     scores_ptr,
     arrivals_ptr,
+    faults_ptr,
+    fault,
     inverse_temperature,
     vocab,
     subs,
@@ -126,6 +129,7 @@ def _level_kernel(
     SUB: tl.constexpr,
     CHUNK: tl.constexpr,
     RACE: tl.constexpr,
+    WATCH: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -155,6 +159,9 @@ def _level_kernel(
     is_parent = parent < num_parents
     row = batch * num_parents + parent
     lse = _log_sum_exp(chunk_maxima_ptr, chunk_sums_ptr, row, is_parent, chunks, BLOCK_C)
+    if WATCH:  # NaN and infinity among a parent's logits show in their log-sum-exp
+        is_faulty = is_parent & ((lse > float("-inf")) & (lse < float("inf")) == 0)
+        tl.store(faults_ptr + batch, fault, mask=tl.max(is_faulty.to(tl.int32), 0) > 0)
     parent_node = batch * nodes + above + parent
     score = tl.load(scores_ptr + parent_node, mask=is_parent, other=float("-inf"))
     arrival = tl.load(arrivals_ptr + parent_node, mask=is_parent, other=float("inf"))
@@ -222,6 +229,7 @@ def grow_level(
     temperature: float,
     noise: Tensor | None = None,
     q: Tensor | None = None,
+    watch: Watch | None = None,
 ) -> None:
     """Enter the level after `above` into a tree, whose tensors are those of `vocabulary.Tree`, all contiguous.
 
@@ -242,6 +250,7 @@ def grow_level(
         visible.view(torch.uint8),
         scores,
         arrivals,
+        *launch_arguments(watch),
         1 / temperature,
         vocab,
         subs,
@@ -254,6 +263,7 @@ def grow_level(
         SUB=SUB,
         CHUNK=CHUNK,
         RACE=noise is not None,
+        WATCH=watch is not None,
         BLOCK_W=triton.next_power_of_2(width),
         BLOCK_P=triton.next_power_of_2(num_parents),
         BLOCK_C=triton.next_power_of_2(chunks),

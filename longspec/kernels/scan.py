@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspec.kernels.watch import Watch, launch_arguments
+
 SUB = 256
 SUBS_PER_CHUNK = 16
 CHUNK = SUB * SUBS_PER_CHUNK
@@ -84,7 +86,8 @@ def write_softmax_chunk(
     CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Probabilities of a scanned row's chunk, to `out_row`, where the row begins."""
+    """Probabilities of a scanned row's chunk, to `out_row`, where the row begins; returns Σ exp(logit - maximum) over
+    the row, which is NaN if the row defines no distribution."""
     part = tl.arange(0, BLOCK_C)
     maxima = tl.load(chunk_maxima_ptr + row * chunks + part, mask=part < chunks, other=float("-inf"))
     sums = tl.load(chunk_sums_ptr + row * chunks + part, mask=part < chunks, other=0.0)
@@ -93,6 +96,7 @@ def write_softmax_chunk(
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     logits = tl.load(logits_ptr + row * vocab + column, mask=column < vocab).to(tl.float32) * inverse_temperature
     tl.store(out_row + column, tl.exp(logits - maximum) / total, mask=column < vocab)
+    return total
 
 
 @triton.jit
@@ -101,14 +105,18 @@ def _softmax_kernel(
     chunk_maxima_ptr,
     chunk_sums_ptr,
     out_ptr,
+    faults_ptr,
+    fault,
     inverse_temperature,
     vocab,
     chunks,
+    rows_per_sequence,
     CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    WATCH: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    write_softmax_chunk(
+    total = write_softmax_chunk(
         logits_ptr,
         chunk_maxima_ptr,
         chunk_sums_ptr,
@@ -121,10 +129,12 @@ def _softmax_kernel(
         CHUNK,
         BLOCK_C,
     )
+    if WATCH:
+        tl.store(faults_ptr + row // rows_per_sequence, fault, mask=total != total)
 
 
 def scan(logits: Tensor, temperature: float, noise: Tensor | None = None) -> Scan:
-    """logits [..., V], contiguous, fp32, fp16 or bf16, none of them NaN and one of a row above -inf.
+    """logits [..., V], contiguous, fp32, fp16 or bf16. A row that defines no distribution has NaN among its sums.
 
     noise: fp64 of the same shape, contiguous: exponential draws, for the keys of a race.
     """
@@ -151,8 +161,8 @@ def scan(logits: Tensor, temperature: float, noise: Tensor | None = None) -> Sca
     return Scan(best, chunk_maxima, chunk_sums)
 
 
-def softmax(scanned: Scan, logits: Tensor, temperature: float) -> Tensor:
-    """The softmax, fp32, of logits [..., V], contiguous, at the temperature they were scanned at."""
+def softmax(scanned: Scan, logits: Tensor, temperature: float, watch: Watch | None = None) -> Tensor:
+    """The softmax, fp32, of logits [B, ..., V], contiguous, at the temperature they were scanned at."""
     vocab = logits.shape[-1]
     out = torch.empty(logits.shape, device=logits.device)
     rows, chunks = scanned.chunk_sums.shape
@@ -161,11 +171,14 @@ def softmax(scanned: Scan, logits: Tensor, temperature: float) -> Tensor:
         scanned.chunk_maxima,
         scanned.chunk_sums,
         out,
+        *launch_arguments(watch),
         1 / temperature,
         vocab,
         chunks,
+        rows // len(logits),
         CHUNK=CHUNK,
         BLOCK_C=triton.next_power_of_2(chunks),
+        WATCH=watch is not None,
         num_warps=8,
     )
     return out

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from longspec.kernels.backend import runs_triton
+from longspec.kernels.watch import Watch
 
 
 class Tree(NamedTuple):
@@ -40,36 +41,49 @@ def new_tree(batch: int, nodes: int, sampled: bool, device: torch.device) -> Tre
     )
 
 
-def probabilities(logits: Tensor, temperature: float) -> Tensor:
-    """The softmax of logits [..., V] / temperature in fp32 or wider."""
+def probabilities(logits: Tensor, temperature: float, watch: Watch | None = None) -> Tensor:
+    """The softmax of logits [B, ..., V] / temperature in fp32 or wider; `watch` records rows that have none."""
     if not runs_triton(logits):
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return (wide / temperature).softmax(-1)
+        p = (wide / temperature).softmax(-1)
+        if watch is not None:
+            watch.record(p[..., 0].isnan())  # one NaN makes the whole row NaN
+        return p
     from longspec.kernels.scan import scan, softmax
 
     logits = logits.contiguous()
-    return softmax(scan(logits, temperature), logits, temperature)
+    return softmax(scan(logits, temperature), logits, temperature, watch)
 
 
-def argmax(values: Tensor, noise: Tensor | None = None) -> Tensor:
-    """Place of the largest of values [..., V], or of values / noise (fp64, the same shape): LongTensor [...]."""
+def argmax(values: Tensor, noise: Tensor | None = None, watch: Watch | None = None) -> Tensor:
+    """Place of the largest of values [..., V], or of values / noise (fp64, the same shape): LongTensor [...].
+
+    With `watch`, values are logits [B, ..., V]; rows that define no distribution are recorded.
+    """
     if runs_triton(values):
         from longspec.kernels import choice
 
-        return choice.argmax(values, noise)
-    return (values if noise is None else values / noise).argmax(-1)
+        return choice.argmax(values, noise, watch)
+    best, place = (values if noise is None else values / noise).max(-1)
+    if watch is not None:
+        watch.record(~best.isfinite())
+    return place
 
 
-def best_children(tree: Tree, above: slice, width: int, logits: Tensor, temperature: float) -> None:
+def best_children(
+    tree: Tree, above: slice, width: int, logits: Tensor, temperature: float, watch: Watch | None = None
+) -> None:
     """Grow the level after `above` (numbers of the last one's n nodes) by the `width` most probable continuations over
     all parents × vocabulary, best first. logits: [B, n, V], divided by the temperature."""
     if runs_triton(logits):
         from longspec.kernels import level
 
         if level.fits(logits, width):
-            return level.grow_level(*tree, above, width, logits, temperature)
+            return level.grow_level(*tree, above, width, logits, temperature, watch=watch)
     # A level's best `width` are among the best `width` of each parent, which are far fewer than parents × V.
     log_p = (logits.float() / temperature).log_softmax(-1)
+    if watch is not None:
+        watch.record(log_p[..., 0].isnan())  # one NaN makes the whole row NaN
     each = min(width, logits.shape[-1])
     best, token = log_p.topk(each, dim=-1)
     score, index = (tree.scores[:, above, None] + best).flatten(1).topk(width, dim=-1)
@@ -77,7 +91,14 @@ def best_children(tree: Tree, above: slice, width: int, logits: Tensor, temperat
 
 
 def sampled_children(
-    tree: Tree, above: slice, width: int, logits: Tensor, temperature: float, noise: Tensor, q: Tensor
+    tree: Tree,
+    above: slice,
+    width: int,
+    logits: Tensor,
+    temperature: float,
+    noise: Tensor,
+    q: Tensor,
+    watch: Watch | None = None,
 ) -> None:
     """Grow the level after `above` by `width` continuations sampled without replacement over all parents × vocabulary,
     in the order of the draws, and write the distributions that they are drawn from to `q`.
@@ -93,9 +114,9 @@ def sampled_children(
         from longspec.kernels import level
 
         if level.fits(logits, width):
-            return level.grow_level(*tree, above, width, logits, temperature, noise, q)
+            return level.grow_level(*tree, above, width, logits, temperature, noise, q, watch)
     vocab = logits.shape[-1]
-    scores = tree.scores[:, above, None] + q.copy_(probabilities(logits, temperature)).double().log()
+    scores = tree.scores[:, above, None] + q.copy_(probabilities(logits, temperature, watch)).double().log()
     times = noise / scores.exp()
     arrivals = tree.arrivals[:, above, None] + (times - times.amin(-1, keepdim=True))
     arrivals = arrivals.where(times.isfinite(), torch.inf)

@@ -11,6 +11,7 @@ from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.inference.runner import Runner
+from longspec.kernels.watch import Watch
 from longspec.models.glide import GlideMixin
 
 
@@ -52,7 +53,7 @@ class TextSampler(Sampler):
         self.logits = torch.empty(0)
         """The target's at every node [B, N, V], of the last round."""
 
-    def choose(self, logits: Tensor) -> Tensor:
+    def choose(self, logits: Tensor, watch: Watch | None = None) -> Tensor:
         if logits.dim() == 2:  # after prefill: the root
             return self.rows.gather(1, self.lengths[:, None])[:, 0]
         self.logits = logits

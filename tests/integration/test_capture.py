@@ -11,9 +11,10 @@ from pairs import FAMILIES, make_pair, target_greedy
 from torch import Tensor
 
 from longspec import generate
+from longspec.errors import UserError
 from longspec.inference import capture as capture_module
 from longspec.inference import generate as generate_module
-from longspec.inference.methods import METHODS
+from longspec.inference.methods import GLIDE_METHODS, METHODS
 from longspec.inference.runner import _log_plain, make_runner
 from longspec.models.glide import GlideMixin
 
@@ -159,6 +160,23 @@ def test_the_host_waits_once_a_round(tmp_path: Path) -> None:
     (few, few_rounds), (many, many_rounds) = waits(10), waits(40)
     assert many_rounds > few_rounds
     assert many - few == many_rounds - few_rounds
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "min_p": 0.1}])
+@pytest.mark.parametrize("method", METHODS)
+def test_faulty_logits_end_captured_rounds(tmp_path: Path, method: str, sampling: dict[str, float]) -> None:
+    """NaN in the draft, then in the target; another generation of the same model is not affected."""
+    model = make_pair(tmp_path).cuda()
+    settings = {"method": method, "max_new_tokens": 12, "tree_shape": SHAPE, "seed": 0} | sampling
+    expected = tokens(model, 30, 7, **settings)
+    for weight, name in ((model.draft_model.mlp.down_proj.weight, "draft"), (model.lm_head.weight, "target")):
+        kept = weight[3, 4].clone()
+        weight.data[3, 4] = torch.nan
+        if name == "target" or method in GLIDE_METHODS:
+            with pytest.raises(UserError, match=rf"^row 0, position \d+: the {name}'s logits are NaN or infinite"):
+                tokens(model, 30, 7, **settings)
+        weight.data[3, 4] = kept
+        assert tokens(model, 30, 7, **settings) == expected
 
 
 def test_what_cannot_be_captured_runs_kernel_by_kernel_and_says_so_once(

@@ -1,18 +1,21 @@
 """`generate`: the target's own tokens, for every method, batch, padding and place of EOS."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from pairs import FAMILIES, make_pair, target_greedy
+from tiny_tokenizer import byte_tokenizer
 from torch import Tensor
+from transformers import GenerationMixin, LlamaForCausalLM, TextStreamer
 
 from longspec import generate
 from longspec.errors import UserError
 from longspec.inference import engine as engine_module
 from longspec.inference.drafting import magicdec
-from longspec.inference.methods import METHODS
+from longspec.inference.methods import GLIDE_METHODS, METHODS
 from longspec.inference.runner import Runner
 
 SETTINGS = {"tree_shape": (3, 5, 4), "gamma": 3}
@@ -163,46 +166,71 @@ def test_magicdec_drafts_from_a_constant_view_and_stays_lossless(
 
 
 class Recorder:
+    """A streamer that keeps what it gets."""
+
     def __init__(self) -> None:
-        self.tokens: list[int] = []
+        self.values: list[Tensor] = []
         self.ended = False
 
     def put(self, value: Tensor) -> None:
         assert value.device.type == "cpu" and not self.ended
-        self.tokens += value.tolist()
+        self.values.append(value)
 
     def end(self) -> None:
         self.ended = True
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_streamer_gets_exactly_the_new_tokens(tmp_path: Path, method: str) -> None:
+def test_a_streamer_gets_what_transformers_sends(tmp_path: Path, method: str) -> None:
+    """The prompt, then each new token: the same values and shapes in the same order."""
     model = make_pair(tmp_path)
     (row,) = prompts(8)
     eos = target_greedy(model, row, 12)[7]
-    recorder = Recorder()
-    out = generate(model, row[None], method=method, max_new_tokens=12, eos_token_id=eos, streamer=recorder, **SETTINGS)
-    assert recorder.tokens == out.new_tokens[0].tolist() and recorder.ended
+    mine, theirs = Recorder(), Recorder()
+    generate(model, row[None], method=method, max_new_tokens=12, eos_token_id=eos, streamer=mine, **SETTINGS)
+    GenerationMixin.generate(model, row[None], max_new_tokens=12, eos_token_id=eos, streamer=theirs)
+    assert mine.ended and len(mine.values) == len(theirs.values) > 2
+    assert all(torch.equal(one, other) for one, other in zip(mine.values, theirs.values, strict=True))
+
+
+def test_a_text_streamer_that_skips_the_prompt_prints_every_new_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_pair(tmp_path, vocab_size=300)
+    tokenizer = byte_tokenizer()
+    ids = tokenizer("a prompt", return_tensors="pt").input_ids
+    out = generate(model, ids, max_new_tokens=9, streamer=TextStreamer(tokenizer, skip_prompt=True), **SETTINGS)
+    assert capsys.readouterr().out == tokenizer.decode(out.new_tokens[0]) + "\n"
 
 
 class Breaks(Recorder):
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
     def put(self, value: Tensor) -> None:
         super().put(value)
-        if len(self.tokens) > 4:
-            raise RuntimeError("the reader has gone")
+        if len(self.values) > 4:
+            raise self.error
 
 
+@pytest.mark.parametrize("error", [RuntimeError("the reader has gone"), KeyboardInterrupt()])
 @pytest.mark.parametrize("method", METHODS)
-def test_an_exception_in_the_streamer_leaves_the_model_usable(tmp_path: Path, method: str) -> None:
+def test_an_exception_leaves_the_model_as_it_was(tmp_path: Path, method: str, error: BaseException) -> None:
     model = make_pair(tmp_path)
+    model.train()
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    config, generation_config = model.config.to_dict(), model.generation_config.to_dict()
     (row,) = prompts(8)
     expected = target_greedy(model, row, 12)
-    breaks = Breaks()
-    with pytest.raises(RuntimeError, match="the reader has gone"):
+    breaks = Breaks(error)
+    with pytest.raises(type(error)):
         generate(model, row[None], method=method, max_new_tokens=12, streamer=breaks, **SETTINGS)
-    assert breaks.tokens == expected[: len(breaks.tokens)] and torch.is_grad_enabled()
+    assert [int(value) for value in breaks.values[1:]] == expected[:4]
+    assert torch.is_grad_enabled() and model.training
+    assert (model.config.to_dict(), model.generation_config.to_dict()) == (config, generation_config)
+    assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
     assert generate(model, row[None], method=method, max_new_tokens=12, **SETTINGS).new_tokens[0].tolist() == expected
-    assert target_greedy(model, row, 12) == expected
 
 
 @pytest.mark.parametrize("settings", SAMPLED)
@@ -255,13 +283,44 @@ def test_same_seed_same_samples(tmp_path: Path, settings: dict) -> None:
         ({"tree_shape": ()}, "tree_shape: empty"),
         ({"tree_shape": (4, -1)}, "tree_shape"),
         ({"tree_shape": (4, 62)}, "vocabulary"),
+        ({"tree_shape": 4}, "tree_shape: 4"),
+        ({"tree_shape": [4.5]}, r"tree_shape: \[4.5\]"),
+        ({"tree_shape": (60,) * 18}, "tree_shape: 1081 nodes"),
+        ({"tree_shape": (1,) * 512}, "tree_shape: 512 levels"),
         ({"method": "seq", "gamma": 0}, "gamma: 0"),
+        ({"method": "seq", "gamma": 2.0}, "gamma: 2.0"),
+        ({"method": "seq", "gamma": 512}, "gamma: 512 levels"),
+        ({"method": "lookup", "gamma": 10**9}, "gamma: 1000000000"),
         ({"method": "magicdec", "gamma": 0}, "gamma: 0"),
         ({"temperature": -1.0}, "temperature"),
+        ({"temperature": "hot"}, "temperature: 'hot'"),
+        ({"temperature": math.inf}, "temperature: inf"),
+        ({"temperature": math.nan}, "temperature: nan"),
+        ({"temperature": 1e-40}, "temperature: 1e-40"),
         ({"top_p": 0.0}, "top_p"),
+        ({"top_p": None}, "top_p: None"),
         ({"top_k": -1}, "top_k"),
+        ({"top_k": 2.5}, "top_k: 2.5"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"max_new_tokens": "9"}, "max_new_tokens: '9'"),
         ({"max_new_tokens": 4096}, "4096 positions"),
+        ({"seed": 0.5}, "seed: 0.5"),
+        ({"seed": -1}, "seed: -1"),
+        ({"seed": 2**64}, "seed: 18446744073709551616"),
+        ({"eos_token_id": "</s>"}, "eos_token_id: '</s>'"),
+        ({"eos_token_id": [1.5]}, "eos_token_id"),
+        ({"pad_token_id": "<pad>"}, "pad_token_id"),
+        ({"streamer": print}, "streamer"),
+        ({"attention": "fast"}, "attention"),
+        ({"stopping_criteria": print}, "stopping_criteria"),
+        ({"do_sample": True}, "do_sample: no argument"),
+        ({"repetition_penalty": 1.3}, "repetition_penalty: 1.3"),
+        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size: 2"),
+        ({"bad_words_ids": [[3]]}, "bad_words_ids"),
+        ({"eta_cutoff": 0.1}, "eta_cutoff"),
+        ({"num_beams": 4}, "num_beams: 4"),
+        ({"min_p": 1.5, "temperature": 1.0}, "min_p: 1.5"),
+        ({"typical_p": 0.0, "temperature": 1.0}, "typical_p: 0.0"),
     ],
 )
 def test_bad_settings_are_one_clear_line(tmp_path: Path, settings: dict, message: str) -> None:
@@ -279,7 +338,80 @@ def test_bad_prompts_are_one_clear_line(tmp_path: Path) -> None:
     for token in (61, -1):
         with pytest.raises(UserError, match=f"token id {token}, the target has 61"):
             generate(model, ids * token)
-    with pytest.raises(UserError, match="none empty"):
-        generate(model, ids[:, :0])
+    for wrong, message in [
+        (ids[:, :0], "none empty"),
+        (ids[0], "input_ids: shape"),
+        (ids.float(), "input_ids: dtype torch.float32"),
+        ("a prompt", "input_ids: a str"),
+        ([[1, 2]], "input_ids: a list"),
+        ({"tokens": ids}, "input_ids: a mapping without"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            generate(model, wrong)  # type: ignore[arg-type]
+    for mask, message in [(ids[:1], "attention_mask: shape"), ([[1, 1]], "attention_mask: a list")]:
+        with pytest.raises(UserError, match=message):
+            generate(model, ids, mask)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="streaming takes a single prompt"):
         generate(model, ids, streamer=Recorder())
+    with pytest.raises(UserError, match="model: a LlamaForCausalLM"):
+        generate(LlamaForCausalLM(model.config), ids)  # type: ignore[arg-type]
+
+
+def test_options_of_the_generation_config_are_refused_too(tmp_path: Path) -> None:
+    """Until an argument overrides them; those that sampling applies are no matter at temperature 0."""
+    model = make_pair(tmp_path)
+    (row,) = prompts(8)
+    model.generation_config.repetition_penalty = 1.05
+    model.generation_config.min_p = 0.2
+    with pytest.raises(UserError, match=r"generation_config.repetition_penalty: 1.05 .* pass repetition_penalty=1.0"):
+        generate(model, row[None])
+    out = generate(model, row[None], max_new_tokens=9, repetition_penalty=1.0)
+    assert out.new_tokens[0].tolist() == target_greedy(model, row, 9)
+
+
+def test_a_fresh_draft_needs_an_explicit_argument(tmp_path: Path) -> None:
+    """Methods that do not read the draft go without it."""
+    model = make_pair(tmp_path)
+    model.draft_is_trained = False
+    (row,) = prompts(8)
+    expected = target_greedy(model, row, 5)
+    for method in METHODS:
+        settings = {"method": method, "max_new_tokens": 5} | SETTINGS
+        if method in GLIDE_METHODS:
+            with pytest.raises(UserError, match=f"method: '{method}' needs a trained draft"):
+                generate(model, row[None], **settings)
+        found = generate(model, row[None], **settings, allow_untrained_draft=method in GLIDE_METHODS)
+        assert found.new_tokens[0].tolist() == expected
+
+
+def test_a_tokenizers_output_is_a_prompt(tmp_path: Path) -> None:
+    """As keywords or in the place of input_ids."""
+    model = make_pair(tmp_path, vocab_size=300)
+    tokenizer = byte_tokenizer()
+    batch = tokenizer(["a", "a longer prompt"], padding=True, return_tensors="pt")
+    assert not batch["attention_mask"].all()
+    expected = generate(model, batch["input_ids"], batch["attention_mask"], max_new_tokens=6).sequences.tolist()
+    assert generate(model, batch, max_new_tokens=6).sequences.tolist() == expected
+    assert generate(model, **batch, max_new_tokens=6).sequences.tolist() == expected
+
+
+@pytest.mark.parametrize("form", [int, lambda token: [token], torch.tensor, lambda token: torch.tensor([token, 9999])])
+def test_eos_may_be_an_id_a_list_or_a_tensor(tmp_path: Path, form: Callable[[int], object]) -> None:
+    model = make_pair(tmp_path)
+    (row,) = prompts(8)
+    tokens = target_greedy(model, row, 10)
+    out = generate(model, row[None], max_new_tokens=10, eos_token_id=form(tokens[4]))  # type: ignore[arg-type]
+    assert out.new_tokens[0].tolist() == tokens[: tokens.index(tokens[4]) + 1]
+
+
+def test_a_window_smaller_than_the_depth_is_refused(tmp_path: Path) -> None:
+    """A round's tokens would overwrite each other in the draft's ring."""
+    model = make_pair(tmp_path)
+    model.draft_model.window = 3
+    (row,) = prompts(8)
+    for settings in ({"method": "seq", "gamma": 3}, {"tree_shape": (2, 2, 2)}, {"tree_shape": "auto"}):
+        with pytest.raises(UserError, match=r"(gamma|tree_shape): \d levels, but the draft's window is 3 tokens"):
+            generate(model, row[None], **settings)
+    expected = target_greedy(model, row, 20)
+    for settings in ({"method": "seq", "gamma": 2}, {"tree_shape": (2, 2)}, {"method": "lookup", "gamma": 3}):
+        assert generate(model, row[None], max_new_tokens=20, **settings).new_tokens[0].tolist() == expected

@@ -101,6 +101,7 @@ def build(target: Target) -> tuple[GlideMixin, PreTrainedModel]:
     with TemporaryDirectory() as folder:
         random.save_pretrained(folder)
         model = GLIDE[target.family].from_pretrained(folder, torch_dtype=target.dtype)
+        model.draft_is_trained = True  # as far as decoding is concerned
         own = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype, attn_implementation=target.attention)
     assert not isinstance(own, GlideMixin) and own.dtype == model.dtype == target.dtype
     return model, own

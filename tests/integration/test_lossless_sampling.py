@@ -13,7 +13,15 @@ from distributions import hardest_to_see, p_value
 from faults import IN_CORRELATIONS, IN_THE_OUTPUT
 from pairs import make_pair
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    EpsilonLogitsWarper,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from longspec import generate
 from longspec.inference.drafting import magicdec
@@ -30,7 +38,11 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 TEMPERATURES = (0.6, 1.0, 1.5)
 WARPS: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.8}, {"top_k": 3})
+EXTRA_WARPS: tuple[dict[str, Any], ...] = tuple(
+    {"temperature": 1.5} | warp for warp in ({"min_p": 0.25}, {"typical_p": 0.8}, {"epsilon_cutoff": 0.15})
+)
 CASES = [(method, {"temperature": t} | warp) for method in METHODS for t in TEMPERATURES for warp in WARPS]
+CASES += [(method, warp) for method in METHODS for warp in EXTRA_WARPS]
 # One setting a method in the fast tests, each temperature and each warper once.
 FAST_WARPS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},
@@ -41,6 +53,7 @@ FAST_WARPS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.6, "top_p": 0.8},
 )
 FAST = list(zip(METHODS, FAST_WARPS, strict=True))
+FAST += zip(("seq", "tree", "tree, descend"), EXTRA_WARPS, strict=True)
 LEVEL = 1e-3 / (len(CASES) + len(FAST))
 TRIALS = 2**17
 DISTANCE = 0.02
@@ -79,6 +92,12 @@ def target_probabilities(model: GlideMixin, prompt: Tensor, tokens: Tensor, warp
         warpers.append(TopKLogitsWarper(warp["top_k"]))
     if "top_p" in warp:
         warpers.append(TopPLogitsWarper(warp["top_p"]))
+    if "min_p" in warp:
+        warpers.append(MinPLogitsWarper(warp["min_p"]))
+    if "typical_p" in warp:
+        warpers.append(TypicalLogitsWarper(warp["typical_p"]))
+    if "epsilon_cutoff" in warp:
+        warpers.append(EpsilonLogitsWarper(warp["epsilon_cutoff"]))
     ids = torch.cat([prompt.expand(len(tokens), -1), tokens], 1).to(model.device)
     with torch.no_grad():
         logits = model(ids).logits[:, len(prompt) - 1 : -1]
@@ -93,6 +112,13 @@ def law_of_three(model: GlideMixin, warp: dict[str, Any]) -> Tensor:
         p = target_probabilities(model, prompt[mask.bool()], tokens, warp)
         laws.append(p.gather(2, tokens[..., None])[..., 0].double().prod(1))
     return torch.stack(laws)
+
+
+@pytest.mark.parametrize("warp", EXTRA_WARPS, ids=str)
+def test_extra_warps_change_the_law(model: GlideMixin, warp: dict) -> None:
+    """By more than the test sees, and several continuations remain."""
+    plain, warped = law_of_three(model, {"temperature": warp["temperature"]}), law_of_three(model, warp)
+    assert ((plain - warped).abs().sum(1) / 2 > 3 * DISTANCE).all() and ((warped > 0.02).sum(1) > 3).all()
 
 
 def count_threes(tokens: Tensor) -> Tensor:

@@ -9,18 +9,22 @@ import torch
 from distributions import p_value
 from enumeration import RandomLanguage, Tokens, outcomes, sampled_trees
 from faults import IN_THE_RULE
+from pairs import tiny_config
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessorList
 
 from longspec.inference.acceptance import Accepted, Sampler, accept, follow
 from longspec.inference.drafting import tree as tree_drafting
 from longspec.inference.drafting.chain import ChainDrafter
 from longspec.inference.drafting.proposal import Proposal, chain
+from longspec.inference.options import build_warpers
 from longspec.kernels.vocabulary import new_tree, sampled_children
 
 VOCAB = 3
 SHAPES = [(1,), (3,), (2, 2), (2, 3), (3, 1), (1, 2, 1)]
 EXACT = 1e-6
+CACHE = SimpleNamespace(watch=lambda fault: None)
+"""In the place of a target's cache, which languages do not have."""
 SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 30))]
 
 
@@ -122,7 +126,7 @@ def test_a_sampled_chain_is_exact(gamma: int, seed: int) -> None:
     p, q = RandomLanguage(VOCAB, seed), RandomLanguage(VOCAB, seed + 1000)
 
     def run(sampler: Sampler) -> Tokens:
-        proposal = ChainDrafter(LanguageChain(q), gamma, sampler).propose(torch.zeros(1, dtype=torch.long), None)  # type: ignore[arg-type]
+        proposal = ChainDrafter(LanguageChain(q), gamma, sampler).propose(torch.zeros(1, dtype=torch.long), CACHE)  # type: ignore[arg-type]
         return emitted(proposal, p, sampler)
 
     check_exact(p, gamma, [(1.0, run)])
@@ -148,7 +152,7 @@ def test_sampled_trees_follow_the_law_that_was_integrated(shape: Tokens, monkeyp
     sampler = Sampler(1.0, 0, 1.0, torch.Generator().manual_seed(0))
     runner = SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(vocab_size=VOCAB))
     drafter = tree_drafting.TreeDrafter(runner, count, shape, sampler, "reject")  # type: ignore[arg-type]
-    drawn = drafter.propose(torch.zeros(count, dtype=torch.long), None)  # type: ignore[arg-type]
+    drawn = drafter.propose(torch.zeros(count, dtype=torch.long), CACHE)  # type: ignore[arg-type]
     law = sampled_trees(q, shape)
     known = [build_tree(nodes, shape, q) for nodes in law]
     rows = torch.cat([torch.cat([tree.tokens, tree.parents], 1) for tree in [*known, drawn]])
@@ -177,9 +181,17 @@ def test_planted_faults_are_seen_in_the_sums(name: str, method: str, monkeypatch
 
 def test_probabilities_follow_transformers_order_of_warpers() -> None:
     logits = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
-    theirs = LogitsProcessorList([TemperatureLogitsWarper(0.6), TopKLogitsWarper(5), TopPLogitsWarper(0.8)])
+    options = {"min_p": 0.3, "typical_p": 0.9, "epsilon_cutoff": 0.05}
+    config = GenerationConfig(do_sample=True, temperature=0.6, top_k=5, top_p=0.8, **options)
+    theirs = LlamaForCausalLM(tiny_config("llama"))._get_logits_processor(config)
+    assert len(theirs) == 6
     expected = theirs(torch.zeros(4, 1, dtype=torch.long), logits).softmax(-1)
-    torch.testing.assert_close(Sampler(0.6, 5, 0.8).probabilities(logits[None])[0], expected)
+    sampler = Sampler(0.6, 5, 0.8, extra_warpers=build_warpers({}, config))
+    torch.testing.assert_close(sampler.probabilities(logits[None])[0], expected)
+    sampler = Sampler(0.6, 5, 0.8, extra_warpers=build_warpers(dict.fromkeys(options), config))
+    torch.testing.assert_close(
+        sampler.probabilities(logits[None])[0], LogitsProcessorList(theirs[:3])(None, logits).softmax(-1)
+    )  # type: ignore[arg-type]
 
 
 def test_coins_and_draws_have_their_probabilities() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pairs import FAMILIES, make_pair, save_target, tiny_config
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, GenerationMixin, LlamaForCausalLM, Qwen2ForCausalLM
 
 from longspec.errors import UserError
 from longspec.models.parallel import PretrainedModelParallelPreSplitMixin
@@ -50,7 +50,8 @@ def test_transformers_generate_still_works_on_padded_prompts(tmp_path: Path) -> 
     ids = torch.randint(1, 61, (2, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
-    ours, theirs = (m.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False) for m in (model, plain))
+    settings = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    ours, theirs = (GenerationMixin.generate(m, ids, **settings) for m in (model, plain))
     assert ours.tolist() == theirs.tolist()
 
 

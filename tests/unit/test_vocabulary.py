@@ -1,6 +1,8 @@
 """A tree's next level: the kernels against the plain version, and both against brute force over the vocabulary."""
 
 import os
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ pytest.importorskip("triton")
 
 from longspec.kernels import choice, level, scan, vocabulary
 from longspec.kernels.vocabulary import Tree, new_tree
+from longspec.kernels.watch import Watch
 
 DEVICES = [
     pytest.param(
@@ -151,6 +154,57 @@ def test_the_race_does_not_lose_improbable_paths(device: str) -> None:
     logits[..., 17] = 80.0
     mine = check_sampled(tree, above, 6, logits, 1.0, device)
     assert mine.arrivals[:, above.stop :].isfinite().all()
+
+
+Read = Callable[[Tensor, float, Watch], Tensor]
+
+
+def read_by_levels(logits: Tensor, temperature: float, watch: Watch, sampled: bool, plain: bool) -> Tensor:
+    """The tokens of a level grown from logits [B, 2, V]."""
+    tree, above = half_grown(len(logits), 2, 1, sampled)
+    tree = Tree(*(x.to(logits.device) for x in tree))
+    noise = torch.ones(logits.shape, dtype=torch.float64, device=logits.device)
+    draws = (noise, torch.empty(logits.shape, device=logits.device)) if sampled else ()
+    if not plain:
+        level.grow_level(*tree, above, 1, logits, temperature, *draws, watch=watch)
+    elif sampled:
+        vocabulary.sampled_children(tree, above, 1, logits, temperature, *draws, watch)
+    else:
+        vocabulary.best_children(tree, above, 1, logits, temperature, watch)
+    return tree.tokens[:, above.stop :]
+
+
+PLAIN: dict[str, Read] = {
+    "softmax": lambda logits, temperature, watch: vocabulary.probabilities(logits, temperature, watch).argmax(-1),
+    "argmax": lambda logits, temperature, watch: vocabulary.argmax(logits / temperature, watch=watch),
+    "best": partial(read_by_levels, sampled=False, plain=True),
+    "sampled": partial(read_by_levels, sampled=True, plain=True),
+}
+KERNELS: dict[str, Read] = {
+    "softmax": lambda logits, temperature, watch: scan.softmax(
+        scan.scan(logits, temperature), logits, temperature, watch
+    ).argmax(-1),
+    "argmax": lambda logits, temperature, watch: choice.argmax(logits / temperature, watch=watch),
+    "best": partial(read_by_levels, sampled=False, plain=False),
+    "sampled": partial(read_by_levels, sampled=True, plain=False),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reader", PLAIN)
+@pytest.mark.parametrize("vocab", [1, 4100])
+def test_faulty_logits_are_recorded_for_their_sequence(vocab: int, reader: str, device: str) -> None:
+    """NaN, infinity, overflow under the temperature and rows without any token; in kernels as in plain torch, and the
+    tokens stay within the vocabulary. A few logits of -inf are no fault."""
+    for fault in (torch.nan, torch.inf, 3e38, -torch.inf, None):
+        logits = random_logits(3, 2, vocab)
+        if fault is not None:  # in the second of the last sequence's two rows
+            logits[2, 1, slice(None) if fault == -torch.inf else vocab - 1] = fault
+        for read, here in ((PLAIN[reader], logits), (KERNELS[reader], logits.to(device))):
+            watch = Watch(torch.zeros(3, dtype=torch.long, device=here.device), 2)
+            tokens = read(here, 1e-2, watch)
+            assert watch.faults.tolist() == [0, 0, 0 if fault is None else 2], fault
+            assert tokens.min() >= 0 and tokens.max() < vocab, fault
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

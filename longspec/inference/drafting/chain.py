@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longspec.inference.acceptance import Sampler
-from longspec.inference.cache import TargetCache
+from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.drafting.proposal import Proposal, chain
 
 
@@ -36,13 +36,13 @@ class ChainDrafter:
         self.start, self.feed = model.start, model.feed
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
-        tokens, distributions = [root], []
+        tokens, distributions, watch = [root], [], cache.watch(Fault.DRAFT)
         for step in range(self.depth):
             logits = self.model.next_logits(tokens[-1], step, cache)
             if self.sampler.greedy:
-                tokens.append(self.sampler.choose(logits))
+                tokens.append(self.sampler.choose(logits, watch))
             else:
-                distributions.append(self.sampler.probabilities(logits))
+                distributions.append(self.sampler.probabilities(logits, watch))
                 tokens.append(self.sampler.draw(distributions[-1]))
         return chain(torch.stack(tokens, 1), torch.stack(distributions, 1) if distributions else None)
 

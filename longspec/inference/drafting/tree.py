@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longspec.inference.acceptance import Sampler
-from longspec.inference.cache import TargetCache
+from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.runner import Runner
@@ -42,15 +42,15 @@ class TreeDrafter:
         """The same tensors in every round, written anew."""
         tree = self.tree
         tree.tokens[:, 0] = root
-        noise = self._noise()
+        noise, watch = self._noise(), cache.watch(Fault.DRAFT)
         above = slice(0, 1)
         for level, width in enumerate(self.shape):
             logits = self.draft.level(tree.tokens[:, above], level, above.start, tree.visible[:, above], cache)
             if self.q is None:
-                best_children(tree, above, width, logits, self.sampler.temperature or 1.0)
+                best_children(tree, above, width, logits, self.sampler.temperature or 1.0, watch)
             else:
                 warped = self.sampler.warped(logits)
-                sampled_children(tree, above, width, *warped, noise[level], self.q[:, above])
+                sampled_children(tree, above, width, *warped, noise[level], self.q[:, above], watch)
             above = slice(above.stop, above.stop + width)
         return self.proposal
 

@@ -1,0 +1,187 @@
+"""Checks of the arguments of `generate`. Each misuse raises a UserError that starts with the argument's name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspec.errors import UserError
+from longspec.inference.methods import GLIDE_METHODS, METHODS, TREE_RULES
+from longspec.inference.tree_shapes import AUTO
+from longspec.models.glide import GlideMixin
+from longspec.models.target_files import context_window
+
+MAX_NODES = 1024
+"""Largest number of tokens that one verification may read, the root included."""
+LARGEST_SEED = 2**64 - 1
+"""Upper end of the range of torch's generators."""
+_FP32 = torch.finfo(torch.float32)
+
+
+def prompt_batch(input_ids: Any, attention_mask: Any) -> tuple[Tensor, Tensor | None]:
+    """Token ids [B, P] and their mask, also from a tokenizer's output passed as input_ids."""
+    if isinstance(input_ids, Mapping):
+        if "input_ids" not in input_ids:
+            raise UserError(f"input_ids: a mapping without the key input_ids, only {', '.join(map(str, input_ids))}")
+        attention_mask = input_ids.get("attention_mask") if attention_mask is None else attention_mask
+        input_ids = input_ids["input_ids"]
+    check_token_ids(input_ids)
+    if attention_mask is not None:
+        if not isinstance(attention_mask, Tensor):
+            raise UserError(
+                f"attention_mask: a {type(attention_mask).__name__}; give a tensor [batch, length] of 0 and 1"
+            )
+        if attention_mask.shape != input_ids.shape:
+            raise UserError(
+                f"attention_mask: shape {tuple(attention_mask.shape)} is not that of input_ids {tuple(input_ids.shape)}"
+            )
+    return input_ids, attention_mask
+
+
+def check_token_ids(input_ids: Any) -> None:
+    """Raise UserError unless input_ids is an integer tensor [B, P] with at least one token."""
+    if not isinstance(input_ids, Tensor):
+        raise UserError(
+            f"input_ids: a {type(input_ids).__name__}; give a LongTensor [batch, length], "
+            'such as tokenizer(text, return_tensors="pt").input_ids'
+        )
+    if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
+        raise UserError(f"input_ids: dtype {input_ids.dtype}; token ids are integers (torch.long)")
+    if input_ids.dim() != 2 or input_ids.numel() == 0:
+        raise UserError(f"input_ids: shape {tuple(input_ids.shape)}; give token ids [batch, length], none empty")
+
+
+def prompt_rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
+    """Each prompt without its padding, LongTensor [length]."""
+    if attention_mask is None:
+        return list(input_ids.long())
+    keeps = attention_mask.bool().to(input_ids.device)
+    rows = [ids[keep] for ids, keep in zip(input_ids.long(), keeps, strict=True)]
+    if empty := [row for row, ids in enumerate(rows) if len(ids) == 0]:
+        raise UserError(f"attention_mask: row {empty[0]} has no real token; a prompt needs at least one")
+    return rows
+
+
+def check_rows(model: GlideMixin, rows: Sequence[Tensor], max_new_tokens: int) -> None:
+    """Raise UserError for token ids outside the vocabulary and for prompts that leave too few positions."""
+    vocab_size = model.config.vocab_size
+    for token in (min(int(row.min()) for row in rows), max(int(row.max()) for row in rows)):
+        if not 0 <= token < vocab_size:
+            raise UserError(f"input_ids: token id {token}, the target has {vocab_size}; use the target's own tokenizer")
+    longest, limit = max(len(row) for row in rows), context_window(model.config)
+    if longest + max_new_tokens > limit:
+        raise UserError(
+            f"prompt of {longest} tokens + max_new_tokens {max_new_tokens}: more than the target's {limit} positions"
+        )
+
+
+def check_trained(model: GlideMixin, method: str, allow_untrained_draft: bool) -> None:
+    """Raise UserError for a method that needs a trained draft on a model that has a fresh one."""
+    if method in GLIDE_METHODS and not (model.draft_is_trained or allow_untrained_draft):
+        raise UserError(
+            f"method: {method!r} needs a trained draft, and this model has a fresh one; load one with "
+            'from_pretrained(..., glide_path=DRAFT), choose method="lookup", or pass allow_untrained_draft=True'
+        )
+
+
+def check_drafting(method: str, tree_shape: Sequence[int] | str, gamma: int, tree_rule: str, vocab_size: int) -> None:
+    """Raise UserError for an unknown method or tree rule, or a tree shape or gamma that cannot be drafted."""
+    for name, value, known in (("method", method, METHODS), ("tree_rule", tree_rule, TREE_RULES)):
+        if value not in known:
+            raise UserError(f"{name}: {value!r} is unknown; choose one of {', '.join(known)}")
+    if method == "tree" and tree_shape != AUTO:
+        _check_tree_shape(tree_shape, vocab_size)
+    if method in ("seq", "magicdec", "lookup"):
+        _check_integer("gamma", gamma, 1, MAX_NODES - 1)
+
+
+def _check_tree_shape(tree_shape: Any, vocab_size: int) -> None:
+    is_sequence = isinstance(tree_shape, Sequence) and not isinstance(tree_shape, str)
+    if not is_sequence or not all(_is_integer(width) for width in tree_shape):
+        raise UserError(f"tree_shape: {tree_shape!r}; give the nodes of each level, as in 4 16 16 16 16, or {AUTO!r}")
+    if not tree_shape:
+        raise UserError("tree_shape: empty; give the number of nodes of each level, as in 4 16 16 16 16")
+    if not all(1 <= width <= vocab_size for width in tree_shape):
+        raise UserError(f"tree_shape: {list(tree_shape)}; each level needs 1 … {vocab_size} (vocabulary) nodes")
+    if 1 + sum(tree_shape) > MAX_NODES:
+        raise UserError(f"tree_shape: {1 + sum(tree_shape)} nodes with the root; a tree has at most {MAX_NODES}")
+
+
+def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k: int) -> None:
+    """Raise UserError for sampling settings of the wrong type or outside their range."""
+    _check_integer("max_new_tokens", max_new_tokens, 1)
+    _check_integer("top_k", top_k, 0)
+    for name, value in (("temperature", temperature), ("top_p", top_p)):
+        if not _is_real(value):
+            raise UserError(f"{name}: {value!r}; it must be a number")
+    if not (temperature == 0 or _FP32.tiny <= temperature <= _FP32.max):
+        raise UserError(
+            f"temperature: {temperature}; it must be 0 (greedy) or from {_FP32.tiny:.2g} to {_FP32.max:.2g}"
+        )
+    if not 0 < top_p <= 1:
+        raise UserError(f"top_p: {top_p}; it must be above 0 and at most 1")
+
+
+def seeded_generator(seed: int | None, device: torch.device) -> torch.Generator | None:
+    """A generator of its own for a seed; None stands for torch's global one."""
+    if seed is None:
+        return None
+    _check_integer("seed", seed, 0, LARGEST_SEED)
+    return torch.Generator(device).manual_seed(int(seed))
+
+
+def check_streamer(streamer: Any, batch: int) -> None:
+    """Raise UserError for an object that is no streamer, and for a batch that one cannot take."""
+    if streamer is None:
+        return
+    if not (callable(getattr(streamer, "put", None)) and callable(getattr(streamer, "end", None))):
+        raise UserError(f"streamer: a {type(streamer).__name__}; give an object with the methods put and end")
+    if batch > 1:
+        raise UserError(f"streamer: batch of {batch}; streaming takes a single prompt")
+
+
+def check_stopping(criteria: Any) -> None:
+    """Raise UserError unless criteria is None or a list of callables."""
+    if criteria is not None and not (isinstance(criteria, Sequence) and all(map(callable, criteria))):
+        raise UserError(
+            f"stopping_criteria: a {type(criteria).__name__}; give a list of transformers' StoppingCriteria"
+        )
+
+
+def end_tokens(eos_token_id: Any) -> set[int]:
+    """The ids in None, an id, or a collection or tensor of ids."""
+    if eos_token_id is None:
+        return set()
+    ids = eos_token_id.flatten().tolist() if isinstance(eos_token_id, Tensor) else eos_token_id
+    ids = ids if isinstance(ids, Collection) and not isinstance(ids, str) else [ids]
+    if not all(_is_integer(token) for token in ids):
+        raise UserError(f"eos_token_id: {eos_token_id!r}; give an id, or a list or tensor of ids")
+    return {int(token) for token in ids}
+
+
+def pad_token(model: GlideMixin, pad_token_id: Any) -> int:
+    """The id that fills rows up: the given one, else the model's own, else 0."""
+    candidates = (pad_token_id, model.generation_config.pad_token_id, model.config.pad_token_id)
+    value = next((candidate for candidate in candidates if candidate is not None), 0)
+    value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if not _is_integer(value):
+        raise UserError(f"pad_token_id: {value!r}; give an id")
+    return int(value)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
+    if not _is_integer(value) or value < least or (most is not None and value > most):
+        wanted = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
+        raise UserError(f"{name}: {value!r}; it must be {wanted}")

@@ -1,0 +1,88 @@
+"""Options of transformers' `generate`: those that decoding applies, those without effect, and those it refuses.
+
+Warpers that depend on one row of logits alone are applied to the target and to the draft, so every acceptance rule
+stays exact. Options that depend on earlier tokens, and other ways to decode, are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sized
+from numbers import Real
+from typing import Any
+
+from transformers import (
+    EpsilonLogitsWarper,
+    GenerationConfig,
+    LogitsProcessor,
+    MinPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from longspec.errors import UserError
+
+WARPERS: dict[str, tuple[Callable[[float], LogitsProcessor], float]] = {
+    "min_p": (MinPLogitsWarper, 0.0),
+    "typical_p": (TypicalLogitsWarper, 1.0),
+    "epsilon_cutoff": (EpsilonLogitsWarper, 0.0),
+}
+"""In transformers' order, after top-p: each option's warper and the value at which it does nothing."""
+NEUTRAL: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "guidance_scale": 1.0,
+    "num_beams": 1,
+    "num_beam_groups": 1,
+}
+"""Values without effect. Every other option has none if it is None, 0, False or empty."""
+_APPLIED = {
+    *WARPERS,
+    *("do_sample", "temperature", "top_k", "top_p", "max_length", "max_new_tokens", "max_time", "stop_strings"),
+    *("num_return_sequences", "return_dict_in_generate", "bos_token_id", "eos_token_id", "pad_token_id"),
+}
+_WITHOUT_EFFECT = {
+    # Settings of beam search and of assistants; these modes themselves are refused.
+    *("early_stopping", "length_penalty", "num_assistant_tokens", "num_assistant_tokens_schedule"),
+    *("assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size"),
+    # How transformers' own decoding loop runs, and a setting of encoder-decoder models.
+    *("use_cache", "max_cache_len", "compile_config", "disable_compile", "low_memory", "prefill_chunk_size"),
+    *("continuous_batching_config", "renormalize_logits", "decoder_start_token_id", "transformers_version"),
+}
+REFUSED = tuple(
+    name
+    for name in vars(GenerationConfig())
+    if not name.startswith("_") and name not in _APPLIED and name not in _WITHOUT_EFFECT
+)
+"""Options that must have a neutral value, among them those that later versions of transformers add."""
+
+
+def refuse_options(given: Mapping[str, Any], config: GenerationConfig) -> None:
+    """Raise UserError for an option that decoding cannot apply.
+
+    given: arguments by name, which override the model's generation config.
+    """
+    for name in REFUSED:
+        value = given[name] if name in given else getattr(config, name, None)
+        if value is None or (len(value) == 0 if isinstance(value, Sized) else value == NEUTRAL.get(name, 0)):
+            continue
+        where = name if name in given else f"generation_config.{name}"
+        raise UserError(
+            f"{where}: {value!r} is not supported with speculative decoding; "
+            f"leave it out or pass {name}={NEUTRAL.get(name)!r}"
+        )
+
+
+def build_warpers(given: Mapping[str, Any], config: GenerationConfig) -> list[LogitsProcessor]:
+    """The warpers of the options in WARPERS; UserError for values outside their range.
+
+    given: arguments by name, which override the model's generation config.
+    """
+    warpers = []
+    for name, (warper, neutral) in WARPERS.items():
+        value = given[name] if name in given else getattr(config, name, None)
+        if value is None or value == neutral:
+            continue
+        # transformers' other two warpers do not take 1, at which no token would be left.
+        if not isinstance(value, Real) or not 0 < float(value) <= 1 or (value == 1 and name != "min_p"):
+            raise UserError(f"{name}: {value!r}; it must be a number from 0 to 1")
+        warpers.append(warper(float(value)))
+    return warpers

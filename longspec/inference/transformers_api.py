@@ -1,0 +1,156 @@
+"""`model.generate`: speculative decoding with transformers' arguments, preparation and results.
+
+transformers merges the generation configs, prepares prompts, masks and lengths, and then calls `decode` instead of its
+own decoding loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, MaxTimeCriteria, StoppingCriteria, StopStringCriteria
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from longspec.errors import UserError
+from longspec.inference.arguments import check_stopping, check_token_ids
+from longspec.inference.generate import GenerationStats, Streamer, generate
+from longspec.inference.options import REFUSED, WARPERS, refuse_options
+from longspec.inference.tree_shapes import DEFAULT_SHAPE
+from longspec.models.glide import GlideMixin
+
+_REFUSED_ARGUMENTS = (
+    *("prefix_allowed_tokens_fn", "synced_gpus", "assistant_model", "assistant_tokenizer", "negative_prompt_ids"),
+    *("negative_prompt_attention_mask", "custom_generate", "inputs_embeds", "position_ids", "past_key_values"),
+)
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """The result of `model.generate(..., return_dict_in_generate=True)`; only `sequences` and `stats` are set."""
+
+    stats: GenerationStats | None = None
+
+
+def generate_as_transformers(
+    self: GlideMixin,
+    inputs: Tensor | Mapping[str, Any] | None = None,
+    generation_config: GenerationConfig | None = None,
+    logits_processor: LogitsProcessorList | None = None,
+    stopping_criteria: Sequence[StoppingCriteria] | None = None,
+    *,
+    streamer: Streamer | None = None,
+    method: str = "tree",
+    tree_shape: Sequence[int] | str = DEFAULT_SHAPE,
+    gamma: int = 4,
+    tree_rule: str = "reject",
+    seed: int | None = None,
+    compile: bool = True,
+    attention: str = "auto",
+    allow_untrained_draft: bool = False,
+    **kwargs: Any,
+) -> Tensor | SpeculativeOutput:
+    """transformers' `generate` with speculative decoding; for the other arguments see `longspec.generate`.
+
+    Defaults come from `generation_config` or the model's own. Returns LongTensor [B * num_return_sequences, length]:
+    the prompts as given and the new tokens, padded right; or a `SpeculativeOutput` with return_dict_in_generate.
+    stopping_criteria and stop_strings (which need `tokenizer`) end each row on its own. Raises UserError for beam
+    search, assistants, logits processors and every other option that decoding cannot apply (see `options`).
+    """
+    if isinstance(inputs, Mapping):
+        kwargs = {**inputs, **kwargs}
+        inputs = None
+    given = kwargs.get("input_ids") if inputs is None else inputs
+    if given is not None:
+        check_token_ids(given)
+    for name in _REFUSED_ARGUMENTS:
+        value = kwargs.pop(name, None)
+        if value is not None and value is not False:
+            raise UserError(f"{name}: not supported with speculative decoding; leave it out")
+    if logits_processor:
+        names = ", ".join(type(processor).__name__ for processor in logits_processor)
+        raise UserError(f"logits_processor: {names} is not supported with speculative decoding; leave it out")
+    check_stopping(stopping_criteria)
+    base = GenerationConfig() if generation_config is None else generation_config
+    chosen = {name: value for name in (*REFUSED, "stop_strings") if (value := getattr(base, name, None)) is not None}
+    chosen |= {name: kwargs[name] for name in (*REFUSED, "stop_strings") if name in kwargs}
+    refuse_options(chosen, self.generation_config)
+    criteria = list(stopping_criteria or ())
+    tokenizer = kwargs.pop("tokenizer", None)
+    if stop_strings := chosen.get("stop_strings", self.generation_config.stop_strings):
+        if tokenizer is None:
+            raise UserError("stop_strings: they need the argument tokenizer=, the model's tokenizer")
+        criteria.append(StopStringCriteria(tokenizer, stop_strings))
+        # transformers hands no tokenizer on to a decoding loop of ours, so it must not see the stop strings.
+        kwargs.pop("stop_strings", None)
+        if generation_config is not None:
+            generation_config = copy(generation_config)
+            generation_config.stop_strings = None
+        if self.generation_config.stop_strings:
+            kwargs["stop_strings"] = None
+
+    def decode(
+        model: GlideMixin,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: Sequence[StoppingCriteria],
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Tensor | SpeculativeOutput:
+        timers = [criterion for criterion in stopping_criteria if isinstance(criterion, MaxTimeCriteria)]
+        pad_token_id = _pad_token_id(generation_config)
+        neutral: dict[str, Any] = dict.fromkeys(REFUSED)  # checked above, with what overrides the model's own config
+        out = generate(
+            model,
+            input_ids,
+            model_kwargs.get("attention_mask"),
+            method,
+            max_new_tokens=generation_config.max_length - input_ids.shape[1],
+            **_sampling(generation_config),
+            tree_shape=tree_shape,
+            gamma=gamma,
+            eos_token_id=() if generation_config.eos_token_id is None else generation_config.eos_token_id,
+            pad_token_id=pad_token_id,
+            seed=seed,
+            streamer=streamer,
+            tree_rule=tree_rule,
+            compile=compile,
+            attention=attention,
+            allow_untrained_draft=allow_untrained_draft,
+            stopping_criteria=[*timers, *criteria],
+            **neutral,
+        )
+        new = torch.nn.utils.rnn.pad_sequence(out.new_tokens, batch_first=True, padding_value=pad_token_id)
+        sequences = torch.cat([input_ids.to(new.device), new], 1)
+        if generation_config.return_dict_in_generate:
+            return SpeculativeOutput(sequences=sequences, stats=out.stats)  # type: ignore[arg-type]
+        return sequences
+
+    return super(GlideMixin, self).generate(  # type: ignore[misc]
+        inputs, generation_config, custom_generate=decode, **kwargs
+    )
+
+
+def _sampling(config: GenerationConfig) -> dict[str, Any]:
+    """`longspec.generate`'s sampling settings, from a config that transformers has completed."""
+    if not config.do_sample:
+        return {"temperature": 0.0}
+    settings = {
+        "temperature": 1.0 if config.temperature is None else config.temperature,
+        "top_p": 1.0 if config.top_p is None else config.top_p,
+        "top_k": 0 if config.top_k is None else config.top_k,
+    }
+    return settings | {name: getattr(config, name) for name in WARPERS}
+
+
+def _pad_token_id(config: GenerationConfig) -> int:
+    """The id that fills finished rows up; as in transformers the first EOS where there is no pad token."""
+    ids = config.pad_token_id if config.pad_token_id is not None else config.eos_token_id
+    return 0 if ids is None else int(torch.as_tensor(ids).flatten()[0])
+
+
+GlideMixin.generate = generate_as_transformers  # type: ignore[attr-defined]

@@ -1,0 +1,116 @@
+"""Logits that define no distribution end a generation with the row and the position, and never change its output."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairs import make_pair, target_greedy
+from torch import Tensor, nn
+
+from longspec import generate
+from longspec.errors import UserError
+from longspec.inference.methods import GLIDE_METHODS, METHODS
+from longspec.models.glide import GlideMixin
+
+SETTINGS = {"tree_shape": (2, 3), "gamma": 3, "max_new_tokens": 12, "seed": 0}
+RULES = [*({"method": method} for method in METHODS), {"method": "tree", "tree_rule": "descend"}]
+SAMPLING: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.0, "top_p": 0.9}]
+
+
+class Spoiled(nn.Module):
+    """A head whose logits of one token are `value`, for hidden states that hold a marker of `marked`."""
+
+    def __init__(self, head: nn.Linear, marked: Tensor, value: float) -> None:
+        super().__init__()
+        self.head, self.weight = head, head.weight
+        self.marked, self.value = marked, value
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = self.head(hidden)
+        is_marked = (hidden[..., None, :] - self.marked).abs().amax(-1) < 1e-3
+        logits[..., 5] = torch.where(is_marked.any(-1), self.value, logits[..., 5])
+        return logits
+
+
+def prompts() -> Tensor:
+    return torch.randint(1, 61, (2, 7), generator=torch.Generator().manual_seed(0))
+
+
+def spoil_target(model: GlideMixin, row: Tensor, position: int, value: float) -> None:
+    """The target's logits after the tokens of `row` up to `position` hold `value`."""
+    with torch.no_grad():
+        hidden = model.model(row[None, : position + 1]).last_hidden_state[:, -1]
+    model.lm_head = Spoiled(model.lm_head, hidden, value)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_first_token_is_refused(tmp_path: Path, method: str, sampling: dict, value: float) -> None:
+    """Prefill reads logits like every other pass."""
+    model, ids = make_pair(tmp_path), prompts()
+    spoil_target(model, ids[1], 6, value)
+    with pytest.raises(UserError, match=r"^row 1, position 6: the target's logits are NaN or infinite"):
+        generate(model, ids, method=method, **SETTINGS, **sampling)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_verification_pass_is_refused_where_the_target_fails(tmp_path: Path, method: str, value: float) -> None:
+    """Every token before is the target's own; the row and the round's root are named."""
+    model, ids = make_pair(tmp_path), prompts()
+    expected = target_greedy(model, ids[1], 12)
+    spoil_target(model, torch.cat([ids[1], torch.tensor(expected)]), 10, value)
+    with pytest.raises(UserError, match=r"^row 1, position \d+: the (target|draft)'s logits") as error:
+        generate(model, ids, method=method, **SETTINGS)
+    position = int(str(error.value).split("position ")[1].split(":")[0])
+    assert position == 10 if method == "vanilla" else 7 <= position <= 10
+    ended = generate(model, ids, method=method, **SETTINGS | {"max_new_tokens": 1})
+    assert [row.tolist() for row in ended.new_tokens] == [target_greedy(model, row, 1) for row in ids]
+
+
+@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_no_weight_of_a_draft_spoils_the_output(tmp_path: Path, rule: dict, sampling: dict) -> None:
+    """NaN and infinity in the draft are refused where the draft is read, and have no effect elsewhere."""
+    ids = prompts()
+    for value in (float("nan"), float("inf")):
+        model = make_pair(tmp_path)
+        model.draft_model.mlp.down_proj.weight.data[3, 4] = value
+        if rule["method"] in GLIDE_METHODS:
+            with pytest.raises(UserError, match=r"^row 0, position 7: the draft's logits are NaN or infinite"):
+                generate(model, ids, **rule, **SETTINGS, **sampling)
+        else:
+            generate(model, ids, **rule, **SETTINGS, **sampling)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_temperature_that_overflows_is_refused(tmp_path: Path, method: str) -> None:
+    """The logits are finite, and infinite once they are divided by the temperature."""
+    model, ids = make_pair(tmp_path), prompts()
+    model.lm_head.weight.data *= 100
+    with pytest.raises(UserError, match=r"^row 0, position 6: the target's logits .* at temperature 1.2e-38"):
+        generate(model, ids, method=method, **SETTINGS, temperature=1.2e-38)
+
+
+def test_a_logit_of_minus_infinity_is_a_token_of_probability_0(tmp_path: Path) -> None:
+    """As for transformers' own sampling."""
+    model, ids = make_pair(tmp_path), prompts()
+    token = target_greedy(model, ids[0], 1)[0]
+    logits = model(ids[:1]).logits[0, -1]
+    spoil_target(model, ids[0], 6, -torch.inf)
+    found = generate(model, ids[:1], method="vanilla", **SETTINGS | {"max_new_tokens": 1}).new_tokens[0]
+    logits[5] = -torch.inf
+    assert found.tolist() == [int(logits.argmax())] and (token == 5 or found.tolist() == [token])
+
+
+def test_rows_that_have_ended_raise_nothing(tmp_path: Path) -> None:
+    """A row keeps passing through the rounds of the others, which may run it into anything."""
+    model, ids = make_pair(tmp_path), prompts()
+    first = [target_greedy(model, row, 6) for row in ids]
+    eos = next(token for token in first[1] if token not in first[0])
+    ended = first[1].index(eos)
+    spoil_target(model, torch.cat([ids[1], torch.tensor(first[1])]), 7 + ended, float("nan"))
+    out = generate(model, ids, method="vanilla", **SETTINGS | {"max_new_tokens": 6}, eos_token_id=eos)
+    assert [row.tolist() for row in out.new_tokens] == [first[0], first[1][: ended + 1]]

@@ -1,0 +1,178 @@
+"""`model.generate`: transformers' arguments and results, tokens of the target alone, and rounds that speculate."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairs import FAMILIES, make_pair
+from tiny_tokenizer import byte_tokenizer
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    pipeline,
+)
+
+from longspec.errors import UserError
+from longspec.inference.drafting.tree import TreeDrafter
+from longspec.models.glide import GlideMixin
+
+SHAPE = {"tree_shape": (2, 3)}
+
+
+def padded_prompts() -> dict[str, Tensor]:
+    """Padded left, as transformers wants it."""
+    ids = torch.randint(1, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def target_alone(model: GlideMixin, **settings: Any) -> Any:
+    """transformers' own decoding of the same weights."""
+    return GenerationMixin.generate(model, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_new_tokens": 7},
+        {"max_length": 15},
+        {"generation_config": GenerationConfig(max_new_tokens=6, do_sample=False)},
+        {"max_new_tokens": 9, "eos_token_id": 11},
+        {"max_new_tokens": 9, "eos_token_id": [11, 17, 40], "pad_token_id": 3},
+        {"max_new_tokens": 9, "eos_token_id": torch.tensor([11, 17, 40])},
+        {"max_new_tokens": 9, "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(12)])},
+        {"max_new_tokens": 9, "repetition_penalty": 1.0, "num_beams": 1, "min_new_tokens": 0},
+    ],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_results_are_transformers_own(tmp_path: Path, family: str, settings: dict) -> None:
+    model = make_pair(tmp_path, family, pad_token_id=None)
+    expected = target_alone(model, **padded_prompts(), **settings)
+    assert torch.equal(model.generate(**padded_prompts(), **settings, **SHAPE), expected)
+    assert expected.shape[1] > 9
+
+
+def test_results_as_a_dict_carry_the_statistics(tmp_path: Path) -> None:
+    """And show that rounds drafted: the target drafting for itself accepts every token."""
+    model = make_pair(tmp_path)
+    settings = {"max_new_tokens": 16, "return_dict_in_generate": True}
+    out = model.generate(**padded_prompts(), **settings, method="magicdec", gamma=4)
+    assert torch.equal(out.sequences, target_alone(model, **padded_prompts(), **settings).sequences)
+    assert out.stats.mean_acceptance_length == 5 and out["sequences"] is out.sequences
+
+
+def test_defaults_come_from_the_models_generation_config(tmp_path: Path) -> None:
+    model = make_pair(tmp_path)
+    model.generation_config.max_new_tokens = 5
+    model.generation_config.eos_token_id = 60
+    assert model.generate(**padded_prompts(), **SHAPE).shape == (2, 14)
+    model.generation_config.do_sample, model.generation_config.temperature = True, 1e9
+    samples = [model.generate(**padded_prompts(), **SHAPE, seed=seed).tolist() for seed in (0, 0, 1)]
+    assert samples[0] == samples[1] != samples[2]
+    model.generation_config.repetition_penalty = 1.1
+    with pytest.raises(UserError, match=r"generation_config.repetition_penalty: 1.1"):
+        model.generate(**padded_prompts())
+    assert model.generate(**padded_prompts(), **SHAPE, seed=0, repetition_penalty=1.0).tolist() == samples[0]
+
+
+def test_several_sequences_of_a_prompt_are_samples_of_their_own(tmp_path: Path) -> None:
+    """In transformers' order; with torch's global seed or one of the call."""
+    model = make_pair(tmp_path, initializer_range=0.01)  # nearly uniform
+    settings = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 8, "top_k": 0}
+    torch.manual_seed(3)
+    out = model.generate(**padded_prompts(), **settings, **SHAPE)
+    torch.manual_seed(3)
+    assert torch.equal(model.generate(**padded_prompts(), **settings, **SHAPE), out)
+    assert torch.equal(out[:, :9], padded_prompts()["input_ids"].repeat_interleave(3, 0))
+    assert len(set(map(tuple, out[:, 9:].tolist()))) == 6
+
+
+@pytest.mark.parametrize("gamma", [1, 4])
+def test_stop_strings_end_where_transformers_ends(tmp_path: Path, gamma: int) -> None:
+    """In the middle of a round's tokens too; from arguments and from a config."""
+    model, tokenizer = make_pair(tmp_path, vocab_size=262), byte_tokenizer()
+    ids = tokenizer("a prompt", return_tensors="pt").input_ids
+    free = target_alone(model, input_ids=ids, max_new_tokens=30)[0, ids.shape[1] :]
+    letters = [text for text in map(tokenizer.decode, free) if len(text) == 1 and text.isascii() and text.isprintable()]
+    assert len(letters) > 3
+    lengths = set()
+    for letter in letters:
+        settings = {"stop_strings": [letter], "max_new_tokens": 30}
+        expected = target_alone(model, input_ids=ids, tokenizer=tokenizer, **settings)
+        lengths.add(expected.shape[1])
+        ours = {"input_ids": ids, "tokenizer": tokenizer, "method": "magicdec", "gamma": gamma}
+        assert torch.equal(model.generate(**ours, **settings), expected)
+        assert torch.equal(model.generate(**ours, generation_config=GenerationConfig(**settings)), expected)
+        model.generation_config.stop_strings = [letter]
+        assert torch.equal(model.generate(**ours, max_new_tokens=30), expected)
+        model.generation_config.stop_strings = None
+    assert len(lengths) > 3
+    with pytest.raises(UserError, match="stop_strings: they need the argument tokenizer="):
+        model.generate(ids, stop_strings=["a"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"num_beams": 2}, "num_beams"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+        ({"dola_layers": "low"}, "dola_layers"),
+        ({"repetition_penalty": 1.3}, "repetition_penalty"),
+        ({"generation_config": GenerationConfig(repetition_penalty=1.3)}, "repetition_penalty"),
+        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size"),
+        ({"min_new_tokens": 4}, "min_new_tokens"),
+        ({"min_length": 20}, "min_length"),
+        ({"bad_words_ids": [[3]]}, "bad_words_ids"),
+        ({"suppress_tokens": [3]}, "suppress_tokens"),
+        ({"eta_cutoff": 0.1}, "eta_cutoff"),
+        ({"top_h": 0.4}, "top_h"),
+        ({"guidance_scale": 1.5}, "guidance_scale"),
+        ({"output_scores": True}, "output_scores"),
+        ({"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(2.0)])}, "logits_processor"),
+        ({"prefix_allowed_tokens_fn": lambda batch, ids: [1]}, "prefix_allowed_tokens_fn"),
+        ({"assistant_model": "a model"}, "assistant_model"),
+        ({"custom_generate": "somebody/elses-code"}, "custom_generate"),
+        ({"inputs_embeds": torch.zeros(1, 3, 32)}, "inputs_embeds"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_applied_is_refused_by_name(tmp_path: Path, settings: dict, name: str) -> None:
+    model = make_pair(tmp_path)
+    with pytest.raises(UserError, match=f"^{name}: ") as error:
+        model.generate(**padded_prompts(), **settings)
+    assert "\n" not in str(error.value)
+
+
+def test_a_fresh_draft_is_refused(tmp_path: Path) -> None:
+    model = make_pair(tmp_path)
+    model.draft_is_trained = False
+    with pytest.raises(UserError, match="needs a trained draft"):
+        model.generate(**padded_prompts())
+    expected = target_alone(model, **padded_prompts())
+    assert torch.equal(model.generate(**padded_prompts(), allow_untrained_draft=True), expected)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_pipeline_speculates(tmp_path: Path, do_sample: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text is that of a pipeline of the target alone; sampled, at a temperature next to none."""
+    model, tokenizer = make_pair(tmp_path, vocab_size=262), byte_tokenizer()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    rounds: list[object] = []
+    propose = TreeDrafter.propose
+    monkeypatch.setattr(TreeDrafter, "propose", lambda *args: rounds.append(args) or propose(*args))
+    settings = {"max_new_tokens": 8, "do_sample": do_sample} | ({"temperature": 1e-4} if do_sample else {})
+    texts = []
+    for one in (model, plain):
+        pipe = pipeline("text-generation", model=one, tokenizer=tokenizer, device="cpu")
+        texts.append(pipe(["a prompt", "another"], batch_size=2, **settings))
+    assert texts[0] == texts[1] and rounds
