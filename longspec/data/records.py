@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,6 +83,39 @@ def data_files(files: Files) -> list[str]:
         if not os.access(path, os.R_OK):
             raise UserError(f"data file '{path}' cannot be read: check its permissions")
     return found
+
+
+class FileDigest(NamedTuple):
+    """One data file and the digest of its content."""
+
+    path: str
+    """Absolute path, symbolic links not resolved."""
+    digest: str
+    """BLAKE2b of the file's bytes, 128 bits as 32 hex digits."""
+
+
+def content_digests(files: Files) -> list[FileDigest]:
+    """The digest of each data file's bytes, in the order of `data_files(files)`.
+
+    Every byte is read; neither size nor modification time is trusted. Two lists hold the same data if their `digest`s
+    are equal in order, whatever the paths. Raises UserError for a missing or unreadable file.
+    """
+    paths = [os.path.abspath(path) for path in data_files(files)]
+    with ThreadPoolExecutor(min(len(paths), os.cpu_count() or 1)) as pool:  # hashing releases the GIL
+        return list(map(FileDigest, paths, pool.map(_digest, paths)))
+
+
+def _digest(path: str) -> str:
+    try:
+        with open(path, "rb") as handle:
+            return hashlib.file_digest(handle, file_hash).hexdigest()
+    except OSError as error:
+        raise UserError(f"data file '{path}' cannot be read ({error.strerror})") from error
+
+
+def file_hash() -> Any:
+    """A fresh hash object of the kind that `FileDigest.digest` is made with."""
+    return hashlib.blake2b(digest_size=16)
 
 
 def index_lines(files: Files, num_proc: int = 1, cache_dir: str | None = None) -> Dataset:

@@ -1,6 +1,8 @@
 """Reading JSONL: which lines, where they lie, what kind each record is, and what is said about bad ones."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from longspec.data.records import (
     WHERE,
     RecordError,
+    content_digests,
     data_files,
     index_lines,
     located,
@@ -35,6 +38,22 @@ def test_files_folders_and_patterns_are_found_in_order(tmp_path):
         str(tmp_path / "in" / "note.txt"),
         inside[0],
     ]
+
+
+def test_content_digests_follow_the_bytes_alone(tmp_path):
+    """A rewrite with the same size and time changes the digest; a copy at another path has the same one."""
+    (tmp_path / "in").mkdir()
+    for name, text in (("a", "one\n"), ("b", "two\n")):
+        (tmp_path / "in" / f"{name}.jsonl").write_text(text)
+    first = content_digests(tmp_path / "in")
+    assert [Path(one.path).name for one in first] == ["a.jsonl", "b.jsonl"]
+    shutil.copytree(tmp_path / "in", tmp_path / "copy")
+    assert [one.digest for one in content_digests(tmp_path / "copy")] == [one.digest for one in first]
+    stamp = (tmp_path / "in" / "b.jsonl").stat().st_mtime_ns
+    (tmp_path / "in" / "b.jsonl").write_text("owt\n")
+    os.utime(tmp_path / "in" / "b.jsonl", ns=(stamp, stamp))
+    second = content_digests(tmp_path / "in")
+    assert second[0] == first[0] and second[1] != first[1]
 
 
 @pytest.mark.parametrize("name", ["gone.jsonl", "*.jsonl", "."])
