@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from longspec.data.templates import CHAT_FORMATS
+from longspec.data.target_format import AUTO as AUTO_FORMAT
+from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.errors import UserError, reports_user_errors
 from longspec.inference.generate import generate
 from longspec.inference.methods import METHODS, TREE_RULES
@@ -77,7 +78,13 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--batch_size", type=int, default=1)
     add("--output_dir", help="default: outputs/inference/<model>/<task>/<method>")
-    add("--chat_format", choices=CHAT_FORMATS, default="published")
+    add(
+        "--chat_format",
+        choices=CHAT_FORMAT_CHOICES,
+        default=AUTO_FORMAT,
+        help="default: the published one for the published targets, else the tokenizer's template, else plain text",
+    )
+    add("--prompts", help="JSON file {task: text with {context} and {input}}, in place of the built-in prompts")
     add("--min_prompt_len", type=int, default=MIN_PROMPT_LEN, help="LongBench: leave out prompts up to this length")
     add("--headroom", type=int, default=HEADROOM, help="LongBench: leave out prompts over window - headroom")
     add("--dtype", choices=DTYPES, help="default: the target's own, on a CPU float32")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from longspec.data.templates import check_chat_format
+from longspec.data.target_format import AUTO, plain_notice, resolve_chat_format, stop_tokens
 from longspec.errors import UserError
 from longspec.inference.generate import check_drafting, check_sampling
 from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair, family_class
-from longspec.inference.tasks import TASKS, Sample, Selection, read_questions, select_samples
+from longspec.inference.tasks import TASKS, Sample, Selection, read_prompt, read_questions, select_samples
 from longspec.kernels.attention import decoding_attention
 from longspec.models.draft_files import check_draft
 from longspec.models.draft_layer import head_dim
-from longspec.models.target_files import check_weights, context_window, load_tokenizer, read_config
+from longspec.models.target_files import check_weights, context_window, generation_eos, load_tokenizer, read_config
 
 GLIDE_METHODS = ("seq", "tree")
 
@@ -87,7 +87,9 @@ def make_plan(options: argparse.Namespace) -> Plan:
     check_weights(pair.target)
     check_drafting(options.method, options.tree_shape, options.gamma, options.tree_rule, config.vocab_size)
     tokenizer = load_tokenizer(pair.target, config)
-    check_chat_format(config.model_type, tokenizer, options.chat_format)
+    options = _with_chat_format(options, pair.target, config.model_type, tokenizer)
+    if pair.eos_token_id is None:
+        pair = replace(pair, eos_token_id=stop_tokens(tokenizer, generation_eos(pair.target, config)) or None)
     draft_state = None
     if draft := _draft_in_use(options, pair):
         draft_state = check_draft(draft, config, model_class.draft_layer_class)
@@ -98,6 +100,14 @@ def make_plan(options: argparse.Namespace) -> Plan:
     dtype = _dtype(options.dtype, config, device)
     decoding_attention(options.attention, device, dtype, head_dim(config))
     return Plan(options, pair, config, window, tokenizer, draft_state, selection, max_new_tokens, device, dtype)
+
+
+def _with_chat_format(options: argparse.Namespace, target: str, family: str, tokenizer: Any) -> argparse.Namespace:
+    """`options` with the chat format that "auto" stands for; a line says where that is none."""
+    chat_format = resolve_chat_format(options.chat_format, target, family, tokenizer)
+    if options.chat_format == AUTO and chat_format == "plain":
+        print(plain_notice(target))
+    return argparse.Namespace(**vars(options) | {"chat_format": chat_format})
 
 
 def _check_numbers(options: argparse.Namespace) -> None:
@@ -142,9 +152,11 @@ def _draft_in_use(options: argparse.Namespace, pair: Pair) -> str | None:
 
 def _select(options: argparse.Namespace, family: str, tokenizer: Any, window: int) -> Selection:
     longest = window - options.headroom
+    prompt = None if options.prompts is None else read_prompt(options.prompts, options.task)
+    questions = read_questions(options.task, options.data_path_prefix, family, options.chat_format, prompt)
     selection = select_samples(
         options.task,
-        read_questions(options.task, options.data_path_prefix),
+        questions,
         family,
         tokenizer,
         options.chat_format,

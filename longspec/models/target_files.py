@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from longspec.errors import UserError, first_line
 
@@ -33,6 +33,23 @@ def read_config(path: str | Path) -> PreTrainedConfig:
     except FILE_ERRORS as error:
         reason = first_line(error)
         raise UserError(f"{path}: no model checkpoint there ({reason}); give a target's folder or hub id") from error
+
+
+def generation_eos(path: str | Path, config: PreTrainedConfig) -> list[int]:
+    """The EOS ids of a target's generation_config.json, or of its `config` where there is no such file.
+
+    Raises UserError for a file that does not load.
+    """
+    try:
+        generation = GenerationConfig.from_pretrained(path)
+    except FILE_ERRORS as error:
+        if (Path(path) / "generation_config.json").exists():
+            raise UserError(f"{path}: generation_config.json does not load ({first_line(error)})") from error
+        generation = GenerationConfig.from_model_config(config)
+    ids = generation.eos_token_id
+    if ids is None:
+        return []
+    return list(ids) if isinstance(ids, list | tuple) else [ids]
 
 
 def local_target(target: str) -> Path:

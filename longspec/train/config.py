@@ -4,7 +4,7 @@ import argparse
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from pydantic import ValidationError
 from yaml import YAMLError
 
 from longspec.data.records import data_files
+from longspec.data.target_format import CHAT_FORMAT_CHOICES
+from longspec.data.templates import check_templates
 from longspec.errors import UserError
 from longspec.kernels.attention import resolve_attention
 from longspec.models.draft_layer import WINDOW
@@ -56,7 +58,7 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """See `longspec.data.dataset.build_dataset`; `num_workers` load on each rank."""
+    """Arguments of `longspec.data.dataset.build_dataset`; `num_workers` processes load on each rank."""
 
     files: Any = MISSING
     max_length: int = MISSING
@@ -68,6 +70,7 @@ class DataConfig:
     num_proc: int = MISSING
     num_workers: int = MISSING
     cache_dir: str | None = MISSING
+    templates: dict[str, Any] = field(default_factory=dict)  # checkpoints of earlier versions have none
 
 
 @dataclass
@@ -223,6 +226,8 @@ def check(config: TrainConfig) -> None:
     _choice("optimizer", config.optimizer, OPTIMIZERS)
     _choice("resume", config.resume, (None, "latest"))
     _choice("variant.name", config.variant.name, VARIANTS)
+    _choice("data.chat_format", config.data.chat_format, CHAT_FORMAT_CHOICES)
+    check_templates(config.data.templates, "config key data.templates")
     _choice("model.torch_dtype", config.model.torch_dtype, DTYPES)
     _choice("wandb.mode", config.wandb.mode, WANDB_MODES)
     if config.variant.name != "base":

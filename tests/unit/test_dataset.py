@@ -31,7 +31,8 @@ def build(tmp_path):
             texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
             path.write_text("".join(text + "\n" for text in texts))
             paths.append(path)
-        defaults = {"family": "llama", "max_length": 200, "pack": False, "cache_dir": str(tmp_path / "cache")}
+        defaults = {"family": "llama", "max_length": 200, "pack": False, "chat_format": "published"}
+        defaults |= {"cache_dir": str(tmp_path / "cache")}
         return build_dataset(paths, settings.pop("tokenizer", TOKENIZER), **{**defaults, **settings})
 
     return run
