@@ -91,8 +91,10 @@ def check_template(text: object, fields: Sequence[str], where: str) -> str:
     except ValueError as error:
         raise UserError(f"{where}: {error}; a brace that is no field is written twice") from error
     for name, spec, conversion in quoted:
-        if name not in fields or spec or conversion:
+        if name not in fields:
             raise UserError(f"{where}: no field {{{name}}}; it may quote {_braced(fields)}, other braces are doubled")
+        if spec or conversion:
+            raise UserError(f"{where}: a field is quoted only by its name, as {{{name}}}")
     if not quoted:
         raise UserError(f"{where}: quotes no field; it needs {_braced(fields)}")
     return text
@@ -165,9 +167,7 @@ def check_chat_format(family: str, tokenizer: Any, chat_format: str) -> None:
     if chat_format not in CHAT_FORMATS:
         raise UserError(f"unknown chat_format '{chat_format}': use one of {', '.join(CHAT_FORMATS)}")
     if chat_format == "published" and family not in TURN_FORMATS:
-        raise UserError(
-            f"no published chat format for the family '{family}': there is one for {', '.join(TURN_FORMATS)}"
-        )
+        raise UserError(f"no published chat format for model family '{family}', only for {', '.join(TURN_FORMATS)}")
     if chat_format == "tokenizer" and not getattr(tokenizer, "chat_template", None):
         raise UserError("chat_format 'tokenizer' needs a tokenizer with a chat template; use 'plain' or 'published'")
 

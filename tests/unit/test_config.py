@@ -80,7 +80,7 @@ def test_published_numbers() -> None:
 def test_experiments_compose_with_plain_hydra(name: str) -> None:
     """conf/exp is the config root, so the groups must be found from it without any help of ours."""
     with initialize_config_dir(str(EXP), version_base=None):
-        assert compose(name).model.pad_token_id == 151643
+        assert compose(name).model_name_or_path == "Qwen/QwQ-32B-Preview"
 
 
 def test_relative_config_path_with_and_without_slash(monkeypatch: pytest.MonkeyPatch, paths: list[str]) -> None:
@@ -102,6 +102,10 @@ def test_family_is_an_override(paths: list[str]) -> None:
         ("data.max_len=1", "data.max_len"),
         ("+data.max_len=1", "data.max_len"),
         ("data.max_length=long", "data.max_length"),
+        ("data.chat_format=alpaca", "data.chat_format"),
+        ("+data.templates.gov_report='{prompt}'", "data.templates.gov_report"),
+        ("+data.templates.report='{context}'", "data.templates.report"),
+        ("+data.templates.report=7", "data.templates.report"),
         ("per_device_train_batch_size=1.5", "per_device_train_batch_size"),
         ("per_device_train_batch_size=0", "per_device_train_batch_size"),
         ("gradient_accumulation_steps=-1", "gradient_accumulation_steps"),
