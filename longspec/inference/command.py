@@ -84,7 +84,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=AUTO_FORMAT,
         help="default: the published one for the published targets, else the tokenizer's template, else plain text",
     )
-    add("--prompts", help="JSON file {task: text with {context} and {input}}, in place of the built-in prompts")
+    add("--prompt_file", help="JSON file {task: text with {context} and {input}}, in place of the built-in prompts")
     add("--min_prompt_len", type=int, default=MIN_PROMPT_LEN, help="LongBench: leave out prompts up to this length")
     add("--headroom", type=int, default=HEADROOM, help="LongBench: leave out prompts over window - headroom")
     add("--dtype", choices=DTYPES, help="default: the target's own, on a CPU float32")
@@ -171,6 +171,7 @@ def describe(plan: Plan) -> dict[str, Any]:
             "target": plan.pair.target,
             "draft": plan.draft,
             "window": plan.window,
+            "chat_format": plan.chat_format,
             "dtype": str(plan.dtype).removeprefix("torch."),
             "device": str(plan.device),
             "output_dir": str(plan.output_dir),

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from longspec.data.target_format import AUTO, plain_notice, resolve_chat_format, stop_tokens
+from longspec.data.target_format import AUTO as AUTO_FORMAT
+from longspec.data.target_format import plain_notice, resolve_chat_format, stop_tokens
 from longspec.errors import UserError
 from longspec.inference.generate import check_drafting, check_sampling
 from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair, family_class
@@ -45,6 +46,11 @@ class Plan:
     def draft(self) -> str | None:
         """Where it comes from; None if the method needs none and none was given."""
         return _draft_in_use(self.options, self.pair)
+
+    @property
+    def chat_format(self) -> str:
+        """The chat format of the prompts, one of CHAT_FORMATS."""
+        return resolve_chat_format(self.options.chat_format, self.pair.target, self.config.model_type, self.tokenizer)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -87,7 +93,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     check_weights(pair.target)
     check_drafting(options.method, options.tree_shape, options.gamma, options.tree_rule, config.vocab_size)
     tokenizer = load_tokenizer(pair.target, config)
-    options = _with_chat_format(options, pair.target, config.model_type, tokenizer)
+    chat_format = _chat_format(options.chat_format, pair.target, config.model_type, tokenizer)
     if pair.eos_token_id is None:
         pair = replace(pair, eos_token_id=stop_tokens(tokenizer, generation_eos(pair.target, config)) or None)
     draft_state = None
@@ -95,19 +101,19 @@ def make_plan(options: argparse.Namespace) -> Plan:
         draft_state = check_draft(draft, config, model_class.draft_layer_class)
         check_draft_tokenizer(draft, pair.target, tokenizer)
     window = min(pair.window or sys.maxsize, context_window(config))
-    selection = _select(options, config.model_type, tokenizer, window)
+    selection = _select(options, config.model_type, tokenizer, chat_format, window)
     _check_samples(selection.samples, max_new_tokens, window, config.vocab_size)
     dtype = _dtype(options.dtype, config, device)
     decoding_attention(options.attention, device, dtype, head_dim(config))
     return Plan(options, pair, config, window, tokenizer, draft_state, selection, max_new_tokens, device, dtype)
 
 
-def _with_chat_format(options: argparse.Namespace, target: str, family: str, tokenizer: Any) -> argparse.Namespace:
-    """`options` with the chat format that "auto" stands for; a line says where that is none."""
-    chat_format = resolve_chat_format(options.chat_format, target, family, tokenizer)
-    if options.chat_format == AUTO and chat_format == "plain":
+def _chat_format(asked: str, target: str, family: str, tokenizer: Any) -> str:
+    """The chat format that --chat_format stands for. A printed line says when "auto" is plain text."""
+    chat_format = resolve_chat_format(asked, target, family, tokenizer)
+    if asked == AUTO_FORMAT and chat_format == "plain":
         print(plain_notice(target))
-    return argparse.Namespace(**vars(options) | {"chat_format": chat_format})
+    return chat_format
 
 
 def _check_numbers(options: argparse.Namespace) -> None:
@@ -150,16 +156,16 @@ def _draft_in_use(options: argparse.Namespace, pair: Pair) -> str | None:
     return options.draft
 
 
-def _select(options: argparse.Namespace, family: str, tokenizer: Any, window: int) -> Selection:
+def _select(options: argparse.Namespace, family: str, tokenizer: Any, chat_format: str, window: int) -> Selection:
     longest = window - options.headroom
-    prompt = None if options.prompts is None else read_prompt(options.prompts, options.task)
-    questions = read_questions(options.task, options.data_path_prefix, family, options.chat_format, prompt)
+    prompt = None if options.prompt_file is None else read_prompt(options.prompt_file, options.task)
+    questions = read_questions(options.task, options.data_path_prefix, family, chat_format, prompt)
     selection = select_samples(
         options.task,
         questions,
         family,
         tokenizer,
-        options.chat_format,
+        chat_format,
         options.test_length,
         options.min_prompt_len,
         longest,

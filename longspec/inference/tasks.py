@@ -131,11 +131,11 @@ def read_prompt(file: str | Path, name: str) -> str:
     try:
         prompts = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"--prompts: {file} is no readable JSON file ({first_line(error)})") from error
+        raise UserError(f"--prompt_file: {file} is no readable JSON file ({first_line(error)})") from error
     if not isinstance(prompts, dict) or name not in prompts:
-        raise UserError(f"--prompts: {file} has no prompt for {name}; it must be an object {{task: prompt}}")
+        raise UserError(f"--prompt_file: {file} has no prompt for {name}; it must be an object {{task: prompt}}")
     fields = LONGBENCH_FIELDS if "context" in TASKS[name].fields else TASKS[name].fields
-    return check_template(prompts[name], fields, f"--prompts: {file}, {name}")
+    return check_template(prompts[name], fields, f"--prompt_file: {file}, {name}")
 
 
 def read_questions(

@@ -28,7 +28,7 @@ def test_a_target_speaks_its_own_format(tmp_path: Path, shape: str, capsys: pyte
     (tmp_path / "aime24.jsonl").write_text('{"id": 1, "problem": "What is 1 + 1?"}\n')
     (tmp_path / "prompts.json").write_text('{"aime24": "Say {problem}"}')
     given = ["--target", str(target), "--draft", str(tmp_path / "draft.pth"), "--data_path_prefix", str(tmp_path)]
-    given += ["--task", "aime24", "--max_gen_len", "12", "--prompts", str(tmp_path / "prompts.json")]
+    given += ["--task", "aime24", "--max_gen_len", "12", "--prompt_file", str(tmp_path / "prompts.json")]
     samples, summary = {}, {}
     for method in ("vanilla", "tree"):
         out = tmp_path / method

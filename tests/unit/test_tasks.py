@@ -141,10 +141,10 @@ def test_prompts_of_the_users_own_file(tmp_path: Path) -> None:
 )
 def test_a_file_of_prompts_that_does_not_fit_is_named(tmp_path: Path, content: str, says: str) -> None:
     (tmp_path / "prompts.json").write_text(content)
-    with pytest.raises(UserError, match=f"^--prompts: .*prompts.json.*{says}") as error:
+    with pytest.raises(UserError, match=f"^--prompt_file: .*prompts.json.*{says}") as error:
         read_prompt(tmp_path / "prompts.json", "lcc")
     assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match=r"--prompts: .*nowhere\.json is no readable JSON file"):
+    with pytest.raises(UserError, match=r"--prompt_file: .*nowhere\.json is no readable JSON file"):
         read_prompt(tmp_path / "nowhere.json", "lcc")
 
 
