@@ -58,6 +58,8 @@ def read_inputs(config: TrainConfig) -> Inputs:
     chat_format = _chat_format(config, target.model_type, tokenizer)
     eos = _eos(config, target, tokenizer, chat_format)
     pad = _pad(config, target, tokenizer)
+    name = tokenizer.convert_ids_to_tokens(eos)
+    logger.info("chat format %s; EOS %d (%s), padding %d", chat_format, eos, name, pad)
     draft = None
     if config.draft_model_name_or_path is not None:
         draft = check_draft(config.draft_model_name_or_path, target, glide.draft_layer_class)
@@ -106,7 +108,7 @@ def _aligner(number: int, entry: Any) -> Aligner:
 
 
 def _chat_format(config: TrainConfig, family: str, tokenizer: Any) -> str:
-    """The chat format that data.chat_format stands for; a line says where "auto" is none."""
+    """The chat format that data.chat_format stands for. A log line says when "auto" is plain text."""
     asked, target = config.data.chat_format, config.model_name_or_path
     chat_format = resolve_chat_format(asked, target, family, tokenizer)
     if asked == AUTO and chat_format == "plain":

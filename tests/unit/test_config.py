@@ -1,7 +1,10 @@
 """All experiments compose to valid runs, and a mistake in one is named by its key."""
 
+import re
+from dataclasses import is_dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import get_type_hints
 
 import deepspeed
 import pytest
@@ -9,8 +12,10 @@ from hydra import compose, initialize_config_dir
 from training_fixtures import NEEDS_MUON, ROOT, write_texts
 
 from longspec.errors import UserError
+from longspec.inference.command import parse_options
 from longspec.train.config import (
     CONFIG_NAME,
+    TrainConfig,
     check,
     compose_config,
     load_config,
@@ -196,6 +201,17 @@ def test_checkpoint_folder_brings_its_own_draft(paths: list[str], tmp_path: Path
     assert load(stage2, *paths).draft_model_name_or_path is not None
     assert load(stage2, *paths[1:], target).draft_model_name_or_path is None
     assert load(stage2, *paths[1:], target, "draft_model_name_or_path=x").draft_model_name_or_path == "x"
+
+
+def test_every_key_and_flag_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    documented = set(re.findall(r"`([^`]+)`", (ROOT / "docs" / "config.md").read_text()))
+    keys = set()
+    for name, kind in get_type_hints(TrainConfig).items():
+        keys |= {f"{name}.{inner}" for inner in get_type_hints(kind)} if is_dataclass(kind) else {name}
+    with pytest.raises(SystemExit):
+        parse_options(["--help"])
+    flags = set(re.findall(r"--\w+", capsys.readouterr().out)) - {"--help", "--no"}
+    assert not (keys | flags) - documented
 
 
 def test_print_config_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:

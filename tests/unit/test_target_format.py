@@ -120,6 +120,8 @@ def test_a_published_config_trains_another_target_with_its_own_tokens(
     (asked,), (text,) = inputs.rows[0], inputs.rows[1]
     assert inputs.tokenizer.decode(asked["input_ids"]) == f"{prompt}{answer}{end}"
     assert inputs.tokenizer.decode(text["input_ids"]).endswith(f"A text.{end}")
+    line = f"chat format {own_format}; EOS {asked['input_ids'][-1]} ({end}), padding"
+    assert sum(message.startswith(line) for message in caplog.messages) == 1
     notices = [message for message in caplog.messages if "has no chat template, so prompts are plain text" in message]
     assert len(notices) == (own_format == "plain")
     batch = inputs.collate([inputs.rows[0], inputs.rows[1]])
