@@ -79,7 +79,8 @@ def read_inputs(config: TrainConfig) -> Inputs:
     )
     rows = read(config.data.files)
     held_out = None if config.evaluation.files is None else read(config.evaluation.files)
-    collate = Collator(pad, answer_only=config.data.answer_only, pad_to=_packed_length(config))
+    packed_length = config.data.max_length if config.data.pack else None
+    collate = Collator(pad, answer_only=config.data.answer_only, pad_to=packed_length)
     return Inputs(rows, held_out, collate, tokenizer, draft, window)
 
 
@@ -142,10 +143,6 @@ def _pad(config: TrainConfig, target: PreTrainedConfig, tokenizer: Any) -> int:
 def _check_token(key: str, token: int, vocab_size: int) -> None:
     if not 0 <= token < vocab_size:
         raise UserError(f"config key {key}: {token} is none of the target's token ids, 0 … {vocab_size - 1}")
-
-
-def _packed_length(config: TrainConfig) -> int | None:
-    return config.data.max_length if config.data.pack else None
 
 
 def _read_rows(
