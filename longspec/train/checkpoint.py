@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 RESUMED_KEYS = (
     *("seed", "loss", "variant.name", "variant.max_offset", "variant.depth", "model_name_or_path", "eos_token_id"),
     *("data.files", "data.max_length", "data.pack", "data.overflow", "data.answer_only", "data.chat_format"),
-    *("data.aligners", "model.torch_dtype", "model.window", "optimizer"),
+    *("data.aligners", "data.templates", "model.torch_dtype", "model.window", "optimizer"),
 )
 """What a resumed run must have as the run had that it goes on from: other values would be another run."""
 EVALUATION_NAME = "evaluation.json"

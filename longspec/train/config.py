@@ -5,7 +5,7 @@ import difflib
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from pydantic import ValidationError
 from yaml import YAMLError
 
 from longspec.data.records import data_files
+from longspec.data.target_format import CHAT_FORMAT_CHOICES
+from longspec.data.templates import check_templates
 from longspec.errors import UserError
 from longspec.kernels.attention import resolve_attention
 from longspec.models.draft_files import checked_window
@@ -62,7 +64,7 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """See `longspec.data.dataset.build_dataset`; `num_workers` load on each rank."""
+    """Arguments of `longspec.data.dataset.build_dataset`; `num_workers` processes load on each rank."""
 
     files: Any = MISSING
     max_length: int = MISSING
@@ -74,6 +76,7 @@ class DataConfig:
     num_proc: int = MISSING
     num_workers: int = MISSING
     cache_dir: str | None = MISSING
+    templates: dict[str, Any] = field(default_factory=dict)  # checkpoints of earlier versions have none
 
 
 @dataclass
@@ -258,6 +261,8 @@ def check(config: TrainConfig) -> None:
     _choice("optimizer", config.optimizer, OPTIMIZERS)
     _choice("resume", config.resume, (None, "latest"))
     _choice("variant.name", config.variant.name, VARIANTS)
+    _choice("data.chat_format", config.data.chat_format, CHAT_FORMAT_CHOICES)
+    check_templates(config.data.templates, "config key data.templates")
     _choice("model.torch_dtype", config.model.torch_dtype, DTYPES)
     _choice("wandb.mode", config.wandb.mode, WANDB_MODES)
     if config.variant.name != "base":
