@@ -117,6 +117,7 @@ class TrainConfig:
     eos_token_id: int | None = MISSING
     output_dir: str = MISSING
     resume: str | None = MISSING
+    overwrite_output_dir: bool = False  # the default lets configurations of older checkpoints load
     seed: int = MISSING
     loss: str = MISSING
     log_target_loss: bool = MISSING
@@ -222,6 +223,8 @@ def check(config: TrainConfig) -> None:
     _choice("loss", config.loss, LOSSES)
     _choice("optimizer", config.optimizer, OPTIMIZERS)
     _choice("resume", config.resume, (None, "latest"))
+    contradict = config.overwrite_output_dir and config.resume is not None
+    _require(not contradict, "overwrite_output_dir", "must be false with resume", config.overwrite_output_dir)
     _choice("variant.name", config.variant.name, VARIANTS)
     _choice("model.torch_dtype", config.model.torch_dtype, DTYPES)
     _choice("wandb.mode", config.wandb.mode, WANDB_MODES)
