@@ -270,8 +270,8 @@ def _check_paths(config: TrainConfig) -> None:
                 f"config key evaluation.files: {both[0]} is in data.files, too; what is held out must not be"
             )
     output = Path(config.output_dir)
-    _require(not output.exists() or output.is_dir(), "output_dir", "is a file", config.output_dir)
     try:
+        _require(not output.exists() or output.is_dir(), "output_dir", "is a file", config.output_dir)
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"config key output_dir: {output} cannot be made ({error.strerror})") from error
