@@ -20,9 +20,7 @@ import shutil
 from pathlib import Path
 
 from longspec.errors import UserError
-from longspec.train.seals import MARKER, Progress, Run, Seal, damage, is_whole, read_seal, seal, sync
-
-__all__ = ["BEST", "DRAFTS", "MARKER", "STATES", "Progress", "Run", "damage", "is_whole", "seal"]
+from longspec.train.seals import MARKER, Progress, Run, Seal, damage, is_whole, read_seal, sync
 
 logger = logging.getLogger(__name__)
 

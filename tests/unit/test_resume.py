@@ -194,6 +194,14 @@ def test_a_second_run_is_refused_while_the_first_one_has_the_folder(
     train(configured(work, f"output_dir={work}/empty", "max_steps=1"))
 
 
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / LOCK_NAME).mkdir()
+    for output, reason in ((tmp_path, "Is a directory"), (tmp_path / "gone", "No such file or directory")):
+        with pytest.raises(UserError, match=rf"output_dir: .*{LOCK_NAME} cannot be written \({reason}\)") as error:
+            FolderLock(output)
+        assert "\n" not in str(error.value)
+
+
 def test_a_loading_process_that_is_left_does_not_hold_the_lock(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
     reading, writing = os.pipe()
