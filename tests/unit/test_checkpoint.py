@@ -148,6 +148,7 @@ def test_the_best_so_far_is_read_back_unless_it_cannot_be_compared(
     for other in ({"evaluation.files": "[other.jsonl]"}, {"evaluation.rows": "3"}):
         assert read_best(stored_config(**(given | other))) == -math.inf
         assert "other held-out rows" in caplog.text
+    assert read_best(stored_config(**given), Run("another")) == -math.inf and "is of another run" in caplog.text
     (best / "evaluation.json").write_text("{}")
     assert read_best(stored_config(**given)) == -math.inf and "has 2 bytes" in caplog.text
 
