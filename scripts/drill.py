@@ -278,10 +278,13 @@ def last_step(output: Path) -> int:
 def wait_for_a_save(live: Live, before: int) -> float:
     """Until the run has saved a step of its own and begins to save once more; how long that save took."""
     began = ended = 0.0
+    staged, launched = live.output / STATES[0], time.time()
 
     def saving_again() -> bool:
         nonlocal began, ended
-        saving = (live.output / STATES[0]).exists()
+        saving = False
+        with suppress(FileNotFoundError):
+            saving = staged.stat().st_ctime > launched  # an older one was left by the trial before
         if saving and not began:
             began = time.monotonic()
         elif began and not saving and not ended:
