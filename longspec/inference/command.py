@@ -6,6 +6,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +25,7 @@ from longspec.inference.run_folder import CONTENTS, open_report
 from longspec.inference.tasks import HEADROOM, MIN_PROMPT_LEN, TASKS, Sample
 from longspec.inference.tree_shapes import AUTO, DEFAULT_SHAPE
 from longspec.kernels.attention import BACKENDS
-from longspec.models.draft_files import draft_window
+from longspec.models.draft_files import draft_settings
 from longspec.models.families import family_class
 from longspec.models.glide import GlideMixin
 from longspec.signals import StopSignals, exit_code
@@ -162,7 +163,7 @@ def load_model(plan: Plan) -> GlideMixin:
         plan.pair.target,
         state_dict=plan.draft_state,
         torch_dtype=plan.dtype,
-        window=draft_window(plan.draft) if plan.draft else None,
+        **(asdict(draft_settings(plan.draft).options) if plan.draft else {}),
     )
     return model.to(plan.device).eval()  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ from tiny_tokenizer import byte_tokenizer
 
 from longspec.errors import UserError
 from longspec.models.draft_files import check_draft, draft_window, load_draft, save_draft_file, save_draft_folder
-from longspec.models.draft_layer import check_window
+from longspec.models.draft_layer import DraftOptions, check_window
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
 from longspec.train.checkpoint import _write_draft
 
@@ -85,7 +85,7 @@ def test_a_drafts_window_lies_in_its_files(tmp_path: Path) -> None:
     for name, window in (("hub", 96), ("run", 128), ("published", 512)):
         folder = tmp_path / name
         if name == "hub":
-            save_draft_folder(draft, tiny_config("llama"), folder, window)
+            save_draft_folder(draft, tiny_config("llama"), folder, DraftOptions(window))
         else:
             torch.save(draft, _made(folder) / "draft_model_weights.pth")
         if name == "run":
@@ -101,13 +101,13 @@ def test_a_window_survives_extraction(tmp_path: Path, form: str) -> None:
     pair = make_pair(tmp_path / "target")
     state = pair.draft_model.state_dict()
     if form == "pth":
-        save_draft_file(state, tmp_path / "out" / "x.pth", 64)
+        save_draft_file(state, tmp_path / "out" / "x.pth", DraftOptions(64))
         draft = (tmp_path / "out" / "x.pth").rename(tmp_path / "moved.pth")
     elif form == "checkpoint":
-        _write_draft(tmp_path / "checkpoint-last", state, 64, byte_tokenizer())
+        _write_draft(tmp_path / "checkpoint-last", state, DraftOptions(64), byte_tokenizer())
         draft = (tmp_path / "checkpoint-last" / "draft_model_weights.pth").rename(tmp_path / "moved.pth")
     else:
-        save_draft_folder(state, pair.config, tmp_path / "hub", 64)
+        save_draft_folder(state, pair.config, tmp_path / "hub", DraftOptions(64))
         draft = tmp_path / "hub"
     if form.startswith("file"):
         draft = (draft / "model.safetensors").rename(tmp_path / "moved.safetensors")
@@ -127,7 +127,7 @@ def test_the_windows_of_a_file_and_its_folder(tmp_path: Path) -> None:
     assert draft_window(folder) == 96
     (folder / "config.json").write_text('{"draft_window": 80}')
     assert draft_window(folder) == 80
-    save_draft_file(state, folder / "draft_model_weights.pth", 64)
+    save_draft_file(state, folder / "draft_model_weights.pth", DraftOptions(64))
     assert draft_window(folder) == draft_window(folder / "draft_model_weights.pth") == 64
 
 

@@ -10,7 +10,7 @@ from pairs import FAMILIES, Handed, make_pair
 from torch import Tensor
 
 from longspec.models.glide import GlideMixin
-from longspec.models.target_attention import LastLayerKV, last_keys_values, run_backbone
+from longspec.models.target_attention import ChosenKV, last_keys_values, run_backbone
 from longspec.models.target_kernels import use_kernels
 from longspec.train.loss import Objective
 
@@ -69,10 +69,12 @@ def test_keys_and_values_are_the_whole_pass_s_to_the_bit(
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
 
-    cache = LastLayerKV(model.config.num_hidden_layers)
+    cache = ChosenKV([2, 1, 0])
     run_backbone(model.model, tokens, positions, cache, attend)
-    keys, values = last_keys_values(model.model, *model.embed(tokens, positions), positions, attend)
-    assert torch.equal(keys, cache.keys) and torch.equal(values, cache.values)
+    found = last_keys_values(model.model, *model.embed(tokens, positions), positions, attend, others=[1, 0])
+    assert len(found) == len(cache.kept) == 3
+    for (keys, values), (whole_keys, whole_values) in zip(found, cache.kept.values(), strict=True):
+        assert torch.equal(keys, whole_keys) and torch.equal(values, whole_values)
 
 
 @torch.no_grad()

@@ -191,7 +191,9 @@ def test_the_target_goes_on_to_the_next_micro_batch_before_the_optimizer_steps(
 
     engine = Engine(
         device=torch.device("cpu"),
-        module=SimpleNamespace(target_pass=SimpleNamespace(begin=begin)),
+        module=SimpleNamespace(
+            target_pass=SimpleNamespace(begin=begin), needs_whole_pass=lambda objective: objective.reads_target
+        ),
         optimizer=SimpleNamespace(param_groups=[]),
         backward=lambda loss: done.append(("backward", None)),
         step=lambda: done.append(("step", None)),
