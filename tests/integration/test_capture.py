@@ -86,7 +86,7 @@ def test_captured_rounds_of_an_extended_draft_draft_what_the_eager_ones_do(
     tmp_path: Path, method: str, dtype: torch.dtype
 ) -> None:
     """Round by round, what is drafted and the state that it comes from; a row sits every other round out."""
-    model = make_pair(tmp_path, dtype=dtype, options=OPTIONS["both"]).cuda()
+    model = make_pair(tmp_path, dtype=dtype, options=OPTIONS["both"], hidden_size=128).cuda()
     ids, _, _ = prompts(90, 7)
     engines = []
     for _ in range(2):
