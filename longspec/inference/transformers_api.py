@@ -151,6 +151,3 @@ def _pad_token_id(config: GenerationConfig) -> int:
     """The id that fills finished rows up; as in transformers the first EOS where there is no pad token."""
     ids = config.pad_token_id if config.pad_token_id is not None else config.eos_token_id
     return 0 if ids is None else int(torch.as_tensor(ids).flatten()[0])
-
-
-GlideMixin.generate = generate_as_transformers  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
+import longspec
 from longspec.errors import UserError
 from longspec.kernels.attention import resolve_attention
 from longspec.kernels.segments import Segments
@@ -127,6 +128,10 @@ class GlideMixin(PretrainedPairMixin):
             logits_to_keep=logits_to_keep,
             **kwargs,
         )
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Speculative decoding with transformers' arguments; see `longspec.inference.transformers_api`."""
+        return longspec.generate_as_transformers(self, *args, **kwargs)
 
     def run_target(
         self, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool
