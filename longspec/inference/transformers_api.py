@@ -19,8 +19,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from longspec.errors import UserError
 from longspec.inference.arguments import check_stopping, check_token_ids
 from longspec.inference.generate import GenerationStats, Streamer, generate
+from longspec.inference.methods import DEFAULT_SHAPE
 from longspec.inference.options import REFUSED, WARPERS, refuse_options
-from longspec.inference.tree_shapes import DEFAULT_SHAPE
 from longspec.models.glide import GlideMixin
 
 _REFUSED_ARGUMENTS = (
@@ -151,3 +151,6 @@ def _pad_token_id(config: GenerationConfig) -> int:
     """The id that fills finished rows up; as in transformers the first EOS where there is no pad token."""
     ids = config.pad_token_id if config.pad_token_id is not None else config.eos_token_id
     return 0 if ids is None else int(torch.as_tensor(ids).flatten()[0])
+
+
+GlideMixin.generate = generate_as_transformers  # type: ignore[method-assign]

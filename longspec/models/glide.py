@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
-import longspec
 from longspec.errors import UserError
 from longspec.kernels.attention import resolve_attention
 from longspec.kernels.segments import Segments
@@ -130,8 +130,12 @@ class GlideMixin(PretrainedPairMixin):
         )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Speculative decoding with transformers' arguments; see `longspec.inference.transformers_api`."""
-        return longspec.generate_as_transformers(self, *args, **kwargs)
+        """Speculative decoding with transformers' arguments: `longspec.inference.transformers_api`.
+
+        That module is imported at the first call and puts its own `generate` in the place of this one.
+        """
+        import_module("longspec.inference.transformers_api")
+        return self.generate(*args, **kwargs)
 
     def run_target(
         self, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool
