@@ -126,6 +126,7 @@ class TrainConfig:
     eos_token_id: int | None = MISSING
     output_dir: str = MISSING
     resume: str | None = MISSING
+    overwrite_output_dir: bool = False  # the default lets configurations of older checkpoints load
     seed: int = MISSING
     loss: str = MISSING
     log_target_loss: bool = MISSING
@@ -260,6 +261,8 @@ def check(config: TrainConfig) -> None:
     _choice("loss", config.loss, LOSSES)
     _choice("optimizer", config.optimizer, OPTIMIZERS)
     _choice("resume", config.resume, (None, "latest"))
+    contradict = config.overwrite_output_dir and config.resume is not None
+    _require(not contradict, "overwrite_output_dir", "must be false with resume", config.overwrite_output_dir)
     _choice("variant.name", config.variant.name, VARIANTS)
     _choice("data.chat_format", config.data.chat_format, CHAT_FORMAT_CHOICES)
     check_templates(config.data.templates, "config key data.templates")
@@ -309,8 +312,8 @@ def _check_paths(config: TrainConfig) -> None:
                 f"config key evaluation.files: {both[0]} is in data.files, too; what is held out must not be"
             )
     output = Path(config.output_dir)
-    _require(not output.exists() or output.is_dir(), "output_dir", "is a file", config.output_dir)
     try:
+        _require(not output.exists() or output.is_dir(), "output_dir", "is a file", config.output_dir)
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"config key output_dir: {output} cannot be made ({error.strerror})") from error

@@ -8,7 +8,8 @@ import torch
 from real_tokenizers import SHAPES, make_real_target
 
 from longspec.inference.command import main
-from longspec.inference.registry import choose_pair, family_class
+from longspec.inference.registry import choose_pair
+from longspec.models.families import family_class
 from longspec.models.target_files import load_tokenizer, read_config
 
 STOPS = {
