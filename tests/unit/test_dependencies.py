@@ -75,7 +75,7 @@ def test_the_version_is_written_once() -> None:
 
 
 WITHOUT_EXTRAS = """
-import importlib, os, pkgutil, sys, time
+import importlib, pkgutil, sys, time
 
 for package in {missing!r}:
     sys.modules[package] = None  # as if it were not installed
