@@ -1,12 +1,11 @@
-"""The trainer's command. Its arguments are parsed before torch and DeepSpeed are imported, which takes seconds."""
+"""The trainer's command and its launch line. Help is printed without importing torch and DeepSpeed."""
 
 from __future__ import annotations
 
 import argparse
-import io
 import os
+import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
 
 from longspec.errors import reports_user_errors
 from longspec.extras import extra
@@ -14,18 +13,15 @@ from longspec.extras import extra
 
 @reports_user_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse the launch line and run `longspec.train.trainer.main`.
-
-    --help and a line that does not parse end every rank; rank 0 prints the message. Raises MissingExtra.
-    """
-    with ExitStack() as silence:
-        if os.environ.get("RANK", "0") != "0":
-            silence.enter_context(redirect_stdout(io.StringIO()))
-            silence.enter_context(redirect_stderr(io.StringIO()))
-        launch_parser().parse_intermixed_args(argv)
+    """Run `longspec.train.trainer.main`, or print the help on rank 0. Raises MissingExtra."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not {"-h", "--help"}.isdisjoint(arguments):
+        if os.environ.get("RANK", "0") == "0":
+            launch_parser().print_help()
+        return
     with extra("train"):
         from longspec.train.trainer import main as run
-    run(argv)
+    run(arguments)
 
 
 def launch_parser() -> argparse.ArgumentParser:
