@@ -24,12 +24,12 @@ from longspec.data.target_format import plain_notice, resolve_chat_format, stop_
 from longspec.errors import UserError
 from longspec.inference.arguments import check_drafting, check_sampling
 from longspec.inference.memory import check_memory
-from longspec.inference.methods import GLIDE_METHODS
+from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair
 from longspec.inference.report import device_name, versions
 from longspec.inference.run_folder import folder_name
 from longspec.inference.tasks import TASKS, Sample, Selection, read_prompt, read_questions, select_samples
-from longspec.inference.tree_shapes import AUTO, CANDIDATES
+from longspec.inference.tree_shapes import CANDIDATES
 from longspec.kernels.attention import decoding_attention
 from longspec.models.content import state_digest, target_digest
 from longspec.models.draft_files import check_draft, draft_settings, option_entries

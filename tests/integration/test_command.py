@@ -11,7 +11,7 @@ import torch
 from pairs import FAMILIES, OPTIONS, make_pair, tiny_config
 from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
-from longspec.inference import command, memory, plan
+from longspec.inference import measurement, memory, plan
 from longspec.inference.cache import TargetCache
 from longspec.inference.command import main, parse_options
 from longspec.inference.generate import GenerationOutput, generate
@@ -118,7 +118,7 @@ def test_every_method_warms_up_before_it_is_measured(
         calls.append((ids.shape[1], settings))
         return generate(model, ids, *rest, **settings)
 
-    monkeypatch.setattr(command, "generate", spied)
+    monkeypatch.setattr(measurement, "generate", spied)
     target, data = make_target(tmp_path / "target"), write_records(tmp_path / "data", count=2)
     options = ("--method", method, "--max_gen_len", "20", "--gamma", "2", "--tree_shape", "3", "3")
     options += ("--temperature", "0.7", "--top_p", "0.9", "--top_k", "7", "--seed", "5")
