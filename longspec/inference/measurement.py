@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from longspec.inference.plan import Plan
 from longspec.inference.report import Report, SampleResult, table
 from longspec.inference.run_folder import CONTENTS
 from longspec.inference.tasks import Sample
-from longspec.models.draft_files import draft_window
+from longspec.models.draft_files import draft_settings
 from longspec.models.families import family_class
 from longspec.models.glide import GlideMixin
 from longspec.signals import StopSignals, exit_code
@@ -63,7 +64,7 @@ def load_model(plan: Plan) -> GlideMixin:
         plan.pair.target,
         state_dict=plan.draft_state,
         torch_dtype=plan.dtype,
-        window=draft_window(plan.draft) if plan.draft else None,
+        **(asdict(draft_settings(plan.draft).options) if plan.draft else {}),
     )
     return model.to(plan.device).eval()  # type: ignore[arg-type]
 

@@ -161,9 +161,7 @@ def measure_shapes(
         lengths = torch.tensor(place, device=prompts.device)[:, None]
         for row, drafter, play_round in zip(found, drafters, plays, strict=True):
             engine.drafter = drafter
-            engine.cache.lengths.copy_(lengths[:, 0])
-            engine.root.copy_(roots.gather(1, lengths)[:, 0])
-            drafter.start(prompts, lengths[:, 0])
+            engine.go_to(lengths[:, 0], roots.gather(1, lengths)[:, 0])
             _measure(row, play_round, [tokens] * len(prompts), prompts.device, clock)
     return found
 

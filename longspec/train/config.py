@@ -23,8 +23,8 @@ from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.data.templates import check_templates
 from longspec.errors import UserError
 from longspec.kernels.attention import resolve_attention
-from longspec.models.draft_files import checked_window
-from longspec.models.draft_layer import WINDOW, check_window
+from longspec.models.draft_files import checked_options
+from longspec.models.draft_layer import WINDOW, DraftOptions, check_window
 from longspec.models.families import pair_class
 from longspec.train.command import launch_parser
 from longspec.train.loss import LOSSES
@@ -60,6 +60,14 @@ class ModelConfig:
     pad_token_id: int | None = MISSING
     ignore_mismatched_sizes: bool = MISSING
     window: int = WINDOW
+    kv_layers: list[int] = field(default_factory=list)  # the defaults let configurations of older checkpoints load
+    target_feature: bool = False
+
+    @property
+    def draft_options(self) -> DraftOptions:
+        """The draft's architecture. Raises UserError."""
+        stated = {"window": self.window, "kv_layers": self.kv_layers, "target_feature": self.target_feature}
+        return checked_options(stated, "config key model.")
 
 
 @dataclass
@@ -220,7 +228,7 @@ def read_config_file(file: Path) -> TrainConfig:
         config = typed(OmegaConf.create(content))
         pair_class(config.model._target_)
         _choice("model.torch_dtype", config.model.torch_dtype, DTYPES)
-        checked_window(config.model.window, "config key model.window")
+        config.model.draft_options  # noqa: B018 (checks them)
     except (OmegaConfBaseException, UserError) as error:
         raise UserError(f"{file}: not a readable training configuration ({_one_line(error)})") from error
     return config
@@ -265,7 +273,7 @@ def check(config: TrainConfig) -> None:
     if config.variant.name != "base":
         _require(config.variant.depth > 0, "variant.depth", "must be positive", config.variant.depth)
     depth = BLOCK_LAGS if config.variant.name == "base" else config.variant.depth
-    check_window(checked_window(config.model.window, "config key model.window"), depth, "config key variant.depth")
+    check_window(config.model.draft_options.window, depth, "config key variant.depth")
     resolve_attention(config.model.attn_implementation)
     _check_zero(config.deepspeed.zero_optimization)
     if config.optimizer == "muon":
