@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 import transformers
 
-from longspec.data.templates import CHAT_FORMATS
+from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.errors import UserError, reports_user_errors
 from longspec.inference.regenerate import SPLITS, Settings, regenerate
 
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch_size", type=int, help="most rows of a batch")
     add("--shard_size", type=int, help="prompts per shard, the unit that is written and resumed")
     add("--seed", type=int)
-    add("--chat_format", choices=CHAT_FORMATS)
+    add("--chat_format", choices=CHAT_FORMAT_CHOICES, help="default: auto, as for evaluation")
     add("--exclude", nargs="+", default=(), help="files of other splits, whose prompts are left out")
     add("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
     add("--device", help="default: CUDA where there is one, the rank's own under torchrun")

@@ -26,6 +26,7 @@ from training_fixtures import (
     write_texts,
 )
 
+from longspec.locks import LOCK_NAME
 from longspec.models.draft_files import load_draft
 from longspec.train.generations import find_latest
 
@@ -189,7 +190,7 @@ def test_an_output_folder_has_one_writer_and_is_one_folder(work: Path, tmp_path:
     said = refused(*overrides(work, Path("out")), script=FAULTY, FAULT="local", DISKS=str(tmp_path))
     assert "output_dir: out is not one folder: rank 1 (on " in said
     assert not (tmp_path / "1" / "out").exists() and [*(tmp_path / "0" / "out").iterdir()] == [
-        tmp_path / "0" / "out" / "run.lock"
+        tmp_path / "0" / "out" / LOCK_NAME
     ]
 
 

@@ -11,9 +11,10 @@ import torch
 from pairs import FAMILIES, make_pair, tiny_config
 from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
-from longspec.inference import command, memory, plan
+from longspec.inference import command, memory
 from longspec.inference.cache import TargetCache
 from longspec.inference.command import main, parse_options
+from longspec.inference.device import choose_dtype
 from longspec.inference.generate import GenerationOutput, generate
 from longspec.inference.methods import METHODS
 from longspec.inference.plan import make_plan
@@ -201,10 +202,10 @@ def refusal(capsys: pytest.CaptureFixture[str], line: list[str]) -> str:
         (["--headroom", "4096"], "(0 of 10 tokens or fewer, 3 of more than 0 tokens)"),
         (["--method", "beam"], "--method: invalid choice: 'beam'"),
         (["--task", "narrativeqa"], "--task: invalid choice: 'narrativeqa'"),
-        (["--device", "abacus"], "--device: 'abacus'"),
-        (["--device", "cuda:99"], "--device: cuda:99"),
-        (["--device", "mps"], "--device: 'mps' is not supported"),
-        (["--device", "meta"], "--device: 'meta' is not supported"),
+        (["--device", "abacus"], "device: 'abacus'"),
+        (["--device", "cuda:99"], "device: cuda:99"),
+        (["--device", "mps"], "device: 'mps' is not supported"),
+        (["--device", "meta"], "device: 'meta' is not supported"),
         (["--device", "cpu", "--attention", "triton"], "attention: 'triton' cannot run here"),
         (["--attention", "fast"], "--attention: invalid choice: 'fast'"),
         (["--chat_format", "tokenizer"], "chat template"),
@@ -247,9 +248,9 @@ def test_a_batch_that_does_not_fit_into_memory_is_refused(
 
 def test_the_dtype_is_the_targets_own_and_float32_on_a_cpu(setting: tuple[Path, Path], tmp_path: Path) -> None:
     config = tiny_config("llama", dtype=torch.bfloat16)
-    assert plan._dtype("auto", config, torch.device("cuda")) == torch.bfloat16
-    assert plan._dtype("auto", config, torch.device("cpu")) == torch.float32
-    assert plan._dtype("float16", config, torch.device("cpu")) == torch.float16
+    assert choose_dtype("auto", config, torch.device("cuda")) == torch.bfloat16
+    assert choose_dtype("auto", config, torch.device("cpu")) == torch.float32
+    assert choose_dtype("float16", config, torch.device("cpu")) == torch.float16
     assert parse_options(arguments(*setting, tmp_path)).dtype == "auto"
 
 

@@ -231,12 +231,13 @@ def test_a_stop_signal_to_the_process(pair: tuple[Path, Path], tmp_path: Path) -
 def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(
     pair: tuple[Path, Path], uninterrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = contents(uninterrupted)
     with locked(uninterrupted):
+        before = contents(uninterrupted)
         for more in ((), ("--overwrite",)):
             line = arguments(*pair, uninterrupted, *SAMPLED, *more)
-            assert "another run is writing here" in refusal(capsys, line)
-    assert contents(uninterrupted) == before
+            said = refusal(capsys, line)
+            assert f"another run (process {os.getpid()} on " in said and f"is writing to {uninterrupted}" in said
+        assert contents(uninterrupted) == before
 
 
 def test_an_output_folder_that_cannot_be_created_is_refused(

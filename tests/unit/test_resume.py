@@ -14,12 +14,11 @@ import torch
 from training_fixtures import ROOT, make_target, metrics, one_rank_alone, write_texts
 
 from longspec.errors import UserError
+from longspec.locks import LOCK_NAME, FolderLock
 from longspec.models.draft_files import load_draft
 from longspec.train.config import TrainConfig, load_config
-from longspec.train.contents import STRIDE_BYTES, file_digest
 from longspec.train.distributed import Termination
 from longspec.train.evaluation import Evaluation
-from longspec.train.folder_lock import LOCK_NAME, FolderLock
 from longspec.train.generations import find_latest
 from longspec.train.logging import RunLog
 from longspec.train.seals import MARKER, read_seal
@@ -301,18 +300,3 @@ def test_a_full_disk_loses_no_line_of_the_metrics(work: Path, monkeypatch: pytes
     log.step({"step": 4, "loss": 1.0})
     log.close()
     assert [line["step"] for line in metrics(work / "out")] == [1, 2, 3, 4]
-
-
-def test_a_large_weight_file_is_sampled_all_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its header, its end, and a part of each MiB; a file of data is read whole."""
-    monkeypatch.setattr("longspec.train.contents.WHOLE_BYTES", 0)
-    weights = tmp_path / "model.safetensors"
-    size = 4 * STRIDE_BYTES + 100
-    weights.write_bytes(bytes(size))
-    before = file_digest(str(weights))
-    for changed in (0, STRIDE_BYTES - 1, 2 * STRIDE_BYTES + 5, size - 1):
-        content = bytearray(size)
-        content[changed] = 1
-        weights.write_bytes(content)
-        assert file_digest(str(weights)) != before
-    assert file_digest(str(weights)) == file_digest(str(weights))
