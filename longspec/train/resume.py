@@ -43,8 +43,10 @@ class Start:
     draft: str | None = None
 
 
-def where_to_start(config: TrainConfig) -> Start:
+def where_to_start(config: TrainConfig, target: str) -> Start:
     """Reads the output folder and changes nothing there; for rank 0, which holds its lock.
+
+    target: the folder or hub id that `config.model_name_or_path` stands for.
 
     Raises UserError if the launch line fits neither the checkpoints there nor their data and target.
     """
@@ -59,7 +61,7 @@ def where_to_start(config: TrainConfig) -> Start:
         )
     state = find_latest(output) if config.resume else None
     draft = find_draft(output) if config.resume and not state else None
-    contents = contents_of(config)
+    contents = contents_of(config, target)
     if state is None:
         run = Run(launch, launch, overwrites=config.overwrite_output_dir, contents=contents)
         return _without_state(config, run, draft)

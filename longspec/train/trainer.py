@@ -22,6 +22,7 @@ from longspec.data.collators import IGNORED
 from longspec.errors import UserError, reports_user_errors
 from longspec.kernels.backend import upload
 from longspec.kernels.segments import Segments
+from longspec.models.target_cache import resolve_target
 from longspec.signals import exit_code
 from longspec.train.checkpoint import load_state, locate, read_best, save_best, save_checkpoint, saved_draft
 from longspec.train.config import TrainConfig, load_config
@@ -95,10 +96,13 @@ def _train(
     before_steps: Callable[[], None] | None,
 ) -> bool:
     """The run, once its output folder is locked; False if it was stopped before its last step."""
-    begin = from_rank_zero(lambda: where_to_start(config))
+    # Checkpoints name the target as the user did: the folder of a converted one is this machine's.
+    target = rank_zero_first(lambda: resolve_target(config.model_name_or_path))
+    begin = from_rank_zero(lambda: where_to_start(config, target))
     # A resumed run has its draft: that of the stage before may be gone.
     draft = None if begin.state else begin.draft or config.draft_model_name_or_path
-    inputs = rank_zero_first(lambda: read_inputs(replace(config, draft_model_name_or_path=draft)))
+    local = replace(config, model_name_or_path=target, draft_model_name_or_path=draft)
+    inputs = rank_zero_first(lambda: read_inputs(local))
     start = begin.progress.step
     total = from_rank_zero(lambda: _last_step(config, len(inputs.rows), start))
     held_out = from_rank_zero(lambda: rows_held_out(config, inputs))
@@ -111,7 +115,7 @@ def _train(
         *(len(inputs.rows), rows_a_step(config), start + 1, total, config.model_name_or_path),
         begin.state or draft or "fresh",
     )
-    engine = build_engine(config, build_pair(config, saved_draft(begin.state) if begin.state else inputs.draft))
+    engine = build_engine(config, build_pair(local, saved_draft(begin.state) if begin.state else inputs.draft))
     if begin.state:
         load_state(engine, begin.state, begin.progress)
     trainer = Trainer(config, engine, inputs, start, total, held_out, begin.run, before_save)

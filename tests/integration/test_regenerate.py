@@ -157,7 +157,7 @@ def test_bad_input_is_one_line(target: Path, tmp_path: Path, capsys: pytest.Capt
     base = ["--target", str(target), "--output_dir", str(tmp_path / "out")]
     for options, message in (
         ([], "count: the number of prompts"),
-        (["--count", "3", "--temperatures", "-1"], "temperatures: [-1.0]"),
+        (["--count", "3", "--temperatures", "-1"], "temperature: -1.0; it must be 0"),
         (["--count", "3", "--max_prompt_tokens", "9999"], "the target has 4096 positions"),
     ):
         with pytest.raises(SystemExit) as end:

@@ -16,7 +16,7 @@ from longspec.inference import command
 from longspec.inference.command import main, parse_options
 from longspec.inference.generate import GenerationOutput, generate
 from longspec.inference.plan import make_plan
-from longspec.locks import locked
+from longspec.locks import LOCK_NAME, locked
 
 SAMPLED = ("--method", "seq", "--max_gen_len", "6", "--temperature", "1", "--batch_size", "2")
 COUNTS = ("samples", "mean_acceptance_length", "accepted_by_depth", "rounds", "decoded_tokens", "new_tokens")
@@ -37,7 +37,8 @@ def uninterrupted(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFact
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
+    """All files but the lock's, which names its last holder."""
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != LOCK_NAME}
 
 
 def answers(out: Path) -> list[tuple[str, list[int]]]:
