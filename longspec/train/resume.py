@@ -132,3 +132,19 @@ def check_same_run(
             "lags and offsets that would have been drawn",
             *(*cuts[0], *cuts[1]),
         )
+
+
+def last_step(config: TrainConfig, rows: int, start: int) -> int:
+    """The number of the run's last step. Raises UserError if the run is to start after it."""
+    total = config.max_steps or math.ceil(config.num_train_epochs * rows / rows_a_step(config))
+    if start > total:
+        raise UserError(
+            f"config key resume: the checkpoint in {config.output_dir} is of step {start}, this run ends with step "
+            f"{total}; give more max_steps or num_train_epochs"
+        )
+    return total
+
+
+def rows_a_step(config: TrainConfig) -> int:
+    """Rows that all ranks together train on in an optimizer step."""
+    return config.per_device_train_batch_size * config.gradient_accumulation_steps * data_parallel_place()[1]
