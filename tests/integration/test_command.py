@@ -222,6 +222,30 @@ def test_bad_options_are_refused(
     assert not out.exists()
 
 
+def test_a_draft_that_cannot_serve_is_refused_before_the_weights_load(
+    setting: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A window that does not exceed the depth, and the fresh draft of a saved pair."""
+    monkeypatch.setattr(command, "load_model", None)
+    target, data = setting
+    state = torch.load(draft_of(target))
+    config = tiny_config("llama", vocab_size=VOCAB_SIZE)
+    narrow, fresh = tmp_path / "narrow", tmp_path / "fresh"
+    save_draft_folder(state, config, narrow, window=4)
+    save_draft_folder(state, config, fresh, is_trained=False)
+
+    def refused(draft: Path, *more: str) -> str:
+        return refusal(capsys, arguments(target, data, tmp_path / "out", *more, draft=draft))
+
+    assert "gamma: 4 levels, but the draft's window is 4" in refused(narrow, "--method", "seq")
+    assert "tree_shape: 5 levels, but the draft's window is 4" in refused(narrow)
+    assert "tree_shape: 4 levels, but the draft's window is 4" in refused(narrow, "--tree_shape", "auto")
+    for method in ("seq", "tree"):
+        assert f"{fresh} was saved with a fresh, untrained draft" in refused(fresh, "--method", method)
+    given = arguments(target, data, tmp_path / "out", "--method", "lookup", draft=fresh)
+    assert make_plan(parse_options(given)).draft == str(fresh)
+
+
 def test_a_batch_that_does_not_fit_into_memory_is_refused(
     setting: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from tiny_tokenizer import byte_tokenizer
 from training_fixtures import make_target
 
@@ -147,6 +148,15 @@ def test_user_turns_open_as_the_chat_template_says(target: Path) -> None:
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="no chat template"):
         user_turn_marks(tokenizer)
+
+
+def test_a_base_model_continues_plain_text(questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The chat format defaults to the target's own, and its files name the one that was used."""
+    target = make_target(tmp_path / "base")
+    records = read(regenerate(settings(target, tmp_path / "out", files=(str(questions),), temperatures=(1.0,))))
+    assert records and "prompts are plain text (chat_format plain)" in capsys.readouterr().out
+    facts = yaml.safe_load((tmp_path / "out" / "train.provenance.yaml").read_text())
+    assert facts["chat_format"] == "plain"
 
 
 def test_bad_input_is_one_line(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
