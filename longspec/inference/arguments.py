@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from longspec.errors import UserError
-from longspec.inference.methods import GLIDE_METHODS, METHODS, TREE_RULES
-from longspec.inference.tree_shapes import AUTO, CANDIDATES
+from longspec.inference.methods import AUTO, GLIDE_METHODS, METHODS, TREE_RULES
+from longspec.inference.tree_shapes import CANDIDATES
 from longspec.models.draft_layer import check_window
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import context_window

@@ -13,9 +13,9 @@ from transformers import PreTrainedConfig
 from longspec.errors import UserError
 from longspec.inference.arguments import check_draft_window
 from longspec.inference.memory import check_memory
-from longspec.inference.methods import GLIDE_METHODS
+from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.tasks import Sample
-from longspec.inference.tree_shapes import AUTO, CANDIDATES
+from longspec.inference.tree_shapes import CANDIDATES
 from longspec.models.draft_files import draft_settings
 
 SEED_LIMIT = 2**63

@@ -21,14 +21,12 @@ from longspec.inference.acceptance import Sampler
 from longspec.inference.capture import capture_round, warm_up
 from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.engine import Engine, Round
-from longspec.inference.methods import make_drafter
+from longspec.inference.methods import DEFAULT_SHAPE, make_drafter
 from longspec.inference.runner import Runner
 from longspec.models.glide import GlideMixin
 
 logger = logging.getLogger(__name__)
 
-AUTO = "auto"
-DEFAULT_SHAPE = (4, 16, 16, 16, 16)
 CANDIDATES: tuple[tuple[int, ...], ...] = (
     DEFAULT_SHAPE,
     (1,) * 4,

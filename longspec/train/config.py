@@ -1,6 +1,5 @@
 """What a training run can be told: the typed schema, the composed Hydra config merged into it, and cross-checks."""
 
-import argparse
 import difflib
 import math
 import os
@@ -27,6 +26,7 @@ from longspec.kernels.attention import resolve_attention
 from longspec.models.draft_files import checked_window
 from longspec.models.draft_layer import WINDOW, check_window
 from longspec.models.families import pair_class
+from longspec.train.command import launch_parser
 from longspec.train.loss import LOSSES
 from longspec.train.positions import BLOCK_LAGS, VARIANTS
 from longspec.untrusted import read_yaml
@@ -149,13 +149,7 @@ def load_config(argv: Sequence[str]) -> TrainConfig | None:
 
     Raises UserError, with the key's full name, for anything wrong in it.
     """
-    parser = argparse.ArgumentParser(description="Train a GLIDE draft for a frozen target.")
-    parser.add_argument("-cp", "--config-path", default="conf/exp", help="folder of the experiments")
-    parser.add_argument("-cn", "--config-name", required=True, help="experiment: a file in that folder")
-    parser.add_argument("-c", "--cfg", choices=["job"], help="print the composed configuration and stop")
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as in Hydra")
-    args = parser.parse_intermixed_args(argv)
+    args = launch_parser().parse_intermixed_args(argv)
     composed = compose_config(args.config_path, args.config_name, args.overrides)
     if args.cfg:
         print(OmegaConf.to_yaml(composed), end="")

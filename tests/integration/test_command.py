@@ -11,7 +11,7 @@ import torch
 from pairs import FAMILIES, make_pair, tiny_config
 from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
-from longspec.inference import command, memory
+from longspec.inference import measurement, memory
 from longspec.inference.cache import TargetCache
 from longspec.inference.command import main, parse_options
 from longspec.inference.device import choose_dtype
@@ -118,7 +118,7 @@ def test_every_method_warms_up_before_it_is_measured(
         calls.append((ids.shape[1], settings))
         return generate(model, ids, *rest, **settings)
 
-    monkeypatch.setattr(command, "generate", spied)
+    monkeypatch.setattr(measurement, "generate", spied)
     target, data = make_target(tmp_path / "target"), write_records(tmp_path / "data", count=2)
     options = ("--method", method, "--max_gen_len", "20", "--gamma", "2", "--tree_shape", "3", "3")
     options += ("--temperature", "0.7", "--top_p", "0.9", "--top_k", "7", "--seed", "5")
@@ -226,7 +226,7 @@ def test_a_draft_that_cannot_serve_is_refused_before_the_weights_load(
     setting: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A window that does not exceed the depth, and the fresh draft of a saved pair."""
-    monkeypatch.setattr(command, "load_model", None)
+    monkeypatch.setattr(measurement, "load_model", None)
     target, data = setting
     state = torch.load(draft_of(target))
     config = tiny_config("llama", vocab_size=VOCAB_SIZE)
