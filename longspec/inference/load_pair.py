@@ -35,9 +35,10 @@ def load_pair(
     model_class = family_class(config, pair.target)
     check_weights(pair.target)
     tokenizer = load_tokenizer(pair.target, config)
-    ends = (
-        stop_tokens(tokenizer, generation_eos(pair.target, config)) if pair.eos_token_id is None else pair.eos_token_id
-    )
+    ends = pair.eos_token_id
+    if ends is None:
+        own = stop_tokens(tokenizer, generation_eos(pair.target, config))
+        ends = own[0] if len(own) == 1 else own or None
     model = model_class.from_pretrained(
         pair.target,
         glide_path=pair.draft,
