@@ -174,7 +174,18 @@ def test_a_stopped_command_says_how_to_go_on(
             os.kill(os.getpid(), signal.SIGINT)
         answer(self, *given)
 
-    line = ["--target", str(target), "--count", "8", "--shard_size", "4", "--max_new_tokens", "6"]
+    line = [
+        "--target",
+        str(target),
+        "--count",
+        "8",
+        "--shard_size",
+        "4",
+        "--max_new_tokens",
+        "6",
+        "--max_turn_tokens",
+        "12",
+    ]
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
         patch.setattr(Answerer, "answer", stop)
         main([*line, "--output_dir", str(tmp_path / "stopped")])
