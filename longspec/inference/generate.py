@@ -14,6 +14,7 @@ from transformers import StoppingCriteria
 from longspec.errors import UserError
 from longspec.inference.acceptance import Sampler
 from longspec.inference.arguments import (
+    check_draft_window,
     check_drafting,
     check_rows,
     check_sampling,
@@ -32,8 +33,7 @@ from longspec.inference.engine import Engine, Round
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE, make_drafter
 from longspec.inference.options import REFUSED, WARPERS, build_warpers, refuse_options
 from longspec.inference.runner import make_runner
-from longspec.inference.tree_shapes import CANDIDATES, choose_shape
-from longspec.models.draft_layer import check_window
+from longspec.inference.tree_shapes import choose_shape
 from longspec.models.glide import GlideMixin, check_pair
 from longspec.models.target_files import context_window
 
@@ -147,11 +147,7 @@ def generate(
     check_stopping(stopping_criteria)
     eos_ids = end_tokens(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
     pad_id = pad_token(model, pad_token_id)
-    if method == "seq":
-        check_window(model.draft_model.window, gamma, "gamma")
-    elif method == "tree":
-        depth = min(map(len, CANDIDATES)) if tree_shape == AUTO else len(tree_shape)
-        check_window(model.draft_model.window, depth, "tree_shape")
+    check_draft_window(method, tree_shape, gamma, model.draft_model.window)
     extra_warpers = build_warpers(options, model.generation_config)
     runner = make_runner(model, attention, compile)
     device = runner.device
