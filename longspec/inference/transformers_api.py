@@ -153,4 +153,4 @@ def _pad_token_id(config: GenerationConfig) -> int:
     return 0 if ids is None else int(torch.as_tensor(ids).flatten()[0])
 
 
-GlideMixin.generate = generate_as_transformers  # type: ignore[attr-defined]
+GlideMixin.generate = generate_as_transformers  # type: ignore[method-assign]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -127,6 +128,14 @@ class GlideMixin(PretrainedPairMixin):
             logits_to_keep=logits_to_keep,
             **kwargs,
         )
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Speculative decoding with transformers' arguments: `longspec.inference.transformers_api`.
+
+        That module is imported at the first call and puts its own `generate` in the place of this one.
+        """
+        import_module("longspec.inference.transformers_api")
+        return self.generate(*args, **kwargs)
 
     def run_target(
         self, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool
