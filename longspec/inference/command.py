@@ -39,7 +39,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 @reports_user_errors
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> dict[str, Any]:
     """Run one method on one task and return the summary; an interrupted run continues after its last line.
 
     Bad input ends the process with exit code 2. A stop signal ends it with 128 + its number: at once while the run is
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """
     with StopSignals(at_once=True) as stop:
         try:
-            plan = make_plan(parse_options(argv))
+            plan = make_plan(parse_options(argv, prog))
             with open_report(plan.output_dir, plan.run, plan.options.overwrite) as report:
                 return measure(plan, report, stop)
         except SystemExit:
@@ -88,12 +88,12 @@ def _interruption(plan: Plan, done: int, signal_number: int) -> str:
     return line if done == samples else f"{line}; {again} continues"
 
 
-def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_options(argv: Sequence[str] | None = None, prog: str | None = None) -> argparse.Namespace:
     """The command's options, with what they are by default in `defaults`.
 
     Raises UserError for an option that does not parse.
     """
-    parser = _Parser(description="Measure a target, alone or with its draft.", allow_abbrev=False)
+    parser = _Parser(prog=prog, description="Measure a target, alone or with its draft.", allow_abbrev=False)
     add = parser.add_argument
     add("--model_name", choices=PAIRS, help="a pair of target and draft")
     add("--target", help="folder, hub id or .gguf file of any target")

@@ -131,9 +131,10 @@ def generate(
     prompts before anything is generated, unless it is in the cache (see `tree_shapes.choose_shape`).
     eos_token_id, pad_token_id: None takes the model's own. seed: 0 ... 2^64 - 1; None draws from torch's global
     generator. streamer: gets the prompt [1, P] and then each new token [1] of a single row, on the CPU, as from
-    transformers, with its origin if the streamer takes it (see `Streamer`). tree_rule, above temperature 0: "reject" (a tree sampled from the draft without replacement, with
-    recursive rejection) or "descend" (the draft's most probable tree, as far as the target's own draws lead into it);
-    both are exact, the first accepts more.
+    transformers, with its origin if the streamer takes it (see `Streamer`).
+    tree_rule, above temperature 0: "reject" (a tree sampled from the draft without replacement, with recursive
+    rejection) or "descend" (the draft's most probable tree, as far as the target's own draws lead into it); both are
+    exact, the first accepts more.
     compile: on CUDA, fused layers and each round as one CUDA graph; without it transformers' modules, kernel by kernel.
     attention: "auto", "flash", "triton" or "sdpa" (see `kernels.attention.decoding_attention`).
     stopping_criteria: each is called after every new token with the ids [1, length] of one row, its prompt as given
