@@ -14,10 +14,10 @@ from longspec.cli.options import (
     MODEL_HELP,
     OUTPUT,
     PROMPTS,
+    SAMPLING,
     DeviceOption,
     DraftOption,
     DtypeOption,
-    MaxNewTokensOption,
     ModelOption,
     TemperatureOption,
 )
@@ -47,7 +47,9 @@ def bench(
             rich_help_panel=PROMPTS,
         ),
     ] = None,
-    max_new_tokens: MaxNewTokensOption = 128,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max_new_tokens", min=2, help="Length of each answer.", rich_help_panel=SAMPLING)
+    ] = 128,
     temperature: TemperatureOption = 0.0,
     png: Annotated[Path, typer.Option("--png", help="Picture to write.", rich_help_panel=OUTPUT)] = Path("bench.png"),
 ) -> None:
@@ -59,7 +61,9 @@ def bench(
     from longspec.cli.comparison import compare, draw, result_table
     from longspec.cli.pair import Sampling, choose_model, open_pair
     from longspec.cli.prompts import read_prompts
+    from longspec.cli.results import check_folder
 
+    check_folder(png, "--png")
     name, sampling = choose_model(pair, model), Sampling(max_new_tokens, temperature)
     asked = [prompt.content for prompt in read_prompts([prompts] if prompts else DEFAULT_PROMPTS)]
     loaded = open_pair(name, draft, "vanilla", dtype, device)

@@ -101,7 +101,6 @@ def draw(summary: dict[str, Any], path: Path) -> None:
     axes.set_ylabel("tokens per second")
     axes.set_title(f"{summary['model']}\n{summary['device']}", fontsize="medium")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120, format="png")
     except OSError as error:
         raise UserError(f"--png {path}: cannot be written ({error.strerror})") from error

@@ -77,10 +77,11 @@ def generate(
     from longspec.cli.batches import Job, answer_prompts
     from longspec.cli.pair import Sampling, note_plain_format, open_pair
     from longspec.cli.prompts import read_prompts
-    from longspec.cli.results import open_results, write_summary
+    from longspec.cli.results import check_folder, open_results, write_summary
     from longspec.errors import UserError
     from longspec.signals import StopSignals, exit_code
 
+    check_folder(json_file, "--json")
     sampling, asked = Sampling(max_new_tokens, temperature, top_p, top_k), read_prompts(prompts or [])
     with StopSignals(at_once=True) as stop, open_results(output, asked) as results:
         pair = open_pair(model, draft, method, dtype, device)

@@ -101,6 +101,12 @@ def open_results(path: Path | None, prompts: Sequence[Prompt]) -> Iterator[Resul
         yield Results(path, stream, prompts)
 
 
+def check_folder(path: Path | None, option: str) -> None:
+    """Raise UserError for a file that an option names in a folder that does not exist."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise UserError(f"{option} {path}: there is no folder {path.parent}")
+
+
 def write_summary(summary: dict[str, Any], path: Path | None) -> None:
     """One line of JSON: to a file, whole or not at all, or to stderr for "-". None writes nothing. Raises UserError."""
     if path is None:

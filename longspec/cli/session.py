@@ -102,7 +102,7 @@ class Session:
             self.console.print("no answer yet")
             return
         for label, answers in (("last answer", self.answers[-1:]), ("chat", self.answers)):
-            self.console.print(f"{label + ':':<13}{describe(answers, whole=True)}")
+            self.console.print(f"{label + ':':<13}{describe(answers, whole=True)}", soft_wrap=True)
 
     def _read(self) -> str | None:
         """The next line that is not blank; None at the end of the input."""
