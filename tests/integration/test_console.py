@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from longspec.cli import pair as pairs
 from longspec.cli.app import app
 from longspec.cli.session import Session
-from longspec.cli.stream import STYLES
+from longspec.cli.stream import STYLES, AnswerStream
 from longspec.errors import UserError
 from longspec.inference import tree_shapes
 
@@ -184,6 +184,14 @@ def test_accepted_tokens_have_a_color_and_the_conversation_is_kept(
     assert [turn["role"] for turn in session.turns] == ["system"]
     plain = Session(loaded, sampling, terminal(NO_COLOR="1"), system="Be brief.")
     assert "\x1b[38" not in said(plain, "abcabcabc") and plain.answers[0].text == answer.text
+
+
+def test_an_answer_cannot_control_the_terminal() -> None:
+    tokenizer, console = byte_tokenizer(), terminal()
+    stream = AnswerStream(console, tokenizer)
+    for token in tokenizer("a\x1b[2J\x07b\n", add_special_tokens=False)["input_ids"]:
+        stream.put_from(torch.tensor([token]), "target")
+    assert console.file.getvalue() == "a[2Jb\n"  # type: ignore[attr-defined]
 
 
 def test_origins_are_those_of_the_counts(target: Path) -> None:
