@@ -28,12 +28,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 @reports_user_errors
-def main(argv: Sequence[str] | None = None) -> Path | None:
+def main(argv: Sequence[str] | None = None, prog: str = "python -m longspec.regenerate") -> Path | None:
     """Write a split; the path of its file, or None on a rank that ends before the others.
 
     A stop signal ends it at once with 128 + its number; whole shards stay.
     """
-    options = vars(_parser().parse_args(argv))
+    options = vars(_parser(prog).parse_args(argv))
     dtype, device = options.pop("dtype"), options.pop("device")
     rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     if device is None and torch.cuda.is_available():
@@ -53,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> Path | None:
     return path
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m longspec.regenerate", description=__doc__, allow_abbrev=False)
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = _Parser(prog=prog, description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--target", required=True, help="smollm2-135m, a published pair's name, a folder, a hub id or a .gguf file")
     add("--output_dir", required=True, help="gets SPLIT.jsonl and SPLIT.provenance.yaml")
