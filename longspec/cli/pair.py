@@ -11,7 +11,7 @@ import transformers
 
 from longspec.data.aligners import Turn
 from longspec.data.prompts import conversation_text
-from longspec.data.target_format import AUTO, plain_notice, resolve_chat_format, stop_tokens
+from longspec.data.target_format import AUTO, resolve_chat_format, stop_tokens
 from longspec.data.templates import encode_texts
 from longspec.errors import UserError
 from longspec.inference.arguments import check_sampling, end_tokens
@@ -97,7 +97,7 @@ def open_pair(
 def note_plain_format(pair: LoadedPair) -> None:
     """Say on stderr that conversations are plain text, if they are."""
     if pair.chat_format == "plain":
-        _note(plain_notice(pair.name))
+        _note(f"{pair.name}: its tokenizer has no chat template, so prompts are plain text")
 
 
 def choose_model(positional: str | None, option: str | None) -> str | None:

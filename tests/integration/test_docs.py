@@ -54,7 +54,7 @@ def test_evaluation_commands_parse() -> None:
 
 def test_regeneration_commands_parse() -> None:
     for call in arguments("longspec.regenerate"):
-        regenerate_command._parser().parse_args(call)
+        regenerate_command._parser("regenerate").parse_args(call)
 
 
 def test_training_commands_compose(monkeypatch: pytest.MonkeyPatch) -> None:
