@@ -83,7 +83,7 @@ def measure(plan: Plan, report: Report, stop: StopSignals) -> dict[str, Any]:
 
 def _interruption(plan: Plan, done: int, signal_number: int) -> str:
     name, samples = signal.Signals(signal_number).name, len(plan.selection.samples)
-    again = "the same command without --overwrite" if plan.options.overwrite else "the same command"
+    again = "the same command without --overwrite" if plan.options.overwrite and done else "the same command"
     line = f"stopped by {name}: {done} of {samples} samples are done, in {plan.output_dir}"
     return line if done == samples else f"{line}; {again} continues"
 
@@ -93,7 +93,11 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     Raises UserError for an option that does not parse.
     """
-    parser = _Parser(description="Measure a target, alone or with its draft.", allow_abbrev=False)
+    parser = _Parser(
+        description="Measure a target, alone or with its draft. The options alone define the sampling: the target's "
+        "generation_config.json does not apply.",
+        allow_abbrev=False,
+    )
     add = parser.add_argument
     add("--model_name", choices=PAIRS, help="a pair of target and draft")
     add("--target", help="folder, hub id or .gguf file of any target")

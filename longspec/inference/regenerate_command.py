@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +17,7 @@ import transformers
 from longspec.data.templates import CHAT_FORMATS
 from longspec.errors import UserError, reports_user_errors
 from longspec.inference.regenerate import SPLITS, Settings, regenerate
+from longspec.signals import StopSignals
 
 DEFAULTS = {field.name: field.default for field in fields(Settings)}
 
@@ -26,10 +29,23 @@ class _Parser(argparse.ArgumentParser):
 
 @reports_user_errors
 def main(argv: Sequence[str] | None = None) -> Path | None:
-    """Write a split; the path of its file, or None on a rank that ends before the others."""
+    """Write a split; the path of its file, or None on a rank that ends before the others.
+
+    Bad input ends the process with exit code 2, a stop signal with 128 + its number. Finished shards are kept.
+    """
+    with StopSignals(at_once=True) as stop:
+        try:
+            return _run(argv)
+        except SystemExit:
+            if stop.received is not None:
+                print(f"stopped by {signal.Signals(stop.received).name}; the same command continues", file=sys.stderr)
+            raise
+
+
+def _run(argv: Sequence[str] | None) -> Path | None:
     options = vars(_parser().parse_args(argv))
     dtype, device = options.pop("dtype"), options.pop("device")
-    rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    rank, world = _launched("RANK", 0), _launched("WORLD_SIZE", 1)
     if device is None and torch.cuda.is_available():
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     transformers.utils.logging.disable_progress_bar()
@@ -38,6 +54,13 @@ def main(argv: Sequence[str] | None = None) -> Path | None:
     if path is not None:
         print(f"written to {path}")
     return path
+
+
+def _launched(name: str, default: int) -> int:
+    value = os.environ.get(name, str(default))
+    if not value.isdecimal():
+        raise UserError(f"environment variable {name}: {value!r} is not a number; use torchrun, or unset it")
+    return int(value)
 
 
 def _parser() -> argparse.ArgumentParser:

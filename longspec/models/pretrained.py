@@ -16,6 +16,7 @@ from longspec.errors import UserError
 from longspec.models.draft_files import (
     DRAFT_FOLDER,
     DRAFT_PREFIX,
+    WINDOW_KEY,
     check_finite,
     checked_window,
     draft_of_pair,
@@ -89,7 +90,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         dtype (or torch_dtype): a floating-point dtype, or "auto" (the default), that of the target's files.
         revision, device_map, quantization_config: as in transformers, for the target; one device for all of it.
         gradient_checkpointing recomputes the draft layer in backward. window: of the draft's self-attention, in tokens;
-        None takes the saved one of the draft, else 512. ignore_mismatched_sizes is accepted because configs carry it;
+        None takes the saved one of the draft (for a state_dict, of the .pth file it was loaded from), else 512. ignore_mismatched_sizes is accepted because configs carry it;
         a draft that does not fit is a UserError all the same. Raises UserError, also for unknown arguments.
         """
         if unknown:
@@ -100,7 +101,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
             ("state_dict", state_dict, (Mapping, type(None))),
             ("pad_token_id", pad_token_id, (int, type(None))),
         ):
-            if not isinstance(value, kinds):
+            if not isinstance(value, kinds) or isinstance(value, bool):
                 raise UserError(f"{name}: a {type(value).__name__}; see {cls.__name__}.from_pretrained")
         if window is not None:
             window = checked_window(window, "window")
@@ -120,6 +121,9 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         )
         if state_dict is not None:
             model.load_draft_state(state_dict, source="state_dict")
+            saved = getattr(state_dict, "_metadata", {}).get("", {}).get(WINDOW_KEY)
+            if window is None and saved is not None:
+                window = checked_window(saved, f"state_dict: {WINDOW_KEY}")
         if window is not None:
             model.draft_model.window = window
         if pad_token_id is not None:
@@ -139,10 +143,13 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
 
         `from_pretrained` of the folder loads the pair; for transformers it is an ordinary target. state_dict: weights
         of the whole pair to save in place of the present ones. push_to_hub uploads both. Other arguments are those of
-        transformers' `save_pretrained`. Raises UserError on a rank that has only a part of the target.
+        transformers' `save_pretrained`. Raises UserError on a rank that has only a part of the target, and for
+        push_to_hub with a state_dict.
         """
         if model_parallel_place()[1] > 1:
             raise UserError("save_pretrained: this rank has only a part of the target; save on a single rank")
+        if push_to_hub and state_dict is not None:
+            raise UserError("push_to_hub: not with state_dict; save without it, then run `hf upload` on the folder")
         folder = Path(save_directory)
         if (folder / DRAFT_FOLDER).is_symlink():
             raise UserError(f"{folder / DRAFT_FOLDER}: a link; the draft is saved in a folder of that name")

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,13 @@ from longspec.train.config import TrainConfig
 
 Digests = list[list[str]]
 """Name and digest of each file, in the order in which they are read."""
-TARGET_FILES = ("config.json", "tokenizer*", "vocab*", "merges.txt", "chat_template*")
+TARGET_FILES = (
+    *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab*", "merges.txt", "chat_template*"),
+)
 """Files of a target, next to its weights, that change what a draft learns."""
 WHOLE_BYTES = 512 << 20
+COMMIT = re.compile("[0-9a-f]{40}")
 STRIDE_BYTES, BLOCK_BYTES = 1 << 20, 4 << 10
 
 
@@ -39,8 +44,13 @@ def contents_of(config: TrainConfig) -> Contents:
 
 
 def target_digests(target: str) -> Digests:
-    """The digests of a target's weights, configuration and tokenizer; a hub id is named by its commit."""
+    """The digests of a target's weights, configuration and tokenizer.
+
+    A hub id stands for its commit, and so does a snapshot folder in the hub's cache.
+    """
     folder = Path(target)
+    if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name):
+        return [[target, folder.name]]
     if not folder.is_dir():
         return [[target, str(getattr(read_config(target), "_commit_hash", None))]]
     names = (*WEIGHT_FILES, *TARGET_FILES)
@@ -60,9 +70,18 @@ def _changes(key: str, before: Digests, now: Digests) -> list[str]:
     if old == new:
         return []
     if len(old) != len(new):
-        return [f"{key}: {len(old)} files then, {len(new)} now"]
+        for side, digests, others in (("removed", before, new), ("added", now, old)):
+            if names := [name for name, digest in digests if digest not in others]:
+                return [f"{key}: {names[0]} was {side} ({len(old)} files then, {len(new)} now)"]
+        return [f"{key}: {len(old)} files then, {len(new)} now, with the same contents"]
     if sorted(old) == sorted(new):
         return [f"{key}: the same files in another order"]
+    if len(now) == 1 and COMMIT.fullmatch(old[0]) and COMMIT.fullmatch(new[0]):
+        name = before[0][0]
+        return [
+            f"{key}: {name} was commit {old[0]}, is commit {new[0]}; to go on from the first, give the folder that "
+            f"`hf download {name} --revision {old[0]}` prints"
+        ]
     changed = [name for (name, digest), other in zip(now, old, strict=True) if digest != other]
     more = f" (and of {len(changed) - 1} more)" if len(changed) > 1 else ""
     return [f"{key}: the contents of {changed[0]}{more} changed"]

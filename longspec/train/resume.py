@@ -46,7 +46,7 @@ class Start:
 def where_to_start(config: TrainConfig) -> Start:
     """Reads the output folder and changes nothing there; for rank 0, which holds its lock.
 
-    Raises UserError if the launch line fits neither the checkpoints there nor their data and target.
+    Raises UserError if the launch line, the data or the target differ from the checkpoint's.
     """
     output, launch = Path(config.output_dir), secrets.token_hex(8)
     check_folders(output)
