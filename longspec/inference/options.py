@@ -68,10 +68,8 @@ def refuse_options(given: Mapping[str, Any], config: GenerationConfig, names: Se
         if value is None or (len(value) == 0 if isinstance(value, Sized) else value == NEUTRAL.get(name, 0)):
             continue
         where = name if name in given else f"generation_config.{name}"
-        raise UserError(
-            f"{where}: {value!r} is not supported with speculative decoding; "
-            f"leave it out or pass {name}={NEUTRAL.get(name)!r}"
-        )
+        fault = "applies to model.generate only" if name in STOPPING else "is not supported with speculative decoding"
+        raise UserError(f"{where}: {value!r} {fault}; leave it out or pass {name}={NEUTRAL.get(name)!r}")
 
 
 def build_warpers(given: Mapping[str, Any], config: GenerationConfig) -> list[LogitsProcessor]:
