@@ -50,6 +50,13 @@ def checked_dtype(value: str | torch.dtype) -> str | torch.dtype:
     return dtype
 
 
+def _saved_window(state_dict: Mapping[str, Tensor]) -> Any:
+    """The window in the metadata of a state dict that `torch.load` read from a draft's .pth file."""
+    modules = getattr(state_dict, "_metadata", None)
+    own = modules.get("") if isinstance(modules, Mapping) else None
+    return own.get(WINDOW_KEY) if isinstance(own, Mapping) else None
+
+
 class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
     """The part of a pair that reads and writes files."""
 
@@ -90,8 +97,9 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         dtype (or torch_dtype): a floating-point dtype, or "auto" (the default), that of the target's files.
         revision, device_map, quantization_config: as in transformers, for the target; one device for all of it.
         gradient_checkpointing recomputes the draft layer in backward. window: of the draft's self-attention, in tokens;
-        None takes the saved one of the draft (for a state_dict, of the .pth file it was loaded from), else 512. ignore_mismatched_sizes is accepted because configs carry it;
-        a draft that does not fit is a UserError all the same. Raises UserError, also for unknown arguments.
+        None takes the saved one of the draft (for a state_dict, that of its .pth file), else 512.
+        ignore_mismatched_sizes is accepted because configs carry it; a draft that does not fit is a UserError all the
+        same. Raises UserError, also for unknown arguments.
         """
         if unknown:
             raise UserError(f"{cls.__name__}.from_pretrained: no argument {', '.join(sorted(unknown))}")
@@ -121,8 +129,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         )
         if state_dict is not None:
             model.load_draft_state(state_dict, source="state_dict")
-            saved = getattr(state_dict, "_metadata", {}).get("", {}).get(WINDOW_KEY)
-            if window is None and saved is not None:
+            if window is None and (saved := _saved_window(state_dict)) is not None:
                 window = checked_window(saved, f"state_dict: {WINDOW_KEY}")
         if window is not None:
             model.draft_model.window = window

@@ -246,9 +246,9 @@ def test_a_strangers_saved_configuration_does_nothing(
 
 def test_a_window_exceeds_the_depth_that_is_trained(paths: list[str]) -> None:
     load(TINY, *paths, "model.window=6", "variant.depth=5")
-    with pytest.raises(UserError, match=r"variant\.depth: 5 levels, but the draft's window is 5"):
+    with pytest.raises(UserError, match=r"key model\.window: 5; it must be greater than the largest trained lag, 5"):
         load(TINY, *paths, "model.window=5", "variant.depth=5")
-    with pytest.raises(UserError, match=r"variant\.depth: 4 levels, but the draft's window is 4"):
+    with pytest.raises(UserError, match=r"key model\.window: 4; it must be greater than the largest trained lag, 4"):
         load(TINY, *paths, "model.window=4", "variant=base")
 
 
