@@ -127,8 +127,10 @@ def _with_answer(record: Record) -> Record:
     record = {name: value for name, value in record.items() if value is not None}
     for name in TURN_KINDS:
         turns = record.get(name)
-        last = turns[-1] if isinstance(turns, list) and turns else None
-        if isinstance(last, dict) and ROLES.get(last.get("role", last.get("from"))) != "assistant":
+        if not (isinstance(turns, list) and turns and isinstance(turns[-1], dict)):
+            continue
+        role = str(turns[-1].get("role", turns[-1].get("from")))
+        if ROLES.get(role) != "assistant":
             return {**record, name: [*turns, {"role": "assistant", "content": ""}]}
     for kind in KINDS:
         prompt = record.get(kind.prompt_field or "")
