@@ -221,9 +221,9 @@ class Trainer:
         if not finished:
             if self.start < done < self.total and done % self.config.save_steps:
                 self.save(done)
-            where = f"in the evaluation after step {done}" if self.evaluation_due else f"after step {done}"
+            where = ", in its evaluation" if self.evaluation_due else ""
             goes_on = "resume=latest goes on from there" if done else "nothing to save yet"
-            logger.info("%s: stopped %s; %s", termination, where, goes_on)
+            logger.info("%s: stopped after step %d%s; %s", termination, done, where, goes_on)
         log.close()
         return finished
 

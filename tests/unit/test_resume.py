@@ -252,7 +252,7 @@ def test_an_interrupted_evaluation_is_repeated_on_resume(
         with monkeypatch.context() as patch:
             patch.setattr(Evaluation, "tally", stop)
             finished = train(configured(work, *given, f"output_dir={cut}", "resume=latest"), Stopping())
-            assert not finished and f"SIGTERM: stopped in the evaluation after step {step}; resume" in caplog.text
+            assert not finished and f"SIGTERM: stopped after step {step}, in its evaluation; resume" in caplog.text
             asked.clear()
         found = find_latest(cut)
         assert found is not None and found[1].step == step and found[1].evaluation_due
