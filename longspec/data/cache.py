@@ -10,6 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import mkdtemp
 
+from filelock import FileLock
+
+from longspec.errors import UserError, first_line
 from longspec.extras import extra
 
 with extra("train"):
@@ -32,33 +35,37 @@ def cached_table(folder: Path, build: Callable[[str], object]) -> Dataset:
     """The memory-mapped table in `folder`, built there if it is missing or its files are not as they were written.
 
     `build` writes Arrow files anywhere below the folder that it is given; the table is their concatenation in the order
-    of their names. Files are compared with their digests on each call. A damaged table is rebuilt with one warning, and
-    concurrent builders each write a folder of their own, the first of which stays.
+    of their names. Files are compared with their digests on each call. A damaged table is rebuilt with one warning. A
+    lock next to the folder lets one process build at a time; the others then find its table. Raises UserError if the
+    table cannot be written.
     """
-    damage = _damage(folder)
-    if damage:
-        logger.warning("cached table %s: %s; it is built again", folder, damage)
-        shutil.rmtree(folder)
-    if not folder.exists():
-        _build(folder, build)
+    if not folder.exists() or _damage(folder):
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder.with_name(f".{folder.name}.lock")):
+                if damage := _damage(folder):  # unless another process has built it meanwhile
+                    logger.warning("cached table %s: %s; it is built again", folder, damage)
+                    shutil.rmtree(folder)
+                if not folder.exists():
+                    _build(folder, build)
+        except OSError as error:
+            raise UserError(
+                f"{folder.parent}: the cached table cannot be written ({first_line(error)}); "
+                "make room, or give another folder as data.cache_dir"
+            ) from error
     tables = [MemoryMappedTable.from_file(str(path)) for path in _arrow_files(folder)]
     # A fingerprint of its own would be a hash of the pickled table.
     return Dataset(concat_tables(tables), fingerprint=folder.name)
 
 
 def _build(folder: Path, build: Callable[[str], object]) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         build(str(unfinished))
         digests = dict(_digests(unfinished))
         (unfinished / DIGESTS).write_text(json.dumps(digests))
         unfinished.chmod(0o755)  # mkdtemp's are for their owner alone
-        try:
-            unfinished.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # no other process was first
-                raise
+        unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -69,9 +76,9 @@ def _damage(folder: Path) -> str | None:
         return None
     try:
         expected = json.loads((folder / DIGESTS).read_text())
-    except (OSError, ValueError):
-        return f"{DIGESTS} is missing or unreadable"
-    found = dict(_digests(folder))
+        found = dict(_digests(folder))
+    except (OSError, ValueError) as error:
+        return f"{DIGESTS} or a table is missing or unreadable ({first_line(error)})"
     wrong = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
     return f"{wrong[0]} is not as it was written" if wrong else None
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from longspec.data.aligners import DEFAULT_ALIGNERS, Turn
+from longspec.data.aligners import DEFAULT_ALIGNERS, ROLES, Turn
 from longspec.data.records import (
     KINDS,
     SOURCE_TAGS,
@@ -127,7 +127,10 @@ def _with_answer(record: Record) -> Record:
     record = {name: value for name, value in record.items() if value is not None}
     for name in TURN_KINDS:
         turns = record.get(name)
-        if isinstance(turns, list) and turns and isinstance(turns[-1], dict) and turns[-1].get("role") != "assistant":
+        if not (isinstance(turns, list) and turns and isinstance(turns[-1], dict)):
+            continue
+        role = str(turns[-1].get("role", turns[-1].get("from")))
+        if ROLES.get(role) != "assistant":
             return {**record, name: [*turns, {"role": "assistant", "content": ""}]}
     for kind in KINDS:
         prompt = record.get(kind.prompt_field or "")

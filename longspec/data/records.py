@@ -67,7 +67,7 @@ SOURCE_TAGS = ("code", "book", "arxiv", "tulu-v2", "gov-report", "multi-news", "
 def data_files(files: Files) -> list[str]:
     """The data files named by `files`: a file, a folder (searched in depth), a glob pattern, or several of these.
 
-    Raises UserError for a name behind which there is nothing.
+    Raises UserError for a name that matches no file.
     """
     names = [files] if isinstance(files, str | Path) else list(files)
     if not names:

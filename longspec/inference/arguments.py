@@ -177,8 +177,8 @@ def pad_token(model: GlideMixin, pad_token_id: Any) -> int:
     candidates = (pad_token_id, model.generation_config.pad_token_id, model.config.pad_token_id)
     value = next((candidate for candidate in candidates if candidate is not None), 0)
     value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    if not _is_integer(value):
-        raise UserError(f"pad_token_id: {value!r}; give an id")
+    if not _is_integer(value) or abs(value) >= 2**31:
+        raise UserError(f"pad_token_id: {value!r}; give a token id")
     return int(value)
 
 

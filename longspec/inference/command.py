@@ -54,7 +54,12 @@ def parse_options(argv: Sequence[str] | None = None, prog: str | None = None) ->
 
     Raises UserError for an option that does not parse.
     """
-    parser = _Parser(prog=prog, description="Measure a target, alone or with its draft.", allow_abbrev=False)
+    parser = _Parser(
+        prog=prog,
+        description="Measure a target, alone or with its draft. The options alone define the sampling: the target's "
+        "generation_config.json does not apply.",
+        allow_abbrev=False,
+    )
     add = parser.add_argument
     add("--model_name", choices=PAIRS, help="a pair of target and draft")
     add("--target", help="folder, hub id or .gguf file of any target")

@@ -31,7 +31,7 @@ from longspec.inference.cache import Fault
 from longspec.inference.capture import capture_round, warm_up
 from longspec.inference.engine import Engine, Round
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE, make_drafter
-from longspec.inference.options import REFUSED, WARPERS, build_warpers, refuse_options
+from longspec.inference.options import REFUSED, STOPPING, WARPERS, build_warpers, refuse_options
 from longspec.inference.runner import make_runner
 from longspec.inference.tree_shapes import choose_shape
 from longspec.models.glide import GlideMixin, check_pair
@@ -148,7 +148,7 @@ def generate(
     check_drafting(method, tree_shape, gamma, tree_rule, model.config.vocab_size)
     check_trained(model, method, allow_untrained_draft)
     _check_options(options)
-    refuse_options(options, model.generation_config)
+    refuse_options(options, model.generation_config, (*REFUSED, *STOPPING))
     input_ids, attention_mask = prompt_batch(input_ids, attention_mask)
     rows = prompt_rows(input_ids, attention_mask)
     check_sampling(max_new_tokens, temperature, top_p, top_k)
@@ -280,7 +280,8 @@ class Decoder:
 
 def _check_options(options: Mapping[str, Any]) -> None:
     for name in options:
-        if name not in REFUSED and name not in WARPERS and name != "token_type_ids":  # some tokenizers return these
+        # Some tokenizers return token_type_ids.
+        if name not in (*REFUSED, *STOPPING, *WARPERS, "token_type_ids"):
             raise UserError(f"{name}: no argument of longspec.generate; model.generate takes those of transformers")
 
 

@@ -52,7 +52,7 @@ def measure(plan: Plan, report: Report, stop: StopSignals) -> dict[str, Any]:
 
 def _interruption(plan: Plan, done: int, signal_number: int) -> str:
     name, samples = signal.Signals(signal_number).name, len(plan.selection.samples)
-    again = "the same command without --overwrite" if plan.options.overwrite else "the same command"
+    again = "the same command without --overwrite" if plan.options.overwrite and done else "the same command"
     line = f"stopped by {name}: {done} of {samples} samples are done, in {plan.output_dir}"
     return line if done == samples else f"{line}; {again} continues"
 

@@ -43,7 +43,9 @@ def row_bytes(config: PreTrainedConfig, dtype: torch.dtype, tokens: int, nodes: 
 
 
 def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes of the target's weights."""
+    """Bytes of the target's weights; 0 for a quantized target, whose size depends on the method."""
+    if getattr(config, "quantization_config", None) is not None:
+        return 0
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config)
     return sum(weight.numel() for weight in target.parameters()) * dtype.itemsize

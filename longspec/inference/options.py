@@ -6,7 +6,7 @@ stays exact. Options that depend on earlier tokens, and other ways to decode, ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from numbers import Real
 from typing import Any
 
@@ -26,6 +26,8 @@ WARPERS: dict[str, tuple[Callable[[float], LogitsProcessor], float]] = {
     "epsilon_cutoff": (EpsilonLogitsWarper, 0.0),
 }
 """In transformers' order, after top-p: each option's warper and the value at which it does nothing."""
+STOPPING = ("max_time", "stop_strings")
+"""Options that only `model.generate` applies, as stopping criteria."""
 NEUTRAL: dict[str, Any] = {
     "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
@@ -36,7 +38,8 @@ NEUTRAL: dict[str, Any] = {
 """Values without effect. Every other option has none if it is None, 0, False or empty."""
 _APPLIED = {
     *WARPERS,
-    *("do_sample", "temperature", "top_k", "top_p", "max_length", "max_new_tokens", "max_time", "stop_strings"),
+    *STOPPING,
+    *("do_sample", "temperature", "top_k", "top_p", "max_length", "max_new_tokens"),
     *("num_return_sequences", "return_dict_in_generate", "bos_token_id", "eos_token_id", "pad_token_id"),
 }
 _WITHOUT_EFFECT = {
@@ -55,20 +58,18 @@ REFUSED = tuple(
 """Options that must have a neutral value, among them those that later versions of transformers add."""
 
 
-def refuse_options(given: Mapping[str, Any], config: GenerationConfig) -> None:
+def refuse_options(given: Mapping[str, Any], config: GenerationConfig, names: Sequence[str] = REFUSED) -> None:
     """Raise UserError for an option that decoding cannot apply.
 
-    given: arguments by name, which override the model's generation config.
+    given: arguments by name, which override the model's generation config. names: the options that are refused.
     """
-    for name in REFUSED:
+    for name in names:
         value = given[name] if name in given else getattr(config, name, None)
         if value is None or (len(value) == 0 if isinstance(value, Sized) else value == NEUTRAL.get(name, 0)):
             continue
         where = name if name in given else f"generation_config.{name}"
-        raise UserError(
-            f"{where}: {value!r} is not supported with speculative decoding; "
-            f"leave it out or pass {name}={NEUTRAL.get(name)!r}"
-        )
+        fault = "applies to model.generate only" if name in STOPPING else "is not supported with speculative decoding"
+        raise UserError(f"{where}: {value!r} {fault}; leave it out or pass {name}={NEUTRAL.get(name)!r}")
 
 
 def build_warpers(given: Mapping[str, Any], config: GenerationConfig) -> list[LogitsProcessor]:
@@ -83,6 +84,7 @@ def build_warpers(given: Mapping[str, Any], config: GenerationConfig) -> list[Lo
             continue
         # transformers' other two warpers do not take 1, at which no token would be left.
         if not isinstance(value, Real) or not 0 < float(value) <= 1 or (value == 1 and name != "min_p"):
-            raise UserError(f"{name}: {value!r}; it must be a number from 0 to 1")
+            end = "at most 1" if name == "min_p" else "less than 1"
+            raise UserError(f"{name}: {value!r}; it must be greater than 0 and {end}")
         warpers.append(warper(float(value)))
     return warpers

@@ -28,6 +28,7 @@ from longspec.inference.checks import (
 )
 from longspec.inference.device import choose_device, choose_dtype
 from longspec.inference.methods import GLIDE_METHODS
+from longspec.inference.options import REFUSED, STOPPING, WARPERS
 from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair
 from longspec.inference.report import device_name, versions
 from longspec.inference.run_folder import folder_name
@@ -97,8 +98,8 @@ class Plan:
             "attention": options.attention,
             "eos_token_id": self.pair.eos_token_id,
             "pad_token_id": self.pair.pad_token_id,
-            # A penalty in generation_config.json does not apply: the options alone name the distribution.
-            "repetition_penalty": 1.0,
+            # generation_config.json does not apply: the command's options alone define the distribution.
+            **dict.fromkeys((*REFUSED, *STOPPING, *WARPERS)),
         }
 
     @property

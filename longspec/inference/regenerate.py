@@ -41,6 +41,7 @@ from longspec.inference.load_pair import load_pair
 from longspec.inference.registry import PAIRS, choose_pair
 from longspec.models.content import target_digest
 from longspec.models.target_files import context_window, load_tokenizer, read_config
+from longspec.untrusted import read_yaml
 
 SPLITS = ("train", "validation", "test")
 TURN_TEMPERATURE = 1.0
@@ -220,7 +221,7 @@ class Shards:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if file.exists():
-                _compare(file, yaml.safe_load(file.read_text()), facts)
+                _compare(file, _read_facts(file), facts)
             else:
                 _write(file, yaml.safe_dump(facts, sort_keys=False))
         except OSError as error:
@@ -248,7 +249,7 @@ class Shards:
                 lines.append(json.dumps(named, ensure_ascii=False) + "\n")
         if not lines:
             raise UserError(f"{self.folder}: no answer is left ({dict(dropped)})")
-        facts = yaml.safe_load((self.folder / "provenance.yaml").read_text())
+        facts = _read_facts(self.folder / "provenance.yaml")
         facts |= {"records": len(lines), "new_tokens": tokens, "dropped": dict(sorted(dropped.items()))}
         _write(self.output.with_suffix(".provenance.yaml"), yaml.safe_dump(facts, sort_keys=False))
         _write(self.output, "".join(lines))
@@ -286,6 +287,13 @@ def _facts(settings: Settings, files: PromptFiles | None, target: str) -> dict[s
     facts["files"] = files.digests if files else {}
     facts["versions"] = {"longspec": __version__} | {name: version(name) for name in LIBRARIES}
     return facts
+
+
+def _read_facts(file: Path) -> dict[Any, Any]:
+    try:
+        return read_yaml(file)
+    except UserError as error:
+        raise UserError(f"{error}; restore this file, or remove {file.parent} to start again") from error
 
 
 def _compare(file: Path, written: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -330,7 +338,14 @@ def _bar(settings: Settings, total: int, rank: int) -> Iterator[tuple[Progress, 
 
 
 def _write(file: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file whole or not at all. Raises UserError on a full disk."""
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-    unfinished.write_bytes(text.encode())
-    os.replace(unfinished, file)
+    try:
+        unfinished.write_bytes(text.encode())
+        os.replace(unfinished, file)
+    except OSError as error:
+        raise UserError(
+            f"{file}: cannot be written ({error.strerror}); the same command continues once this is fixed"
+        ) from error
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m longspec.rege
     """
     options = vars(_parser(prog).parse_args(argv))
     dtype, device = options.pop("dtype"), options.pop("device")
-    rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    rank, world = _launched("RANK", 0), _launched("WORLD_SIZE", 1)
     if device is None and torch.cuda.is_available():
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     transformers.utils.logging.disable_progress_bar()
@@ -51,6 +51,13 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m longspec.rege
     if path is not None:
         print(f"written to {path}")
     return path
+
+
+def _launched(name: str, default: int) -> int:
+    value = os.environ.get(name, str(default))
+    if not value.isdecimal():
+        raise UserError(f"environment variable {name}: {value!r} is not a number; use torchrun, or unset it")
+    return int(value)
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:

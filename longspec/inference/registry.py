@@ -32,6 +32,8 @@ def choose_pair(model_name: str | None, target: str | None, draft: str | None) -
     """
     if (model_name is None) == (target is None):
         raise UserError("name the target either by --model_name or by --target PATH (with --draft PATH)")
+    if draft == "":
+        raise UserError("--draft: empty; give a .pth file, a folder or a hub id, or leave it out")
     if target is not None and draft is None and os.path.isfile(Path(target, DRAFT_FOLDER, "config.json")):
         draft = target  # a folder that a pair's save_pretrained wrote
     if target is not None:

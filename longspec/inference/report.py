@@ -41,7 +41,7 @@ class Report:
     """The results in a run's folder: one line per sample, appended batch by batch, and at the end a summary.
 
     It begins with the complete lines that an interrupted run left. A cut last line does not count; its sample is run
-    again. With `resume=False` it begins empty, and `begin` removes earlier results.
+    again. With `resume=False` it begins empty; the first `add` then removes earlier results.
     """
 
     def __init__(self, folder: str | Path, resume: bool = True) -> None:
@@ -52,6 +52,8 @@ class Report:
         """The lines on disk, without texts and token ids."""
         self.size = 0
         """Bytes of the complete lines on disk."""
+        self._record: dict[str, Any] | None = None
+        """The configuration that the first `add` stores."""
         if resume and (self.folder / SAMPLES_NAME).exists():
             self._read()
 
@@ -69,15 +71,24 @@ class Report:
         return {line["index"] for line in self.lines}
 
     def begin(self, record: dict[str, Any]) -> None:
-        """Store the run's configuration and cut off what does not belong to it. Raises UserError on a full disk."""
+        """Set the run's configuration, which the first `add` stores.
+
+        The folder does not change before, so that a run without any result leaves the earlier results in place.
+        """
+        self._record = record
+
+    def _start(self) -> None:
+        """Store the run's configuration and cut off what does not belong to it. Raises OSError."""
+        if self._record is None:
+            return
         samples = self.folder / SAMPLES_NAME
-        with self._reported():
-            if not self.resume:
-                (self.folder / SUMMARY_NAME).unlink(missing_ok=True)
-                samples.unlink(missing_ok=True)
-            if samples.exists():
-                os.truncate(samples, self.size)
-            write_json(self.folder / RUN_NAME, record)
+        if not self.resume:
+            (self.folder / SUMMARY_NAME).unlink(missing_ok=True)
+            samples.unlink(missing_ok=True)
+        if samples.exists():
+            os.truncate(samples, self.size)
+        write_json(self.folder / RUN_NAME, self._record)
+        self._record = None
 
     def add(self, results: Sequence[SampleResult], stats: GenerationStats, first: int) -> None:
         """Append a line for each row of a batch, whose first row is sample `first` of the run.
@@ -94,6 +105,7 @@ class Report:
         ]
         content = b"".join(_encoded(line) + b"\n" for line in lines)
         with self._reported():
+            self._start()
             self._append(content)
         self.lines += [_without_answer(line) for line in lines]
         self.size += len(content)

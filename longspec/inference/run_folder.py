@@ -65,8 +65,8 @@ def open_report(folder: Path, run: Configuration, overwrite: bool) -> Iterator[R
     """The report of the run with configuration `run` in `folder`, which is locked until the context ends.
 
     Results that are already there are kept: the report starts with those of an interrupted run of the same
-    configuration. With `overwrite` they are removed when the report begins. Raises UserError, before anything is
-    written, for a folder that cannot be written, that another process writes to or that holds results of another run.
+    configuration. With `overwrite` the first new result replaces them. Raises UserError, before any result is changed,
+    for a folder that cannot be written, that another process writes to or that holds results of another run.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

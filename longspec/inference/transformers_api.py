@@ -20,7 +20,7 @@ from longspec.errors import UserError
 from longspec.inference.arguments import check_stopping, check_token_ids
 from longspec.inference.generate import GenerationStats, Streamer, generate
 from longspec.inference.methods import DEFAULT_SHAPE
-from longspec.inference.options import REFUSED, WARPERS, refuse_options
+from longspec.inference.options import REFUSED, STOPPING, WARPERS, refuse_options
 from longspec.models.glide import GlideMixin
 
 _REFUSED_ARGUMENTS = (
@@ -83,7 +83,7 @@ def generate_as_transformers(
     tokenizer = kwargs.pop("tokenizer", None)
     if stop_strings := chosen.get("stop_strings", self.generation_config.stop_strings):
         if tokenizer is None:
-            raise UserError("stop_strings: they need the argument tokenizer=, the model's tokenizer")
+            raise UserError("stop_strings: pass tokenizer= as well")
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
         # transformers hands no tokenizer on to a decoding loop of ours, so it must not see the stop strings.
         kwargs.pop("stop_strings", None)
@@ -103,7 +103,8 @@ def generate_as_transformers(
     ) -> Tensor | SpeculativeOutput:
         timers = [criterion for criterion in stopping_criteria if isinstance(criterion, MaxTimeCriteria)]
         pad_token_id = _pad_token_id(generation_config)
-        neutral: dict[str, Any] = dict.fromkeys(REFUSED)  # checked above, with what overrides the model's own config
+        # Checked above or among the criteria; the model's own config must not count again.
+        neutral: dict[str, Any] = dict.fromkeys((*REFUSED, *STOPPING))
         out = generate(
             model,
             input_ids,

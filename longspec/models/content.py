@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,10 +16,12 @@ from longspec.digests import content_hash, file_digests
 from longspec.models.target_files import WEIGHT_FILES
 
 TARGET_FILES = (
-    *(*WEIGHT_FILES, "config.json", "generation_config.json"),
+    *(*WEIGHT_FILES, "config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer*", "vocab*", "merges.txt", "chat_template*"),
 )
 """Files of a target that decide what it generates and what its draft learns."""
+
+COMMIT = re.compile("[0-9a-f]{40}")
 
 Digests = list[list[str]]
 """Name and digest of each file, in order."""
@@ -27,9 +30,12 @@ Digests = list[list[str]]
 def target_digests(target: str, config: PreTrainedConfig) -> Digests:
     """Names relative to the folder, and digests, of a target's weights, configuration and tokenizer.
 
-    A hub id is identified by its commit. Raises UserError for a file that cannot be read.
+    A hub id is identified by its commit, and so is a snapshot folder in the hub's cache. Raises UserError for a file
+    that cannot be read.
     """
     folder = Path(target)
+    if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name):
+        return [[target, folder.name]]
     if not folder.is_dir():
         return [[target, str(getattr(config, "_commit_hash", None))]]
     patterns = (*TARGET_FILES, *(f"mp_*-of-*/{name}" for name in TARGET_FILES))  # the parts of a split target

@@ -28,7 +28,7 @@ ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
 }
-GGUF_ERRORS = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, NotImplementedError)
+GGUF_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, NotImplementedError)
 """Exceptions that `gguf` and numpy raise for files that are cut off or malformed."""
 OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_NAMES = {

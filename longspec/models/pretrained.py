@@ -17,6 +17,7 @@ from longspec.errors import UserError
 from longspec.models.draft_files import (
     DRAFT_FOLDER,
     DRAFT_PREFIX,
+    OPTION_KEYS,
     check_finite,
     checked_options,
     draft_of_pair,
@@ -62,6 +63,13 @@ def _draft_options(stated: dict[str, Any], glide_path: str | Path | None) -> Dra
         if glide_path is not None and (was := getattr(saved, name)) != (now := getattr(options, name)):
             raise UserError(f"{name}: {now}, but the draft at {glide_path} has {was}; leave it out")
     return options
+
+
+def _saved_options(state_dict: Mapping[str, Tensor] | None) -> dict[str, Any]:
+    """The options in the metadata of a state dict that `torch.load` read from a draft's .pth file."""
+    modules = getattr(state_dict, "_metadata", None)
+    own = modules.get("") if isinstance(modules, Mapping) else None
+    return {name: own[key] for name, key in OPTION_KEYS.items() if key in own} if isinstance(own, Mapping) else {}
 
 
 class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
@@ -118,10 +126,10 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
             ("state_dict", state_dict, (Mapping, type(None))),
             ("pad_token_id", pad_token_id, (int, type(None))),
         ):
-            if not isinstance(value, kinds):
+            if not isinstance(value, kinds) or isinstance(value, bool):
                 raise UserError(f"{name}: a {type(value).__name__}; see {cls.__name__}.from_pretrained")
         asked = {"window": window, "kv_layers": kv_layers, "target_feature": target_feature}
-        stated = {name: value for name, value in asked.items() if value is not None}
+        stated = _saved_options(state_dict) | {name: value for name, value in asked.items() if value is not None}
         checked_options(stated)
         config = read_config(path, revision)
         if state_dict is None and glide_path is None:
@@ -157,10 +165,13 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
 
         `from_pretrained` of the folder loads the pair; for transformers it is an ordinary target. state_dict: weights
         of the whole pair to save in place of the present ones. push_to_hub uploads both. Other arguments are those of
-        transformers' `save_pretrained`. Raises UserError on a rank that has only a part of the target.
+        transformers' `save_pretrained`. Raises UserError on a rank that has only a part of the target, and for
+        push_to_hub with a state_dict.
         """
         if model_parallel_place()[1] > 1:
             raise UserError("save_pretrained: this rank has only a part of the target; save on a single rank")
+        if push_to_hub and state_dict is not None:
+            raise UserError("push_to_hub: not with state_dict; save without it, then run `hf upload` on the folder")
         folder = Path(save_directory)
         if (folder / DRAFT_FOLDER).is_symlink():
             raise UserError(f"{folder / DRAFT_FOLDER}: a link; the draft is saved in a folder of that name")

@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from filelock import FileLock
+from safetensors import SafetensorError
 
 from longspec.errors import UserError, first_line
 
@@ -58,7 +59,7 @@ def converted(file: Path, expected: str | None = None) -> Path:
         with FileLock(folder.with_name(folder.name + ".lock")):
             if not _is_whole(folder, digest):  # another process may have converted it meanwhile
                 _convert(file, digest, folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: not converted into {cache_folder()} ({first_line(error)})") from error
     return folder
 
@@ -73,13 +74,12 @@ def _convert(file: Path, digest: str, folder: Path) -> None:
     part.mkdir()
     try:
         convert_gguf(file, part)
-    except UserError:
-        shutil.rmtree(part)
-        raise
-    files = {path.name: _digest(path) for path in sorted(part.iterdir())}
-    manifest = {"source": file.name, "source_sha256": digest, "files": files}
-    (part / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    part.rename(folder)
+        files = {path.name: _digest(path) for path in sorted(part.iterdir())}
+        manifest = {"source": file.name, "source_sha256": digest, "files": files}
+        (part / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def _is_whole(folder: Path, digest: str) -> bool:

@@ -70,7 +70,7 @@ def save_checkpoint(
 
 @contextmanager
 def _recorded(engine: Any) -> Iterator[list[Path]]:
-    """The files that this rank's engine writes meanwhile, as DeepSpeed's checkpoint engine is told to."""
+    """Collect the paths that this rank's DeepSpeed engine saves inside the context."""
     written: list[Path] = []
     save = engine.checkpoint_engine.save
 
@@ -126,7 +126,7 @@ def read_best(config: TrainConfig, run: Run | None = None) -> float:
             problem = f"{folder} was the best on other held-out rows"
         else:
             return json.loads((folder / EVALUATION_NAME).read_text())["eval_acceptance_length"]
-    logger.warning("%s: the next evaluation replaces it", problem)
+    logger.warning("%s; the next evaluation chooses a new %s", problem, BEST[1])
     return -math.inf
 
 
@@ -152,8 +152,10 @@ def _write_config(folder: Path, config: TrainConfig) -> None:
 
 @contextmanager
 def _writing(output: Path, progress: Progress) -> Iterator[None]:
-    """Turn what a full, read-only or lost disk raises into one clear line: torch's writer hides the reason, tokenizers'
-    the kind."""
+    """Convert errors of a full, read-only or lost disk to a UserError.
+
+    torch hides the errno and tokenizers the exception type.
+    """
     try:
         yield
     except Exception as error:  # tokenizers raises nothing more special

@@ -18,13 +18,14 @@ from packaging.version import Version
 from pydantic import ValidationError
 from yaml import YAMLError
 
+from longspec.data.dataset import OVERFLOWS
 from longspec.data.records import data_files
 from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.data.templates import check_templates
 from longspec.errors import UserError
 from longspec.kernels.attention import resolve_attention
 from longspec.models.draft_files import checked_options
-from longspec.models.draft_layer import WINDOW, DraftOptions, check_window
+from longspec.models.draft_layer import WINDOW, DraftOptions
 from longspec.models.families import pair_class
 from longspec.train.command import launch_parser
 from longspec.train.loss import LOSSES
@@ -37,6 +38,8 @@ DTYPES = ("float32", "bfloat16")
 OPTIMIZERS = ("adamw", "muon")
 MUON_FROM = "0.19.8"
 """The oldest DeepSpeed whose Muon was tried; those before it know none for bf16."""
+LARGEST_NUMBER = 2**64 - 1
+"""Upper end of the range of torch's seeds, and the limit of all other integers."""
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 UNKNOWN_KEY = (ConfigAttributeError, ConfigKeyError)
 """OmegaConf's errors for a key that the schema does not have."""
@@ -44,7 +47,7 @@ UNKNOWN_KEY = (ConfigAttributeError, ConfigKeyError)
 POSITIVE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "save_steps"),
     *("learning_rate", "max_grad_norm", "data.num_proc", "tp_size", "evaluation.steps", "evaluation.rows"),
-    "model.window",
+    *("model.window", "data.max_length"),
 )
 NOT_NEGATIVE = ("seed", "weight_decay", "data.num_workers", "variant.max_offset")
 
@@ -175,10 +178,12 @@ def compose_config(folder: str | Path, name: str, overrides: Sequence[str] = ())
     if not Path(folder).is_dir():
         raise UserError(f"config path {folder}: no such folder; run from the repository's root or give its full path")
     if not (Path(folder) / f"{name.removesuffix('.yaml')}.yaml").is_file():
-        raise UserError(f"config name {name}: no such experiment; {folder} holds those there are")
+        raise UserError(f"config name {name}: no such experiment; choose one of the .yaml files in {folder}")
     try:
         with initialize_config_dir(str(Path(folder).absolute()), version_base=None):
-            return compose(name.removesuffix(".yaml"), overrides=list(overrides))
+            # Templates have free keys, which Hydra adds only to `++`.
+            given = [f"++{one}" if one.startswith("data.templates.") else one for one in overrides]
+            return compose(name.removesuffix(".yaml"), overrides=given)
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         if isinstance(error.__cause__, UNKNOWN_KEY):  # Hydra's own message suggests `+key`, which `typed` refuses
             raise _unknown_key(str(error.__cause__.full_key)) from error
@@ -252,7 +257,10 @@ def check(config: TrainConfig) -> None:
         value = OmegaConf.select(values, key)
         if value is None:  # max_steps, evaluation.rows: not wanted
             continue
-        _require(math.isfinite(value), key, "must be finite", value)
+        if isinstance(value, int):
+            _require(value <= LARGEST_NUMBER, key, "must be at most 2^64 - 1", value)
+        else:
+            _require(math.isfinite(value), key, "must be finite", value)
         if key in POSITIVE:
             _require(value > 0, key, "must be positive", value)
         else:
@@ -267,13 +275,16 @@ def check(config: TrainConfig) -> None:
     _require(not contradict, "overwrite_output_dir", "must be false with resume", config.overwrite_output_dir)
     _choice("variant.name", config.variant.name, VARIANTS)
     _choice("data.chat_format", config.data.chat_format, CHAT_FORMAT_CHOICES)
+    _choice("data.overflow", config.data.overflow, OVERFLOWS)
     check_templates(config.data.templates, "config key data.templates")
     _choice("model.torch_dtype", config.model.torch_dtype, DTYPES)
     _choice("wandb.mode", config.wandb.mode, WANDB_MODES)
     if config.variant.name != "base":
         _require(config.variant.depth > 0, "variant.depth", "must be positive", config.variant.depth)
     depth = BLOCK_LAGS if config.variant.name == "base" else config.variant.depth
-    check_window(config.model.draft_options.window, depth, "config key variant.depth")
+    window = config.model.draft_options.window
+    if window <= depth:
+        raise UserError(f"config key model.window: {window}; it must be greater than the largest trained lag, {depth}")
     resolve_attention(config.model.attn_implementation)
     _check_zero(config.deepspeed.zero_optimization)
     if config.optimizer == "muon":
@@ -298,7 +309,8 @@ def _check_muon(config: TrainConfig) -> None:
     zero = config.deepspeed.zero_optimization
     plain = zero["stage"] == 1 and not zero.get("offload_optimizer") and config.tp_size == 1
     fits = plain and config.model.torch_dtype == "bfloat16"
-    _require(fits, "optimizer", "must be adamw but for ZeRO-1 without offload, bfloat16 and tp_size=1", "muon")
+    if not fits:
+        raise UserError("config key optimizer: muon needs ZeRO-1 without offload, bfloat16 and tp_size=1")
     new_enough = Version(deepspeed.__version__) >= Version(MUON_FROM)
     _require(new_enough, "optimizer", f"must be adamw with deepspeed < {MUON_FROM}", "muon")
 
@@ -313,6 +325,7 @@ def _check_paths(config: TrainConfig) -> None:
             raise UserError(
                 f"config key evaluation.files: {both[0]} is in data.files, too; what is held out must not be"
             )
+    _require(config.output_dir.strip() != "", "output_dir", "must name a folder", config.output_dir)
     output = Path(config.output_dir)
     try:
         _require(not output.exists() or output.is_dir(), "output_dir", "is a file", config.output_dir)

@@ -31,7 +31,7 @@ def connect_ranks() -> dict[socket.socket, int]:
     that rank 0 sends them through the process group. Raises UserError if a rank does not get through.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    # As the last rank resolves it: on its own host the name of rank 0 is often an address of the loopback interface.
+    # Use the address that the last rank resolves. On rank 0's host its own name often resolves to loopback.
     host = from_every_rank(str(socket.getaddrinfo(os.environ["MASTER_ADDR"], None)[0][4][0]))[-1]
     listening: list[socket.socket] = []
 

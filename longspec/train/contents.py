@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from longspec.data.records import Files, content_digests
-from longspec.models.content import Digests, target_digests
+from longspec.models.content import COMMIT, Digests, target_digests
 from longspec.models.target_files import read_config
 from longspec.train.config import TrainConfig
 
@@ -41,9 +41,18 @@ def _changes(key: str, before: Digests, now: Digests) -> list[str]:
     if old == new:
         return []
     if len(old) != len(new):
-        return [f"{key}: {len(old)} files then, {len(new)} now"]
+        for side, digests, others in (("removed", before, new), ("added", now, old)):
+            if names := [name for name, digest in digests if digest not in others]:
+                return [f"{key}: {names[0]} was {side} ({len(old)} files then, {len(new)} now)"]
+        return [f"{key}: {len(old)} files then, {len(new)} now, with the same contents"]
     if sorted(old) == sorted(new):
         return [f"{key}: the same files in another order"]
+    if len(now) == 1 and COMMIT.fullmatch(old[0]) and COMMIT.fullmatch(new[0]):
+        name = before[0][0]
+        return [
+            f"{key}: {name} was commit {old[0]}, is commit {new[0]}; to go on from the first, give the folder that "
+            f"`hf download {name} --revision {old[0]}` prints"
+        ]
     changed = [name for (name, digest), other in zip(now, old, strict=True) if digest != other]
     more = f" (and of {len(changed) - 1} more)" if len(changed) > 1 else ""
     return [f"{key}: the contents of {changed[0]}{more} changed"]

@@ -50,8 +50,8 @@ def rows_held_out(config: TrainConfig, inputs: Inputs) -> int:
     count, depth = min(len(inputs.held_out), config.evaluation.rows or len(inputs.held_out)), trained_depth(config)
     if not any(chain_roots(inputs.collate([inputs.held_out[row]])["labels"], depth).any() for row in range(count)):
         raise UserError(
-            f"config key evaluation.files: the first {count} rows have nowhere {depth + 1} tokens of the loss in a "
-            "row, so no chain can be drafted on them; give longer samples, or more rows"
+            f"config key evaluation.files: none of the first {count} rows has {depth + 1} consecutive tokens in the "
+            "loss, so no chain can be drafted on them; give longer samples, or more rows"
         )
     return count
 

@@ -20,6 +20,7 @@ import shutil
 from pathlib import Path
 
 from longspec.errors import UserError
+from longspec.models.draft_files import DRAFT_WEIGHTS_NAME
 from longspec.train.seals import MARKER, Progress, Run, Seal, damage, is_whole, read_seal, sync
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ def _rotate(output: Path, names: tuple[str, str, str], new: Seal) -> None:
     if is_whole(last):
         _remove(second)
         last.rename(second)
+    elif names is DRAFTS and not new.run.overwrites and (last / DRAFT_WEIGHTS_NAME).exists():
+        _keep(last)  # a draft that somebody copied there without its marker
     _remove(last)
     staged.rename(last)
 

@@ -117,7 +117,7 @@ class RunLog:
 
 
 def _cut(path: Path, last_step: int) -> dict[str, Any]:
-    """Drop lines after `last_step`, and one that was cut off, from the metrics file; its last line.
+    """Drop unreadable lines and those after `last_step` from the metrics file; return its last line.
 
     The rest is written to a new file that replaces the old one, so a full disk leaves the old one. A run that starts
     at step 0 keeps the file of the run before under another name.
@@ -137,9 +137,9 @@ def _cut(path: Path, last_step: int) -> dict[str, Any]:
         try:
             metrics = json.loads(line)
             if not line.endswith(b"\n") or metrics["step"] > last_step:
-                break
+                continue
         except (ValueError, LookupError, TypeError):
-            break
+            continue
         lines.append(line)
         last = metrics
     if sum(map(len, lines)) < len(text):

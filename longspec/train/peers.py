@@ -30,7 +30,7 @@ import torch.distributed as dist
 from longspec.errors import UserError
 from longspec.signals import STOP_SIGNALS, exit_code
 from longspec.train.connections import connect_ranks
-from longspec.train.distributed import Termination, from_every_rank
+from longspec.train.distributed import Termination, from_every_rank, launched_rank
 from longspec.train.launcher import Launcher
 
 logger = logging.getLogger(__name__)
@@ -62,9 +62,9 @@ def watched(termination: Termination) -> Iterator["Watch"]:
     try:
         yield watch
         if watch.peers:
-            from_every_rank(None)  # from here on the end of a rank is none too early
+            from_every_rank(None)  # From here on a rank may end.
     except (UserError, SystemExit):
-        raise  # with all that is to be said, by all ranks as a rule; what W&B still has to do may take its time
+        raise  # The error line is already printed. Do not cut off W&B's upload.
     except BaseException:
         if termination.at_once and termination.received is not None:  # the others have ended already
             raise SystemExit(exit_code(termination.received)) from None
@@ -194,7 +194,7 @@ class Watch:
         if asked.received is None:
             asked.received = number
         if asked.at_once:
-            if not self.peers or 0 not in self.peers.values():  # rank 0 speaks for all
+            if launched_rank() == 0:  # it speaks for all
                 logger.warning("%s: stopped before the first step", asked)
             self._last_resort = threading.Timer(AT_ONCE_S, os._exit, [exit_code(asked.received)])
             self._last_resort.daemon = True

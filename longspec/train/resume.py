@@ -49,7 +49,7 @@ def where_to_start(config: TrainConfig, target: str) -> Start:
 
     target: the folder or hub id that `config.model_name_or_path` stands for.
 
-    Raises UserError if the launch line fits neither the checkpoints there nor their data and target.
+    Raises UserError if the launch line, the data or the target differ from the checkpoint's.
     """
     output, launch = Path(config.output_dir), secrets.token_hex(8)
     check_folders(output)

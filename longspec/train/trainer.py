@@ -59,9 +59,9 @@ def main(argv: Sequence[str] | None = None, before_steps: Callable[[], None] | N
 
     SIGTERM, SIGINT and SIGHUP to any rank, and the end of the launcher (see `longspec.train.peers`), stop all ranks:
     the step at hand is finished if that takes no more than FINISH_S seconds, the last finished step is saved, and the
-    exit code is 128 + the signal's number. DeepSpeed's own processes have other codes where the signal is sent to them:
-    the `deepspeed` command dies of it (shells show 128 + n), and returns 1 if `launch.py` got SIGTERM or SIGINT, 0 if
-    that died of another one.
+    exit code is 128 + the signal's number. A signal to DeepSpeed's own processes gives their exit codes: `deepspeed`
+    dies of the signal (128 + n in shells); with `launch.py` stopped by SIGTERM or SIGINT it returns 1, by another
+    signal 0.
 
     before_steps: called when all is loaded and the first step is to be taken.
     """
@@ -168,13 +168,14 @@ class Trainer:
     def run(self, termination: Termination) -> bool:
         """Train up to the last step and save there, whatever `save_steps` says.
 
-        Returns False if `termination` stopped it earlier, with the last finished step saved.
+        Returns False if `termination` stopped it before its last step or that step's evaluation was finished; the last
+        finished step is then saved.
         """
         self.engine.train()
         batches = iter(self.loader)
         remembers = self.start and self.config.evaluation.keep_best
         self.best = from_rank_zero(lambda: read_best(self.config, self.origin) if remembers else -math.inf)
-        log = RunLog(self.config, dist.get_rank(), self.start, self.total)
+        log = rank_zero_first(lambda: RunLog(self.config, dist.get_rank(), self.start, self.total))
         done = self.start
         from_every_rank(None)  # until here a signal ends all ranks at once
         termination.at_once = False
@@ -190,13 +191,15 @@ class Trainer:
             log.step({"step": step, **metrics, **self.evaluate(step, termination)})
             if step % self.config.save_steps == 0 or step == self.total:
                 self.save(step)
-        if done < self.total:
-            if done > self.start and done % self.config.save_steps:
+        finished = done == self.total and not self.evaluation_due
+        if not finished:
+            if self.start < done < self.total and done % self.config.save_steps:
                 self.save(done)
+            where = ", in its evaluation" if self.evaluation_due else ""
             goes_on = "resume=latest goes on from there" if done else "nothing to save yet"
-            logger.info("%s: stopped after step %d; %s", termination, done, goes_on)
+            logger.info("%s: stopped after step %d%s; %s", termination, done, where, goes_on)
         log.close()
-        return done == self.total
+        return finished
 
     def window(self, batches: Arrays | None) -> list[Batch]:
         """The next step's micro-batches, where there is a next step; `data_seconds` is how long they took."""

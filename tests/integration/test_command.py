@@ -146,6 +146,21 @@ def test_a_seed_makes_sampling_repeatable(tmp_path: Path) -> None:
     assert sampled("1", "one") == sampled("1", "again") != sampled("2", "two")
 
 
+def test_the_options_alone_define_the_sampling(tmp_path: Path) -> None:
+    """Settings of generation_config.json that sampling applies or refuses have no effect."""
+    target, data = make_target(tmp_path / "target"), write_records(tmp_path / "data", count=1)
+
+    def sampled(name: str) -> list[int]:
+        more = ("--method", "vanilla", "--temperature", "1.5", "--max_gen_len", "8")
+        main(arguments(target, data, tmp_path / name, *more))
+        return lines_of(tmp_path / name)[0]["token_ids"]
+
+    plain, file = sampled("plain"), target / "generation_config.json"
+    given = {"do_sample": True, "min_p": 0.9, "no_repeat_ngram_size": 2, "stop_strings": ["a"], "max_time": 0.0}
+    file.write_text(json.dumps(json.loads(file.read_text()) | given))
+    assert sampled("configured") == plain
+
+
 def test_vanilla_and_magicdec_need_no_draft(tmp_path: Path) -> None:
     target, data = make_target(tmp_path / "target"), write_records(tmp_path / "data", "aime24", 1)
     for method in ("vanilla", "magicdec"):
@@ -211,6 +226,7 @@ def refusal(capsys: pytest.CaptureFixture[str], line: list[str]) -> str:
         (["--attention", "fast"], "--attention: invalid choice: 'fast'"),
         (["--chat_format", "tokenizer"], "chat template"),
         (["--model_name", "qwq"], "--model_name or by --target"),
+        (["--draft", ""], "--draft: empty"),
         (["--temprature", "1"], "unrecognized arguments: --temprature 1"),
     ],
 )
@@ -267,6 +283,8 @@ def test_a_batch_that_does_not_fit_into_memory_is_refused(
         monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: int(free))
         message = refusal(capsys, line)
         assert f"and 3 rows of {longest + 64} tokens and 69 tree nodes" in message and advice in message
+    config.quantization_config = {"quant_method": "awq", "bits": 4}
+    assert memory.weight_bytes(config, torch.float32) == 0, "its size depends on the method"
     monkeypatch.setattr(memory, "free_bytes", lambda device: weights + 3 * row)
     assert make_plan(parse_options(line)).options.batch_size == 100000
 

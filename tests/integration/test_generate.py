@@ -310,6 +310,8 @@ def test_same_seed_same_samples(tmp_path: Path, settings: dict) -> None:
         ({"eos_token_id": "</s>"}, "eos_token_id: '</s>'"),
         ({"eos_token_id": [1.5]}, "eos_token_id"),
         ({"pad_token_id": "<pad>"}, "pad_token_id"),
+        ({"pad_token_id": 10**30}, "pad_token_id"),
+        ({"stop_strings": ["a"]}, r"stop_strings: \['a'\] applies to model.generate only"),
         ({"streamer": print}, "streamer"),
         ({"attention": "fast"}, "attention"),
         ({"stopping_criteria": print}, "stopping_criteria"),
@@ -320,7 +322,7 @@ def test_same_seed_same_samples(tmp_path: Path, settings: dict) -> None:
         ({"eta_cutoff": 0.1}, "eta_cutoff"),
         ({"num_beams": 4}, "num_beams: 4"),
         ({"min_p": 1.5, "temperature": 1.0}, "min_p: 1.5"),
-        ({"typical_p": 0.0, "temperature": 1.0}, "typical_p: 0.0"),
+        ({"typical_p": 0.0, "temperature": 1.0}, "typical_p: 0.0; it must be greater than 0 and less than 1"),
     ],
 )
 def test_bad_settings_are_one_clear_line(tmp_path: Path, settings: dict, message: str) -> None:
@@ -365,7 +367,10 @@ def test_options_of_the_generation_config_are_refused_too(tmp_path: Path) -> Non
     model.generation_config.min_p = 0.2
     with pytest.raises(UserError, match=r"generation_config.repetition_penalty: 1.05 .* pass repetition_penalty=1.0"):
         generate(model, row[None])
-    out = generate(model, row[None], max_new_tokens=9, repetition_penalty=1.0)
+    model.generation_config.max_time = 0.5
+    with pytest.raises(UserError, match=r"generation_config.max_time: 0.5 .* pass max_time=None"):
+        generate(model, row[None], repetition_penalty=1.0)
+    out = generate(model, row[None], max_new_tokens=9, repetition_penalty=1.0, max_time=None)
     assert out.new_tokens[0].tolist() == target_greedy(model, row, 9)
 
 

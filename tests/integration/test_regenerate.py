@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from longspec import generate, load_pair
 from longspec.data.prompts import PromptFiles, loops, prompt_key, user_turn_marks
 from longspec.errors import UserError
 from longspec.inference.answering import Answerer, Request
-from longspec.inference.regenerate import Settings, regenerate, shard_seed
+from longspec.inference.regenerate import Settings, Shards, regenerate, shard_seed
 from longspec.inference.regenerate_command import main
 
 TEMPLATE = (
@@ -97,6 +98,17 @@ def test_records_keep_their_prompts_and_say_where_they_come_from(target: Path, q
     facts = (tmp_path / "train.provenance.yaml").read_text()
     for fact in ("target_digest", "questions.jsonl", "transformers", "seed: 0", "dropped"):
         assert fact in facts
+
+
+def test_the_target_answers_what_a_conversation_asks(target: Path, tmp_path: Path) -> None:
+    """In both namings of the roles, with and without an answer."""
+    path, texts = tmp_path / "asked.jsonl", []
+    for names in (("role", "content", "user", "assistant"), ("from", "value", "human", "gpt")):
+        role, content, user, assistant = names
+        turns = [{role: user, content: "Q"}, {role: assistant, content: "A"}]
+        path.write_text("".join(json.dumps({"conversations": one}) + "\n" for one in (turns[:1], turns)))
+        texts += [prompt.turns for prompt in PromptFiles(str(path)).read(0, 2, "llama", None, "published")]
+    assert texts == [[{"role": "user", "content": "Q"}]] * 4
 
 
 def test_a_lost_shard_is_written_again_as_it_was(target: Path, questions: Path, tmp_path: Path) -> None:
@@ -197,7 +209,9 @@ def test_a_stopped_command_says_how_to_go_on(
     assert (tmp_path / "stopped/train.jsonl").read_bytes() == (tmp_path / "straight/train.jsonl").read_bytes()
 
 
-def test_bad_input_is_one_line(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = tmp_path / "plain.jsonl"
     plain.write_text('{"problem": "p"}\n{"text": "t"}\n')
     with pytest.raises(UserError, match=r"plain.jsonl, line 2: field 'text' is plain text, without a prompt"):
@@ -213,3 +227,36 @@ def test_bad_input_is_one_line(target: Path, tmp_path: Path, capsys: pytest.Capt
         assert end.value.code == 2
         lines = capsys.readouterr().err.splitlines()
         assert message in lines[-1]
+    monkeypatch.setenv("RANK", "x")
+    with pytest.raises(SystemExit, match="2"):
+        main([*base, "--count", "3"])
+    assert "environment variable RANK: 'x' is not a number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "a: ["])
+def test_a_damaged_provenance_is_one_line(target: Path, tmp_path: Path, content: str) -> None:
+    shards = Shards(settings(target, tmp_path, count=4), 4)
+    shards.folder.mkdir()
+    (shards.folder / "provenance.yaml").write_text(content)
+    with pytest.raises(UserError, match=r"provenance\.yaml: not a readable .*; restore this file") as error:
+        shards.claim({"seed": 1})
+    assert "\n" not in str(error.value)
+
+
+def test_a_shard_that_does_not_fit_on_the_disk_is_one_line(target: Path, tmp_path: Path) -> None:
+    shards = Shards(settings(target, tmp_path, count=4), 4)
+    shards.claim({"seed": 1})
+    unfinished = shards.folder / f".{shards.path(0).name}.{os.getpid()}"
+    unfinished.symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"cannot be written \(No space left on device\)"):
+        shards.write(0, [], Counter())
+    assert not unfinished.is_symlink() and not shards.path(0).exists()
+
+
+def test_a_stop_signal_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(
+        "longspec.inference.regenerate_command.regenerate", lambda *_: signal.raise_signal(signal.SIGINT)
+    )
+    with pytest.raises(SystemExit, match="130"):
+        main(["--target", "x", "--output_dir", "y"])
+    assert capsys.readouterr().err == "stopped by SIGINT; the same command continues\n"

@@ -116,7 +116,7 @@ def test_stop_strings_end_where_transformers_ends(tmp_path: Path, gamma: int) ->
         assert torch.equal(model.generate(**ours, max_new_tokens=30), expected)
         model.generation_config.stop_strings = None
     assert len(lengths) > 3
-    with pytest.raises(UserError, match="stop_strings: they need the argument tokenizer="):
+    with pytest.raises(UserError, match="stop_strings: pass tokenizer= as well"):
         model.generate(ids, stop_strings=["a"])
 
 

@@ -259,6 +259,16 @@ def test_rotation_never_pushes_out_the_draft_of_an_earlier_run(overwrites: bool,
     assert whole_folders(tmp_path) == sorted(new if overwrites else [*new, *earlier])
 
 
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_a_draft_without_its_marker_is_kept_unless_the_user_said_so(overwrites: bool, tmp_path: Path) -> None:
+    """As when somebody copies the weights alone into a folder of that name."""
+    (tmp_path / "checkpoint-last").mkdir()
+    (tmp_path / "checkpoint-last" / DRAFT_FILE).write_text("copied")
+    save_twice(tmp_path, 1, Run("new", "new", overwrites=overwrites))
+    kept = tmp_path / "checkpoint-earlier-1" / DRAFT_FILE
+    assert kept.exists() is not overwrites and step_of(tmp_path / "checkpoint-last") == 2
+
+
 def test_any_sealed_draft_is_found_and_the_newest_whole_one_taken(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -113,7 +113,12 @@ def test_family_is_an_override(paths: list[str]) -> None:
         ("data.chat_format=alpaca", "data.chat_format"),
         ("+data.templates.gov_report='{prompt}'", "data.templates.gov_report"),
         ("+data.templates.report='{context}'", "data.templates.report"),
-        ("+data.templates.report=7", "data.templates.report"),
+        ("data.templates.report=7", "data.templates.report"),
+        ("data.max_length=0", "data.max_length"),
+        ("data.overflow=drop", "data.overflow"),
+        (f"seed={2**70}", "seed"),
+        (f"max_steps={10**400}", "max_steps"),
+        ("output_dir=", "output_dir"),
         ("per_device_train_batch_size=1.5", "per_device_train_batch_size"),
         ("per_device_train_batch_size=0", "per_device_train_batch_size"),
         ("gradient_accumulation_steps=-1", "gradient_accumulation_steps"),
@@ -184,7 +189,7 @@ def test_muon_is_refused_where_deepspeed_does_not_train_with_it(
     assert engine_config(load(TINY, *muon))["optimizer"]["type"] == "Muon"
     offload = "+deepspeed.zero_optimization.offload_optimizer.device=cpu"
     for other in ("model.torch_dtype=float32", "deepspeed=zero2", "deepspeed=zero3", "tp_size=2", offload):
-        with pytest.raises(UserError, match="key optimizer: must be adamw but for ZeRO-1"):
+        with pytest.raises(UserError, match="key optimizer: muon needs ZeRO-1"):
             load(TINY, *muon, other)
     monkeypatch.setattr(deepspeed, "__version__", "0.19.7")
     with pytest.raises(UserError, match=r"key optimizer: must be adamw with deepspeed < 0\.19\.8"):
@@ -199,6 +204,11 @@ def test_missing_things_are_named(paths: list[str], tmp_path: Path) -> None:
         load("no_such_experiment", *paths)
     with pytest.raises(UserError, match="no_such_folder"):
         load(TINY, *paths, folder=tmp_path / "no_such_folder")
+
+
+def test_a_template_is_set_with_or_without_a_plus(paths: list[str]) -> None:
+    for override in ("data.templates.report='Sum up: {prompt}'", "+data.templates.report='Sum up: {prompt}'"):
+        assert load(TINY, *paths, override).data.templates == {"report": "Sum up: {prompt}"}
 
 
 def test_output_folder_is_made_at_the_check(paths: list[str], tmp_path: Path) -> None:
@@ -242,9 +252,9 @@ def test_a_strangers_saved_configuration_does_nothing(
 
 def test_a_window_exceeds_the_depth_that_is_trained(paths: list[str]) -> None:
     load(TINY, *paths, "model.window=6", "variant.depth=5")
-    with pytest.raises(UserError, match=r"variant\.depth: 5 levels, but the draft's window is 5"):
+    with pytest.raises(UserError, match=r"key model\.window: 5; it must be greater than the largest trained lag, 5"):
         load(TINY, *paths, "model.window=5", "variant.depth=5")
-    with pytest.raises(UserError, match=r"variant\.depth: 4 levels, but the draft's window is 4"):
+    with pytest.raises(UserError, match=r"key model\.window: 4; it must be greater than the largest trained lag, 4"):
         load(TINY, *paths, "model.window=4", "variant=base")
 
 

@@ -4,6 +4,8 @@ import json
 import logging
 import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import numpy as np
 import pyarrow
@@ -301,15 +303,31 @@ def test_a_cache_that_was_not_finished_is_not_used(build, tmp_path, monkeypatch)
     assert tokens(build(records)) == before
 
 
-def test_of_two_builders_the_first_to_finish_stays(tmp_path):
-    folder = tmp_path / "table"
-
-    def slow(into):
+@pytest.mark.parametrize("damaged", [False, True])
+def test_one_of_several_builders_builds(tmp_path, damaged):
+    """The others wait for its table, also where all of them found a damaged one."""
+    folder, built, together = tmp_path / "table", [], Barrier(3)
+    if damaged:
         cached_table(folder, lambda inner: write_table(inner, 1))
+        (folder / DIGESTS).write_text("{}")
+
+    def build(into):
+        built.append(into)
         write_table(into, 2)
 
-    assert cached_table(folder, slow)["n"][:] == [1]
-    assert [path.name for path in tmp_path.iterdir()] == ["table"]
+    def run(_):
+        together.wait()
+        return cached_table(folder, build)["n"][:]
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(run, range(3))) == [[2]] * 3
+    assert len(built) == 1 and sorted(path.name for path in tmp_path.iterdir()) == [".table.lock", "table"]
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(build, tmp_path):
+    (tmp_path / "blocked").write_text("")
+    with pytest.raises(UserError, match=r"blocked/longspec: the cached table cannot be written \(.*data\.cache_dir"):
+        build([{"text": "abc"}], cache_dir=str(tmp_path / "blocked"))
 
 
 def write_table(folder, number):

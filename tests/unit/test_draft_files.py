@@ -103,6 +103,14 @@ def test_a_drafts_window_lies_in_its_files(tmp_path: Path) -> None:
         assert model.draft_model.window == draft_window(folder) == window
 
 
+def test_a_state_dict_brings_the_window_of_its_file(tmp_path: Path) -> None:
+    save_draft_file(make_pair(tmp_path / "target").draft_model.state_dict(), tmp_path / "draft.pth", DraftOptions(96))
+    state = torch.load(tmp_path / "draft.pth", weights_only=True)
+    for given, window in (({}, 96), ({"window": 128}, 128)):
+        pair = LlamaGlide.from_pretrained(tmp_path / "target", state_dict=state, **given)
+        assert pair.draft_model.window == window
+
+
 @pytest.mark.parametrize("options", [DraftOptions(64), DraftOptions(64, (1,)), DraftOptions(64, (1, 0), True)], ids=str)
 @pytest.mark.parametrize("form", ["pth", "checkpoint", "hub", "file of the hub's folder"])
 def test_options_survive_extraction(tmp_path: Path, form: str, options: DraftOptions) -> None:

@@ -5,13 +5,16 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
+import gguf
 import numpy as np
 import pytest
 import sentencepiece
 import torch
 from gguf_files import write_gguf
 from pairs import FAMILIES
+from safetensors import SafetensorError
 from tiny_tokenizer import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -189,7 +192,19 @@ def test_files_that_are_no_target_are_one_line(tmp_path: Path, monkeypatch: pyte
     write_gguf(file, without="ffn_up")
     with pytest.raises(UserError, match=r"not a whole llama model: 3 weights missing.*up_proj"):
         resolve_target(str(file))
+    with monkeypatch.context() as patch:
+        add = gguf.GGUFWriter.add_head_count
+        patch.setattr(gguf.GGUFWriter, "add_head_count", lambda self, _: add(self, 0))
+        write_gguf(file)
+    with pytest.raises(UserError, match=r"cannot be read \(ZeroDivisionError"):
+        resolve_target(str(file))
     write_gguf(file)
+    with monkeypatch.context() as patch:
+        full = SafetensorError("I/O error: No space left on device")
+        patch.setattr("longspec.models.gguf.save_torch_state_dict", Mock(side_effect=full))
+        with pytest.raises(UserError, match=r"not converted into .*No space left"):
+            resolve_target(str(file))
+    assert not list(target_cache.cache_folder().glob("*.part"))
     raw = file.read_bytes()
     for length in (6, 100, 2000, len(raw) // 2, len(raw) - 1000):
         file.write_bytes(raw[:length])

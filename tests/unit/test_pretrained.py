@@ -100,6 +100,9 @@ def test_given_weights_are_saved_in_place_of_the_pairs(tmp_path: Path) -> None:
     pair.save_pretrained(tmp_path / "pair", state_dict=doubled)
     back = LlamaGlide.from_pretrained(tmp_path / "pair")
     assert all(torch.equal(weight, doubled[name]) for name, weight in back.state_dict().items())
+    with pytest.raises(UserError, match="push_to_hub: not with state_dict"):
+        pair.save_pretrained(tmp_path / "pushed", state_dict=doubled, push_to_hub=True)
+    assert not (tmp_path / "pushed").exists()
 
 
 @pytest.mark.parametrize("save", [False, True])
@@ -195,6 +198,7 @@ def test_pad_token_is_the_given_one_everywhere(tmp_path: Path) -> None:
         ({"state_dict": "draft.pth"}, "state_dict"),
         ({"glide_path": 5}, "glide_path"),
         ({"pad_token_id": "<pad>"}, "pad_token_id"),
+        ({"pad_token_id": True}, "pad_token_id: a bool"),
         ({"dtype": "flaot16"}, "dtype"),
         ({"device_map": "nowhere"}, "nowhere"),
     ],

@@ -81,6 +81,17 @@ def test_a_step_may_be_finished_for_a_while(one_rank: None) -> None:
     assert termination.received == signal.SIGINT
 
 
+@pytest.mark.parametrize("rank", ["0", "3"])
+def test_before_the_ranks_connect_rank_0_alone_names_the_signal(
+    rank: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in {"RANK": rank, "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="129"), Termination(at_once=True) as termination, peers.watched(termination):
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert caplog.messages == (["SIGHUP: stopped before the first step"] if rank == "0" else [])
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("source", ["signal", "peer"])
 def test_a_request_to_stop_reaches_all_ranks(

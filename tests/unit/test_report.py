@@ -117,12 +117,14 @@ def test_a_cut_report_continues_after_its_last_complete_line(tmp_path: Path, lin
     assert report.finish(CPU, **FACTS) == summary == Report(tmp_path).finish(CPU, **FACTS)
 
 
-def test_earlier_results_go_only_if_told_and_only_when_the_new_run_begins(tmp_path: Path) -> None:
+def test_earlier_results_go_only_if_told_and_only_for_a_new_one(tmp_path: Path) -> None:
     two_batches(tmp_path)
     report = Report(tmp_path, resume=False)
     assert report.done == set() and len(lines_of(tmp_path)) == 3
     report.begin({"run": {"seed": 1}})
-    assert not (tmp_path / SAMPLES_NAME).exists() and not (tmp_path / SUMMARY_NAME).exists()
+    assert len(lines_of(tmp_path)) == 3 and (tmp_path / SUMMARY_NAME).exists()
+    report.add([result("c", 3)], stats([2], 2, [0, 0], 1.0, ttft=4.0), 0)
+    assert len(lines_of(tmp_path)) == 1 and not (tmp_path / SUMMARY_NAME).exists()
     assert json.loads((tmp_path / RUN_NAME).read_text()) == {"run": {"seed": 1}}
 
 

@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 from training_fixtures import ROOT, make_target, metrics, one_rank_alone, write_texts
+from transformers import LlamaConfig
 
 from longspec.errors import UserError
 from longspec.locks import LOCK_NAME, FolderLock
+from longspec.models.content import target_digests
 from longspec.models.draft_files import load_draft
 from longspec.train.config import CONFIG_NAME, TrainConfig, load_config, read_config_file
+from longspec.train.contents import Contents, changes
 from longspec.train.distributed import Termination
 from longspec.train.evaluation import Evaluation
 from longspec.train.generations import find_latest
@@ -132,6 +135,11 @@ def test_a_folder_is_overwritten_only_by_a_run_that_saves(
     train(configured(work, "resume=latest", "seed=7"), Termination())
 
 
+def test_a_log_that_cannot_be_written_ends_every_rank(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (work / "new" / "metrics.jsonl").mkdir(parents=True)
+    assert "metrics.jsonl: cannot be written" in refusal(configured(work, f"output_dir={work}/new"), capsys)
+
+
 def changed_weights(work: Path) -> Path:
     file = work / "target" / "model.safetensors"
     content = bytearray(file.read_bytes())
@@ -237,8 +245,11 @@ def test_a_loading_process_that_is_left_does_not_hold_the_lock(tmp_path: Path) -
         os.close(descriptor)
 
 
-def test_an_interrupted_evaluation_is_repeated_on_resume(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_evaluation_is_repeated_on_resume(
+    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """At a step within the run, which SIGTERM ends, and at its last one; the best draft is that of the straight run."""
+    caplog.set_level(logging.INFO)
     given = [f"evaluation.files={work}/held_out.jsonl", "evaluation.steps=1", "evaluation.keep_best=true"]
     straight, cut = work / "straight", work / "cut"
     train(configured(work, *given, f"output_dir={straight}"), Termination())
@@ -258,7 +269,8 @@ def test_an_interrupted_evaluation_is_repeated_on_resume(work: Path, monkeypatch
     for step in range(1, STEPS + 1):
         with monkeypatch.context() as patch:
             patch.setattr(Evaluation, "tally", stop)
-            train(configured(work, *given, f"output_dir={cut}", "resume=latest"), Stopping())
+            finished = train(configured(work, *given, f"output_dir={cut}", "resume=latest"), Stopping())
+            assert not finished and f"SIGTERM: stopped after step {step}, in its evaluation; resume" in caplog.text
             asked.clear()
         found = find_latest(cut)
         assert found is not None and found[1].step == step and found[1].evaluation_due
@@ -316,3 +328,39 @@ def test_a_full_disk_loses_no_line_of_the_metrics(work: Path, monkeypatch: pytes
     log.step({"step": 4, "loss": 1.0})
     log.close()
     assert [line["step"] for line in metrics(work / "out")] == [1, 2, 3, 4]
+
+
+def test_an_unreadable_line_of_the_metrics_costs_no_other_line(work: Path) -> None:
+    path = work / "out" / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n\xff\n7\n{"step": 2}\n{"step": 3}\n{"step"')
+    RunLog(configured(work), 0, 2, 4).close()
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+
+
+COMMITS = ("a" * 40, "b" * 40)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        (["x 1", "y 2"], ["x 1"], "y was removed (2 files then, 1 now)"),
+        (["x 1"], ["x 1", "z 3"], "z was added (1 files then, 2 now)"),
+        ([f"org/t {COMMITS[0]}"], [f"org/t {COMMITS[1]}"], f"`hf download org/t --revision {COMMITS[0]}`"),
+        ([f"org/t {COMMITS[0]}"], [f"/cache/snapshots/{COMMITS[0]} {COMMITS[0]}"], ""),
+    ],
+)
+def test_changed_files_and_commits_are_named(before: list[str], now: list[str], message: str) -> None:
+    old, new = ([line.split() for line in lines] for lines in (before, now))
+    found = changes(Contents([], [], old), Contents([], [], new))
+    assert message in "".join(found) and bool(found) is bool(message)
+
+
+def test_every_file_that_shapes_the_targets_tokens_counts(tmp_path: Path) -> None:
+    """A snapshot in the hub's cache is its commit."""
+    names = ("generation_config.json", "special_tokens_map.json", "added_tokens.json")
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    assert {name for name, _ in target_digests(str(tmp_path), LlamaConfig())} == set(names)
+    snapshot = tmp_path / "snapshots" / COMMITS[0]
+    snapshot.mkdir(parents=True)
+    assert target_digests(str(snapshot), LlamaConfig()) == [[str(snapshot), COMMITS[0]]]
