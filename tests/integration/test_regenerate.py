@@ -251,12 +251,3 @@ def test_a_shard_that_does_not_fit_on_the_disk_is_one_line(target: Path, tmp_pat
     with pytest.raises(UserError, match=r"cannot be written \(No space left on device\)"):
         shards.write(0, [], Counter())
     assert not unfinished.is_symlink() and not shards.path(0).exists()
-
-
-def test_a_stop_signal_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(
-        "longspec.inference.regenerate_command.regenerate", lambda *_: signal.raise_signal(signal.SIGINT)
-    )
-    with pytest.raises(SystemExit, match="130"):
-        main(["--target", "x", "--output_dir", "y"])
-    assert capsys.readouterr().err == "stopped by SIGINT; the same command continues\n"

@@ -401,7 +401,8 @@ def test_checkpoint_folder_as_model_names_target_and_draft(tmp_path: Path) -> No
     assert found.draft_model_name_or_path == str(folder / DRAFT_FILE)
     found = locate(stored_config(model_name_or_path=str(folder), draft_model_name_or_path="mine.pth"))
     assert (found.model_name_or_path, found.draft_model_name_or_path) == ("the/target", "mine.pth")
-    assert locate(stored_config()) == stored_config()
+    given = stored_config(draft_model_name_or_path="mine.pth")
+    assert locate(given) == given
     (folder / DRAFT_FILE).write_bytes(b"cut off")
     with pytest.raises(UserError, match=f"{DRAFT_FILE} has 7 bytes"):
         locate(stored_config(model_name_or_path=str(folder)))
