@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset
+from datasets.table import InMemoryTable
 
 from longspec.data.collators import Collator
 from longspec.data.dataset import TOKEN_FEATURES, RowDataset
@@ -30,6 +31,8 @@ def synthetic_inputs(config: Any, tokens: int, rows: int, packed: bool) -> Input
         "prompt_length": [0] * len(ids),
         "length": lengths,
     }
-    samples = Dataset.from_dict(columns, features=TOKEN_FEATURES)
+    # With a fingerprint of its own: from_dict would hash the pickled table, which not every pyarrow can do.
+    table = InMemoryTable.from_pydict(columns, schema=TOKEN_FEATURES.arrow_schema)
+    samples = Dataset(table, fingerprint="synthetic")
     dataset = RowDataset(samples, Rows(np.arange(len(ids)), np.array(starts)))
     return Inputs(dataset, None, Collator(0, pad_to=tokens), None, None, context_window(config))

@@ -33,10 +33,16 @@ def loss_is_nan(self: Trainer, micro_step: int, batch: dict) -> tuple:
     return loss, terms
 
 
-def disk_is_full(engine: object, tokenizer: object, config: object, progress: trainer.Progress, output: object) -> None:
+def disk_is_full(engine: object, tokenizer: object, config: object, progress: trainer.Progress, *more: object) -> None:
     if progress.step == STEP + 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-    save_checkpoint(engine, tokenizer, config, progress, output)  # type: ignore[arg-type]
+    save_checkpoint(engine, tokenizer, config, progress, *more)  # type: ignore[arg-type]
+
+
+def disks_are_local() -> None:
+    """Give each rank a folder of its own under a relative output_dir."""
+    sys.argv[1:] = [os.path.abspath(given) if given.startswith("conf/") else given for given in sys.argv[1:]]
+    os.chdir(os.path.join(os.environ["DISKS"], str(rank)))
 
 
 fault = os.environ["FAULT"]
@@ -46,6 +52,8 @@ elif fault == "dies":
     Trainer.train_step = one_rank_dies  # type: ignore[assignment, method-assign]
 elif fault == "nan":
     Trainer.forward = loss_is_nan  # type: ignore[assignment, method-assign]
+elif fault == "local":
+    disks_are_local()
 elif fault == "full":
     trainer.save_checkpoint = disk_is_full  # type: ignore[assignment]
 else:

@@ -21,6 +21,7 @@ from pairs import Handed, save_target
 from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 from torch import Tensor
 
+from longspec.train import distributed
 from longspec.train.config import MUON_FROM, TrainConfig
 from longspec.train.distributed import start_ranks
 from longspec.train.engine import build_pair, cosine_with_warmup
@@ -72,6 +73,7 @@ def one_rank_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in alone.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(groups, "_WORLD_GROUP", None)  # that of a test before is gone
+    distributed._waiting_group.cache_clear()
     start_ranks()
     yield
     dist.destroy_process_group()

@@ -2,12 +2,11 @@
 
 import inspect
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import torch
 from datasets import Dataset, Features, Value
@@ -17,7 +16,9 @@ from datasets.fingerprint import Hasher
 from longspec.data import aligners as aligner_functions
 from longspec.data import packing, records, templates
 from longspec.data.aligners import DEFAULT_ALIGNERS, Aligner, Sample, common_form_aligner
+from longspec.data.cache import cache_folder, cached_table
 from longspec.data.collators import Segment
+from longspec.data.templates import check_templates
 from longspec.errors import UserError, first_line
 
 logger = logging.getLogger(__name__)
@@ -42,10 +43,14 @@ class RowDataset(torch.utils.data.Dataset[list[Segment]]):
     Item r is a list of segments: `input_ids` int64 [T] and `prompt_length`; a row has at most max_length tokens in all.
     """
 
-    def __init__(self, samples: Dataset, rows: packing.Rows):
+    digests: Sequence[records.FileDigest]
+    """The data files in order, with the digests of the bytes that were tokenized."""
+
+    def __init__(self, samples: Dataset, rows: packing.Rows, digests: Sequence[records.FileDigest] = ()):
         self.samples = samples.with_format("numpy", columns=["input_ids", "prompt_length"])
         self.names = samples.with_format(None, columns=["id"])
         self.rows = rows
+        self.digests = digests
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -74,6 +79,7 @@ class Tokenise:
     overflow: str
     answer_only: bool
     aligners: tuple[Aligner, ...]
+    templates: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, index: dict[str, list]) -> dict[str, list]:
         samples, texts = self._texts(index)
@@ -85,7 +91,7 @@ class Tokenise:
             if not answer.strip():
                 pieces = [_piece([], 0, NO_ANSWER)]
             else:
-                pieces = self._pieces(ids, prompt_length, plain=not prompt)
+                pieces = self._pieces(ids, prompt_length, splits=not prompt or self._is_pairs(sample))
             for piece in pieces:
                 for name, value in {"id": sample["id"], **piece}.items():
                     columns[name].append(value)
@@ -93,21 +99,23 @@ class Tokenise:
 
     def table(self, index: Dataset, num_proc: int, cache_dir: str | None) -> Dataset:
         """The samples of all lines of `index`, memory-mapped, by at most `num_proc` processes, or from the cache."""
-        folder = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "longspec"
-        folder.mkdir(parents=True, exist_ok=True)
         fingerprint = self.fingerprint(index)
         workers = min(num_proc, -(-len(index) // LINES_PER_BATCH))
-        return index.map(
-            self,
-            batched=True,
-            batch_size=LINES_PER_BATCH,
-            remove_columns=index.column_names,
-            features=TOKEN_FEATURES,
-            num_proc=workers if workers > 1 else None,
-            new_fingerprint=fingerprint,
-            cache_file_name=str(folder / f"tokens-{fingerprint}.arrow"),
-            desc="Tokenising",
-        )
+
+        def build(folder: str) -> None:
+            index.map(
+                self,
+                batched=True,
+                batch_size=LINES_PER_BATCH,
+                remove_columns=index.column_names,
+                features=TOKEN_FEATURES,
+                num_proc=workers if workers > 1 else None,
+                new_fingerprint=fingerprint,
+                cache_file_name=str(Path(folder) / "tokens.arrow"),
+                desc="Tokenizing",
+            )
+
+        return cached_table(cache_folder(cache_dir) / f"tokens-{fingerprint}", build)
 
     def fingerprint(self, index: Dataset) -> str:
         """Changes with what the lines hold, each setting and the code that makes the tokens (others' aligners, too)."""
@@ -128,19 +136,30 @@ class Tokenise:
         for path, line, raw in records.read_lines(index):
             record = records.parse_record(path, line, raw)
             with records.located(path, line):
-                for part in records.split_pairs(_aligned(record, self.aligners[:-1])):
+                aligned = _aligned(record, self.aligners[:-1])
+                # Of a conversation only the last answer is in the loss then.
+                for part in records.split_pairs(aligned) if self.answer_only else [aligned]:
                     sample: Any = self.aligners[-1](part)
                     samples.append(sample)
-                    texts.append(templates.render(sample, self.family, self.tokenizer, self.chat_format))
+                    texts.append(
+                        templates.render(sample, self.family, self.tokenizer, self.chat_format, self.templates)
+                    )
         return samples, texts
 
-    def _pieces(self, ids: list[int], prompt_length: int, plain: bool) -> list[dict[str, Any]]:
-        """One sample cut to max_length: all pieces of plain text if it is split, else its beginning."""
+    def _is_pairs(self, sample: Sample) -> bool:
+        """Whether it is a conversation of (article, abstract) pairs, all of whose tokens are in the loss."""
+        return sample["kind"] == "article" and isinstance(sample["prompt"], list)
+
+    def _pieces(self, ids: list[int], prompt_length: int, splits: bool) -> list[dict[str, Any]]:
+        """One sample cut to max_length: all pieces of one that may be split if `overflow` says so, else its beginning.
+
+        Pieces have no prompt: samples that may be split have all tokens in the loss.
+        """
         if ids[-1:] != [self.eos_token_id]:
             ids = [*ids, self.eos_token_id]
         if self.answer_only and prompt_length >= self.max_length:
             return [_piece([], 0, NO_ROOM)]
-        if not plain or self.overflow == "truncate":
+        if not splits or self.overflow == "truncate":
             kept = ids[: self.max_length]
             return [_piece(kept, min(prompt_length, len(kept)), len(kept))]
         cut = [ids[start : start + self.max_length] for start in range(0, len(ids), self.max_length)]
@@ -154,7 +173,8 @@ def build_dataset(
     family: str,
     max_length: int,
     pack: bool,
-    chat_format: str = "published",
+    chat_format: str,
+    templates: Mapping[str, str] | None = None,
     overflow: str = "truncate",
     answer_only: bool = False,
     aligners: Iterable[Aligner] = DEFAULT_ALIGNERS,
@@ -164,26 +184,32 @@ def build_dataset(
 ) -> RowDataset:
     """Rows for the collators from JSONL files; the same arguments always give the same rows.
 
-    `max_length` is in tokens. `overflow` says what happens to longer plain text: "split" into pieces or "truncate";
-    records with a prompt are truncated. With `answer_only` those whose prompt leaves no room for an answer are left out
-    and counted in the log. `pack` puts several samples into a row. `eos_token_id` ends documents and answers (default:
-    the tokenizer's). Tokens are cached in `cache_dir` (default: that of Hugging Face datasets) by what the lines hold
-    and all that makes tokens of them, so of several processes let one build first.
+    max_length: tokens of the longest row. chat_format: "published", "tokenizer" or "plain" (see `templates.render`).
+    templates: kind -> text around a record's {prompt}, in place of the built-in one. overflow: plain text that is
+    longer than max_length, and a conversation of (article, abstract) pairs, is split into pieces ("split") or cut
+    ("truncate"); other records with a prompt are cut. answer_only: records whose prompt leaves no room for an answer
+    are left out and counted in the log, and each pair is a sample of its own. pack: several samples share a row.
+    eos_token_id: ends documents and answers (default: the tokenizer's). cache_dir: where tokens are cached (default:
+    the folder of Hugging Face datasets), by the lines' contents and everything that turns them into tokens; the cache
+    is verified on each call, and one of several processes should build it first.
 
-    Raises UserError for bad files, records (naming file, line and field) and settings, and if nothing is left.
+    Raises UserError for bad files, records (naming file, line and field) and settings, if a file changes while it is
+    read, and if no sample is left.
     """
     aligners = tuple(aligners)
     _check(tokenizer, family, chat_format, max_length, overflow, aligners)
+    texts = check_templates(templates or {}, "templates")
     eos = tokenizer.eos_token_id if eos_token_id is None else eos_token_id
     if eos is None:
         raise UserError("the tokenizer has no EOS token: give eos_token_id, or a tokenizer with one")
-    tokenise = Tokenise(tokenizer, eos, family, chat_format, max_length, overflow, answer_only, aligners)
-    index = records.index_lines(files, num_proc, cache_dir)
+    tokenise = Tokenise(tokenizer, eos, family, chat_format, max_length, overflow, answer_only, aligners, texts)
+    digests = records.content_digests(files)
+    index = records.index_lines(digests, num_proc, cache_dir)
     samples = tokenise.table(index, num_proc, cache_dir)
     lengths = np.asarray(samples.data.column("length"))
     rows = _rows(lengths, max_length, pack)
     _report(len(index), lengths, len(rows), max_length)
-    return RowDataset(samples, rows)
+    return RowDataset(samples, rows, digests)
 
 
 def _aligned(record: records.Record, aligners: Sequence[Aligner]) -> records.Record:

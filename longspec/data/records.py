@@ -1,22 +1,26 @@
-"""From JSONL files to records: which lines there are, where they lie, and what kind each record is."""
+"""From JSONL files to records: the lines of each file, their content digests, and each record's kind."""
 
 import glob
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from datasets import Dataset, Features, Value
+from datasets.exceptions import DatasetGenerationError
 
+from longspec.data.cache import cache_folder, cached_table
 from longspec.errors import UserError
 
 Record = dict[str, Any]
 Files = str | Path | Iterable[str | Path]
 
 SUFFIXES = (".jsonl", ".json")
+VERSION = 1  # of the table of lines: raised when its columns change
 WHERE = "_where"  # the key under which a record carries "file:line"
 LINE_FEATURES = Features(
     {"file": Value("string"), "line": Value("int64"), "start": Value("int64"), "digest": Value("int64")}
@@ -39,9 +43,10 @@ class Kind(NamedTuple):
     answer_field: str
 
 
-TURN_KINDS = ("messages", "conversation")
-# In this order: of two kinds whose fields are all there, the first one counts.
+TURN_KINDS = ("messages", "conversation", "conversations")
+# The first kind whose fields are all present counts. Alpaca's own records repeat prompt and answer as `text`.
 KINDS = (
+    Kind("instruction", "instruction", "output"),
     Kind("text", None, "text"),
     Kind("source", "source", "target"),
     Kind("text", None, "target"),
@@ -53,6 +58,7 @@ KINDS = (
     Kind("prefix", "prefix", "suffix"),
     Kind("problem", "problem", "qwq"),
     Kind("problem", "problem", "solution"),
+    Kind("prompt", "prompt", "completion"),
 )
 # What published records carry in `source` to say where they come from; such a word is no prompt.
 SOURCE_TAGS = ("code", "book", "arxiv", "tulu-v2", "gov-report", "multi-news", "meetingbank")
@@ -84,51 +90,113 @@ def data_files(files: Files) -> list[str]:
     return found
 
 
-def index_lines(files: Files, num_proc: int = 1, cache_dir: str | None = None) -> Dataset:
-    """A memory-mapped table of all non-blank lines: `file`, `line` (from 1), `start` (byte offset), and a `digest` of
-    these and the line.
+class FileDigest(NamedTuple):
+    """One data file and the digest of its content."""
 
-    Lines end at b"\\n" only, for a JSON string may hold U+2028, U+0085 and the like as they are. The table is cached by
-    the files' paths, sizes and modification times. Raises UserError for missing files and when no line is found.
+    path: str
+    """Absolute path, symbolic links not resolved."""
+    digest: str
+    """BLAKE2b of the file's bytes, 128 bits as 32 hex digits."""
+
+
+def content_digests(files: Files) -> list[FileDigest]:
+    """The digest of each data file's bytes, in the order of `data_files(files)`.
+
+    Every byte is read; neither size nor modification time is trusted. Two lists hold the same data if their `digest`s
+    are equal in order, whatever the paths. Raises UserError for a missing or unreadable file.
     """
     paths = [os.path.abspath(path) for path in data_files(files)]
-    if not any(True for _ in _lines([(path, 0, 0) for path in paths])):
-        raise UserError(f"no record in {', '.join(paths[:3])}{' …' if len(paths) > 3 else ''}: all lines are blank")
-    stamped = [(path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in paths]
-    workers = min(num_proc, len(stamped))
-    return Dataset.from_generator(
-        _lines,
-        features=LINE_FEATURES,
-        cache_dir=cache_dir,
-        gen_kwargs={"files": stamped},
-        num_proc=workers if workers > 1 else None,
-    )
+    with ThreadPoolExecutor(min(len(paths), os.cpu_count() or 1)) as pool:  # hashing releases the GIL
+        return list(map(FileDigest, paths, pool.map(_digest, paths)))
 
 
-def _lines(files: list[tuple[str, int, int]]) -> Iterator[Record]:
-    for path, _size, _mtime in files:
+def _digest(path: str) -> str:
+    try:
+        with open(path, "rb") as handle:
+            return hashlib.file_digest(handle, file_hash).hexdigest()
+    except OSError as error:
+        raise UserError(f"data file '{path}' cannot be read ({error.strerror})") from error
+
+
+def file_hash() -> Any:
+    """A fresh hash object of the kind that `FileDigest.digest` is made with."""
+    return hashlib.blake2b(digest_size=16)
+
+
+def index_lines(digests: Sequence[FileDigest], num_proc: int = 1, cache_dir: str | None = None) -> Dataset:
+    """A memory-mapped table of all non-blank lines of the files that `content_digests` returned.
+
+    Columns: `file`, `line` (from 1), `start` (byte offset) and `digest`, 64 bits over path, line number and the line's
+    bytes. Lines end at b"\\n" only, because a JSON string may contain U+2028, U+0085 and the like. The table is cached
+    by the files' paths and content digests. Raises UserError if no line is found or a file has changed since it was
+    digested.
+    """
+    if not any(True for _ in _lines([FileDigest(one.path, "") for one in digests])):
+        names = ", ".join(one.path for one in digests[:3])
+        raise UserError(f"no record in {names}{' …' if len(digests) > 3 else ''}: all lines are blank")
+    workers = min(num_proc, len(digests))
+
+    def build(folder: str) -> None:
+        try:
+            Dataset.from_generator(
+                _lines,
+                features=LINE_FEATURES,
+                cache_dir=folder,
+                gen_kwargs={"files": list(digests)},
+                num_proc=workers if workers > 1 else None,
+            )
+        except DatasetGenerationError as error:
+            if isinstance(error.__cause__, UserError):
+                raise error.__cause__ from error
+            raise
+
+    name = hashlib.blake2b(json.dumps([VERSION, digests]).encode(), digest_size=16).hexdigest()
+    return cached_table(cache_folder(cache_dir) / f"lines-{name}", build)
+
+
+def _lines(files: list[FileDigest]) -> Iterator[Record]:
+    """The lines of `files`; UserError at a file's end if its bytes are not those of its digest ("": not compared)."""
+    for path, expected in files:
+        whole = file_hash()
         with open(path, "rb") as handle:
             start = 0
             for number, raw in enumerate(handle, 1):
+                whole.update(raw)
                 if raw.strip():
-                    digest = hashlib.blake2b(f"{path}\0{number}\0".encode(errors="surrogateescape"), digest_size=8)
-                    digest.update(raw)
-                    named = int.from_bytes(digest.digest(), "little", signed=True)
-                    yield {"file": path, "line": number, "start": start, "digest": named}
+                    yield {"file": path, "line": number, "start": start, "digest": _line_digest(path, number, raw)}
                 start += len(raw)
+        if expected and whole.hexdigest() != expected:
+            raise _changed(path)
+
+
+def _line_digest(path: str, number: int, raw: bytes) -> int:
+    digest = hashlib.blake2b(f"{path}\0{number}\0".encode(errors="surrogateescape"), digest_size=8)
+    digest.update(raw)
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def _changed(path: str) -> UserError:
+    return UserError(f"data file '{path}' changed while it was read; start again once nothing writes to it")
 
 
 def read_lines(index: dict[str, list]) -> Iterator[tuple[str, int, bytes]]:
-    """(file, line number, bytes) of a batch of `index_lines` rows; a file stays open while its lines follow."""
+    """(file, line number, bytes) of a batch of `index_lines` rows; a file stays open while its lines follow.
+
+    Raises UserError for a line whose bytes are no longer those that were indexed.
+    """
     handle = None
+    columns = (index[name] for name in ("file", "line", "start", "digest"))
     try:
-        for path, number, start in zip(index["file"], index["line"], index["start"], strict=True):
+        for path, number, start, digest in zip(*columns, strict=True):
             if handle is None or handle.name != path:
                 if handle is not None:
                     handle.close()
                 handle = open(path, "rb")  # noqa: SIM115 (closed below, kept over several rows)
             handle.seek(start)
-            yield path, number, handle.readline()
+            raw = handle.readline()
+            if _line_digest(path, number, raw) != digest:
+                raise _changed(path)
+            yield path, number, raw
     finally:
         if handle is not None:
             handle.close()
@@ -156,15 +224,21 @@ def parse_record(path: str, line: int, raw: bytes) -> Record:
     return {**record, WHERE: f"{path}:{line}"}
 
 
-def split_pairs(record: Record) -> list[Record]:
-    """One record per pair where the kind is article and its two fields are equally long lists; else the record itself.
+def is_list_of_pairs(record: Record) -> bool:
+    """Whether the record is of the kind article and holds several (article, abstract) pairs, as two lists."""
+    lists = isinstance(record.get("article"), list) or isinstance(record.get("abstract"), list)
+    return lists and record_kind(record).name == "article"
 
-    Two empty lists are one pair of empty texts. Each pair's id (if there is one) and place end in its number.
+
+def split_pairs(record: Record) -> list[Record]:
+    """One record per pair where `is_list_of_pairs`, else the record itself.
+
+    Two empty lists are one pair of empty texts. The pair's number is appended to its id (if there is one) and to WHERE.
+    Raises RecordError for lists of different lengths, or a list next to a string.
     """
-    article, abstract = record.get("article"), record.get("abstract")
-    lists = isinstance(article, list) or isinstance(abstract, list)
-    if not lists or record_kind(record).name != "article":
+    if not is_list_of_pairs(record):
         return [record]
+    article, abstract = record["article"], record["abstract"]
     if not isinstance(article, list) or not isinstance(abstract, list):
         lone = "abstract" if isinstance(article, list) else "article"
         raise RecordError(lone, f"must be a list, as its partner is, not {_type_name(record[lone])}")

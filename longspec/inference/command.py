@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from longspec.data.templates import CHAT_FORMATS
+from longspec.data.target_format import AUTO as AUTO_FORMAT
+from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.errors import UserError, reports_user_errors
 from longspec.inference.generate import generate
 from longspec.inference.methods import METHODS, TREE_RULES
@@ -123,7 +124,13 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batch_size", type=int, default=1)
     add("--output_dir", help="default: one per configuration, outputs/inference/<model>/<task>/<options>")
     add("--overwrite", action="store_true", help="replace the results in the output folder, of whatever run they are")
-    add("--chat_format", choices=CHAT_FORMATS, default="published")
+    add(
+        "--chat_format",
+        choices=CHAT_FORMAT_CHOICES,
+        default=AUTO_FORMAT,
+        help="default: the published one for the published targets, else the tokenizer's template, else plain text",
+    )
+    add("--prompt_file", help="JSON file {task: text with {context} and {input}}, in place of the built-in prompts")
     add("--min_prompt_len", type=int, default=MIN_PROMPT_LEN, help="LongBench: leave out prompts up to this length")
     add("--headroom", type=int, default=HEADROOM, help="LongBench: leave out prompts over window - headroom")
     add("--dtype", choices=DTYPES, default="auto", help="auto: the target's own, on a CPU float32")
@@ -218,6 +225,7 @@ def describe(plan: Plan) -> dict[str, Any]:
             "target": plan.pair.target,
             "draft": plan.draft,
             "window": plan.window,
+            "chat_format": plan.chat_format,
             "dtype": str(plan.dtype).removeprefix("torch."),
             "device": str(plan.device),
             "output_dir": str(plan.output_dir),

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from longspec.data.templates import check_chat_format
+from longspec.data.target_format import AUTO as AUTO_FORMAT
+from longspec.data.target_format import plain_notice, resolve_chat_format, stop_tokens
 from longspec.errors import UserError
 from longspec.inference.arguments import check_drafting, check_sampling
 from longspec.inference.memory import check_memory
@@ -27,14 +28,14 @@ from longspec.inference.methods import GLIDE_METHODS
 from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair
 from longspec.inference.report import device_name, versions
 from longspec.inference.run_folder import folder_name
-from longspec.inference.tasks import TASKS, Sample, Selection, read_questions, select_samples
+from longspec.inference.tasks import TASKS, Sample, Selection, read_prompt, read_questions, select_samples
 from longspec.inference.tree_shapes import AUTO, CANDIDATES
 from longspec.kernels.attention import decoding_attention
 from longspec.models.content import state_digest, target_digest
 from longspec.models.draft_files import check_draft, draft_window
 from longspec.models.draft_layer import head_dim
 from longspec.models.families import family_class
-from longspec.models.target_files import check_weights, context_window, load_tokenizer, read_config
+from longspec.models.target_files import check_weights, context_window, generation_eos, load_tokenizer, read_config
 
 SHAPE_OPTIONS = {
     "vanilla": (),
@@ -73,6 +74,11 @@ class Plan:
     def draft(self) -> str | None:
         """Where it comes from; None if the method needs none and none was given."""
         return _draft_in_use(self.options, self.pair)
+
+    @property
+    def chat_format(self) -> str:
+        """The chat format of the prompts, one of CHAT_FORMATS."""
+        return resolve_chat_format(self.options.chat_format, self.pair.target, self.config.model_type, self.tokenizer)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -149,13 +155,15 @@ def make_plan(options: argparse.Namespace) -> Plan:
     check_weights(pair.target)
     check_drafting(options.method, options.tree_shape, options.gamma, options.tree_rule, config.vocab_size)
     tokenizer = load_tokenizer(pair.target, config)
-    check_chat_format(config.model_type, tokenizer, options.chat_format)
+    chat_format = _chat_format(options.chat_format, pair.target, config.model_type, tokenizer)
+    if pair.eos_token_id is None:
+        pair = replace(pair, eos_token_id=stop_tokens(tokenizer, generation_eos(pair.target, config)) or None)
     draft_state = None
     if draft := _draft_in_use(options, pair):
         draft_state = check_draft(draft, config, model_class.draft_layer_class)
         check_draft_tokenizer(draft, pair.target, tokenizer)
     window = min(pair.window or sys.maxsize, context_window(config))
-    selection = _select(options, config.model_type, tokenizer, window)
+    selection = _select(options, config.model_type, tokenizer, chat_format, window)
     _check_samples(selection.samples, max_new_tokens, window, config.vocab_size)
     dtype = _dtype(options.dtype, config, device)
     attention = decoding_attention(options.attention, device, dtype, head_dim(config)).name
@@ -163,6 +171,14 @@ def make_plan(options: argparse.Namespace) -> Plan:
     return Plan(
         options, pair, config, window, tokenizer, draft_state, selection, max_new_tokens, device, dtype, attention
     )
+
+
+def _chat_format(asked: str, target: str, family: str, tokenizer: Any) -> str:
+    """The chat format that --chat_format stands for. A printed line says when "auto" is plain text."""
+    chat_format = resolve_chat_format(asked, target, family, tokenizer)
+    if asked == AUTO_FORMAT and chat_format == "plain":
+        print(plain_notice(target))
+    return chat_format
 
 
 def _check_numbers(options: argparse.Namespace) -> None:
@@ -218,14 +234,16 @@ def _draft_in_use(options: argparse.Namespace, pair: Pair) -> str | None:
     return options.draft
 
 
-def _select(options: argparse.Namespace, family: str, tokenizer: Any, window: int) -> Selection:
+def _select(options: argparse.Namespace, family: str, tokenizer: Any, chat_format: str, window: int) -> Selection:
     longest = window - options.headroom
+    prompt = None if options.prompt_file is None else read_prompt(options.prompt_file, options.task)
+    questions = read_questions(options.task, options.data_path_prefix, family, chat_format, prompt)
     selection = select_samples(
         options.task,
-        read_questions(options.task, options.data_path_prefix),
+        questions,
         family,
         tokenizer,
-        options.chat_format,
+        chat_format,
         options.test_length,
         options.min_prompt_len,
         longest,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from longspec.data.target_format import PUBLISHED_TARGETS
 from longspec.errors import UserError
 from longspec.models.draft_files import DRAFT_FOLDER, resolve_draft
 from longspec.models.target_cache import SMOLLM2, SUFFIX, resolve_target
@@ -25,15 +26,14 @@ class Pair:
     draft: str | None
     window: int | None = None
     """Context window in tokens."""
-    eos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    """The tokens that end an answer."""
     pad_token_id: int | None = None
 
 
-def _published(
-    name: str, target: str, window: int, eos_token_id: int | None = None, pad_token_id: int | None = None
-) -> Pair:
-    draft = "sail/longspec-" + target.split("/")[1]
-    return Pair(name, target, draft, window, eos_token_id, pad_token_id)
+def _published(name: str, target: str, window: int) -> Pair:
+    draft, ids = "sail/longspec-" + target.split("/")[1], PUBLISHED_TARGETS[target]
+    return Pair(name, target, draft, window, ids.eos_token_id, ids.pad_token_id)
 
 
 PUBLISHED_PAIRS = {
@@ -43,8 +43,8 @@ PUBLISHED_PAIRS = {
         _published("vicuna13b", "lmsys/vicuna-13b-v1.5-16k", 16384),
         _published("longchat7b", "lmsys/longchat-7b-v1.5-32k", 32768),
         _published("longchat13b", "lmsys/longchat-13b-16k", 16384),
-        _published("llama8b", "gradientai/Llama-3-8B-Instruct-262k", 262144, 128009, 128001),
-        _published("qwq", "Qwen/QwQ-32B-Preview", 32768, 151645, 151643),
+        _published("llama8b", "gradientai/Llama-3-8B-Instruct-262k", 262144),
+        _published("qwq", "Qwen/QwQ-32B-Preview", 32768),
     )
 }
 
@@ -65,6 +65,7 @@ def choose_pair(model_name: str | None, target: str | None, draft: str | None) -
     """The pair that the command's options name; a draft given by path replaces the pair's own.
 
     The target of the result is a folder or a hub id: GGUF files are converted (see `resolve_target`).
+    A published target is the same pair by its hub id as by its name, except that no draft is chosen for it.
     """
     if (model_name is None) == (target is None):
         raise UserError("name the target either by --model_name or by --target PATH (with --draft PATH)")
@@ -72,7 +73,9 @@ def choose_pair(model_name: str | None, target: str | None, draft: str | None) -
         draft = target  # a folder that a pair's save_pretrained wrote
     if target is not None:
         name = target.rstrip("/").split("/")[-1].removesuffix(SUFFIX)
-        return Pair(name, resolve_target(target), draft)
+        published = next((pair for pair in PUBLISHED_PAIRS.values() if pair.target == target), None)
+        pair = published or Pair(name, resolve_target(target), None)
+        return replace(pair, name=name, draft=draft)
     pair = PAIRS[str(model_name)]
     if pair.name == SMOLLM2:
         pair = replace(pair, target=resolve_target(SMOLLM2), draft=embedded_draft(SMOLLM2_DRAFT))

@@ -16,7 +16,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from longspec.errors import UserError, first_line
 from longspec.untrusted import CONFIG_BYTES, check_regular
@@ -99,6 +99,25 @@ def weight_problem(error: BaseException) -> str:
     if isinstance(error, UnpicklingError) or "weights_only" in str(error):
         return "its pickle is damaged, or holds something other than tensors"
     return first_line(error)
+
+
+def generation_eos(path: str | Path, config: PreTrainedConfig) -> list[int]:
+    """The EOS ids of a target's generation_config.json, or of its `config` where there is no such file.
+
+    Raises UserError for a file that does not load.
+    """
+    if os.path.isdir(path):
+        check_files(Path(path))
+    try:
+        generation = GenerationConfig.from_pretrained(path)
+    except FILE_ERRORS as error:
+        if (Path(path) / "generation_config.json").exists():
+            raise UserError(f"{path}: generation_config.json does not load ({first_line(error)})") from error
+        generation = GenerationConfig.from_model_config(config)
+    ids = generation.eos_token_id
+    if ids is None:
+        return []
+    return list(ids) if isinstance(ids, list | tuple) else [ids]
 
 
 def local_target(target: str) -> Path:

@@ -1,4 +1,4 @@
-"""What a run saves and how it goes on from there. Global rank 0 writes (not local rank 0); see `generations`."""
+"""Saving and loading a run's checkpoints. Global rank 0 writes (not local rank 0); see `generations`."""
 
 import errno
 import json
@@ -14,87 +14,127 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from longspec.errors import UserError, first_line
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_of_pair, save_draft_file
 from longspec.train.config import CONFIG_NAME, TrainConfig, is_checkpoint, read_config_file, to_yaml
-from longspec.train.generations import BEST, DRAFTS, STATES, Progress, damage, seal, settle
+from longspec.train.distributed import from_every_rank, from_rank_zero
+from longspec.train.generations import BEST, DRAFTS, STATES, settle
+from longspec.train.seals import Progress, Run, damage, describe, read_seal, seal
 from longspec.train.shards import MASTERS, Shards, adopt
 
 logger = logging.getLogger(__name__)
 
-RESUMED_KEYS = (
-    *("seed", "loss", "variant.name", "variant.max_offset", "variant.depth", "model_name_or_path", "eos_token_id"),
-    *("data.files", "data.max_length", "data.pack", "data.overflow", "data.answer_only", "data.chat_format"),
-    *("data.aligners", "model.torch_dtype", "model.window", "optimizer"),
-)
-"""What a resumed run must have as the run had that it goes on from: other values would be another run."""
 EVALUATION_NAME = "evaluation.json"
 """What `checkpoint-best` was chosen for."""
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def save_checkpoint(
-    engine: Any, tokenizer: Any, config: TrainConfig, progress: Progress, output_dir: str | Path
+    engine: Any, tokenizer: Any, config: TrainConfig, progress: Progress, output_dir: str | Path, run: Run | None = None
 ) -> None:
-    """Save the run as the newest generation. Every rank takes part; global rank 0 writes all but the others' shards.
+    """Save `run` as the newest generation. Every rank takes part; global rank 0 writes all but the others' shards.
 
-    Raises UserError where the disk is full, and then the generations before stay as they are.
+    It is sealed from every rank's own report of what it wrote. Raises UserError if a file cannot be written, or if
+    rank 0 does not see one of another rank; then the generations before stay as they are.
     """
     output = Path(output_dir)
     state, draft_folder = output / STATES[0], output / DRAFTS[0]
-    if dist.get_rank() == 0:
-        settle(output)
-    dist.barrier()
-    with _disk_may_be_full(output, progress):
-        engine.save_checkpoint(str(state), tag=f"step{progress.step}", exclude_frozen_parameters=True)
-        draft = gather_draft(engine.module)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            _write_draft(draft_folder, draft, config.model.window, tokenizer)
-            for folder in (state, draft_folder):
-                _write_config(folder, config)
-                seal(folder, progress)
+
+    def clear() -> None:
+        with _writing(output, progress):
             settle(output)
-    dist.barrier()
+
+    def complete() -> None:
+        with _writing(output, progress):
+            _write_draft(draft_folder, draft, config.model.window, tokenizer)
+            _write_config(state, config)
+            _write_config(draft_folder, config)
+            seal(state, progress, run, reports)
+            seal(draft_folder, progress, run)
+            settle(output)
+
+    from_rank_zero(clear)
+    with _writing(output, progress):
+        with _recorded(engine) as written:
+            engine.save_checkpoint(str(state), tag=f"step{progress.step}", exclude_frozen_parameters=True)
+        report = describe(state, written)
+    reports = from_every_rank(report)
+    draft = gather_draft(engine.module)
+    from_rank_zero(complete)
+
+
+@contextmanager
+def _recorded(engine: Any) -> Iterator[list[Path]]:
+    """The files that this rank's engine writes meanwhile, as DeepSpeed's checkpoint engine is told to."""
+    written: list[Path] = []
+    save = engine.checkpoint_engine.save
+
+    def record(state_dict: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+        written.append(Path(path))
+        return save(state_dict, path, *args, **kwargs)
+
+    engine.checkpoint_engine.save = record
+    try:
+        yield written
+    finally:
+        engine.checkpoint_engine.save = save
 
 
 def save_best(
-    model: nn.Module, tokenizer: Any, config: TrainConfig, progress: Progress, metrics: dict[str, float]
+    model: nn.Module,
+    tokenizer: Any,
+    config: TrainConfig,
+    progress: Progress,
+    metrics: dict[str, float],
+    run: Run | None = None,
 ) -> None:
     """Keep the present draft as `checkpoint-best`, and in it the `metrics` it was chosen for. Every rank takes part."""
     output = Path(config.output_dir)
-    with _disk_may_be_full(output, progress):
-        draft = gather_draft(model)
-        if dist.get_rank() == 0:
+    draft = gather_draft(model)
+
+    def write() -> None:
+        with _writing(output, progress):
             settle(output)
             folder = output / BEST[0]
             _write_draft(folder, draft, config.model.window, tokenizer)
             _write_config(folder, config)
             (folder / EVALUATION_NAME).write_text(json.dumps({"step": progress.step, **metrics}, indent=2) + "\n")
-            seal(folder, progress)
+            seal(folder, progress, run)
             settle(output)
-    dist.barrier()
+
+    from_rank_zero(write)
 
 
-def read_best(config: TrainConfig) -> float:
+def read_best(config: TrainConfig, run: Run | None = None) -> float:
     """The held-out acceptance length of the draft in `checkpoint-best`, which a better one is to replace.
 
-    -inf, and a warning, where another evaluation chose it or it is not as it was saved; -inf if there is none.
+    -inf, and a warning, where another run or evaluation chose it or it is not as it was saved; -inf if there is none.
     """
     folder = Path(config.output_dir) / BEST[1]
     if not folder.exists():
         return -math.inf
-    problem = damage(folder)
-    if problem is None:
-        saved, now = (run.evaluation for run in (read_config_file(folder / CONFIG_NAME), _absolute(config)))
-        if (saved.files, saved.rows) == (now.files, now.rows):
+    problem, saved = damage(folder), read_seal(folder)
+    if problem is None and saved is not None:
+        if run is not None and saved.run.id != run.id:
+            problem = f"{folder} is of another run"
+        elif not _same_held_out_rows(folder, saved.run, config, run):
+            problem = f"{folder} was the best on other held-out rows"
+        else:
             return json.loads((folder / EVALUATION_NAME).read_text())["eval_acceptance_length"]
-        problem = f"{folder} was the best on other held-out rows"
     logger.warning("%s: the next evaluation replaces it", problem)
     return -math.inf
+
+
+def _same_held_out_rows(folder: Path, saved: Run, config: TrainConfig, run: Run | None) -> bool:
+    """Whether a best draft was chosen on the rows that `config` holds out: by content where both runs know it."""
+    before, now = read_config_file(folder / CONFIG_NAME).evaluation, absolute_paths(config).evaluation
+    if before.rows != now.rows:
+        return False
+    if saved.contents is None or run is None or run.contents is None:
+        return before.files == now.files
+    return [digest for _, digest in saved.contents.held_out] == [digest for _, digest in run.contents.held_out]
 
 
 def _write_draft(folder: Path, draft: dict[str, Tensor], window: int, tokenizer: Any) -> None:
@@ -104,23 +144,26 @@ def _write_draft(folder: Path, draft: dict[str, Tensor], window: int, tokenizer:
 
 
 def _write_config(folder: Path, config: TrainConfig) -> None:
-    (folder / CONFIG_NAME).write_text(to_yaml(_absolute(config)))
+    (folder / CONFIG_NAME).write_text(to_yaml(absolute_paths(config)))
 
 
 @contextmanager
-def _disk_may_be_full(output: Path, progress: Progress) -> Iterator[None]:
-    """Turn what a full disk raises (torch's writer hides the reason, tokenizers' the kind) into one clear line."""
+def _writing(output: Path, progress: Progress) -> Iterator[None]:
+    """Turn what a full, read-only or lost disk raises into one clear line: torch's writer hides the reason, tokenizers'
+    the kind."""
     try:
         yield
     except Exception as error:  # tokenizers raises nothing more special
-        full = isinstance(error, OSError) and error.errno in FULL_DISK
         signs = ("inline_container", *(f"(os error {number})" for number in FULL_DISK))
-        if not (full or any(sign in str(error) for sign in signs)):
+        if not (isinstance(error, OSError) or any(sign in str(error) for sign in signs)):
             raise
-        free = shutil.disk_usage(output).free / 2**20
+        try:
+            free = f"{shutil.disk_usage(output).free / 2**20:.0f} MiB are free there"
+        except OSError as gone:
+            free = f"the folder: {gone.strerror}"
         raise UserError(
-            f"{output}: the checkpoint of step {progress.step} could not be written ({first_line(error)}; {free:.0f} "
-            "MiB are free there); the ones before it stay. Make room, then go on with resume=latest"
+            f"{output}: the checkpoint of step {progress.step} could not be written ({first_line(error)}; {free}); "
+            "the ones before it stay. Make room or mend the folder, then go on with resume=latest"
         ) from error
 
 
@@ -156,31 +199,6 @@ def saved_draft(folder: Path) -> dict[str, Tensor]:
     return {name: weight.to(dtype) for name, weight in Shards(folder).parameters(MASTERS)}
 
 
-def check_same_run(config: TrainConfig, folder: Path, progress: Progress, world_size: int) -> None:
-    """Raise UserError if `config` differs from the run in `folder` in one of RESUMED_KEYS; it names each that does.
-
-    Another number of ranks, another micro-batch or ZeRO stage are other ways to take the same steps, if each takes as
-    many rows as before.
-    """
-    saved, now = (_absolute(c) for c in (read_config_file(folder / CONFIG_NAME), config))
-    before, after = (OmegaConf.structured(run) for run in (saved, now))
-    pairs = {key: (OmegaConf.select(before, key), OmegaConf.select(after, key)) for key in RESUMED_KEYS}
-    cuts = [
-        (run.per_device_train_batch_size, run.gradient_accumulation_steps, ranks)
-        for run, ranks in ((saved, progress.world_size), (now, world_size))
-    ]
-    pairs["rows a step (micro-batch x accumulation x ranks)"] = (math.prod(cuts[0]), math.prod(cuts[1]))
-    if changes := [f"{key} was {old}, is {new}" for key, (old, new) in pairs.items() if old != new]:
-        raise UserError(f"config key resume: {folder} is of another run: {'; '.join(changes)}; make them equal")
-    if cuts[0] != cuts[1]:
-        logger.warning(
-            "resume: micro-batch x accumulation x ranks was %d x %d x %d, is %d x %d x %d. Kept: the draft, the "
-            "optimizer's master weights and moments, the step, the learning rate, the order of the data. Not kept: the "
-            "lags and offsets that would have been drawn",
-            *(*cuts[0], *cuts[1]),
-        )
-
-
 def load_state(engine: Any, folder: Path, progress: Progress) -> None:
     """Put a saved state into an engine that has not stepped yet and has its draft (see `saved_draft`)."""
     adopt(engine, Shards(folder))
@@ -209,7 +227,7 @@ def locate(config: TrainConfig) -> TrainConfig:
     return replace(config, model_name_or_path=target, draft_model_name_or_path=draft)
 
 
-def _absolute(config: TrainConfig) -> TrainConfig:
+def absolute_paths(config: TrainConfig) -> TrainConfig:
     """Local paths made absolute, so that the saved configuration is true wherever it is read."""
 
     def absolute(path: str) -> str:

@@ -5,7 +5,7 @@ import difflib
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from pydantic import ValidationError
 from yaml import YAMLError
 
 from longspec.data.records import data_files
+from longspec.data.target_format import CHAT_FORMAT_CHOICES
+from longspec.data.templates import check_templates
 from longspec.errors import UserError
 from longspec.kernels.attention import resolve_attention
 from longspec.models.draft_files import checked_window
@@ -62,7 +64,7 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """See `longspec.data.dataset.build_dataset`; `num_workers` load on each rank."""
+    """Arguments of `longspec.data.dataset.build_dataset`; `num_workers` processes load on each rank."""
 
     files: Any = MISSING
     max_length: int = MISSING
@@ -74,6 +76,7 @@ class DataConfig:
     num_proc: int = MISSING
     num_workers: int = MISSING
     cache_dir: str | None = MISSING
+    templates: dict[str, Any] = field(default_factory=dict)  # checkpoints of earlier versions have none
 
 
 @dataclass
@@ -123,6 +126,7 @@ class TrainConfig:
     eos_token_id: int | None = MISSING
     output_dir: str = MISSING
     resume: str | None = MISSING
+    overwrite_output_dir: bool = False  # the default lets configurations of older checkpoints load
     seed: int = MISSING
     loss: str = MISSING
     log_target_loss: bool = MISSING
@@ -257,7 +261,11 @@ def check(config: TrainConfig) -> None:
     _choice("loss", config.loss, LOSSES)
     _choice("optimizer", config.optimizer, OPTIMIZERS)
     _choice("resume", config.resume, (None, "latest"))
+    contradict = config.overwrite_output_dir and config.resume is not None
+    _require(not contradict, "overwrite_output_dir", "must be false with resume", config.overwrite_output_dir)
     _choice("variant.name", config.variant.name, VARIANTS)
+    _choice("data.chat_format", config.data.chat_format, CHAT_FORMAT_CHOICES)
+    check_templates(config.data.templates, "config key data.templates")
     _choice("model.torch_dtype", config.model.torch_dtype, DTYPES)
     _choice("wandb.mode", config.wandb.mode, WANDB_MODES)
     if config.variant.name != "base":
@@ -304,8 +312,8 @@ def _check_paths(config: TrainConfig) -> None:
                 f"config key evaluation.files: {both[0]} is in data.files, too; what is held out must not be"
             )
     output = Path(config.output_dir)
-    _require(not output.exists() or output.is_dir(), "output_dir", "is a file", config.output_dir)
     try:
+        _require(not output.exists() or output.is_dir(), "output_dir", "is a file", config.output_dir)
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"config key output_dir: {output} cannot be made ({error.strerror})") from error

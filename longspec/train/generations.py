@@ -2,167 +2,175 @@
 
 An output folder holds, newest first,
 
-    last_ds,  checkpoint-last       DeepSpeed's state without the frozen target, and beside it the draft for users
+    last_ds,  checkpoint-last       DeepSpeed's state without the frozen target, and the draft for users
     last_2ds, checkpoint-2last      the same one save earlier
+    checkpoint-best                 the draft of the best evaluation, if the run was told to keep it
+    checkpoint-earlier-1, -2, …     drafts of earlier runs in this folder, which no rotation removes
 
-and, if the run was told to keep it, in `checkpoint-best` the draft of its best evaluation.
+A save writes into `saving_*` folders and seals each as its last act (see `seals`). The marker of `saving_checkpoint`
+decides: with it the save is whole and only renames are left, which `settle` finishes after a crash; without it the
+save never was. So at any moment at least one generation is whole.
 
-A save writes into `saving_*` folders and seals each as its last act: a marker that lists every file with its digest.
-The marker of `saving_checkpoint` decides: with it the save is whole and only renames are left, which `settle` finishes
-after a crash; without it the save never was. So at any moment at least one generation is whole.
+Only the run that holds the folder's lock (see `folder_lock`) calls `settle`. All other functions here only read.
 """
 
-import hashlib
-import json
 import logging
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from longspec.errors import UserError
+from longspec.train.seals import MARKER, Progress, Run, Seal, damage, is_whole, read_seal, sync
 
 logger = logging.getLogger(__name__)
 
-MARKER = "complete.json"
 STATES = ("saving_ds", "last_ds", "last_2ds")
 BEST = ("saving_best", "checkpoint-best")
 DRAFTS = ("saving_checkpoint", "checkpoint-last", "checkpoint-2last")
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a checkpoint is, and how many ranks brought it there (those that train on different rows)."""
-
-    step: int
-    world_size: int
-
-
-def seal(folder: Path, progress: Progress) -> None:
-    """Mark `folder` as whole, once everything in it is on the disk."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    with ThreadPoolExecutor() as pool:
-        described = dict(zip((str(path.relative_to(folder)) for path in files), pool.map(_settled, files), strict=True))
-    for inner in (path for path in folder.rglob("*") if path.is_dir()):
-        _sync(inner)
-    unfinished = folder / f"{MARKER}.tmp"
-    unfinished.write_text(json.dumps(asdict(progress) | {"files": described}))
-    _sync(unfinished)
-    unfinished.rename(folder / MARKER)
-    _sync(folder)
-
-
-def _settled(file: Path) -> dict[str, Any]:
-    """What the marker says of a file, after it has reached the disk."""
-    _sync(file)
-    return _description(file)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _description(file: Path) -> dict[str, Any]:
-    with file.open("rb") as handle:
-        return {"bytes": file.stat().st_size, "blake2b": hashlib.file_digest(handle, "blake2b").hexdigest()}
-
-
-def is_whole(folder: Path) -> bool:
-    """Whether a save into `folder` was finished; what became of its files since then, `damage` says."""
-    return (folder / MARKER).is_file()
-
-
-def damage(folder: Path) -> str | None:
-    """The first thing in `folder` that is not as it was saved; None if all is."""
-    if not is_whole(folder):
-        return f"{folder} was not saved whole (no {MARKER})"
-    try:
-        files = json.loads((folder / MARKER).read_text())["files"]
-        for name, saved in files.items():
-            file = folder / name
-            if not file.is_file():
-                return f"{file} is missing"
-            if file.stat().st_size != saved["bytes"]:
-                return f"{file} has {file.stat().st_size} bytes, {saved['bytes']} were saved"
-        for name, saved in files.items():
-            if _description(folder / name) != saved:
-                return f"{folder / name} is not the file that was saved"
-    except (ValueError, LookupError, TypeError):
-        return f"{folder / MARKER} is no marker of ours"
-    except OSError as error:
-        return f"{error.filename or folder} cannot be read ({error.strerror})"
-    return None
-
-
-def read_progress(folder: Path) -> Progress:
-    marker = json.loads((folder / MARKER).read_text())
-    return Progress(marker["step"], marker["world_size"])
-
-
-def set_newer_aside(output: Path, chosen: Path, progress: Progress) -> None:
-    """Once a run goes on from `chosen`, what is damaged or of another step in the place of the newest is no longer
-    whole: the next save takes its place, and not that of the older generation. Its marker stays, under another name."""
-    for newest in (output / STATES[1], output / DRAFTS[1]):
-        if newest != chosen and is_whole(newest) and (damage(newest) or read_progress(newest) != progress):
-            (newest / MARKER).rename(newest / f"{MARKER}.aside")
+EARLIER = "checkpoint-earlier"
 
 
 def settle(output: Path) -> None:
-    """Finish the renames of whole saves and remove others, the best draft's, too. Safe to call again after a crash."""
-    whole = is_whole(output / DRAFTS[0])
-    for staged, last, second in ([output / name for name in names] for names in (STATES, DRAFTS)):
-        if not staged.exists():
-            continue
-        if not whole:
-            _remove(staged)
-            continue
-        if is_whole(last):
-            _remove(second)
-            last.rename(second)
-        _remove(last)
-        staged.rename(last)
-    staged, best = (output / name for name in BEST)
-    if is_whole(staged):
+    """Finish the renames of whole saves and remove unfinished ones. Safe to call again after a crash.
+
+    Checkpoints of another run are not rotated: their drafts are kept as `checkpoint-earlier-*`, or removed if the run
+    that saved was allowed to overwrite them.
+    """
+    staged_draft, staged_best = output / DRAFTS[0], output / BEST[0]
+    if is_whole(staged_draft):
+        new = _seal_of(staged_draft)
+        for names in (STATES, DRAFTS):
+            _rotate(output, names, new)
+        if new.run.overwrites and _is_superseded(output / BEST[1], new):
+            _remove(output / BEST[1])
+    if is_whole(staged_best):
+        best, new = output / BEST[1], _seal_of(staged_best)
+        if is_whole(best) and _seal_of(best).run.id != new.run.id and not new.run.overwrites:
+            _keep(best)
         _remove(best)
-        staged.rename(best)
-    _remove(staged)
+        staged_best.rename(best)
+    for name in (STATES[0], DRAFTS[0], BEST[0]):
+        _remove(output / name)
     if output.is_dir():
-        _sync(output)
+        sync(output)
+
+
+def _rotate(output: Path, names: tuple[str, str, str], new: Seal) -> None:
+    """Make the staged folder of `names` the newest one and the newest one the second."""
+    staged, last, second = (output / name for name in names)
+    if not staged.exists():
+        return
+    for folder in (second, last):
+        if _is_superseded(folder, new):
+            if names is DRAFTS and not new.run.overwrites:
+                _keep(folder)
+            else:
+                _remove(folder)
+    if is_whole(last):
+        _remove(second)
+        last.rename(second)
+    _remove(last)
+    staged.rename(last)
+
+
+def _is_superseded(folder: Path, new: Seal) -> bool:
+    """Whether the launch that saved `new` did not go on from `folder`: it is of another run, or newer than the step
+    from which the launch started, as when its state is damaged."""
+    if not is_whole(folder):
+        return False
+    old = _seal_of(folder)
+    went_back = old.run.launch != new.run.launch and old.progress.step > new.run.start
+    return old.run.id != new.run.id or went_back
+
+
+def _seal_of(folder: Path) -> Seal:
+    """The seal of a folder, that of an unknown run if its marker is damaged."""
+    return read_seal(folder) or Seal(Progress(0, 0), Run(id="unknown"))
+
+
+def _keep(folder: Path) -> None:
+    number = 1
+    while os.path.lexists(kept := folder.with_name(f"{EARLIER}-{number}")):
+        number += 1
+    folder.rename(kept)
+    logger.info("%s was saved before this run started; it is kept as %s", folder, kept.name)
 
 
 def _remove(folder: Path) -> None:
-    if folder.exists():
+    """Remove a folder; of a symbolic link the link alone, since its target may hold more."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
         (folder / MARKER).unlink(missing_ok=True)  # first: a folder that is half gone must not look whole
         shutil.rmtree(folder)
 
 
-def find_latest(output_dir: str | Path) -> tuple[Path, Progress] | None:
-    """The newest undamaged DeepSpeed state in an output folder; None if no save ever began there.
+def states(output: Path) -> list[Path]:
+    """DeepSpeed states in an output folder, newest first, whole or not."""
+    names = STATES if is_whole(output / DRAFTS[0]) else STATES[1:]
+    return [output / name for name in names if (output / name).exists()]
 
-    Says so in the log when that is the older one. Raises UserError if there are states but all of them are damaged.
+
+def drafts(output: Path) -> list[Path]:
+    """Drafts in an output folder that a run finished to save, newest first."""
+    earlier = sorted(output.glob(f"{EARLIER}-*"), key=lambda path: (len(path.name), path.name), reverse=True)
+    folders = [*(output / name for name in (*DRAFTS, *BEST)), *earlier]
+    return [folder for folder in folders if is_whole(folder)]
+
+
+def check_folders(output: Path) -> None:
+    """Raise UserError for a checkpoint that is a dangling link or no folder."""
+    for folder in (output / name for name in (*STATES, *DRAFTS, *BEST)):
+        if folder.is_symlink() and not folder.exists():
+            raise UserError(
+                f"{folder}: a link to {os.readlink(folder)}, which is not there; mount it or remove the link"
+            )
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"{folder}: a checkpoint's name, but not a folder; move it away")
+
+
+def find_latest(output_dir: str | Path) -> tuple[Path, Progress] | None:
+    """The newest undamaged DeepSpeed state in an output folder; None if there is no state.
+
+    Warns if that is the older one. Raises UserError if there are states but all of them are damaged.
     """
     output = Path(output_dir)
-    settle(output)
     problems: list[str] = []
-    for folder in (output / name for name in STATES[1:]):
-        if not folder.exists():
-            continue
+    for folder in states(output):
         problem = damage(folder)
-        if problem is None:
-            if folder.name != STATES[1]:
-                reason = problems[0] if problems else f"{output / STATES[1]} is missing"
-                logger.warning("%s: going back to the older checkpoint %s", reason, folder)
-            return folder, read_progress(folder)
-        problems.append(problem)
+        saved = None if problem else read_seal(folder)
+        if saved is None:
+            problems.append(problem or f"{folder} is not readable any more")
+            continue
+        if folder.name == STATES[2]:
+            reason = problems[0] if problems else f"{output / STATES[1]} is missing"
+            logger.warning("%s: going back to the older checkpoint %s", reason, folder)
+        return folder, saved.progress
     if problems:
         raise UserError(
             f"{output}: no checkpoint there can be loaded: {'; '.join(problems)}; restore {STATES[1]} or {STATES[2]}, "
-            "or train into another output_dir"
+            "remove them to start anew from the draft that was saved with them, or train into another output_dir"
+        )
+    return None
+
+
+def find_draft(output_dir: str | Path) -> tuple[Path, Progress] | None:
+    """The newest undamaged draft in an output folder; None if none was ever saved.
+
+    Raises UserError if there are drafts but all of them are damaged.
+    """
+    problems: list[str] = []
+    for folder in drafts(Path(output_dir)):
+        problem = damage(folder)
+        saved = None if problem else read_seal(folder)
+        if saved is not None:
+            if problems:
+                logger.warning("%s: going back to the older draft %s", problems[0], folder)
+            return folder, saved.progress
+        problems.append(problem or f"{folder} is not readable any more")
+    if problems:
+        raise UserError(
+            f"{output_dir}: no draft there can be loaded: {'; '.join(problems)}; restore one of them, or give "
+            "overwrite_output_dir=true to train anew"
         )
     return None

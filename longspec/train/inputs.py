@@ -1,5 +1,6 @@
 """Everything a run reads before its target is loaded, checked against one another."""
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,18 +10,21 @@ from typing import Any
 import hydra
 from hydra.errors import InstantiationException
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from longspec.data import aligners as data_aligners
 from longspec.data.aligners import Aligner
 from longspec.data.collators import Collator
 from longspec.data.dataset import RowDataset, build_dataset
+from longspec.data.target_format import AUTO, answer_end, plain_notice, published_target, resolve_chat_format
 from longspec.errors import UserError, first_line
 from longspec.models.draft_files import check_draft, draft_window
 from longspec.models.families import pair_class
-from longspec.models.target_files import check_weights, context_window, load_tokenizer, read_config
+from longspec.models.target_files import check_weights, context_window, generation_eos, load_tokenizer, read_config
 from longspec.models.target_split import check_split
 from longspec.train.config import TrainConfig
 
+logger = logging.getLogger(__name__)
 ALIGNERS = [f"{data_aligners.__name__}.{name}" for name in vars(data_aligners) if re.fullmatch("[a-z].*_aligner", name)]
 """Accepted values of `_target_` in data.aligners."""
 
@@ -53,10 +57,12 @@ def read_inputs(config: TrainConfig) -> Inputs:
         raise UserError(
             f"config key data.max_length: {config.data.max_length} tokens do not fit the target's {window} positions"
         )
-    for key, token in (("eos_token_id", config.eos_token_id), ("model.pad_token_id", config.model.pad_token_id)):
-        if token is not None and not 0 <= token < target.vocab_size:
-            raise UserError(f"config key {key}: {token} is none of the target's token ids, 0 … {target.vocab_size - 1}")
     tokenizer = load_tokenizer(config.model_name_or_path, target)
+    chat_format = _chat_format(config, target.model_type, tokenizer)
+    eos = _eos(config, target, tokenizer, chat_format)
+    pad = _pad(config, target, tokenizer)
+    name = tokenizer.convert_ids_to_tokens(eos)
+    logger.info("chat format %s; EOS %d (%s), padding %d", chat_format, eos, name, pad)
     draft = None
     if config.draft_model_name_or_path is not None:
         draft = check_draft(config.draft_model_name_or_path, target, glide.draft_layer_class)
@@ -65,10 +71,20 @@ def read_inputs(config: TrainConfig) -> Inputs:
                 f"config key model.window: {config.model.window}, but the draft at {config.draft_model_name_or_path} "
                 f"was trained with {window_before}; give that"
             )
-    read = partial(_read_rows, config, tokenizer=tokenizer, family=target.model_type, aligners=aligners)
+    read = partial(
+        _read_rows,
+        config,
+        tokenizer=tokenizer,
+        family=target.model_type,
+        chat_format=chat_format,
+        eos_token_id=eos,
+        aligners=aligners,
+    )
     rows = read(config.data.files)
     held_out = None if config.evaluation.files is None else read(config.evaluation.files)
-    return Inputs(rows, held_out, _collator(config, tokenizer, target.vocab_size), tokenizer, draft, window)
+    packed_length = config.data.max_length if config.data.pack else None
+    collate = Collator(pad, answer_only=config.data.answer_only, pad_to=packed_length)
+    return Inputs(rows, held_out, collate, tokenizer, draft, window)
 
 
 def _aligner(number: int, entry: Any) -> Aligner:
@@ -92,8 +108,51 @@ def _targets(entry: Any) -> list[str]:
     return [str(entry["_target_"]), *inner] if isinstance(entry, dict) and "_target_" in entry else inner
 
 
+def _chat_format(config: TrainConfig, family: str, tokenizer: Any) -> str:
+    """The chat format that data.chat_format stands for. A log line says when "auto" is plain text."""
+    asked, target = config.data.chat_format, config.model_name_or_path
+    chat_format = resolve_chat_format(asked, target, family, tokenizer)
+    if asked == AUTO and chat_format == "plain":
+        logger.info(plain_notice(target))
+    return chat_format
+
+
+def _eos(config: TrainConfig, target: PreTrainedConfig, tokenizer: Any, chat_format: str) -> int:
+    """The token that ends documents and answers: the config's, the published one, or the target's own."""
+    published = published_target(config.model_name_or_path).eos_token_id
+    given = published if config.eos_token_id is None else config.eos_token_id
+    if given is None:
+        given = answer_end(tokenizer, generation_eos(config.model_name_or_path, target), chat_format)
+    if given is None:
+        raise UserError(f"config key eos_token_id: {config.model_name_or_path} names no EOS token; give its id")
+    _check_token("eos_token_id", given, target.vocab_size)
+    return given
+
+
+def _pad(config: TrainConfig, target: PreTrainedConfig, tokenizer: Any) -> int:
+    """The id of padding, which is in no loss: the config's, the published one, or one that the target has."""
+    if config.model.pad_token_id is not None:
+        _check_token("model.pad_token_id", config.model.pad_token_id, target.vocab_size)
+        return config.model.pad_token_id
+    published = published_target(config.model_name_or_path).pad_token_id
+    wishes = (published, tokenizer.pad_token_id, target.pad_token_id, tokenizer.eos_token_id, 0)
+    # Some tokenizers' pad token is not among the embeddings.
+    return next(token for token in wishes if token is not None and 0 <= token < target.vocab_size)
+
+
+def _check_token(key: str, token: int, vocab_size: int) -> None:
+    if not 0 <= token < vocab_size:
+        raise UserError(f"config key {key}: {token} is none of the target's token ids, 0 … {vocab_size - 1}")
+
+
 def _read_rows(
-    config: TrainConfig, files: list[str], tokenizer: Any, family: str, aligners: Sequence[Aligner]
+    config: TrainConfig,
+    files: list[str],
+    tokenizer: Any,
+    family: str,
+    chat_format: str,
+    eos_token_id: int,
+    aligners: Sequence[Aligner],
 ) -> RowDataset:
     data = config.data
     return build_dataset(
@@ -102,18 +161,12 @@ def _read_rows(
         family=family,
         max_length=data.max_length,
         pack=data.pack,
-        chat_format=data.chat_format,
+        chat_format=chat_format,
+        templates=data.templates,
         overflow=data.overflow,
         answer_only=data.answer_only,
         aligners=aligners,
-        eos_token_id=config.eos_token_id,
+        eos_token_id=eos_token_id,
         num_proc=data.num_proc,
         cache_dir=data.cache_dir,
     )
-
-
-def _collator(config: TrainConfig, tokenizer: Any, vocab_size: int) -> Collator:
-    wishes = (config.model.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    pad = next(token for token in wishes if token is not None and token < vocab_size)  # some tokenizers' pad is not
-    packed_length = config.data.max_length if config.data.pack else None
-    return Collator(pad, answer_only=config.data.answer_only, pad_to=packed_length)

@@ -18,8 +18,9 @@ import wandb
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from longspec.errors import first_line
+from longspec.errors import UserError, first_line
 from longspec.train.config import TrainConfig
+from longspec.train.seals import sync
 
 logger = logging.getLogger(__name__)
 METRICS_NAME = "metrics.jsonl"
@@ -49,13 +50,22 @@ class RunLog:
     """The log of one run, on global rank 0; on other ranks every method does nothing."""
 
     def __init__(self, config: TrainConfig, rank: int, start: int, total: int) -> None:
-        """Steps up to `start` are kept in an existing metrics file; later ones belong to a run that was cut off."""
+        """Steps up to `start` are kept in an existing metrics file; later ones belong to a run that was cut off.
+
+        The file of an earlier run is kept as `metrics-earlier-*.jsonl`. Raises UserError if it cannot be written.
+        """
         self.active = rank == 0
         if not self.active:
             return
         folder = Path(config.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.file = _reopen(folder / METRICS_NAME, start)
+        self.path, self.unwritten = folder / METRICS_NAME, b""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.last = _cut(self.path, start)
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: cannot be written ({error.strerror}); make room or mend the folder"
+            ) from error
         self.wandb = _start_wandb(folder, config)
         self.bar = tqdm(total=total, initial=start, unit="step", disable=None)
         self.total = total
@@ -64,19 +74,36 @@ class RunLog:
         """Report one optimizer step; `metrics` holds `step` and plain numbers."""
         if not self.active:
             return
-        self.file.write(json.dumps(metrics) + "\n")
-        self.file.flush()
+        self._write(metrics)
         self._tell_wandb(lambda: self.wandb.log(metrics, step=metrics["step"]))
         values = " ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name != "step")
         with logging_redirect_tqdm():
             logger.info("step %d/%d %s", metrics["step"], self.total, values)
         self.bar.update()
 
+    def repeat(self, metrics: dict[str, Any]) -> None:
+        """Add `metrics` to the step that the run resumed from, in a second line of it."""
+        if not self.active:
+            return
+        self._write({**self.last, **metrics})
+        self._tell_wandb(lambda: self.wandb.log(metrics, step=metrics["step"]))
+        logger.info("step %d evaluated on resume: %s", metrics["step"], metrics)
+
     def close(self) -> None:
         if self.active:
             self.bar.close()
-            self.file.close()
             self._tell_wandb(lambda: self.wandb.finish())
+
+    def _write(self, metrics: dict[str, Any]) -> None:
+        """Append a line. On a full disk lines wait for the next step: training goes on, and nothing written is lost."""
+        full, self.unwritten = bool(self.unwritten), self.unwritten + json.dumps(metrics).encode() + b"\n"
+        try:
+            with self.path.open("ab", buffering=0) as file:
+                while self.unwritten:
+                    self.unwritten = self.unwritten[file.write(self.unwritten) :]
+        except OSError as error:
+            if not full:
+                logger.warning("%s cannot be written (%s); its lines wait for the next step", self.path, error.strerror)
 
     def _tell_wandb(self, tell: Callable[[], object]) -> None:
         """W&B works in a process of its own, which a SIGTERM to all ends first; no step depends on it."""
@@ -89,18 +116,38 @@ class RunLog:
             self.wandb = None
 
 
-def _reopen(path: Path, last_step: int) -> Any:
-    """`path` open for appending, without lines after `last_step` and without a line that was cut off."""
-    kept: list[str] = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+def _cut(path: Path, last_step: int) -> dict[str, Any]:
+    """Drop lines after `last_step`, and one that was cut off, from the metrics file; its last line.
+
+    The rest is written to a new file that replaces the old one, so a full disk leaves the old one. A run that starts
+    at step 0 keeps the file of the run before under another name.
+    """
+    if not path.exists():
+        return {}
+    text = path.read_bytes()
+    if text and not last_step:
+        number = 1
+        while (kept := path.with_name(f"{path.stem}-earlier-{number}{path.suffix}")).exists():
+            number += 1
+        path.rename(kept)
+        return {}
+    lines: list[bytes] = []
+    last: dict[str, Any] = {}
+    for line in text.splitlines(keepends=True):
         try:
-            if json.loads(line)["step"] > last_step:
+            metrics = json.loads(line)
+            if not line.endswith(b"\n") or metrics["step"] > last_step:
                 break
-        except ValueError:
+        except (ValueError, LookupError, TypeError):
             break
-        kept.append(line + "\n")
-    path.write_text("".join(kept))
-    return path.open("a")
+        lines.append(line)
+        last = metrics
+    if sum(map(len, lines)) < len(text):
+        unfinished = path.with_name(f"{path.name}.tmp")
+        unfinished.write_bytes(b"".join(lines))
+        sync(unfinished)
+        unfinished.replace(path)
+    return last
 
 
 def _start_wandb(folder: Path, config: TrainConfig) -> Any:

@@ -10,7 +10,6 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -33,19 +32,29 @@ ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
 MUON_MOMENT = "momentum_buffer"
 
 
-def enum_member(kind: type[Enum], name: str) -> Enum:
-    """What a file has that some versions of Python 3.11 wrote, 3.11.2 among them: a member of an enumeration as
-    `getattr(kind, name)`. This stands for that `getattr`, and takes it of nothing else."""
-    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
-        raise UnpicklingError(f"{name} of {kind}, which is no member of an enumeration")
-    return kind[name]
+def enum_member(kind: Any, name: str) -> int:
+    """Stands for `getattr`, by which Python 3.11.0 to 3.11.2 pickles the members of an enumeration."""
+    if kind is not zero_stage or name not in ZeroStageEnum.__members__:
+        raise UnpicklingError(f"{name} of {kind}, which is no member of ZeroStageEnum")
+    return int(ZeroStageEnum[name])
 
 
-# What torch's loader knows it by.
+# The name under which torch's loader looks it up.
 enum_member.__module__, enum_member.__name__, enum_member.__qualname__ = "builtins", "getattr", "getattr"
 
-SAVED_CLASSES = [LossScaler, ZeroStageEnum, enum_member, fragment_address]
-"""What DeepSpeed's files hold beside tensors and numbers; anything else in one is refused, not run."""
+
+def zero_stage(value: int) -> int:
+    """Stands for ZeroStageEnum, as a number. Members of an enumeration exist once in a process, and torch's loader lets
+    a file set the attributes of every object that it may create."""
+    return int(ZeroStageEnum(value))
+
+
+# The name under which torch's loader looks it up.
+zero_stage.__module__, zero_stage.__qualname__ = ZeroStageEnum.__module__, ZeroStageEnum.__qualname__
+zero_stage.__name__ = ZeroStageEnum.__name__
+
+SAVED_CLASSES = [LossScaler, zero_stage, enum_member, fragment_address]
+"""Classes in DeepSpeed's files other than tensors and numbers. A file with any other one is refused, not run."""
 
 
 class Shards:

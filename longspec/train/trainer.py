@@ -23,15 +23,7 @@ from longspec.errors import UserError, reports_user_errors
 from longspec.kernels.backend import upload
 from longspec.kernels.segments import Segments
 from longspec.signals import exit_code
-from longspec.train.checkpoint import (
-    check_same_run,
-    load_state,
-    locate,
-    read_best,
-    save_best,
-    save_checkpoint,
-    saved_draft,
-)
+from longspec.train.checkpoint import load_state, locate, read_best, save_best, save_checkpoint, saved_draft
 from longspec.train.config import TrainConfig, load_config
 from longspec.train.distributed import (
     Termination,
@@ -47,13 +39,15 @@ from longspec.train.distributed import (
 )
 from longspec.train.engine import build_engine, build_pair, cosine_with_warmup, set_learning_rate
 from longspec.train.evaluation import Evaluation, rows_held_out
-from longspec.train.generations import Progress, find_latest, set_newer_aside
+from longspec.train.folder_lock import sole_writer
 from longspec.train.inputs import Inputs, read_inputs
 from longspec.train.logging import RunLog, setup_logging
 from longspec.train.loss import Objective
 from longspec.train.peers import watched
 from longspec.train.positions import micro_step_generator, random_lags, variant_positions
+from longspec.train.resume import where_to_start
 from longspec.train.sampler import ResumableSampler
+from longspec.train.seals import Progress, Run
 
 logger = logging.getLogger(__name__)
 FINISH_S = 10
@@ -90,47 +84,41 @@ def train(asked: TrainConfig, termination: Termination, before_steps: Callable[[
     """The whole run on this rank; False if it was stopped before its last step."""
     share_targets(asked.tp_size)
     config = from_rank_zero(lambda: locate(asked))
-    resumed = from_rank_zero(lambda: _where_to_start(config))
+    with sole_writer(Path(config.output_dir)) as before_save:
+        return _train(config, termination, before_save, before_steps)
+
+
+def _train(
+    config: TrainConfig,
+    termination: Termination,
+    before_save: Callable[[], None],
+    before_steps: Callable[[], None] | None,
+) -> bool:
+    """The run, once its output folder is locked; False if it was stopped before its last step."""
+    begin = from_rank_zero(lambda: where_to_start(config))
     # A resumed run has its draft: that of the stage before may be gone.
-    needed = replace(config, draft_model_name_or_path=None) if resumed else config
-    inputs = rank_zero_first(lambda: read_inputs(needed))
-    start = resumed[1].step if resumed else 0
+    draft = None if begin.state else begin.draft or config.draft_model_name_or_path
+    inputs = rank_zero_first(lambda: read_inputs(replace(config, draft_model_name_or_path=draft)))
+    start = begin.progress.step
     total = from_rank_zero(lambda: _last_step(config, len(inputs.rows), start))
-    if start == total:
+    held_out = from_rank_zero(lambda: rows_held_out(config, inputs))
+    evaluation_due = begin.progress.evaluation_due and held_out > 0
+    if start == total and not evaluation_due:
         logger.info("nothing left to do: %s already holds step %d, the last one", config.output_dir, total)
         return True
-    held_out = from_rank_zero(lambda: rows_held_out(config, inputs))
     logger.info(
         "%d rows, %d a step; steps %d … %d; target %s, draft %s",
         *(len(inputs.rows), rows_a_step(config), start + 1, total, config.model_name_or_path),
-        resumed[0] if resumed else config.draft_model_name_or_path or "fresh",
+        begin.state or draft or "fresh",
     )
-    draft = saved_draft(resumed[0]) if resumed else inputs.draft
-    engine = build_engine(config, build_pair(config, draft))
-    if resumed:
-        load_state(engine, *resumed)
-    trainer = Trainer(config, engine, inputs, start, total, held_out)
+    engine = build_engine(config, build_pair(config, saved_draft(begin.state) if begin.state else inputs.draft))
+    if begin.state:
+        load_state(engine, begin.state, begin.progress)
+    trainer = Trainer(config, engine, inputs, start, total, held_out, begin.run, before_save)
+    trainer.evaluation_due = evaluation_due
     if before_steps:
         before_steps()
     return trainer.run(termination)
-
-
-def _where_to_start(config: TrainConfig) -> tuple[Any, Progress] | None:
-    """What to resume from, on rank 0. UserError if an earlier run's checkpoints lie there and must not be lost."""
-    found = find_latest(config.output_dir)
-    if found is None:
-        if config.resume:
-            logger.warning("resume: no checkpoint in %s yet, so this run starts at step 0", config.output_dir)
-        return None
-    folder, progress = found
-    if not config.resume:
-        raise UserError(
-            f"config key output_dir: {config.output_dir} holds a checkpoint of step {progress.step}; "
-            "give resume=latest to go on from it, or another output_dir"
-        )
-    check_same_run(config, folder, progress, data_parallel_place()[1])
-    set_newer_aside(Path(config.output_dir), folder, progress)
-    return found
 
 
 def _last_step(config: TrainConfig, rows: int, start: int) -> int:
@@ -156,15 +144,31 @@ def _as_arrays(collate: Callable[[Any], Batch], rows: Any) -> dict[str, np.ndarr
 class Trainer:
     """The loop over optimizer steps. Every rank has one; rank 0's also logs. Ranks that share a target do the same."""
 
-    def __init__(self, config: TrainConfig, engine: Any, inputs: Inputs, start: int, total: int, held_out: int) -> None:
-        """Steps `start` + 1 … `total`; `held_out` rows are evaluated on the way."""
-        self.config, self.engine, self.inputs = config, engine, inputs
+    def __init__(
+        self,
+        config: TrainConfig,
+        engine: Any,
+        inputs: Inputs,
+        start: int,
+        total: int,
+        held_out: int,
+        origin: Run | None = None,
+        before_save: Callable[[], None] | None = None,
+    ) -> None:
+        """Steps `start` + 1 … `total`; `held_out` rows are evaluated on the way.
+
+        origin: the run that its checkpoints belong to; before_save: see `sole_writer`.
+        """
+        self.config, self.engine, self.inputs, self.origin = config, engine, inputs, origin
+        self.before_save = before_save or (lambda: None)
         self.start, self.total = start, total
         self.schedule = cosine_with_warmup(total, config.warmup_ratio)
         self.objective = Objective(config.loss, config.log_target_loss)
         self.evaluation = Evaluation(config, engine, inputs, self.objective, held_out) if held_out else None
         self.accumulation = config.gradient_accumulation_steps
         self.rank, self.ranks = data_parallel_place()
+        self.evaluation_due = False
+        """Whether the last step's evaluation was interrupted."""
         self.upcoming: list[Batch] = []
         self.begun: tuple[Batch, dict[str, Any]] | None = None
         """The micro-batch whose target pass may have begun, and what the engine is given of it."""
@@ -195,12 +199,13 @@ class Trainer:
         self.engine.train()
         batches = iter(self.loader)
         remembers = self.start and self.config.evaluation.keep_best
-        self.best = from_rank_zero(lambda: read_best(self.config) if remembers else -math.inf)
+        self.best = from_rank_zero(lambda: read_best(self.config, self.origin) if remembers else -math.inf)
         log = RunLog(self.config, dist.get_rank(), self.start, self.total)
         done = self.start
         from_every_rank(None)  # until here a signal ends all ranks at once
         termination.at_once = False
-        self.upcoming = self.window(batches)
+        self.repeat_evaluation(log, termination)
+        self.upcoming = self.window(batches if self.start < self.total else None)
         for step in range(self.start + 1, self.total + 1):
             began = time.perf_counter()
             metrics = self.train_step(step, self.upcoming, termination, batches if step < self.total else None)
@@ -227,19 +232,35 @@ class Trainer:
         return [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in arrays]
 
     def save(self, step: int) -> None:
-        progress = Progress(step, self.ranks)
-        save_checkpoint(self.engine, self.inputs.tokenizer, self.config, progress, self.config.output_dir)
+        self.before_save()
+        progress = Progress(step, self.ranks, self.evaluation_due)
+        config = self.config
+        save_checkpoint(self.engine, self.inputs.tokenizer, config, progress, config.output_dir, self.origin)
+
+    def repeat_evaluation(self, log: RunLog, termination: Termination) -> None:
+        """Run the evaluation of the checkpoint that training resumes from, if SIGTERM interrupted it."""
+        if self.evaluation_due and (found := self.run_evaluation(self.start, termination)):
+            log.repeat({"step": self.start, **found})
+            if self.start == self.total:
+                self.save(self.start)
 
     def evaluate(self, step: int, termination: Termination) -> dict[str, float]:
         """The held-out metrics after `step`, {} where none are due; the best draft is kept where that is asked."""
         wanted = self.config.evaluation
         if self.evaluation is None or (step % wanted.steps and step != self.total):
             return {}
+        return self.run_evaluation(step, termination)
+
+    def run_evaluation(self, step: int, termination: Termination) -> dict[str, float]:
+        """The held-out metrics after `step`; {} if SIGTERM came first, and then the evaluation is due on resume."""
+        assert self.evaluation is not None
         found = self.evaluation.run(termination)
-        if wanted.keep_best and found and found["eval_acceptance_length"] > self.best:
+        self.evaluation_due = not found
+        if self.config.evaluation.keep_best and found and found["eval_acceptance_length"] > self.best:
             self.best = found["eval_acceptance_length"]
+            self.before_save()
             progress = Progress(step, self.ranks)
-            save_best(self.engine.module, self.inputs.tokenizer, self.config, progress, found)
+            save_best(self.engine.module, self.inputs.tokenizer, self.config, progress, found, self.origin)
         return found
 
     def train_step(

@@ -41,7 +41,7 @@ class LoadedPair:
         for record in read_jsonl(path)[:most]:
             text = form.prompt.format(**{field: record[field] for field in form.fields})
             question = Question(str(record[form.id_field]), text)
-            sample = encode_question(question, form, family, self.tokenizer, CHAT_FORMAT)
+            sample = encode_question(question, family, self.tokenizer, CHAT_FORMAT)
             ids = torch.tensor([sample.token_ids], device=self.model.device)
             found.append(Prompt(task, context, sample.id, ids))
         return found

@@ -14,7 +14,17 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from training_fixtures import ROOT, launch, launch_environment, launch_line, launched, make_target, metrics, write_texts
+from training_fixtures import (
+    ROOT,
+    TRAINER,
+    launch,
+    launch_environment,
+    launch_line,
+    launched,
+    make_target,
+    metrics,
+    write_texts,
+)
 
 from longspec.models.draft_files import load_draft
 from longspec.train.generations import find_latest
@@ -155,12 +165,40 @@ def test_a_full_disk_keeps_the_older_checkpoint(work: Path, tmp_path: Path) -> N
     assert "steps 3 … 4" in launched(EXPERIMENT, *overrides(work, tmp_path, "resume=latest", "max_steps=4"))
 
 
+def test_an_output_folder_has_one_writer_and_is_one_folder(work: Path, tmp_path: Path) -> None:
+    """A second launch is refused while the first one runs, and so is one whose ranks see folders of their own."""
+
+    def refused(*given: str, script: str = TRAINER, **environment: str) -> str:
+        second = launch(EXPERIMENT, *given, script=script, **environment)
+        errors = [line for line in second.stderr.splitlines() if line.startswith("error:")]
+        assert second.returncode == 2 and len(errors) == 1 and "Traceback" not in second.stderr, second.stderr[-3000:]
+        return errors[0]
+
+    output = tmp_path / "out"
+    endless = overrides(work, output, "max_steps=100000", "save_steps=2")
+    with running(output, *endless) as run:
+        wait_for_step(run, output, 2)
+        for given in (["resume=latest"], ["seed=7"]):
+            assert f"is writing to {output}" in refused(*endless, *given)
+        wait_for_step(run, output, len(metrics(output)) + 2)
+    assert "Traceback" not in output.with_suffix(".log").read_text()
+    found = find_latest(output)
+    assert found is not None and found[1].step >= 2
+    for rank in ("0", "1"):
+        (tmp_path / rank).mkdir()
+    said = refused(*overrides(work, Path("out")), script=FAULTY, FAULT="local", DISKS=str(tmp_path))
+    assert "output_dir: out is not one folder: rank 1 (on " in said
+    assert not (tmp_path / "1" / "out").exists() and [*(tmp_path / "0" / "out").iterdir()] == [
+        tmp_path / "0" / "out" / "run.lock"
+    ]
+
+
 def test_drill(tmp_path: Path) -> None:
-    """`make drill` with one kill of each kind."""
+    """`make drill` with a trial of each of the first kinds under both ZeRO stages."""
     drill = [sys.executable, "-m", "scripts.drill", "--trials", "4", "--output", str(tmp_path / "drill")]
     run = subprocess.run(drill, cwd=ROOT, env=launch_environment(), capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     trials = json.loads((tmp_path / "drill" / "summary.json").read_text())
-    assert {(trial["zero_stage"], trial["killed"]) for trial in trials} == {
-        (stage, killed) for stage in (1, 3) for killed in ("all ranks", "one rank")
+    assert {(trial["zero_stage"], trial["kind"]) for trial in trials} == {
+        (stage, kind) for stage in (1, 3) for kind in ("all ranks killed", "file swapped")
     }

@@ -227,7 +227,7 @@ def test_a_batch_that_does_not_fit_into_memory_is_refused(
     """The refusal names a batch size that fits; a batch counts only the samples that there are."""
     target, data = setting
     config = tiny_config("llama", vocab_size=VOCAB_SIZE)
-    line = arguments(target, data, tmp_path / "out", "--batch_size", "100000")
+    line = arguments(target, data, tmp_path / "out", "--batch_size", "100000", "--chat_format", "published")
     longest = max(len(sample.token_ids) for sample in make_plan(parse_options(line)).selection.samples)
     cache = TargetCache(config, 1, 512, torch.float32, torch.device("cpu"))
     row = memory.row_bytes(config, torch.float32, longest + 64, 69)

@@ -43,10 +43,56 @@ def align(record, aligners=DEFAULT_ALIGNERS):
         ({"prefix": "a", "suffix": "b"}, "prefix", "a", "b"),
         ({"problem": "a", "qwq": "b"}, "problem", "a", "b"),
         ({"problem": "a", "solution": "b"}, "problem", "a", "b"),
+        ({"prompt": "a", "completion": "b"}, "prompt", "a", "b"),
+        ({"instruction": "a", "input": "", "output": "b"}, "instruction", "a", "b"),
+        ({"instruction": "a", "input": None, "output": "b"}, "instruction", "a", "b"),
+        ({"instruction": "a", "input": "x", "output": "b"}, "instruction", "a\n\nx", "b"),
     ],
 )
 def test_every_kind_has_the_common_form(record, kind, prompt, answer):
     assert align(record) == {"id": "f.jsonl:3", "kind": kind, "prompt": prompt, "answer": answer}
+
+
+def test_sharegpt_turns_have_the_same_form():
+    turns = [
+        {"from": "system", "value": "Be brief."},
+        {"from": "human", "value": "One?"},
+        {"from": "gpt", "value": "1"},
+        {"from": "human", "value": "Two?"},
+        {"from": "gpt", "value": "2"},
+    ]
+    sample = align({"conversations": turns})
+    assert (sample["kind"], sample["answer"]) == ("conversations", "2")
+    assert sample["prompt"] == [{"role": turn["role"], "content": turn["content"]} for turn in TURNS[:4]]
+
+
+def test_openai_turns_may_be_lists_of_text_parts():
+    parts = [{"type": "text", "text": "On"}, {"type": "text", "text": "e?"}]
+    turns = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": parts},
+        {"role": "tool", "content": "1"},
+        {"role": "assistant", "content": [{"type": "text", "text": "1"}], "tool_calls": []},
+    ]
+    sample = align({"messages": turns})
+    assert sample["prompt"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "One?"},
+        {"role": "tool", "content": "1"},
+    ]
+    assert sample["answer"] == "1"
+
+
+def test_pairs_in_lists_are_one_conversation():
+    sample = align({"article": ["a", "b", "c"], "abstract": ["1", " ", "3"]})
+    assert (sample["id"], sample["kind"], sample["answer"]) == ("f.jsonl:3", "article", "3")
+    assert sample["prompt"] == [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "1"},
+        {"role": "user", "content": "c"},
+    ]
+    assert align({"article": ["a", "b"], "abstract": ["", ""]})["answer"] == ""
+    assert align({"article": [], "abstract": []})["answer"] == ""
 
 
 @pytest.mark.parametrize("field", ["messages", "conversation"])
@@ -70,6 +116,20 @@ def test_a_conversation_answers_with_its_last_assistant_turn(field):
         ({"conversation": [TURNS[1], "x"]}, r"field 'conversation\[1\]' must be an object"),
         ({"messages": [{"role": "user"}]}, r"field 'messages\[0\]\.content' must be a string, not null"),
         ({"messages": [{"content": "x"}]}, r"field 'messages\[0\]\.role' must be a string, not null"),
+        ({"conversations": [{"from": "robot", "value": "x"}]}, r"field 'conversations\[0\]\.from' is 'robot'"),
+        ({"conversations": [{"from": "gpt"}]}, r"field 'conversations\[0\]\.value' must be a string, not null"),
+        ({"messages": [{"role": "function", "content": "x"}]}, r"field 'messages\[0\]\.role' is 'function'"),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
+            r"field 'messages\[0\]\.tool_calls' holds a tool call",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            r"field 'messages\[0\]\.content\[0\]' is of type 'image_url'",
+        ),
+        ({"instruction": "a", "input": 5, "output": "b"}, "field 'input' must be a string, not int"),
+        ({"article": ["a", 5], "abstract": ["1", "2"]}, r"field 'article\[1\]' must be a string, not int"),
+        ({"article": ["a", "b"], "abstract": ["1"]}, "field 'abstract' has 1 items where 'article' has 2"),
         ({"text": "half \ud83d"}, "field 'text' holds half of a surrogate pair"),
     ],
 )

@@ -3,29 +3,21 @@
 import errno
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from training_fixtures import ROOT
+from training_fixtures import ROOT, one_rank_alone
 
 from longspec.errors import UserError
-from longspec.train import checkpoint, generations
-from longspec.train.checkpoint import check_same_run, locate, read_best, read_draft, save_checkpoint
+from longspec.train import generations, seals
+from longspec.train.checkpoint import locate, read_best, read_draft, save_checkpoint
 from longspec.train.config import CONFIG_NAME, TrainConfig, compose_config, to_yaml, typed
-from longspec.train.generations import (
-    BEST,
-    DRAFTS,
-    MARKER,
-    STATES,
-    Progress,
-    find_latest,
-    is_whole,
-    seal,
-    set_newer_aside,
-    settle,
-)
+from longspec.train.generations import BEST, DRAFTS, STATES, find_draft, find_latest, settle
+from longspec.train.resume import check_same_run
+from longspec.train.seals import MARKER, Progress, Run, describe, is_whole, seal
 
 DRAFT_FILE = "draft_model_weights.pth"
 
@@ -34,11 +26,11 @@ def progress(step: int) -> Progress:
     return Progress(step, world_size=2)
 
 
-def write(folder: Path, step: int, whole: bool = True) -> None:
+def write(folder: Path, step: int, whole: bool = True, run: Run | None = None) -> None:
     (folder / "sub").mkdir(parents=True)
     (folder / "sub" / "content").write_text(str(step))
     if whole:
-        seal(folder, progress(step))
+        seal(folder, progress(step), run)
 
 
 def step_of(folder: Path) -> int:
@@ -48,6 +40,16 @@ def step_of(folder: Path) -> int:
 
 def whole_folders(output: Path) -> list[tuple[str, int]]:
     return sorted((folder.name, step_of(folder)) for folder in output.iterdir())
+
+
+def contents(output: Path) -> dict[str, bytes | None]:
+    """Every file and folder in `output`."""
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(output.rglob("*"))}
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from one_rank_alone(monkeypatch)
 
 
 class Crash(Exception):
@@ -102,6 +104,11 @@ def test_a_crash_in_rotation_loses_nothing(act: int, tmp_path: Path, monkeypatch
             settle(tmp_path)
     for names in (STATES, DRAFTS):
         assert any(is_whole(tmp_path / name) and step_of(tmp_path / name) >= 2 for name in names)
+    before = contents(tmp_path)
+    found = find_latest(tmp_path)
+    assert found is not None and found[0].name in STATES[:2] and found[1] == progress(3)
+    assert contents(tmp_path) == before, "looking changes nothing"
+    settle(tmp_path)
     assert find_latest(tmp_path) == (tmp_path / "last_ds", progress(3))
     assert step_of(tmp_path / "checkpoint-last") == 3
     assert not (tmp_path / STATES[0]).exists() and not (tmp_path / DRAFTS[0]).exists()
@@ -141,6 +148,7 @@ def test_the_best_so_far_is_read_back_unless_it_cannot_be_compared(
     for other in ({"evaluation.files": "[other.jsonl]"}, {"evaluation.rows": "3"}):
         assert read_best(stored_config(**(given | other))) == -math.inf
         assert "other held-out rows" in caplog.text
+    assert read_best(stored_config(**given), Run("another")) == -math.inf and "is of another run" in caplog.text
     (best / "evaluation.json").write_text("{}")
     assert read_best(stored_config(**given)) == -math.inf and "has 2 bytes" in caplog.text
 
@@ -152,6 +160,8 @@ def test_a_crash_before_the_last_marker_leaves_the_earlier_pair(state_whole: boo
         write(tmp_path / names[2], 1)
     write(tmp_path / STATES[0], 3, whole=state_whole)
     write(tmp_path / DRAFTS[0], 3, whole=False)
+    assert find_latest(tmp_path) == (tmp_path / "last_ds", progress(2))
+    settle(tmp_path)
     assert find_latest(tmp_path) == (tmp_path / "last_ds", progress(2))
     assert step_of(tmp_path / "checkpoint-last") == 2 and len(whole_folders(tmp_path)) == 4
 
@@ -185,30 +195,126 @@ DAMAGES = {
     "foreign": (lambda file: file.write_text("5555"), "content is not the file that was saved"),
     "gone": (Path.unlink, "content is missing"),
     "marker": (lambda file: (file.parents[1] / MARKER).write_text('{"step": '), f"{MARKER} is no marker of ours"),
+    "no step": (lambda file: rename(file, '"step"', '"stop"'), f"{MARKER} is no marker of ours"),
+    "absolute": (lambda file: rename(file, "sub/content", "/etc/hosts"), "names /etc/hosts, a file outside"),
+    "outside": (lambda file: rename(file, "sub/", "../last_2ds/sub/"), "names ../last_2ds/sub/content, a file outside"),
+    "stray": (lambda file: (file.parent / "zero_optim_states.pt").touch(), "zero_optim_states.pt does not belong"),
 }
+
+
+def rename(file: Path, one: str, other: str) -> None:
+    """Change what the marker says."""
+    marker = file.parents[1] / MARKER
+    marker.write_text(marker.read_text().replace(one, other))
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_skipped(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Once a run goes on from the older one, the next save takes the damaged one's place, and the draft beside it goes
-    too. With both damaged, both are named."""
+    """A launch that goes on from the older state replaces the damaged one and keeps the draft that was newer. With
+    both damaged, both are named."""
     damage, said = DAMAGES[kind]
     for names in (STATES, DRAFTS):
-        write(tmp_path / names[1], 4444)
-        write(tmp_path / names[2], 3333)
+        write(tmp_path / names[1], 4444, run=Run("run", "first"))
+        write(tmp_path / names[2], 3333, run=Run("run", "first"))
     damage(tmp_path / "last_ds" / "sub" / "content")
     assert find_latest(tmp_path) == (tmp_path / "last_2ds", progress(3333))
     assert said in caplog.text and "older checkpoint" in caplog.text
-    set_newer_aside(tmp_path, tmp_path / "last_2ds", progress(3333))
     for names in (STATES, DRAFTS):
-        write(tmp_path / names[0], 5555)
+        write(tmp_path / names[0], 4444, run=Run("run", "second", start=3333))
     settle(tmp_path)
-    assert [step_of(tmp_path / name) for names in (STATES, DRAFTS) for name in names[1:]] == [5555, 3333] * 2
+    assert [step_of(tmp_path / name) for names in (STATES, DRAFTS) for name in names[1:]] == [4444, 3333] * 2
+    assert step_of(tmp_path / "checkpoint-earlier-1") == 4444
     for name in STATES[1:]:
         (tmp_path / name / "sub" / "content").write_text("?")
     with pytest.raises(UserError, match=r"last_ds/sub/content has 1 bytes.*last_2ds/sub/content has 1 bytes") as error:
         find_latest(tmp_path)
     assert "\n" not in str(error.value)
+
+
+def save_twice(output: Path, first: int, run: Run) -> None:
+    """Two saves of a draft with its state, as a launch makes them."""
+    for step in (first, first + 1):
+        for names in (STATES, DRAFTS):
+            write(output / names[0], step, run=run)
+        settle(output)
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_rotation_never_pushes_out_the_draft_of_an_earlier_run(overwrites: bool, tmp_path: Path) -> None:
+    """Neither the last ones nor the best one, unless the user said so; and then only once the new run has saved."""
+    save_twice(tmp_path, 19, Run("old", "old"))
+    write(tmp_path / BEST[1], 12, run=Run("old", "old"))
+    shutil.rmtree(tmp_path / "last_ds")
+    shutil.rmtree(tmp_path / "last_2ds")
+    before = contents(tmp_path)
+    write(tmp_path / STATES[0], 1, run=Run("new", "new", overwrites=overwrites))
+    write(tmp_path / DRAFTS[0], 1, whole=False)
+    settle(tmp_path)
+    assert contents(tmp_path) == before, "an unfinished save touches no draft"
+    save_twice(tmp_path, 1, Run("new", "new", overwrites=overwrites))
+    write(tmp_path / BEST[0], 1, run=Run("new", "new", overwrites=overwrites))
+    settle(tmp_path)
+    earlier = [("checkpoint-earlier-1", 19), ("checkpoint-earlier-2", 20), ("checkpoint-earlier-3", 12)]
+    new = [("checkpoint-2last", 1), ("checkpoint-best", 1), ("checkpoint-last", 2), ("last_2ds", 1), ("last_ds", 2)]
+    assert whole_folders(tmp_path) == sorted(new if overwrites else [*new, *earlier])
+
+
+def test_any_sealed_draft_is_found_and_the_newest_whole_one_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert find_draft(tmp_path) is None
+    for number, step in ((2, 7), (10, 8)):
+        write(tmp_path / f"checkpoint-earlier-{number}", step)
+    assert find_draft(tmp_path) == (tmp_path / "checkpoint-earlier-10", progress(8))
+    for name, step in ((BEST[1], 9), (DRAFTS[2], 10), (DRAFTS[1], 11)):
+        write(tmp_path / name, step)
+        assert find_draft(tmp_path) == (tmp_path / name, progress(step))
+    (tmp_path / DRAFTS[1] / "sub" / "content").write_text("??")
+    assert not caplog.text
+    assert find_draft(tmp_path) == (tmp_path / DRAFTS[2], progress(10))
+    assert "checkpoint-last/sub/content is not the file that was saved" in caplog.text
+
+
+def test_a_linked_generation_rotates_and_what_it_links_to_stays(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    for names in (STATES, DRAFTS):
+        write(tmp_path / names[1], 4)
+        (output / names[1]).symlink_to(tmp_path / names[1])
+    assert find_latest(output) == (output / "last_ds", progress(4))
+    for step in (5, 6):
+        for names in (STATES, DRAFTS):
+            write(output / names[0], step)
+        settle(output)
+    assert [step for _, step in whole_folders(output)] == [5, 6, 5, 6]
+    assert step_of(tmp_path / "last_ds") == 4
+
+
+@pytest.mark.parametrize("kind", ["dangling", "file"])
+def test_a_dangling_link_is_refused(kind: str, tmp_path: Path) -> None:
+    place = tmp_path / "last_ds"
+    place.symlink_to(tmp_path / "gone") if kind == "dangling" else place.touch()
+    with pytest.raises(UserError, match=r"last_ds: .*(mount it or remove the link|not a folder)") as error:
+        generations.check_folders(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_seal_has_every_ranks_own_report(tmp_path: Path) -> None:
+    """Here a shard of rank 1 that rank 0 does not see, or sees cut off; then one whose digest is rank 1's own."""
+    folder, elsewhere = tmp_path / "here", tmp_path / "there"
+    write(folder, 1, whole=False)
+    write(elsewhere, 1, whole=False)
+    (elsewhere / "shard").write_text("shard")
+    reports = [{}, describe(elsewhere, [elsewhere / "shard"])]
+    for text in (None, "sha"):
+        if text:
+            (folder / "shard").write_text(text)
+        with pytest.raises(UserError, match="here/shard: written by rank 1, but rank 0 does not see it") as error:
+            seal(folder, progress(1), reports=reports)
+        assert "\n" not in str(error.value) and not is_whole(folder)
+    (folder / "shard").write_text("other")
+    seal(folder, progress(1), reports=reports)
+    assert seals.damage(folder) == f"{folder / 'shard'} is not the file that was saved"
 
 
 def test_looking_for_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
@@ -227,7 +333,7 @@ def test_a_file_that_cannot_be_read_is_damage(tmp_path: Path, monkeypatch: pytes
         raise OSError(errno.EIO, "Input/output error", str(file))
 
     write(tmp_path / "last_ds", 4)
-    monkeypatch.setattr(generations, "_description", broken)
+    monkeypatch.setattr(seals, "_description", broken)
     with pytest.raises(UserError, match=r"content cannot be read \(Input/output error\)"):
         find_latest(tmp_path)
 
@@ -236,7 +342,7 @@ class FullDisk:
     """An engine whose shard fits only in part."""
 
     def __init__(self, error: Exception) -> None:
-        self.error = error
+        self.error, self.checkpoint_engine = error, SimpleNamespace(save=None)
 
     def save_checkpoint(self, folder: str, tag: str, **_: object) -> None:
         Path(folder).mkdir()
@@ -251,12 +357,10 @@ class FullDisk:
         RuntimeError("[enforce fail at inline_container.cc:783] . PytorchStreamWriter failed writing file data/3"),
         RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 6848 vs 6742"),
         Exception("No space left on device (os error 28)"),
+        OSError(errno.EROFS, "Read-only file system"),
     ],
 )
-def test_a_full_disk_is_said_and_the_older_checkpoints_stay(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint, "dist", SimpleNamespace(get_rank=lambda: 0, barrier=lambda: None))
+def test_a_full_disk_is_said_and_the_older_checkpoints_stay(error: Exception, one_rank: None, tmp_path: Path) -> None:
     for names in (STATES, DRAFTS):
         write(tmp_path / names[1], 2)
         write(tmp_path / names[2], 1)
@@ -264,6 +368,7 @@ def test_a_full_disk_is_said_and_the_older_checkpoints_stay(
         save_checkpoint(FullDisk(error), None, stored_config(), progress(3), tmp_path)
     assert "\n" not in str(said.value)
     assert find_latest(tmp_path) == (tmp_path / "last_ds", progress(2))
+    settle(tmp_path)
     assert whole_folders(tmp_path) == [("checkpoint-2last", 1), ("checkpoint-last", 2), ("last_2ds", 1), ("last_ds", 2)]
 
 
@@ -308,6 +413,10 @@ def test_deepspeed_state_as_model_is_told_to_be_the_folder_beside_it(tmp_path: P
         ("data.files", "[y.jsonl]"),
         ("data.pack", "false"),
         ("model_name_or_path", "other"),
+        ("learning_rate", "0.5"),
+        ("warmup_ratio", "0.5"),
+        ("weight_decay", "0.5"),
+        ("optimizer", "muon"),
     ],
 )
 def test_going_on_with_other_settings_is_refused_by_key(key: str, value: str, tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """All experiments compose to valid runs, and a mistake in one is named by its key."""
 
-from dataclasses import replace
+import re
+from dataclasses import is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import get_type_hints
 
 import deepspeed
 import pytest
@@ -11,9 +13,11 @@ from pairs import make_pair
 from training_fixtures import NEEDS_MUON, ROOT, write_texts
 
 from longspec.errors import UserError
+from longspec.inference.command import parse_options
 from longspec.train.checkpoint import locate
 from longspec.train.config import (
     CONFIG_NAME,
+    TrainConfig,
     check,
     compose_config,
     load_config,
@@ -83,7 +87,7 @@ def test_published_numbers() -> None:
 def test_experiments_compose_with_plain_hydra(name: str) -> None:
     """conf/exp is the config root, so the groups must be found from it without any help of ours."""
     with initialize_config_dir(str(EXP), version_base=None):
-        assert compose(name).model.pad_token_id == 151643
+        assert compose(name).model_name_or_path == "Qwen/QwQ-32B-Preview"
 
 
 def test_relative_config_path_with_and_without_slash(monkeypatch: pytest.MonkeyPatch, paths: list[str]) -> None:
@@ -105,6 +109,10 @@ def test_family_is_an_override(paths: list[str]) -> None:
         ("data.max_len=1", "data.max_len"),
         ("+data.max_len=1", "data.max_len"),
         ("data.max_length=long", "data.max_length"),
+        ("data.chat_format=alpaca", "data.chat_format"),
+        ("+data.templates.gov_report='{prompt}'", "data.templates.gov_report"),
+        ("+data.templates.report='{context}'", "data.templates.report"),
+        ("+data.templates.report=7", "data.templates.report"),
         ("per_device_train_batch_size=1.5", "per_device_train_batch_size"),
         ("per_device_train_batch_size=0", "per_device_train_batch_size"),
         ("gradient_accumulation_steps=-1", "gradient_accumulation_steps"),
@@ -251,6 +259,17 @@ def test_checkpoint_folder_brings_its_own_draft(paths: list[str], tmp_path: Path
     assert load(stage2, *paths).draft_model_name_or_path is not None
     assert load(stage2, *paths[1:], target).draft_model_name_or_path is None
     assert load(stage2, *paths[1:], target, "draft_model_name_or_path=x").draft_model_name_or_path == "x"
+
+
+def test_every_key_and_flag_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    documented = set(re.findall(r"`([^`]+)`", (ROOT / "docs" / "config.md").read_text()))
+    keys = set()
+    for name, kind in get_type_hints(TrainConfig).items():
+        keys |= {f"{name}.{inner}" for inner in get_type_hints(kind)} if is_dataclass(kind) else {name}
+    with pytest.raises(SystemExit):
+        parse_options(["--help"])
+    flags = set(re.findall(r"--\w+", capsys.readouterr().out)) - {"--help", "--no"}
+    assert not (keys | flags) - documented
 
 
 def test_print_config_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,11 +8,14 @@ import pickle
 import numpy as np
 import pyarrow
 import pytest
+from datasets import Dataset, arrow_dataset
 from tiny_tokenizer import byte_tokenizer
 
 from longspec.data.aligners import add_id_aligner, common_form_aligner, rename_fields_aligner
+from longspec.data.cache import DIGESTS, cached_table
 from longspec.data.collators import Collator
 from longspec.data.dataset import build_dataset
+from longspec.data.records import content_digests
 from longspec.data.templates import chat_prompt
 from longspec.errors import UserError
 
@@ -31,7 +34,8 @@ def build(tmp_path):
             texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
             path.write_text("".join(text + "\n" for text in texts))
             paths.append(path)
-        defaults = {"family": "llama", "max_length": 200, "pack": False, "cache_dir": str(tmp_path / "cache")}
+        defaults = {"family": "llama", "max_length": 200, "pack": False, "chat_format": "published"}
+        defaults |= {"cache_dir": str(tmp_path / "cache")}
         return build_dataset(paths, settings.pop("tokenizer", TOKENIZER), **{**defaults, **settings})
 
     return run
@@ -47,15 +51,43 @@ def tokens(rows):
 
 def test_each_record_becomes_its_tokens_and_the_eos(build):
     rows = build([{"text": "abc"}, {"source": "Why?", "target": "So."}, {"prefix": "x =", "suffix": " 1"}])
-    prompt = ids(chat_prompt("Why?", "llama"))
+    prompt = ids(chat_prompt("Why?", "llama", None, "published"))
     assert tokens(rows) == [[[*ids("abc"), EOS]], [[*prompt, *ids("So."), EOS]], [[*ids("x = 1"), EOS]]]
     assert [row[0]["prompt_length"] for row in rows] == [0, len(prompt), 3]
     assert rows[0][0]["input_ids"].dtype == np.int64
 
 
-def test_pairs_in_lists_become_samples_of_their_own(build):
-    rows = build([{"article": ["a", "b"], "abstract": ["1", "2"]}], family="qwen2", max_length=400)
-    assert [TOKENIZER.decode(row[0]["input_ids"][row[0]["prompt_length"] :]) for row in rows] == ["1</s>", "2</s>"]
+PAIRS = [{"article": ["First.", "Second."], "abstract": ["One.", "Two."]}]
+ASK = {"article": "Sum up {prompt}"}
+PAIRS_TEXT = (
+    "<|im_start|>system\nYou are a helpful assistant<|im_end|>\n"
+    "<|im_start|>user\nSum up First.<|im_end|>\n<|im_start|>assistant\nOne.<|im_end|>\n"
+    "<|im_start|>user\nSum up Second.<|im_end|>\n<|im_start|>assistant\nTwo.</s>"
+)
+
+
+def test_pairs_in_lists_are_one_conversation_all_of_which_is_learnt(build):
+    rows = build(PAIRS, family="qwen2", max_length=400, templates=ASK)
+    assert [[TOKENIZER.decode(ids) for ids in row] for row in tokens(rows)] == [[PAIRS_TEXT]]
+    batch = Collator(pad_token_id=0)([rows[0]])
+    assert int((batch["labels"] != -100).sum()) == batch["labels"].numel() - 1
+
+
+def test_pairs_that_do_not_fit_are_cut_as_overflow_says(build):
+    whole = ids(PAIRS_TEXT)
+    cut = build(PAIRS, family="qwen2", max_length=40, templates=ASK)
+    assert tokens(cut) == [[whole[:40]]]
+    split = build(PAIRS, family="qwen2", max_length=40, templates=ASK, overflow="split")
+    assert [piece for (piece,) in tokens(split)] == [whole[start : start + 40] for start in range(0, len(whole), 40)]
+
+
+def test_where_answers_alone_are_learnt_each_pair_is_a_sample(build):
+    """Of a conversation the last answer alone would be learnt."""
+    rows = build(PAIRS, family="qwen2", max_length=400, answer_only=True)
+    assert [TOKENIZER.decode(row[0]["input_ids"][row[0]["prompt_length"] :]) for row in rows] == [
+        "One.</s>",
+        "Two.</s>",
+    ]
     assert [sample_id.rpartition(":")[2] for sample_id in rows.samples.with_format(None)["id"]] == ["1#0", "1#1"]
 
 
@@ -67,6 +99,7 @@ def test_lists_are_split_once_their_fields_have_their_names(build, caplog):
             family="qwen2",
             max_length=400,
             aligners=aligners,
+            answer_only=True,
         )
     assert len(rows) == 2
     assert "1 with an empty answer or text" in caplog.text, "a record with empty lists must be counted"
@@ -179,7 +212,9 @@ def test_a_bad_record_names_file_line_and_field(build, tmp_path, num_proc, line,
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"family": "gpt2"}, "unknown model family 'gpt2'"),
+        ({"family": "gpt2"}, "no published chat format for model family 'gpt2'"),
+        ({"chat_format": "auto"}, "unknown chat_format 'auto'"),
+        ({"templates": {"text": "{prompt}"}}, r"templates\.text: no such kind"),
         ({"chat_format": "tokenizer"}, "chat template"),
         ({"overflow": "drop"}, "unknown overflow 'drop'"),
         ({"max_length": 1}, "max_length is 1"),
@@ -204,10 +239,11 @@ def test_tokens_come_from_the_cache_unless_something_changed(build, tmp_path):
     """
 
     def tables():
-        return {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "longspec").iterdir()}
+        return {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "longspec").glob("tokens-*")}
 
     path = tmp_path / "file0.jsonl"
-    settings = {"family": "llama", "max_length": 200, "pack": False, "cache_dir": str(tmp_path / "cache")}
+    settings = {"family": "llama", "max_length": 200, "pack": False, "chat_format": "published"}
+    settings |= {"cache_dir": str(tmp_path / "cache")}
     build([{"text": "abc"}])
     first = tables()
     assert len(first) == 1
@@ -221,10 +257,74 @@ def test_tokens_come_from_the_cache_unless_something_changed(build, tmp_path):
     build_dataset(path, TOKENIZER, **{**settings, "max_length": 100})
     build_dataset(path, byte_tokenizer(reversed_ids=True), **settings)
     build_dataset(path, TOKENIZER, aligners=[add_id_aligner("name"), common_form_aligner()], **settings)
-    assert len(tables()) == 4
-    path.write_text('{"text": "abd"}\n')  # as long as before
+    build_dataset(path, TOKENIZER, templates={"report": "{prompt}"}, **settings)
+    assert len(tables()) == 5
+    stamp = path.stat().st_mtime_ns
+    path.write_text('{"text": "abd"}\n')  # as long as before, and as old
+    os.utime(path, ns=(stamp, stamp))
     rows = build_dataset(path, TOKENIZER, **settings)
-    assert len(tables()) == 5 and tokens(rows) == [[[*ids("abd"), EOS]]]
+    assert len(tables()) == 6 and tokens(rows) == [[[*ids("abd"), EOS]]]
+    assert rows.digests == content_digests(path)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("table", ["lines", "tokens"])
+@pytest.mark.parametrize("spoil", [cut, flip, os.remove, lambda path: path.write_bytes(b"")])
+def test_a_damaged_cache_is_built_again_with_one_line(build, tmp_path, caplog, table, spoil):
+    records = [{"text": f"text {number}"} for number in range(150)]
+    before = tokens(build(records))
+    (folder,) = (tmp_path / "cache" / "longspec").glob(f"{table}-*")
+    (file,) = folder.rglob("*.arrow")
+    spoil(file)
+    with caplog.at_level(logging.WARNING, logger="longspec"):
+        assert tokens(build(records)) == before
+        assert tokens(build(records)) == before
+    (warning,) = caplog.messages
+    assert str(folder) in warning and "it is built again" in warning
+
+
+def test_a_cache_that_was_not_finished_is_not_used(build, tmp_path, monkeypatch):
+    """As after a kill: a folder of another name, or no digests."""
+    records = [{"text": "abc"}]
+    before = tokens(build(records))
+    for digests in (tmp_path / "cache" / "longspec").glob(f"*/{DIGESTS}"):
+        digests.unlink()
+    assert tokens(build(records)) == before
+
+
+def test_of_two_builders_the_first_to_finish_stays(tmp_path):
+    folder = tmp_path / "table"
+
+    def slow(into):
+        cached_table(folder, lambda inner: write_table(inner, 1))
+        write_table(into, 2)
+
+    assert cached_table(folder, slow)["n"][:] == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["table"]
+
+
+def write_table(folder, number):
+    Dataset.from_dict({"n": [number]}).map(cache_file_name=f"{folder}/a.arrow")
+
+
+def test_no_table_is_pickled_for_a_fingerprint(build, monkeypatch):
+    """Not every pyarrow can pickle all that its tables refer to."""
+
+    def fail(dataset):
+        raise TypeError("cannot pickle MonthDayNano")
+
+    monkeypatch.setattr(arrow_dataset, "generate_fingerprint", fail)
+    for _ in range(2):  # the second time from the cache
+        assert tokens(build([{"text": "abc"}])) == [[[*ids("abc"), EOS]]]
 
 
 def test_tokens_stay_on_the_disk(build):
@@ -239,7 +339,7 @@ def test_tokens_stay_on_the_disk(build):
 def test_tokenising_and_packing_show_progress(build, capsys):
     build([{"text": "abc"}] * 3, pack=True)
     said = capsys.readouterr().err
-    assert "Tokenising: 100%" in said and "Packing: 100%" in said
+    assert "Tokenizing: 100%" in said and "Packing: 100%" in said
 
 
 def test_rows_travel_to_loader_workers(build):

@@ -24,6 +24,7 @@ def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     monkeypatch.setattr(peers, "from_every_rank", lambda _: None)
     monkeypatch.setattr(peers, "QUIET_S", 0)
     monkeypatch.setattr(peers, "TICK_S", 0.01)
+    here.settimeout(0.1)
     there.settimeout(10)
     with here, there:
         yield there

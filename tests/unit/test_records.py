@@ -1,6 +1,8 @@
 """Reading JSONL: which lines, where they lie, what kind each record is, and what is said about bad ones."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from longspec.data.records import (
     WHERE,
     RecordError,
+    content_digests,
     data_files,
     index_lines,
     located,
@@ -20,7 +23,11 @@ from longspec.errors import UserError
 
 
 def read_all(files, cache: Path) -> list[dict]:
-    return [parse_record(*line) for line in read_lines(index_lines(files, cache_dir=str(cache))[:])]
+    return [parse_record(*line) for line in read_lines(index(files, cache)[:])]
+
+
+def index(files, cache: Path):
+    return index_lines(content_digests(files), cache_dir=str(cache))
 
 
 def test_files_folders_and_patterns_are_found_in_order(tmp_path):
@@ -37,6 +44,22 @@ def test_files_folders_and_patterns_are_found_in_order(tmp_path):
     ]
 
 
+def test_content_digests_follow_the_bytes_alone(tmp_path):
+    """A rewrite with the same size and time changes the digest; a copy at another path has the same one."""
+    (tmp_path / "in").mkdir()
+    for name, text in (("a", "one\n"), ("b", "two\n")):
+        (tmp_path / "in" / f"{name}.jsonl").write_text(text)
+    first = content_digests(tmp_path / "in")
+    assert [Path(one.path).name for one in first] == ["a.jsonl", "b.jsonl"]
+    shutil.copytree(tmp_path / "in", tmp_path / "copy")
+    assert [one.digest for one in content_digests(tmp_path / "copy")] == [one.digest for one in first]
+    stamp = (tmp_path / "in" / "b.jsonl").stat().st_mtime_ns
+    (tmp_path / "in" / "b.jsonl").write_text("owt\n")
+    os.utime(tmp_path / "in" / "b.jsonl", ns=(stamp, stamp))
+    second = content_digests(tmp_path / "in")
+    assert second[0] == first[0] and second[1] != first[1]
+
+
 @pytest.mark.parametrize("name", ["gone.jsonl", "*.jsonl", "."])
 def test_a_name_with_nothing_behind_it_is_named(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
@@ -50,7 +73,7 @@ def test_no_files_and_only_blank_lines_are_errors(tmp_path):
     with pytest.raises(UserError, match="no data files given"):
         data_files([])
     with pytest.raises(UserError, match=r"blank\.jsonl"):
-        index_lines(tmp_path / "blank.jsonl", cache_dir=str(tmp_path / "cache"))
+        index(tmp_path / "blank.jsonl", tmp_path / "cache")
 
 
 def test_lines_end_at_newline_only(tmp_path):
@@ -72,8 +95,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path):
 def test_lines_are_counted_in_each_file_and_read_in_any_order(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name}{n}"}}\n' for n in range(3)))
-    index = index_lines(tmp_path, cache_dir=str(tmp_path / "cache"))
-    mixed = index[[5, 0, 3, 2]]
+    mixed = index(tmp_path, tmp_path / "cache")[[5, 0, 3, 2]]
     records = [parse_record(*line) for line in read_lines(mixed)]
     assert [record["text"] for record in records] == ["b2", "a0", "b0", "a2"]
     assert mixed["line"] == [3, 1, 1, 3]
@@ -85,6 +107,22 @@ def test_a_changed_file_is_read_again(tmp_path):
     assert len(read_all(file, tmp_path / "cache")) == 1
     file.write_text('{"text": "new"}\n{"text": "more"}\n')
     assert [record["text"] for record in read_all(file, tmp_path / "cache")] == ["new", "more"]
+
+
+def test_a_file_that_changes_after_it_was_digested_is_named(tmp_path):
+    """Before its lines are listed, or between that and their tokens; also where size and time stay the same."""
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "one"}\n{"text": "two"}\n')
+    stamp, digests = file.stat().st_mtime_ns, content_digests(file)
+    listed = index(file, tmp_path / "cache")
+    file.write_text('{"text": "one"}\n{"text": "owt"}\n')
+    os.utime(file, ns=(stamp, stamp))
+    with pytest.raises(UserError, match=r"data\.jsonl' changed while it was read") as error:
+        list(read_lines(listed[:]))
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=r"data\.jsonl' changed while it was read"):
+        index_lines(digests, cache_dir=str(tmp_path / "other"))
+    assert [record["text"] for record in read_all(file, tmp_path / "cache")] == ["one", "owt"]
 
 
 @pytest.mark.parametrize(
@@ -125,6 +163,10 @@ def test_a_line_that_is_no_object_names_file_and_line(raw, says):
         ({"problem": "a", "qwq": "b"}, ("problem", "problem", "qwq")),
         ({"problem": "a", "solution": "b"}, ("problem", "problem", "solution")),
         ({"problem": "a", "qwq": "b", "solution": "c"}, ("problem", "problem", "qwq")),
+        ({"conversations": []}, ("conversations", None, "conversations")),
+        ({"instruction": "a", "input": "", "output": "b"}, ("instruction", "instruction", "output")),
+        ({"instruction": "a", "output": "b", "text": "a b"}, ("instruction", "instruction", "output")),
+        ({"prompt": "a", "completion": "b"}, ("prompt", "prompt", "completion")),
         ({"text": None, "report": "a", "summary": "b"}, ("report", "report", "summary")),
     ],
 )
@@ -139,6 +181,8 @@ def test_the_fields_tell_the_kind(record, kind):
         ({"report": "a", "summary": None}, "field 'summary' is missing or null, and 'report' needs it"),
         ({"problem": "a"}, "field 'qwq' or 'solution' is missing"),
         ({"prefix": "a"}, "field 'suffix' is missing"),
+        ({"prompt": "a"}, "field 'completion' is missing"),
+        ({"instruction": "a", "input": "b"}, "field 'output' is missing"),
         ({"source": "code", "body": "x"}, "field 'text' is missing or null; this record has body, source; wanted"),
         ({}, "this record has none"),
     ],

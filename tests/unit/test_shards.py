@@ -136,6 +136,24 @@ def test_a_member_of_an_enumeration_is_read_whatever_python_wrote_it(tmp_path: P
     assert load_plain(tmp_path / "state.pt") == [ZeroStageEnum.weights] * 2
 
 
+class Alteration:
+    """A member of an enumeration whose attributes the file sets."""
+
+    def __init__(self, how: Any, *arguments: Any) -> None:
+        self.made = how, arguments, {"altered": True}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.made
+
+
+@pytest.mark.parametrize("made", [(ZeroStageEnum, 3), (getattr, ZeroStageEnum, "weights")])
+def test_a_file_cannot_alter_a_member_of_an_enumeration(made: tuple[Any, ...], tmp_path: Path) -> None:
+    torch.save(Alteration(*made), tmp_path / "state.pt")
+    with pytest.raises(UserError, match="not a file of plain state"):
+        load_plain(tmp_path / "state.pt")
+    assert not hasattr(ZeroStageEnum.weights, "altered")
+
+
 @pytest.mark.parametrize("place", [(LossScaler, "__init__"), (ZeroStageEnum, "__new__"), (ZeroStageEnum, "nowhere")])
 def test_no_other_attribute_is(place: tuple[Any, str], tmp_path: Path) -> None:
     torch.save(Attribute(*place), tmp_path / "state.pt")

@@ -8,7 +8,7 @@ import pytest
 from tiny_tokenizer import byte_tokenizer
 
 from longspec.errors import UserError
-from longspec.inference.tasks import TASKS, Question, encode_question, read_questions, select_samples
+from longspec.inference.tasks import TASKS, Question, encode_question, read_prompt, read_questions, select_samples
 
 LONGBENCH = ("gov_report", "qmsum", "multi_news", "lcc", "repobench-p")
 
@@ -30,8 +30,8 @@ def questions_of(*lengths: int) -> list[Question]:
     return [Question(str(number), "x" * length) for number, length in enumerate(lengths)]
 
 
-def prompt_length(text: str, task: str = "lcc") -> int:
-    sample = encode_question(Question("0", text), TASKS[task], "qwen2", byte_tokenizer(), "published")
+def prompt_length(text: str) -> int:
+    sample = encode_question(Question("0", text), "qwen2", byte_tokenizer(), "published")
     return len(sample.token_ids)
 
 
@@ -59,32 +59,93 @@ def test_records_become_longbench_prompts_with_braces_left_alone(tmp_path: Path)
     assert (riddle.id, riddle.prompt) == ("60", "Find $\\frac{1}{2}$.")
 
 
-@pytest.mark.parametrize(
-    ("family", "task", "text"),
-    [
-        ("llama", "gov_report", "<s>system\nYou are a helpful assistant</s>\n<s>user\nQ</s>\n<s>assistant\nSummary:"),
-        ("llama", "multi_news", "<s>system\nYou are a helpful assistant</s>\n<s>user\nQ</s>\n<s>assistant\nSummary:"),
-        ("llama", "qmsum", "<s>system\nYou are a helpful assistant</s>\n<s>user\nQ</s>\n<s>assistant\nAnswer:"),
-        ("llama", "lcc", "<s>system\nYou are a helpful assistant</s>\n<s>user\nQ</s>\n<s>assistant\n"),
-        (
-            "qwen2",
-            "gov_report",
-            "<|im_start|>system\nYou are a helpful assistant<|im_end|>\n"
-            "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n",
-        ),
-    ],
+LLAMA = ("<s>system\nYou are a helpful assistant</s>\n<s>user\n", "</s>\n<s>assistant\n")
+QWEN2 = (
+    "<|im_start|>system\nYou are a helpful assistant<|im_end|>\n<|im_start|>user\n",
+    "<|im_end|>\n<|im_start|>assistant\n",
 )
-def test_published_chat_format(family: str, task: str, text: str) -> None:
-    tokenizer = byte_tokenizer()
-    sample = encode_question(Question("0", "Q"), TASKS[task], family, tokenizer, "published")
-    assert tokenizer.decode(sample.token_ids) == text
+PUBLISHED = {
+    "gov_report": (
+        "You are given a report by a government agency. Write a one-page summary of the report.\n\n"
+        "Report:\nC {0}\n\nNow, write a one-page summary of the report.",
+        "Summary:",
+    ),
+    "qmsum": (
+        "You are given a meeting transcript and a query containing a question or instruction. Answer the query in one "
+        "or more sentences.\n\nTranscript:\nC {0}\n\nNow, answer the query based on the above meeting transcript in "
+        "one or more sentences.\n\nQuery: Q",
+        "Answer:",
+    ),
+    "multi_news": (
+        "You are given several news passages. Write a one-page summary of all news. \n\n"
+        "News:\nC {0}\n\nNow, write a one-page summary of all the news.",
+        "Summary:",
+    ),
+    "lcc": ("Please complete the code given below. \nC {0}Now, complete the code given.", ""),
+    "repobench-p": ("Please complete the code given below. \nC {0}Now, complete the code given.", ""),
+}
+LONGBENCH_PROMPTS = {
+    "gov_report": "You are given a report by a government agency. Write a one-page summary of the report.\n\n"
+    "Report:\nC {0}\n\nNow, write a one-page summary of the report.\n\nSummary:",
+    "qmsum": "You are given a meeting transcript and a query containing a question or instruction. Answer the query in "
+    "one or more sentences.\n\nTranscript:\nC {0}\n\nNow, answer the query based on the above meeting transcript in "
+    "one or more sentences.\n\nQuery: Q\nAnswer:",
+    "multi_news": "You are given several news passages. Write a one-page summary of all news. \n\n"
+    "News:\nC {0}\n\nNow, write a one-page summary of all the news.\n\nSummary:",
+    "lcc": "Please complete the code given below. \nC {0}Next line of code:\n",
+    "repobench-p": "Please complete the code given below. \nC {0}QNext line of code:\n",
+}
 
 
-def test_the_tokenizers_own_template_gets_no_answer_prefix() -> None:
+def asked(folder: Path, task: str, family: str, tokenizer: object, chat_format: str, prompt: str | None = None) -> str:
+    """The text that a record with context "C {0}" and input "Q" becomes."""
+    write_task(folder, task, record(context="C {0}", input="Q"))
+    (question,) = read_questions(task, folder, family, chat_format, prompt)
+    return byte_tokenizer().decode(encode_question(question, family, tokenizer, chat_format).token_ids)
+
+
+@pytest.mark.parametrize("task", LONGBENCH)
+def test_prompts_of_the_published_pairs_are_the_published_ones(tmp_path: Path, task: str) -> None:
+    """The word that opens the answer stands after the assistant's header alone, and only for Llama targets."""
+    user_turn, word = PUBLISHED[task]
+    assert asked(tmp_path, task, "llama", byte_tokenizer(), "published") == user_turn.join(LLAMA) + word
+    assert asked(tmp_path, task, "qwen2", byte_tokenizer(), "published") == user_turn.join(QWEN2)
+
+
+@pytest.mark.parametrize("task", LONGBENCH)
+def test_prompts_of_other_targets_are_longbenchs(tmp_path: Path, task: str) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    sample = encode_question(Question("0", "Q"), TASKS["qmsum"], "llama", tokenizer, "tokenizer")
-    assert tokenizer.decode(sample.token_ids) == "[user]Q"
+    assert asked(tmp_path, task, "llama", tokenizer, "tokenizer") == f"[user]{LONGBENCH_PROMPTS[task]}"
+    assert asked(tmp_path, task, "llama", byte_tokenizer(), "plain") == LONGBENCH_PROMPTS[task]
+
+
+def test_prompts_of_the_users_own_file(tmp_path: Path) -> None:
+    """In LongBench's form, other tasks included; the user's turn is the file's text alone."""
+    file = tmp_path / "dataset2prompt.json"
+    file.write_text(json.dumps({"qmsum": "{input} {{x}} {context}", "narrativeqa": "{story}", "aime24": "{problem}!"}))
+    prompt = read_prompt(file, "qmsum")
+    assert asked(tmp_path, "qmsum", "llama", byte_tokenizer(), "published", prompt) == "Q {x} C {0}".join(LLAMA)
+    assert read_prompt(file, "aime24") == "{problem}!"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "is no readable JSON file"),
+        ("[]", "has no prompt for lcc"),
+        ('{"qmsum": "{context}"}', "has no prompt for lcc"),
+        ('{"lcc": "{code}"}', r"lcc: no field \{code\}; it may quote \{context\} or \{input\}"),
+        ('{"lcc": {"prompt": "{context}"}}', "lcc: must be text with"),
+    ],
+)
+def test_a_file_of_prompts_that_does_not_fit_is_named(tmp_path: Path, content: str, says: str) -> None:
+    (tmp_path / "prompts.json").write_text(content)
+    with pytest.raises(UserError, match=f"^--prompt_file: .*prompts.json.*{says}") as error:
+        read_prompt(tmp_path / "prompts.json", "lcc")
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=r"--prompt_file: .*nowhere\.json is no readable JSON file"):
+        read_prompt(tmp_path / "nowhere.json", "lcc")
 
 
 def test_kept_prompts_are_longer_than_the_minimum_and_at_most_the_maximum() -> None:

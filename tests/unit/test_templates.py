@@ -5,7 +5,7 @@ from tiny_tokenizer import byte_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from longspec.data.records import RecordError
-from longspec.data.templates import chat_prompt, encode_texts, render
+from longspec.data.templates import chat_prompt, check_template, check_templates, encode_texts, render
 from longspec.errors import UserError
 
 LLAMA = "<s>system\nYou are a helpful assistant</s>\n<s>user\nHi {x}</s>\n<s>assistant\n"
@@ -33,8 +33,8 @@ def bos_tokenizer(eos_too=False):
 
 @pytest.mark.parametrize(("family", "expected"), [("llama", LLAMA), ("qwen2", QWEN2)])
 def test_the_published_format_of_each_family(family, expected):
-    assert chat_prompt("Hi {x}", family) == expected
-    assert chat_prompt("Hi {x}", family, answer_prefix="Answer:") == expected + "Answer:"
+    assert chat_prompt("Hi {x}", family, None, "published") == expected
+    assert chat_prompt("Hi {x}", family, None, "published", "Answer:") == expected + "Answer:"
 
 
 def test_the_tokenizers_own_chat_template():
@@ -50,7 +50,7 @@ def test_the_tokenizers_own_chat_template():
 @pytest.mark.parametrize(
     ("family", "chat_format", "says"),
     [
-        ("gpt2", "published", "unknown model family 'gpt2': use one of llama, qwen2"),
+        ("gpt2", "published", "no published chat format for model family 'gpt2', only for llama, qwen2"),
         ("llama", "alpaca", "unknown chat_format 'alpaca'"),
         ("llama", "tokenizer", "needs a tokenizer with a chat template"),
     ],
@@ -80,12 +80,80 @@ def test_summaries_have_an_instruction_and_llamas_lead_in(kind):
         prompt, learnt = render(sample(kind, text, "They rose."), family, None, "published")
         end = {"llama": "<s>assistant\n", "qwen2": "<|im_start|>assistant\n"}[family] + prefix
         assert prompt.endswith(end)
-        assert prompt.count(text) == 1 and len(prompt) > len(chat_prompt(text, family)) + 40
+        assert prompt.count(text) == 1 and len(prompt) > len(chat_prompt(text, family, None, "published")) + 40
         assert learnt == answer
 
 
+def test_pairs_are_asked_one_by_one_each_answer_with_its_lead_in():
+    turns = [
+        {"role": "user", "content": "First {x}."},
+        {"role": "assistant", "content": " One."},
+        {"role": "user", "content": "Second."},
+    ]
+    ask = {"article": "Sum up:\n{prompt}\nNow {{do}} it."}
+    body = (
+        "<s>user\nSum up:\nFirst {x}.\nNow {do} it.</s>\n<s>assistant\nOne.</s>\n"
+        "<s>user\nSum up:\nSecond.\nNow {do} it.</s>\n<s>assistant\n"
+    )
+    head = "<s>system\nYou are a helpful assistant</s>\n"
+    pairs = sample("article", turns, "Two.")
+    own, answer = render(pairs, "llama", None, "published", ask)
+    assert (own, answer) == (head + body.replace("One.", " One."), "Two.")
+    built_in, answer = render(pairs, "llama", None, "published")
+    assert built_in.count("<s>assistant\nSummary: One.</s>\n") == 1 and built_in.count("Now write the abstract.") == 2
+    assert built_in.endswith("<s>assistant\nSummary:") and answer == " Two."
+
+
+def test_plain_text_has_no_marks():
+    turns = [
+        {"role": "user", "content": "1?"},
+        {"role": "assistant", "content": "1"},
+        {"role": "user", "content": "2?"},
+    ]
+    assert chat_prompt("Hi {x}", "gpt2", None, "plain") == "Hi {x}"
+    assert render(sample("messages", turns, "2"), "llama", None, "plain") == ("1?\n\n1\n\n2?", "\n\n2")
+    assert render(sample("report", "Costs rose.", "Up."), "llama", None, "plain", {"report": "{prompt} So?"}) == (
+        "Costs rose. So?",
+        "\n\nUp.",
+    )
+
+
+@pytest.mark.parametrize("chat_format", ["published", "plain"])
+def test_a_role_that_only_a_chat_template_can_show_is_named(chat_format):
+    turns = [{"role": "user", "content": "1?"}, {"role": "tool", "content": "1"}]
+    with pytest.raises(RecordError, match=r"field 'messages\[1\]\.role' is 'tool', which chat_format"):
+        render(sample("messages", turns, "1"), "llama", None, chat_format)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (7, "must be text with {context} or {input}, not int"),
+        ("Sum up.", "quotes no field; it needs {context} or {input}"),
+        ("Sum up {prompt}.", "no field {prompt}; it may quote {context} or {input}"),
+        ("Sum up {}.", "no field {}"),
+        ("Sum up {context.__class__}.", "no field {context.__class__}"),
+        ("Sum up {context!r}.", "only by its name"),
+        ("Sum up {context.", "a brace that is no field is written twice"),
+    ],
+)
+def test_a_template_that_quotes_anything_but_its_fields_is_refused(text, says):
+    with pytest.raises(UserError) as error:
+        check_template(text, ("context", "input"), "here")
+    assert str(error.value).startswith("here: ") and says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_templates_are_for_kinds_with_a_prompt():
+    assert check_templates({"report": "{prompt}"}, "data.templates") == {"report": "{prompt}"}
+    for kind in ("text", "prefix", "messages", "gov_report"):
+        with pytest.raises(UserError, match=rf"data\.templates\.{kind}: no such kind of record; use instruction, "):
+            check_templates({kind: "{prompt}"}, "data.templates")
+    with pytest.raises(UserError, match=r"data\.templates\.report: no field \{context\}"):
+        check_templates({"report": "{context}"}, "data.templates")
+
+
 def test_questions_are_asked_bare_and_continuations_and_text_without_a_chat():
-    for kind in ("source", "problem"):
+    for kind in ("source", "problem", "instruction", "prompt"):
         assert render(sample(kind, "Hi {x}", "a"), "llama", None, "published") == (LLAMA, "a")
     assert render(sample("prefix", "def f():", " pass"), "llama", None, "published") == ("def f():", " pass")
     assert render(sample("text", None, "A book."), "llama", None, "published") == ("", "A book.")
@@ -95,7 +163,7 @@ def test_questions_are_asked_bare_and_continuations_and_text_without_a_chat():
 def test_one_bos_never_two_and_no_eos(eos_too):
     tokenizer = bos_tokenizer(eos_too)
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    plain, chat = encode_texts(["abc", chat_prompt("Hi", "llama")], tokenizer)
+    plain, chat = encode_texts(["abc", chat_prompt("Hi", "llama", None, "published")], tokenizer)
     assert plain == [bos, *byte_tokenizer()("abc")["input_ids"]]
     assert chat[0] == bos and chat[1] != bos
     assert chat.count(bos) == 3 and plain[-1] != eos

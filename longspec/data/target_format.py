@@ -1,0 +1,87 @@
+"""The chat format and the special tokens of a target: the published ones for a published target, else its own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from longspec.data.templates import CHAT_FORMATS, check_chat_format
+from longspec.errors import UserError
+
+AUTO = "auto"
+CHAT_FORMAT_CHOICES = (AUTO, *CHAT_FORMATS)
+
+
+@dataclass(frozen=True)
+class PublishedTarget:
+    """A target with a published draft, and the token ids that the draft was trained with (None: the target's own)."""
+
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+
+PUBLISHED_TARGETS = {
+    "lmsys/vicuna-7b-v1.5-16k": PublishedTarget(),
+    "lmsys/vicuna-13b-v1.5-16k": PublishedTarget(),
+    "lmsys/longchat-7b-v1.5-32k": PublishedTarget(),
+    "lmsys/longchat-13b-16k": PublishedTarget(),
+    "gradientai/Llama-3-8B-Instruct-262k": PublishedTarget(128009, 128001),
+    "Qwen/QwQ-32B-Preview": PublishedTarget(151645, 151643),
+}
+"""Hub id -> what is published for it. A copy at another path is a target like any other."""
+
+
+def published_target(target: str) -> PublishedTarget:
+    """What is published for `target`; of any other target, nothing."""
+    return PUBLISHED_TARGETS.get(target, PublishedTarget())
+
+
+def resolve_chat_format(chat_format: str, target: str, family: str, tokenizer: Any) -> str:
+    """One of CHAT_FORMATS for "auto" (or the given one, if the target can have it).
+
+    "auto" is "published" for a published target, "tokenizer" for a tokenizer with a chat template, and "plain" for the
+    rest, which are base models. Raises UserError for a format that does not exist or that the target cannot have.
+    """
+    if chat_format not in CHAT_FORMAT_CHOICES:
+        raise UserError(f"unknown chat_format '{chat_format}': use one of {', '.join(CHAT_FORMAT_CHOICES)}")
+    if chat_format == AUTO:
+        own = "tokenizer" if getattr(tokenizer, "chat_template", None) else "plain"
+        chat_format = "published" if target in PUBLISHED_TARGETS else own
+    check_chat_format(family, tokenizer, chat_format)
+    return chat_format
+
+
+def plain_notice(target: str) -> str:
+    """The line for a run whose "auto" became "plain"."""
+    return f"{target}: its tokenizer has no chat template, so prompts are plain text (chat_format plain)"
+
+
+def stop_tokens(tokenizer: Any, generation_eos: Sequence[int]) -> list[int]:
+    """The token ids that end an answer: those of the target's generation config, and the tokenizer's EOS."""
+    own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    return list(dict.fromkeys((*generation_eos, *own)))
+
+
+def answer_end(tokenizer: Any, generation_eos: Sequence[int], chat_format: str) -> int | None:
+    """The token that a training answer ends with, one of `stop_tokens`; None if there is none.
+
+    By the tokenizer's chat template it is the token that the template writes after an answer (Llama-3's <|eot_id|>,
+    ChatML's <|im_end|>), else the tokenizer's EOS, else the first one of the generation config.
+    """
+    stops = stop_tokens(tokenizer, generation_eos)
+    candidates = [_template_end(tokenizer)] if chat_format == "tokenizer" else []
+    candidates += [tokenizer.eos_token_id, *stops]
+    return next((token for token in candidates if token in stops), None)
+
+
+def _template_end(tokenizer: Any) -> int | None:
+    """The first token that the chat template writes after an answer; None where it writes or takes none."""
+    answer = "An answer."
+    turns = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": answer}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except TemplateError:
+        return None
+    after = tokenizer(text.rpartition(answer)[2].strip(), add_special_tokens=False)["input_ids"]
+    return after[0] if after else None

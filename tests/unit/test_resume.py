@@ -1,0 +1,312 @@
+"""What a launch makes of the folder that it is given: refused, resumed, or started from the draft there."""
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_fixtures import ROOT, make_target, metrics, one_rank_alone, write_texts
+
+from longspec.errors import UserError
+from longspec.models.draft_files import load_draft
+from longspec.train import evaluation
+from longspec.train.config import TrainConfig, load_config
+from longspec.train.contents import STRIDE_BYTES, file_digest
+from longspec.train.evaluation import Evaluation
+from longspec.train.folder_lock import LOCK_NAME, FolderLock
+from longspec.train.generations import find_latest
+from longspec.train.logging import RunLog
+from longspec.train.seals import MARKER, read_seal
+from longspec.train.trainer import Trainer, train
+
+STEPS = 2
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)  # DeepSpeed replaces it for good
+    yield from one_rank_alone(monkeypatch)
+
+
+def configured(work: Path, *overrides: str) -> TrainConfig:
+    given = [f"model_name_or_path={work}/target", f"data.files={work}/texts.jsonl", f"output_dir={work}/out"]
+    given += [f"data.cache_dir={work}/cache", f"max_steps={STEPS}", "save_steps=1", "data.num_workers=0"]
+    given += ["gradient_accumulation_steps=1", "per_device_train_batch_size=1", "evaluation.rows=2"]
+    arguments = ["-cp", str(ROOT / "conf/exp"), "-cn", "tiny_glide_stage1_sinkpi-slicing", *given, *overrides]
+    config = load_config(arguments)
+    assert config is not None
+    return config
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps that saved each, with its target and data."""
+    work = tmp_path_factory.mktemp("finished")
+    make_target(work / "target")
+    for name in ("texts", "held_out"):
+        write_texts(work / f"{name}.jsonl", count=6, seed=len(name))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "disabled")
+        for _ in one_rank_alone(patch):
+            train(configured(work))
+    return work
+
+
+@pytest.fixture
+def work(finished: Path, tmp_path: Path) -> Path:
+    """A copy of its own. Its saved paths are those of the first."""
+    return shutil.copytree(finished, tmp_path / "work", symlinks=True)
+
+
+def tree(folder: Path) -> dict[str, Any]:
+    """All of a folder but the lock's file."""
+    files = {path: path.stat() for path in sorted(folder.rglob("*")) if path.name != LOCK_NAME}
+    return {str(path): (stat.st_mtime_ns, stat.st_size, stat.st_ino) for path, stat in files.items()}
+
+
+def refusal(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that a launch ends with; it has changed nothing then."""
+    before = tree(Path(config.output_dir))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        train(config)
+    errors = capsys.readouterr().err.splitlines()
+    lines = [line for line in errors if line.startswith("error: ")]
+    assert end.value.code == 2 and len(lines) == 1 and "Traceback" not in str(errors)
+    assert tree(Path(config.output_dir)) == before
+    return lines[0]
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(weight, other[name]) for name, weight in one.items())
+
+
+def test_a_draft_without_its_state_is_started_from_and_kept(
+    work: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Through more saves than there are generations; a fresh launch is refused."""
+    output = work / "out"
+    for state in ("last_ds", "last_2ds"):
+        shutil.rmtree(output / state)
+    draft = load_draft(output / "checkpoint-last")
+    assert "holds a checkpoint of step 2 (checkpoint-last)" in refusal(configured(work), capsys)
+    started: list[dict[str, torch.Tensor]] = []
+    run = Trainer.run
+
+    def note(self: Trainer) -> None:
+        parameters = self.engine.module.draft_model.named_parameters()
+        started.append({name: weight.detach().clone() for name, weight in parameters})
+        run(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "run", note)
+        train(configured(work, "resume=latest", "max_steps=3"))
+    said = [record.getMessage() for record in caplog.records if "no DeepSpeed state" in record.getMessage()]
+    assert len(said) == 1 and "draft of step 2 (checkpoint-last)" in said[0] and "at step 0" in said[0]
+    assert same(started[0], draft)
+    assert [line["step"] for line in metrics(output)] == [1, 2, 3]
+    assert len((output / "metrics-earlier-1.jsonl").read_text().splitlines()) == STEPS
+    assert find_latest(output)[1].step == 3  # type: ignore[index]
+    kept = [load_draft(folder) for folder in output.glob("checkpoint-earlier-*")]
+    assert any(same(draft, one) for one in kept)
+
+
+def test_a_folder_is_overwritten_only_by_a_run_that_saves(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = work / "out"
+    assert "overwrite_output_dir=true" in refusal(configured(work), capsys)
+    before = {name: read_seal(output / name) for name in ("last_ds", "checkpoint-last", "checkpoint-2last")}
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "run", lambda self: None)
+        train(configured(work, "overwrite_output_dir=true", "seed=7"))
+    assert {name: read_seal(output / name) for name in before} == before
+    train(configured(work, "overwrite_output_dir=true", "seed=7", "max_steps=1"))
+    assert sorted(path.name for path in output.iterdir() if path.is_dir()) == ["checkpoint-last", "last_ds"]
+    train(configured(work, "resume=latest", "seed=7"))
+
+
+def changed_weights(work: Path) -> Path:
+    file = work / "target" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    return file
+
+
+def swapped_texts(work: Path) -> Path:
+    """Other data of the same size and modification time."""
+    file = work / "texts.jsonl"
+    stat, lines = file.stat(), file.read_text().splitlines(keepends=True)
+    file.write_text("".join(reversed(lines)))
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    return file
+
+
+@pytest.mark.parametrize("change", [changed_weights, swapped_texts])
+def test_changed_contents_are_refused_by_name(change: Any, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also if nothing else tells: neither path, size nor time."""
+    file = change(work)
+    assert f"the contents of {file.name} changed" in refusal(
+        configured(work, "resume=latest", "max_steps=3"), capsys
+    ).replace(f"{file.parent}/", "")
+
+
+def test_the_same_contents_at_another_path_resume(work: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And a longer run is told that its schedule changed."""
+    (work / "elsewhere").mkdir()
+    (work / "texts.jsonl").rename(work / "elsewhere" / "data.jsonl")
+    (work / "target").rename(work / "elsewhere" / "target")
+    moved = [f"data.files={work}/elsewhere/data.jsonl", f"model_name_or_path={work}/elsewhere/target"]
+    train(configured(work, "resume=latest", "max_steps=3", *moved))
+    assert [line["step"] for line in metrics(work / "out")] == [1, 2, 3]
+    assert "max_steps was 2, is 3; from step 3 on the learning rate follows" in caplog.text
+
+
+def test_a_checkpoint_of_an_older_version_resumes(finished: Path, work: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for marker in (work / "out").glob(f"*/{MARKER}"):
+        saved = json.loads(marker.read_text())
+        marker.write_text(json.dumps({name: saved[name] for name in ("step", "world_size", "files")}))
+    caplog.set_level(logging.INFO)
+    train(configured(finished, f"output_dir={work}/out", "resume=latest", "max_steps=3"))
+    assert "no digests of its data and target; only their paths are compared" in caplog.text
+    assert find_latest(work / "out")[1].step == 3  # type: ignore[index]
+    assert not list((work / "out").glob("checkpoint-earlier-*"))
+
+
+def test_a_second_run_is_refused_while_the_first_one_has_the_folder(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With checkpoints in the folder, and with none yet. The lock ends with the first run."""
+    for output in (work / "out", work / "empty"):
+        config = configured(work, f"output_dir={output}", "resume=latest", "seed=7")
+        lock = FolderLock(output)
+        said = refusal(config, capsys)
+        assert f"another run (process {os.getpid()} on " in said and f"is writing to {output}" in said
+        assert json.loads((output / LOCK_NAME).read_text())["token"] == lock.token
+        lock.release()
+    train(configured(work, f"output_dir={work}/empty", "max_steps=1"))
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / LOCK_NAME).mkdir()
+    for output, reason in ((tmp_path, "Is a directory"), (tmp_path / "gone", "No such file or directory")):
+        with pytest.raises(UserError, match=rf"output_dir: .*{LOCK_NAME} cannot be written \({reason}\)") as error:
+            FolderLock(output)
+        assert "\n" not in str(error.value)
+
+
+def test_a_loading_process_that_is_left_does_not_hold_the_lock(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    lock.release()
+    FolderLock(tmp_path).release()
+    os.close(writing)
+    os.waitpid(child, 0)
+    os.close(reading)
+
+
+def test_an_interrupted_evaluation_is_repeated_on_resume(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a step within the run, which SIGTERM ends, and at its last one; the best draft is that of the straight run."""
+    given = [f"evaluation.files={work}/held_out.jsonl", "evaluation.steps=1", "evaluation.keep_best=true"]
+    straight, cut = work / "straight", work / "cut"
+    train(configured(work, *given, f"output_dir={straight}"))
+    asked: list[int] = []
+    tally = Evaluation.tally
+
+    class Stopping(evaluation.Termination):
+        def agreed(self) -> bool:
+            return self.asked or bool(asked)
+
+    def stop(self: Evaluation, row: int) -> dict[str, torch.Tensor]:
+        asked.append(row)
+        return tally(self, row)
+
+    monkeypatch.setattr("longspec.train.trainer.Termination", Stopping)
+    for step in range(1, STEPS + 1):
+        with monkeypatch.context() as patch:
+            patch.setattr(Evaluation, "tally", stop)
+            train(configured(work, *given, f"output_dir={cut}", "resume=latest"))
+            asked.clear()
+        found = find_latest(cut)
+        assert found is not None and found[1].step == step and found[1].evaluation_due
+        if step == 1:
+            train(configured(work, *given, f"output_dir={cut}", "resume=latest", "max_steps=1"))
+            assert not find_latest(cut)[1].evaluation_due  # type: ignore[index]
+    train(configured(work, *given, f"output_dir={cut}", "resume=latest"))
+    timeless = [
+        {line["step"]: {key: value for key, value in line.items() if "seconds" not in key} for line in metrics(output)}
+        for output in (straight, cut)
+    ]
+    assert timeless[0] == timeless[1]
+    best = [json.loads((output / "checkpoint-best" / "evaluation.json").read_text()) for output in (straight, cut)]
+    assert best[0]["step"] == best[1]["step"]
+    assert same(load_draft(straight / "checkpoint-best"), load_draft(cut / "checkpoint-best"))
+
+
+def test_a_linked_or_deleted_output_folder_takes_the_checkpoints(
+    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Deleted in the middle of the run, it is made anew."""
+    disk, output = work / "disk", work / "linked"
+    disk.mkdir()
+    output.symlink_to(disk)
+    step = Trainer.train_step
+
+    def delete(self: Trainer, number: int, *args: Any) -> Any:
+        if number == 2:
+            shutil.rmtree(disk)
+            disk.mkdir()
+        return step(self, number, *args)
+
+    monkeypatch.setattr(Trainer, "train_step", delete)
+    train(configured(work, f"output_dir={output}"))
+    assert "was deleted during the run" in caplog.text
+    assert find_latest(disk)[1].step == STEPS and (disk / "checkpoint-last").is_dir()  # type: ignore[index]
+    assert [line["step"] for line in metrics(disk)] == [2]
+
+
+def test_a_full_disk_loses_no_line_of_the_metrics(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where the lines of a lost step are cut off, nor where new ones do not fit."""
+    config, path = configured(work), work / "out" / "metrics.jsonl"
+    before = path.read_bytes()
+    (work / "out" / "metrics.jsonl.tmp").symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be written \(No space left on device\)"):
+        RunLog(config, 0, 1, STEPS)
+    assert path.read_bytes() == before
+    (work / "out" / "metrics.jsonl.tmp").unlink()
+    log = RunLog(config, 0, 2, 4)
+    path.rename(work / "aside")
+    path.symlink_to("/dev/full")
+    log.step({"step": 3, "loss": 1.0})
+    path.unlink()
+    (work / "aside").rename(path)
+    log.step({"step": 4, "loss": 1.0})
+    log.close()
+    assert [line["step"] for line in metrics(work / "out")] == [1, 2, 3, 4]
+
+
+def test_a_large_weight_file_is_sampled_all_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its header, its end, and a part of each MiB; a file of data is read whole."""
+    monkeypatch.setattr("longspec.train.contents.WHOLE_BYTES", 0)
+    weights = tmp_path / "model.safetensors"
+    size = 4 * STRIDE_BYTES + 100
+    weights.write_bytes(bytes(size))
+    before = file_digest(str(weights))
+    for changed in (0, STRIDE_BYTES - 1, 2 * STRIDE_BYTES + 5, size - 1):
+        content = bytearray(size)
+        content[changed] = 1
+        weights.write_bytes(content)
+        assert file_digest(str(weights)) != before
+    assert file_digest(str(weights)) == file_digest(str(weights))
