@@ -190,7 +190,9 @@ def _check(settings: Settings) -> None:
         _require(task in TASKS, f"evaluation.tasks.{task}", f"no such task; use {', '.join(TASKS)}")
     for number, method in enumerate(settings.evaluation.methods):
         key = f"evaluation.methods[{number}]"
-        _require(method.kind in (*METHODS, STATIC), key, f"no method {method.kind}; use {', '.join((*METHODS, STATIC))}")
+        _require(
+            method.kind in (*METHODS, STATIC), key, f"no method {method.kind}; use {', '.join((*METHODS, STATIC))}"
+        )
         _require(method.tree_rule in TREE_RULES, key, f"no tree_rule {method.tree_rule}")
         unknown = set(method.tasks) - set(settings.evaluation.tasks)
         _require(not unknown, key, f"no task {', '.join(sorted(unknown))} in evaluation.tasks")

@@ -1,0 +1,85 @@
+"""The grid of an evaluation: its cells, their prompts, and the file of samples that is continued."""
+
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.prompts import prompts_file
+from experiments.settings import EvaluationSettings, MethodSettings, read_jsonl
+
+SAMPLES = "samples.jsonl"
+CELL_KEY = ("task", "context", "method", "temperature", "seed")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A method on one task at one context."""
+
+    task: str
+    context: int
+    method: MethodSettings
+    temperature: float
+    seed: int
+    max_new_tokens: int
+    prompts: tuple[dict[str, Any], ...]
+
+    @property
+    def key(self) -> dict[str, Any]:
+        values = (self.task, self.context, self.method.name, self.temperature, self.seed)
+        return dict(zip(CELL_KEY, values, strict=True))
+
+    def prompt_seed(self, name: str) -> int:
+        """The seed of one prompt's random numbers; no two prompts share one, methods do."""
+        return zlib.crc32(f"{self.task} {self.context} {name} {self.seed}".encode())
+
+
+def cells(settings: EvaluationSettings, root: Path) -> Iterator[Cell]:
+    """All cells that have prompts, those of one task and context together."""
+    for task, of_task in settings.tasks.items():
+        file = prompts_file(root, "test", task)
+        records = read_jsonl(file) if file.exists() else []
+        for context in of_task.contexts:
+            prompts = [record for record in records if record["length"] == context]
+            for method in settings.methods:
+                if not prompts or task not in (method.tasks or [task]) or context not in (method.contexts or [context]):
+                    continue
+                for temperature in method.temperatures:
+                    # A greedy output does not depend on the seed.
+                    for seed in range(method.seeds if temperature else 1):
+                        chosen = tuple(prompts[: method.prompts])
+                        yield Cell(task, context, method, temperature, seed, of_task.max_new_tokens, chosen)
+
+
+class SampleFile:
+    """A JSON line per sample; a line that was cut off is dropped, and its sample is measured again."""
+
+    def __init__(self, folder: Path, part: int = 0) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / (SAMPLES if part == 0 else f"samples-{part}.jsonl")
+        lines = read_jsonl(self.path) if self.path.exists() else []
+        if self.path.exists():
+            whole = self.path.read_bytes().rfind(b"\n") + 1
+            with self.path.open("r+b") as handle:
+                handle.truncate(whole)
+        self.done = {sample_key(line) for line in lines}
+
+    def missing(self, cell: Cell) -> list[dict[str, Any]]:
+        """The prompts of a cell that have no sample yet."""
+        return [prompt for prompt in cell.prompts if sample_key({**cell.key, "id": prompt["id"]}) not in self.done]
+
+    def append(self, sample: dict[str, Any]) -> None:
+        with self.path.open("a") as handle:
+            handle.write(json.dumps(sample) + "\n")
+        self.done.add(sample_key(sample))
+
+
+def sample_key(line: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(line[name] for name in (*CELL_KEY, "id"))
+
+
+def read_samples(folder: Path) -> list[dict[str, Any]]:
+    """The samples of all devices."""
+    return [line for file in sorted(folder.glob("samples*.jsonl")) for line in read_jsonl(file)]

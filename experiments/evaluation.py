@@ -1,0 +1,187 @@
+"""Step `evaluate`: every method on held-out prompts, in one process per device that loads the pair once."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, StaticCache
+from transformers.utils import logging
+
+from experiments.cells import Cell, SampleFile, cells
+from experiments.settings import STATIC, Settings, claim
+from experiments.target import TargetText
+from experiments.training import final_draft
+from longspec import generate, load_pair
+from longspec.data.prompts import loops
+from longspec.errors import UserError
+from longspec.inference.report import device_name, versions
+from longspec.inference.tree_shapes import draft_fingerprint
+
+WARM_UP_TOKENS = 16
+STATIC_STEP = 256
+"""Sizes of static caches are multiples of it: transformers compiles its step once per size."""
+
+
+def evaluation_folder(root: Path) -> Path:
+    return root / "evaluation"
+
+
+def evaluate(settings: Settings, root: Path, part: int | None = None, parts: int = 1) -> None:
+    """Measure the samples that are missing. On several GPUs this starts a process for each, with a part of the grid."""
+    devices = torch.cuda.device_count()
+    if part is None and devices > 1:
+        return _start_parts(devices)
+    logging.disable_progress_bar()
+    draft = settings.evaluation.draft or str(final_draft(settings, root))
+    if not Path(draft).exists():
+        raise UserError(f"{draft}: no such draft; run the step train first, or set evaluation.draft")
+    decoder = Decoder(settings.target, draft)
+    folder = evaluation_folder(root)
+    if not part:
+        facts = {"draft": draft_fingerprint(decoder.model), "target": settings.target}
+        claim(folder, facts | {"device": device_name(decoder.model.device), "versions": versions()})
+    samples = SampleFile(folder, part or 0)
+    grid = list(cells(settings.evaluation, root))
+    # All methods of one task and context run on the same device, because they are compared.
+    places = list(dict.fromkeys((cell.task, cell.context) for cell in grid))
+    mine = [cell for cell in grid if places.index((cell.task, cell.context)) % parts == (part or 0)]
+    missing = [(cell, samples.missing(cell)) for cell in mine]
+    with tqdm(total=sum(len(prompts) for _, prompts in missing), desc="evaluate", unit="sample") as bar:
+        for cell, prompts in missing:
+            if prompts:
+                decoder.sample(cell, cell.prompts[0], warm_up=True)
+            for prompt in prompts:
+                samples.append(decoder.sample(cell, prompt))
+                bar.update()
+
+
+def _start_parts(devices: int) -> None:
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = named.split(",") if named else [str(number) for number in range(devices)]
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-m", "experiments", *sys.argv[1:], "--part", f"{number}/{devices}"],
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": name},
+        )
+        for number, name in enumerate(names)
+    ]
+    try:
+        codes = [child.wait() for child in children]
+    finally:
+        for child in children:
+            child.terminate()
+    if any(codes):
+        raise UserError(f"evaluate: a device's process ended with code {max(codes, key=abs)}")
+
+
+class Decoder:
+    """Continues prompts with the pair's own methods and with transformers' `generate`."""
+
+    def __init__(self, target: str, draft: str) -> None:
+        self.text = TargetText.load(target)
+        self.model, _ = load_pair(target, draft=draft)
+        self.static_caches: dict[int, StaticCache] = {}
+
+    def sample(self, cell: Cell, prompt: dict[str, Any], warm_up: bool = False) -> dict[str, Any]:
+        """A sample's line. warm_up: a few tokens without an end, so that kernels are compiled and shapes chosen."""
+        ids = torch.tensor([self.text.prompt_ids(prompt)], device=self.model.device)
+        new_tokens = min(WARM_UP_TOKENS, cell.max_new_tokens) if warm_up else cell.max_new_tokens
+        seed, began = cell.prompt_seed(prompt["id"]), time.perf_counter()
+        if cell.method.kind == STATIC:
+            figures = self._transformers(ids, new_tokens, cell.temperature, seed, cell.max_new_tokens)
+        else:
+            figures = self._generate(cell, ids, new_tokens, seed, warm_up)
+        tokens = figures["token_ids"]
+        return {
+            **cell.key,
+            "id": prompt["id"],
+            "prompt_tokens": ids.shape[1],
+            "new_tokens": len(tokens),
+            "wall_s": time.perf_counter() - began,
+            "loops": loops(tokens),
+            **figures,
+        }
+
+    def _generate(self, cell: Cell, ids: Tensor, new_tokens: int, seed: int, warm_up: bool) -> dict[str, Any]:
+        method = cell.method
+        output = generate(
+            self.model,
+            ids,
+            method=method.kind,
+            max_new_tokens=new_tokens,
+            temperature=cell.temperature,
+            tree_shape=method.tree_shape,
+            tree_rule=method.tree_rule,
+            gamma=method.gamma,
+            eos_token_id=() if warm_up else None,
+            seed=seed,
+        )
+        names = ("rounds", "decoded_tokens", "decode_s", "ttft_s", "accepted_by_depth", "tree_shape")
+        figures = {name: value for name, value in asdict(output.stats).items() if name in names}
+        return figures | {"token_ids": output.new_tokens[0].tolist()}
+
+    @cached_property
+    def transformers_model(self) -> Any:
+        """The target through AutoModelForCausalLM, on the same device and of the same dtype."""
+        path, dtype = self.text.path, self.model.dtype
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+        return model.to(self.model.device).eval()
+
+    def _transformers(
+        self, ids: Tensor, new_tokens: int, temperature: float, seed: int, most_new_tokens: int
+    ) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        clock, model = Clock(), self.transformers_model
+        options = {"temperature": temperature, "top_p": 1.0, "top_k": 0} if temperature else {}
+        began = time.perf_counter()
+        sequence = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            do_sample=temperature > 0,
+            streamer=clock,
+            past_key_values=self._static_cache(ids.shape[1] + most_new_tokens),
+            **options,
+        )
+        # The streamer first gets the prompt, then the token that prefill gave.
+        first, last = clock.times[1], clock.times[-1]
+        decoded = sum(clock.counts[2:])
+        return {
+            "rounds": decoded,
+            "decoded_tokens": decoded,
+            "decode_s": last - first,
+            "ttft_s": first - began,
+            "token_ids": sequence[0, ids.shape[1] :].tolist(),
+        }
+
+    def _static_cache(self, positions: int) -> StaticCache:
+        size = -(-positions // STATIC_STEP) * STATIC_STEP
+        if size not in self.static_caches:
+            torch._dynamo.reset()  # the second size would be compiled for any size, which is slower
+            self.static_caches = {size: StaticCache(self.transformers_model.config, max_cache_len=size)}
+        cache = self.static_caches[size]
+        cache.reset()
+        return cache
+
+
+class Clock:
+    """A streamer that records when tokens came and how many; the loop waits for each of them anyway."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.counts: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+        self.counts.append(value.numel())
+
+    def end(self) -> None:
+        pass

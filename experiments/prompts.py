@@ -1,0 +1,234 @@
+"""Step `prompts`: prompts for training, validation and the test, cut to lengths in tokens, in LongBench's wording."""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from experiments.settings import Settings, claim, read_jsonl, write_atomically
+from experiments.sources import CodeFile, Meeting, Texts, read_code, read_texts
+from experiments.target import CHAT_FORMAT, LONGEST_TOKEN, TargetText
+from longspec.inference.regenerate import Settings as AnswerRun
+from longspec.inference.regenerate import regenerate
+from longspec.inference.tasks import TASKS
+
+Record = dict[str, Any]
+Turn = dict[str, str]
+Make = Callable[[Any, int, random.Random], Record | None]
+"""(document, tokens, random numbers) -> prompt, or None if the document is too short."""
+
+SHORTEST = 0.85
+"""Least length of a prompt as a share of the length that is asked for."""
+MARGIN = 8
+"""Tokens of a prompt left free, because two texts joined may have more tokens than each alone."""
+TRIES = 20
+"""Documents tried per prompt."""
+SHARD_SIZE = 4096
+
+
+def prompts_file(root: Path, split: str, group: str) -> Path:
+    return root / "prompts" / split / f"{group}.jsonl"
+
+
+def answers_file(root: Path, name: str, split: str) -> Path:
+    return root / "answers" / name / f"{split}.jsonl"
+
+
+def write_prompts(settings: Settings, root: Path) -> None:
+    """Write all groups that are missing. Groups without documents are left out, and a line says so."""
+    target = TargetText.load(settings.target)
+    names = ("target", "text", "seed", "prompts", "code", "chat")
+    tasks = {name: list(task.contexts) for name, task in settings.evaluation.tasks.items()}
+    facts = {name: value for name, value in asdict(settings).items() if name in names}
+    most = most_prompts(settings)
+    claim(root / "prompts", facts | {"tasks": tasks, "test_prompts": most})
+    write_chat(settings, root)
+    code = read_code(settings.code, settings.seed)
+    shortest, longest = settings.prompts.contexts
+    for split in ("train", "validation", "test"):
+        makers = Makers(target, read_texts(settings.text, split), code[split], chat_turns(root, split), split)
+        if split == "test":
+            plan = {name: [context for context in contexts for _ in range(most)] for name, contexts in tasks.items()}
+        else:
+            counts = getattr(settings.prompts, split)
+            chance = random.Random(f"{settings.seed}/{split}/lengths")
+            plan = {
+                group: [0 if group == "gsm8k" else chance.randint(shortest, longest) for _ in range(count)]
+                for group, count in counts.items()
+            }
+        for group, lengths in plan.items():
+            file = prompts_file(root, split, group)
+            if lengths and not file.exists():
+                chance = random.Random(f"{settings.seed}/{split}/{group}")
+                records = list(makers.records(group, lengths, chance))
+                write_atomically(file, "".join(json.dumps(record) + "\n" for record in records))
+                missing = f", {len(lengths) - len(records)} left out" if len(records) < len(lengths) else ""
+                print(f"prompts, {split}, {group}: {len(records)}{missing}")
+
+
+def most_prompts(settings: Settings) -> int:
+    """Prompts per task and context that the evaluation needs."""
+    return max((method.prompts for method in settings.evaluation.methods), default=0)
+
+
+def write_chat(settings: Settings, root: Path) -> None:
+    """Conversations written by the target, one file per split; a prompt of one split is in no other."""
+    chat = settings.chat
+    exclude: list[str] = []
+    for split in ("train", "validation", "test"):
+        if not (count := getattr(chat, split)):
+            continue
+        run = AnswerRun(
+            target=settings.target,
+            output_dir=str(root / "answers" / "chat"),
+            split=split,
+            count=count,
+            temperatures=(0.0, 0.7, 1.0) if split == "train" else (0.0,),
+            max_new_tokens=chat.max_new_tokens,
+            max_turn_tokens=chat.max_turn_tokens,
+            batch_size=chat.batch_size,
+            shard_size=SHARD_SIZE,
+            seed=settings.seed,
+            chat_format=CHAT_FORMAT,
+            exclude=tuple(exclude),
+        )
+        exclude.append(str(answers_file(root, "chat", split)))
+        if not Path(exclude[-1]).exists():
+            regenerate(run)
+
+
+def chat_turns(root: Path, split: str) -> list[list[Turn]]:
+    """The finished conversations of a split."""
+    file = answers_file(root, "chat", split)
+    return [record["messages"] for record in read_jsonl(file) if record["finished"]] if file.exists() else []
+
+
+class Makers:
+    """The prompts that one split's documents allow."""
+
+    def __init__(
+        self, target: TargetText, texts: Texts, code: list[CodeFile], chats: list[list[Turn]], split: str
+    ) -> None:
+        self.target, self.texts, self.code, self.chats, self.split = target, texts, code, chats, split
+        self.packages: dict[str, list[CodeFile]] = {}
+        for file in code:
+            self.packages.setdefault(file.package, []).append(file)
+
+    def records(self, group: str, lengths: list[int], chance: random.Random) -> Iterator[Record]:
+        """Prompts of at most these lengths in tokens (0: the bare question); documents recur once all were used."""
+        task = group.removesuffix("-long")
+        documents, make = self._documents(task)
+        order: list[Any] = []
+        for number, length in enumerate(tqdm(lengths, desc=f"{self.split} {group}", disable=None, leave=False)):
+            for _ in range(min(TRIES, len(documents))):
+                order = order or chance.sample(documents, len(documents))
+                record = make(order.pop(), length, chance)
+                if record is not None:
+                    yield {"id": f"{group}-{self.split}-{number}", "task": task, "length": length, **record}
+                    break
+
+    def _documents(self, task: str) -> tuple[list[Any], Make]:
+        """What a task asks about, and what makes a prompt of it, or None if the document is too short."""
+        if task in ("lcc", "repobench-p"):
+            return self.code, self.line if task == "lcc" else self.repository
+        if task == "qmsum":
+            return self.texts.meetings, self.meeting
+        if task == "gsm8k":
+            return self.texts.questions, self.question
+        if task == "chat":
+            return self.chats, self.conversation
+        return self.texts.problems, lambda problem, tokens, chance: _user(
+            TASKS["aime24"].prompt.format(problem=problem)
+        )
+
+    def line(self, file: CodeFile, tokens: int, chance: random.Random) -> Record | None:
+        """A file up to one of its lines."""
+        room = tokens - MARGIN - self.target.count(TASKS["lcc"].prompt.format(context=""))
+        code = self._before_line(file, room, chance)
+        return None if code is None else {"prefix": TASKS["lcc"].prompt.format(context=code)}
+
+    def repository(self, file: CodeFile, tokens: int, chance: random.Random) -> Record | None:
+        """Other files of the package, then a file up to one of its lines."""
+        prompt, heading = TASKS["repobench-p"].prompt, f"# Path: {file.path}\n"
+        room = tokens - MARGIN - self.target.count(prompt.format(context="", input=heading))
+        code = self._before_line(file, int(chance.uniform(0.3, 0.6) * room), chance)
+        others = [other for other in self.packages[file.package] if other is not file]
+        if code is None or not others:
+            return None
+        room -= self.target.count(code)
+        least, context = (1 - SHORTEST) * tokens, []
+        for other in chance.sample(others, len(others)):
+            piece, used = self.target.head(f"# Path: {other.path}\n{other.text}\n", room)
+            context.append(piece)
+            room -= used
+            if room < least:
+                return {"prefix": prompt.format(context="".join(context), input=heading + code)}
+        return None
+
+    def _before_line(self, file: CodeFile, tokens: int, chance: random.Random) -> str | None:
+        """Whole lines of this number of tokens that end before a line of code; None if the file is too short."""
+        ends = [end + 1 for end, sign in enumerate(file.text) if sign == "\n" and end >= 2 * tokens]
+        if not ends or tokens < 1:
+            return None
+        code, used = self.target.tail(file.text[: chance.choice(ends)], tokens)
+        return code if used >= SHORTEST * tokens else None
+
+    def meeting(self, meeting: Meeting, tokens: int, chance: random.Random) -> Record | None:
+        """A part of a meeting and one of the queries on it."""
+        prompt, query = TASKS["qmsum"].prompt, chance.choice(meeting.queries)
+        fixed = self.target.count(prompt.format(context="", input=query)) + self.target.chat_overhead
+        room, transcript = tokens - MARGIN - fixed, meeting.transcript
+        start = chance.randrange(max(1, len(transcript) - 5 * max(0, room)))
+        start = transcript.find("\n", start) + 1 if start else 0
+        part, used = self.target.head(transcript[start:], room)
+        return _user(prompt.format(context=part, input=query)) if used >= SHORTEST * room > 0 else None
+
+    def question(self, question: tuple[str, str], tokens: int, chance: random.Random) -> Record | None:
+        """A question, after worked ones up to this number of tokens."""
+        if not tokens:
+            return _user(question[0])
+        asked = f"Question: {question[0]}\nAnswer:"
+        room = tokens - MARGIN - self.target.count(asked) - self.target.chat_overhead
+        worked = [
+            f"Question: {one}\nAnswer: {answer}\n\n" for one, answer in self.texts.questions if one != question[0]
+        ]
+        shown = self._fill(worked, room, tokens, chance)
+        return None if shown is None else _user("".join(worked[number] for number in shown) + asked)
+
+    def conversation(self, turns: list[Turn], tokens: int, chance: random.Random) -> Record | None:
+        """A user turn, after other conversations as earlier turns up to this number of tokens."""
+        asked = turns[:-1]
+        if not tokens:
+            return {"messages": asked}
+        room = tokens - MARGIN - len(self.target.prompt_ids({"messages": asked}))
+        others = [other for other in self.chats if other is not turns]
+        texts = ["\n".join(turn["content"] for turn in other) for other in others]
+        earlier = self._fill(texts, room, tokens, chance, extra=2 * self.target.chat_overhead)
+        if earlier is None:
+            return None
+        return {"messages": [turn for number in earlier for turn in others[number]] + asked}
+
+    def _fill(
+        self, texts: list[str], room: int, tokens: int, chance: random.Random, extra: int = 0
+    ) -> list[int] | None:
+        """Numbers of random texts that leave at most 1 - SHORTEST of `tokens` free of `room`; None if none do.
+
+        extra: tokens that each text takes in addition to its own.
+        """
+        chosen: list[int] = []
+        for number in chance.sample(range(len(texts)), len(texts)):
+            if room < (1 - SHORTEST) * tokens:
+                return chosen
+            size = self.target.count(texts[number][: LONGEST_TOKEN * room + 1]) + extra
+            if size <= room:
+                chosen.append(number)
+                room -= size
+        return chosen if room < (1 - SHORTEST) * tokens else None
+
+
+def _user(content: str) -> Record:
+    return {"messages": [{"role": "user", "content": content}]}
