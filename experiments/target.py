@@ -49,9 +49,9 @@ class TargetText:
 
     def head(self, text: str, tokens: int) -> tuple[str, int]:
         """The first whole lines of `text` with at most this number of tokens, and their number."""
-        piece = text[: LONGEST_TOKEN * max(0, tokens)]
+        piece = text[: LONGEST_TOKEN * tokens] if tokens > 0 else ""
         encoding = self._encode(piece)
-        if len(encoding) <= tokens:
+        if len(encoding) <= max(0, tokens):
             return piece, len(encoding)
         cut = piece[: encoding.token_to_chars(tokens)[0]]
         return cut[: cut.rfind("\n") + 1] or cut, tokens
@@ -60,7 +60,7 @@ class TargetText:
         """The last whole lines of `text` with at most this number of tokens, and their number."""
         piece = text[-LONGEST_TOKEN * tokens :] if tokens > 0 else ""
         encoding = self._encode(piece)
-        if len(encoding) <= tokens:
+        if len(encoding) <= max(0, tokens):
             return piece, len(encoding)
         cut = piece[encoding.token_to_chars(len(encoding) - tokens)[0] :]
         return cut[cut.find("\n") + 1 :], tokens

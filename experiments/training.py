@@ -171,10 +171,12 @@ def launch(command: list[str], folder: Path, steps: int) -> float:
         child = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
             with tqdm(total=steps, desc=str(folder.relative_to(folder.parents[1])), unit="step") as bar:
-                while child.poll() is None:
+                ended = False
+                while not ended:
+                    ended = child.poll() is not None
+                    if (steps_done := _steps(folder)) > bar.n:
+                        bar.update(steps_done - bar.n)
                     time.sleep(0.2)
-                    bar.update(_steps(folder) - bar.n)
-                bar.update(_steps(folder) - bar.n)
         finally:
             if child.poll() is None:
                 child.send_signal(signal.SIGTERM)
