@@ -9,8 +9,8 @@ from typing import Any
 
 from experiments.prompts import prompts_file
 from experiments.settings import EvaluationSettings, MethodSettings, read_jsonl
+from longspec.errors import UserError
 
-SAMPLES = "samples.jsonl"
 CELL_KEY = ("task", "context", "method", "temperature", "seed")
 
 
@@ -57,29 +57,41 @@ class SampleFile:
     """A JSON line per sample; a line that was cut off is dropped, and its sample is measured again."""
 
     def __init__(self, folder: Path, part: int = 0) -> None:
+        """part: the number of the device that appends; samples of all devices count as measured."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / (SAMPLES if part == 0 else f"samples-{part}.jsonl")
-        lines = read_jsonl(self.path) if self.path.exists() else []
+        self.path = folder / f"samples-{part}.jsonl"
         if self.path.exists():
             whole = self.path.read_bytes().rfind(b"\n") + 1
             with self.path.open("r+b") as handle:
                 handle.truncate(whole)
-        self.done = {sample_key(line) for line in lines}
+        self.prompts = {sample_key(line): line["prompt"] for line in read_samples(folder)}
 
     def missing(self, cell: Cell) -> list[dict[str, Any]]:
-        """The prompts of a cell that have no sample yet."""
-        return [prompt for prompt in cell.prompts if sample_key({**cell.key, "id": prompt["id"]}) not in self.done]
+        """The prompts of a cell that have no sample yet. Raises UserError for a sample of another prompt."""
+        missing = []
+        for prompt in cell.prompts:
+            measured = self.prompts.get(sample_key({**cell.key, "id": prompt["id"]}))
+            if measured is None:
+                missing.append(prompt)
+            elif measured != prompt_digest(prompt):
+                raise UserError(f"{self.path.parent}: has samples of other prompts; remove this folder")
+        return missing
 
     def append(self, sample: dict[str, Any]) -> None:
         with self.path.open("a") as handle:
             handle.write(json.dumps(sample) + "\n")
-        self.done.add(sample_key(sample))
+        self.prompts[sample_key(sample)] = sample["prompt"]
 
 
 def sample_key(line: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(line[name] for name in (*CELL_KEY, "id"))
 
 
+def prompt_digest(prompt: dict[str, Any]) -> int:
+    """Tells prompts with the same id apart."""
+    return zlib.crc32(json.dumps(prompt, sort_keys=True).encode())
+
+
 def read_samples(folder: Path) -> list[dict[str, Any]]:
     """The samples of all devices."""
-    return [line for file in sorted(folder.glob("samples*.jsonl")) for line in read_jsonl(file)]
+    return [line for file in sorted(folder.glob("samples-*.jsonl")) for line in read_jsonl(file)]

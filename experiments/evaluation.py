@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, StaticCache
 from transformers.utils import logging
 
-from experiments.cells import Cell, SampleFile, cells
+from experiments.cells import Cell, SampleFile, cells, prompt_digest
 from experiments.settings import STATIC, Settings, claim
 from experiments.target import TargetText
 from experiments.training import final_draft
@@ -55,8 +55,11 @@ def evaluate(settings: Settings, root: Path, part: int | None = None, parts: int
     mine = [cell for cell in grid if places.index((cell.task, cell.context)) % parts == (part or 0)]
     missing = [(cell, samples.missing(cell)) for cell in mine]
     with tqdm(total=sum(len(prompts) for _, prompts in missing), desc="evaluate", unit="sample") as bar:
+        warm: set[tuple[str, float, int]] = set()
         for cell, prompts in missing:
-            if prompts:
+            kernels = cell.method.name, cell.temperature, cell.context
+            if prompts and kernels not in warm:
+                warm.add(kernels)
                 decoder.sample(cell, cell.prompts[0], warm_up=True)
             for prompt in prompts:
                 samples.append(decoder.sample(cell, prompt))
@@ -103,6 +106,7 @@ class Decoder:
         return {
             **cell.key,
             "id": prompt["id"],
+            "prompt": prompt_digest(prompt),
             "prompt_tokens": ids.shape[1],
             "new_tokens": len(tokens),
             "wall_s": time.perf_counter() - began,

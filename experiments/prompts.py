@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from experiments.settings import Settings, claim, read_jsonl, write_atomically
-from experiments.sources import CodeFile, Meeting, Texts, read_code, read_texts
+from experiments.sources import SPLITS, CodeFile, Meeting, Texts, read_code, read_texts
 from experiments.target import CHAT_FORMAT, LONGEST_TOKEN, TargetText
 from longspec.inference.regenerate import Settings as AnswerRun
 from longspec.inference.regenerate import regenerate
@@ -40,46 +40,50 @@ def answers_file(root: Path, name: str, split: str) -> Path:
 
 def write_prompts(settings: Settings, root: Path) -> None:
     """Write all groups that are missing. Groups without documents are left out, and a line says so."""
-    target = TargetText.load(settings.target)
-    names = ("target", "text", "seed", "prompts", "code", "chat")
-    tasks = {name: list(task.contexts) for name, task in settings.evaluation.tasks.items()}
-    facts = {name: value for name, value in asdict(settings).items() if name in names}
-    most = most_prompts(settings)
-    claim(root / "prompts", facts | {"tasks": tasks, "test_prompts": most})
     write_chat(settings, root)
-    code = read_code(settings.code, settings.seed)
-    shortest, longest = settings.prompts.contexts
-    for split in ("train", "validation", "test"):
+    common = {"target": settings.target, "with_text": settings.text is not None, "seed": settings.seed}
+    missing: dict[str, dict[str, list[int]]] = {}
+    for split in SPLITS:
+        plan = planned_lengths(settings, split)
+        claim(root / "prompts" / split, common | {"code": asdict(settings.code), "lengths": plan})
+        missing[split] = {
+            group: lengths
+            for group, lengths in plan.items()
+            if lengths and not prompts_file(root, split, group).exists()
+        }
+    if not any(missing.values()):
+        return
+    target, code = TargetText.load(settings.target), read_code(settings.code, settings.seed)
+    for split, plan in missing.items():
         makers = Makers(target, read_texts(settings.text, split), code[split], chat_turns(root, split), split)
-        if split == "test":
-            plan = {name: [context for context in contexts for _ in range(most)] for name, contexts in tasks.items()}
-        else:
-            counts = getattr(settings.prompts, split)
-            chance = random.Random(f"{settings.seed}/{split}/lengths")
-            plan = {
-                group: [0 if group == "gsm8k" else chance.randint(shortest, longest) for _ in range(count)]
-                for group, count in counts.items()
-            }
         for group, lengths in plan.items():
-            file = prompts_file(root, split, group)
-            if lengths and not file.exists():
-                chance = random.Random(f"{settings.seed}/{split}/{group}")
-                records = list(makers.records(group, lengths, chance))
-                write_atomically(file, "".join(json.dumps(record) + "\n" for record in records))
-                missing = f", {len(lengths) - len(records)} left out" if len(records) < len(lengths) else ""
-                print(f"prompts, {split}, {group}: {len(records)}{missing}")
+            chance = random.Random(f"{settings.seed}/{split}/{group}")
+            records = list(makers.records(group, lengths, chance))
+            text = "".join(json.dumps(record) + "\n" for record in records)
+            write_atomically(prompts_file(root, split, group), text)
+            left_out = f", {len(lengths) - len(records)} left out" if len(records) < len(lengths) else ""
+            print(f"prompts, {split}, {group}: {len(records)}{left_out}")
 
 
-def most_prompts(settings: Settings) -> int:
-    """Prompts per task and context that the evaluation needs."""
-    return max((method.prompts for method in settings.evaluation.methods), default=0)
+def planned_lengths(settings: Settings, split: str) -> dict[str, list[int]]:
+    """By group, the length of every prompt in tokens; 0 is the bare question."""
+    if split == "test":
+        tasks, count = settings.evaluation.tasks, settings.prompts.test
+        return {name: [context for context in task.contexts for _ in range(count)] for name, task in tasks.items()}
+    shortest, longest = settings.prompts.contexts
+    chance = random.Random(f"{settings.seed}/{split}/lengths")
+    counts: dict[str, int] = getattr(settings.prompts, split)
+    return {
+        group: [0 if group == "gsm8k" else chance.randint(shortest, longest) for _ in range(count)]
+        for group, count in counts.items()
+    }
 
 
 def write_chat(settings: Settings, root: Path) -> None:
     """Conversations written by the target, one file per split; a prompt of one split is in no other."""
     chat = settings.chat
     exclude: list[str] = []
-    for split in ("train", "validation", "test"):
+    for split in SPLITS:
         if not (count := getattr(chat, split)):
             continue
         run = AnswerRun(
@@ -207,7 +211,7 @@ class Makers:
         room = tokens - MARGIN - len(self.target.prompt_ids({"messages": asked}))
         others = [other for other in self.chats if other is not turns]
         texts = ["\n".join(turn["content"] for turn in other) for other in others]
-        earlier = self._fill(texts, room, tokens, chance, extra=2 * self.target.chat_overhead)
+        earlier = self._fill(texts, room, tokens, chance, extra=self.target.exchange_overhead)
         if earlier is None:
             return None
         return {"messages": [turn for number in earlier for turn in others[number]] + asked}

@@ -42,8 +42,10 @@ class PromptSettings:
     train: dict[str, int] = MISSING
     """Number of prompts by group (see GROUPS)."""
     validation: dict[str, int] = MISSING
+    test: int = MISSING
+    """Number of prompts per task and context."""
     contexts: list[int] = MISSING
-    """Shortest and longest prompt in tokens; the groups gsm8k and chat have short prompts of any length."""
+    """Shortest and longest prompt in tokens for training and validation, except in the group gsm8k."""
 
 
 @dataclass
@@ -194,6 +196,8 @@ def _check(settings: Settings) -> None:
             method.kind in (*METHODS, STATIC), key, f"no method {method.kind}; use {', '.join((*METHODS, STATIC))}"
         )
         _require(method.tree_rule in TREE_RULES, key, f"no tree_rule {method.tree_rule}")
+        enough = method.prompts <= settings.prompts.test
+        _require(enough, f"{key}.prompts", f"must be at most prompts.test, {settings.prompts.test}")
         unknown = set(method.tasks) - set(settings.evaluation.tasks)
         _require(not unknown, key, f"no task {', '.join(sorted(unknown))} in evaluation.tasks")
 

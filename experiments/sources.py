@@ -4,14 +4,15 @@ import hashlib
 import os
 import random
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from experiments.settings import CodeSettings
 from longspec.data.records import RecordError, located, parse_record, text_of
 
+T = TypeVar("T")
 SPLITS = ("train", "validation", "test")
 VALIDATION_SHARE = 20
 """One of this number of training questions and meetings is for validation."""
@@ -22,6 +23,10 @@ COPIES = {"__pycache__", "_vendor", "_vendored", "vendor", "vendored", "third_pa
 TESTS = {"test", "tests", "testing", "idle_test"}
 FILE_BYTES = (2_000, 300_000)
 LONGEST_LINE = 1000
+TELLING_LINE = 30
+"""Characters of a line that is unlikely to be written twice."""
+COPIED = 0.25
+"""Share of its telling lines in held-out files from which a training file is a copy."""
 LEAST_LETTERS = 0.4
 """Share of letters among visible characters; a file with fewer is a table."""
 
@@ -61,34 +66,36 @@ def read_texts(folder: str | None, split: str) -> Texts:
         return Texts()
     source = "test" if split == "test" else "train"
     texts = Texts()
-    for number, record in _records(folder, "gsm8k", source):
+    for number, question in enumerate(_read_task(folder, "gsm8k", source, _question)):
         if source == "test" or (number % VALIDATION_SHARE == 0) == (split == "validation"):
-            texts.questions.append((text_of(record.get("source"), "source"), text_of(record.get("target"), "target")))
+            texts.questions.append(question)
     meetings: dict[str, Meeting] = {}
-    for _, record in _records(folder, "qmsum", source):
-        meeting = _meeting(record)
+    for meeting in _read_task(folder, "qmsum", source, _meeting):
         if meeting.id in meetings:
             meeting = Meeting(meeting.id, meeting.transcript, (*meetings[meeting.id].queries, *meeting.queries))
         meetings[meeting.id] = meeting
     chosen = [m for m in meetings.values() if source == "test" or _is_validation(m.id) == (split == "validation")]
     texts.meetings += chosen
     if split == "test":
-        texts.problems = [text_of(record.get("problem"), "problem") for _, record in _records(folder, "aime24", source)]
+        texts.problems = _read_task(folder, "aime24", source, lambda record: text_of(record.get("problem"), "problem"))
     return texts
 
 
-def _records(folder: str, task: str, split: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number from 1, record) of a task's file, if there is one."""
+def _read_task(folder: str, task: str, split: str, read: Callable[[dict[str, Any]], T]) -> list[T]:
+    """What `read` makes of each record of a task's file; [] if there is none."""
     names = [f"{task}/{split}.jsonl", f"{task}_{split}.jsonl"] + ([f"{task}.jsonl"] if split == "test" else [])
     file = next((path for name in names if (path := Path(folder, name)).is_file()), None)
-    if file is None:
-        return
-    with file.open("rb") as handle:
-        for number, raw in enumerate(handle, 1):
+    records = []
+    if file is not None:
+        for number, raw in enumerate(file.read_bytes().split(b"\n"), 1):
             if raw.strip():
-                record = parse_record(str(file), number, raw)
                 with located(str(file), number):
-                    yield number, record
+                    records.append(read(parse_record(str(file), number, raw)))
+    return records
+
+
+def _question(record: dict[str, Any]) -> tuple[str, str]:
+    return text_of(record.get("source"), "source"), text_of(record.get("target"), "target")
 
 
 def _meeting(record: dict[str, Any]) -> Meeting:
@@ -136,7 +143,18 @@ def read_code(settings: CodeSettings, seed: int) -> dict[str, list[CodeFile]]:
             seen.add(digest)
             relative = str(path.relative_to(package.parent))
             files[split_of_package(package.stem)].append(CodeFile(package.stem, relative, text))
+    files["train"] = without_copies(files["train"], files["validation"] + files["test"])
     return files
+
+
+def without_copies(files: list[CodeFile], held_out: list[CodeFile]) -> list[CodeFile]:
+    """The files that are no copies of held-out ones, altered or not, as in forks of a package."""
+    known = set().union(*(_telling_lines(file.text) for file in held_out))
+    return [file for file in files if len((lines := _telling_lines(file.text)) & known) <= COPIED * len(lines)]
+
+
+def _telling_lines(text: str) -> set[str]:
+    return {line for line in map(str.strip, text.split("\n")) if len(line) >= TELLING_LINE}
 
 
 def _packages(place: Path) -> list[Path]:

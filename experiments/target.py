@@ -45,7 +45,15 @@ class TargetText:
     @cached_property
     def chat_overhead(self) -> int:
         """Tokens of the chat format around one user turn."""
-        return len(self.prompt_ids({"messages": [{"role": "user", "content": ""}]}))
+        return self._empty_turns("user")
+
+    @cached_property
+    def exchange_overhead(self) -> int:
+        """Tokens of the chat format around an earlier user turn and its answer."""
+        return self._empty_turns("user", "assistant", "user") - self.chat_overhead
+
+    def _empty_turns(self, *roles: str) -> int:
+        return len(self.prompt_ids({"messages": [{"role": role, "content": ""} for role in roles]}))
 
     def head(self, text: str, tokens: int) -> tuple[str, int]:
         """The first whole lines of `text` with at most this number of tokens, and their number."""

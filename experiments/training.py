@@ -87,11 +87,12 @@ def train_stage(
     """One stage from the draft of the one before, or a fresh one; goes on where an earlier launch was stopped."""
     ranks = max(1, torch.cuda.device_count())
     rows, remainder = divmod(stage.tokens_per_step, stage.max_length)
-    accumulation, uneven = divmod(rows, stage.micro_batch * ranks)
+    micro_batch = max(1, min(stage.micro_batch, rows // ranks))
+    accumulation, uneven = divmod(rows, micro_batch * ranks)
     if remainder or uneven or not accumulation:
         raise UserError(
             f"{folder.name}: tokens_per_step {stage.tokens_per_step} is not a multiple of max_length "
-            f"{stage.max_length} x micro_batch {stage.micro_batch} x {ranks} ranks"
+            f"{stage.max_length} x micro_batch {micro_batch} x {ranks} ranks"
         )
     overrides: dict[str, Any] = {
         "model_name_or_path": target,
@@ -107,12 +108,12 @@ def train_stage(
         "evaluation.steps": stage.steps,
         "max_steps": stage.steps,
         "save_steps": max(1, stage.steps // 4),
-        "per_device_train_batch_size": stage.micro_batch,
+        "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": accumulation,
         "wandb.mode": "disabled",
         **stage.overrides,
     }
-    claim(folder, asdict(stage) | {"seed": seed, "ranks": ranks})
+    claim(folder, asdict(stage) | {"seed": seed})
     if is_finished(folder, overrides["max_steps"]):
         return
     seconds = launch(launch_line(stage.config, overrides, ranks), folder, overrides["max_steps"])
