@@ -18,7 +18,7 @@ from tqdm import tqdm
 from experiments.prompts import answers_file
 from experiments.settings import Settings, read_jsonl, write_atomically
 from experiments.target import TargetText
-from experiments.training import all_runs, final_draft
+from experiments.training import CHECKPOINT, all_runs, arm_stages, run_folder
 from longspec import load_pair
 from longspec.data.templates import encode_texts
 from longspec.inference.acceptance import Sampler
@@ -30,44 +30,51 @@ from longspec.inference.tree_shapes import DEFAULT_SHAPE
 from longspec.kernels.watch import Watch
 
 DIAGNOSTICS = "diagnostics.json"
+ANSWER_TOKENS = 128
+"""Tokens of each answer that rounds go through, at most."""
 
 
 class TextSampler(Sampler):
     """Takes the text for the target's choice at every node, and keeps the target's logits."""
 
-    def __init__(self, text: Tensor, read: int, shape: Sequence[int]) -> None:
-        """text: LongTensor [T]; the target has read the first `read` tokens of it. shape: the tree's."""
+    def __init__(self, rows: Tensor, read: Sequence[int], shape: Sequence[int]) -> None:
+        """rows: LongTensor [B, T], padded right; read: the number of tokens of each row that the target has read."""
         super().__init__(temperature=0.0, top_k=0, top_p=1.0)
-        self.text, self.read = text, read
-        self.levels = torch.arange(len(shape) + 1).repeat_interleave(torch.tensor([1, *shape])).to(text.device)
+        self.rows, self.read = rows, torch.tensor(read, device=rows.device)
+        self.levels = torch.arange(len(shape) + 1).repeat_interleave(torch.tensor([1, *shape])).to(rows.device)
         self.logits = torch.empty(0)
-        """The target's at every node [1, N, V], of the last round."""
+        """The target's at every node [B, N, V], of the last round."""
 
     def choose(self, logits: Tensor, watch: Watch | None = None) -> Tensor:
-        if logits.dim() == 2:  # [1, V] after prefill
-            return self.text[self.read][None]
+        if logits.dim() == 2:  # [B, V] after prefill
+            return self.rows.gather(1, self.read[:, None])[:, 0]
         self.logits = logits
-        return self.text[self.read + self.levels + 1][None]
+        following = self.read[:, None] + self.levels + 1
+        return self.rows.gather(1, following.clamp(max=self.rows.shape[1] - 1))
 
 
-def forced_acceptance(model: Any, text: Tensor, prompt: int, shape: Sequence[int] = DEFAULT_SHAPE) -> dict[str, float]:
-    """Rounds over text[prompt:], the tokens that they went through, and the sum over rounds of the tree's bound.
+def forced_acceptance(
+    model: Any, texts: Sequence[Tensor], prompts: Sequence[int], shape: Sequence[int] = DEFAULT_SHAPE
+) -> dict[str, float]:
+    """Rounds over what follows the prompts, the tokens they went through, and the sum over rounds of the bound.
 
-    text: LongTensor [T] on the model's device; prompt: the number of tokens read first, at least 1.
+    texts: LongTensors [T] on the model's device; prompts: the number of tokens of each that are read first.
     """
-    sampler = TextSampler(text, prompt, shape)
-    runner = Runner(model)
-    drafter = TreeDrafter(runner, 1, shape, sampler, "descend")
-    engine = Engine(runner, drafter, sampler, text[None, :prompt], [prompt], len(text) - prompt)
+    rows = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
+    ends = torch.tensor([len(text) for text in texts], device=rows.device)
+    sampler, runner = TextSampler(rows, prompts, shape), Runner(model)
+    drafter = TreeDrafter(runner, len(rows), shape, sampler, "descend")
+    new_tokens = max(len(text) - prompt for text, prompt in zip(texts, prompts, strict=True))
+    engine = Engine(runner, drafter, sampler, rows[:, : max(prompts)], prompts, new_tokens)
     engine.prefill()
-    active = torch.ones(1, dtype=torch.bool, device=text.device)
     sums = {"rounds": 0.0, "tokens": 0.0, "bound": 0.0}
-    while sampler.read + drafter.depth + 2 <= len(text):
-        count = int(engine.round(active)[1])
-        sums["bound"] += 1 + float(depth_probabilities(drafter.proposal, sampler.logits).sum())
-        sums["rounds"] += 1
-        sums["tokens"] += count
-        sampler.read += count
+    while (active := sampler.read + drafter.depth + 2 <= ends).any():
+        counts = engine.round(active)[1]
+        bounds = 1 + depth_probabilities(drafter.proposal, sampler.logits).sum(1)
+        sums["rounds"] += int(active.sum())
+        sums["tokens"] += int(counts.sum())
+        sums["bound"] += float(bounds[active].sum())
+        sampler.read += counts
     return sums
 
 
@@ -89,18 +96,16 @@ def diagnose(settings: Settings, root: Path, model: Any, text: TargetText) -> di
     figures = {}
     for name in ("chat", *settings.answers):
         file = answers_file(root, name, "validation")
-        records = read_jsonl(file)[: settings.evaluation.diagnostic_rows] if file.exists() else []
-        sums = {"rounds": 0.0, "tokens": 0.0, "bound": 0.0}
-        for record in records:
+        texts, prompts = [], []
+        for record in read_jsonl(file)[: settings.evaluation.diagnostic_rows] if file.exists() else []:
             prompt, answer = _split(record)
             ids = text.prompt_ids(prompt)
-            row = torch.tensor(ids + encode_texts([answer], text.tokenizer)[0], device=model.device)
-            for key, value in forced_acceptance(model, row, len(ids)).items():
-                sums[key] += value
-        if sums["rounds"]:
-            figures[name] = {key: sums[key] / sums["rounds"] for key in ("tokens", "bound")} | {
-                "rounds": sums["rounds"]
-            }
+            answer_ids = encode_texts([answer], text.tokenizer)[0][:ANSWER_TOKENS]
+            texts.append(torch.tensor(ids + answer_ids, device=model.device))
+            prompts.append(len(ids))
+        sums = forced_acceptance(model, texts, prompts) if texts else {"rounds": 0.0}
+        if rounds := sums["rounds"]:
+            figures[name] = {"rounds": rounds, "tokens": sums["tokens"] / rounds, "bound": sums["bound"] / rounds}
     return figures
 
 
@@ -111,12 +116,16 @@ def _split(record: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def write_diagnostics(settings: Settings, root: Path) -> None:
-    """The diagnostics of every trained arm that has none yet, into training/diagnostics.json."""
+    """The diagnostics of every trained stage that has none yet, into training/diagnostics.json."""
     file, text = root / "training" / DIAGNOSTICS, TargetText.load(settings.target)
     done = json.loads(file.read_text()) if file.exists() else {}
-    for arm, seed in tqdm(all_runs(settings), desc="diagnose", unit="draft"):
-        draft, name = final_draft(settings, root, arm, seed), f"{arm}-{seed}"
-        if name not in done and draft.exists():
-            model, _ = load_pair(settings.target, draft=str(draft))
-            done[name] = diagnose(settings, root, model, text)
-            write_atomically(file, json.dumps(done, indent=1) + "\n")
+    drafts = {
+        f"{arm}-{seed} {stage}": run_folder(root, arm, seed) / stage / CHECKPOINT
+        for arm, seed in all_runs(settings)
+        for stage in arm_stages(settings, arm)
+    }
+    missing = {name: draft for name, draft in drafts.items() if name not in done and draft.exists()}
+    for name, draft in tqdm(missing.items(), desc="diagnose", unit="draft"):
+        model, _ = load_pair(settings.target, draft=str(draft))
+        done[name] = diagnose(settings, root, model, text)
+        write_atomically(file, json.dumps(done, indent=1) + "\n")

@@ -65,12 +65,12 @@ def test_the_trainer_takes_the_launch_line_of_every_stage(stage: str, tmp_path: 
     data.parent.mkdir()
     data.write_text('{"text": "a"}\n')
     overrides = {"data.files": [str(data)], "output_dir": str(tmp_path / "out"), "max_steps": 3}
-    overrides |= {"model_name_or_path": "target", "draft_model_name_or_path": None, "optimizer": "adamw"}
+    overrides |= {"model_name_or_path": "target", "draft_model_name_or_path": None, "variant": "base"}
     line = launch_line(name, overrides, ranks=1)
     config = load_config(["-cp", str(ROOT / "conf" / "exp"), *line[line.index("-cn") :]])
     assert config is not None
     assert (config.loss, config.max_steps, config.draft_model_name_or_path) == ("distill", 3, None)
-    assert config.data.files == [str(data)]
+    assert config.data.files == [str(data)] and config.variant.name == "base"
 
 
 def test_the_table_of_arms_pools_seeds(tmp_path: Path) -> None:
