@@ -32,13 +32,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("no text folder (--text): gsm8k, qmsum and aime24 are left out")
     command = shlex.join(["python", "-m", "experiments", *(sys.argv[1:] if argv is None else argv)])
     signal.signal(signal.SIGTERM, _stop)
+    chosen = [f"--{name}={getattr(arguments, name)}" for name in ("config", "text", "root") if getattr(arguments, name)]
+    options = [*chosen, *arguments.overrides]
     for step in STEPS if arguments.step == "all" else [arguments.step]:
         began = time.perf_counter()
-        run_step(step, settings, command, arguments.part)
+        run_step(step, settings, command, options, arguments.part)
         print(f"{step}: {time.perf_counter() - began:.0f} s", flush=True)
 
 
-def run_step(step: str, settings: Settings, command: str, part: str | None = None) -> None:
+def run_step(step: str, settings: Settings, command: str, options: Sequence[str], part: str | None) -> None:
     """One step. The imports wait for it, because most steps need few of them."""
     root = Path(settings.root)
     if step == "prompts":
@@ -60,8 +62,7 @@ def run_step(step: str, settings: Settings, command: str, part: str | None = Non
     elif step == "evaluate":
         from experiments.evaluation import evaluate
 
-        number, _, count = (part or "").partition("/")
-        evaluate(settings, root, int(number) if part else None, int(count) if part else 1)
+        evaluate(settings, root, options, part)
     else:
         from experiments.report import report
 

@@ -1,8 +1,9 @@
 """Step `regenerate`: the target answers the prompts for training and validation."""
 
+import zlib
 from pathlib import Path
 
-from experiments.prompts import SHARD_SIZE, answers_file, prompts_file
+from experiments.prompts import SHARD_BATCHES, answers_file, prompts_file
 from experiments.settings import Settings
 from experiments.target import CHAT_FORMAT
 from longspec.inference.regenerate import Settings as AnswerRun
@@ -28,8 +29,8 @@ def write_answers(settings: Settings, root: Path) -> None:
                 temperatures=tuple(answers.temperatures) if split == "train" else (0.0,),
                 max_new_tokens=answers.max_new_tokens,
                 batch_size=answers.batch_size,
-                shard_size=SHARD_SIZE,
-                seed=settings.seed,
+                shard_size=SHARD_BATCHES * answers.batch_size,
+                seed=zlib.crc32(f"{settings.seed}/{name}".encode()),  # two runs may answer the same prompts
                 chat_format=CHAT_FORMAT,
             )
             path = regenerate(run)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -34,25 +35,33 @@ def evaluation_folder(root: Path) -> Path:
     return root / "evaluation"
 
 
-def evaluate(settings: Settings, root: Path, part: int | None = None, parts: int = 1) -> None:
-    """Measure the samples that are missing. On several GPUs this starts a process for each, with a part of the grid."""
+def evaluate(settings: Settings, root: Path, options: Sequence[str], part: str | None = None) -> None:
+    """Measure the samples that are missing.
+
+    options: of the command, for the processes that it starts on several GPUs, one for each. part: NUMBER/COUNT, the
+    part of the grid of such a process.
+    """
     devices = torch.cuda.device_count()
     if part is None and devices > 1:
-        return _start_parts(devices)
+        return _start_parts(options, devices)
+    number, parts = map(int, (part or "0/1").split("/"))
     logging.disable_progress_bar()
     draft = settings.evaluation.draft or str(final_draft(settings, root))
     if not Path(draft).exists():
         raise UserError(f"{draft}: no such draft; run the step train first, or set evaluation.draft")
-    decoder = Decoder(settings.target, draft)
+    most_new_tokens = max(task.max_new_tokens for task in settings.evaluation.tasks.values())
+    decoder = Decoder(settings.target, draft, most_new_tokens)
     folder = evaluation_folder(root)
-    if not part:
+    if number == 0:
         facts = {"draft": draft_fingerprint(decoder.model), "target": settings.target}
         claim(folder, facts | {"device": device_name(decoder.model.device), "versions": versions()})
-    samples = SampleFile(folder, part or 0)
+    samples = SampleFile(folder, number)
     grid = list(cells(settings.evaluation, root))
     # All methods of one task and context run on the same device, because they are compared.
     places = list(dict.fromkeys((cell.task, cell.context) for cell in grid))
-    mine = [cell for cell in grid if places.index((cell.task, cell.context)) % parts == (part or 0)]
+    mine = [cell for cell in grid if places.index((cell.task, cell.context)) % parts == number]
+    # transformers comes last and by context: it compiles a step per cache size, and a failure there costs nothing else.
+    mine.sort(key=lambda cell: (1, cell.context) if cell.method.kind == STATIC else (0, 0))
     missing = [(cell, samples.missing(cell)) for cell in mine]
     with tqdm(total=sum(len(prompts) for _, prompts in missing), desc="evaluate", unit="sample") as bar:
         warm: set[tuple[str, float, int]] = set()
@@ -66,12 +75,12 @@ def evaluate(settings: Settings, root: Path, part: int | None = None, parts: int
                 bar.update()
 
 
-def _start_parts(devices: int) -> None:
+def _start_parts(options: Sequence[str], devices: int) -> None:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = named.split(",") if named else [str(number) for number in range(devices)]
     children = [
         subprocess.Popen(
-            [sys.executable, "-m", "experiments", *sys.argv[1:], "--part", f"{number}/{devices}"],
+            [sys.executable, "-m", "experiments", "evaluate", *options, "--part", f"{number}/{devices}"],
             env=os.environ | {"CUDA_VISIBLE_DEVICES": name},
         )
         for number, name in enumerate(names)
@@ -88,7 +97,9 @@ def _start_parts(devices: int) -> None:
 class Decoder:
     """Continues prompts with the pair's own methods and with transformers' `generate`."""
 
-    def __init__(self, target: str, draft: str) -> None:
+    def __init__(self, target: str, draft: str, most_new_tokens: int) -> None:
+        """most_new_tokens: of any task; static caches have room for it."""
+        self.most_new_tokens = most_new_tokens
         self.text = TargetText.load(target)
         self.model, _ = load_pair(target, draft=draft)
         self.static_caches: dict[int, StaticCache] = {}
@@ -99,7 +110,7 @@ class Decoder:
         new_tokens = min(WARM_UP_TOKENS, cell.max_new_tokens) if warm_up else cell.max_new_tokens
         seed, began = cell.prompt_seed(prompt["id"]), time.perf_counter()
         if cell.method.kind == STATIC:
-            figures = self._transformers(ids, new_tokens, cell.temperature, seed, cell.max_new_tokens)
+            figures = self._transformers(cell, ids, new_tokens, seed)
         else:
             figures = self._generate(cell, ids, new_tokens, seed, warm_up)
         tokens = figures["token_ids"]
@@ -139,9 +150,8 @@ class Decoder:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
         return model.to(self.model.device).eval()
 
-    def _transformers(
-        self, ids: Tensor, new_tokens: int, temperature: float, seed: int, most_new_tokens: int
-    ) -> dict[str, Any]:
+    def _transformers(self, cell: Cell, ids: Tensor, new_tokens: int, seed: int) -> dict[str, Any]:
+        temperature = cell.temperature
         torch.manual_seed(seed)
         clock, model = Clock(), self.transformers_model
         options = {"temperature": temperature, "top_p": 1.0, "top_k": 0} if temperature else {}
@@ -152,7 +162,7 @@ class Decoder:
             max_new_tokens=new_tokens,
             do_sample=temperature > 0,
             streamer=clock,
-            past_key_values=self._static_cache(ids.shape[1] + most_new_tokens),
+            past_key_values=self._static_cache(max(cell.context, ids.shape[1]) + self.most_new_tokens),
             **options,
         )
         # The streamer first gets the prompt, then the token that prefill gave.

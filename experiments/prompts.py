@@ -27,7 +27,8 @@ MARGIN = 8
 """Tokens of a prompt left free, because two texts joined may have more tokens than each alone."""
 TRIES = 20
 """Documents tried per prompt."""
-SHARD_SIZE = 4096
+SHARD_BATCHES = 8
+"""Batches per shard, the unit in which the target's answers are resumed."""
 
 
 def prompts_file(root: Path, split: str, group: str) -> Path:
@@ -95,7 +96,7 @@ def write_chat(settings: Settings, root: Path) -> None:
             max_new_tokens=chat.max_new_tokens,
             max_turn_tokens=chat.max_turn_tokens,
             batch_size=chat.batch_size,
-            shard_size=SHARD_SIZE,
+            shard_size=SHARD_BATCHES * chat.batch_size,
             seed=settings.seed,
             chat_format=CHAT_FORMAT,
             exclude=tuple(exclude),

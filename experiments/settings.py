@@ -93,6 +93,8 @@ class TrainingSettings:
     """Seeds of the recipe; ablation arms use the first."""
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Ablations by name: changes to the stages by key (EVERY: to all of them); null leaves a stage out."""
+    only: list[str] = field(default_factory=list)
+    """Arms that the step trains ("recipe" is one); empty: all."""
     evaluation_rows: int = 64
 
 
@@ -187,6 +189,8 @@ def _check(settings: Settings) -> None:
     for name in settings.training.stages:
         _require(name != EVERY, f"training.stages.{EVERY}", "this name means all stages of an arm")
     _require(bool(settings.training.seeds), "training.seeds", "needs at least one seed")
+    unknown = set(settings.training.only) - {RECIPE, *settings.training.arms}
+    _require(not unknown, "training.only", f"no arm {', '.join(sorted(unknown))}")
     _require(RECIPE not in settings.training.arms, f"training.arms.{RECIPE}", "this name belongs to the recipe itself")
     for task in settings.evaluation.tasks:
         _require(task in TASKS, f"evaluation.tasks.{task}", f"no such task; use {', '.join(TASKS)}")

@@ -37,6 +37,8 @@ def train(settings: Settings, root: Path) -> None:
     """Train what is missing, the recipe first, and write the table of arms after each run."""
     target = TargetText.load(settings.target).path
     for arm, seed in all_runs(settings):
+        if settings.training.only and arm not in settings.training.only:
+            continue
         draft: Path | None = None
         for name, stage in arm_stages(settings, arm).items():
             folder = run_folder(root, arm, seed) / name
