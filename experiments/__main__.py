@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from experiments.processes import running
 from experiments.settings import Settings, load_settings
 from longspec.errors import reports_user_errors
 
@@ -28,19 +29,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_intermixed_args(argv)
     named = [f"{name}={getattr(arguments, name)}" for name in ("text", "root") if getattr(arguments, name)]
     settings = load_settings(arguments.config, [*named, *arguments.overrides])
-    if settings.text is None:
-        print("no text folder (--text): gsm8k, qmsum and aime24 are left out")
-    command = shlex.join(["python", "-m", "experiments", *(sys.argv[1:] if argv is None else argv)])
     signal.signal(signal.SIGTERM, _stop)
     chosen = [f"--{name}={getattr(arguments, name)}" for name in ("config", "text", "root") if getattr(arguments, name)]
     options = [*chosen, *arguments.overrides]
-    for step in STEPS if arguments.step == "all" else [arguments.step]:
-        began = time.perf_counter()
-        run_step(step, settings, command, options, arguments.part)
-        print(f"{step}: {time.perf_counter() - began:.0f} s", flush=True)
+    began = time.perf_counter()
+    if arguments.step == "all":
+        for step in STEPS:  # each in a process of its own, whose end frees the device's memory for the next
+            with running([sys.executable, "-m", "experiments", step, *options]) as child:
+                if code := child.wait():
+                    raise SystemExit(code)
+    else:
+        run_step(arguments.step, settings, options, arguments.part)
+    print(f"{arguments.step}: {time.perf_counter() - began:.0f} s", flush=True)
 
 
-def run_step(step: str, settings: Settings, command: str, options: Sequence[str], part: str | None) -> None:
+def run_step(step: str, settings: Settings, options: Sequence[str], part: str | None) -> None:
     """One step. The imports wait for it, because most steps need few of them."""
     root = Path(settings.root)
     if step == "prompts":
@@ -66,7 +69,7 @@ def run_step(step: str, settings: Settings, command: str, options: Sequence[str]
     else:
         from experiments.report import report
 
-        report(settings, root, command)
+        report(settings, root, shlex.join(["python", "-m", "experiments", "all", *options]))
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

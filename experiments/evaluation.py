@@ -1,10 +1,10 @@
 """Step `evaluate`: every method on held-out prompts, in one process per device that loads the pair once."""
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, StaticCache
 from transformers.utils import logging
 
 from experiments.cells import Cell, SampleFile, cells, prompt_digest
+from experiments.processes import running
 from experiments.settings import STATIC, Settings, claim
 from experiments.target import TargetText
 from experiments.training import final_draft
@@ -78,18 +79,17 @@ def evaluate(settings: Settings, root: Path, options: Sequence[str], part: str |
 def _start_parts(options: Sequence[str], devices: int) -> None:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = named.split(",") if named else [str(number) for number in range(devices)]
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-m", "experiments", "evaluate", *options, "--part", f"{number}/{devices}"],
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": name},
-        )
-        for number, name in enumerate(names)
-    ]
-    try:
+    with ExitStack() as stack:
+        children = [
+            stack.enter_context(
+                running(
+                    [sys.executable, "-m", "experiments", "evaluate", *options, "--part", f"{number}/{devices}"],
+                    env=os.environ | {"CUDA_VISIBLE_DEVICES": name},
+                )
+            )
+            for number, name in enumerate(names)
+        ]
         codes = [child.wait() for child in children]
-    finally:
-        for child in children:
-            child.terminate()
     if any(codes):
         raise UserError(f"evaluate: a device's process ended with code {max(codes, key=abs)}")
 

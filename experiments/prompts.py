@@ -41,6 +41,8 @@ def answers_file(root: Path, name: str, split: str) -> Path:
 
 def write_prompts(settings: Settings, root: Path) -> None:
     """Write all groups that are missing. Groups without documents are left out, and a line says so."""
+    if settings.text is None:
+        print("no text folder (--text): gsm8k, qmsum and aime24 are left out")
     write_chat(settings, root)
     common = {"target": settings.target, "with_text": settings.text is not None, "seed": settings.seed}
     missing: dict[str, dict[str, list[int]]] = {}

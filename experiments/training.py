@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
+from experiments.processes import running
 from experiments.prompts import answers_file
 from experiments.settings import EVERY, RECIPE, Settings, StageSettings, claim, read_jsonl, write_atomically
 from experiments.tables import markdown
@@ -29,8 +29,6 @@ METRICS, CHECKPOINT = "metrics.jsonl", "checkpoint-last"
 RECIPE_TABLE = "recipe"
 SHOWN = ("eval_acceptance_length", "eval_loss", "eval_top1_lag_1", "loss")
 LAST_LINES = 15
-TIME_TO_SAVE_S = 60
-"""For a stopped launch to save its last step."""
 
 
 def train(settings: Settings, root: Path) -> None:
@@ -170,20 +168,15 @@ def launch(command: list[str], folder: Path, steps: int) -> float:
     if not torch.cuda.is_available():
         environment["DS_ACCELERATOR"] = "cpu"
     log, began = folder / "log.txt", time.perf_counter()
-    with log.open("a") as output:
-        child = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            with tqdm(total=steps, desc=str(folder.relative_to(folder.parents[1])), unit="step") as bar:
-                ended = False
-                while not ended:
-                    ended = child.poll() is not None
-                    if (steps_done := _steps(folder)) > bar.n:
-                        bar.update(steps_done - bar.n)
-                    time.sleep(0.2)
-        finally:
-            if child.poll() is None:
-                child.send_signal(signal.SIGTERM)
-                child.wait(TIME_TO_SAVE_S)
+    options = {"cwd": REPOSITORY, "env": environment, "stderr": subprocess.STDOUT}
+    bar = tqdm(total=steps, desc=str(folder.relative_to(folder.parents[1])), unit="step")
+    with log.open("a") as output, running(command, stdout=output, **options) as child, bar:
+        ended = False
+        while not ended:
+            ended = child.poll() is not None
+            if (steps_done := _steps(folder)) > bar.n:
+                bar.update(steps_done - bar.n)
+            time.sleep(0.2)
     if child.returncode:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
         raise UserError(f"{folder}: the launch ended with code {child.returncode}; the end of {log}:\n{tail}")

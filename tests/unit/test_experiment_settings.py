@@ -106,6 +106,8 @@ def test_an_evaluation_goes_on_where_it_stopped(tmp_path: Path) -> None:
     again = SampleFile(folder)
     assert [prompt["id"] for prompt in again.missing(grid[0])] == ["lcc-test-1"]
     assert len(again.missing(grid[1])) == 2 and len(read_samples(folder)) == 1
+    again.append({**grid[0].key, "id": prompts[1]["id"], "prompt": prompt_digest(prompts[1])})
+    assert len(read_samples(folder)) == 2 and SampleFile(folder, part=1).missing(grid[0]) == []
     file.write_text(file.read_text().replace("x = 0", "x = 9"))
     (other, *_) = cells(load(methods).evaluation, tmp_path)
     with pytest.raises(UserError, match="samples of other prompts"):
