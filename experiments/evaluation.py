@@ -32,12 +32,13 @@ STATIC_STEP = 256
 """Sizes of static caches are multiples of it: transformers compiles its step once per size."""
 
 
-def evaluation_folder(root: Path) -> Path:
-    return root / "evaluation"
+def evaluation_folder(root: Path, seed: int | None = None) -> Path:
+    """Samples of the main draft, or of the recipe's draft of another seed."""
+    return root / ("evaluation" if seed is None else f"evaluation-seed{seed}")
 
 
 def evaluate(settings: Settings, root: Path, options: Sequence[str], part: str | None = None) -> None:
-    """Measure the samples that are missing.
+    """Measure the samples that are missing: all methods with the main draft, the greedy tree with the other seeds'.
 
     options: of the command, for the processes that it starts on several GPUs, one for each. part: NUMBER/COUNT, the
     part of the grid of such a process.
@@ -50,21 +51,35 @@ def evaluate(settings: Settings, root: Path, options: Sequence[str], part: str |
     draft = settings.evaluation.draft or str(final_draft(settings, root))
     if not Path(draft).exists():
         raise UserError(f"{draft}: no such draft; run the step train first, or set evaluation.draft")
-    most_new_tokens = max(task.max_new_tokens for task in settings.evaluation.tasks.values())
-    decoder = Decoder(settings.target, draft, most_new_tokens)
-    folder = evaluation_folder(root)
-    if number == 0:
-        facts = {"draft": draft_fingerprint(decoder.model), "target": settings.target}
-        claim(folder, facts | {"device": device_name(decoder.model.device), "versions": versions()})
-    samples = SampleFile(folder, number)
     grid = list(cells(settings.evaluation, root))
     # All methods of one task and context run on the same device, because they are compared.
     places = list(dict.fromkeys((cell.task, cell.context) for cell in grid))
     mine = [cell for cell in grid if places.index((cell.task, cell.context)) % parts == number]
     # transformers comes last and by context: it compiles a step per cache size, and a failure there costs nothing else.
     mine.sort(key=lambda cell: (1, cell.context) if cell.method.kind == STATIC else (0, 0))
-    missing = [(cell, samples.missing(cell)) for cell in mine]
-    with tqdm(total=sum(len(prompts) for _, prompts in missing), desc="evaluate", unit="sample") as bar:
+    measure(settings, draft, evaluation_folder(root), mine, number)
+    if settings.evaluation.draft is None:
+        for seed in settings.training.seeds[1:]:
+            draft, greedy = str(final_draft(settings, root, seed=seed)), [cell for cell in mine if is_main(cell)]
+            if Path(draft).exists():
+                measure(settings, draft, evaluation_folder(root, seed), greedy, number)
+
+
+def is_main(cell: Cell) -> bool:
+    """Whether a cell is of the method that the targets are about: the default tree at temperature 0."""
+    return cell.method.name == "tree" and cell.temperature == 0
+
+
+def measure(settings: Settings, draft: str, folder: Path, grid: list[Cell], number: int) -> None:
+    """The samples of one draft that are missing; number: of the device among those that write to `folder`."""
+    most_new_tokens = max(task.max_new_tokens for task in settings.evaluation.tasks.values())
+    decoder = Decoder(settings.target, draft, most_new_tokens)
+    if number == 0:
+        facts = {"draft": draft_fingerprint(decoder.model), "target": settings.target}
+        claim(folder, facts | {"device": device_name(decoder.model.device), "versions": versions()})
+    samples = SampleFile(folder, number)
+    missing = [(cell, samples.missing(cell)) for cell in grid]
+    with tqdm(total=sum(len(prompts) for _, prompts in missing), desc=folder.name, unit="sample") as bar:
         warm: set[tuple[str, float, int]] = set()
         for cell, prompts in missing:
             kernels = cell.method.name, cell.temperature, cell.context

@@ -38,8 +38,9 @@ def report(settings: Settings, root: Path, command: str) -> None:
         "Tokens per round": by_task_and_context(samples),
         "Methods": by_method(samples),
         "Outputs": output_counts(samples),
-        "Targets": pandas.DataFrame(targets(samples), columns=Verdict._fields),
+        "Targets": pandas.DataFrame(targets(samples, facts["device"].startswith("cpu")), columns=Verdict._fields),
         "Claims of the paper": pandas.DataFrame(paper_claims(samples, recipe), columns=Verdict._fields),
+        "Seeds": by_seed(settings, root, samples),
         "Recipe": summary(recipe),
         "Diagnostics": diagnostics_table(json.loads(diagnostics.read_text()) if diagnostics.exists() else {}),
     }
@@ -101,6 +102,26 @@ def by_method(samples: Samples) -> pandas.DataFrame:
 
 def _whole(figure: Figure) -> str:
     return f"{figure.value:.0f}" if math.isnan(figure.error) else f"{figure.value:.0f} ± {figure.error:.0f}"
+
+
+def by_seed(settings: Settings, root: Path, samples: Samples) -> pandas.DataFrame:
+    """Tokens per round of the greedy tree, a row per seed of the recipe, then their mean and standard deviation."""
+    drafts = {settings.training.seeds[0]: samples}
+    for seed in settings.training.seeds[1:]:
+        if lines := read_samples(evaluation_folder(root, seed)):
+            drafts[seed] = Samples(pandas.DataFrame(lines))
+    if len(drafts) < 2 or settings.evaluation.draft:
+        return pandas.DataFrame()
+    values = pandas.DataFrame(
+        [
+            {task: tokens_per_round(of_seed.of("tree", task=task)).value for task in samples.tasks}
+            | {"all": tokens_per_round(of_seed.of("tree")).value}
+            for of_seed in drafts.values()
+        ]
+    )
+    rows = pandas.concat([values, values.mean().to_frame().T, values.std().to_frame().T], ignore_index=True)
+    rows.insert(0, "seed", [*map(str, drafts), "mean", "sd"])
+    return rows
 
 
 def output_counts(samples: Samples) -> pandas.DataFrame:
@@ -171,6 +192,7 @@ def page(settings: Settings, command: str, facts: dict[str, Any], tables: dict[s
         "Outputs": "Repetition loops inflate the acceptance length of any draft, so they are counted apart.",
         "Targets": "On outputs without loops, T = 0 unless noted.",
         "Claims of the paper": "The paper's targets are models of 7B to 32B.",
+        "Seeds": "Tokens per round of `tree` at T = 0 on outputs without loops; the same prompts for every seed.",
         "Recipe": "The trainer's own evaluation on held-out answers; arms change one thing each, with the first seed.",
         "Diagnostics": "Teacher-forced tokens per round on validation answers; in parentheses the bound of the "
         "deterministic tree at T = 1, 1 + Σ p over its nodes.",

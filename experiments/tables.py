@@ -64,11 +64,12 @@ def tokens_per_second(samples: pandas.DataFrame) -> Figure:
     return pooled([samples["decoded_tokens"], samples["decode_s"]], _prompts(samples))
 
 
-def speed_ratio(samples: pandas.DataFrame, others: pandas.DataFrame) -> Figure:
+def speed_ratio(
+    samples: pandas.DataFrame, others: pandas.DataFrame, tokens: str = "decoded_tokens", seconds: str = "decode_s"
+) -> Figure:
     """Tokens/s over those of another method, on the prompts that both decoded."""
     both = samples.merge(others, on=KEY, suffixes=("", "_other"))
-    names = ("decoded_tokens", "decode_s", "decoded_tokens_other", "decode_s_other")
-    return pooled([both[name] for name in names], _prompts(both))
+    return pooled([both[name] for name in (tokens, seconds, f"{tokens}_other", f"{seconds}_other")], _prompts(both))
 
 
 def _prompts(samples: pandas.DataFrame) -> list[str]:

@@ -1,14 +1,20 @@
 """Figures of the experiment's report: pooled ratios, their standard errors, pairing, verdicts, forms of tables."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pandas
 import pytest
 
+from experiments.cells import SampleFile
 from experiments.claims import Samples, paper_claims, targets
-from experiments.report import by_method, by_task_and_context, output_counts
+from experiments.evaluation import evaluation_folder
+from experiments.report import by_method, by_seed, by_task_and_context, output_counts
+from experiments.settings import load_settings
 from experiments.tables import markdown, pooled, speed_ratio, tokens_per_round
+
+PRESET = Path(__file__).resolve().parents[2] / "experiments" / "smollm2.yaml"
 
 
 def line(method: str = "tree", number: int = 0, **changes: object) -> dict:
@@ -81,6 +87,14 @@ def test_targets_are_reached_missed_or_not_measured() -> None:
     assert verdicts["Tokens/s, tree over lookup, gsm8k"] == "reached"  # 2.5
 
 
+def test_a_cpu_has_a_target_of_its_own() -> None:
+    """It is about wall-clock time, prefill included."""
+    pair = {"new_tokens": 64}
+    frames = [line(**pair, wall_s=2.0, decode_s=0.1), line("vanilla", **pair, wall_s=4.0, decode_s=0.1)]
+    rows = [row for row in targets(Samples(frame(*frames)), on_cpu=True) if "Tokens/s" in row.claim]
+    assert [(row.expected, row.measured, row.verdict) for row in rows] == [("at least 1.3", "2.00", "reached")]
+
+
 def test_every_claim_of_the_paper_has_a_row() -> None:
     recipe = pandas.DataFrame(
         [
@@ -95,6 +109,16 @@ def test_every_claim_of_the_paper_has_a_row() -> None:
     assert rows["Greedy output equals vanilla's"].measured == "8 of 8 outputs"
     assert rows["Tokens per round, lcc"].verdict == "not measured"
     assert len(paper_claims(evaluation(), pandas.DataFrame())) == len(rows)
+
+
+def test_seeds_are_shown_with_their_spread(tmp_path: Path) -> None:
+    settings = load_settings(PRESET, ["training.seeds=[0,1,2]"])
+    assert by_seed(settings, tmp_path, evaluation()).empty, "one seed has no spread"
+    for seed, rounds in ((1, 10), (2, 5)):
+        SampleFile(evaluation_folder(tmp_path, seed)).append(line(rounds=rounds, prompt=0))
+    rows = by_seed(settings, tmp_path, Samples(frame(line(rounds=8)))).set_index("seed")
+    assert rows["gsm8k"].tolist() == pytest.approx([5.0, 4.0, 8.0, 17 / 3, np.std([5, 4, 8], ddof=1)])
+    assert rows.index.tolist() == ["0", "1", "2", "mean", "sd"]
 
 
 def test_tables_have_a_row_per_method_and_task() -> None:
