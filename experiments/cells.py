@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.prompts import prompts_file
-from experiments.settings import EvaluationSettings, MethodSettings, read_jsonl
+from experiments.files import prompts_file, read_jsonl
+from experiments.settings import EvaluationSettings, MethodSettings
 from longspec.errors import UserError
 
 CELL_KEY = ("task", "context", "method", "temperature", "seed")

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments.prompts import answers_file
-from experiments.settings import Settings, read_jsonl, write_atomically
+from experiments.files import answers_file, read_jsonl, write_atomically
+from experiments.settings import Settings
 from experiments.target import TargetText
 from experiments.training import CHECKPOINT, all_runs, arm_stages, run_folder
 from longspec import load_pair

@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, StaticCache
 from transformers.utils import logging
 
 from experiments.cells import Cell, SampleFile, cells, prompt_digest
+from experiments.files import claim
 from experiments.processes import running
-from experiments.settings import STATIC, Settings, claim
+from experiments.settings import STATIC, Settings
 from experiments.target import TargetText
 from experiments.training import final_draft
 from longspec import generate, load_pair
@@ -27,6 +28,8 @@ from longspec.errors import UserError
 from longspec.inference.report import device_name, versions
 from longspec.inference.tree_shapes import draft_fingerprint
 
+FACTS = "settings.json"
+"""What all samples of a folder were measured with."""
 WARM_UP_TOKENS = 16
 STATIC_STEP = 256
 """Sizes of static caches are multiples of it: transformers compiles its step once per size."""
@@ -76,7 +79,7 @@ def measure(settings: Settings, draft: str, folder: Path, grid: list[Cell], numb
     decoder = Decoder(settings.target, draft, most_new_tokens)
     if number == 0:
         facts = {"draft": draft_fingerprint(decoder.model), "target": settings.target}
-        claim(folder, facts | {"device": device_name(decoder.model.device), "versions": versions()})
+        claim(folder / FACTS, facts | {"device": device_name(decoder.model.device), "versions": versions()})
     samples = SampleFile(folder, number)
     missing = [(cell, samples.missing(cell)) for cell in grid]
     with tqdm(total=sum(len(prompts) for _, prompts in missing), desc=folder.name, unit="sample") as bar:

@@ -9,11 +9,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments.settings import Settings, claim, read_jsonl, write_atomically
+from experiments.answers import write_chat
+from experiments.files import answers_file, claim, prompts_file, read_jsonl, write_atomically
+from experiments.settings import Settings
 from experiments.sources import SPLITS, CodeFile, Meeting, Texts, read_code, read_texts
-from experiments.target import CHAT_FORMAT, LONGEST_TOKEN, TargetText
-from longspec.inference.regenerate import Settings as AnswerRun
-from longspec.inference.regenerate import regenerate
+from experiments.target import LONGEST_TOKEN, TargetText
 from longspec.inference.tasks import TASKS
 
 Record = dict[str, Any]
@@ -27,16 +27,6 @@ MARGIN = 8
 """Tokens of a prompt left free, because two texts joined may have more tokens than each alone."""
 TRIES = 20
 """Documents tried per prompt."""
-SHARD_BATCHES = 8
-"""Batches per shard, the unit in which the target's answers are resumed."""
-
-
-def prompts_file(root: Path, split: str, group: str) -> Path:
-    return root / "prompts" / split / f"{group}.jsonl"
-
-
-def answers_file(root: Path, name: str, split: str) -> Path:
-    return root / "answers" / name / f"{split}.jsonl"
 
 
 def write_prompts(settings: Settings, root: Path) -> None:
@@ -45,10 +35,14 @@ def write_prompts(settings: Settings, root: Path) -> None:
         print("no text folder (--text): gsm8k, qmsum and aime24 are left out")
     write_chat(settings, root)
     common = {"target": settings.target, "with_text": settings.text is not None, "seed": settings.seed}
+    common["code"] = asdict(settings.code)
     missing: dict[str, dict[str, list[int]]] = {}
     for split in SPLITS:
         plan = planned_lengths(settings, split)
-        claim(root / "prompts" / split, common | {"code": asdict(settings.code), "lengths": plan})
+        facts = common | {
+            group: {"prompts": len(n), "shortest": min(n), "longest": max(n)} for group, n in plan.items() if n
+        }
+        claim(root / "prompts" / split / "settings.json", facts)
         missing[split] = {
             group: lengths
             for group, lengths in plan.items()
@@ -80,32 +74,6 @@ def planned_lengths(settings: Settings, split: str) -> dict[str, list[int]]:
         group: [0 if group == "gsm8k" else chance.randint(shortest, longest) for _ in range(count)]
         for group, count in counts.items()
     }
-
-
-def write_chat(settings: Settings, root: Path) -> None:
-    """Conversations written by the target, one file per split; a prompt of one split is in no other."""
-    chat = settings.chat
-    exclude: list[str] = []
-    for split in SPLITS:
-        if not (count := getattr(chat, split)):
-            continue
-        run = AnswerRun(
-            target=settings.target,
-            output_dir=str(root / "answers" / "chat"),
-            split=split,
-            count=count,
-            temperatures=(0.0, 0.7, 1.0) if split == "train" else (0.0,),
-            max_new_tokens=chat.max_new_tokens,
-            max_turn_tokens=chat.max_turn_tokens,
-            batch_size=chat.batch_size,
-            shard_size=SHARD_BATCHES * chat.batch_size,
-            seed=settings.seed,
-            chat_format=CHAT_FORMAT,
-            exclude=tuple(exclude),
-        )
-        exclude.append(str(answers_file(root, "chat", split)))
-        if not Path(exclude[-1]).exists():
-            regenerate(run)
 
 
 def chat_turns(root: Path, split: str) -> list[list[Turn]]:

@@ -12,8 +12,9 @@ import pandas
 from experiments.cells import read_samples
 from experiments.claims import Samples, Verdict, paper_claims, targets
 from experiments.diagnostics import DIAGNOSTICS
-from experiments.evaluation import evaluation_folder
-from experiments.settings import Settings, write_atomically
+from experiments.evaluation import FACTS, evaluation_folder
+from experiments.files import write_atomically
+from experiments.settings import Settings
 from experiments.tables import Figure, markdown, tokens_per_round, tokens_per_second
 from experiments.training import summary, table
 from longspec.errors import UserError
@@ -31,7 +32,7 @@ def report(settings: Settings, root: Path, command: str) -> None:
     if not lines:
         raise UserError(f"{evaluation}: no samples; run the step evaluate first")
     samples = Samples(pandas.DataFrame(lines))
-    facts = json.loads((evaluation / "settings.json").read_text())
+    facts = json.loads((evaluation / FACTS).read_text())
     recipe = table(settings, root)
     diagnostics = root / "training" / DIAGNOSTICS
     tables = {

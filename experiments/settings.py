@@ -1,6 +1,5 @@
 """Settings of an experiment: the typed schema, and the YAML file and overrides merged into it."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -209,33 +208,3 @@ def _check(settings: Settings) -> None:
 def _require(condition: bool, key: str, problem: str) -> None:
     if not condition:
         raise UserError(f"config key {key}: {problem}")
-
-
-def claim(folder: Path, facts: dict[str, Any]) -> None:
-    """Keep the facts that decide about a folder's content in it. Raises UserError if it was made with others."""
-    file, written = folder / "settings.json", json.loads(json.dumps(facts))
-    if file.is_file():
-        before = json.loads(file.read_text())
-        if differing := [name for name in written | before if written.get(name) != before.get(name)]:
-            name = differing[0]
-            raise UserError(
-                f"{folder}: was made with {name} {before.get(name)}, not {written.get(name)}; "
-                "give another --root, or remove this folder"
-            )
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(written, indent=1) + "\n")
-
-
-def write_atomically(file: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(file.name + ".part")
-    part.write_text(text)
-    part.replace(file)
-
-
-def read_jsonl(file: Path) -> list[dict[str, Any]]:
-    """The complete lines of a JSONL file; a last line that was cut off does not count."""
-    lines = file.read_bytes().split(b"\n")[:-1]
-    return [json.loads(line) for line in lines if line.strip()]

@@ -16,9 +16,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
+from experiments.files import answers_file, claim, read_jsonl, write_atomically
 from experiments.processes import running
-from experiments.prompts import answers_file
-from experiments.settings import EVERY, RECIPE, Settings, StageSettings, claim, read_jsonl, write_atomically
+from experiments.settings import EVERY, RECIPE, Settings, StageSettings
 from experiments.tables import markdown
 from experiments.target import TargetText
 from longspec.errors import UserError, first_line
@@ -113,7 +113,7 @@ def train_stage(
         "wandb.mode": "disabled",
         **stage.overrides,
     }
-    claim(folder, asdict(stage) | {"seed": seed})
+    claim(folder / "settings.json", asdict(stage) | {"seed": seed})
     if is_finished(folder, overrides["max_steps"]):
         return
     seconds = launch(launch_line(stage.config, overrides, ranks), folder, overrides["max_steps"])

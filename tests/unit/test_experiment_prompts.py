@@ -7,8 +7,9 @@ import pytest
 from experiment_fixtures import make_chat_target, write_text_folder
 
 from experiments import sources
+from experiments.files import claim, read_jsonl
 from experiments.prompts import Makers, write_prompts
-from experiments.settings import CodeSettings, claim, load_settings, read_jsonl
+from experiments.settings import CodeSettings, load_settings
 from experiments.sources import (
     SPLITS,
     CodeFile,
@@ -137,12 +138,12 @@ def test_prompts_are_written_once(target: TargetText, texts: Path, tmp_path: Pat
     write_prompts(settings, tmp_path)
     assert file.read_text() == "kept\n"
     settings.prompts.train["gsm8k"] = 10
-    with pytest.raises(UserError, match="was made with lengths"):
+    with pytest.raises(UserError, match="made with gsm8k"):
         write_prompts(settings, tmp_path)
 
 
 def test_a_folder_keeps_the_facts_it_was_made_with(tmp_path: Path) -> None:
-    claim(tmp_path / "a", {"one": 1, "two": (2, 3)})
-    claim(tmp_path / "a", {"one": 1, "two": (2, 3)})
-    with pytest.raises(UserError, match="was made with two"):
-        claim(tmp_path / "a", {"one": 1, "two": (2, 4)})
+    claim(tmp_path / "a" / "settings.json", {"one": 1, "two": (2, 3)})
+    claim(tmp_path / "a" / "settings.json", {"one": 1, "two": (2, 3)})
+    with pytest.raises(UserError, match="made with two"):
+        claim(tmp_path / "a" / "settings.json", {"one": 1, "two": (2, 4)})
