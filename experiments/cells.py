@@ -60,10 +60,10 @@ class SampleFile:
         """part: the number of the device that appends; samples of all devices count as measured."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"samples-{part}.jsonl"
-        if self.path.exists():
-            whole = self.path.read_bytes().rfind(b"\n") + 1
+        written = self.path.read_bytes() if self.path.exists() else b""
+        if written and not written.endswith(b"\n"):
             with self.path.open("r+b") as handle:
-                handle.truncate(whole)
+                handle.truncate(written.rfind(b"\n") + 1)
         self.prompts = {sample_key(line): line["prompt"] for line in read_samples(folder)}
 
     def missing(self, cell: Cell) -> list[dict[str, Any]]:
