@@ -3,9 +3,11 @@
 import json
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -16,6 +18,7 @@ from experiments.sources import SPLITS, CodeFile, Meeting, Texts, read_code, rea
 from experiments.target import LONGEST_TOKEN, TargetText
 from longspec.inference.tasks import TASKS
 
+T = TypeVar("T")
 Record = dict[str, Any]
 Turn = dict[str, str]
 Make = Callable[[Any, int, random.Random], Record | None]
@@ -25,6 +28,10 @@ SHORTEST = 0.85
 """Least length of a prompt as a share of the length that is asked for."""
 MARGIN = 8
 """Tokens of a prompt left free, because two texts joined may have more tokens than each alone."""
+LEAST_CHARACTERS = 2
+"""Average characters per token of code, at least."""
+CANDIDATES = 300
+"""Documents tried to fill a prompt with worked questions or earlier turns."""
 TRIES = 20
 """Documents tried per prompt."""
 
@@ -53,13 +60,21 @@ def write_prompts(settings: Settings, root: Path) -> None:
     target, code = TargetText.load(settings.target), read_code(settings.code, settings.seed)
     for split, plan in missing.items():
         makers = Makers(target, read_texts(settings.text, split), code[split], chat_turns(root, split), split)
-        for group, lengths in plan.items():
-            chance = random.Random(f"{settings.seed}/{split}/{group}")
-            records = list(makers.records(group, lengths, chance))
-            text = "".join(json.dumps(record) + "\n" for record in records)
-            write_atomically(prompts_file(root, split, group), text)
-            left_out = f", {len(lengths) - len(records)} left out" if len(records) < len(lengths) else ""
-            print(f"prompts, {split}, {group}: {len(records)}{left_out}")
+        with ThreadPoolExecutor() as pool:  # tokenizing releases the interpreter's lock
+            tasks = [
+                pool.submit(write_group, makers, group, lengths, settings.seed, prompts_file(root, split, group))
+                for group, lengths in plan.items()
+            ]
+        for task in tasks:
+            task.result()
+
+
+def write_group(makers: "Makers", group: str, lengths: list[int], seed: int, file: Path) -> None:
+    """Write the prompts of one group."""
+    records = list(makers.records(group, lengths, random.Random(f"{seed}/{makers.split}/{group}")))
+    write_atomically(file, "".join(json.dumps(record) + "\n" for record in records))
+    left_out = f", {len(lengths) - len(records)} left out" if len(records) < len(lengths) else ""
+    tqdm.write(f"prompts, {makers.split}, {group}: {len(records)}{left_out}")
 
 
 def planned_lengths(settings: Settings, split: str) -> dict[str, list[int]]:
@@ -146,10 +161,11 @@ class Makers:
 
     def _before_line(self, file: CodeFile, tokens: int, chance: random.Random) -> str | None:
         """Whole lines of this number of tokens that end before a line of code; None if the file is too short."""
-        ends = [end + 1 for end, sign in enumerate(file.text) if sign == "\n" and end >= 2 * tokens]
-        if not ends or tokens < 1:
+        least = LEAST_CHARACTERS * tokens
+        if tokens < 1 or least >= len(file.text):
             return None
-        code, used = self.target.tail(file.text[: chance.choice(ends)], tokens)
+        end = file.text.rfind("\n", 0, chance.randint(least, len(file.text))) + 1
+        code, used = self.target.tail(file.text[:end], tokens)
         return code if used >= SHORTEST * tokens else None
 
     def meeting(self, meeting: Meeting, tokens: int, chance: random.Random) -> Record | None:
@@ -168,11 +184,8 @@ class Makers:
             return _user(question[0])
         asked = f"Question: {question[0]}\nAnswer:"
         room = tokens - MARGIN - self.target.count(asked) - self.target.chat_overhead
-        worked = [
-            f"Question: {one}\nAnswer: {answer}\n\n" for one, answer in self.texts.questions if one != question[0]
-        ]
-        shown = self._fill(worked, room, tokens, chance)
-        return None if shown is None else _user("".join(worked[number] for number in shown) + asked)
+        shown = self._fill(self.texts.questions, question, _worked, room, tokens, chance)
+        return None if shown is None else _user("".join(map(_worked, shown)) + asked)
 
     def conversation(self, turns: list[Turn], tokens: int, chance: random.Random) -> Record | None:
         """A user turn, after other conversations as earlier turns up to this number of tokens."""
@@ -180,29 +193,44 @@ class Makers:
         if not tokens:
             return {"messages": asked}
         room = tokens - MARGIN - len(self.target.prompt_ids({"messages": asked}))
-        others = [other for other in self.chats if other is not turns]
-        texts = ["\n".join(turn["content"] for turn in other) for other in others]
-        earlier = self._fill(texts, room, tokens, chance, extra=self.target.exchange_overhead)
-        if earlier is None:
-            return None
-        return {"messages": [turn for number in earlier for turn in others[number]] + asked}
+        extra = self.target.exchange_overhead
+        earlier = self._fill(self.chats, turns, _contents, room, tokens, chance, extra)
+        return None if earlier is None else {"messages": [*chain(*earlier), *asked]}
 
     def _fill(
-        self, texts: list[str], room: int, tokens: int, chance: random.Random, extra: int = 0
-    ) -> list[int] | None:
-        """Numbers of random texts that leave at most 1 - SHORTEST of `tokens` free of `room`; None if none do.
+        self,
+        documents: list[T],
+        asked: T,
+        text: Callable[[T], str],
+        room: int,
+        tokens: int,
+        chance: random.Random,
+        extra: int = 0,
+    ) -> list[T] | None:
+        """Random documents other than `asked` that leave at most 1 - SHORTEST of `tokens` free of `room`, or None.
 
-        extra: tokens that each text takes in addition to its own.
+        text: of a document; extra: tokens that each takes in addition.
         """
-        chosen: list[int] = []
-        for number in chance.sample(range(len(texts)), len(texts)):
+        chosen: list[T] = []
+        for document in chance.sample(documents, min(CANDIDATES, len(documents))):
             if room < (1 - SHORTEST) * tokens:
-                return chosen
-            size = self.target.count(texts[number][: LONGEST_TOKEN * room + 1]) + extra
+                break
+            shown = text(document)
+            if document is asked or len(shown) > LONGEST_TOKEN * room:
+                continue
+            size = self.target.count(shown) + extra
             if size <= room:
-                chosen.append(number)
+                chosen.append(document)
                 room -= size
         return chosen if room < (1 - SHORTEST) * tokens else None
+
+
+def _worked(question: tuple[str, str]) -> str:
+    return f"Question: {question[0]}\nAnswer: {question[1]}\n\n"
+
+
+def _contents(turns: list[Turn]) -> str:
+    return "\n".join(turn["content"] for turn in turns)
 
 
 def _user(content: str) -> Record:

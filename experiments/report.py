@@ -179,7 +179,7 @@ def _bars(groups: list[str], figures: dict[str, list[Figure]], title: str, file:
         axes.bar(places, heights, width, yerr=errors, label=name, error_kw={"linewidth": 0.8})
     axes.set_xticks(range(len(groups)), groups)
     axes.set_title(title)
-    axes.legend(ncols=4, fontsize="small")
+    figure.legend(loc="outside lower center", ncols=6, fontsize="small")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=120)
     pyplot.close(figure)

@@ -10,7 +10,7 @@ from longspec.inference.regenerate import choose_target
 from longspec.models.target_files import load_tokenizer, read_config
 
 CHAT_FORMAT = "tokenizer"
-LONGEST_TOKEN = 6
+LONGEST_TOKEN = 5
 """Average characters per token, at most; more text than this is never tokenized to find a length."""
 
 
