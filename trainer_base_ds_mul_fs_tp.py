@@ -18,6 +18,6 @@ if __name__ == "__main__":
         if signal.getsignal(stop) is not signal.SIG_IGN:  # as nohup ignores SIGHUP
             signal.signal(stop, end)
 
-    from longspec.train.trainer import main
+    from longspec.train.command import main
 
     main()

@@ -190,7 +190,7 @@ def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
             visible = proposal.visible[:, :width]
             args = (draft.cache.keys, draft.cache.values, cache.lengths, level, visible, scale)
             runner.attention.window(queries[width], *args)
-            runner.attention.prefix(queries[width], *cache.last_layer, cache.lengths, scale)
+            runner.attention.prefix(queries[width], *cache.layer(-1), cache.lengths, scale)
 
     def verify_attention() -> None:
         attend = runner.attention.hybrid(cache.lengths, proposal.visible)

@@ -1,9 +1,35 @@
 """LongSpec: lossless speculative decoding for long contexts."""
 
-from longspec.inference import transformers_api  # noqa: F401  (binds `generate` to the models)
-from longspec.inference.generate import generate
-from longspec.inference.load_pair import load_pair
-from longspec.models.llama import LlamaGlide
-from longspec.models.qwen2 import Qwen2Glide
+from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from longspec.inference.generate import generate
+    from longspec.inference.load_pair import load_pair
+    from longspec.models.llama import LlamaGlide
+    from longspec.models.qwen2 import Qwen2Glide
+
+__version__ = "0.1.0"
 __all__ = ["LlamaGlide", "Qwen2Glide", "generate", "load_pair"]
+
+_MODULES = {
+    "LlamaGlide": "longspec.models.llama",
+    "Qwen2Glide": "longspec.models.qwen2",
+    "generate": "longspec.inference.generate",
+    "load_pair": "longspec.inference.load_pair",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name at its first use, so that `longspec --help` does not wait for torch."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'longspec' has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

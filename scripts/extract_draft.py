@@ -24,10 +24,10 @@ def main() -> None:
     draft = read_draft(args.checkpoint)
     run = read_config_file(args.checkpoint / CONFIG_NAME)
     if args.hf:
-        save_draft_folder(draft, read_config(run.model_name_or_path), args.output, run.model.window)
+        save_draft_folder(draft, read_config(run.model_name_or_path), args.output, run.model.draft_options)
     else:
         file = args.output if args.output.suffix == ".pth" else args.output / DRAFT_WEIGHTS_NAME
-        save_draft_file(draft, file, run.model.window)
+        save_draft_file(draft, file, run.model.draft_options)
     print(f"{len(draft)} weights of {args.checkpoint} written to {args.output}")
 
 

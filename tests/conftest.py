@@ -1,6 +1,7 @@
 """Runs before any test module: Triton's interpreter where there is no GPU, and the helpers' folder on the path."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +13,10 @@ if not torch.cuda.is_available():
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
+# Tests send signals that `nohup` or a shell's `&` makes a process ignore, and its children inherit that.
+for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 torch.set_num_threads(1)  # tensors this small lose more to the hand-over between threads than they gain
 
 

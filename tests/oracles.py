@@ -29,6 +29,7 @@ class Oracle:
         """truth: each row's continuation from its first new token on, as far as any round looks ahead."""
         self.drafter = drafter
         self.depth, self.nodes, self.kind, self.start = drafter.depth, drafter.nodes, drafter.kind, drafter.start
+        self.reads_hidden = drafter.reads_hidden
         self.prompt_lengths, self.truth, self.plan, self.vocab = prompt_lengths, truth, plan, vocab
         self.random = Random(5)
         self.rounds = 0
@@ -82,6 +83,7 @@ class DeviceOracle:
         """shape: of the drafter's trees; truth: LongTensor [B, tokens]."""
         self.drafter, self.truth, self.vocab = drafter, truth, vocab
         self.depth, self.nodes, self.kind = drafter.depth, drafter.nodes, drafter.kind
+        self.reads_hidden = drafter.reads_hidden
         self.start, self.feed = drafter.start, drafter.feed
         self.prompt_lengths = torch.tensor(prompt_lengths, device=truth.device)[:, None]
         self.plan = torch.tensor(plan, device=truth.device)

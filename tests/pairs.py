@@ -1,18 +1,26 @@
 """Tiny targets with drafts, for tests: random weights, both families, any head layout."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from longspec.models.draft_layer import PUBLISHED, DraftOptions
 from longspec.models.glide import GlideMixin
 from longspec.models.llama import LlamaGlide
 from longspec.models.qwen2 import Qwen2Glide
 
 FAMILIES = ("llama", "qwen2")
+OPTIONS = {
+    "published": PUBLISHED,
+    "kv_layers": DraftOptions(kv_layers=(1, 0)),
+    "feature": DraftOptions(target_feature=True),
+    "both": DraftOptions(kv_layers=(1,), target_feature=True),
+}
+"""Drafts for the targets of 3 layers."""
 _CLASSES = {
     "llama": (LlamaConfig, LlamaForCausalLM, LlamaGlide),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, Qwen2Glide),
@@ -46,12 +54,17 @@ def save_target(folder: Path, family: str, seed: int = 0, **overrides: Any) -> P
 
 
 def make_pair(
-    folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+    folder: Path,
+    family: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    options: DraftOptions = PUBLISHED,
+    **overrides: Any,
 ) -> GlideMixin:
     """A random target with a random draft, which decoding takes for a trained one."""
     save_target(folder, family, seed, **overrides)
     torch.manual_seed(seed + 1)
-    model = _CLASSES[family][2].from_pretrained(folder, torch_dtype=dtype)
+    model = _CLASSES[family][2].from_pretrained(folder, torch_dtype=dtype, **asdict(options))
     model.draft_is_trained = True
     return model
 

@@ -10,9 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import mkdtemp
 
-import datasets
-from datasets import Dataset
-from datasets.table import MemoryMappedTable, concat_tables
+from longspec.extras import extra
+
+with extra("train"):
+    import datasets
+    from datasets import Dataset
+    from datasets.table import MemoryMappedTable, concat_tables
 
 logger = logging.getLogger(__name__)
 

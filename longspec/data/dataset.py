@@ -9,9 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, Features, Value
-from datasets import Sequence as ListOf
-from datasets.fingerprint import Hasher
 
 from longspec.data import aligners as aligner_functions
 from longspec.data import packing, records, templates
@@ -20,6 +17,12 @@ from longspec.data.cache import cache_folder, cached_table
 from longspec.data.collators import Segment
 from longspec.data.templates import check_templates
 from longspec.errors import UserError, first_line
+from longspec.extras import extra
+
+with extra("train"):
+    from datasets import Dataset, Features, Value
+    from datasets import Sequence as ListOf
+    from datasets.fingerprint import Hasher
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 
 import numpy as np
-from datasets.utils.tqdm import tqdm  # silent on the ranks where tokenising is
+
+from longspec.extras import extra
+
+with extra("train"):
+    from datasets.utils.tqdm import tqdm  # silent on the ranks where tokenising is
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """From JSONL files to records: the lines of each file, their content digests, and each record's kind."""
 
+from __future__ import annotations
+
 import glob
 import hashlib
 import json
@@ -8,13 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from datasets import Dataset, Features, Value
-from datasets.exceptions import DatasetGenerationError
-
-from longspec.data.cache import cache_folder, cached_table
 from longspec.errors import UserError
+from longspec.extras import extra
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 Record = dict[str, Any]
 Files = str | Path | Iterable[str | Path]
@@ -22,9 +24,7 @@ Files = str | Path | Iterable[str | Path]
 SUFFIXES = (".jsonl", ".json")
 VERSION = 1  # of the table of lines: raised when its columns change
 WHERE = "_where"  # the key under which a record carries "file:line"
-LINE_FEATURES = Features(
-    {"file": Value("string"), "line": Value("int64"), "start": Value("int64"), "digest": Value("int64")}
-)
+LINE_COLUMNS = {"file": "string", "line": "int64", "start": "int64", "digest": "int64"}
 
 
 class RecordError(UserError):
@@ -128,9 +128,15 @@ def index_lines(digests: Sequence[FileDigest], num_proc: int = 1, cache_dir: str
 
     Columns: `file`, `line` (from 1), `start` (byte offset) and `digest`, 64 bits over path, line number and the line's
     bytes. Lines end at b"\\n" only, because a JSON string may contain U+2028, U+0085 and the like. The table is cached
-    by the files' paths and content digests. Raises UserError if no line is found or a file has changed since it was
-    digested.
+    by the files' paths and content digests. Raises UserError if no line is found, a file has changed since it was
+    digested, or the package datasets is missing.
     """
+    with extra("train"):
+        from datasets import Dataset, Features, Value
+        from datasets.exceptions import DatasetGenerationError
+
+    from longspec.data.cache import cache_folder, cached_table
+
     if not any(True for _ in _lines([FileDigest(one.path, "") for one in digests])):
         names = ", ".join(one.path for one in digests[:3])
         raise UserError(f"no record in {names}{' …' if len(digests) > 3 else ''}: all lines are blank")
@@ -140,7 +146,7 @@ def index_lines(digests: Sequence[FileDigest], num_proc: int = 1, cache_dir: str
         try:
             Dataset.from_generator(
                 _lines,
-                features=LINE_FEATURES,
+                features=Features({name: Value(dtype) for name, dtype in LINE_COLUMNS.items()}),
                 cache_dir=folder,
                 gen_kwargs={"files": list(digests)},
                 num_proc=workers if workers > 1 else None,

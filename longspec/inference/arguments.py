@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from longspec.errors import UserError
-from longspec.inference.methods import GLIDE_METHODS, METHODS, TREE_RULES
-from longspec.inference.tree_shapes import AUTO
+from longspec.inference.methods import AUTO, GLIDE_METHODS, METHODS, TREE_RULES
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import context_window
 

@@ -26,7 +26,8 @@ class TargetCache(Cache):
     """One preallocated store for all layers: keys, values [L, B, Hkv, S, D].
 
     Slots 0 … lengths[b] - 1 of row b hold accepted tokens, in order of position. A forward pass writes its tokens
-    to `slots` (LongTensor [B, N], set by whoever runs the pass); what lies past `lengths` is scratch.
+    to `slots` (LongTensor [B, N], set by whoever runs the pass); what lies past `lengths` is scratch. `newest_hidden`
+    is kept up only for a drafter that reads it.
     """
 
     def __init__(
@@ -37,6 +38,8 @@ class TargetCache(Cache):
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.newest_hidden = torch.zeros(batch, 1, config.hidden_size, dtype=dtype, device=device)
+        """[B, 1, hidden]: the target's hidden state, after its final norm, at each row's newest accepted token."""
         self.rows = torch.arange(batch, device=device)[:, None]
         self.slots = torch.empty(0, dtype=torch.long, device=device)
         self.faults = torch.zeros(batch, dtype=torch.long, device=device)
@@ -51,10 +54,9 @@ class TargetCache(Cache):
         values[self.rows, :, self.slots] = value_states.transpose(1, 2)
         return keys, values
 
-    @property
-    def last_layer(self) -> tuple[Tensor, Tensor]:
-        """What the draft's cross-attention reads: keys, values [B, Hkv, S, D]."""
-        return self.keys[-1], self.values[-1]
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, Hkv, S, D] of one layer, as a cross-attention of the draft reads them."""
+        return self.keys[number], self.values[number]
 
     def watch(self, fault: Fault) -> Watch:
         """For passes that read logits: records each row's fault."""

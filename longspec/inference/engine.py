@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longspec.inference.acceptance import Sampler, accept
 from longspec.inference.cache import Fault, TargetCache
-from longspec.inference.drafting.proposal import Drafter, Proposal
+from longspec.inference.drafting.proposal import Drafter, Proposal, chain
 from longspec.inference.runner import Runner
 
 PREFILL_TOKENS = 4096
@@ -66,6 +66,8 @@ class Engine:
         lengths = torch.tensor(self.prompt_lengths, device=self.prompts.device)
         last_hidden = self._read_prompts()
         self.cache.lengths.copy_(lengths)
+        if self.drafter.reads_hidden:
+            self.cache.newest_hidden.copy_(last_hidden)
         self.drafter.start(self.prompts, lengths)
         self.cache.faults.zero_()
         logits = self.runner.logits(last_hidden)[:, 0]
@@ -90,6 +92,17 @@ class Engine:
                     last[row] = hidden[row, length - 1 - start].clone()
         return torch.stack(last)[:, None]
 
+    def go_to(self, lengths: Tensor, root: Tensor) -> None:
+        """Decode on from other places in what was read: after `lengths`, LongTensor [B], tokens of the prompts, each at
+        least 1, with `root`, LongTensor [B], as the next one."""
+        self.root.copy_(root)
+        if self.drafter.reads_hidden:
+            self.cache.lengths.copy_(lengths - 1)
+            newest = self.prompts.gather(1, lengths[:, None] - 1)
+            self.cache.newest_hidden.copy_(self.read_tree(chain(newest)))
+        self.cache.lengths.copy_(lengths)
+        self.drafter.start(self.prompts, lengths)
+
     def round(self, active: Tensor) -> tuple[Tensor, Tensor]:
         """One round. active: bool [B]; the other rows stay as they are.
 
@@ -98,7 +111,13 @@ class Engine:
         has a fault in `cache.faults`.
         """
         proposal = self.drafter.propose(self.root, self.cache)
-        accepted = accept(proposal, self.verify(proposal), self.sampler, self.cache.watch(Fault.TARGET))
+        hidden = self.read_tree(proposal)
+        logits = self.runner.logits(hidden)
+        accepted = accept(proposal, logits, self.sampler, self.cache.watch(Fault.TARGET))
+        if self.drafter.reads_hidden:
+            last = accepted.path.gather(1, accepted.count[:, None])[..., None]
+            newest = hidden.gather(1, last.expand(-1, -1, hidden.shape[2]))
+            self.cache.newest_hidden.copy_(torch.where(active[:, None, None], newest, self.cache.newest_hidden))
         count = torch.where(active, accepted.count + 1, 0)
         path_tokens = proposal.tokens.gather(1, accepted.path)
         steps = torch.arange(proposal.depth + 1, device=count.device)
@@ -109,10 +128,14 @@ class Engine:
         return emitted, count
 
     def verify(self, proposal: Proposal) -> Tensor:
-        """The target's logits [B, N, V] at every node of the tree, in one pass; its KV lies behind the cache's
-        accepted tokens until `TargetCache.keep` takes the accepted part."""
+        """The target's logits [B, N, V] at every node of the tree."""
+        return self.runner.logits(self.read_tree(proposal))
+
+    def read_tree(self, proposal: Proposal) -> Tensor:
+        """The target's hidden states [B, N, hidden] at every node of the tree, in one pass; its KV lies behind the
+        cache's accepted tokens until `TargetCache.keep` takes the accepted part."""
         cache = self.cache
         cache.slots = cache.next_slots(proposal.tokens.shape[1])
         positions = cache.lengths[:, None] + proposal.levels
         attend = self.runner.attention.hybrid(cache.lengths, proposal.visible)
-        return self.runner.logits(self.runner.target(proposal.tokens, positions, cache, attend))
+        return self.runner.target(proposal.tokens, positions, cache, attend)

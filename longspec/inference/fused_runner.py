@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,13 +59,17 @@ class FusedRunner(Runner):
         cache: DraftCache,
         first: int,
         self_attend: QueryAttend,
-        cross_attend: QueryAttend,
+        cross_attends: Sequence[QueryAttend],
+        feature: Tensor | None = None,
     ) -> Tensor:
         stream = self.embed(tokens)
         slots = cache.node_slots[:, first : first + tokens.shape[1]]
         place = Place(positions, self.rope, cache.keys, cache.values, slots)
-        self.draft_layer.add_to(stream, place, self_attend, cross_attend)
+        self.draft_layer.add_to(stream, place, self_attend, cross_attends, feature)
         return stream.hidden
+
+    def feature(self, target_hidden: Tensor) -> Tensor:
+        return self.draft_layer.feature(target_hidden, self.config.rms_norm_eps)
 
     def feed_draft(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: DraftCache) -> None:
         slots = torch.where(valid, positions % cache.window, -1)

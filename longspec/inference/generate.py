@@ -29,10 +29,10 @@ from longspec.inference.arguments import (
 from longspec.inference.cache import Fault
 from longspec.inference.capture import capture_round, warm_up
 from longspec.inference.engine import Engine, Round
-from longspec.inference.methods import make_drafter
+from longspec.inference.methods import AUTO, DEFAULT_SHAPE, make_drafter
 from longspec.inference.options import REFUSED, WARPERS, build_warpers, refuse_options
 from longspec.inference.runner import make_runner
-from longspec.inference.tree_shapes import AUTO, CANDIDATES, DEFAULT_SHAPE, choose_shape
+from longspec.inference.tree_shapes import CANDIDATES, choose_shape
 from longspec.models.draft_layer import check_window
 from longspec.models.glide import GlideMixin, check_pair
 from longspec.models.target_files import context_window

@@ -24,15 +24,15 @@ from longspec.data.target_format import plain_notice, resolve_chat_format, stop_
 from longspec.errors import UserError
 from longspec.inference.arguments import check_drafting, check_sampling
 from longspec.inference.memory import check_memory
-from longspec.inference.methods import GLIDE_METHODS
+from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair
 from longspec.inference.report import device_name, versions
 from longspec.inference.run_folder import folder_name
 from longspec.inference.tasks import TASKS, Sample, Selection, read_prompt, read_questions, select_samples
-from longspec.inference.tree_shapes import AUTO, CANDIDATES
+from longspec.inference.tree_shapes import CANDIDATES
 from longspec.kernels.attention import decoding_attention
 from longspec.models.content import state_digest, target_digest
-from longspec.models.draft_files import check_draft, draft_window
+from longspec.models.draft_files import check_draft, draft_settings, option_entries
 from longspec.models.draft_layer import head_dim
 from longspec.models.families import family_class
 from longspec.models.target_files import check_weights, context_window, generation_eos, load_tokenizer, read_config
@@ -127,7 +127,7 @@ class Plan:
     def _draft_identity(self) -> dict[str, Any]:
         if self.options.method not in GLIDE_METHODS or self.draft is None or self.draft_state is None:
             return {"draft": None, "draft_window": None}
-        return {"draft": state_digest(self.draft_state), "draft_window": draft_window(self.draft)}
+        return {"draft": state_digest(self.draft_state), **option_entries(draft_settings(self.draft).options)}
 
     @property
     def output_dir(self) -> Path:

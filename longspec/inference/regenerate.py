@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
+from longspec import __version__
 from longspec.data.prompts import (
     Prompt,
     PromptFiles,
@@ -42,7 +43,7 @@ from longspec.models.target_files import context_window, read_config
 SPLITS = ("train", "validation", "test")
 TURN_TEMPERATURE = 1.0
 """Of user turns that the target writes."""
-LIBRARIES = ("longspec", "torch", "transformers")
+LIBRARIES = ("torch", "transformers")
 
 
 @dataclass(frozen=True)
@@ -278,7 +279,7 @@ def _facts(settings: Settings, files: PromptFiles | None, target: str) -> dict[s
     del facts["output_dir"]
     facts["target_digest"] = target_digest(target, read_config(target))
     facts["files"] = files.digests if files else {}
-    facts["versions"] = {name: version(name) for name in LIBRARIES}
+    facts["versions"] = {"longspec": __version__} | {name: version(name) for name in LIBRARIES}
     return facts
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from longspec import __version__
 from longspec.errors import UserError
 from longspec.inference.generate import GenerationStats
 
@@ -195,8 +196,8 @@ def device_name(device: torch.device) -> str:
 
 def versions() -> dict[str, str | None]:
     """Versions of what the figures depend on; None for what is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("torch", "transformers", "triton", "longspec"):
+    found: dict[str, str | None] = {"python": platform.python_version(), "longspec": __version__}
+    for package in ("torch", "transformers", "triton"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import cache
 
 from torch import Tensor
@@ -47,16 +48,24 @@ class Runner:
         cache: DraftCache,
         first: int,
         self_attend: QueryAttend,
-        cross_attend: QueryAttend,
+        cross_attends: Sequence[QueryAttend],
+        feature: Tensor | None = None,
     ) -> Tensor:
-        """The draft's hidden states [B, n, hidden]; nodes first … first + n - 1 are stored before `self_attend`."""
+        """The draft's hidden states [B, n, hidden]; nodes first … first + n - 1 are stored before `self_attend`.
+
+        cross_attends, feature: see `GlideDecoderLayer.forward`.
+        """
         embeddings, rope = self.model.embed(tokens, positions)
 
         def store_and_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             cache.write_nodes(k, v, first)
             return self_attend(q)
 
-        return self.model.draft_model(embeddings, rope, store_and_attend, cross_attend)
+        return self.model.draft_model(embeddings, rope, store_and_attend, cross_attends, feature)
+
+    def feature(self, target_hidden: Tensor) -> Tensor:
+        """What the draft adds to its state for the target's hidden states [B, 1, hidden]; the same shape."""
+        return self.model.draft_model.feature(target_hidden)
 
     def feed_draft(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: DraftCache) -> None:
         """Put accepted tokens [B, T] at consecutive positions [B, T] into the draft's ring, where valid."""

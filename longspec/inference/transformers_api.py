@@ -19,8 +19,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from longspec.errors import UserError
 from longspec.inference.arguments import check_stopping, check_token_ids
 from longspec.inference.generate import GenerationStats, Streamer, generate
+from longspec.inference.methods import DEFAULT_SHAPE
 from longspec.inference.options import REFUSED, WARPERS, refuse_options
-from longspec.inference.tree_shapes import DEFAULT_SHAPE
 from longspec.models.glide import GlideMixin
 
 _REFUSED_ARGUMENTS = (
@@ -153,4 +153,4 @@ def _pad_token_id(config: GenerationConfig) -> int:
     return 0 if ids is None else int(torch.as_tensor(ids).flatten()[0])
 
 
-GlideMixin.generate = generate_as_transformers  # type: ignore[attr-defined]
+GlideMixin.generate = generate_as_transformers  # type: ignore[method-assign]

@@ -21,14 +21,12 @@ from longspec.inference.acceptance import Sampler
 from longspec.inference.capture import capture_round, warm_up
 from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.engine import Engine, Round
-from longspec.inference.methods import make_drafter
+from longspec.inference.methods import DEFAULT_SHAPE, make_drafter
 from longspec.inference.runner import Runner
 from longspec.models.glide import GlideMixin
 
 logger = logging.getLogger(__name__)
 
-AUTO = "auto"
-DEFAULT_SHAPE = (4, 16, 16, 16, 16)
 CANDIDATES: tuple[tuple[int, ...], ...] = (
     DEFAULT_SHAPE,
     (1,) * 4,
@@ -163,9 +161,7 @@ def measure_shapes(
         lengths = torch.tensor(place, device=prompts.device)[:, None]
         for row, drafter, play_round in zip(found, drafters, plays, strict=True):
             engine.drafter = drafter
-            engine.cache.lengths.copy_(lengths[:, 0])
-            engine.root.copy_(roots.gather(1, lengths)[:, 0])
-            drafter.start(prompts, lengths[:, 0])
+            engine.go_to(lengths[:, 0], roots.gather(1, lengths)[:, 0])
             _measure(row, play_round, [tokens] * len(prompts), prompts.device, clock)
     return found
 

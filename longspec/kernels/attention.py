@@ -17,14 +17,13 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from longspec.errors import UserError
+from longspec.kernels import BACKENDS
 from longspec.kernels.backend import OLDEST_GPU, describe_gpu
 from longspec.kernels.reference import ring_visible
 from longspec.kernels.varlen_flash import FLASH_MODULES, installed_flash_attention
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("flash", "triton", "sdpa")
-"""Fastest first."""
 MODULES = {"flash": ("triton", "fa3_fwd_interface"), "triton": ("triton",), "sdpa": ()}
 """What a backend imports; FlashAttention-3 comes in the package fa3-fwd."""
 FOLD_LIMIT = 32

@@ -10,6 +10,10 @@ from torch import Tensor
 
 from longspec.kernels.backend import upload
 
+BLOCK = 4
+"""Tokens of a block in GLIDE's block pattern: the query at offset i sees the keys at offsets j with
+j // BLOCK < i // BLOCK."""
+
 
 class Keys(NamedTuple):
     """What the queries of lagging segments see at most: each segment without its last `lag` keys."""
@@ -61,6 +65,16 @@ class Segments:
     def offsets(self) -> Tensor:
         """LongTensor [N] on the device: each token's place in its segment."""
         return upload(torch.cat([torch.arange(length) for length in self.lengths]), self.device)
+
+    def newest_keys(self, blocks: bool = False) -> Tensor:
+        """LongTensor [N] on the device: the newest token whose key a query sees, among the N; -1 where it sees none.
+
+        blocks: under the block pattern, where lags do not count.
+        """
+        offsets = torch.cat([torch.arange(length) for length in self.lengths])
+        lags = offsets % BLOCK + 1 if blocks else torch.tensor(self.lags).repeat_interleave(torch.tensor(self.lengths))
+        newest = torch.arange(len(offsets)) - lags
+        return upload(newest.where(offsets >= lags, -1), self.device)
 
     @cached_property
     def keys(self) -> Keys:

@@ -7,7 +7,7 @@ FlashAttention, all else on torch's own attention over padded segments; no path 
 from torch import Tensor
 
 from longspec.kernels import varlen_flash, varlen_padded
-from longspec.kernels.segments import Segments
+from longspec.kernels.segments import BLOCK, Segments
 
 
 def varlen_attention(
@@ -31,7 +31,7 @@ def varlen_attention(
     return varlen_padded.attention(q, k, v, segments, scale, window)
 
 
-def block_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, block: int = 4) -> Tensor:
+def block_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, block: int = BLOCK) -> Tensor:
     """GLIDE's block cross-attention: query i of a segment sees keys j with j // block < i // block.
 
     Shapes as in `varlen_attention`, lags do not count; the first block of a segment sees nothing and gets 0.

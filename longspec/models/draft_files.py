@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from longspec.errors import UserError, first_line
-from longspec.models.draft_layer import MAX_WINDOW, WINDOW
+from longspec.models.draft_layer import MAX_WINDOW, PUBLISHED, DraftOptions
 from longspec.models.target_files import HUB_ERRORS, check_hub_id, without_memory
 from longspec.models.weight_files import is_plain, read_metadata, read_weights
 from longspec.untrusted import read_json, read_yaml
@@ -31,8 +31,8 @@ WEIGHT_PATTERNS = ("*.safetensors", DRAFT_WEIGHTS_NAME, "pytorch_model*.bin")
 """Weight files of a draft's folder; the first pattern that has any is read, so pickles come last."""
 TRAINING_CONFIG_NAME = "training_config.yaml"
 """Configuration that a training run saves next to its draft."""
-WINDOW_KEY = "draft_window"
-"""Key of the window in a draft's `config.json` and in the metadata of its weight file."""
+OPTION_KEYS = {name: f"draft_{name}" for name in asdict(PUBLISHED)}
+"""Keys of the options in a draft's `config.json` and in the metadata of its weight file."""
 TRAINED_KEY = "draft_is_trained"
 """Key in a draft's `config.json`; false for the fresh draft of a saved pair, otherwise absent."""
 NAMED_FAULTS = 40
@@ -45,8 +45,7 @@ DEAD_WEIGHTS = {f"cross_attn.{p}_proj.{kind}" for p in "kv" for kind in ("weight
 class DraftSettings:
     """Properties of a saved draft that its weights do not show."""
 
-    window: int = WINDOW
-    """Self-attention window W in tokens."""
+    options: DraftOptions = PUBLISHED
     is_trained: bool = True
 
 
@@ -144,48 +143,85 @@ def _printable(name: str) -> str:
 def check_draft(path: str | Path, config: PreTrainedConfig, layer_class: Any) -> dict[str, Tensor]:
     """The weights at `path` if they belong to a target with `config`, before that target is loaded.
 
-    Compares family and head layout (where the draft's folder names them) and every shape. Raises UserError.
+    Compares family and head layout (where the draft's folder names them), the layers that the draft reads, and every
+    shape. Raises UserError.
     """
     place = resolve_draft(path)
     if place.is_dir() and (place / "config.json").exists():
         _compare_configs(place / "config.json", config)
     _compare_run(_folder(place) / TRAINING_CONFIG_NAME, layer_class)
+    options = draft_settings(place).options
+    options.check_target(config, str(path))
     with without_memory(config):
-        layer = layer_class(config)
+        layer = layer_class(config, options)
     weights = fit_draft(load_draft(place), layer, str(path))
     return {name: weight.clone() for name, weight in weights.items()}  # no longer mapped from the file
 
 
 def draft_window(path: str | Path) -> int:
     """The self-attention window W, in tokens, of the draft at `path`; see `draft_settings`. Raises UserError."""
-    return draft_settings(path).window
+    return draft_settings(path).options.window
 
 
 def draft_settings(path: str | Path) -> DraftSettings:
     """Settings of the draft at `path`: from its weight file, else `config.json`, else the training configuration.
 
-    Published drafts state none of them; their window is 512. Raises UserError.
+    Published drafts state none of them. Raises UserError.
     """
     place = resolve_draft(path)
-    run, config = _folder(place) / TRAINING_CONFIG_NAME, _folder(place) / "config.json"
-    settings: dict[str, Any] = {}
-    if run.exists() and isinstance(model := read_yaml(run).get("model"), dict) and "window" in model:
-        settings[WINDOW_KEY] = model["window"]
-    if config.exists():
-        settings |= {key: value for key, value in read_json(config).items() if key in (WINDOW_KEY, TRAINED_KEY)}
-    if (stated := read_metadata(_weight_files(place)[0]).get(WINDOW_KEY)) is not None:
-        settings[WINDOW_KEY] = stated
-    return DraftSettings(
-        checked_window(settings.get(WINDOW_KEY, WINDOW), str(path)), settings.get(TRAINED_KEY, True) is not False
-    )
+    run, config_file = _folder(place) / TRAINING_CONFIG_NAME, _folder(place) / "config.json"
+    stated: dict[str, Any] = {}
+    if run.exists() and isinstance(model := read_yaml(run).get("model"), dict):
+        stated |= {name: model[name] for name in OPTION_KEYS if name in model}
+    config = read_json(config_file) if config_file.exists() else {}
+    for source in (config, read_metadata(_weight_files(place)[0])):
+        stated |= {name: source[key] for name, key in OPTION_KEYS.items() if key in source}
+    return DraftSettings(checked_options(stated, f"{path}: "), config.get(TRAINED_KEY, True) is not False)
+
+
+def checked_options(stated: Mapping[str, Any], prefix: str = "") -> DraftOptions:
+    """The options that `stated` gives by name, in a file's types or as JSON text; others are the published ones.
+
+    prefix: comes before a name in errors. Raises UserError.
+    """
+    options = asdict(PUBLISHED) | {name: _parsed(value) for name, value in stated.items()}
+    layers, feature = options["kv_layers"], options["target_feature"]
+    if (
+        not isinstance(layers, Sequence)
+        or not all(isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0 for layer in layers)
+        or len(set(layers)) < len(layers)
+    ):
+        raise UserError(f"{prefix}kv_layers: the draft's must be a list of different layers of the target, as [10, 20]")
+    if not isinstance(feature, bool):
+        raise UserError(f"{prefix}target_feature: the draft's must be true or false")
+    return DraftOptions(checked_window(options["window"], f"{prefix}window"), tuple(layers), feature)
+
+
+def _parsed(value: Any) -> Any:
+    """safetensors metadata holds text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def option_entries(options: DraftOptions) -> dict[str, Any]:
+    """What a draft's files say of `options`: the window, and whatever differs from the published drafts."""
+    published = asdict(PUBLISHED)
+    return {
+        OPTION_KEYS[name]: list(value) if isinstance(value, tuple) else value
+        for name, value in asdict(options).items()
+        if name == "window" or value != published[name]
+    }
 
 
 def checked_window(window: Any, source: str) -> int:
     """`window` as a number of tokens. Raises UserError."""
-    number = int(window) if isinstance(window, str) and window.isdecimal() and len(window) < 9 else window
-    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MAX_WINDOW:
+    if not isinstance(window, int) or isinstance(window, bool) or not 1 <= window <= MAX_WINDOW:
         raise UserError(f"{source}: the draft's window must be a whole number of tokens in 1 … {MAX_WINDOW}")
-    return number
+    return window
 
 
 def _folder(place: Path) -> Path:
@@ -214,12 +250,12 @@ def _compare_run(file: Path, layer_class: type[nn.Module]) -> None:
         )
 
 
-def save_draft_file(state: Mapping[str, Tensor], file: str | Path, window: int) -> None:
-    """Write a `.pth` of plain weights, names without prefix; the window goes into the state dict's metadata."""
+def save_draft_file(state: Mapping[str, Tensor], file: str | Path, options: DraftOptions = PUBLISHED) -> None:
+    """Write a `.pth` of plain weights, names without prefix; the options go into the state dict's metadata."""
     file = Path(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     weights = OrderedDict(strip_prefix(state))
-    weights._metadata = {"": {"version": 1, WINDOW_KEY: window}}  # type: ignore[attr-defined]
+    weights._metadata = {"": {"version": 1, **option_entries(options)}}  # type: ignore[attr-defined]
     with _replacing(file) as unfinished:
         torch.save(weights, unfinished)
 
@@ -228,16 +264,17 @@ def save_draft_folder(
     state: Mapping[str, Tensor],
     config: PreTrainedConfig,
     folder: str | Path,
-    window: int = WINDOW,
+    options: DraftOptions = PUBLISHED,
     is_trained: bool = True,
 ) -> None:
     """Write a draft in Hugging Face form (`config.json` of its target + safetensors), ready for the hub."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: w.detach().contiguous() for name, w in strip_prefix(state).items()}
+    entries = option_entries(options)
     with _replacing(folder / "model.safetensors") as unfinished:
-        save_file(weights, unfinished, metadata={"format": "pt", WINDOW_KEY: str(window)})
-    settings = {WINDOW_KEY: window} | ({} if is_trained else {TRAINED_KEY: False})
+        save_file(weights, unfinished, {"format": "pt"} | {key: json.dumps(value) for key, value in entries.items()})
+    settings = entries | ({} if is_trained else {TRAINED_KEY: False})
     with _replacing(folder / "config.json") as unfinished:
         unfinished.write_text(json.dumps(json.loads(config.to_json_string()) | settings, indent=2) + "\n")
 

@@ -6,11 +6,16 @@
     h = h + SwiGLU(RMSNorm(h))
     logits = lm_head(h)               frozen, shared with the target; no final norm
 
+Two options extend the published layer (see `DraftOptions`). Further cross-attentions read other layers of the target:
+they take the same normalized input, and their outputs are added. A target feature W·RMSNorm(s) is added to h before the
+cross-attention, where s is the target's last hidden state at the newest token whose keys the query sees.
+
 Which keys a query sees is the caller's business: training passes attention over whole sequences, decoding attention
 over its caches. The layer itself is the same in both.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,7 +32,31 @@ Rope = tuple[Tensor, Tensor]
 SelfAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q [B, Hq, T, D], k, v [B, Hkv, T, D] of the same tokens) -> [B, Hq, T, D]"""
 CrossAttend = Callable[[Tensor], Tensor]
-"""(q [B, Hq, T, D]) -> [B, Hq, T, D], over the target's last-layer keys and values"""
+"""(q [B, Hq, T, D]) -> [B, Hq, T, D], over the keys and values of one layer of the target"""
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """The choices in a draft's architecture; the defaults are those of the published drafts."""
+
+    window: int = WINDOW
+    """Self-attention window W in tokens."""
+    kv_layers: tuple[int, ...] = ()
+    """Further target layers that the cross-attention reads, in 0 … L - 2; the last layer, L - 1, is always read."""
+    target_feature: bool = False
+    """Whether the draft reads the target's last hidden state."""
+
+    def check_target(self, config: Any, source: str) -> None:
+        """Raise UserError unless a target with `config` has the layers. source: name of the setting or the draft."""
+        last = config.num_hidden_layers - 1
+        if missing := [layer for layer in self.kv_layers if layer >= last]:
+            raise UserError(
+                f"{source}: kv_layers of the draft name layer {missing[0]}; on this target of {last + 1} layers they "
+                f"must be less than {last}, because every draft reads layer {last}"
+            )
+
+
+PUBLISHED = DraftOptions()
 
 
 def check_window(window: int, depth: int, source: str) -> None:
@@ -100,9 +129,9 @@ class GlideDecoderLayer(nn.Module):
     norm_class: Callable[..., nn.Module]
     mlp_class: Callable[..., nn.Module]
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, options: DraftOptions = PUBLISHED) -> None:
         super().__init__()
-        self.window = WINDOW
+        self.options = options
         norm = type(self).norm_class
         self.self_attn = DraftSelfAttention(config)
         self.cross_attn = DraftCrossAttention(config)
@@ -110,6 +139,24 @@ class GlideDecoderLayer(nn.Module):
         self.input_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_self_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_cross_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.extra_cross_attn = nn.ModuleList(DraftCrossAttention(config) for _ in options.kv_layers)
+        if options.target_feature:
+            self.feature_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
+            self.feature_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    @property
+    def window(self) -> int:
+        """Self-attention window W in tokens; unlike the other options it can be changed."""
+        return self.options.window
+
+    @window.setter
+    def window(self, tokens: int) -> None:
+        self.options = replace(self.options, window=tokens)
+
+    @property
+    def cross_attentions(self) -> list[DraftCrossAttention]:
+        """The cross-attention to the target's last layer, then those to `options.kv_layers`."""
+        return [self.cross_attn, *self.extra_cross_attn]  # type: ignore[list-item]
 
     def reset_parameters(self, std: float) -> None:
         """A fresh draft: weights N(0, std), biases 0, norms 1."""
@@ -125,8 +172,27 @@ class GlideDecoderLayer(nn.Module):
         """The self-attention keys and values of tokens with `embeddings` [B, T, hidden]: all that prefill needs."""
         return self.self_attn.keys_values(self.input_layernorm(embeddings), rope)
 
-    def forward(self, embeddings: Tensor, rope: Rope, self_attend: SelfAttend, cross_attend: CrossAttend) -> Tensor:
-        """embeddings [B, T, hidden] -> hidden states [B, T, hidden], ready for lm_head."""
+    def feature(self, target_hidden: Tensor) -> Tensor:
+        """The feature [..., hidden] of the target's last hidden states [..., hidden]; 0 for a state of 0."""
+        return self.feature_proj(self.feature_layernorm(target_hidden))
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        rope: Rope,
+        self_attend: SelfAttend,
+        cross_attends: Sequence[CrossAttend],
+        feature: Tensor | None = None,
+    ) -> Tensor:
+        """embeddings [B, T, hidden] -> hidden states [B, T, hidden], ready for lm_head.
+
+        cross_attends: one for each of `cross_attentions`. feature: [B, T, hidden] or, the same for all tokens of a row,
+        [B, 1, hidden]; None without `options.target_feature`.
+        """
         h = embeddings + self.self_attn(self.input_layernorm(embeddings), rope, self_attend)
-        h = h + self.cross_attn(self.post_self_attention_layernorm(h), rope, cross_attend)
+        if feature is not None:
+            h = h + feature
+        normed = self.post_self_attention_layernorm(h)
+        for attention, attend in zip(self.cross_attentions, cross_attends, strict=True):
+            h = h + attention(normed, rope, attend)
         return h + self.mlp(self.post_cross_attention_layernorm(h))

@@ -13,14 +13,16 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from longspec.kernels.elementwise import rotate_and_store, rotate_queries
-from longspec.models.draft_layer import GlideDecoderLayer
-from longspec.models.residual import ResidualStream
+from longspec.kernels.elementwise import rms_norm, rotate_and_store, rotate_queries
+from longspec.models.draft_layer import DraftCrossAttention, GlideDecoderLayer
+from longspec.models.residual import ResidualStream, linear
 from longspec.models.target_attention import QueryAttend
 
 RopeTable = tuple[Tensor, Tensor]
 """The target's rotary table at positions 0 … P - 1: cos, sin, each [P, D]."""
 PROJECTIONS = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+FEATURE = "feature_proj"
+"""The linear that a draft with a target feature has as well."""
 
 
 class Place(NamedTuple):
@@ -51,11 +53,12 @@ def can_fuse(model: Any) -> bool:
 
 
 def _is_plain(layer: Any, norm_class: type, dtype: torch.dtype) -> bool:
-    modules: dict[str, Any] = {name: module for name, module in layer.named_modules() if not list(module.children())}
+    leaves = (item for item in layer.named_modules() if not list(item[1].children()))
+    modules: dict[str, Any] = {name: module for name, module in leaves if not isinstance(module, nn.ModuleList)}
     linears = {name: module for name, module in modules.items() if name.endswith("_proj")}
     others = [module for name, module in modules.items() if name not in linears]
     return (
-        {name.rpartition(".")[2] for name in linears} == PROJECTIONS
+        {name.rpartition(".")[2] for name in linears} - {FEATURE} == PROJECTIONS
         and all(type(x) is nn.Linear and x.weight.dtype == dtype for x in linears.values())
         and all(x.bias is None for name, x in linears.items() if not name.endswith(("q_proj", "k_proj", "v_proj")))
         and all(isinstance(x, norm_class | nn.SiLU | SiLUActivation) for x in others)
@@ -64,9 +67,12 @@ def _is_plain(layer: Any, norm_class: type, dtype: torch.dtype) -> bool:
     )
 
 
-def _merged_linears(layer: Any) -> tuple[list[nn.Linear], list[nn.Linear]]:
+def _merged_linears(layer: Any) -> list[list[nn.Linear]]:
     attention, mlp = layer.self_attn, layer.mlp
-    return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
+    merged = [[attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]]
+    if isinstance(layer, GlideDecoderLayer):
+        merged.append([cross.q_proj for cross in layer.cross_attentions])
+    return merged
 
 
 def _can_merge(linears: Sequence[nn.Linear]) -> bool:
@@ -157,13 +163,30 @@ class FusedTargetLayer:
         self.mlp.add_to(stream)
 
 
+class _FusedCrossAttentions:
+    """All cross-attentions of a draft: one product makes their queries, one ends them."""
+
+    def __init__(self, norm: Any, attentions: Sequence[DraftCrossAttention]) -> None:
+        self.norm, self.head_dim = norm.weight, attentions[0].head_dim
+        self.queries = MergedLinear([attention.q_proj for attention in attentions])
+        outputs = [attention.o_proj.weight for attention in attentions]
+        # Side by side and not below one another, so several are copied.
+        self.output = outputs[0] if len(outputs) == 1 else torch.cat([weight.detach() for weight in outputs], 1)
+
+    def add_to(self, stream: ResidualStream, place: Place, attends: Sequence[QueryAttend]) -> None:
+        q = stream.project(self.norm, self.queries.weight, self.queries.bias)
+        q = rotate_queries(q, place.positions, place.rope, self.head_dim)
+        heads = [_heads_last(attend(own)) for attend, own in zip(attends, q.chunk(len(attends), 1), strict=True)]
+        stream.add_product(heads[0] if len(heads) == 1 else torch.cat(heads, -1), self.output)
+
+
 class FusedDraftLayer:
     """The GLIDE layer (see `models.draft_layer`)."""
 
     def __init__(self, layer: GlideDecoderLayer) -> None:
+        self.layer = layer
         self.self_attention = _FusedSelfAttention(layer.input_layernorm, layer.self_attn)
-        self.cross_norm: Any = layer.post_self_attention_layernorm
-        self.cross = layer.cross_attn
+        self.cross = _FusedCrossAttentions(layer.post_self_attention_layernorm, layer.cross_attentions)
         self.mlp = _FusedMLP(layer.post_cross_attention_layernorm, layer.mlp)
         queries = layer.self_attn.q_proj.out_features
         merged = self.self_attention.qkv
@@ -174,10 +197,22 @@ class FusedDraftLayer:
         """Put the self-attention keys and values of tokens in place: all that prefill needs."""
         place.take(stream.project(self.self_attention.norm, self.kv_weight, self.kv_bias))
 
-    def add_to(self, stream: ResidualStream, place: Place, self_attend: QueryAttend, cross_attend: QueryAttend) -> None:
-        """Add the layer's three branches to the tokens' embeddings."""
+    def feature(self, target_hidden: Tensor, eps: float) -> Tensor:
+        """`GlideDecoderLayer.feature` of contiguous [B, 1, hidden]."""
+        norm: Any = self.layer.feature_layernorm
+        return linear(rms_norm(target_hidden, norm.weight, eps), self.layer.feature_proj.weight)
+
+    def add_to(
+        self,
+        stream: ResidualStream,
+        place: Place,
+        self_attend: QueryAttend,
+        cross_attends: Sequence[QueryAttend],
+        feature: Tensor | None = None,
+    ) -> None:
+        """Add the layer's branches to the tokens' embeddings; arguments as in `GlideDecoderLayer.forward`."""
         self.self_attention.add_to(stream, place, self_attend)
-        q = stream.project(self.cross_norm.weight, self.cross.q_proj.weight, self.cross.q_proj.bias)
-        q = rotate_queries(q, place.positions, place.rope, self.cross.head_dim)
-        stream.add_product(_heads_last(cross_attend(q)), self.cross.o_proj.weight)
+        if feature is not None:
+            stream.add(feature)
+        self.cross.add_to(stream, place, cross_attends)
         self.mlp.add_to(stream, last=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,10 +18,11 @@ from longspec.errors import UserError
 from longspec.kernels.attention import resolve_attention
 from longspec.kernels.segments import Segments
 from longspec.kernels.varlen import block_attention, varlen_attention
-from longspec.models.draft_files import check_draft, draft_settings
+from longspec.models.draft_files import DraftSettings, check_draft, draft_settings
+from longspec.models.draft_layer import DraftOptions
 from longspec.models.parallel import gather_heads
 from longspec.models.pretrained import LOADED_WITH, PretrainedPairMixin, checked_dtype
-from longspec.models.target_attention import ATTENTION_NAME, LastLayerKV, last_keys_values, run_backbone
+from longspec.models.target_attention import ATTENTION_NAME, ChosenKV, KeysValues, last_keys_values, run_backbone
 from longspec.models.target_files import at_revision, without_memory
 from longspec.models.target_graph import TargetGraphs
 
@@ -62,40 +64,44 @@ class GlideMixin(PretrainedPairMixin):
         revision: str | None = None,
         device_map: Any = None,
         quantization_config: Any = None,
+        options: DraftOptions | None = None,
     ) -> None:
         """Load the target from `target_model_path` and the draft from `glide_path`, or start a fresh draft.
 
         glide_path: a `.pth` file, a folder holding `draft_model_weights.pth`, or a folder or hub id in Hugging Face
         form. torch_dtype: that of the target's weights and of the draft, or "auto". revision, device_map and
         quantization_config are transformers' arguments for the target; the draft is never quantized and goes to the
-        device of `lm_head`. Raises UserError for a target of another family and for a draft that does not fit.
+        device of `lm_head`. options: None takes the draft's own, or the published ones for a fresh draft. Raises
+        UserError for a target of another family and for a draft that does not fit.
         """
         self.check_family(config, target_model_path)
         draft = None if glide_path is None else check_draft(glide_path, config, self.draft_layer_class)
+        settings = DraftSettings() if glide_path is None else draft_settings(glide_path)
+        draft_options = options or settings.options
+        draft_options.check_target(config, str(target_model_path))
         config = copy.deepcopy(config)
         config._attn_implementation = ATTENTION_NAME
         with without_memory(config):  # the target's modules replace these: nothing is allocated or initialised twice
             super().__init__(config)
         resolve_attention(attn_implementation)
         self.use_flash = (attn_implementation or "").startswith("flash")
-        options = {"device_map": device_map, "quantization_config": quantization_config, **at_revision(revision)}
+        loading = {"device_map": device_map, "quantization_config": quantization_config, **at_revision(revision)}
         dtype = checked_dtype(torch_dtype)
-        target = self._load_target(config, target_model_path, dtype=dtype, **options)
+        target = self._load_target(config, target_model_path, dtype=dtype, **loading)
         self.config, self.generation_config = target.config, target.generation_config
         self.model, self.lm_head = target.model, target.lm_head
         for name in LOADED_WITH:
             if hasattr(target, name):
                 setattr(self, name, getattr(target, name))
         self.requires_grad_(False)
-        self.draft_model = self.draft_layer_class(self.config)
+        self.draft_model = self.draft_layer_class(self.config, draft_options)
         self.draft_model.reset_parameters(self.config.initializer_range)  # in fp32: the same draft in every dtype
         if isinstance(dtype, str):
             dtype = self.model.embed_tokens.weight.dtype  # embeddings are never quantized
         self.draft_model.to(device=self.lm_head.weight.device, dtype=dtype)
         if draft is not None and glide_path is not None:
             self.load_draft_state(draft, source=str(glide_path))
-            settings = draft_settings(glide_path)
-            self.draft_model.window, self.draft_is_trained = settings.window, settings.is_trained
+            self.draft_is_trained = settings.is_trained
 
     def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Frozen embeddings [B, T, hidden] of tokens [B, T] and the target's rotary table at positions [B, T]."""
@@ -128,19 +134,33 @@ class GlideMixin(PretrainedPairMixin):
             **kwargs,
         )
 
+    def needs_whole_pass(self, objective: Objective) -> bool:
+        """Whether training with `objective` reads the target's hidden states."""
+        return objective.reads_target or self.draft_model.options.target_feature
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Speculative decoding with transformers' arguments: `longspec.inference.transformers_api`.
+
+        That module is imported at the first call and puts its own `generate` in the place of this one.
+        """
+        import_module("longspec.inference.transformers_api")
+        return self.generate(*args, **kwargs)
+
     def run_target(
         self, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool
-    ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """The target's hidden states [B, T, hidden] after its final norm, its last layer's keys and values.
+    ) -> tuple[Tensor | None, list[KeysValues]]:
+        """The target's hidden states [B, T, hidden] after its final norm; keys and values of its last layer and of the
+        draft's `kv_layers`.
 
-        Unless `whole` the pass ends at those keys and values, and there are no hidden states.
+        Unless `whole` the pass ends at the last layer's keys and values, and there are no hidden states.
         """
-        causal = partial(self._causal, segments=segments)
+        causal, others = partial(self._causal, segments=segments), self.draft_model.options.kv_layers
         if not whole:
-            return None, *last_keys_values(self.model, *self.embed(input_ids, position_ids), position_ids, causal)
-        kv = LastLayerKV(self.config.num_hidden_layers)
+            inputs = self.embed(input_ids, position_ids)
+            return None, last_keys_values(self.model, *inputs, position_ids, causal, others)
+        kv = ChosenKV([self.config.num_hidden_layers - 1, *others])
         hidden = run_backbone(self.model, input_ids, position_ids, kv, causal)
-        return hidden, kv.keys, kv.values
+        return hidden, list(kv.kept.values())
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor, scale: float, segments: Segments) -> Tensor:
         return _on_flat(partial(varlen_attention, use_flash=self.use_flash), q, k, v, segments, scale)
@@ -166,20 +186,26 @@ class GlideMixin(PretrainedPairMixin):
         with torch.no_grad():
             embeddings, rope = self.embed(input_ids, position_ids)
             run_target = self.target_pass or self.run_target
-            target_hidden, keys, values = run_target(input_ids, position_ids, segments, objective.reads_target)
-            keys, values = gather_heads(keys), gather_heads(values)
+            target_hidden, layers = run_target(input_ids, position_ids, segments, self.needs_whole_pass(objective))
+            layers = [(gather_heads(keys), gather_heads(values)) for keys, values in layers]
         scale = self.draft_model.self_attn.head_dim**-0.5
 
         def self_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return _on_flat(varlen, q, k, v, segments, scale, window=self.draft_model.window)
 
-        def cross_attend(q: Tensor, lags: Tensor | None) -> Tensor:
-            if lags is None:
-                return _on_flat(block_attention, q, keys, values, segments, scale)
-            return _on_flat(varlen, q, keys, values, segments.lagging(lags.tolist()), scale)
-
         def draft(lags: Tensor | None) -> Any:
-            inputs = embeddings, rope, self_attend, partial(cross_attend, lags=lags)
+            attention = block_attention if lags is None else varlen
+            seen = segments if lags is None else segments.lagging(lags.tolist())
+
+            def cross_attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+                return _on_flat(attention, q, keys, values, seen, scale)
+
+            cross_attends = [partial(cross_attend, keys=keys, values=values) for keys, values in layers]
+            feature = None
+            if self.draft_model.options.target_feature:
+                assert target_hidden is not None
+                feature = self.draft_model.feature(_rows(target_hidden, seen.newest_keys(blocks=lags is None)))
+            inputs = embeddings, rope, self_attend, cross_attends, feature
             if self.gradient_checkpointing:
                 hidden = checkpoint(self.draft_model, *inputs, use_reentrant=False)
             else:
@@ -187,6 +213,12 @@ class GlideMixin(PretrainedPairMixin):
             return objective(hidden, target_hidden, labels, self.lm_head)
 
         return draft(lags) if lags is None or lags.dim() == 1 else [draft(row) for row in lags]
+
+
+def _rows(hidden: Tensor, numbers: Tensor) -> Tensor:
+    """Rows `numbers`, LongTensor [B·T], of the flattened hidden states [B·T, hidden], 0 for -1: [B, T, hidden]."""
+    rows = hidden.flatten(0, 1).index_select(0, numbers.clamp(min=0))
+    return rows.masked_fill((numbers < 0)[:, None], 0).view_as(hidden)
 
 
 def _on_flat(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:

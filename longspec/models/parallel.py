@@ -5,17 +5,13 @@ Where their results are partial sums the ranks add them up: after the embedding,
 is frozen, so nothing of this has a backward; outside of a model-parallel group every function here does nothing.
 """
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fairscale.nn.model_parallel import initialize as groups
-from fairscale.nn.model_parallel.mappings import (
-    gather_from_model_parallel_region,
-    reduce_from_model_parallel_region,
-)
 from torch import Tensor, nn
 
 from longspec.models.target_split import rank_folder, vocabulary_rows
@@ -23,9 +19,29 @@ from longspec.models.target_split import rank_folder, vocabulary_rows
 
 def model_parallel_place() -> tuple[int, int]:
     """This process's (rank, world size) in fairscale's model-parallel group; (0, 1) without one."""
-    if not (dist.is_initialized() and groups.model_parallel_is_initialized()):
+    groups = _groups()
+    if groups is None or not dist.is_initialized() or not groups.model_parallel_is_initialized():
         return 0, 1
     return groups.get_model_parallel_rank(), groups.get_model_parallel_world_size()
+
+
+def _groups() -> Any:
+    """The module in which fairscale keeps its groups; None where nothing has imported it, as no group exists then."""
+    return sys.modules.get("fairscale.nn.model_parallel.initialize")
+
+
+def _reduce(partial: Tensor) -> Tensor:
+    """The sum of the ranks' `partial`."""
+    from fairscale.nn.model_parallel.mappings import reduce_from_model_parallel_region
+
+    return reduce_from_model_parallel_region(partial)
+
+
+def _gather(part: Tensor) -> Tensor:
+    """The ranks' `part` [..., n], concatenated along the last dimension; a backward gives each rank its own part."""
+    from fairscale.nn.model_parallel.mappings import gather_from_model_parallel_region
+
+    return gather_from_model_parallel_region(part)
 
 
 class PretrainedModelParallelPreSplitMixin:
@@ -50,7 +66,7 @@ class VocabularyEmbedding(nn.Module):
         rows = tokens - self.first
         elsewhere = (rows < 0) | (rows >= len(self.weight))
         found = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
-        return reduce_from_model_parallel_region(found.masked_fill(elsewhere[..., None], 0))
+        return _reduce(found.masked_fill(elsewhere[..., None], 0))
 
 
 class VocabularyHead(nn.Module):
@@ -66,9 +82,9 @@ class VocabularyHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [..., hidden] -> logits [..., size]"""
         logits = F.linear(hidden, self.weight)
-        most = len(vocabulary_rows(self.size, 0, groups.get_model_parallel_world_size()))
+        most = len(vocabulary_rows(self.size, 0, model_parallel_place()[1]))
         padded = F.pad(logits, (0, most - len(self.weight)))  # only the last rank has fewer
-        return gather_from_model_parallel_region(padded)[..., : self.size]
+        return _gather(padded)[..., : self.size]
 
 
 def first_token(lm_head: nn.Module) -> int:
@@ -89,28 +105,28 @@ def join_ranks(target: Any, vocab_size: int) -> None:
     target.lm_head = VocabularyHead(target.lm_head.weight, first, vocab_size)
     for layer in target.model.layers:
         for partial in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            partial.register_forward_hook(lambda module, given, output: reduce_from_model_parallel_region(output))
+            partial.register_forward_hook(lambda module, given, output: _reduce(output))
 
 
 def gather_heads(heads: Tensor) -> Tensor:
     """All ranks' heads [B, H, T, D] of this rank's [B, H / world, T, D]."""
     if model_parallel_place()[1] == 1:
         return heads
-    whole = gather_from_model_parallel_region(heads.transpose(1, 2).flatten(2))
+    whole = _gather(heads.transpose(1, 2).flatten(2))
     return whole.unflatten(2, (-1, heads.shape[-1])).transpose(1, 2)
 
 
 def sum_over_ranks(partial: Tensor) -> Tensor:
     """`partial` summed over the ranks that share a target, in place."""
     if model_parallel_place()[1] > 1:
-        dist.all_reduce(partial, group=groups.get_model_parallel_group())
+        dist.all_reduce(partial, group=_groups().get_model_parallel_group())
     return partial
 
 
 def max_over_ranks(values: Tensor) -> Tensor:
     """The largest of each of `values` over the ranks that share a target, in place."""
     if model_parallel_place()[1] > 1:
-        dist.all_reduce(values, dist.ReduceOp.MAX, groups.get_model_parallel_group())
+        dist.all_reduce(values, dist.ReduceOp.MAX, _groups().get_model_parallel_group())
     return values
 
 
@@ -118,7 +134,7 @@ def log_sum_exp_over_ranks(partial: Tensor) -> Tensor:
     """The log-sum-exp [N] over the whole vocabulary, of that over each rank's part of it."""
     if model_parallel_place()[1] == 1:
         return partial
-    return gather_from_model_parallel_region(partial[:, None]).logsumexp(-1)
+    return _gather(partial[:, None]).logsumexp(-1)
 
 
 def vocabulary_log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,12 +18,13 @@ from longspec.models.draft_files import (
     DRAFT_FOLDER,
     DRAFT_PREFIX,
     check_finite,
-    checked_window,
+    checked_options,
     draft_of_pair,
+    draft_settings,
     fit_draft,
     save_draft_folder,
 )
-from longspec.models.draft_layer import GlideDecoderLayer
+from longspec.models.draft_layer import PUBLISHED, DraftOptions, GlideDecoderLayer
 from longspec.models.parallel import PretrainedModelParallelPreSplitMixin, join_ranks, model_parallel_place
 from longspec.models.target_files import WEIGHT_ERRORS, check_target, check_target_path, read_config, weight_problem
 from longspec.models.target_split import rank_config
@@ -47,6 +49,19 @@ def checked_dtype(value: str | torch.dtype) -> str | torch.dtype:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise UserError(f"torch_dtype: {value!r} is no torch dtype; use auto, float32, float16 or bfloat16")
     return dtype
+
+
+def _draft_options(stated: dict[str, Any], glide_path: str | Path | None) -> DraftOptions:
+    """The options of the draft at `glide_path`, or the published ones, with those that `stated` gives by name.
+
+    Raises UserError where `stated` contradicts the draft. The window may differ: it shapes no weight.
+    """
+    saved = PUBLISHED if glide_path is None else draft_settings(glide_path).options
+    options = checked_options(asdict(saved) | stated)
+    for name in ("kv_layers", "target_feature"):
+        if glide_path is not None and (was := getattr(saved, name)) != (now := getattr(options, name)):
+            raise UserError(f"{name}: {now}, but the draft at {glide_path} has {was}; leave it out")
+    return options
 
 
 class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
@@ -75,6 +90,8 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         ignore_mismatched_sizes: bool = True,
         window: int | None = None,
         *,
+        kv_layers: Sequence[int] | None = None,
+        target_feature: bool | None = None,
         dtype: str | torch.dtype | None = None,
         revision: str | None = None,
         device_map: Any = None,
@@ -88,9 +105,10 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
 
         dtype (or torch_dtype): a floating-point dtype, or "auto" (the default), that of the target's files.
         revision, device_map, quantization_config: as in transformers, for the target; one device for all of it.
-        gradient_checkpointing recomputes the draft layer in backward. window: of the draft's self-attention, in tokens;
-        None takes the saved one of the draft, else 512. ignore_mismatched_sizes is accepted because configs carry it;
-        a draft that does not fit is a UserError all the same. Raises UserError, also for unknown arguments.
+        gradient_checkpointing recomputes the draft layer in backward. window, kv_layers, target_feature: see
+        `DraftOptions`; None takes the saved draft's own, else the published one. ignore_mismatched_sizes is accepted
+        because configs carry it; a draft that does not fit is a UserError all the same. Raises UserError, also for
+        unknown arguments.
         """
         if unknown:
             raise UserError(f"{cls.__name__}.from_pretrained: no argument {', '.join(sorted(unknown))}")
@@ -102,8 +120,9 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         ):
             if not isinstance(value, kinds):
                 raise UserError(f"{name}: a {type(value).__name__}; see {cls.__name__}.from_pretrained")
-        if window is not None:
-            window = checked_window(window, "window")
+        asked = {"window": window, "kv_layers": kv_layers, "target_feature": target_feature}
+        stated = {name: value for name, value in asked.items() if value is not None}
+        checked_options(stated)
         config = read_config(path, revision)
         if state_dict is None and glide_path is None:
             glide_path = draft_of_pair(path, revision)
@@ -117,11 +136,10 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
             revision=revision,
             device_map=device_map,
             quantization_config=quantization_config,
+            options=_draft_options(stated, glide_path),
         )
         if state_dict is not None:
             model.load_draft_state(state_dict, source="state_dict")
-        if window is not None:
-            model.draft_model.window = window
         if pad_token_id is not None:
             model.config.pad_token_id = model.generation_config.pad_token_id = pad_token_id
         model.gradient_checkpointing = gradient_checkpointing
@@ -135,7 +153,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         push_to_hub: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Save the target as transformers does and the draft, with its window, in the subfolder `draft`.
+        """Save the target as transformers does and the draft, with its options, in the subfolder `draft`.
 
         `from_pretrained` of the folder loads the pair; for transformers it is an ordinary target. state_dict: weights
         of the whole pair to save in place of the present ones. push_to_hub uploads both. Other arguments are those of
@@ -153,8 +171,8 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
             draft = fit_draft(state_dict, self.draft_model, "state_dict")
         self._target_alone().save_pretrained(folder, is_main_process, target, **kwargs)
         if is_main_process:
-            window = self.draft_model.window
-            save_draft_folder(draft, self.config, folder / DRAFT_FOLDER, window, self.draft_is_trained)
+            options = self.draft_model.options
+            save_draft_folder(draft, self.config, folder / DRAFT_FOLDER, options, self.draft_is_trained)
             if push_to_hub:
                 self.push_to_hub(hub.pop("repo_id", folder.name), **hub)
 

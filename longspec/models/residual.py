@@ -47,6 +47,10 @@ class ResidualStream:
             return skinny_product(normed.flatten(0, 1), weight, gated=True).unflatten(0, normed.shape[:2])
         return swiglu(*F.linear(normed, weight).chunk(2, -1))
 
+    def add(self, x: Tensor) -> None:
+        """stream += x, [B, N, hidden] or, the same for all tokens of a row, [B, 1, hidden]."""
+        self.hidden.add_(x)
+
     def add_product(self, x: Tensor, weight: Tensor, last: bool = False) -> None:
         """stream += x @ weight.T, x [B, N, in]; `last`: no norm follows, so `hidden` must hold it at once."""
         if self.is_vector:

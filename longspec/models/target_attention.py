@@ -5,7 +5,8 @@ runs that callable on the rotated queries, keys and values; without it the modul
 target stays an ordinary transformers model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ ATTENTION_NAME = "longspec"
 
 QueryAttend = Callable[[Tensor], Tensor]
 """q [B, Hq, T, D] -> [B, Hq, T, D], over keys and values that are already stored"""
+KeysValues = tuple[Tensor, Tensor]
+"""One layer's keys, rotated, and values, each [B, Hkv, T, D]."""
 
 
 def _attention(
@@ -43,19 +46,18 @@ AttentionInterface.register(ATTENTION_NAME, _attention)
 AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 
-class LastLayerKV(Cache):
-    """A cache that keeps nothing but the last layer's keys and values, [B, Hkv, T, D], keys rotated."""
+class ChosenKV(Cache):
+    """A cache that keeps nothing but the keys and values of chosen layers."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, chosen: Sequence[int]) -> None:
         super().__init__(layers=[])
-        self.last = num_layers - 1
-        self.keys = self.values = torch.empty(0)
+        self.kept: dict[int, KeysValues] = dict.fromkeys(chosen, (torch.empty(0), torch.empty(0)))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if layer_idx == self.last:
-            self.keys, self.values = key_states, value_states
+        if layer_idx in self.kept:
+            self.kept[layer_idx] = key_states, value_states
         return key_states, value_states
 
 
@@ -78,22 +80,29 @@ def run_backbone(backbone: nn.Module, input_ids: Tensor, positions: Tensor, cach
 
 
 def last_keys_values(
-    backbone: nn.Module, embeddings: Tensor, rope: Rope, positions: Tensor, attend: Attend
-) -> tuple[Tensor, Tensor]:
-    """The last layer's rotated keys and values, [B, Hkv, T, D]; of that layer nothing else is computed.
+    backbone: nn.Module, embeddings: Tensor, rope: Rope, positions: Tensor, attend: Attend, others: Sequence[int] = ()
+) -> list[KeysValues]:
+    """Keys and values of the last layer, of which nothing else is computed, then those of the layers `others`.
 
     embeddings [B, T, hidden] of the tokens, their rotary table and positions [B, T]. The same bits that `run_backbone`
     puts into a cache; on CUDA those of a target that runs on `target_kernels`.
     """
     *before, last = backbone.layers  # type: ignore[misc, union-attr]
-    hidden = embeddings
-    for layer in before:
-        hidden = layer(hidden, position_ids=positions, position_embeddings=rope, attend=attend)
+    hidden, kept = embeddings, ChosenKV(others)
+
+    def attend_and_keep(q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
+        return attend(q, *kept.update(k, v, layer), scale)
+
+    for number, layer in enumerate(before):
+        keeping = partial(attend_and_keep, layer=number)
+        hidden = layer(hidden, position_ids=positions, position_embeddings=rope, attend=keeping)
     attention, hidden = last.self_attn, last.input_layernorm(hidden)
     keys, values = attention.k_proj(hidden), attention.v_proj(hidden)
     values = values.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
     if runs_triton(keys):
         from longspec.models.target_kernels import rotated
 
-        return rotated(keys, rope), values
-    return rotate(keys.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2), rope), values
+        keys = rotated(keys, rope)
+    else:
+        keys = rotate(keys.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2), rope)
+    return [(keys, values), *kept.kept.values()]

@@ -12,7 +12,6 @@ from pathlib import Path
 from filelock import FileLock
 
 from longspec.errors import UserError, first_line
-from longspec.models.gguf import convert_gguf
 
 SUFFIX = ".gguf"
 CONVERSION = 1
@@ -65,6 +64,8 @@ def converted(file: Path, expected: str | None = None) -> Path:
 
 
 def _convert(file: Path, digest: str, folder: Path) -> None:
+    from longspec.models.gguf import convert_gguf  # imports torch
+
     part = folder.with_name(folder.name + ".part")
     for old in (part, folder):
         if old.exists():

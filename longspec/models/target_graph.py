@@ -9,9 +9,11 @@ from torch import Tensor
 
 from longspec.kernels.backend import upload
 from longspec.kernels.segments import Segments
+from longspec.models.target_attention import KeysValues
 
-Passed = tuple[Tensor | None, Tensor, Tensor]
-"""Hidden states [B, T, hidden] of a whole pass, the last layer's keys and values."""
+Passed = tuple[Tensor | None, list[KeysValues]]
+"""Hidden states [B, T, hidden] of a whole pass; keys and values of the layers that the draft reads, the last one's
+first."""
 TargetPass = Callable[[Tensor, Tensor, Segments, bool], Passed]
 """Of input_ids, position_ids, both [B, T], segments, and whether the pass is to be whole."""
 Kind = tuple[torch.Size, bool]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from longspec.errors import UserError, first_line
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_of_pair, save_draft_file
+from longspec.models.draft_layer import DraftOptions
 from longspec.train.config import CONFIG_NAME, TrainConfig, is_checkpoint, read_config_file, to_yaml
 from longspec.train.distributed import from_every_rank, from_rank_zero
 from longspec.train.generations import BEST, DRAFTS, STATES, settle
@@ -48,7 +49,7 @@ def save_checkpoint(
 
     def complete() -> None:
         with _writing(output, progress):
-            _write_draft(draft_folder, draft, config.model.window, tokenizer)
+            _write_draft(draft_folder, draft, config.model.draft_options, tokenizer)
             _write_config(state, config)
             _write_config(draft_folder, config)
             seal(state, progress, run, reports)
@@ -98,7 +99,7 @@ def save_best(
         with _writing(output, progress):
             settle(output)
             folder = output / BEST[0]
-            _write_draft(folder, draft, config.model.window, tokenizer)
+            _write_draft(folder, draft, config.model.draft_options, tokenizer)
             _write_config(folder, config)
             (folder / EVALUATION_NAME).write_text(json.dumps({"step": progress.step, **metrics}, indent=2) + "\n")
             seal(folder, progress, run)
@@ -137,9 +138,9 @@ def _same_held_out_rows(folder: Path, saved: Run, config: TrainConfig, run: Run 
     return [digest for _, digest in saved.contents.held_out] == [digest for _, digest in run.contents.held_out]
 
 
-def _write_draft(folder: Path, draft: dict[str, Tensor], window: int, tokenizer: Any) -> None:
+def _write_draft(folder: Path, draft: dict[str, Tensor], options: DraftOptions, tokenizer: Any) -> None:
     folder.mkdir()
-    save_draft_file(draft, folder / DRAFT_WEIGHTS_NAME, window)
+    save_draft_file(draft, folder / DRAFT_WEIGHTS_NAME, options)
     tokenizer.save_pretrained(folder)
 
 

@@ -1,6 +1,5 @@
 """What a training run can be told: the typed schema, the composed Hydra config merged into it, and cross-checks."""
 
-import argparse
 import difflib
 import math
 import os
@@ -24,9 +23,10 @@ from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.data.templates import check_templates
 from longspec.errors import UserError
 from longspec.kernels.attention import resolve_attention
-from longspec.models.draft_files import checked_window
-from longspec.models.draft_layer import WINDOW, check_window
+from longspec.models.draft_files import checked_options
+from longspec.models.draft_layer import WINDOW, DraftOptions, check_window
 from longspec.models.families import pair_class
+from longspec.train.command import launch_parser
 from longspec.train.loss import LOSSES
 from longspec.train.positions import BLOCK_LAGS, VARIANTS
 from longspec.untrusted import read_yaml
@@ -60,6 +60,14 @@ class ModelConfig:
     pad_token_id: int | None = MISSING
     ignore_mismatched_sizes: bool = MISSING
     window: int = WINDOW
+    kv_layers: list[int] = field(default_factory=list)  # the defaults let configurations of older checkpoints load
+    target_feature: bool = False
+
+    @property
+    def draft_options(self) -> DraftOptions:
+        """The draft's architecture. Raises UserError."""
+        stated = {"window": self.window, "kv_layers": self.kv_layers, "target_feature": self.target_feature}
+        return checked_options(stated, "config key model.")
 
 
 @dataclass
@@ -149,13 +157,7 @@ def load_config(argv: Sequence[str]) -> TrainConfig | None:
 
     Raises UserError, with the key's full name, for anything wrong in it.
     """
-    parser = argparse.ArgumentParser(description="Train a GLIDE draft for a frozen target.")
-    parser.add_argument("-cp", "--config-path", default="conf/exp", help="folder of the experiments")
-    parser.add_argument("-cn", "--config-name", required=True, help="experiment: a file in that folder")
-    parser.add_argument("-c", "--cfg", choices=["job"], help="print the composed configuration and stop")
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as in Hydra")
-    args = parser.parse_intermixed_args(argv)
+    args = launch_parser().parse_intermixed_args(argv)
     composed = compose_config(args.config_path, args.config_name, args.overrides)
     if args.cfg:
         print(OmegaConf.to_yaml(composed), end="")
@@ -226,7 +228,7 @@ def read_config_file(file: Path) -> TrainConfig:
         config = typed(OmegaConf.create(content))
         pair_class(config.model._target_)
         _choice("model.torch_dtype", config.model.torch_dtype, DTYPES)
-        checked_window(config.model.window, "config key model.window")
+        config.model.draft_options  # noqa: B018 (checks them)
     except (OmegaConfBaseException, UserError) as error:
         raise UserError(f"{file}: not a readable training configuration ({_one_line(error)})") from error
     return config
@@ -271,7 +273,7 @@ def check(config: TrainConfig) -> None:
     if config.variant.name != "base":
         _require(config.variant.depth > 0, "variant.depth", "must be positive", config.variant.depth)
     depth = BLOCK_LAGS if config.variant.name == "base" else config.variant.depth
-    check_window(checked_window(config.model.window, "config key model.window"), depth, "config key variant.depth")
+    check_window(config.model.draft_options.window, depth, "config key variant.depth")
     resolve_attention(config.model.attn_implementation)
     _check_zero(config.deepspeed.zero_optimization)
     if config.optimizer == "muon":

@@ -63,6 +63,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
     pad = _pad(config, target, tokenizer)
     name = tokenizer.convert_ids_to_tokens(eos)
     logger.info("chat format %s; EOS %d (%s), padding %d", chat_format, eos, name, pad)
+    config.model.draft_options.check_target(target, "config key model.kv_layers")
     draft = None
     if config.draft_model_name_or_path is not None:
         draft = check_draft(config.draft_model_name_or_path, target, glide.draft_layer_class)

@@ -3,13 +3,14 @@
 import logging
 import math
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from longspec.errors import UserError
-from longspec.models.draft_files import DRAFT_WEIGHTS_NAME
+from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_settings
+from longspec.models.draft_layer import PUBLISHED
 from longspec.train.checkpoint import absolute_paths
 from longspec.train.config import CONFIG_NAME, TrainConfig, read_config_file
 from longspec.train.contents import Contents, changes, contents_of
@@ -82,6 +83,26 @@ def _without_state(config: TrainConfig, run: Run, draft: tuple[Path, Progress] |
         *(config.output_dir, progress.step, folder.name),
     )
     return Start(run, draft=str(folder / DRAFT_WEIGHTS_NAME))
+
+
+def with_draft_options(config: TrainConfig, state: Path | None, draft: str | None) -> TrainConfig:
+    """`config` with `model.kv_layers` and `model.target_feature` of the saved run or draft that training goes on from.
+
+    Raises UserError where `config` asks for others; the published ones, which are its defaults, ask for nothing.
+    """
+    if state is not None:
+        source, saved = str(state), read_config_file(state / CONFIG_NAME).model.draft_options
+    elif draft is not None:
+        source, saved = draft, draft_settings(draft).options
+    else:
+        return config
+    asked = config.model.draft_options
+    for name in ("kv_layers", "target_feature"):
+        now, was = getattr(asked, name), getattr(saved, name)
+        if now not in (getattr(PUBLISHED, name), was):
+            raise UserError(f"config key model.{name}: {now}, but the draft at {source} has {was}; leave it out")
+    model = replace(config.model, kv_layers=list(saved.kv_layers), target_feature=saved.target_feature)
+    return replace(config, model=model)
 
 
 def check_same_run(

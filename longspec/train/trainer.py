@@ -45,7 +45,7 @@ from longspec.train.logging import RunLog, setup_logging
 from longspec.train.loss import Objective
 from longspec.train.peers import watched
 from longspec.train.positions import micro_step_generator, random_lags, variant_positions
-from longspec.train.resume import where_to_start
+from longspec.train.resume import where_to_start, with_draft_options
 from longspec.train.sampler import ResumableSampler
 from longspec.train.seals import Progress, Run
 
@@ -98,6 +98,8 @@ def _train(
     begin = from_rank_zero(lambda: where_to_start(config))
     # A resumed run has its draft: that of the stage before may be gone.
     draft = None if begin.state else begin.draft or config.draft_model_name_or_path
+    asked = config
+    config = from_rank_zero(lambda: with_draft_options(asked, begin.state, draft))
     inputs = rank_zero_first(lambda: read_inputs(replace(config, draft_model_name_or_path=draft)))
     start = begin.progress.step
     total = from_rank_zero(lambda: _last_step(config, len(inputs.rows), start))
@@ -320,7 +322,8 @@ class Trainer:
         self.begun = batch, given
         if passes := self.engine.module.target_pass:
             segments = Segments(given["cu_seqlens"].tolist(), self.engine.device)
-            passes.begin(given["input_ids"], given["position_ids"], segments, self.objective.reads_target)
+            whole = self.engine.module.needs_whole_pass(self.objective)
+            passes.begin(given["input_ids"], given["position_ids"], segments, whole)
 
     def forward(self, micro_step: int, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective on one micro-batch; what is random in it does not depend on the past."""

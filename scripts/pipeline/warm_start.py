@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from longspec.models.draft_files import save_draft_folder
+from longspec.models.draft_layer import DraftOptions
 
 FROM_FIRST = {
     "input_layernorm": "input_layernorm",
@@ -33,7 +34,7 @@ def write_warm_start(folder: Path, target: Path, window: int) -> None:
     config = AutoConfig.from_pretrained(target)
     # Not as a model: two threads at once must not do that, transformers changes its classes meanwhile.
     state = {name: weight for file in sorted(target.glob("*.safetensors")) for name, weight in load_file(file).items()}
-    save_draft_folder(layers_of(state, config.num_hidden_layers), config, folder, window)
+    save_draft_folder(layers_of(state, config.num_hidden_layers), config, folder, DraftOptions(window))
 
 
 def layers_of(target: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from longspec.inference.tree_shapes import AUTO, CANDIDATES, DEFAULT_SHAPE
+from longspec.inference.methods import AUTO, DEFAULT_SHAPE
+from longspec.inference.tree_shapes import CANDIDATES
 from longspec.train.logging import METRICS_NAME
 from scripts.pipeline.files import read_jsonl, write_json
 from scripts.reproduce.cells import CELLS, Measurement, read_cells

@@ -9,7 +9,7 @@ there is, and the same command again goes on with it.
 
 from dataclasses import dataclass
 
-from longspec.inference.tree_shapes import AUTO
+from longspec.inference.methods import AUTO
 from scripts.reproduce.baselines import BASELINES, STATIC
 from scripts.reproduce.cells import Measurement
 

@@ -14,6 +14,7 @@ from longspec.train.checkpoint import read_draft
 
 EXPERIMENT = "tiny_glide_stage1_sinkpi-slicing"
 SHARDED = ["deepspeed=zero3", "+deepspeed.zero_optimization.stage3_param_persistence_threshold=0"]
+EXTENDED = ["model.kv_layers=[1]", "model.target_feature=true"]
 STEPS = 4
 TIMES = {"seconds", "data_seconds"}
 
@@ -39,7 +40,7 @@ class Run:
 
 RUNS = {
     "llama, ZeRO-1, distillation": ("llama", ("loss=distill", "model.gradient_checkpointing=true")),
-    "qwen2 tied, ZeRO-3, cross-entropy": ("qwen2", (*SHARDED, "log_target_loss=true")),
+    "qwen2 tied, ZeRO-3, cross-entropy": ("qwen2", (*SHARDED, "log_target_loss=true", *EXTENDED)),
 }
 """The base variant and the other ZeRO stage are rows of tests/e2e/test_equivalence.py."""
 

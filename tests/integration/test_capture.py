@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from oracles import DeviceOracle
-from pairs import FAMILIES, make_pair, target_greedy
+from pairs import FAMILIES, OPTIONS, make_pair, target_greedy
 from torch import Tensor
 
 from longspec import generate
 from longspec.errors import UserError
 from longspec.inference import capture as capture_module
 from longspec.inference import generate as generate_module
-from longspec.inference.methods import GLIDE_METHODS, METHODS
+from longspec.inference.acceptance import Sampler
+from longspec.inference.engine import Engine
+from longspec.inference.methods import GLIDE_METHODS, METHODS, make_drafter
 from longspec.inference.runner import _log_plain, make_runner
 from longspec.models.glide import GlideMixin
 
@@ -75,6 +77,38 @@ def test_every_accepted_length_in_a_captured_round(tmp_path: Path, monkeypatch: 
     by_depth = out.stats.accepted_by_depth
     assert by_depth == sorted(by_depth, reverse=True) and by_depth[-1] > 0 and out.stats.rounds > by_depth[0]
     assert len(set(by_depth)) == len(SHAPE), "some accepted length never occurred"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", GLIDE_METHODS)
+@torch.no_grad()
+def test_captured_rounds_of_an_extended_draft_draft_what_the_eager_ones_do(
+    tmp_path: Path, method: str, dtype: torch.dtype
+) -> None:
+    """Round by round, what is drafted and the state that it comes from; a row sits every other round out."""
+    model = make_pair(tmp_path, dtype=dtype, options=OPTIONS["both"], hidden_size=128).cuda()
+    ids, _, _ = prompts(90, 7)
+    engines = []
+    for _ in range(2):
+        runner, sampler = make_runner(model, "auto", compiled=True), Sampler(0.0, 0, 1.0)
+        assert runner.capturable
+        drafter = make_drafter(method, runner, 2, sampler, SHAPE, 4, "reject")
+        engines.append(Engine(runner, drafter, sampler, ids, [90, 7], max_new_tokens=60))
+    captured, eager = engines
+    capture_module.warm_up(captured)
+    assert torch.equal(captured.prefill(), eager.prefill())
+    play_round = capture_module.capture_round(captured)
+    for number in range(6):
+        before = eager.cache.newest_hidden.clone()
+        active = torch.tensor([True, number % 2 == 0]).cuda()
+        (tokens, counts), (eager_tokens, eager_counts) = play_round(active), eager.round(active)
+        assert torch.equal(counts, eager_counts)
+        assert all(torch.equal(tokens[b, :n], eager_tokens[b, :n]) for b, n in enumerate(counts.tolist()))
+        torch.testing.assert_close(captured.cache.newest_hidden, eager.cache.newest_hidden)
+        kept = (eager.cache.newest_hidden == before).all(-1).flatten().tolist()
+        assert kept == [False, number % 2 == 1]
+    drafts = [engine.drafter.propose(engine.root, engine.cache).tokens for engine in engines]
+    assert torch.equal(*drafts)
 
 
 def test_capture_survives_changing_lengths_batches_shapes_and_settings(tmp_path: Path) -> None:

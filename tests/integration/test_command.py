@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairs import FAMILIES, make_pair, tiny_config
+from pairs import FAMILIES, OPTIONS, make_pair, tiny_config
 from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
-from longspec.inference import command, memory, plan
+from longspec.inference import measurement, memory, plan
 from longspec.inference.cache import TargetCache
 from longspec.inference.command import main, parse_options
 from longspec.inference.generate import GenerationOutput, generate
 from longspec.inference.methods import METHODS
 from longspec.inference.plan import make_plan
 from longspec.inference.registry import PUBLISHED_PAIRS, choose_pair
-from longspec.models.draft_files import save_draft_folder
+from longspec.models.draft_files import save_draft_file, save_draft_folder
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import context_window
 
@@ -31,7 +31,7 @@ def make_target(folder: Path, family: str = "llama", **overrides: object) -> Pat
     model = make_pair(folder, family, vocab_size=VOCAB_SIZE, **overrides)
     save_tokenizer(folder)
     state = {f"draft_model.{name}": weight for name, weight in model.draft_model.state_dict().items()}
-    torch.save(state, draft_of(folder))
+    save_draft_file(state, draft_of(folder), model.draft_model.options)
     return folder
 
 
@@ -61,7 +61,8 @@ def lines_of(out: Path) -> list[dict]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_methods_write_vanillas_tokens(tmp_path: Path, family: str) -> None:
-    target, data = make_target(tmp_path / "target", family), write_records(tmp_path / "data")
+    options = OPTIONS["both" if family == "llama" else "published"]
+    target, data = make_target(tmp_path / "target", family, options=options), write_records(tmp_path / "data")
     size = {"vanilla": "1", "seq": "2", "tree": "3", "magicdec": "2", "lookup": "2"}
     tokens = {}
     for method in METHODS:
@@ -117,7 +118,7 @@ def test_every_method_warms_up_before_it_is_measured(
         calls.append((ids.shape[1], settings))
         return generate(model, ids, *rest, **settings)
 
-    monkeypatch.setattr(command, "generate", spied)
+    monkeypatch.setattr(measurement, "generate", spied)
     target, data = make_target(tmp_path / "target"), write_records(tmp_path / "data", count=2)
     options = ("--method", method, "--max_gen_len", "20", "--gamma", "2", "--tree_shape", "3", "3")
     options += ("--temperature", "0.7", "--top_p", "0.9", "--top_k", "7", "--seed", "5")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from oracles import Oracle
-from pairs import FAMILIES, make_pair, target_greedy
+from pairs import FAMILIES, OPTIONS, make_pair, target_greedy
 from torch import Tensor
 
 from longspec.inference.acceptance import Sampler
@@ -37,8 +37,9 @@ def full_forward_kv(model: GlideMixin, tokens: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_state_after_every_accepted_length(tmp_path: Path, family: str, device: str) -> None:
-    """After each round: compacted target cache, draft ring, length and root equal those of a fresh start there."""
-    model = make_pair(tmp_path, family).to(device)
+    """After each round: compacted target cache, newest hidden state, draft ring, length and root equal those of a fresh
+    start there."""
+    model = make_pair(tmp_path, family, options=OPTIONS["both"]).to(device)
     lengths = [1, 40, WINDOW - 6]  # the last row's ring wraps around on the way
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, VOCAB, (n,), generator=generator).to(device) for n in lengths]
@@ -62,6 +63,8 @@ def test_state_after_every_accepted_length(tmp_path: Path, family: str, device: 
 def check_row(model: GlideMixin, engine: Engine, oracle: Oracle, b: int, read: Tensor) -> None:
     """`read`: the tokens before the root. Target cache against a full forward, ring against fresh projections."""
     length = len(read)
+    newest = model.model(read[None]).last_hidden_state[0, -1]
+    torch.testing.assert_close(engine.cache.newest_hidden[b, 0], newest, rtol=1e-4, atol=1e-4)
     for store, expected in zip((engine.cache.keys, engine.cache.values), full_forward_kv(model, read), strict=True):
         torch.testing.assert_close(store[:, b, :, :length], expected, rtol=1e-4, atol=1e-4)
     positions = torch.arange(max(0, length - WINDOW), length, device=read.device)
@@ -72,8 +75,29 @@ def check_row(model: GlideMixin, engine: Engine, oracle: Oracle, b: int, read: T
 
 
 @torch.no_grad()
+def test_going_to_other_places_is_as_a_prefill_that_ends_there(tmp_path: Path) -> None:
+    """After rounds, in a ragged batch."""
+    model = make_pair(tmp_path, options=OPTIONS["both"])
+    prompts = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(2))
+
+    def prefilled(lengths: list[int]) -> Engine:
+        drafter = TreeDrafter(Runner(model), 2, SHAPE, GREEDY, "descend")
+        engine = Engine(Runner(model), drafter, GREEDY, prompts, lengths, max_new_tokens=20)
+        engine.prefill()
+        return engine
+
+    engine, there = prefilled([12, 10]), prefilled([7, 1])
+    engine.round(torch.ones(2, dtype=torch.bool))
+    engine.go_to(torch.tensor([7, 1]), there.root)
+    assert engine.cache.lengths.tolist() == [7, 1]
+    torch.testing.assert_close(engine.cache.newest_hidden, there.cache.newest_hidden)
+    proposals = [one.drafter.propose(one.root, one.cache) for one in (engine, there)]
+    assert torch.equal(proposals[0].tokens, proposals[1].tokens)
+
+
+@torch.no_grad()
 def test_inactive_rows_stay_as_they_are(tmp_path: Path) -> None:
-    model = make_pair(tmp_path)
+    model = make_pair(tmp_path, options=OPTIONS["feature"])
     prompts = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(2))
     truth = [target_greedy(model, row, 20) for row in prompts]
     oracle = oracle_tree(model, truth, [12, 12], [[3, 3]])
@@ -81,10 +105,12 @@ def test_inactive_rows_stay_as_they_are(tmp_path: Path) -> None:
     assert engine.prefill().tolist() == [row[0] for row in truth]
     ring = oracle.drafter.draft.cache
     kept, ring_kept = engine.cache.keys[:, 1, :, :12].clone(), ring.keys[1, :, :WINDOW].clone()
+    newest_kept = engine.cache.newest_hidden.clone()
     _, counts = engine.round(torch.tensor([True, False]))
     assert counts.tolist() == [4, 0] and engine.cache.lengths.tolist() == [16, 12]
     assert engine.root[1] == truth[1][0]
     assert torch.equal(engine.cache.keys[:, 1, :, :12], kept)
+    assert (engine.cache.newest_hidden == newest_kept).all(-1).flatten().tolist() == [False, True]
     assert torch.equal(ring.keys[1, :, :WINDOW], ring_kept)
 
 

@@ -1,33 +1,39 @@
 """The fused passes against transformers' modules on the same parameters, on the CPU through Triton's interpreter."""
 
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pairs import FAMILIES, make_pair
+from pairs import FAMILIES, OPTIONS, make_pair
 from torch import Tensor
 
 from longspec.inference.acceptance import Sampler
+from longspec.inference.cache import DraftCache
 from longspec.inference.drafting import magicdec
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import METHODS, make_drafter
 from longspec.inference.runner import Runner
+from longspec.models.draft_layer import DraftOptions
 from longspec.models.fused import MergedLinear, can_fuse
 from longspec.models.glide import GlideMixin
 
 SHAPE = (2, 4, 3)
-LAYOUTS = [
-    {},
-    {"num_key_value_heads": 4, "head_dim": 16},
-    {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 20},
-]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "gqa": {},
+    "mha": {"num_key_value_heads": 4, "head_dim": 16},
+    "mqa": {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 20},
+    "extended": {"options": OPTIONS["both"]},
+}
+CASES = [*product(FAMILIES, ("gqa", "mha", "mqa")), ("qwen2", "extended")]
 
 
-def random_pair(folder: Path, family: str, **overrides: int) -> GlideMixin:
+def random_pair(folder: Path, family: str, **overrides: Any) -> GlideMixin:
     """Biases and norms too are random, so that leaving one out is seen."""
     model = make_pair(folder, family, initializer_range=0.1, **overrides)
     generator = torch.Generator().manual_seed(9)
@@ -48,14 +54,14 @@ def passes(runner: Runner, prompts: Tensor, lengths: list[int], rounds: int) -> 
     found.append(engine.verify(drafter.propose(engine.root, engine.cache)))
     used = slice(0, int(engine.cache.lengths.max()))
     ring = drafter.draft.cache
+    found.append(engine.cache.newest_hidden)
     return [*found, engine.cache.keys[..., used, :], engine.cache.values[..., used, :], ring.keys, ring.values]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("overrides", LAYOUTS, ids=["gqa", "mha", "mqa"])
+@pytest.mark.parametrize(("family", "layout"), CASES)
 @torch.no_grad()
-def test_fused_passes_equal_transformers_modules(tmp_path: Path, family: str, overrides: dict, device: str) -> None:
-    model = random_pair(tmp_path, family, **overrides).to(device)
+def test_fused_passes_equal_transformers_modules(tmp_path: Path, family: str, layout: str, device: str) -> None:
+    model = random_pair(tmp_path, family, **LAYOUTS[layout]).to(device)
     model.draft_model.window = 8  # the ring wraps around, and the interpreter is slow
     lengths = [9, 4]
     prompts = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1)).to(device)
@@ -65,6 +71,31 @@ def test_fused_passes_equal_transformers_modules(tmp_path: Path, family: str, ov
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "batch", "count"), [(torch.float32, 1, 1), (torch.float32, 2, 3), (torch.float16, 2, 3)]
+)
+@torch.no_grad()
+def test_each_cross_attention_has_its_own_queries_and_outputs(
+    tmp_path: Path, dtype: torch.dtype, batch: int, count: int
+) -> None:
+    """With every way to multiply: a vector, the library's product, a product in parts."""
+    model = random_pair(tmp_path, "qwen2", dtype=dtype, options=DraftOptions(8, (1, 0), target_feature=True))
+    generator = torch.Generator().manual_seed(2)
+    tokens, hidden = torch.randint(61, (batch, count), generator=generator), torch.randn(batch, 1, 32).to(dtype)
+    positions = torch.arange(5, 5 + count).expand(batch, -1)
+    attends = [partial(torch.mul, factor) for factor in (1.0, -2.0, 3.0)]
+    found = []
+    for runner in (Runner(model), FusedRunner(model, "sdpa")):
+        runner.prepare(16)
+        cache = DraftCache(model.config, batch, 8, count, dtype, torch.device("cpu"))
+        feature = runner.feature(hidden)
+        found.append(runner.draft(tokens, positions, cache, 0, lambda q: q, attends, feature))
+        found.append(runner.draft(tokens, positions, cache, 0, lambda q: q, attends, 0 * feature))
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-2}
+    torch.testing.assert_close(found[2:], found[:2], **tolerance)
+    assert not torch.allclose(found[0], found[1], **tolerance)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @torch.no_grad()
 def test_a_round_on_the_empty_cache_changes_nothing(
@@ -72,8 +103,7 @@ def test_a_round_on_the_empty_cache_changes_nothing(
 ) -> None:
     """What warms kernels up before prefill, for every method."""
     monkeypatch.setattr(magicdec, "RECENT", 8)
-    model = random_pair(tmp_path, "llama")
-    model.draft_model.window = 8
+    model = random_pair(tmp_path, "llama", options=DraftOptions(8, (1,), target_feature=True))
     prompts = torch.randint(0, 61, (2, 5), generator=torch.Generator().manual_seed(1))
     found = []
     for warm in (False, True):
@@ -83,6 +113,7 @@ def test_a_round_on_the_empty_cache_changes_nothing(
         if warm:
             engine.round(torch.zeros(2, dtype=torch.bool))
         found.append([engine.prefill(), *engine.round(torch.ones(2, dtype=torch.bool)), engine.cache.lengths])
+        found[-1].append(engine.cache.newest_hidden)
     for cold, warmed in zip(*found, strict=True):
         assert torch.equal(cold, warmed)
 
@@ -110,7 +141,7 @@ def test_engines_that_launch_other_kernels_are_of_another_kind(tmp_path: Path) -
 
 @torch.no_grad()
 def test_merging_changes_no_parameter_and_happens_once(tmp_path: Path) -> None:
-    model = random_pair(tmp_path, "qwen2")
+    model = random_pair(tmp_path, "qwen2", options=OPTIONS["both"])
     before = {name: value.clone() for name, value in model.state_dict().items()}
     FusedRunner(model)
     storages = {name: value.data_ptr() for name, value in model.state_dict().items()}
@@ -140,7 +171,7 @@ def test_what_cannot_be_fused_is_told(tmp_path: Path) -> None:
         pass
 
     def changed(change: Callable[[Any], object]) -> bool:
-        model = make_pair(tmp_path)
+        model = make_pair(tmp_path, options=OPTIONS["both"])
         assert can_fuse(model)
         change(model)
         return can_fuse(model)
@@ -159,5 +190,7 @@ def test_what_cannot_be_fused_is_told(tmp_path: Path) -> None:
     assert refused(lambda m: m.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *_: None))
     assert refused(lambda m: m.draft_model.cross_attn.q_proj.half())
     assert refused(lambda m: setattr(m.draft_model.self_attn.k_proj, "bias", None))
+    assert refused(lambda m: setattr(m.draft_model.extra_cross_attn[0].q_proj, "bias", None))
+    assert refused(lambda m: m.draft_model.feature_proj.register_forward_hook(lambda *_: None))
     assert refused(flatten)
     assert changed(FusedRunner), "merged once, it can be merged again"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairs import FAMILIES, Handed, make_pair
+from pairs import FAMILIES, OPTIONS, Handed, make_pair
 
 from longspec import generate
 from longspec.inference.methods import METHODS
@@ -38,7 +38,7 @@ def test_methods_agree_with_vanilla_up_to_rounding(tmp_path: Path, family: str, 
 @pytest.mark.gpu
 def test_draft_trains_on_the_gpu_in_bf16(tmp_path: Path) -> None:
     """Forward and backward of both variants over packed segments; gradients reach the draft alone and are finite."""
-    model = make_pair(tmp_path, "qwen2", torch.bfloat16, initializer_range=0.05).cuda()
+    model = make_pair(tmp_path, "qwen2", torch.bfloat16, initializer_range=0.05, options=OPTIONS["both"]).cuda()
     tokens = torch.randint(1, 61, (2, 1024), generator=torch.Generator().manual_seed(0)).cuda()
     for lags in (torch.tensor([1, 5, 3]), None):
         loss = model(

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import cycle, product
 from tempfile import TemporaryDirectory
@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from oracles import Oracle, Plan, passes_of
-from pairs import FAMILIES, tiny_config
+from pairs import FAMILIES, OPTIONS, tiny_config
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -22,8 +22,8 @@ from longspec.inference import engine as engine_module
 from longspec.inference import generate as generate_module
 from longspec.inference.drafting import magicdec
 from longspec.inference.generate import GenerationOutput
-from longspec.inference.methods import METHODS, TREE_RULES
-from longspec.models.draft_layer import WINDOW
+from longspec.inference.methods import GLIDE_METHODS, METHODS, TREE_RULES
+from longspec.models.draft_layer import PUBLISHED, WINDOW, DraftOptions
 from longspec.models.glide import GlideMixin
 
 TIE = 1e-5
@@ -42,6 +42,7 @@ class Target:
     dtype: torch.dtype = torch.float32
     attention: str = "sdpa"
     seed: int = 0
+    draft: DraftOptions = PUBLISHED
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def build(target: Target) -> tuple[GlideMixin, PreTrainedModel]:
             weight.data += 0.3 * torch.randn_like(weight)
     with TemporaryDirectory() as folder:
         random.save_pretrained(folder)
-        model = GLIDE[target.family].from_pretrained(folder, torch_dtype=target.dtype)
+        model = GLIDE[target.family].from_pretrained(folder, torch_dtype=target.dtype, **asdict(target.draft))
         model.draft_is_trained = True  # as far as decoding is concerned
         own = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype, attn_implementation=target.attention)
     assert not isinstance(own, GlideMixin) and own.dtype == model.dtype == target.dtype
@@ -249,6 +250,15 @@ def test_greedy_is_lossless(method: str, seeds: range) -> None:
         lossless()
     assert seen.pop("near-ties", 0) <= 1
     assert depth == 0 or set(seen) == set(range(depth + 1)), "accepted lengths that did not occur"
+
+
+@pytest.mark.parametrize("method", GLIDE_METHODS)
+def test_an_extended_draft_is_lossless(method: str) -> None:
+    seen: Counter[int | str] = Counter()
+    case = Case(Target("llama", layers=3, draft=OPTIONS["both"]), method, (9, 4), 24, chunk=4)
+    check(case, seen)
+    check(replace(case, plan=((0, 3), (3, 1), (2, 0), (1, 2))), seen)
+    assert set(seen) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("method", METHODS[1:])

@@ -25,6 +25,7 @@ from transformers import (
 
 from longspec import generate
 from longspec.inference.drafting import magicdec
+from longspec.models.draft_layer import DraftOptions
 from longspec.models.glide import GlideMixin
 
 VOCAB = 4
@@ -68,10 +69,12 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GlideMixin:
     """Drafts are often wrong; windows are short, so that the draft's ring turns and magicdec leaves keys out."""
     monkeypatch.setattr(magicdec, "SINK", 1)
     monkeypatch.setattr(magicdec, "RECENT", 2)
+    return small_pair(tmp_path, DraftOptions(window=8))
+
+
+def small_pair(folder: Path, options: DraftOptions) -> GlideMixin:
     layout = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_key_value_heads": 1}
-    pair = make_pair(tmp_path, vocab_size=VOCAB, num_attention_heads=2, seed=1, **layout)
-    pair.draft_model.window = 8
-    return pair
+    return make_pair(folder, vocab_size=VOCAB, num_attention_heads=2, seed=1, options=options, **layout)
 
 
 def samples(model: GlideMixin, method: str, warp: dict[str, Any], rows: int, count: int, seed: int = 0) -> Tensor:
@@ -144,6 +147,11 @@ def test_three_tokens_follow_the_targets_law(
 ) -> None:
     """For every row of a batch, whatever the other rows: two prompts of unequal length take turns."""
     assert fit(model.to(device), method, warp, trials) > LEVEL
+
+
+def test_tokens_of_an_extended_draft_follow_the_targets_law(tmp_path: Path, device: str) -> None:
+    pair = small_pair(tmp_path, DraftOptions(window=8, kv_layers=(0,), target_feature=True))
+    assert fit(pair.to(device), "tree", {"temperature": 1.0}, TRIALS // 8) > LEVEL
 
 
 @pytest.mark.slow

@@ -1,11 +1,12 @@
 """A draft computes the same while decoding (ring, stale target cache) as while training (full sequences)."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pairs import FAMILIES, Handed, make_pair
+from pairs import FAMILIES, OPTIONS, Handed, make_pair
 from torch import Tensor
 
 from longspec.inference.acceptance import Sampler
@@ -14,7 +15,7 @@ from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.inference.runner import Runner
-from longspec.models.draft_layer import WINDOW
+from longspec.models.draft_layer import WINDOW, DraftOptions
 from longspec.models.glide import GlideMixin
 
 DEPTH = 5
@@ -31,14 +32,14 @@ def random_tokens(*shape: int) -> Tensor:
 
 
 @torch.no_grad()
-def training_logits(model: GlideMixin, tokens: Tensor, lag: int) -> Tensor:
-    """The training forward's logits [T, V] over one segment, tokens [T], at one lag."""
+def training_logits(model: GlideMixin, tokens: Tensor, lag: int | None) -> Tensor:
+    """The training forward's logits [T, V] over one segment, tokens [T], at one lag; None: of the base variant."""
     return model(
         tokens[None],
         labels=tokens[None],
         position_ids=torch.arange(len(tokens), device=tokens.device)[None],
         cu_seqlens=torch.tensor([0, len(tokens)], dtype=torch.int32),
-        lags=torch.tensor([lag]),
+        lags=None if lag is None else torch.tensor([lag]),
         objective=Handed(lambda hidden, target_hidden, labels, lm_head: lm_head(hidden)[0]),
     )
 
@@ -100,11 +101,37 @@ def test_chain_logits_equal_training_logits_at_the_same_lag(
             torch.testing.assert_close(logits[b], expected, **TOLERANCE, msg=f"root {n}, step {step}")
 
 
+@pytest.mark.parametrize("variant", ["base", "sinkpi-slicing"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_tree_logits_equal_training_logits_along_each_path(tmp_path: Path, family: str, device: str) -> None:
+def test_drafts_of_every_kind_draft_as_either_variant_trains(
+    tmp_path: Path, family: str, options: DraftOptions, variant: str, device: str
+) -> None:
+    """In the base variant a block of 4 begins at the root, so there roots are multiples of 4 and chains short of it."""
+    model = parity_pair(tmp_path, family, options=replace(options, window=16)).to(device)
+    is_base = variant == "base"
+    roots, depth = ([4, 12, 16, 20], 4) if is_base else ([1, 2, 15, 16, 17, 27], DEPTH)
+    tokens = random_tokens(len(roots), 32).to(device)
+    draft = GlideDraft(Runner(model), len(roots), nodes=depth)
+    prompts = [row[:n] for row, n in zip(tokens, roots, strict=True)]
+    engine = prefilled(model, prompts, ChainDrafter(draft, depth, Sampler(0.0, 0, 1.0)))
+    for step in range(depth):
+        node = torch.stack([row[n + step] for row, n in zip(tokens, roots, strict=True)])
+        logits = draft.next_logits(node, step, engine.cache)
+        for b, n in enumerate(roots):
+            expected = training_logits(model, tokens[b, : n + step + 1], None if is_base else step + 1)[-1]
+            torch.testing.assert_close(logits[b], expected, **TOLERANCE, msg=f"root {n}, step {step}")
+
+
+@pytest.mark.parametrize("options", [OPTIONS["published"], OPTIONS["both"]], ids=["published", "both"])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_tree_logits_equal_training_logits_along_each_path(
+    tmp_path: Path, family: str, options: DraftOptions, device: str
+) -> None:
     """Every node, whatever its siblings, equals the training forward over the prefix and its own ancestors."""
-    model = parity_pair(tmp_path, family).to(device)
+    model = parity_pair(tmp_path, family, options=options).to(device)
     prompts = [row[:n] for row, n in zip(random_tokens(3, 540).to(device), (3, 509, 530), strict=True)]
     drafter = TreeDrafter(
         Runner(model), len(prompts), shape=(3, 5, 4, 1), sampler=Sampler(0.0, 0, 1.0), tree_rule="descend"
@@ -136,11 +163,24 @@ def test_window_edge(tmp_path: Path) -> None:
         assert torch.equal(training_logits(model, changed, lag=1)[-1], last) != seen
 
 
+SOURCES = ("cross_attn.o_proj", "extra_cross_attn.0.o_proj", "feature_proj")
+"""What a draft reads of its target."""
+
+
+def reading_only(folder: Path, source: str) -> GlideMixin:
+    """A pair whose draft reads, apart from the token itself, one of SOURCES."""
+    model = parity_pair(folder, "llama", options=OPTIONS["both"])
+    for other in ("self_attn.o_proj", *SOURCES):
+        if other != source:
+            model.draft_model.get_submodule(other).weight.zero_()
+    return model
+
+
+@pytest.mark.parametrize("source", SOURCES)
 @torch.no_grad()
-def test_lag_edge(tmp_path: Path) -> None:
-    """At lag s the query at i sees the target's keys up to i - s: a change there shows, one later does not."""
-    model = parity_pair(tmp_path, "llama")
-    model.draft_model.self_attn.o_proj.weight.zero_()
+def test_lag_edge(tmp_path: Path, source: str) -> None:
+    """At lag s the query at i sees what the target has up to i - s: a change there shows, one later does not."""
+    model = reading_only(tmp_path, source)
     tokens = random_tokens(20)
     for lag in range(1, DEPTH + 1):
         last = training_logits(model, tokens, lag)[-1]
@@ -152,34 +192,37 @@ def test_lag_edge(tmp_path: Path) -> None:
             assert torch.equal(training_logits(model, changed, lag)[-1], last) != seen, (lag, back)
 
 
+@pytest.mark.parametrize("source", SOURCES)
 @torch.no_grad()
-def test_base_variant_sees_whole_blocks_before_its_own(tmp_path: Path) -> None:
+def test_base_variant_sees_whole_blocks_before_its_own(tmp_path: Path, source: str) -> None:
     """Block size 4: the query at i sees target keys j with j // 4 < i // 4, so labels never leak through the target."""
-    model = parity_pair(tmp_path, "llama")
-    model.draft_model.self_attn.o_proj.weight.zero_()
-
-    def base_logits(tokens: Tensor) -> Tensor:
-        return model(
-            tokens[None],
-            labels=tokens[None],
-            position_ids=torch.arange(len(tokens))[None],
-            cu_seqlens=torch.tensor([0, len(tokens)], dtype=torch.int32),
-            objective=Handed(lambda hidden, target_hidden, labels, lm_head: lm_head(hidden)[0]),
-        )
-
+    model = reading_only(tmp_path, source)
     tokens = random_tokens(14)
-    plain = base_logits(tokens)
+    plain = training_logits(model, tokens, lag=None)
     for key in range(14):
         changed = tokens.clone()
         changed[key] = (changed[key] + 1) % 61
-        differs = (base_logits(changed) != plain).any(-1).tolist()
+        differs = (training_logits(model, changed, lag=None) != plain).any(-1).tolist()
         assert differs == [query == key or key // 4 < query // 4 for query in range(14)], key
 
 
+@pytest.mark.parametrize(("lag", "without"), [(3, 3), (None, 4)])
 @torch.no_grad()
-def test_packed_segments_do_not_see_each_other(tmp_path: Path) -> None:
+def test_a_query_without_visible_keys_has_no_feature(tmp_path: Path, lag: int | None, without: int) -> None:
+    """The first `without` tokens of a segment are drafted from their embeddings alone."""
+    model = reading_only(tmp_path, "feature_proj")
+    tokens = random_tokens(12)
+    read = training_logits(model, tokens, lag)
+    model.draft_model.feature_proj.weight.zero_()
+    alone = training_logits(model, tokens, lag)
+    assert (read == alone).all(-1).tolist() == [place < without for place in range(12)]
+
+
+@pytest.mark.parametrize("options", [OPTIONS["published"], OPTIONS["both"]], ids=["published", "both"])
+@torch.no_grad()
+def test_packed_segments_do_not_see_each_other(tmp_path: Path, options: DraftOptions) -> None:
     """Segments that share a row give the logits of the same segments alone, jumps in position (anchors) included."""
-    model = parity_pair(tmp_path, "qwen2")
+    model = parity_pair(tmp_path, "qwen2", options=options)
     both_hidden = Handed(lambda draft, target, labels, lm_head: torch.cat([draft, target], -1)[0], reads_target=True)
     first, second = random_tokens(9), random_tokens(23)
     anchored = torch.cat([torch.arange(4), 1000 + torch.arange(4, 23)])

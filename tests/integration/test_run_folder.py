@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from test_command import ROOT, arguments, draft_of, lines_of, make_target, refusal, write_records
 
-from longspec.inference import command
+from longspec.inference import measurement
 from longspec.inference.command import main, parse_options
 from longspec.inference.generate import GenerationOutput, generate
 from longspec.inference.plan import make_plan
@@ -54,7 +54,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, number: int, after: int) -> None:
             os.kill(os.getpid(), number)
         return generate(*args, **settings)
 
-    monkeypatch.setattr(command, "generate", interrupted)
+    monkeypatch.setattr(measurement, "generate", interrupted)
 
 
 def no_weights(plan: object) -> None:
@@ -110,7 +110,7 @@ def test_results_of_another_run_are_refused_and_kept(
 
     def refused(line: list[str]) -> str:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(command, "load_model", no_weights)
+            patch.setattr(measurement, "load_model", no_weights)
             message = refusal(capsys, line)
         assert contents(uninterrupted) == before
         return message
@@ -136,7 +136,7 @@ def test_a_complete_run_says_so_and_shows_its_summary_again(
     pair: tuple[Path, Path], uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(uninterrupted)
-    monkeypatch.setattr(command, "load_model", no_weights)
+    monkeypatch.setattr(measurement, "load_model", no_weights)
     summary = main(arguments(*pair, uninterrupted, *SAMPLED))
     assert summary == json.loads(before["summary.json"]) and contents(uninterrupted) == before
     shown = capsys.readouterr().out
@@ -174,7 +174,7 @@ def test_a_stop_signal_saves_the_running_batch_and_the_same_command_continues(
     kept = (out / "samples.jsonl").read_bytes()
     with (out / "samples.jsonl").open("ab") as handle:
         handle.write(b'{"index": 4, "id": "r')  # as a process leaves it that is killed while it writes
-    monkeypatch.setattr(command, "generate", generate)
+    monkeypatch.setattr(measurement, "generate", generate)
     summary = main(arguments(*pair, out, *SAMPLED))
     assert "continues after 4 of 5 samples" in capsys.readouterr().out
     assert (out / "samples.jsonl").read_bytes().startswith(kept)
@@ -197,8 +197,8 @@ def test_a_stop_signal_in_the_last_batch_leaves_a_complete_run(
 def test_a_stop_signal_while_weights_are_loaded_ends_the_run_at_once(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "load_model", lambda plan: os.kill(os.getpid(), signal.SIGTERM))
-    monkeypatch.setattr(command, "generate", no_weights)
+    monkeypatch.setattr(measurement, "load_model", lambda plan: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(measurement, "generate", no_weights)
     with pytest.raises(SystemExit) as stop:
         main(arguments(*pair, tmp_path / "out", *SAMPLED))
     assert stop.value.code == 143
@@ -242,7 +242,7 @@ def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(
 def test_an_output_folder_that_cannot_be_created_is_refused(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "load_model", no_weights)
+    monkeypatch.setattr(measurement, "load_model", no_weights)
     (tmp_path / "file").touch()
     for out, complaint in (
         (tmp_path / "file" / "out", "file is a file; give a folder"),

@@ -106,6 +106,8 @@ def test_rejecting_in_a_tree_sampled_without_replacement_is_exact(shape: Tokens,
 class LanguageChain:
     """A ChainModel that says what a language says."""
 
+    reads_hidden = False
+
     def __init__(self, language: RandomLanguage) -> None:
         self.language = language
         self.prefix: Tokens = ()
@@ -134,6 +136,8 @@ def test_a_sampled_chain_is_exact(gamma: int, seed: int) -> None:
 
 class LanguageDraft:
     """In place of the tree drafter's GLIDE draft: says what a language says, after at most one token."""
+
+    reads_hidden = False
 
     def __init__(self, language: RandomLanguage) -> None:
         self.language = language

@@ -123,6 +123,10 @@ def test_family_is_an_override(paths: list[str]) -> None:
         ("resume=yes", "resume"),
         ("variant.name=other", "variant.name"),
         ("variant.depth=0", "variant.depth"),
+        ("model.kv_layers=[1,1]", "model.kv_layers"),
+        ("model.kv_layers=[-1]", "model.kv_layers"),
+        ("model.kv_layers=[last]", "model.kv_layers"),
+        ("model.target_feature=some", "model.target_feature"),
         ("model.torch_dtype=int8", "model.torch_dtype"),
         ("++model=llama", "model"),
         ("+deepspeed.zero_optimisation.stage=1", "deepspeed.zero_optimisation"),
@@ -220,6 +224,7 @@ def test_saved_configuration_reads_back(paths: list[str], tmp_path: Path) -> Non
         ("longspec.train.models.llama_glide.LlamaGlide.from_pretrained", "os.system", r"model\._target_"),
         ("torch_dtype: float32", "torch_dtype: load", r"model\.torch_dtype"),
         ("window: 512", "window: 0", r"model\.window"),
+        ("kv_layers: []", "kv_layers: [-1]", r"model\.kv_layers"),
     ],
 )
 def test_a_strangers_saved_configuration_does_nothing(

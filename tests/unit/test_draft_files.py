@@ -5,14 +5,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairs import make_pair, tiny_config
+from pairs import OPTIONS, make_pair, tiny_config
 from safetensors.torch import save_file
 from tiny_tokenizer import byte_tokenizer
 
 from longspec.errors import UserError
-from longspec.models.draft_files import check_draft, draft_window, load_draft, save_draft_file, save_draft_folder
-from longspec.models.draft_layer import check_window
+from longspec.models.draft_files import (
+    check_draft,
+    draft_settings,
+    draft_window,
+    load_draft,
+    save_draft_file,
+    save_draft_folder,
+)
+from longspec.models.draft_layer import DraftOptions, check_window
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
+from longspec.models.weight_files import read_metadata
 from longspec.train.checkpoint import _write_draft
 
 PUBLISHED_NAMES = (
@@ -85,7 +93,7 @@ def test_a_drafts_window_lies_in_its_files(tmp_path: Path) -> None:
     for name, window in (("hub", 96), ("run", 128), ("published", 512)):
         folder = tmp_path / name
         if name == "hub":
-            save_draft_folder(draft, tiny_config("llama"), folder, window)
+            save_draft_folder(draft, tiny_config("llama"), folder, DraftOptions(window))
         else:
             torch.save(draft, _made(folder) / "draft_model_weights.pth")
         if name == "run":
@@ -95,27 +103,72 @@ def test_a_drafts_window_lies_in_its_files(tmp_path: Path) -> None:
         assert model.draft_model.window == draft_window(folder) == window
 
 
+@pytest.mark.parametrize("options", [DraftOptions(64), DraftOptions(64, (1,)), DraftOptions(64, (1, 0), True)], ids=str)
 @pytest.mark.parametrize("form", ["pth", "checkpoint", "hub", "file of the hub's folder"])
-def test_a_window_survives_extraction(tmp_path: Path, form: str) -> None:
-    """Also where the weight file alone is moved: then no configuration says it."""
-    pair = make_pair(tmp_path / "target")
+def test_options_survive_extraction(tmp_path: Path, form: str, options: DraftOptions) -> None:
+    """Also where the weight file alone is moved: then no configuration says them."""
+    pair = make_pair(tmp_path / "target", options=options)
     state = pair.draft_model.state_dict()
     if form == "pth":
-        save_draft_file(state, tmp_path / "out" / "x.pth", 64)
+        save_draft_file(state, tmp_path / "out" / "x.pth", options)
         draft = (tmp_path / "out" / "x.pth").rename(tmp_path / "moved.pth")
     elif form == "checkpoint":
-        _write_draft(tmp_path / "checkpoint-last", state, 64, byte_tokenizer())
+        _write_draft(tmp_path / "checkpoint-last", state, options, byte_tokenizer())
         draft = (tmp_path / "checkpoint-last" / "draft_model_weights.pth").rename(tmp_path / "moved.pth")
     else:
-        save_draft_folder(state, pair.config, tmp_path / "hub", 64)
+        save_draft_folder(state, pair.config, tmp_path / "hub", options)
         draft = tmp_path / "hub"
     if form.startswith("file"):
         draft = (draft / "model.safetensors").rename(tmp_path / "moved.safetensors")
     model = LlamaGlide.from_pretrained(tmp_path / "target", glide_path=draft)
-    assert model.draft_model.window == draft_window(draft) == 64
+    assert model.draft_model.options == draft_settings(draft).options == options
     assert all(torch.equal(weight, state[name]) for name, weight in model.draft_model.state_dict().items())
     if draft.suffix == ".pth":  # still plain weights for everybody else
-        LlamaGlideDecoderLayer(pair.config).load_state_dict(torch.load(draft, weights_only=True))
+        LlamaGlideDecoderLayer(pair.config, options).load_state_dict(torch.load(draft, weights_only=True))
+
+
+def test_files_of_a_published_draft_say_no_more_than_its_window(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path / "target")
+    state = pair.draft_model.state_dict()
+    save_draft_file(state, tmp_path / "x.pth")
+    save_draft_folder(state, pair.config, tmp_path / "hub")
+    assert state.keys() == set(PUBLISHED_NAMES) - {f"cross_attn.{p}_proj.{k}" for p in "kv" for k in ("weight", "bias")}
+    assert read_metadata(tmp_path / "x.pth") == {"version": 1, "draft_window": 512}
+    assert read_metadata(tmp_path / "hub" / "model.safetensors") == {"format": "pt", "draft_window": "512"}
+    config = json.loads((tmp_path / "hub" / "config.json").read_text())
+    assert [key for key in config if key.startswith("draft_")] == ["draft_window"]
+
+
+def test_a_draft_that_reads_a_layer_beyond_the_targets_is_refused(tmp_path: Path) -> None:
+    """The last layer counts as beyond: every draft reads it anyway. The target is not loaded yet."""
+    state = make_pair(tmp_path / "target", options=OPTIONS["both"]).draft_model.state_dict()
+    save_draft_folder(
+        state, tiny_config("llama", num_hidden_layers=4), tmp_path / "draft", DraftOptions(64, (2,), True)
+    )
+    with pytest.raises(UserError, match="/draft: kv_layers of the draft name layer 2; on this target of 3") as error:
+        check_draft(tmp_path / "draft", tiny_config("llama"), LlamaGlideDecoderLayer)
+    assert "\n" not in str(error.value)
+    assert check_draft(tmp_path / "draft", tiny_config("llama", num_hidden_layers=4), LlamaGlideDecoderLayer)
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ('"draft_kv_layers": [1, 1]', "kv_layers"),
+        ('"draft_kv_layers": [-1]', "kv_layers"),
+        ('"draft_kv_layers": [true]', "kv_layers"),
+        ('"draft_kv_layers": "all"', "kv_layers"),
+        ('"draft_kv_layers": 1', "kv_layers"),
+        ('"draft_target_feature": 1', "target_feature"),
+        ('"draft_target_feature": "yes"', "target_feature"),
+    ],
+)
+def test_options_that_mean_nothing_are_named(tmp_path: Path, stated: str, message: str) -> None:
+    folder = write(published_state(), "safetensors", tmp_path)
+    (folder / "config.json").write_text("{" + stated + "}")
+    with pytest.raises(UserError, match=f"{folder}: {message}: the draft's must be") as error:
+        draft_settings(folder)
+    assert "\n" not in str(error.value)
 
 
 def test_the_windows_of_a_file_and_its_folder(tmp_path: Path) -> None:
@@ -123,11 +176,13 @@ def test_the_windows_of_a_file_and_its_folder(tmp_path: Path) -> None:
     state = make_pair(tmp_path / "target").draft_model.state_dict()
     folder = _made(tmp_path / "draft")
     torch.save(state, folder / "draft_model_weights.pth")
+    (folder / "training_config.yaml").write_text("model:\n  window: 96\n  kv_layers: [1]\n  target_feature: true\n")
+    assert draft_settings(folder).options == DraftOptions(96, (1,), True)
     (folder / "training_config.yaml").write_text("model:\n  window: 96\n")
     assert draft_window(folder) == 96
     (folder / "config.json").write_text('{"draft_window": 80}')
     assert draft_window(folder) == 80
-    save_draft_file(state, folder / "draft_model_weights.pth", 64)
+    save_draft_file(state, folder / "draft_model_weights.pth", DraftOptions(64))
     assert draft_window(folder) == draft_window(folder / "draft_model_weights.pth") == 64
 
 

@@ -93,11 +93,16 @@ def plain_scores(model: Any, inputs: Any, config: TrainConfig, depth: int, rows:
     return shares | {"eval_loss": loss, "eval_ce": loss, "eval_acceptance_length": 1 + sum(runs) / len(runs)}
 
 
-@pytest.mark.parametrize(("variant", "depth"), [("sinkpi-slicing", 5), ("base", 4)])
+@pytest.mark.parametrize(
+    ("variant", "depth", "options"),
+    [("sinkpi-slicing", 5, []), ("base", 4, ["model.kv_layers=[0]", "model.target_feature=true"])],
+)
 @torch.no_grad()
-def test_metrics_are_those_of_whole_logits(load: Any, one_rank: None, variant: str, depth: int) -> None:
+def test_metrics_are_those_of_whole_logits(
+    load: Any, one_rank: None, variant: str, depth: int, options: list[str]
+) -> None:
     """Every term; a head that prefers two common bytes makes some chains right and others wrong."""
-    config = load(f"variant={variant}", "evaluation.rows=3")
+    config = load(f"variant={variant}", "evaluation.rows=3", *options)
     inputs = read_inputs(config)
     assert inputs.held_out is not None and len(inputs.held_out) >= 3
     model: Any = build_pair(config, None)

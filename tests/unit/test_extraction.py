@@ -1,4 +1,4 @@
-"""A draft that is taken out of DeepSpeed's state keeps the window it was trained with, in every form."""
+"""A draft that is taken out of DeepSpeed's state keeps the options it was trained with, in every form."""
 
 import sys
 from collections.abc import Iterator
@@ -11,12 +11,14 @@ from tiny_tokenizer import byte_tokenizer
 from training_fixtures import ROOT, make_target, one_rank_alone, write_texts
 
 from longspec.errors import UserError
-from longspec.models.draft_files import draft_window, load_draft
+from longspec.models.draft_files import draft_settings, load_draft
+from longspec.models.draft_layer import DraftOptions
 from longspec.train.checkpoint import save_checkpoint
 from longspec.train.config import load_config
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.generations import Progress
 from longspec.train.inputs import read_inputs
+from longspec.train.resume import with_draft_options
 from scripts import extract_draft
 
 
@@ -25,10 +27,13 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield from one_rank_alone(monkeypatch)
 
 
-def test_a_trained_window_survives_extraction(one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_options_of_training_survive_extraction(
+    one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_target(tmp_path / "target")
     write_texts(tmp_path / "data.jsonl", count=3)
     given = [f"model_name_or_path={tmp_path}/target", f"data.files={tmp_path}/data.jsonl", "model.window=48"]
+    given += ["model.kv_layers=[1]", "model.target_feature=true"]
     given += [f"output_dir={tmp_path}/out", f"data.cache_dir={tmp_path}/cache"]
     config = load_config(["-cp", str(ROOT / "conf/exp"), "-cn", "tiny_glide_stage1_sinkpi-slicing", *given])
     assert config is not None
@@ -42,8 +47,16 @@ def test_a_trained_window_survives_extraction(one_rank: None, tmp_path: Path, mo
         extract_draft.main()
         draft = load_draft(tmp_path / form)
         assert all(torch.equal(weight, trained[name]) for name, weight in draft.items())
-        assert draft_window(tmp_path / form) == 48
+        assert draft_settings(tmp_path / form).options == DraftOptions(48, (1,), True)
         stage = replace(config, draft_model_name_or_path=str(tmp_path / form))
+        plain = replace(stage, model=replace(config.model, kv_layers=[], target_feature=False))
+        for state, saved in ((None, str(tmp_path / form)), (out / "last_ds", None)):
+            assert with_draft_options(plain, state, saved) == with_draft_options(stage, state, saved) == stage
+            with pytest.raises(
+                UserError, match=r"^config key model\.kv_layers: \(0,\), but the draft at .* has \(1,\);"
+            ):
+                with_draft_options(replace(stage, model=replace(config.model, kv_layers=[0])), state, saved)
+        assert with_draft_options(stage, None, None) == stage
         assert read_inputs(stage).draft is not None
         with pytest.raises(UserError, match=r"model\.window: 512.*trained with 48"):
             read_inputs(replace(stage, model=replace(config.model, window=512)))

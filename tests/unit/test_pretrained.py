@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from longspec.errors import UserError
 from longspec.inference.registry import choose_pair
 from longspec.models.draft_files import check_draft, draft_settings, draft_window
+from longspec.models.draft_layer import PUBLISHED, DraftOptions
 from longspec.models.glide import GlideMixin, check_pair
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
 from longspec.models.pretrained import DRAFT_FOLDER
@@ -41,10 +43,11 @@ def saved_pair(folder: Path, family: str = "llama", **overrides: Any) -> GlideMi
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True)])
 def test_a_saved_pair_comes_back_whole(tmp_path: Path, family: str, tied: bool) -> None:
-    pair = saved_pair(tmp_path, family, tie_word_embeddings=tied)
+    options = DraftOptions(kv_layers=(1,), target_feature=True) if tied else PUBLISHED
+    pair = saved_pair(tmp_path, family, options=options, tie_word_embeddings=tied)
     back = GLIDE[family].from_pretrained(tmp_path / "pair")
     assert weights_equal(pair, back)
-    assert back.draft_model.window == 77 and back.draft_is_trained
+    assert back.draft_model.options == replace(options, window=77) and back.draft_is_trained
     assert all(
         parameter.requires_grad == name.startswith("draft_model.") for name, parameter in back.named_parameters()
     )
@@ -186,6 +189,9 @@ def test_pad_token_is_the_given_one_everywhere(tmp_path: Path) -> None:
         ({"glide_pth": "x", "max_memory": 1}, r"LlamaGlide\.from_pretrained: no argument glide_pth, max_memory"),
         ({"window": 0}, "window"),
         ({"window": "many"}, "window"),
+        ({"kv_layers": 1}, "kv_layers: the draft's must be a list"),
+        ({"kv_layers": [2]}, "kv_layers of the draft name layer 2; on this target of 3 layers"),
+        ({"target_feature": 1}, "target_feature: the draft's must be true or false"),
         ({"state_dict": "draft.pth"}, "state_dict"),
         ({"glide_path": 5}, "glide_path"),
         ({"pad_token_id": "<pad>"}, "pad_token_id"),
@@ -197,6 +203,22 @@ def test_a_wrong_argument_is_named(tmp_path: Path, arguments: dict[str, Any], me
     save_target(tmp_path, "llama")
     with pytest.raises(UserError, match=message):
         LlamaGlide.from_pretrained(tmp_path, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"kv_layers": [0]}, r"kv_layers: \(0,\), but .* has \(1,\)"),
+        ({"target_feature": True}, "target_feature: True, but"),
+    ],
+)
+def test_a_saved_draft_keeps_its_options(tmp_path: Path, asked: dict[str, Any], message: str) -> None:
+    """Two drafts that read different layers have weights of the same shapes."""
+    pair = saved_pair(tmp_path, options=DraftOptions(kv_layers=(1,)))
+    with pytest.raises(UserError, match=message):
+        LlamaGlide.from_pretrained(tmp_path / "pair", **asked)
+    same = LlamaGlide.from_pretrained(tmp_path / "pair", kv_layers=[1], target_feature=False, window=64)
+    assert weights_equal(pair, same) and same.draft_model.options == DraftOptions(64, (1,))
 
 
 @register_quantization_config("signs")

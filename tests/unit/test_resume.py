@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from training_fixtures import ROOT, make_target, metrics, one_rank_alone, write_
 
 from longspec.errors import UserError
 from longspec.models.draft_files import load_draft
-from longspec.train import evaluation
 from longspec.train.config import TrainConfig, load_config
 from longspec.train.contents import STRIDE_BYTES, file_digest
+from longspec.train.distributed import Termination
 from longspec.train.evaluation import Evaluation
 from longspec.train.folder_lock import LOCK_NAME, FolderLock
 from longspec.train.generations import find_latest
@@ -54,7 +55,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "disabled")
         for _ in one_rank_alone(patch):
-            train(configured(work))
+            train(configured(work), Termination())
     return work
 
 
@@ -75,7 +76,7 @@ def refusal(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> str:
     before = tree(Path(config.output_dir))
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
-        train(config)
+        train(config, Termination())
     errors = capsys.readouterr().err.splitlines()
     lines = [line for line in errors if line.startswith("error: ")]
     assert end.value.code == 2 and len(lines) == 1 and "Traceback" not in str(errors)
@@ -99,14 +100,14 @@ def test_a_draft_without_its_state_is_started_from_and_kept(
     started: list[dict[str, torch.Tensor]] = []
     run = Trainer.run
 
-    def note(self: Trainer) -> None:
+    def note(self: Trainer, termination: Termination) -> bool:
         parameters = self.engine.module.draft_model.named_parameters()
         started.append({name: weight.detach().clone() for name, weight in parameters})
-        run(self)
+        return run(self, termination)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "run", note)
-        train(configured(work, "resume=latest", "max_steps=3"))
+        train(configured(work, "resume=latest", "max_steps=3"), Termination())
     said = [record.getMessage() for record in caplog.records if "no DeepSpeed state" in record.getMessage()]
     assert len(said) == 1 and "draft of step 2 (checkpoint-last)" in said[0] and "at step 0" in said[0]
     assert same(started[0], draft)
@@ -124,12 +125,12 @@ def test_a_folder_is_overwritten_only_by_a_run_that_saves(
     assert "overwrite_output_dir=true" in refusal(configured(work), capsys)
     before = {name: read_seal(output / name) for name in ("last_ds", "checkpoint-last", "checkpoint-2last")}
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "run", lambda self: None)
-        train(configured(work, "overwrite_output_dir=true", "seed=7"))
+        patch.setattr(Trainer, "run", lambda self, termination: False)
+        train(configured(work, "overwrite_output_dir=true", "seed=7"), Termination())
     assert {name: read_seal(output / name) for name in before} == before
-    train(configured(work, "overwrite_output_dir=true", "seed=7", "max_steps=1"))
+    train(configured(work, "overwrite_output_dir=true", "seed=7", "max_steps=1"), Termination())
     assert sorted(path.name for path in output.iterdir() if path.is_dir()) == ["checkpoint-last", "last_ds"]
-    train(configured(work, "resume=latest", "seed=7"))
+    train(configured(work, "resume=latest", "seed=7"), Termination())
 
 
 def changed_weights(work: Path) -> Path:
@@ -164,7 +165,7 @@ def test_the_same_contents_at_another_path_resume(work: Path, caplog: pytest.Log
     (work / "texts.jsonl").rename(work / "elsewhere" / "data.jsonl")
     (work / "target").rename(work / "elsewhere" / "target")
     moved = [f"data.files={work}/elsewhere/data.jsonl", f"model_name_or_path={work}/elsewhere/target"]
-    train(configured(work, "resume=latest", "max_steps=3", *moved))
+    train(configured(work, "resume=latest", "max_steps=3", *moved), Termination())
     assert [line["step"] for line in metrics(work / "out")] == [1, 2, 3]
     assert "max_steps was 2, is 3; from step 3 on the learning rate follows" in caplog.text
 
@@ -174,7 +175,7 @@ def test_a_checkpoint_of_an_older_version_resumes(finished: Path, work: Path, ca
         saved = json.loads(marker.read_text())
         marker.write_text(json.dumps({name: saved[name] for name in ("step", "world_size", "files")}))
     caplog.set_level(logging.INFO)
-    train(configured(finished, f"output_dir={work}/out", "resume=latest", "max_steps=3"))
+    train(configured(finished, f"output_dir={work}/out", "resume=latest", "max_steps=3"), Termination())
     assert "no digests of its data and target; only their paths are compared" in caplog.text
     assert find_latest(work / "out")[1].step == 3  # type: ignore[index]
     assert not list((work / "out").glob("checkpoint-earlier-*"))
@@ -191,7 +192,7 @@ def test_a_second_run_is_refused_while_the_first_one_has_the_folder(
         assert f"another run (process {os.getpid()} on " in said and f"is writing to {output}" in said
         assert json.loads((output / LOCK_NAME).read_text())["token"] == lock.token
         lock.release()
-    train(configured(work, f"output_dir={work}/empty", "max_steps=1"))
+    train(configured(work, f"output_dir={work}/empty", "max_steps=1"), Termination())
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
@@ -205,46 +206,51 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 def test_a_loading_process_that_is_left_does_not_hold_the_lock(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
     reading, writing = os.pipe()
+    started, child_started = os.pipe()
     child = os.fork()
     if not child:
         os.close(writing)
+        os.write(child_started, b"1")
         os.read(reading, 1)
         os._exit(0)
+    os.read(started, 1)  # only then has the child run what is registered for it
     lock.release()
     FolderLock(tmp_path).release()
     os.close(writing)
     os.waitpid(child, 0)
-    os.close(reading)
+    for descriptor in (reading, started, child_started):
+        os.close(descriptor)
 
 
 def test_an_interrupted_evaluation_is_repeated_on_resume(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a step within the run, which SIGTERM ends, and at its last one; the best draft is that of the straight run."""
     given = [f"evaluation.files={work}/held_out.jsonl", "evaluation.steps=1", "evaluation.keep_best=true"]
     straight, cut = work / "straight", work / "cut"
-    train(configured(work, *given, f"output_dir={straight}"))
+    train(configured(work, *given, f"output_dir={straight}"), Termination())
     asked: list[int] = []
     tally = Evaluation.tally
 
-    class Stopping(evaluation.Termination):
-        def agreed(self) -> bool:
-            return self.asked or bool(asked)
+    class Stopping(Termination):
+        def agreed(self, patience_s: float = 0) -> bool:
+            if asked:
+                self.received = signal.SIGTERM
+            return self.received is not None
 
     def stop(self: Evaluation, row: int) -> dict[str, torch.Tensor]:
         asked.append(row)
         return tally(self, row)
 
-    monkeypatch.setattr("longspec.train.trainer.Termination", Stopping)
     for step in range(1, STEPS + 1):
         with monkeypatch.context() as patch:
             patch.setattr(Evaluation, "tally", stop)
-            train(configured(work, *given, f"output_dir={cut}", "resume=latest"))
+            train(configured(work, *given, f"output_dir={cut}", "resume=latest"), Stopping())
             asked.clear()
         found = find_latest(cut)
         assert found is not None and found[1].step == step and found[1].evaluation_due
         if step == 1:
-            train(configured(work, *given, f"output_dir={cut}", "resume=latest", "max_steps=1"))
+            train(configured(work, *given, f"output_dir={cut}", "resume=latest", "max_steps=1"), Termination())
             assert not find_latest(cut)[1].evaluation_due  # type: ignore[index]
-    train(configured(work, *given, f"output_dir={cut}", "resume=latest"))
+    train(configured(work, *given, f"output_dir={cut}", "resume=latest"), Termination())
     timeless = [
         {line["step"]: {key: value for key, value in line.items() if "seconds" not in key} for line in metrics(output)}
         for output in (straight, cut)
@@ -271,7 +277,7 @@ def test_a_linked_or_deleted_output_folder_takes_the_checkpoints(
         return step(self, number, *args)
 
     monkeypatch.setattr(Trainer, "train_step", delete)
-    train(configured(work, f"output_dir={output}"))
+    train(configured(work, f"output_dir={output}"), Termination())
     assert "was deleted during the run" in caplog.text
     assert find_latest(disk)[1].step == STEPS and (disk / "checkpoint-last").is_dir()  # type: ignore[index]
     assert [line["step"] for line in metrics(disk)] == [2]

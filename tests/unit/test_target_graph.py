@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import FAMILIES, make_pair
+from pairs import FAMILIES, OPTIONS, make_pair
 from torch import Tensor
 
 from longspec.kernels.segments import Segments
@@ -28,11 +28,11 @@ def test_small_passes_of_a_kind_that_comes_again_are_captured(monkeypatch: pytes
 
     def run(input_ids: Tensor, positions: Tensor, segments: Segments, whole: bool) -> Passed:
         plain.append((input_ids.shape, whole))
-        return input_ids, input_ids, input_ids
+        return input_ids, [(input_ids, input_ids)]
 
     def graph(run: Any, input_ids: Tensor, positions: Tensor, segments: Segments, whole: bool) -> Any:
         captured.append((input_ids.shape, whole))
-        return lambda *given: (given[0],) * 3
+        return lambda *given: (given[0], [(given[0], given[0])])
 
     monkeypatch.setattr(target_graph, "_Graph", graph)
     passes = TargetGraphs(run, layer_weights=MOST_WORK // 1024)
@@ -56,7 +56,8 @@ def test_a_captured_pass_is_the_plain_one(tmp_path: Path, family: str, whole: bo
     """Whatever tokens, positions and segments come, and in which order."""
     from longspec.models.target_kernels import use_kernels
 
-    model: Any = make_pair(tmp_path, family, torch.bfloat16).cuda()
+    options = OPTIONS["kv_layers"] if family == "llama" else OPTIONS["published"]
+    model: Any = make_pair(tmp_path, family, torch.bfloat16, options=options).cuda()
     use_kernels(model.model, model.draft_layer_class)
     passes = TargetGraphs(model.run_target, layer_weights=1)
     generator = torch.Generator().manual_seed(0)
@@ -65,9 +66,15 @@ def test_a_captured_pass_is_the_plain_one(tmp_path: Path, family: str, whole: bo
         segments = Segments(sorted([0, 64, 128, *inner]), tokens.device)
         positions = (segments.offsets + 100 * number).view(2, 64)
         got = passes(tokens, positions, segments, whole)
-        assert (got[0] is not None) == whole
+        assert (got[0] is not None) == whole and len(got[1]) == 1 + len(options.kv_layers)
         torch.testing.assert_close(got, model.run_target(tokens, positions, segments, whole))
     assert len(passes.graphs) == 1
+
+
+def each(change: Any, passed: Passed) -> Passed:
+    """`change` of every tensor."""
+    hidden, layers = passed
+    return None if hidden is None else change(hidden), [(change(keys), change(values)) for keys, values in layers]
 
 
 @pytest.mark.gpu
@@ -92,16 +99,16 @@ def test_a_pass_that_was_begun_is_the_next_calls_if_that_is_for_its_tokens(tmp_p
         before = drawn(64)
         passes(*before)
     assert len(passes.graphs) == 1
-    ((_, *captured),) = (graph.result for graph in passes.graphs.values())
+    (captured,) = (graph.result for graph in passes.graphs.values())
     for step in range(6):
         coming, other = drawn(30), drawn(5, 70)
-        kept = [x.clone() for x in captured]
+        kept = each(torch.clone, captured)
         torch.cuda._sleep(10**7)
-        read = [x + 0 for x in captured]  # as the backward pass before reads them
+        read = each(lambda x: x + 0, captured)  # as the backward pass before reads them
         passes.begin(*coming)
         given = (coming, other, (*coming[:3], True))[step % 3]
         seen = passes.seen.copy()
-        got = tuple(None if x is None else x.clone() for x in passes(*given))  # queued at once, behind what was begun
+        got = each(torch.clone, passes(*given))  # queued at once, behind what was begun
         assert (passes.seen == seen) == (given is coming)  # else it ran once more
         torch.testing.assert_close(read, kept, rtol=0, atol=0)
         torch.testing.assert_close(got, model.run_target(*given))
@@ -109,12 +116,12 @@ def test_a_pass_that_was_begun_is_the_next_calls_if_that_is_for_its_tokens(tmp_p
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("loss", ["ce", "distill"])
-def test_training_on_captured_passes_is_training(tmp_path: Path, loss: str) -> None:
+@pytest.mark.parametrize(("loss", "kind"), [("ce", "published"), ("distill", "published"), ("ce", "both")])
+def test_training_on_captured_passes_is_training(tmp_path: Path, loss: str, kind: str) -> None:
     """Losses and gradients, step by step, also where the draft reads one pass at several lags, or one begun before."""
     from longspec.models.target_kernels import use_kernels
 
-    model: Any = make_pair(tmp_path, "llama", torch.bfloat16).cuda()
+    model: Any = make_pair(tmp_path, "llama", torch.bfloat16, options=OPTIONS[kind]).cuda()
     use_kernels(model.model, model.draft_layer_class)
     graphs, generator = TargetGraphs(model.run_target, layer_weights=1), torch.Generator().manual_seed(0)
     objective = Objective(loss)
@@ -128,7 +135,8 @@ def test_training_on_captured_passes_is_training(tmp_path: Path, loss: str) -> N
         for run in (None, graphs):
             model.target_pass = run
             if run:
-                run.begin(ids, positions, Segments(borders.tolist(), ids.device), objective.reads_target)
+                segments = Segments(borders.tolist(), ids.device)
+                run.begin(ids, positions, segments, model.needs_whole_pass(objective))
             out = model(ids, position_ids=positions, labels=tokens, cu_seqlens=borders, lags=lags, objective=objective)
             total = sum(one for one, _ in out) if step % 2 else out[0]
             model.draft_model.zero_grad()

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import FAMILIES, Handed, make_pair
+from pairs import FAMILIES, OPTIONS, Handed, make_pair
 from torch import Tensor
 
 from longspec.models.glide import GlideMixin
-from longspec.models.target_attention import LastLayerKV, last_keys_values, run_backbone
+from longspec.models.target_attention import ChosenKV, last_keys_values, run_backbone
 from longspec.models.target_kernels import use_kernels
 from longspec.train.loss import Objective
 
@@ -49,6 +49,17 @@ def test_cross_entropy_alone_ends_it_at_the_last_keys(tmp_path: Path, family: st
     assert all(counts[f"model.layers.{layer}.mlp"] == counts[f"model.layers.{layer}"] == 1 for layer in (0, 1))
 
 
+def test_a_further_layer_costs_nothing_and_a_feature_the_whole_pass(tmp_path: Path) -> None:
+    """Of the target; the gradient reaches every weight of the draft."""
+    for kind, is_whole in (("kv_layers", False), ("feature", True), ("both", True)):
+        model = make_pair(tmp_path / kind, options=OPTIONS[kind])
+        counts = calls(model, Objective("ce"))
+        assert {counts[name] for name in AFTER_LAST_KEYS if name != "lm_head"} == {int(is_whole)}
+        assert all(counts[f"model.layers.{layer}"] == 1 for layer in (0, 1))
+        weights = dict(model.draft_model.named_parameters())
+        assert all(weight.grad is not None and weight.grad.any() for weight in weights.values())
+
+
 @pytest.mark.parametrize("objective", [Objective("distill"), Objective("mixed"), Objective("ce", log_target_loss=True)])
 def test_what_reads_the_target_has_its_whole_pass(tmp_path: Path, objective: Objective) -> None:
     counts = calls(make_pair(tmp_path), objective)
@@ -69,10 +80,12 @@ def test_keys_and_values_are_the_whole_pass_s_to_the_bit(
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
 
-    cache = LastLayerKV(model.config.num_hidden_layers)
+    cache = ChosenKV([2, 1, 0])
     run_backbone(model.model, tokens, positions, cache, attend)
-    keys, values = last_keys_values(model.model, *model.embed(tokens, positions), positions, attend)
-    assert torch.equal(keys, cache.keys) and torch.equal(values, cache.values)
+    found = last_keys_values(model.model, *model.embed(tokens, positions), positions, attend, others=[1, 0])
+    assert len(found) == len(cache.kept) == 3
+    for (keys, values), (whole_keys, whole_values) in zip(found, cache.kept.values(), strict=True):
+        assert torch.equal(keys, whole_keys) and torch.equal(values, whole_values)
 
 
 @torch.no_grad()
@@ -122,9 +135,11 @@ def test_kernels_between_the_products_change_nothing(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["base", "sinkpi-slicing"])
-@pytest.mark.parametrize("loss", ["ce", "mixed"])
-def test_the_host_never_waits_for_the_device_in_a_micro_batch(tmp_path: Path, variant: str, loss: str) -> None:
-    model: Any = make_pair(tmp_path, dtype=torch.bfloat16).cuda()
+@pytest.mark.parametrize(("loss", "kind"), [("ce", "published"), ("mixed", "published"), ("ce", "both")])
+def test_the_host_never_waits_for_the_device_in_a_micro_batch(
+    tmp_path: Path, variant: str, loss: str, kind: str
+) -> None:
+    model: Any = make_pair(tmp_path, dtype=torch.bfloat16, options=OPTIONS[kind]).cuda()
     use_kernels(model.model, model.draft_layer_class)
     given = {name: x.cuda() if name in ("input_ids", "position_ids") else x for name, x in batch().items()}
     given |= {"lags": None if variant == "base" else torch.tensor([1, 5, 3]), "objective": Objective(loss)}

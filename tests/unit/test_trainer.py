@@ -191,7 +191,9 @@ def test_the_target_goes_on_to_the_next_micro_batch_before_the_optimizer_steps(
 
     engine = Engine(
         device=torch.device("cpu"),
-        module=SimpleNamespace(target_pass=SimpleNamespace(begin=begin)),
+        module=SimpleNamespace(
+            target_pass=SimpleNamespace(begin=begin), needs_whole_pass=lambda objective: objective.reads_target
+        ),
         optimizer=SimpleNamespace(param_groups=[]),
         backward=lambda loss: done.append(("backward", None)),
         step=lambda: done.append(("step", None)),
@@ -254,6 +256,7 @@ def test_a_pair_that_does_not_load_says_why(load: Any, tmp_path: Path) -> None:
         ("data.aligners=[add_id_aligner]", r"data.aligners\[0\]"),
         ("tp_size=2", "tp_size: .* --tp_size 2 --output DIR"),
         ("eos_token_id=265", "eos_token_id"),
+        ("model.kv_layers=[0,2]", "model.kv_layers: kv_layers of the draft name layer 2"),
         ("model.pad_token_id=-1", "model.pad_token_id"),
     ],
 )

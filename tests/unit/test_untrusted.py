@@ -20,6 +20,7 @@ from tiny_tokenizer import VOCAB_SIZE, byte_tokenizer, save_tokenizer
 from longspec.errors import UserError
 from longspec.inference.registry import check_draft_tokenizer
 from longspec.models.draft_files import check_draft, draft_settings, load_draft, resolve_draft, save_draft_folder
+from longspec.models.draft_layer import DraftOptions
 from longspec.models.families import pair_class
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
 from longspec.models.target_files import check_weights, load_tokenizer, read_config
@@ -331,5 +332,5 @@ def test_a_saved_draft_replaces_a_link_and_does_not_write_through_it(pair: Path,
     for name in ("model.safetensors", "config.json"):
         (tmp_path / "draft").mkdir(exist_ok=True)
         (tmp_path / "draft" / name).symlink_to(tmp_path / "mine")
-    save_draft_folder(load_draft(pair / "run"), tiny_config("llama"), tmp_path / "draft", 64)
-    assert (tmp_path / "mine").read_text() == "mine" and draft_settings(tmp_path / "draft").window == 64
+    save_draft_folder(load_draft(pair / "run"), tiny_config("llama"), tmp_path / "draft", DraftOptions(64))
+    assert (tmp_path / "mine").read_text() == "mine" and draft_settings(tmp_path / "draft").options.window == 64

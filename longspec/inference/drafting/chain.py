@@ -16,6 +16,8 @@ from longspec.inference.drafting.proposal import Proposal, chain
 class ChainModel(Protocol):
     """A model that can continue a chain."""
 
+    reads_hidden: bool
+
     def start(self, prompts: Tensor, lengths: Tensor) -> None: ...
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None: ...
@@ -32,6 +34,7 @@ class ChainDrafter:
         self.depth = gamma
         self.nodes = gamma + 1
         self.kind: Hashable = type(self), type(model), gamma
+        self.reads_hidden = model.reads_hidden
         self.sampler = sampler
         self.start, self.feed = model.start, model.feed
 
@@ -53,6 +56,7 @@ class NoDraft:
     depth = 0
     nodes = 1
     kind: Hashable = "no draft"
+    reads_hidden = False
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
         pass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -15,9 +17,12 @@ class GlideDraft:
 
     def __init__(self, runner: Runner, batch: int, nodes: int) -> None:
         self.runner = runner
-        window = runner.model.draft_model.window
-        self.cache = DraftCache(runner.config, batch, window, nodes, runner.dtype, runner.device)
+        self.options = runner.model.draft_model.options
+        self.cache = DraftCache(runner.config, batch, self.options.window, nodes, runner.dtype, runner.device)
         self.scale = head_dim(runner.config) ** -0.5
+        self.reads_hidden = self.options.target_feature
+        self.feature: Tensor | None = None
+        """The target feature of the round, [B, 1, hidden]."""
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
         """Prefill: keys and values of each prompt's last W tokens. prompts [B, P] padded right, lengths [B]."""
@@ -34,18 +39,22 @@ class GlideDraft:
         """The draft's logits [B, n, V] at the n nodes of one level.
 
         tokens: LongTensor [B, n]; their level is `level` and their numbers first … first + n - 1; visible: bool
-        [B, n, N], the nodes each one sees. Its lag to the target's cache is level + 1 (SPEC 2).
+        [B, n, N], the nodes each one sees. Its lag to the target's cache is level + 1 (SPEC 2). A round begins with
+        level 0.
         """
+        if self.options.target_feature and level == 0:
+            self.feature = self.runner.feature(cache.newest_hidden)
         root, attention = cache.lengths, self.runner.attention
         positions = (root + level)[:, None].expand_as(tokens)
 
         def self_attend(q: Tensor) -> Tensor:
             return attention.window(q, self.cache.keys, self.cache.values, root, level, visible, self.scale)
 
-        def cross_attend(q: Tensor) -> Tensor:
-            return attention.prefix(q, *cache.last_layer, root, self.scale)
+        def cross_attend(q: Tensor, layer: int) -> Tensor:
+            return attention.prefix(q, *cache.layer(layer), root, self.scale)
 
-        hidden = self.runner.draft(tokens, positions, self.cache, first, self_attend, cross_attend)
+        cross_attends = [partial(cross_attend, layer=layer) for layer in (-1, *self.options.kv_layers)]
+        hidden = self.runner.draft(tokens, positions, self.cache, first, self_attend, cross_attends, self.feature)
         return self.runner.logits(hidden)
 
     def next_logits(self, tokens: Tensor, step: int, cache: TargetCache) -> Tensor:

@@ -22,6 +22,8 @@ class LookupDrafter:
     Built without chance, so acceptance follows the target's own draws. All of it is tensor operations of static shape.
     """
 
+    reads_hidden = False
+
     def __init__(self, runner: Runner, batch: int, gamma: int) -> None:
         self.runner = runner
         self.depth = gamma

@@ -18,6 +18,8 @@ class SparseTarget:
     Its keys and values go behind the accepted ones, where verification overwrites them.
     """
 
+    reads_hidden = False
+
     def __init__(self, runner: Runner, gamma: int) -> None:
         self.runner = runner
         self.gamma = gamma

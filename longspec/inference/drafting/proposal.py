@@ -60,6 +60,8 @@ class Drafter(Protocol):
     """Tokens that one verification reads, the root included."""
     kind: Hashable
     """Drafters of one kind, for as many rows, launch the same kernels."""
+    reads_hidden: bool
+    """Whether `propose` reads the target's hidden states in `TargetCache.newest_hidden`."""
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
         """prompts: LongTensor [B, P], padded right; lengths: LongTensor [B]."""

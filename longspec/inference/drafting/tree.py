@@ -30,6 +30,7 @@ class TreeDrafter:
         self.kind: Hashable = type(self), self.shape, tree_rule
         self.draft = GlideDraft(runner, batch, self.nodes)
         self.start, self.feed = self.draft.start, self.draft.feed
+        self.reads_hidden = self.draft.reads_hidden
         sampled = tree_rule == "reject" and not sampler.greedy
         self.tree = new_tree(batch, self.nodes, sampled, runner.device)
         inner = self.nodes - self.shape[-1]

@@ -1,0 +1,94 @@
+"""The documentation: its command lines parse, its links lead to files, and the README's example runs as it stands."""
+
+import ast
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from longspec.inference import regenerate_command
+from longspec.inference.command import parse_options
+from longspec.train.config import compose_config, typed
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
+    (ROOT / "docs").glob("*.md")
+)
+ASSIGNMENT = re.compile(r"([A-Z]\w*)=(\S+)")
+LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of each command line on a page, with the variables that the page sets replaced by their values."""
+    variables: dict[str, str] = {}
+    for line in "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines():
+        line = re.sub(r"\$\{?(\w+)\}?", lambda match: variables[match[1]], line)
+        if match := ASSIGNMENT.fullmatch(line):
+            variables[match[1]] = match[2]
+        else:
+            yield shlex.split(line, comments=True)
+
+
+def arguments(program: str) -> list[list[str]]:
+    """The arguments of each documented call of `program`."""
+    words = [line for page in PAGES for line in commands(page)]
+    calls = [line[line.index(program) + 1 :] for line in words if program in line]
+    assert calls, f"no page calls {program}"
+    return calls
+
+
+def test_evaluation_commands_parse() -> None:
+    for call in arguments("inference_long-bench.py"):
+        parse_options(call)
+
+
+def test_regeneration_commands_parse() -> None:
+    for call in arguments("longspec.regenerate"):
+        regenerate_command._parser().parse_args(call)
+
+
+def test_training_commands_compose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for call in arguments("./trainer_base_ds_mul_fs_tp.py"):
+        folder, name = call[call.index("-cp") + 1], call[call.index("-cn") + 1]
+        typed(compose_config(folder, name, [word for word in call if "=" in word]))
+
+
+def test_python_examples_import_names_that_exist() -> None:
+    for page in PAGES:
+        for block in blocks(page, "python"):
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.ImportFrom):
+                    module = importlib.import_module(str(node.module))
+                    assert all(hasattr(module, alias.name) for alias in node.names), f"{page.name}: {ast.unparse(node)}"
+
+
+def test_links_lead_to_files() -> None:
+    for page in PAGES:
+        for link in LINK.findall(page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.slow
+def test_readme_example_runs(tmp_path: Path) -> None:
+    (example,) = blocks(ROOT / "README.md", "python")
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", example], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    answer, figure = done.stdout.splitlines()
+    assert answer == "The target verifies the whole tree in one forward pass."
+    assert re.fullmatch(r"[2-5]\.\d\d tokens per round", figure)

@@ -1,0 +1,133 @@
+"""pyproject.toml declares each import, and what is not installed is missed only where it is used."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import longspec
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml", "fa3_fwd_interface": "fa3-fwd"}
+"""Distributions whose name is not that of their package."""
+OURS = {"longspec", "scripts", "benchmarks", *(file.stem for file in (ROOT / "tests").rglob("*.py"))}
+USED = {"longspec/data": ["train"], "longspec/train": ["train"], "benchmarks": ["demo", "fa3"], "scripts": ["demo"]}
+"""Extras that a folder's modules may import; the tests may import those of `dev`, the rest none."""
+ON_DEMAND = {
+    "longspec/models/parallel.py": ["train"],  # fairscale, with tensor parallelism
+    "longspec/kernels/triton_attention.py": ["fa3"],
+}
+"""Extras that a module imports inside a function."""
+
+
+def requirements(*extras: str) -> set[str]:
+    """The distributions that the package and these extras require."""
+    found = set()
+    for line in [*PROJECT["dependencies"], *(line for extra in extras for line in EXTRAS[extra])]:
+        required = Requirement(line)
+        if required.name == "longspec":
+            found |= requirements(*required.extras)
+        found.add(canonicalize_name(required.name))
+    return found
+
+
+def third_party_imports(file: Path) -> Iterator[tuple[str, bool]]:
+    """The distribution of each import in a file, and whether it is imported together with the file."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+        for package in {name.partition(".")[0] for name in names}:
+            if package not in OURS | sys.stdlib_module_names:
+                yield canonicalize_name(DISTRIBUTIONS.get(package, package)), node.col_offset == 0
+
+
+@pytest.mark.parametrize("folder", ["longspec", "benchmarks", "scripts", "tests"])
+def test_every_import_is_declared(folder: str) -> None:
+    undeclared = []
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        path = file.relative_to(ROOT).as_posix()
+        extras = next((extras for part, extras in USED.items() if path.startswith(f"{part}/")), [])
+        declared = requirements(*(["dev", "fa3"] if folder == "tests" else extras))
+        on_demand = declared | requirements(*ON_DEMAND.get(path, []))
+        for name, at_import in third_party_imports(file):
+            if name not in (declared if at_import else on_demand):
+                undeclared.append(f"{path} imports {name}")
+    assert not undeclared
+
+
+def test_dev_installs_every_extra_that_the_tests_need() -> None:
+    assert requirements("dev") >= requirements("train", "demo")
+
+
+def test_the_version_is_written_once() -> None:
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert "version" not in PROJECT and setuptools["dynamic"]["version"] == {"attr": "longspec.__version__"}
+    assert longspec.__version__
+
+
+WITHOUT_EXTRAS = """
+import importlib, pkgutil, sys, time
+
+for package in {missing!r}:
+    sys.modules[package] = None  # as if it were not installed
+start = time.process_time()
+import longspec
+assert time.process_time() - start < 1, "importing longspec takes long"
+assert "torch" not in sys.modules and longspec.__version__
+for name in longspec.__all__:
+    getattr(longspec, name)
+
+from longspec.errors import reports_user_errors
+from longspec.train.command import main as train
+from longspec.inference.command import main as evaluate
+
+TRAIN_ONLY = ("longspec.train.", "longspec.data.dataset", "longspec.data.packing", "longspec.data.cache")
+for module in pkgutil.walk_packages(longspec.__path__, "longspec."):
+    if not module.name.startswith(TRAIN_ONLY):
+        importlib.import_module(module.name)
+sys.stderr.write("everything else is imported\\n")
+
+from longspec.data.records import FileDigest, index_lines
+
+def build_dataset():
+    from longspec.data.dataset import build_dataset
+
+for command in (lambda: train(["-cn", "any"]), lambda: index_lines([FileDigest("any", "")]), build_dataset):
+    try:
+        reports_user_errors(command)()
+    except SystemExit as end:
+        assert end.code == 2
+"""
+
+
+def test_without_the_extras_all_but_training_works() -> None:
+    """`import longspec` is quick and silent, and a command that needs an extra names it in one line."""
+    missing = ["deepspeed", "fairscale", "datasets", "hydra", "omegaconf", "pydantic", "wandb", "matplotlib"]
+    command = [sys.executable, "-c", WITHOUT_EXTRAS.format(missing=missing)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    first, *lines = done.stderr.splitlines()
+    assert first == "everything else is imported"
+    assert len(lines) == 3
+    for line in lines:
+        assert line.startswith("error: the package ") and line.endswith("; run: pip install 'longspec[train]'")
+
+
+@pytest.mark.parametrize("script", ["trainer_base_ds_mul_fs_tp.py", "inference_long-bench.py"])
+def test_help_imports_no_library(script: str) -> None:
+    command = [sys.executable, "-X", "importtime", script, "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.stdout.startswith(f"usage: {script}")
+    assert not imported & {"torch", "transformers", "deepspeed"}
+    assert all(line.startswith("import time:") for line in done.stderr.splitlines())
