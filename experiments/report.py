@@ -10,7 +10,7 @@ import matplotlib
 import pandas
 
 from experiments.cells import read_samples
-from experiments.claims import Samples, Verdict, paper_claims, targets
+from experiments.claims import Diagnostics, Samples, Verdict, paper_claims, targets
 from experiments.diagnostics import DIAGNOSTICS
 from experiments.evaluation import FACTS, evaluation_folder
 from experiments.files import write_atomically
@@ -34,16 +34,17 @@ def report(settings: Settings, root: Path, command: str) -> None:
     samples = Samples(pandas.DataFrame(lines))
     facts = json.loads((evaluation / FACTS).read_text())
     recipe = table(settings, root)
-    diagnostics = root / "training" / DIAGNOSTICS
+    file = root / "training" / DIAGNOSTICS
+    diagnostics: Diagnostics = json.loads(file.read_text()) if file.exists() else {}
     tables = {
         "Tokens per round": by_task_and_context(samples),
         "Methods": by_method(samples),
         "Outputs": output_counts(samples),
         "Targets": pandas.DataFrame(targets(samples, facts["device"].startswith("cpu")), columns=Verdict._fields),
-        "Claims of the paper": pandas.DataFrame(paper_claims(samples, recipe), columns=Verdict._fields),
+        "Claims of the paper": pandas.DataFrame(paper_claims(samples, diagnostics), columns=Verdict._fields),
         "Seeds": by_seed(settings, root, samples),
         "Recipe": summary(recipe),
-        "Diagnostics": diagnostics_table(json.loads(diagnostics.read_text()) if diagnostics.exists() else {}),
+        "Diagnostics": diagnostics_table(diagnostics),
     }
     folder.mkdir(parents=True, exist_ok=True)
     draw_tokens_per_round(samples, folder / PICTURES[0])
@@ -136,7 +137,7 @@ def output_counts(samples: Samples) -> pandas.DataFrame:
     return pandas.DataFrame(rows)
 
 
-def diagnostics_table(diagnostics: dict[str, dict[str, dict[str, float]]]) -> pandas.DataFrame:
+def diagnostics_table(diagnostics: Diagnostics) -> pandas.DataFrame:
     """A row per draft: teacher-forced tokens per round, and the bound at T = 1 (1 + Σ p), by run of the target."""
     rows = []
     for draft, by_run in diagnostics.items():
@@ -194,7 +195,8 @@ def page(settings: Settings, command: str, facts: dict[str, Any], tables: dict[s
         "Targets": "On outputs without loops, T = 0 unless noted.",
         "Claims of the paper": "The paper's targets are models of 7B to 32B.",
         "Seeds": "Tokens per round of `tree` at T = 0 on outputs without loops; the same prompts for every seed.",
-        "Recipe": "The trainer's own evaluation on held-out answers; arms change one thing each, with the first seed.",
+        "Recipe": "The trainer's own evaluation on held-out answers, by chains as deep as the variant trains. "
+        "Each arm changes one thing.",
         "Diagnostics": "Teacher-forced tokens per round on validation answers; in parentheses the bound of the "
         "deterministic tree at T = 1, 1 + Σ p over its nodes.",
     }

@@ -96,19 +96,18 @@ def test_a_cpu_has_a_target_of_its_own() -> None:
 
 
 def test_every_claim_of_the_paper_has_a_row() -> None:
-    recipe = pandas.DataFrame(
-        [
-            {"arm": "recipe", "seed": 0, "stage": "stage1", "eval_acceptance_length": 2.2},
-            {"arm": "block-attention", "seed": 0, "stage": "stage1", "eval_acceptance_length": 2.0},
-        ]
-    )
-    rows = {row.claim: row for row in paper_claims(evaluation(), recipe)}
+    diagnostics = {
+        "recipe-0 stage1": {"chat": {"rounds": 10.0, "tokens": 2.0}, "code": {"rounds": 30.0, "tokens": 2.4}},
+        "recipe-0 stage2": {"chat": {"rounds": 10.0, "tokens": 9.0}},
+        "block-attention-0 stage1": {"chat": {"rounds": 20.0, "tokens": 2.0}},
+    }
+    rows = {row.claim: row for row in paper_claims(evaluation(), diagnostics)}
     assert rows["Noisy training lengthens acceptance"].verdict == "holds"
-    assert "+10.0%" in rows["Noisy training lengthens acceptance"].measured
+    assert "2.00 to 2.30 tokens per round (+15.0%)" in rows["Noisy training lengthens acceptance"].measured
     assert rows["Anchor-offset positions help"].verdict == "not measured"
     assert rows["Greedy output equals vanilla's"].measured == "8 of 8 outputs"
     assert rows["Tokens per round, lcc"].verdict == "not measured"
-    assert len(paper_claims(evaluation(), pandas.DataFrame())) == len(rows)
+    assert len(paper_claims(evaluation(), {})) == len(rows)
 
 
 def test_seeds_are_shown_with_their_spread(tmp_path: Path) -> None:
