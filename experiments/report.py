@@ -138,7 +138,7 @@ def output_counts(samples: Samples) -> pandas.DataFrame:
 
 
 def diagnostics_table(diagnostics: Diagnostics) -> pandas.DataFrame:
-    """A row per draft: teacher-forced tokens per round, and the bound at T = 1 (1 + Σ p), by run of the target."""
+    """A row per draft: teacher-forced tokens per round and, in parentheses, the bound at T = 1, by run of the target."""
     rows = []
     for draft, by_run in diagnostics.items():
         row: dict[str, Any] = {"draft": draft}
@@ -198,7 +198,7 @@ def page(settings: Settings, command: str, facts: dict[str, Any], tables: dict[s
         "Recipe": "The trainer's own evaluation on held-out answers, by chains as deep as the variant trains. "
         "Each arm changes one thing.",
         "Diagnostics": "Teacher-forced tokens per round on validation answers; in parentheses the bound of the "
-        "deterministic tree at T = 1, 1 + Σ p over its nodes.",
+        "deterministic tree at T = 1, 1 + the sum of p over its nodes.",
     }
     left_out = [] if settings.text else ["Run without a text folder: gsm8k, qmsum and aime24 are left out.", ""]
     setup = [f"- command: `{command}`", f"- target: {facts['target']}", f"- device: {facts['device']}"]

@@ -34,11 +34,17 @@ LAST_LINES = 15
 def train(settings: Settings, root: Path) -> None:
     """Train what is missing, the recipe first, and write the table of arms after each run."""
     target = TargetText.load(settings.target).path
-    for arm, seed in all_runs(settings):
+    runs = {(arm, seed): arm_stages(settings, arm) for arm, seed in all_runs(settings)}
+    for stages in runs.values():  # a mistake in the last one is said before the first is trained
+        for name, stage in stages.items():
+            batches(name, stage)
+            answer_files(root, stage.answers, "train")
+            answer_files(root, stage.answers, "validation")
+    for (arm, seed), stages in runs.items():
         if settings.training.only and arm not in settings.training.only:
             continue
         draft: Path | None = None
-        for name, stage in arm_stages(settings, arm).items():
+        for name, stage in stages.items():
             folder = run_folder(root, arm, seed) / name
             train_stage(folder, stage, settings, root, target, draft, seed)
             draft = folder / CHECKPOINT
@@ -85,24 +91,16 @@ def train_stage(
     folder: Path, stage: StageSettings, settings: Settings, root: Path, target: str, draft: Path | None, seed: int
 ) -> None:
     """One stage from the draft of the one before, or a fresh one; goes on where an earlier launch was stopped."""
-    ranks = max(1, torch.cuda.device_count())
-    rows, remainder = divmod(stage.tokens_per_step, stage.max_length)
-    micro_batch = max(1, min(stage.micro_batch, rows // ranks))
-    accumulation, uneven = divmod(rows, micro_batch * ranks)
-    if remainder or uneven or not accumulation:
-        raise UserError(
-            f"{folder.name}: tokens_per_step {stage.tokens_per_step} is not a multiple of max_length "
-            f"{stage.max_length} x micro_batch {micro_batch} x {ranks} ranks"
-        )
+    ranks, micro_batch, accumulation = batches(folder.name, stage)
     overrides: dict[str, Any] = {
         "model_name_or_path": target,
-        "draft_model_name_or_path": str(draft) if draft else None,
-        "output_dir": str(folder),
+        "draft_model_name_or_path": str(draft.absolute()) if draft else None,
+        "output_dir": str(folder.absolute()),
         "resume": "latest",
         "seed": seed,
         "data.files": answer_files(root, stage.answers, "train"),
         "data.max_length": stage.max_length,
-        "data.cache_dir": str(root / "cache"),
+        "data.cache_dir": str((root / "cache").absolute()),
         "evaluation.files": answer_files(root, stage.answers, "validation"),
         "evaluation.rows": settings.training.evaluation_rows,
         "evaluation.steps": stage.steps,
@@ -121,6 +119,20 @@ def train_stage(
         raise UserError(f"{folder}: training ended without its last step; {folder / 'log.txt'} says why")
     with (folder / "seconds.jsonl").open("a") as times:
         times.write(f"{seconds:.1f}\n")
+
+
+def batches(name: str, stage: StageSettings) -> tuple[int, int, int]:
+    """Ranks, rows per rank and forward pass, and forward passes per step. Raises UserError for an uneven step."""
+    ranks = max(1, torch.cuda.device_count())
+    rows, remainder = divmod(stage.tokens_per_step, stage.max_length)
+    micro_batch = max(1, min(stage.micro_batch, rows // ranks))
+    accumulation, uneven = divmod(rows, micro_batch * ranks)
+    if remainder or uneven or not accumulation:
+        raise UserError(
+            f"{name}: tokens_per_step {stage.tokens_per_step} is not a multiple of max_length {stage.max_length} x "
+            f"micro_batch {micro_batch} x {ranks} ranks"
+        )
+    return ranks, micro_batch, accumulation
 
 
 def answer_files(root: Path, names: list[str], split: str) -> list[str]:

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from experiment_fixtures import make_chat_target
 
 from experiments.cells import SampleFile, cells, prompt_digest, read_samples
+from experiments.files import answers_file, write_atomically
 from experiments.settings import Settings, load_settings
 from experiments.training import (
     arm_stages,
@@ -13,6 +15,7 @@ from experiments.training import (
     launch_line,
     summary,
     table,
+    train,
 )
 from longspec.errors import UserError
 from longspec.train.config import load_config
@@ -55,6 +58,21 @@ def test_arms_change_stages_and_leave_some_out() -> None:
         arm_stages(load("training.arms={ce: {stage9: null}}"), "ce")
     with pytest.raises(UserError, match=r"arms.ce: .*stepz"):
         arm_stages(load("training.arms={ce: {stage1: {stepz: 7}}}"), "ce")
+
+
+def test_mistakes_of_late_runs_are_said_first(tmp_path: Path) -> None:
+    target = make_chat_target(tmp_path / "target")
+    for override, message in (
+        ("training.arms.late={stage3: {tokens_per_step: 9000}}", "stage3: tokens_per_step 9000 is not a multiple"),
+        ("training.arms.late={stage3: {answers: [poems]}}", "poems/train.jsonl: no such file"),
+    ):
+        settings = load(override, f"target={target}")
+        for name in ("chat", *settings.answers):
+            for split in ("train", "validation"):
+                write_atomically(answers_file(tmp_path, name, split), "")
+        with pytest.raises(UserError, match=message):
+            train(settings, tmp_path)
+    assert not (tmp_path / "training").exists()
 
 
 @pytest.mark.parametrize("stage", ["stage1", "stage2", "stage3"])
