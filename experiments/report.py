@@ -138,7 +138,7 @@ def output_counts(samples: Samples) -> pandas.DataFrame:
 
 
 def diagnostics_table(diagnostics: Diagnostics) -> pandas.DataFrame:
-    """A row per draft: teacher-forced tokens per round and, in parentheses, the bound at T = 1, by run of the target."""
+    """A row per draft: teacher-forced tokens per round, and in parentheses the bound at T = 1, by run of the target."""
     rows = []
     for draft, by_run in diagnostics.items():
         row: dict[str, Any] = {"draft": draft}
