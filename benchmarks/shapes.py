@@ -66,8 +66,8 @@ def random_pair(name: str, device: str = "cuda", dtype: torch.dtype = torch.bflo
     config = SHAPES[name]
     family: Any = Qwen2Glide if isinstance(config, Qwen2Config) else LlamaGlide
 
-    def random_target(self: GlideMixin, config: Any, path: str, dtype: torch.dtype) -> PreTrainedModel:
-        return family.target_class._from_config(config, dtype=dtype)
+    def random_target(self: GlideMixin, config: Any, path: str, options: dict[str, Any]) -> PreTrainedModel:
+        return family.target_class._from_config(config, dtype=options["dtype"])
 
     made = type(f"Random{family.__name__}", (family,), {"_read_target": random_target})
     with torch.device(device):

@@ -8,10 +8,8 @@ import argparse
 from pathlib import Path
 
 from longspec.errors import reports_user_errors
-from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, save_draft_file, save_draft_folder
-from longspec.models.target_files import read_config
-from longspec.train.checkpoint import read_draft
-from longspec.train.config import CONFIG_NAME, read_config_file
+from longspec.models.draft_files import DRAFT_WEIGHTS_NAME
+from longspec.train.extraction import extract_draft
 
 
 @reports_user_errors
@@ -21,14 +19,8 @@ def main() -> None:
     parser.add_argument("output", type=Path, help=f"a .pth file, or a folder for {DRAFT_WEIGHTS_NAME}")
     parser.add_argument("--hf", action="store_true", help="write a folder in Hugging Face form instead")
     args = parser.parse_args()
-    draft = read_draft(args.checkpoint)
-    run = read_config_file(args.checkpoint / CONFIG_NAME)
-    if args.hf:
-        save_draft_folder(draft, read_config(run.model_name_or_path), args.output, run.model.draft_options)
-    else:
-        file = args.output if args.output.suffix == ".pth" else args.output / DRAFT_WEIGHTS_NAME
-        save_draft_file(draft, file, run.model.draft_options)
-    print(f"{len(draft)} weights of {args.checkpoint} written to {args.output}")
+    count = extract_draft(args.checkpoint, args.output, args.hf)
+    print(f"{count} weights of {args.checkpoint} written to {args.output}")
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from longspec.digests import content_hash, file_digests
 from longspec.errors import UserError
 from longspec.extras import extra
 
@@ -106,21 +106,7 @@ def content_digests(files: Files) -> list[FileDigest]:
     are equal in order, whatever the paths. Raises UserError for a missing or unreadable file.
     """
     paths = [os.path.abspath(path) for path in data_files(files)]
-    with ThreadPoolExecutor(min(len(paths), os.cpu_count() or 1)) as pool:  # hashing releases the GIL
-        return list(map(FileDigest, paths, pool.map(_digest, paths)))
-
-
-def _digest(path: str) -> str:
-    try:
-        with open(path, "rb") as handle:
-            return hashlib.file_digest(handle, file_hash).hexdigest()
-    except OSError as error:
-        raise UserError(f"data file '{path}' cannot be read ({error.strerror})") from error
-
-
-def file_hash() -> Any:
-    """A fresh hash object of the kind that `FileDigest.digest` is made with."""
-    return hashlib.blake2b(digest_size=16)
+    return list(map(FileDigest, paths, file_digests(paths)))
 
 
 def index_lines(digests: Sequence[FileDigest], num_proc: int = 1, cache_dir: str | None = None) -> Dataset:
@@ -156,14 +142,14 @@ def index_lines(digests: Sequence[FileDigest], num_proc: int = 1, cache_dir: str
                 raise error.__cause__ from error
             raise
 
-    name = hashlib.blake2b(json.dumps([VERSION, digests]).encode(), digest_size=16).hexdigest()
+    name = content_hash(json.dumps([VERSION, digests]).encode()).hexdigest()
     return cached_table(cache_folder(cache_dir) / f"lines-{name}", build)
 
 
 def _lines(files: list[FileDigest]) -> Iterator[Record]:
     """The lines of `files`; UserError at a file's end if its bytes are not those of its digest ("": not compared)."""
     for path, expected in files:
-        whole = file_hash()
+        whole = content_hash()
         with open(path, "rb") as handle:
             start = 0
             for number, raw in enumerate(handle, 1):

@@ -1,6 +1,6 @@
 """The chat format and the special tokens of a target: the published ones for a published target, else its own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,24 +37,24 @@ def published_target(target: str) -> PublishedTarget:
     return PUBLISHED_TARGETS.get(target, PublishedTarget())
 
 
-def resolve_chat_format(chat_format: str, target: str, family: str, tokenizer: Any) -> str:
+def resolve_chat_format(
+    chat_format: str, target: str, family: str, tokenizer: Any, say: Callable[[str], object] = lambda line: None
+) -> str:
     """One of CHAT_FORMATS for "auto" (or the given one, if the target can have it).
 
     "auto" is "published" for a published target, "tokenizer" for a tokenizer with a chat template, and "plain" for the
-    rest, which are base models. Raises UserError for a format that does not exist or that the target cannot have.
+    rest, which are base models; `say` gets a line about the last case. Raises UserError for a format that does not
+    exist or that the target cannot have.
     """
     if chat_format not in CHAT_FORMAT_CHOICES:
         raise UserError(f"unknown chat_format '{chat_format}': use one of {', '.join(CHAT_FORMAT_CHOICES)}")
     if chat_format == AUTO:
         own = "tokenizer" if getattr(tokenizer, "chat_template", None) else "plain"
         chat_format = "published" if target in PUBLISHED_TARGETS else own
+        if chat_format == "plain":
+            say(f"{target}: its tokenizer has no chat template, so prompts are plain text (chat_format plain)")
     check_chat_format(family, tokenizer, chat_format)
     return chat_format
-
-
-def plain_notice(target: str) -> str:
-    """The line for a run whose "auto" became "plain"."""
-    return f"{target}: its tokenizer has no chat template, so prompts are plain text (chat_format plain)"
 
 
 def stop_tokens(tokenizer: Any, generation_eos: Sequence[int]) -> list[int]:

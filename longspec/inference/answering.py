@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from longspec.errors import UserError
 from longspec.inference.acceptance import Sampler
 from longspec.inference.capture import capture_round, warm_up
 from longspec.inference.drafting.chain import NoDraft
@@ -23,6 +24,9 @@ LOOK_EVERY = 16
 """Steps between two looks of the host at a CUDA device."""
 MEMORY_SHARE, CPU_CACHE_BYTES = 0.8, 4 << 30
 """Share of a CUDA device's memory for weights and KV cache; bytes of the KV cache on a CPU."""
+
+UNUSED, FAULTY = -1, -2
+"""Stand for a token: a row that has ended, and logits that are NaN or infinite."""
 
 Progress = Callable[[int, int], None]
 """Called with the number of new tokens and of finished requests since the last call."""
@@ -57,7 +61,8 @@ class RowTemperatures(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
         best = scores.argmax(-1, keepdim=True)
-        certain = torch.full_like(scores, -torch.inf).scatter(-1, best, 0.0)
+        # The best logit keeps its value, because NaN and infinity must reach the watch.
+        certain = torch.full_like(scores, -torch.inf).scatter(-1, best, scores.gather(-1, best))
         return torch.where(self.greedy, certain, scores / self.divisors)
 
 
@@ -90,7 +95,8 @@ class Answerer:
         """Complete the answers in place, each up to and with its first stop id, or to its limit.
 
         The same requests, seed and batch size give the same answers on the same kind of device. A row that a full
-        batch leaves behind goes on with its answer so far as part of its prompt.
+        batch leaves behind goes on with its answer so far as part of its prompt. Raises UserError, with the request
+        and the position, for logits that are NaN or infinite.
         """
         generator = torch.Generator(self.device).manual_seed(seed)
         stops = torch.tensor(list(stop_ids), dtype=torch.long, device=self.device)
@@ -102,6 +108,8 @@ class Answerer:
                 batch, waiting = waiting[:rows], waiting[rows:]
                 few = len(batch) // REFILL_SHARE if waiting else 0
                 waiting += self._run(batch, stops, few, generator, progress)
+                if faulty := [row for row, request in enumerate(requests) if FAULTY in request.answer]:
+                    raise _fault(faulty[0], requests[faulty[0]])
 
     def _rows(self, waiting: Sequence[Request]) -> int:
         """Rows of the next batch: as many as there is memory for, at the first one's length."""
@@ -119,7 +127,7 @@ class Answerer:
         temperatures = torch.tensor([request.temperature for request in batch], device=self.device)
         sampler = row_sampler(temperatures, generator)
         engine = Engine(self.runner, NoDraft(), sampler, prompts, [len(row) for row in rows], steps)
-        tokens = torch.full((len(batch), steps), -1, dtype=torch.long, device=self.device)
+        tokens = torch.full((len(batch), steps), UNUSED, dtype=torch.long, device=self.device)
         if self.runner.capturable:
             warm_up(engine)
         newest = engine.prefill()
@@ -128,17 +136,27 @@ class Answerer:
         for step in range(steps):
             if step:
                 newest = play(active)[0][:, 0]
-            tokens[:, step] = torch.where(active, newest, -1)
+            newest = torch.where(engine.cache.faults > 0, FAULTY, newest)
+            tokens[:, step] = torch.where(active, newest, UNUSED)
             active = active & ~torch.isin(newest, stops) & (limits > step + 1)
             if self.device.type == "cpu" or step % LOOK_EVERY == LOOK_EVERY - 1 or step == steps - 1:
-                going, written = torch.stack([active.sum(), (tokens[:, : step + 1] >= 0).sum()]).tolist()
+                counts = (active.sum(), (tokens[:, : step + 1] >= 0).sum(), (tokens == FAULTY).sum())
+                going, written, faulty = torch.stack(counts).tolist()
                 progress(written - reported[0], len(batch) - going - reported[1])
                 reported = written, len(batch) - going
-                if going <= few:
+                if going <= few or faulty:
                     break
         for request, row in zip(batch, tokens.tolist(), strict=True):
-            request.answer += [token for token in row if token >= 0]
+            request.answer += [token for token in row if token != UNUSED]
         return [request for request, going_on in zip(batch, active.tolist(), strict=True) if going_on]
+
+
+def _fault(row: int, request: Request) -> UserError:
+    position = len(request.prompt) + request.answer.index(FAULTY) - 1
+    return UserError(
+        f"prompt {row}, position {position}: the target's logits are NaN or infinite at temperature "
+        f"{request.temperature:g}; check its weights and its dtype"
+    )
 
 
 def _cache_bytes(model: GlideMixin, device: torch.device) -> int:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from longspec.errors import UserError
 from longspec.inference.methods import AUTO, GLIDE_METHODS, METHODS, TREE_RULES
+from longspec.inference.tree_shapes import CANDIDATES
+from longspec.models.draft_layer import check_window
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import context_window
 
@@ -96,6 +98,14 @@ def check_drafting(method: str, tree_shape: Sequence[int] | str, gamma: int, tre
         _check_tree_shape(tree_shape, vocab_size)
     if method in ("seq", "magicdec", "lookup"):
         _check_integer("gamma", gamma, 1, MAX_NODES - 1)
+
+
+def check_draft_window(method: str, tree_shape: Sequence[int] | str, gamma: int, window: int) -> None:
+    """Raise UserError for a draft whose self-attention window, in tokens, is too small for the method's depth."""
+    if method == "seq":
+        check_window(window, gamma, "gamma")
+    elif method == "tree":
+        check_window(window, min(map(len, CANDIDATES)) if tree_shape == AUTO else len(tree_shape), "tree_shape")
 
 
 def _check_tree_shape(tree_shape: Any, vocab_size: int) -> None:

@@ -26,7 +26,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 @reports_user_errors
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> dict[str, Any]:
     """Run one method on one task and return the summary; an interrupted run continues after its last line.
 
     Bad input ends the process with exit code 2. A stop signal ends it with 128 + its number: at once while the run is
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """
     with StopSignals(at_once=True) as stop:
         try:
-            options = parse_options(argv)
+            options = parse_options(argv, prog)
             # Imported now, so that --help and a misspelled option do not wait for torch.
             from longspec.inference.measurement import measure
             from longspec.inference.plan import make_plan
@@ -49,12 +49,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             raise
 
 
-def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_options(argv: Sequence[str] | None = None, prog: str | None = None) -> argparse.Namespace:
     """The command's options, with what they are by default in `defaults`.
 
     Raises UserError for an option that does not parse.
     """
-    parser = _Parser(description="Measure a target, alone or with its draft.", allow_abbrev=False)
+    parser = _Parser(prog=prog, description="Measure a target, alone or with its draft.", allow_abbrev=False)
     add = parser.add_argument
     add("--model_name", choices=PAIRS, help="a pair of target and draft")
     add("--target", help="folder, hub id or .gguf file of any target")

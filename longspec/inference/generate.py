@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from transformers import StoppingCriteria
 from longspec.errors import UserError
 from longspec.inference.acceptance import Sampler
 from longspec.inference.arguments import (
+    check_draft_window,
     check_drafting,
     check_rows,
     check_sampling,
@@ -32,8 +33,7 @@ from longspec.inference.engine import Engine, Round
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE, make_drafter
 from longspec.inference.options import REFUSED, WARPERS, build_warpers, refuse_options
 from longspec.inference.runner import make_runner
-from longspec.inference.tree_shapes import CANDIDATES, choose_shape
-from longspec.models.draft_layer import check_window
+from longspec.inference.tree_shapes import choose_shape
 from longspec.models.glide import GlideMixin, check_pair
 from longspec.models.target_files import context_window
 
@@ -41,8 +41,17 @@ Stops = Callable[[int, Sequence[int]], bool]
 """Whether a row (its number, its new tokens) ends here, apart from EOS and its limit."""
 
 
+Origin = Literal["target", "draft", "lookup"]
+"""Where an emitted token comes from: the target itself (a row's first token and each bonus token), or an accepted
+proposal of a draft (GLIDE's, or MagicDec's sparse target) or of prompt lookup."""
+
+
 class Streamer(Protocol):
-    """transformers' streamer interface."""
+    """transformers' streamer interface, with an optional third method.
+
+    `put_from(value: Tensor, origin: Origin) -> None`, if there is one, gets each new token in the place of `put`, which
+    then gets the prompt only.
+    """
 
     def put(self, value: Tensor) -> None: ...
 
@@ -122,9 +131,10 @@ def generate(
     prompts before anything is generated, unless it is in the cache (see `tree_shapes.choose_shape`).
     eos_token_id, pad_token_id: None takes the model's own. seed: 0 ... 2^64 - 1; None draws from torch's global
     generator. streamer: gets the prompt [1, P] and then each new token [1] of a single row, on the CPU, as from
-    transformers. tree_rule, above temperature 0: "reject" (a tree sampled from the draft without replacement, with
-    recursive rejection) or "descend" (the draft's most probable tree, as far as the target's own draws lead into it);
-    both are exact, the first accepts more.
+    transformers, with its origin if the streamer takes it (see `Streamer`).
+    tree_rule, above temperature 0: "reject" (a tree sampled from the draft without replacement, with recursive
+    rejection) or "descend" (the draft's most probable tree, as far as the target's own draws lead into it); both are
+    exact, the first accepts more.
     compile: on CUDA, fused layers and each round as one CUDA graph; without it transformers' modules, kernel by kernel.
     attention: "auto", "flash", "triton" or "sdpa" (see `kernels.attention.decoding_attention`).
     stopping_criteria: each is called after every new token with the ids [1, length] of one row, its prompt as given
@@ -147,11 +157,7 @@ def generate(
     check_stopping(stopping_criteria)
     eos_ids = end_tokens(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
     pad_id = pad_token(model, pad_token_id)
-    if method == "seq":
-        check_window(model.draft_model.window, gamma, "gamma")
-    elif method == "tree":
-        depth = min(map(len, CANDIDATES)) if tree_shape == AUTO else len(tree_shape)
-        check_window(model.draft_model.window, depth, "tree_shape")
+    check_draft_window(method, tree_shape, gamma, model.draft_model.window)
     extra_warpers = build_warpers(options, model.generation_config)
     runner = make_runner(model, attention, compile)
     device = runner.device
@@ -167,7 +173,8 @@ def generate(
         drafter = make_drafter(method, runner, len(rows), sampler, shape, gamma, tree_rule)
         engine = Engine(runner, drafter, sampler, prompts, lengths, max_new_tokens)
         stops = _stops(stopping_criteria, input_ids.to(device)) if stopping_criteria else None
-        decoder = Decoder(engine, max_new_tokens, eos_ids, streamer, stops)
+        proposed: Origin = "lookup" if method == "lookup" else "draft"
+        decoder = Decoder(engine, max_new_tokens, eos_ids, streamer, stops, proposed)
         decoder.stats.tree_shape = shape
         decoder.run()
     new_tokens = [torch.tensor(tokens, dtype=torch.long, device=device) for tokens in decoder.new_tokens]
@@ -185,9 +192,11 @@ class Decoder:
         eos_ids: set[int],
         streamer: Streamer | None,
         stops: Stops | None = None,
+        proposed: Origin = "draft",
     ) -> None:
+        """proposed: the origin of accepted tokens."""
         self.engine, self.limit, self.eos_ids = engine, max_new_tokens, eos_ids
-        self.streamer, self.stops = streamer, stops
+        self.streamer, self.stops, self.proposed = streamer, stops, proposed
         batch = len(engine.prompts)
         self.new_tokens: list[list[int]] = [[] for _ in range(batch)]
         self.active = [True] * batch
@@ -204,7 +213,7 @@ class Decoder:
         first, play_round = self._start()
         self.stats.ttft_s = time.perf_counter() - start
         for row, token in enumerate(first):
-            self._emit(row, [token])
+            self._emit(row, [token], accepted=0)
         start = time.perf_counter()
         while any(self.active):
             self.note(*play_round(self.device_active))
@@ -231,7 +240,7 @@ class Decoder:
         for row, (*row_tokens, count, fault) in enumerate(result):
             if self.active[row]:
                 self._check_fault(row, fault)
-                emitted = self._emit(row, row_tokens[:count])
+                emitted = self._emit(row, row_tokens[:count], accepted=count - 1)
                 self.stats.rounds += 1
                 self.stats.row_rounds[row] += 1
                 self.stats.decoded_tokens += emitted
@@ -247,19 +256,26 @@ class Decoder:
                 f"temperature {self.engine.sampler.temperature:g}; check its weights and its dtype"
             )
 
-    def _emit(self, row: int, tokens: Sequence[int]) -> int:
-        """Append `tokens` to a row up to its end; returns the number taken."""
+    def _emit(self, row: int, tokens: Sequence[int], accepted: int) -> int:
+        """Append `tokens`, the first `accepted` of them proposed ones, to a row up to its end; the number taken."""
         new_tokens = self.new_tokens[row]
         for taken, token in enumerate(tokens, start=1):
             new_tokens.append(token)
-            if self.streamer is not None:
-                self.streamer.put(torch.tensor([token]))
+            self._stream(token, self.proposed if taken <= accepted else "target")
             is_last = len(new_tokens) == self.limit or token in self.eos_ids
             if is_last or (self.stops is not None and self.stops(row, new_tokens)):
                 self.active[row] = False
                 self.device_active[row] = False
                 return taken
         return len(tokens)
+
+    def _stream(self, token: int, origin: Origin) -> None:
+        if self.streamer is None:
+            return
+        if put_from := getattr(self.streamer, "put_from", None):
+            put_from(torch.tensor([token]), origin)
+        else:
+            self.streamer.put(torch.tensor([token]))
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

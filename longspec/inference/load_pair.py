@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from longspec.errors import UserError
+from longspec.data.target_format import stop_tokens
+from longspec.inference.device import choose_device, choose_dtype
 from longspec.inference.registry import PAIRS, choose_pair
 from longspec.models.families import family_class
 from longspec.models.glide import GlideMixin
-from longspec.models.target_files import check_weights, load_tokenizer, read_config
+from longspec.models.target_files import check_weights, generation_eos, load_tokenizer, read_config
 
 
 def load_pair(
@@ -34,26 +35,18 @@ def load_pair(
     model_class = family_class(config, pair.target)
     check_weights(pair.target)
     tokenizer = load_tokenizer(pair.target, config)
-    if dtype == "auto":
-        dtype = torch.float32 if device.type == "cpu" else config.dtype or torch.float16
+    ends = pair.eos_token_id
+    if ends is None:
+        own = stop_tokens(tokenizer, generation_eos(pair.target, config))
+        ends = own[0] if len(own) == 1 else own or None
     model = model_class.from_pretrained(
-        pair.target, glide_path=pair.draft, torch_dtype=dtype, attn_implementation=attn_implementation
+        pair.target,
+        glide_path=pair.draft,
+        dtype=choose_dtype(dtype, config, device),
+        attn_implementation=attn_implementation,
     )
-    for name, number in (("eos_token_id", pair.eos_token_id), ("pad_token_id", pair.pad_token_id)):
-        if number is not None:
-            setattr(model.generation_config, name, number)
-            setattr(model.config, name, number)
+    for name, ids in (("eos_token_id", ends), ("pad_token_id", pair.pad_token_id)):
+        if ids is not None:
+            setattr(model.generation_config, name, ids)
+            setattr(model.config, name, ids)
     return model.to(device).eval(), tokenizer  # type: ignore[arg-type]
-
-
-def choose_device(device: str | torch.device | None) -> torch.device:
-    """The CPU or a CUDA device; None is CUDA where there is one. Raises UserError for any other."""
-    try:
-        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except (RuntimeError, TypeError) as error:
-        raise UserError(f"device: {device!r} is no device; use cpu, cuda or cuda:N") from error
-    if chosen.type not in ("cpu", "cuda"):
-        raise UserError(f"device: {device!r} is not supported; use cpu, cuda or cuda:N")
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"device: {device}; this machine has {torch.cuda.device_count()} CUDA devices")
-    return chosen

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import math
-import os
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,17 +15,23 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from longspec.data.target_format import AUTO as AUTO_FORMAT
-from longspec.data.target_format import plain_notice, resolve_chat_format, stop_tokens
+from longspec.data.target_format import resolve_chat_format, stop_tokens
+from longspec.digests import content_hash, file_digest
 from longspec.errors import UserError
 from longspec.inference.arguments import check_drafting, check_sampling
-from longspec.inference.memory import check_memory
-from longspec.inference.methods import AUTO, GLIDE_METHODS
+from longspec.inference.checks import (
+    check_batch_memory,
+    check_draft_settings,
+    check_numbers,
+    check_output,
+    check_samples,
+)
+from longspec.inference.device import choose_device, choose_dtype
+from longspec.inference.methods import GLIDE_METHODS
 from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair
 from longspec.inference.report import device_name, versions
 from longspec.inference.run_folder import folder_name
-from longspec.inference.tasks import TASKS, Sample, Selection, read_prompt, read_questions, select_samples
-from longspec.inference.tree_shapes import CANDIDATES
+from longspec.inference.tasks import TASKS, Selection, read_prompt, read_questions, select_samples
 from longspec.kernels.attention import decoding_attention
 from longspec.models.content import state_digest, target_digest
 from longspec.models.draft_files import check_draft, draft_settings, option_entries
@@ -49,8 +51,6 @@ OTHER_OPTIONS = (
     *("task", "method", "temperature", "top_p", "top_k", "seed", "batch_size"),
     *("test_length", "min_prompt_len", "headroom", "chat_format", "compile"),
 )
-SEED_LIMIT = 2**63
-"""torch takes seeds below it, with room for the batch numbers that are added."""
 
 
 @dataclass
@@ -118,8 +118,8 @@ class Plan:
             "pad_token_id": self.pair.pad_token_id,
             "target": target_digest(self.pair.target, self.config),
             **self._draft_identity(),
-            "data": _file_digest(self.data_file),
-            "prompts": hashlib.blake2b(json.dumps(prompts).encode(), digest_size=16).hexdigest(),
+            "data": file_digest(self.data_file),
+            "prompts": content_hash(json.dumps(prompts).encode()).hexdigest(),
             "device": device_name(self.device),
             "versions": versions(),
         }
@@ -146,83 +146,32 @@ def make_plan(options: argparse.Namespace) -> Plan:
     """
     max_new_tokens = TASKS[options.task].max_new_tokens if options.max_gen_len is None else options.max_gen_len
     check_sampling(max_new_tokens, options.temperature, options.top_p, options.top_k)
-    _check_numbers(options)
-    _check_output(options.output_dir)
-    device = _device(options.device)
+    check_numbers(options)
+    check_output(options.output_dir)
+    device = choose_device(options.device)
     pair = choose_pair(options.model_name, options.target, options.draft)
     config = read_config(pair.target)
     model_class = family_class(config, pair.target)
     check_weights(pair.target)
     check_drafting(options.method, options.tree_shape, options.gamma, options.tree_rule, config.vocab_size)
     tokenizer = load_tokenizer(pair.target, config)
-    chat_format = _chat_format(options.chat_format, pair.target, config.model_type, tokenizer)
+    chat_format = resolve_chat_format(options.chat_format, pair.target, config.model_type, tokenizer, print)
     if pair.eos_token_id is None:
         pair = replace(pair, eos_token_id=stop_tokens(tokenizer, generation_eos(pair.target, config)) or None)
     draft_state = None
     if draft := _draft_in_use(options, pair):
         draft_state = check_draft(draft, config, model_class.draft_layer_class)
+        check_draft_settings(options, draft)
         check_draft_tokenizer(draft, pair.target, tokenizer)
     window = min(pair.window or sys.maxsize, context_window(config))
     selection = _select(options, config.model_type, tokenizer, chat_format, window)
-    _check_samples(selection.samples, max_new_tokens, window, config.vocab_size)
-    dtype = _dtype(options.dtype, config, device)
+    check_samples(selection.samples, max_new_tokens, window, config.vocab_size)
+    dtype = choose_dtype(options.dtype, config, device)
     attention = decoding_attention(options.attention, device, dtype, head_dim(config)).name
-    _check_memory(options, config, dtype, device, selection.samples, max_new_tokens)
+    check_batch_memory(options, config, dtype, device, selection.samples, max_new_tokens)
     return Plan(
         options, pair, config, window, tokenizer, draft_state, selection, max_new_tokens, device, dtype, attention
     )
-
-
-def _chat_format(asked: str, target: str, family: str, tokenizer: Any) -> str:
-    """The chat format that --chat_format stands for. A printed line says when "auto" is plain text."""
-    chat_format = resolve_chat_format(asked, target, family, tokenizer)
-    if asked == AUTO_FORMAT and chat_format == "plain":
-        print(plain_notice(target))
-    return chat_format
-
-
-def _check_numbers(options: argparse.Namespace) -> None:
-    for name, least in (("test_length", 0), ("batch_size", 1), ("min_prompt_len", 0), ("headroom", 0), ("seed", 0)):
-        if getattr(options, name) < least:
-            raise UserError(f"--{name}: {getattr(options, name)}; it must be at least {least}")
-    for name, limit in (("seed", SEED_LIMIT), ("top_k", SEED_LIMIT)):
-        if getattr(options, name) >= limit:
-            raise UserError(f"--{name}: {getattr(options, name)}; it must be less than {limit}")
-    if not math.isfinite(options.temperature):
-        raise UserError(f"--temperature: {options.temperature}; it must be finite")
-
-
-def _check_output(folder: str | None) -> None:
-    """Raise UserError if the output folder surely cannot be created or written; nothing is created yet."""
-    path = Path(folder or ".").absolute()
-    try:
-        existing = next(part for part in (path, *path.parents) if part.exists())
-    except OSError as error:
-        raise UserError(f"--output_dir: {folder}: {error.strerror}; give a folder") from error
-    if not existing.is_dir():
-        raise UserError(f"--output_dir: {folder}: {existing} is a file; give a folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"--output_dir: {folder}: {existing} cannot be written; give another folder")
-
-
-def _device(name: str | None) -> torch.device:
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise UserError(f"--device: {name!r} is no device; use cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"--device: {name!r} is not supported; use cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"--device: {name}; this machine has {torch.cuda.device_count()} CUDA devices")
-    return device
-
-
-def _dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    if name != "auto":
-        return getattr(torch, name)
-    if device.type == "cpu":
-        return torch.float32
-    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float16
 
 
 def _draft_in_use(options: argparse.Namespace, pair: Pair) -> str | None:
@@ -250,39 +199,3 @@ def _select(options: argparse.Namespace, family: str, tokenizer: Any, chat_forma
     )
     print(selection.describe(options.task, options.min_prompt_len, longest))
     return selection
-
-
-def _check_memory(
-    options: argparse.Namespace,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    samples: Sequence[Sample],
-    max_new_tokens: int,
-) -> None:
-    shapes = CANDIDATES if options.tree_shape == AUTO else (options.tree_shape,)
-    drafted = {"vanilla": 0, "tree": max(map(sum, shapes))}.get(options.method, options.gamma)
-    longest = max(len(sample.token_ids) for sample in samples)
-    rows = min(options.batch_size, len(samples))
-    check_memory(config, dtype, device, rows, longest + max_new_tokens, drafted + 1)
-
-
-def _file_digest(file: Path) -> str:
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def _check_samples(samples: Sequence[Sample], max_new_tokens: int, window: int, vocab_size: int) -> None:
-    """Every prompt must be made of the target's tokens and leave room for its answer."""
-    for sample in samples:
-        length, highest = len(sample.token_ids), max(sample.token_ids)
-        if length + max_new_tokens > window:
-            raise UserError(
-                f"sample {sample.id!r}: prompt of {length} tokens + {max_new_tokens} new tokens (--max_gen_len) "
-                f"are more than the target's {window} positions"
-            )
-        if highest >= vocab_size:
-            raise UserError(
-                f"sample {sample.id!r}: token id {highest}, the target has {vocab_size} embeddings; "
-                "this tokenizer is not the target's"
-            )

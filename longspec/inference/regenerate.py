@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,15 @@ from longspec.data.prompts import (
     user_turn_marks,
 )
 from longspec.data.records import Record, data_files, parse_record
-from longspec.data.templates import check_chat_format, encode_texts
+from longspec.data.target_format import AUTO, resolve_chat_format
+from longspec.data.templates import encode_texts
 from longspec.errors import UserError
 from longspec.inference.answering import Answerer, Progress, Request
+from longspec.inference.arguments import check_sampling, end_tokens
 from longspec.inference.load_pair import load_pair
 from longspec.inference.registry import PAIRS, choose_pair
 from longspec.models.content import target_digest
-from longspec.models.target_files import context_window, read_config
+from longspec.models.target_files import context_window, load_tokenizer, read_config
 
 SPLITS = ("train", "validation", "test")
 TURN_TEMPERATURE = 1.0
@@ -69,7 +71,7 @@ class Settings:
     batch_size: int = 256
     shard_size: int = 2048
     seed: int = 0
-    chat_format: str = "tokenizer"
+    chat_format: str = AUTO
     exclude: tuple[str, ...] = ()
     """Outputs of other splits, whose prompts are left out."""
 
@@ -85,12 +87,16 @@ def regenerate(
     files = PromptFiles(settings.files) if settings.files else None
     total = min(settings.count or len(files), len(files)) if files else settings.count
     target = choose_target(settings.target)
+    config = read_config(target)
+    tokenizer = load_tokenizer(target, config)
+    say = print if rank == 0 else lambda line: None
+    chat_format = resolve_chat_format(settings.chat_format, target, config.model_type, tokenizer, say)
+    settings = replace(settings, chat_format=chat_format)
     shards = Shards(settings, total)
-    shards.claim(_facts(settings, files, target))
+    shards.claim(_facts(settings, files, target_digest(target, config)))
     missing = [number for number in range(shards.count) if number % world == rank and not shards.path(number).exists()]
     if missing:
-        model, tokenizer = load_pair(target, dtype=dtype, device=device)
-        check_chat_format(model.config.model_type, tokenizer, settings.chat_format)
+        model, _ = load_pair(target, dtype=dtype, device=device)
         writer = Writer(settings, model, tokenizer, files)
         with _bar(settings, sum(len(shards.range(number)) for number in missing), rank) as (progress, finish):
             for number in missing:
@@ -112,10 +118,7 @@ class Writer:
         self.settings, self.tokenizer, self.files = settings, tokenizer, files
         self.family = model.config.model_type
         self.answerer = Answerer(model, settings.batch_size)
-        ends = model.generation_config.eos_token_id
-        ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
-        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        self.ends = list(dict.fromkeys([*ends, *own]))
+        self.ends = sorted(end_tokens(model.generation_config.eos_token_id))
         window = context_window(model.config)
         self.longest = settings.max_prompt_tokens or window - settings.max_new_tokens
         if self.longest + settings.max_new_tokens > window or self.longest < 1:
@@ -263,21 +266,23 @@ def _check(settings: Settings) -> None:
         raise UserError(f"split: {settings.split!r}; use one of {', '.join(SPLITS)}")
     if not settings.files and settings.count < 1:
         raise UserError("count: the number of prompts that the target shall write; or give files with prompts")
-    if not settings.temperatures or any(not 0 <= one < float("inf") for one in settings.temperatures):
-        raise UserError(f"temperatures: {list(settings.temperatures)}; give numbers of 0 (greedy) or more")
-    for name, least in (("max_new_tokens", 1), ("max_turn_tokens", 1), ("batch_size", 1), ("shard_size", 1)):
-        if getattr(settings, name) < least:
-            raise UserError(f"{name}: {getattr(settings, name)}; it must be at least {least}")
+    if not settings.temperatures:
+        raise UserError("temperatures: none; give numbers of 0 (greedy) or more")
+    for temperature in settings.temperatures:
+        check_sampling(settings.max_new_tokens, temperature, 1.0, 0)
+    for name in ("max_turn_tokens", "batch_size", "shard_size"):
+        if getattr(settings, name) < 1:
+            raise UserError(f"{name}: {getattr(settings, name)}; it must be at least 1")
     for name in ("count", "max_prompt_tokens", "seed"):
         if getattr(settings, name) < 0:
             raise UserError(f"{name}: {getattr(settings, name)}; it must not be negative")
 
 
 def _facts(settings: Settings, files: PromptFiles | None, target: str) -> dict[str, Any]:
-    """What decides about the text of a run, and the versions of the libraries."""
+    """What decides about the text of a run, and the versions of the libraries. target: its digest."""
     facts = json.loads(json.dumps(asdict(settings)))
     del facts["output_dir"]
-    facts["target_digest"] = target_digest(target, read_config(target))
+    facts["target_digest"] = target
     facts["files"] = files.digests if files else {}
     facts["versions"] = {"longspec": __version__} | {name: version(name) for name in LIBRARIES}
     return facts

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -12,9 +14,10 @@ from typing import Any, NoReturn
 import torch
 import transformers
 
-from longspec.data.templates import CHAT_FORMATS
+from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.errors import UserError, reports_user_errors
 from longspec.inference.regenerate import SPLITS, Settings, regenerate
+from longspec.signals import StopSignals
 
 DEFAULTS = {field.name: field.default for field in fields(Settings)}
 
@@ -25,23 +28,33 @@ class _Parser(argparse.ArgumentParser):
 
 
 @reports_user_errors
-def main(argv: Sequence[str] | None = None) -> Path | None:
-    """Write a split; the path of its file, or None on a rank that ends before the others."""
-    options = vars(_parser().parse_args(argv))
+def main(argv: Sequence[str] | None = None, prog: str = "python -m longspec.regenerate") -> Path | None:
+    """Write a split; the path of its file, or None on a rank that ends before the others.
+
+    A stop signal ends it at once with 128 + its number; whole shards stay.
+    """
+    options = vars(_parser(prog).parse_args(argv))
     dtype, device = options.pop("dtype"), options.pop("device")
     rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     if device is None and torch.cuda.is_available():
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     transformers.utils.logging.disable_progress_bar()
     values: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in options.items()}
-    path = regenerate(Settings(**values), dtype, device, rank, world)
+    with StopSignals(at_once=True) as stop:
+        try:
+            path = regenerate(Settings(**values), dtype, device, rank, world)
+        except SystemExit:
+            if stop.received is not None:
+                name = signal.Signals(stop.received).name
+                print(f"stopped by {name}; the same command continues after the last whole shard", file=sys.stderr)
+            raise
     if path is not None:
         print(f"written to {path}")
     return path
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m longspec.regenerate", description=__doc__, allow_abbrev=False)
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = _Parser(prog=prog, description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--target", required=True, help="smollm2-135m, a published pair's name, a folder, a hub id or a .gguf file")
     add("--output_dir", required=True, help="gets SPLIT.jsonl and SPLIT.provenance.yaml")
@@ -55,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch_size", type=int, help="most rows of a batch")
     add("--shard_size", type=int, help="prompts per shard, the unit that is written and resumed")
     add("--seed", type=int)
-    add("--chat_format", choices=CHAT_FORMATS)
+    add("--chat_format", choices=CHAT_FORMAT_CHOICES, help="default: auto, as for evaluation")
     add("--exclude", nargs="+", default=(), help="files of other splits, whose prompts are left out")
     add("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
     add("--device", help="default: CUDA where there is one, the rank's own under torchrun")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,43 +11,43 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from longspec.digests import content_hash, file_digests
 from longspec.models.target_files import WEIGHT_FILES
 
-CONFIG_FILES = ("config.json", "generation_config.json")
-WHOLE = 64 * 2**20
-"""Bytes up to which a file is read as a whole; of a larger one, BLOCK bytes of every STRIDE are."""
-STRIDE, BLOCK = 2**20, 4096
-DIGEST_BYTES = 16
+TARGET_FILES = (
+    *(*WEIGHT_FILES, "config.json", "generation_config.json"),
+    *("tokenizer*", "vocab*", "merges.txt", "chat_template*"),
+)
+"""Files of a target that decide what it generates and what its draft learns."""
+
+Digests = list[list[str]]
+"""Name and digest of each file, in order."""
+
+
+def target_digests(target: str, config: PreTrainedConfig) -> Digests:
+    """Names relative to the folder, and digests, of a target's weights, configuration and tokenizer.
+
+    A hub id is identified by its commit. Raises UserError for a file that cannot be read.
+    """
+    folder = Path(target)
+    if not folder.is_dir():
+        return [[target, str(getattr(config, "_commit_hash", None))]]
+    patterns = (*TARGET_FILES, *(f"mp_*-of-*/{name}" for name in TARGET_FILES))  # the parts of a split target
+    files = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+    return [[os.path.relpath(path, folder), digest] for path, digest in zip(files, file_digests(files), strict=True)]
 
 
 def target_digest(target: str, config: PreTrainedConfig) -> str:
-    """Identity of a target: a digest of its file or of its folder's configs and weights, or a hub id with its commit.
-
-    Large files count with name, size and samples: 260 MB are read for 65 GB of weights, some of every matrix of 1 MiB
-    or more. So it tells fine-tuned weights apart, and can miss an edit of single values.
-    """
-    path = Path(target)
-    if path.is_file():
-        files = {path}
-    elif path.is_dir():
-        files = {file for pattern in (*CONFIG_FILES, *WEIGHT_FILES) for file in path.glob(pattern) if file.is_file()}
-    else:
-        return f"{target}@{getattr(config, '_commit_hash', None)}"
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for file in sorted(files):
-        size = file.stat().st_size
-        digest.update(f"{file.name}\0{size}\0".encode(errors="surrogateescape"))
-        with file.open("rb") as handle:
-            stride, block = (STRIDE, BLOCK) if size > WHOLE else (STRIDE, STRIDE)
-            for start in range(0, size, stride):
-                handle.seek(start)
-                digest.update(handle.read(block))
-    return digest.hexdigest()
+    """Identity of a target: one digest over its `target_digests`, or a hub id with its commit."""
+    digests = target_digests(target, config)
+    if not Path(target).is_dir():
+        return "@".join(digests[0])
+    return content_hash(json.dumps(digests).encode()).hexdigest()
 
 
 def state_digest(state: Mapping[str, Tensor]) -> str:
     """Digest of all names, dtypes, shapes and values of a state dict on the CPU."""
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    digest = content_hash()
     for name, tensor in sorted(state.items()):
         digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)

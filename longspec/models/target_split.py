@@ -24,7 +24,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from longspec.errors import UserError, first_line
 from longspec.models.draft_layer import head_dim
-from longspec.models.target_files import WEIGHT_ERRORS, read_config
+from longspec.models.target_files import WEIGHT_ERRORS, read_config, weight_problem
 
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")
@@ -170,7 +170,7 @@ def _opened(file: Path) -> Iterator[dict[str, Any]]:
     except (*WEIGHT_ERRORS, AttributeError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{file}: cannot be read, or its parts not be written ({first_line(error)})") from error
+        raise UserError(f"{file}: cannot be read, or its parts not be written ({weight_problem(error)})") from error
 
 
 def _write_part(weights: dict[str, Any], file: Path, rank: int, world: int) -> None:

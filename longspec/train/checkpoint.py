@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from longspec.errors import UserError, first_line
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_of_pair, save_draft_file
 from longspec.models.draft_layer import DraftOptions
+from longspec.models.target_cache import resolve_target
+from longspec.models.target_files import read_config
 from longspec.train.config import CONFIG_NAME, TrainConfig, is_checkpoint, read_config_file, to_yaml
 from longspec.train.distributed import from_every_rank, from_rank_zero
 from longspec.train.generations import BEST, DRAFTS, STATES, settle
@@ -209,13 +211,15 @@ def load_state(engine: Any, folder: Path, progress: Progress) -> None:
 def locate(config: TrainConfig) -> TrainConfig:
     """`config` with `model_name_or_path` a target, where it was one of our checkpoint folders.
 
-    The target is then the one that checkpoint's run had, and the draft the one in it unless `config` names another. The
-    folder of a saved pair brings its draft, too.
+    The target is then the one that checkpoint's run had, and the draft the one in it unless `config` names another. A
+    saved pair, in a folder or on the hub, brings its draft, too.
     Raises UserError for a folder of DeepSpeed's state, one that is not whole, or one with an unreadable configuration.
     """
     if not is_checkpoint(config):
-        if config.draft_model_name_or_path is None and Path(config.model_name_or_path).is_dir():
-            saved = draft_of_pair(config.model_name_or_path)
+        if config.draft_model_name_or_path is None:
+            target = resolve_target(config.model_name_or_path)
+            read_config(target)  # first, so that a wrong name is reported as one
+            saved = draft_of_pair(target)
             return replace(config, draft_model_name_or_path=None if saved is None else str(saved))
         return config
     folder = Path(config.model_name_or_path)

@@ -16,7 +16,7 @@ from longspec.data import aligners as data_aligners
 from longspec.data.aligners import Aligner
 from longspec.data.collators import Collator
 from longspec.data.dataset import RowDataset, build_dataset
-from longspec.data.target_format import AUTO, answer_end, plain_notice, published_target, resolve_chat_format
+from longspec.data.target_format import answer_end, published_target, resolve_chat_format
 from longspec.errors import UserError, first_line
 from longspec.models.draft_files import check_draft, draft_window
 from longspec.models.families import pair_class
@@ -58,11 +58,12 @@ def read_inputs(config: TrainConfig) -> Inputs:
             f"config key data.max_length: {config.data.max_length} tokens do not fit the target's {window} positions"
         )
     tokenizer = load_tokenizer(config.model_name_or_path, target)
-    chat_format = _chat_format(config, target.model_type, tokenizer)
+    asked, name = config.data.chat_format, config.model_name_or_path
+    chat_format = resolve_chat_format(asked, name, target.model_type, tokenizer, logger.info)
     eos = _eos(config, target, tokenizer, chat_format)
     pad = _pad(config, target, tokenizer)
-    name = tokenizer.convert_ids_to_tokens(eos)
-    logger.info("chat format %s; EOS %d (%s), padding %d", chat_format, eos, name, pad)
+    end = tokenizer.convert_ids_to_tokens(eos)
+    logger.info("chat format %s; EOS %d (%s), padding %d", chat_format, eos, end, pad)
     config.model.draft_options.check_target(target, "config key model.kv_layers")
     draft = None
     if config.draft_model_name_or_path is not None:
@@ -107,15 +108,6 @@ def _targets(entry: Any) -> list[str]:
     parts = list(entry.values()) if isinstance(entry, dict) else entry if isinstance(entry, list) else []
     inner = [target for part in parts for target in _targets(part)]
     return [str(entry["_target_"]), *inner] if isinstance(entry, dict) and "_target_" in entry else inner
-
-
-def _chat_format(config: TrainConfig, family: str, tokenizer: Any) -> str:
-    """The chat format that data.chat_format stands for. A log line says when "auto" is plain text."""
-    asked, target = config.data.chat_format, config.model_name_or_path
-    chat_format = resolve_chat_format(asked, target, family, tokenizer)
-    if asked == AUTO and chat_format == "plain":
-        logger.info(plain_notice(target))
-    return chat_format
 
 
 def _eos(config: TrainConfig, target: PreTrainedConfig, tokenizer: Any, chat_format: str) -> int:

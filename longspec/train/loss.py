@@ -4,9 +4,11 @@ Where several ranks share a target, each has the logits of its own part of the v
 log-sum-exp a token, then sums of the loss and of the hidden states' gradient, and no logits.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import deepspeed
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspec.data.collators import IGNORED
+from longspec.errors import UserError
 from longspec.kernels.backend import runs_triton, upload
 from longspec.models.parallel import (
     first_token,
@@ -24,6 +27,7 @@ from longspec.models.parallel import (
     vocabulary_log_softmax,
     vocabulary_size,
 )
+from longspec.train.distributed import from_every_rank, from_rank_zero
 
 LOSSES = ("ce", "distill", "mixed")
 TEACHER_SHARE = {"ce": 0.0, "distill": 1.0, "mixed": 0.5}
@@ -217,3 +221,23 @@ def _plain_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, 
     if p is not None:
         gradient.sub_(p, alpha=share)
     return terms, gradient.scatter_add_(1, picked, -(1 - share) * here)
+
+
+def stop_at_broken_loss(
+    step: int, loss: float, norm: float, losses: Sequence[Tensor], samples: Sequence[Sequence[str]]
+) -> None:
+    """End all ranks with a line that names the samples of the micro-batches whose loss is not finite, or all of them.
+
+    losses, samples: of each micro-batch of this rank, its loss and the names of its samples.
+    """
+    broken = [batch for batch, one in zip(samples, losses, strict=True) if not math.isfinite(one)]
+    found = from_every_rank((list(chain.from_iterable(broken)), list(chain.from_iterable(samples))))
+
+    def complain() -> None:
+        names = [name for mine, _ in found for name in mine] or [name for _, all_of in found for name in all_of]
+        raise UserError(
+            f"step {step}: the loss is {loss}, the gradient's norm {norm}; training stops and this step is not "
+            f"saved. Samples: {', '.join(dict.fromkeys(names))}"
+        )
+
+    from_rank_zero(complain)

@@ -44,8 +44,10 @@ class Start:
     draft: str | None = None
 
 
-def where_to_start(config: TrainConfig) -> Start:
+def where_to_start(config: TrainConfig, target: str) -> Start:
     """Reads the output folder and changes nothing there; for rank 0, which holds its lock.
+
+    target: the folder or hub id that `config.model_name_or_path` stands for.
 
     Raises UserError if the launch line fits neither the checkpoints there nor their data and target.
     """
@@ -60,7 +62,7 @@ def where_to_start(config: TrainConfig) -> Start:
         )
     state = find_latest(output) if config.resume else None
     draft = find_draft(output) if config.resume and not state else None
-    contents = contents_of(config)
+    contents = contents_of(config, target)
     if state is None:
         run = Run(launch, launch, overwrites=config.overwrite_output_dir, contents=contents)
         return _without_state(config, run, draft)
@@ -151,3 +153,19 @@ def check_same_run(
             "lags and offsets that would have been drawn",
             *(*cuts[0], *cuts[1]),
         )
+
+
+def last_step(config: TrainConfig, rows: int, start: int) -> int:
+    """The number of the run's last step. Raises UserError if the run is to start after it."""
+    total = config.max_steps or math.ceil(config.num_train_epochs * rows / rows_a_step(config))
+    if start > total:
+        raise UserError(
+            f"config key resume: the checkpoint in {config.output_dir} is of step {start}, this run ends with step "
+            f"{total}; give more max_steps or num_train_epochs"
+        )
+    return total
+
+
+def rows_a_step(config: TrainConfig) -> int:
+    """Rows that all ranks together train on in an optimizer step."""
+    return config.per_device_train_batch_size * config.gradient_accumulation_steps * data_parallel_place()[1]

@@ -1,9 +1,14 @@
 """Which rows each rank trains on, and when."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import numpy as np
-from torch.utils.data import Sampler
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from longspec.train.distributed import ignore_stop_signals
 
 
 class ResumableSampler(Sampler[list[int]]):
@@ -38,3 +43,23 @@ class ResumableSampler(Sampler[list[int]]):
         if epoch != self._epoch:
             self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.rows)
         return int(self._order[index])
+
+
+def loader(
+    rows: Any, collate: Callable[[Any], dict[str, Tensor]], sampler: ResumableSampler, num_workers: int, ahead: int
+) -> DataLoader:
+    """Micro-batches as NumPy arrays by name. `num_workers` processes keep at least `ahead` of them ready."""
+    return DataLoader(
+        rows,
+        batch_sampler=sampler,
+        collate_fn=partial(_as_arrays, collate),
+        num_workers=num_workers,
+        # A step takes its whole window at once: while one trains, the next is loaded.
+        prefetch_factor=-(-ahead // num_workers) + 1 if num_workers else None,
+        worker_init_fn=ignore_stop_signals,
+    )
+
+
+def _as_arrays(collate: Callable[[Any], dict[str, Tensor]], rows: Any) -> dict[str, np.ndarray]:
+    """A micro-batch that goes through a pipe: each tensor would hold a file open until its window is over."""
+    return {name: tensor.numpy() for name, tensor in collate(rows).items()}

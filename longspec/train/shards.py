@@ -22,9 +22,9 @@ from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
-from longspec.errors import UserError, first_line
+from longspec.errors import UserError
 from longspec.models.draft_files import DRAFT_PREFIX
-from longspec.models.target_files import WEIGHT_ERRORS
+from longspec.models.target_files import WEIGHT_ERRORS, weight_problem
 from longspec.train.distributed import data_parallel_place
 
 MASTERS = "master weights"
@@ -120,7 +120,7 @@ def load_plain(file: Path) -> dict[str, Any]:
         with torch.serialization.safe_globals(SAVED_CLASSES):
             return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except WEIGHT_ERRORS as error:
-        raise UserError(f"{file}: not a file of plain state as DeepSpeed saves it ({first_line(error)})") from error
+        raise UserError(f"{file}: not a file of plain state as DeepSpeed saves it ({weight_problem(error)})") from error
 
 
 def _rank(file: Path) -> int:

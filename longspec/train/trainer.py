@@ -7,8 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from longspec.data.collators import IGNORED
-from longspec.errors import UserError, reports_user_errors
+from longspec.errors import reports_user_errors
 from longspec.kernels.backend import upload
 from longspec.kernels.segments import Segments
+from longspec.models.target_cache import resolve_target
 from longspec.signals import exit_code
 from longspec.train.checkpoint import load_state, locate, read_best, save_best, save_checkpoint, saved_draft
 from longspec.train.config import TrainConfig, load_config
@@ -30,7 +28,6 @@ from longspec.train.distributed import (
     data_parallel_place,
     from_every_rank,
     from_rank_zero,
-    ignore_stop_signals,
     launched_rank,
     rank_zero_first,
     share_targets,
@@ -42,11 +39,11 @@ from longspec.train.evaluation import Evaluation, rows_held_out
 from longspec.train.folder_lock import sole_writer
 from longspec.train.inputs import Inputs, read_inputs
 from longspec.train.logging import RunLog, setup_logging
-from longspec.train.loss import Objective
+from longspec.train.loss import Objective, stop_at_broken_loss
 from longspec.train.peers import watched
 from longspec.train.positions import micro_step_generator, random_lags, variant_positions
-from longspec.train.resume import where_to_start, with_draft_options
-from longspec.train.sampler import ResumableSampler
+from longspec.train.resume import last_step, rows_a_step, where_to_start, with_draft_options
+from longspec.train.sampler import ResumableSampler, loader
 from longspec.train.seals import Progress, Run
 
 logger = logging.getLogger(__name__)
@@ -95,14 +92,17 @@ def _train(
     before_steps: Callable[[], None] | None,
 ) -> bool:
     """The run, once its output folder is locked; False if it was stopped before its last step."""
-    begin = from_rank_zero(lambda: where_to_start(config))
+    # Checkpoints name the target as the user did: the folder of a converted one is this machine's.
+    target = rank_zero_first(lambda: resolve_target(config.model_name_or_path))
+    begin = from_rank_zero(lambda: where_to_start(config, target))
     # A resumed run has its draft: that of the stage before may be gone.
     draft = None if begin.state else begin.draft or config.draft_model_name_or_path
     asked = config
     config = from_rank_zero(lambda: with_draft_options(asked, begin.state, draft))
-    inputs = rank_zero_first(lambda: read_inputs(replace(config, draft_model_name_or_path=draft)))
+    local = replace(config, model_name_or_path=target, draft_model_name_or_path=draft)
+    inputs = rank_zero_first(lambda: read_inputs(local))
     start = begin.progress.step
-    total = from_rank_zero(lambda: _last_step(config, len(inputs.rows), start))
+    total = from_rank_zero(lambda: last_step(config, len(inputs.rows), start))
     held_out = from_rank_zero(lambda: rows_held_out(config, inputs))
     evaluation_due = begin.progress.evaluation_due and held_out > 0
     if start == total and not evaluation_due:
@@ -113,7 +113,7 @@ def _train(
         *(len(inputs.rows), rows_a_step(config), start + 1, total, config.model_name_or_path),
         begin.state or draft or "fresh",
     )
-    engine = build_engine(config, build_pair(config, saved_draft(begin.state) if begin.state else inputs.draft))
+    engine = build_engine(config, build_pair(local, saved_draft(begin.state) if begin.state else inputs.draft))
     if begin.state:
         load_state(engine, begin.state, begin.progress)
     trainer = Trainer(config, engine, inputs, start, total, held_out, begin.run, before_save)
@@ -121,26 +121,6 @@ def _train(
     if before_steps:
         before_steps()
     return trainer.run(termination)
-
-
-def _last_step(config: TrainConfig, rows: int, start: int) -> int:
-    """The number of the run's last step. Raises UserError if the run is to start after it."""
-    total = config.max_steps or math.ceil(config.num_train_epochs * rows / rows_a_step(config))
-    if start > total:
-        raise UserError(
-            f"config key resume: the checkpoint in {config.output_dir} is of step {start}, this run ends with step "
-            f"{total}; give more max_steps or num_train_epochs"
-        )
-    return total
-
-
-def rows_a_step(config: TrainConfig) -> int:
-    return config.per_device_train_batch_size * config.gradient_accumulation_steps * data_parallel_place()[1]
-
-
-def _as_arrays(collate: Callable[[Any], Batch], rows: Any) -> dict[str, np.ndarray]:
-    """A micro-batch that goes through a pipe: each tensor would hold a file open until its window is over."""
-    return {name: tensor.numpy() for name, tensor in collate(rows).items()}
 
 
 class Trainer:
@@ -183,15 +163,7 @@ class Trainer:
             start=start * self.accumulation,
             stop=total * self.accumulation,
         )
-        self.loader = DataLoader(
-            inputs.rows,
-            batch_sampler=self.sampler,
-            collate_fn=partial(_as_arrays, inputs.collate),
-            num_workers=config.data.num_workers,
-            # A step takes its whole window at once: while one trains, the next is loaded.
-            prefetch_factor=-(-self.accumulation // config.data.num_workers) + 1 if config.data.num_workers else None,
-            worker_init_fn=ignore_stop_signals,
-        )
+        self.loader = loader(inputs.rows, inputs.collate, self.sampler, config.data.num_workers, self.accumulation)
 
     def run(self, termination: Termination) -> bool:
         """Train up to the last step and save there, whatever `save_steps` says.
@@ -296,25 +268,11 @@ class Trainer:
         means = dict(zip(sums, (summed(torch.stack(list(sums.values()))) / tokens).tolist(), strict=True))
         norm = math.nan if (measured := self.engine.get_global_grad_norm()) is None else float(measured)
         if not (math.isfinite(means["loss"]) and math.isfinite(norm)):
-            self.stop_at_broken_loss(step, means["loss"], norm, [found["loss"] for found in terms])
+            rows = map(self.sampler.batch, range((step - 1) * self.accumulation, step * self.accumulation))
+            samples = [[name for row in batch for name in self.inputs.rows.ids(row)] for batch in rows]
+            stop_at_broken_loss(step, means["loss"], norm, [found["loss"] for found in terms], samples)
         epoch = step * rows_a_step(self.config) / len(self.inputs.rows)
         return {**means, "lr": rate, "grad_norm": norm, "tokens": tokens, "epoch": epoch}
-
-    def stop_at_broken_loss(self, step: int, loss: float, norm: float, losses: list[Tensor]) -> None:
-        """End all ranks, naming the samples of the micro-batches whose loss is not finite, or all if each one's is."""
-        batches = [self.sampler.batch((step - 1) * self.accumulation + number) for number in range(len(losses))]
-        names = [[name for row in batch for name in self.inputs.rows.ids(row)] for batch in batches]
-        broken = [batch for batch, one in zip(names, losses, strict=True) if not math.isfinite(one)]
-        found = from_every_rank((list(chain.from_iterable(broken)), list(chain.from_iterable(names))))
-
-        def complain() -> None:
-            samples = [name for mine, _ in found for name in mine] or [name for _, all_of in found for name in all_of]
-            raise UserError(
-                f"step {step}: the loss is {loss}, the gradient's norm {norm}; training stops and this step is not "
-                f"saved. Samples: {', '.join(dict.fromkeys(samples))}"
-            )
-
-        from_rank_zero(complain)
 
     def begin(self, micro_step: int, batch: Batch) -> None:
         """Let a small target go on to the next micro-batch beside the optimizer, which keeps the device half busy."""

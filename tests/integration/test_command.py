@@ -11,9 +11,10 @@ import torch
 from pairs import FAMILIES, OPTIONS, make_pair, tiny_config
 from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
-from longspec.inference import measurement, memory, plan
+from longspec.inference import measurement, memory
 from longspec.inference.cache import TargetCache
 from longspec.inference.command import main, parse_options
+from longspec.inference.device import choose_dtype
 from longspec.inference.generate import GenerationOutput, generate
 from longspec.inference.methods import METHODS
 from longspec.inference.plan import make_plan
@@ -202,10 +203,10 @@ def refusal(capsys: pytest.CaptureFixture[str], line: list[str]) -> str:
         (["--headroom", "4096"], "(0 of 10 tokens or fewer, 3 of more than 0 tokens)"),
         (["--method", "beam"], "--method: invalid choice: 'beam'"),
         (["--task", "narrativeqa"], "--task: invalid choice: 'narrativeqa'"),
-        (["--device", "abacus"], "--device: 'abacus'"),
-        (["--device", "cuda:99"], "--device: cuda:99"),
-        (["--device", "mps"], "--device: 'mps' is not supported"),
-        (["--device", "meta"], "--device: 'meta' is not supported"),
+        (["--device", "abacus"], "device: 'abacus'"),
+        (["--device", "cuda:99"], "device: cuda:99"),
+        (["--device", "mps"], "device: 'mps' is not supported"),
+        (["--device", "meta"], "device: 'meta' is not supported"),
         (["--device", "cpu", "--attention", "triton"], "attention: 'triton' cannot run here"),
         (["--attention", "fast"], "--attention: invalid choice: 'fast'"),
         (["--chat_format", "tokenizer"], "chat template"),
@@ -220,6 +221,30 @@ def test_bad_options_are_refused(
     out = tmp_path / "out"
     assert complaint in refusal(capsys, arguments(target, data, out, *options))
     assert not out.exists()
+
+
+def test_a_draft_that_cannot_serve_is_refused_before_the_weights_load(
+    setting: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A window that does not exceed the depth, and the fresh draft of a saved pair."""
+    monkeypatch.setattr(measurement, "load_model", None)
+    target, data = setting
+    state = torch.load(draft_of(target))
+    config = tiny_config("llama", vocab_size=VOCAB_SIZE)
+    narrow, fresh = tmp_path / "narrow", tmp_path / "fresh"
+    save_draft_folder(state, config, narrow, window=4)
+    save_draft_folder(state, config, fresh, is_trained=False)
+
+    def refused(draft: Path, *more: str) -> str:
+        return refusal(capsys, arguments(target, data, tmp_path / "out", *more, draft=draft))
+
+    assert "gamma: 4 levels, but the draft's window is 4" in refused(narrow, "--method", "seq")
+    assert "tree_shape: 5 levels, but the draft's window is 4" in refused(narrow)
+    assert "tree_shape: 4 levels, but the draft's window is 4" in refused(narrow, "--tree_shape", "auto")
+    for method in ("seq", "tree"):
+        assert f"{fresh} was saved with a fresh, untrained draft" in refused(fresh, "--method", method)
+    given = arguments(target, data, tmp_path / "out", "--method", "lookup", draft=fresh)
+    assert make_plan(parse_options(given)).draft == str(fresh)
 
 
 def test_a_batch_that_does_not_fit_into_memory_is_refused(
@@ -248,9 +273,9 @@ def test_a_batch_that_does_not_fit_into_memory_is_refused(
 
 def test_the_dtype_is_the_targets_own_and_float32_on_a_cpu(setting: tuple[Path, Path], tmp_path: Path) -> None:
     config = tiny_config("llama", dtype=torch.bfloat16)
-    assert plan._dtype("auto", config, torch.device("cuda")) == torch.bfloat16
-    assert plan._dtype("auto", config, torch.device("cpu")) == torch.float32
-    assert plan._dtype("float16", config, torch.device("cpu")) == torch.float16
+    assert choose_dtype("auto", config, torch.device("cuda")) == torch.bfloat16
+    assert choose_dtype("auto", config, torch.device("cpu")) == torch.float32
+    assert choose_dtype("float16", config, torch.device("cpu")) == torch.float16
     assert parse_options(arguments(*setting, tmp_path)).dtype == "auto"
 
 

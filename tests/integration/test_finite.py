@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from longspec import generate
 from longspec.errors import UserError
+from longspec.inference.answering import Answerer, Request
 from longspec.inference.methods import GLIDE_METHODS, METHODS
 from longspec.models.glide import GlideMixin
 
@@ -114,3 +115,19 @@ def test_rows_that_have_ended_raise_nothing(tmp_path: Path) -> None:
     spoil_target(model, torch.cat([ids[1], torch.tensor(first[1])]), 7 + ended, float("nan"))
     out = generate(model, ids, method="vanilla", **SETTINGS | {"max_new_tokens": 6}, eos_token_id=eos)
     assert [row.tolist() for row in out.new_tokens] == [first[0], first[1][: ended + 1]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_answers_in_batches_name_the_prompt(tmp_path: Path, temperature: float) -> None:
+    """A greedy row stands next to a sampled one; no answer gets a token from the fault."""
+    model, ids = make_pair(tmp_path), prompts()
+    expected = target_greedy(model, ids[1], 3)
+    spoil_target(model, torch.cat([ids[1], torch.tensor(expected)]), 8, float("nan"))
+    for rows in (1, 2):  # a batch of greedy rows alone, and one with both kinds
+        requests = [Request(ids[1].tolist(), 0.0, 6, []), Request(ids[0].tolist(), temperature, 6, [])][:rows]
+        with pytest.raises(UserError, match=r"^prompt 0, position 8: the target's logits are NaN .* temperature 0;"):
+            Answerer(model, 2).answer(requests, [], 0)
+    with pytest.raises(UserError, match=r"^prompt 0, position 6: .* at temperature 1.2e-38"):
+        model.lm_head = model.lm_head.head
+        model.lm_head.weight.data *= 100
+        Answerer(model, 2).answer([Request(ids[0].tolist(), 1.2e-38, 6, [])], [], 0)

@@ -1,10 +1,14 @@
 """Training text written by a target: the same tokens as `generate`, resumable shards, disjoint splits, clean text."""
 
 import json
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 from tiny_tokenizer import byte_tokenizer
 from training_fixtures import make_target
 
@@ -149,6 +153,50 @@ def test_user_turns_open_as_the_chat_template_says(target: Path) -> None:
         user_turn_marks(tokenizer)
 
 
+def test_a_base_model_continues_plain_text(questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The chat format defaults to the target's own, and its files name the one that was used."""
+    target = make_target(tmp_path / "base")
+    records = read(regenerate(settings(target, tmp_path / "out", files=(str(questions),), temperatures=(1.0,))))
+    assert records and "prompts are plain text (chat_format plain)" in capsys.readouterr().out
+    facts = yaml.safe_load((tmp_path / "out" / "train.provenance.yaml").read_text())
+    assert facts["chat_format"] == "plain"
+
+
+def test_a_stopped_command_says_how_to_go_on(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole shards stay, and the rest is written later as if nothing had happened."""
+    answer, calls = Answerer.answer, []
+
+    def stop(self: Answerer, *given: Any) -> None:
+        calls.append(None)
+        if len(calls) == 4:  # each shard asks for user turns and answers
+            os.kill(os.getpid(), signal.SIGINT)
+        answer(self, *given)
+
+    line = [
+        "--target",
+        str(target),
+        "--count",
+        "8",
+        "--shard_size",
+        "4",
+        "--max_new_tokens",
+        "6",
+        "--max_turn_tokens",
+        "12",
+    ]
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
+        patch.setattr(Answerer, "answer", stop)
+        main([*line, "--output_dir", str(tmp_path / "stopped")])
+    assert end.value.code == 128 + signal.SIGINT
+    assert capsys.readouterr().err.splitlines()[-1].startswith("stopped by SIGINT; the same command continues")
+    assert len([*(tmp_path / "stopped" / "train.shards").glob("shard-*")]) == 1
+    for name in ("stopped", "straight"):
+        main([*line, "--output_dir", str(tmp_path / name)])
+    assert (tmp_path / "stopped/train.jsonl").read_bytes() == (tmp_path / "straight/train.jsonl").read_bytes()
+
+
 def test_bad_input_is_one_line(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = tmp_path / "plain.jsonl"
     plain.write_text('{"problem": "p"}\n{"text": "t"}\n')
@@ -157,7 +205,7 @@ def test_bad_input_is_one_line(target: Path, tmp_path: Path, capsys: pytest.Capt
     base = ["--target", str(target), "--output_dir", str(tmp_path / "out")]
     for options, message in (
         ([], "count: the number of prompts"),
-        (["--count", "3", "--temperatures", "-1"], "temperatures: [-1.0]"),
+        (["--count", "3", "--temperatures", "-1"], "temperature: -1.0; it must be 0"),
         (["--count", "3", "--max_prompt_tokens", "9999"], "the target has 4096 positions"),
     ):
         with pytest.raises(SystemExit) as end:

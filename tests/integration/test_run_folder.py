@@ -16,7 +16,7 @@ from longspec.inference import measurement
 from longspec.inference.command import main, parse_options
 from longspec.inference.generate import GenerationOutput, generate
 from longspec.inference.plan import make_plan
-from longspec.locks import locked
+from longspec.locks import LOCK_NAME, locked
 
 SAMPLED = ("--method", "seq", "--max_gen_len", "6", "--temperature", "1", "--batch_size", "2")
 COUNTS = ("samples", "mean_acceptance_length", "accepted_by_depth", "rounds", "decoded_tokens", "new_tokens")
@@ -37,7 +37,8 @@ def uninterrupted(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFact
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
+    """All files but the lock's, which names its last holder."""
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != LOCK_NAME}
 
 
 def answers(out: Path) -> list[tuple[str, list[int]]]:
@@ -231,12 +232,13 @@ def test_a_stop_signal_to_the_process(pair: tuple[Path, Path], tmp_path: Path) -
 def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(
     pair: tuple[Path, Path], uninterrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = contents(uninterrupted)
     with locked(uninterrupted):
+        before = contents(uninterrupted)
         for more in ((), ("--overwrite",)):
             line = arguments(*pair, uninterrupted, *SAMPLED, *more)
-            assert "another run is writing here" in refusal(capsys, line)
-    assert contents(uninterrupted) == before
+            said = refusal(capsys, line)
+            assert f"another run (process {os.getpid()} on " in said and f"is writing to {uninterrupted}" in said
+        assert contents(uninterrupted) == before
 
 
 def test_an_output_folder_that_cannot_be_created_is_refused(

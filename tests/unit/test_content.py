@@ -7,33 +7,47 @@ import pytest
 import torch
 from pairs import save_target, tiny_config
 
-from longspec.models import content
+from longspec import digests
+from longspec.digests import STRIDE_BYTES, file_digest
+from longspec.errors import UserError
 from longspec.models.content import state_digest, target_digest
 
 CONFIG = tiny_config("llama")
 
 
-@pytest.mark.parametrize("whole", [content.WHOLE, 0])
-def test_a_target_is_known_by_its_weights_and_configs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: int
-) -> None:
-    """Of files above `whole` bytes samples are read; path and modification time do not count."""
-    monkeypatch.setattr(content, "WHOLE", whole)
-    monkeypatch.setattr(content, "STRIDE", 4096)
-    monkeypatch.setattr(content, "BLOCK", 64)
+def test_a_target_is_known_by_its_weights_and_configs(tmp_path: Path) -> None:
+    """Path and modification time do not count."""
     folders = [save_target(tmp_path / name, "llama", seed) for name, seed in (("one", 0), ("copy", 0), ("other", 1))]
     os.utime(folders[1] / "model.safetensors", (0, 0))
     one, copy, other = (target_digest(str(folder), CONFIG) for folder in folders)
     assert one == copy != other
     (folders[0] / "notes.txt").write_text("not part of the model")
     assert target_digest(str(folders[0]), CONFIG) == one
-    for name in ("model.safetensors", "generation_config.json"):
+    for name in ("model.safetensors", "generation_config.json", "tokenizer_config.json"):
         with (folders[0] / name).open("ab") as handle:
             handle.write(b" ")
         assert target_digest(str(folders[0]), CONFIG) != one
         one = target_digest(str(folders[0]), CONFIG)
-    file = str(folders[2] / "model.safetensors")
-    assert target_digest(file, CONFIG) != target_digest(str(folders[1] / "model.safetensors"), CONFIG)
+
+
+def test_a_large_weight_file_is_sampled_all_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its header, its end, and a part of each MiB; a file of data is read whole."""
+    monkeypatch.setattr(digests, "WHOLE_BYTES", 0)
+    weights = tmp_path / "model.safetensors"
+    size = 4 * STRIDE_BYTES + 100
+    weights.write_bytes(bytes(size))
+    before = file_digest(str(weights))
+    for changed in (0, STRIDE_BYTES - 1, 2 * STRIDE_BYTES + 5, size - 1):
+        content = bytearray(size)
+        content[changed] = 1
+        weights.write_bytes(content)
+        assert file_digest(str(weights)) != before
+    assert file_digest(str(weights)) == file_digest(str(weights))
+
+
+def test_a_file_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"gone.jsonl: cannot be read \(No such file or directory\)"):
+        file_digest(tmp_path / "gone.jsonl")
 
 
 def test_a_hub_id_is_known_by_its_commit() -> None:

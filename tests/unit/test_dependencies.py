@@ -24,6 +24,7 @@ USED = {"longspec/data": ["train"], "longspec/train": ["train"], "benchmarks": [
 ON_DEMAND = {
     "longspec/models/parallel.py": ["train"],  # fairscale, with tensor parallelism
     "longspec/kernels/triton_attention.py": ["fa3"],
+    "longspec/cli/comparison.py": ["demo"],  # matplotlib, for the picture
 }
 """Extras that a module imports inside a function."""
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 from tiny_tokenizer import byte_tokenizer
 from training_fixtures import ROOT, make_target, one_rank_alone, write_texts
+from typer.testing import CliRunner
 
+from longspec.cli.app import app
 from longspec.errors import UserError
 from longspec.models.draft_files import draft_settings, load_draft
 from longspec.models.draft_layer import DraftOptions
@@ -43,8 +45,12 @@ def test_the_options_of_training_survive_extraction(
     trained = load_draft(out / "checkpoint-last")
     for form in ("alone/draft.pth", "folder", "hub"):
         more = ["--hf"] if form == "hub" else []
-        monkeypatch.setattr(sys, "argv", ["extract_draft.py", f"{out}/last_ds", f"{tmp_path}/{form}", *more])
-        extract_draft.main()
+        given = [f"{out}/last_ds", f"{tmp_path}/{form}", *more]
+        if form == "hub":
+            assert CliRunner().invoke(app, ["extract", *given]).exit_code == 0
+        else:
+            monkeypatch.setattr(sys, "argv", ["extract_draft.py", *given])
+            extract_draft.main()
         draft = load_draft(tmp_path / form)
         assert all(torch.equal(weight, trained[name]) for name, weight in draft.items())
         assert draft_settings(tmp_path / form).options == DraftOptions(48, (1,), True)

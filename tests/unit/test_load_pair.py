@@ -38,3 +38,10 @@ def test_the_embedded_draft_is_found_where_it_is(tmp_path: Path, monkeypatch: py
 def test_a_device_that_is_not_there_is_one_line(device: str, message: str) -> None:
     with pytest.raises(UserError, match=rf"device: .*{message}"):
         load_pair("smollm2-135m", device=device)
+
+
+def test_all_tokens_that_end_an_answer_are_the_targets_own(tmp_path: Path) -> None:
+    """Those of generation_config.json, and the tokenizer's."""
+    target = make_target(tmp_path / "target", eos_token_id=[7, 9])
+    pair, tokenizer = load_pair(str(target))
+    assert pair.generation_config.eos_token_id == [7, 9, tokenizer.eos_token_id]

@@ -14,12 +14,11 @@ import torch
 from training_fixtures import ROOT, make_target, metrics, one_rank_alone, write_texts
 
 from longspec.errors import UserError
+from longspec.locks import LOCK_NAME, FolderLock
 from longspec.models.draft_files import load_draft
-from longspec.train.config import TrainConfig, load_config
-from longspec.train.contents import STRIDE_BYTES, file_digest
+from longspec.train.config import CONFIG_NAME, TrainConfig, load_config, read_config_file
 from longspec.train.distributed import Termination
 from longspec.train.evaluation import Evaluation
-from longspec.train.folder_lock import LOCK_NAME, FolderLock
 from longspec.train.generations import find_latest
 from longspec.train.logging import RunLog
 from longspec.train.seals import MARKER, read_seal
@@ -170,6 +169,22 @@ def test_the_same_contents_at_another_path_resume(work: Path, caplog: pytest.Log
     assert "max_steps was 2, is 3; from step 3 on the learning rate follows" in caplog.text
 
 
+def test_a_gguf_target_is_saved_and_resumed_by_the_users_name(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of the conversion is that of one machine: the run goes on where the cache is another one."""
+    pytest.importorskip("gguf")
+    from gguf_files import write_gguf
+
+    write_gguf(file := tmp_path / "tiny.gguf")
+    given = [f"model_name_or_path={file}", f"output_dir={tmp_path}/out", "resume=latest"]
+    for steps in (1, 2):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache-{steps}"))
+        train(configured(finished, *given, f"max_steps={steps}"), Termination())
+        assert read_config_file(tmp_path / "out" / "checkpoint-last" / CONFIG_NAME).model_name_or_path == str(file)
+    assert [line["step"] for line in metrics(tmp_path / "out")] == [1, 2]
+
+
 def test_a_checkpoint_of_an_older_version_resumes(finished: Path, work: Path, caplog: pytest.LogCaptureFixture) -> None:
     for marker in (work / "out").glob(f"*/{MARKER}"):
         saved = json.loads(marker.read_text())
@@ -301,18 +316,3 @@ def test_a_full_disk_loses_no_line_of_the_metrics(work: Path, monkeypatch: pytes
     log.step({"step": 4, "loss": 1.0})
     log.close()
     assert [line["step"] for line in metrics(work / "out")] == [1, 2, 3, 4]
-
-
-def test_a_large_weight_file_is_sampled_all_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its header, its end, and a part of each MiB; a file of data is read whole."""
-    monkeypatch.setattr("longspec.train.contents.WHOLE_BYTES", 0)
-    weights = tmp_path / "model.safetensors"
-    size = 4 * STRIDE_BYTES + 100
-    weights.write_bytes(bytes(size))
-    before = file_digest(str(weights))
-    for changed in (0, STRIDE_BYTES - 1, 2 * STRIDE_BYTES + 5, size - 1):
-        content = bytearray(size)
-        content[changed] = 1
-        weights.write_bytes(content)
-        assert file_digest(str(weights)) != before
-    assert file_digest(str(weights)) == file_digest(str(weights))

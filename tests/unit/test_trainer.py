@@ -15,6 +15,7 @@ from longspec.kernels.segments import Segments
 from longspec.models.draft_layer import GlideDecoderLayer
 from longspec.models.target_graph import TargetGraphs
 from longspec.train import engine as engine_module
+from longspec.train import resume
 from longspec.train import trainer as trainer_module
 from longspec.train.checkpoint import gather_draft
 from longspec.train.config import TrainConfig, load_config
@@ -22,6 +23,7 @@ from longspec.train.engine import build_engine, build_pair
 from longspec.train.inputs import Inputs, read_inputs
 from longspec.train.loss import LOSSES
 from longspec.train.positions import anchor_offset_positions, micro_step_generator, random_lags
+from longspec.train.resume import last_step
 from longspec.train.trainer import Trainer
 
 SEGMENTS = torch.tensor([0, 9, 16, 32], dtype=torch.int32)
@@ -153,10 +155,11 @@ def test_under_zero_3_the_target_is_built_in_shards(load: Any, one_rank: None, m
 def test_a_run_that_goes_on_after_its_last_step_is_refused(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """8 rows a step: 20 rows are 2.5 steps."""
     monkeypatch.setattr(trainer_module, "data_parallel_place", lambda: (0, 1))
-    assert trainer_module._last_step(load("num_train_epochs=2"), 20, start=5) == 5
+    monkeypatch.setattr(resume, "data_parallel_place", lambda: (0, 1))
+    assert last_step(load("num_train_epochs=2"), 20, start=5) == 5
     for ends in ("num_train_epochs=2", "max_steps=5"):
         with pytest.raises(UserError, match="is of step 6, this run ends with step 5"):
-            trainer_module._last_step(load(ends), 20, start=6)
+            last_step(load(ends), 20, start=6)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -166,6 +169,7 @@ def test_a_window_is_loaded_while_the_one_before_trains(
     """The loading processes may be one window ahead, none idles meanwhile, and what they send keeps no file open."""
     config = load(f"data.num_workers={workers}", "gradient_accumulation_steps=16")
     monkeypatch.setattr(trainer_module, "data_parallel_place", lambda: (0, 1))
+    monkeypatch.setattr(resume, "data_parallel_place", lambda: (0, 1))
     inputs = Inputs([[]], None, lambda rows: {"labels": torch.ones(4)}, None, None, WINDOW)  # type: ignore[arg-type]
     engine = SimpleNamespace(device=torch.device("cpu"))
     trainer = Trainer(config, engine, inputs, 0, 1, held_out=0)
@@ -200,6 +204,7 @@ def test_the_target_goes_on_to_the_next_micro_batch_before_the_optimizer_steps(
         get_global_grad_norm=lambda: 1.0,
     )
     monkeypatch.setattr(trainer_module, "data_parallel_place", lambda: (0, 1))
+    monkeypatch.setattr(resume, "data_parallel_place", lambda: (0, 1))
     monkeypatch.setattr(trainer_module, "summed", lambda values: values)
     inputs = Inputs([[]], None, lambda rows: {}, None, None, WINDOW)  # type: ignore[arg-type]
     patience: list[float] = []

@@ -1,0 +1,90 @@
+"""The command `longspec`. No torch is imported before a command needs it, so help and completion are fast."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+import longspec
+from longspec.cli.bench import bench
+from longspec.cli.chat import chat
+from longspec.cli.generate import generate
+from longspec.cli.options import examples
+from longspec.cli.passthrough import PASSED_ON, evaluate, regenerate
+from longspec.cli.train import train
+from longspec.cli.weights import extract, split
+from longspec.errors import reports_user_errors
+from longspec.signals import StopSignals
+
+app = typer.Typer(
+    name="longspec",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"longspec {longspec.__version__}")
+        raise typer.Exit
+
+
+@app.callback(epilog=examples("longspec chat", "longspec generate 'Why is the sky blue?'", "longspec bench"))
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Lossless speculative decoding for long contexts."""
+
+
+USE, TRAIN = "Use a pair", "Train and prepare a draft"
+app.command(
+    rich_help_panel=USE,
+    epilog=examples(
+        "longspec chat", "longspec chat Qwen/Qwen2.5-0.5B-Instruct --temperature 0.7", "longspec chat m.gguf"
+    ),
+)(chat)
+app.command(
+    rich_help_panel=USE,
+    epilog=examples(
+        "longspec generate 'Why is the sky blue?'",
+        "longspec generate prompts.jsonl --output answers.jsonl --batch_size 16",
+        "git log -1 --format=%B | longspec generate --raw",
+    ),
+)(generate)
+app.command(
+    rich_help_panel=USE,
+    epilog=examples("longspec bench", "longspec bench llama8b --prompts prompts.txt --png speed.png"),
+)(bench)
+app.command(rich_help_panel=USE, context_settings=PASSED_ON)(evaluate)
+app.command(rich_help_panel=TRAIN, context_settings=PASSED_ON)(regenerate)
+app.command(
+    rich_help_panel=TRAIN,
+    epilog=examples(
+        "longspec train tiny_glide_stage1_sinkpi-slicing model_name_or_path=TARGET 'data.files=[DATA.jsonl]' "
+        "output_dir=outputs/draft --num_gpus 1",
+        "longspec train CONFIG max_steps=10 --dry_run",
+    ),
+)(train)
+app.command(rich_help_panel=TRAIN, epilog=examples("longspec extract outputs/RUN/last_ds drafts/mine --hf"))(extract)
+app.command(
+    rich_help_panel=TRAIN,
+    epilog=examples("longspec split --target Qwen/QwQ-32B-Preview --tp_size 2 --output targets/qwq-tp2"),
+)(split)
+
+
+@reports_user_errors
+def main() -> None:
+    """Run the command line. A stop signal ends a command with 128 + its number, after the work at hand is saved."""
+    with StopSignals(at_once=True):
+        try:
+            app(prog_name="longspec")
+        except BrokenPipeError:  # the reader of the output has closed it, as `head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(1) from None

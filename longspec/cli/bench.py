@@ -1,0 +1,78 @@
+"""`longspec bench`: the options of a comparison of methods; `longspec.cli.comparison` runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from longspec.cli.options import (
+    EMBEDDED_PAIR,
+    MODEL_HELP,
+    OUTPUT,
+    PROMPTS,
+    SAMPLING,
+    DeviceOption,
+    DraftOption,
+    DtypeOption,
+    ModelOption,
+    TemperatureOption,
+)
+
+DEFAULT_PROMPTS = (
+    "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
+    "Explain step by step how to compute the area of a triangle with sides 5, 12 and 13.",
+    "Write a Python function that returns the n-th Fibonacci number, then explain each line of it.",
+    "Repeat the following text and correct its spelling: The libary opens at nine oclock in the morning and closes at "
+    "six in the evning. Books may be borowed for four weeks. The libary is closed on sundays and on public holidays.",
+)
+"""A story, a calculation, code, and text that repeats its prompt."""
+
+
+def bench(
+    pair: Annotated[str | None, typer.Argument(help=MODEL_HELP, show_default=EMBEDDED_PAIR)] = None,
+    model: ModelOption = None,
+    draft: DraftOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = "auto",
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            "--prompts",
+            help="File of prompts, .txt or .jsonl.",
+            show_default="four built-in ones",
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max_new_tokens", min=2, help="Length of each answer.", rich_help_panel=SAMPLING)
+    ] = 128,
+    temperature: TemperatureOption = 0.0,
+    png: Annotated[Path, typer.Option("--png", help="Picture to write.", rich_help_panel=OUTPUT)] = Path("bench.png"),
+) -> None:
+    """Compare vanilla, lookup, tree and tree with an automatic shape: a table, a picture, and a JSON line on stdout.
+
+    Prompts run one at a time, and answers end at the token limit, not at an EOS. Methods that need a trained draft
+    are skipped on a pair without one.
+    """
+    from longspec.cli.comparison import compare, draw, result_table
+    from longspec.cli.pair import Sampling, choose_model, open_pair
+    from longspec.cli.prompts import read_prompts
+    from longspec.cli.results import check_folder
+
+    check_folder(png, "--png")
+    name, sampling = choose_model(pair, model), Sampling(max_new_tokens, temperature)
+    asked = [prompt.content for prompt in read_prompts([prompts] if prompts else DEFAULT_PROMPTS)]
+    loaded = open_pair(name, draft, "vanilla", dtype, device)
+    console = Console(stderr=True, highlight=False)
+    with console.status("measuring") as status:
+        summary = compare(loaded, asked, sampling, lambda label: status.update(f"measuring {label}"))
+    draw(summary, png)
+    console.print(result_table(summary))
+    for method, reason in summary["skipped"].items():
+        console.print(f"{method}: skipped, {reason}", markup=False)
+    console.print(f"picture: {png}", markup=False)
+    print(json.dumps(summary))

@@ -1,0 +1,62 @@
+"""`longspec chat`: the options of a conversation in the terminal; `longspec.cli.session` holds it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from longspec.cli.options import (
+    EMBEDDED_PAIR,
+    LARGEST_SEED,
+    MODEL_HELP,
+    PROMPTS,
+    SAMPLING,
+    DeviceOption,
+    DraftOption,
+    DtypeOption,
+    MaxNewTokensOption,
+    MethodOption,
+    ModelOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+)
+
+
+def chat(
+    pair: Annotated[str | None, typer.Argument(help=MODEL_HELP, show_default=EMBEDDED_PAIR)] = None,
+    model: ModelOption = None,
+    draft: DraftOption = None,
+    method: MethodOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = "auto",
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    max_new_tokens: MaxNewTokensOption = 512,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed",
+            min=0,
+            max=LARGEST_SEED,
+            help="Seed of the answers.",
+            show_default="random",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
+    system: Annotated[
+        str | None,
+        typer.Option("--system", help="System prompt.", show_default="that of the template", rich_help_panel=PROMPTS),
+    ] = None,
+) -> None:
+    """Chat in the terminal. Ctrl-C stops an answer, /quit or Ctrl-D ends the chat, /help lists the commands."""
+    from longspec.cli.pair import Sampling, choose_model, note_plain_format, open_pair
+    from longspec.cli.session import Session
+
+    name, sampling = choose_model(pair, model), Sampling(max_new_tokens, temperature, top_p, top_k)
+    loaded = open_pair(name, draft, method, dtype, device)
+    note_plain_format(loaded)
+    Session(loaded, sampling, Console(highlight=False), system, seed).run()

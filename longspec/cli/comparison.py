@@ -1,0 +1,109 @@
+"""The methods of a pair on the same prompts and device: tokens per second, acceptance, time to first token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from longspec.cli.pair import LoadedPair, Sampling
+from longspec.data.aligners import Turn
+from longspec.errors import UserError
+from longspec.extras import extra
+from longspec.inference.methods import AUTO, GLIDE_METHODS
+from longspec.inference.report import device_name, pool
+
+METHODS: dict[str, dict[str, Any]] = {
+    "vanilla": {"method": "vanilla"},
+    "lookup": {"method": "lookup"},
+    "tree": {"method": "tree"},
+    "tree auto": {"method": "tree", "tree_shape": AUTO},
+}
+"""Label -> arguments of `longspec.generate`."""
+COLORS = {"vanilla": "#999999", "lookup": "#e69f00", "tree": "#56b4e9", "tree auto": "#0072b2"}
+WARM_UP_TOKENS = 16
+SEED = 0
+
+
+def compare(
+    pair: LoadedPair, contents: Sequence[str | list[Turn]], sampling: Sampling, report: Callable[[str], object]
+) -> dict[str, Any]:
+    """Measure each method that the pair has a draft for; a summary. report: gets the label of each as it starts."""
+    has_template = pair.chat_format != "plain"
+    turns = [[{"role": "user", "content": one}] if has_template and isinstance(one, str) else one for one in contents]
+    prompts = pair.encode(turns)  # type: ignore[arg-type]
+    methods: dict[str, Any] = {}
+    skipped: dict[str, str] = {}
+    for label, arguments in METHODS.items():
+        if arguments["method"] in GLIDE_METHODS and not pair.model.draft_is_trained:
+            skipped[label] = f"{pair.name} has no trained draft"
+            continue
+        report(label)
+        methods[label] = measure(pair, prompts, sampling, arguments)
+    for figures in methods.values():
+        figures["speedup"] = figures["tokens_per_second"] / methods["vanilla"]["tokens_per_second"]
+    return {
+        "model": pair.name,
+        "device": device_name(pair.model.device),
+        "dtype": str(pair.model.dtype).removeprefix("torch."),
+        "prompts": len(prompts),
+        "prompt_tokens": sum(map(len, prompts)),
+        **vars(sampling),
+        "methods": methods,
+        "skipped": skipped,
+    }
+
+
+def measure(
+    pair: LoadedPair, prompts: Sequence[list[int]], sampling: Sampling, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """Figures of a method over all prompts, one at a time, after a warm-up."""
+    settings = {**arguments, "eos_token_id": (), "seed": SEED}
+    warm_up = Sampling(min(WARM_UP_TOKENS, sampling.max_new_tokens), sampling.temperature)
+    outputs = []
+    pair.generate([max(prompts, key=len)], warm_up, **settings)
+    for prompt in prompts:
+        outputs.append(pair.generate([prompt], sampling, **settings))
+    stats = pool([output.stats for output in outputs])
+    return {
+        "tokens_per_second": stats.tokens_per_second,
+        "mean_acceptance_length": stats.mean_acceptance_length,
+        "ttft_s": stats.ttft_s / len(prompts),
+        "tree_shape": list(outputs[-1].stats.tree_shape),
+    }
+
+
+def result_table(summary: dict[str, Any]) -> Table:
+    """The summary's figures, a row per method."""
+    title = f"{summary['model']} on {summary['device']}, {summary['dtype']}, {summary['prompts']} prompts"
+    table = Table("method", title=title)
+    for heading in ("tokens/s", "speedup", "tokens per pass", "first token"):
+        table.add_column(heading, justify="right")
+    for label, row in summary["methods"].items():
+        speed, gain, length = row["tokens_per_second"], row["speedup"], row["mean_acceptance_length"]
+        table.add_row(label, f"{speed:.1f}", f"{gain:.2f}x", f"{length:.2f}", f"{1000 * row['ttft_s']:.0f} ms")
+    return table
+
+
+def draw(summary: dict[str, Any], path: Path) -> None:
+    """Bars of tokens per second, a PNG. Raises UserError for a path that cannot be written."""
+    with extra("demo"):
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+    speeds = {label: row["tokens_per_second"] for label, row in summary["methods"].items()}
+    figure, axes = plt.subplots(figsize=(2 + 1.2 * len(speeds), 4), layout="constrained")
+    bars = axes.bar(list(speeds), list(speeds.values()), color=[COLORS[label] for label in speeds], width=0.6)
+    axes.bar_label(bars, [f"{row['speedup']:.2f}x" for row in summary["methods"].values()])
+    axes.set_ylabel("tokens per second")
+    axes.set_title(f"{summary['model']}\n{summary['device']}", fontsize="medium")
+    try:
+        figure.savefig(path, dpi=120, format="png")
+    except OSError as error:
+        raise UserError(f"--png {path}: cannot be written ({error.strerror})") from error
+    finally:
+        plt.close(figure)

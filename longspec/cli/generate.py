@@ -1,0 +1,101 @@
+"""`longspec generate`: answers to prompts as JSONL."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from longspec.cli.options import (
+    LARGEST_SEED,
+    OUTPUT,
+    PROMPTS,
+    SAMPLING,
+    DeviceOption,
+    DraftOption,
+    DtypeOption,
+    JsonOption,
+    MaxNewTokensOption,
+    MethodOption,
+    ModelOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+)
+
+
+def generate(
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Texts, .txt files (a prompt per line), .jsonl files (`prompt` or `messages`), or - for stdin.",
+            show_default="stdin",
+        ),
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Apply the chat template to plain prompts, or not.",
+            show_default="--chat for a target with a template",
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
+    model: ModelOption = None,
+    draft: DraftOption = None,
+    method: MethodOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = "auto",
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    max_new_tokens: MaxNewTokensOption = 256,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, max=LARGEST_SEED, help="Seed of the answers.", rich_help_panel=SAMPLING)
+    ] = 0,
+    batch_size: Annotated[
+        int, typer.Option("--batch_size", min=1, help="Prompts that are answered together.", rich_help_panel=OUTPUT)
+    ] = 8,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            help="JSONL file; an interrupted run continues in it.",
+            show_default="stdout",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start anew in the output file.", rich_help_panel=OUTPUT)
+    ] = False,
+    json_file: JsonOption = None,
+) -> None:
+    """Answer prompts, and write a JSON line per prompt in their order."""
+    from longspec.cli.batches import Job, answer_prompts
+    from longspec.cli.pair import Sampling, note_plain_format, open_pair
+    from longspec.cli.prompts import read_prompts
+    from longspec.cli.results import check_folder, open_results, write_summary
+    from longspec.errors import UserError
+    from longspec.signals import StopSignals, exit_code
+
+    check_folder(json_file, "--json")
+    sampling, asked = Sampling(max_new_tokens, temperature, top_p, top_k), read_prompts(prompts or [])
+    with StopSignals(at_once=True) as stop, open_results(output, asked) as results:
+        pair = open_pair(model, draft, method, dtype, device)
+        has_template = pair.chat_format != "plain"
+        if chat and not has_template:
+            raise UserError(f"--chat: {pair.name} has no chat template; use --raw")
+        if any(not isinstance(prompt.content, str) for prompt in asked):
+            note_plain_format(pair)
+        job = Job(pair, asked, sampling, batch_size, seed, has_template if chat is None else chat)
+        results.resume(job.run, overwrite)
+        stop.at_once = False
+        summary = answer_prompts(job, results, stop)
+        write_summary(summary, json_file)
+        if stop.received is not None:
+            name, again = signal.Signals(stop.received).name, "" if output is None else "; the same command continues"
+            print(f"stopped by {name} after {results.done} of {len(asked)} prompts{again}", file=sys.stderr)
+            raise SystemExit(exit_code(stop.received))

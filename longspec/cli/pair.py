@@ -1,0 +1,111 @@
+"""The pair that a command works with: loaded by any of its names, with a method that it can use."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+
+from longspec.data.aligners import Turn
+from longspec.data.prompts import conversation_text
+from longspec.data.target_format import AUTO, plain_notice, resolve_chat_format, stop_tokens
+from longspec.data.templates import encode_texts
+from longspec.errors import UserError
+from longspec.inference.arguments import check_sampling, end_tokens
+from longspec.inference.generate import GenerationOutput, generate
+from longspec.inference.load_pair import load_pair
+from longspec.inference.methods import GLIDE_METHODS
+from longspec.models.glide import GlideMixin
+from longspec.models.target_cache import SMOLLM2
+from longspec.models.target_files import context_window
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The options of an answer, with the meaning and the range that `longspec.generate` gives them."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises UserError."""
+        check_sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k)
+
+
+@dataclass
+class LoadedPair:
+    """A pair, the method in use, and how the target reads conversations."""
+
+    name: str
+    model: GlideMixin
+    tokenizer: Any
+    method: str
+    chat_format: str
+    """One of `data.templates.CHAT_FORMATS`."""
+    stop_ids: list[int]
+    """The tokens that end an answer."""
+
+    @property
+    def positions(self) -> int:
+        """Number of tokens that a prompt and its answer may have together."""
+        return context_window(self.model.config)
+
+    def encode(self, prompts: list[str | list[Turn]]) -> list[list[int]]:
+        """Token ids of each prompt: of text as it is, of a conversation in the chat format."""
+        texts = [prompt if isinstance(prompt, str) else self._conversation(prompt) for prompt in prompts]
+        return encode_texts(texts, self.tokenizer)
+
+    def _conversation(self, turns: list[Turn]) -> str:
+        return conversation_text(turns, self.model.config.model_type, self.tokenizer, self.chat_format)
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling, **options: Any) -> GenerationOutput:
+        """`longspec.generate` on token ids; `options` are its other arguments."""
+        rows = [torch.tensor(prompt) for prompt in prompts]
+        pad = torch.nn.utils.rnn.pad_sequence
+        mask = pad([torch.ones_like(row) for row in rows], batch_first=True)
+        settings = {"method": self.method, "eos_token_id": self.stop_ids, **vars(sampling), **options}
+        return generate(self.model, pad(rows, batch_first=True), mask, **settings)
+
+
+def open_pair(
+    name: str | None, draft: str | None, method: str | None, dtype: str = "auto", device: str | None = None
+) -> LoadedPair:
+    """Load a pair by name, hub id, folder or GGUF file; None is the embedded pair.
+
+    method: None is tree, or lookup for a pair without a trained draft, which a line on stderr says. Raises UserError.
+    """
+    name = name or SMOLLM2
+    transformers.utils.logging.disable_progress_bar()
+    model, tokenizer = load_pair(name, draft=draft, dtype=dtype, device=device)
+    if method in GLIDE_METHODS and not model.draft_is_trained:
+        raise UserError(f"--method {method}: needs a trained draft of {name}; give its --draft, or --method lookup")
+    if method is None:
+        method = "tree" if model.draft_is_trained else "lookup"
+        if method == "lookup":
+            _note(f"{name}: no trained draft, so tokens are proposed by prompt lookup (--method lookup)")
+    target = str(model.config.name_or_path)
+    chat_format = resolve_chat_format(AUTO, target, model.config.model_type, tokenizer)
+    stop_ids = stop_tokens(tokenizer, sorted(end_tokens(model.generation_config.eos_token_id)))
+    return LoadedPair(name, model, tokenizer, method, chat_format, stop_ids)
+
+
+def note_plain_format(pair: LoadedPair) -> None:
+    """Say on stderr that conversations are plain text, if they are."""
+    if pair.chat_format == "plain":
+        _note(plain_notice(pair.name))
+
+
+def choose_model(positional: str | None, option: str | None) -> str | None:
+    """The pair that an argument or --model names. Raises UserError if both do."""
+    if positional is not None and option is not None:
+        raise UserError(f"{positional}, --model {option}: give the pair once")
+    return positional or option
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

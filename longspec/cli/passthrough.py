@@ -1,0 +1,24 @@
+"""`longspec evaluate` and `longspec regenerate`: commands with a parser of their own, which gets all arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+PASSED_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""Context settings that leave every option, --help included, to the command's own parser."""
+
+
+def evaluate(context: typer.Context) -> None:
+    """Measure a pair on LongBench tasks and AIME24 (`longspec evaluate --help`)."""
+    from longspec.inference.command import main
+
+    main(context.args, prog="longspec evaluate")
+
+
+def regenerate(context: typer.Context) -> None:
+    """Write training text with the target (`longspec regenerate --help`)."""
+    from longspec.inference.regenerate_command import main
+
+    main(context.args, prog="longspec regenerate")

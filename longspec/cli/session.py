@@ -1,0 +1,128 @@
+"""A conversation in the terminal: reading lines, running commands, printing answers as they are generated."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+from rich.console import Console
+from rich.markup import escape
+
+from longspec.cli.pair import LoadedPair, Sampling
+from longspec.cli.stream import LEGEND, Answer, AnswerStream, describe
+from longspec.data.aligners import Turn
+from longspec.errors import UserError
+
+HELP = """\
+/stats  speed and acceptance of the last answer and of the chat
+/reset  forget the conversation
+/help   this list
+/quit   end the chat, as Ctrl-D does
+Ctrl-C  stop the answer; what it has so far stays in the conversation"""
+
+
+class Session:
+    """A chat with one pair. The conversation is sent whole with each turn."""
+
+    def __init__(
+        self, pair: LoadedPair, sampling: Sampling, console: Console, system: str | None = None, seed: int | None = None
+    ) -> None:
+        """seed: turn n of the session is drawn with seed + n; None draws from torch's global generator."""
+        self.pair, self.sampling, self.console, self.seed = pair, sampling, console, seed
+        self.opening: list[Turn] = [] if system is None else [{"role": "system", "content": system}]
+        self.turns = list(self.opening)
+        self.answers: list[Answer] = []
+        self.commands = {"/help": self.help, "/stats": self.stats, "/reset": self.reset}
+
+    def run(self) -> None:
+        """Answer line after line up to /quit or the end of the input."""
+        pair = self.pair
+        self.console.print(
+            f"{escape(pair.name)} on {pair.model.device}, method {pair.method}. /help lists the commands."
+        )
+        if pair.method in LEGEND and self.console.color_system and not self.console.no_color:
+            self.console.print(LEGEND[pair.method])
+        if sys.stdin.isatty():
+            with suppress(ImportError):
+                importlib.import_module("readline")  # line editing and history in `input`
+        with _sigint_interrupts():
+            while (line := self._read()) not in (None, "/quit"):
+                self.take(str(line))
+
+    def take(self, line: str) -> None:
+        """Run a command or answer a message. A UserError costs the turn, not the chat."""
+        try:
+            if line in self.commands:
+                self.commands[line]()
+            elif line.startswith("/"):
+                self.console.print(f"{line.split()[0]}: unknown command; /help lists them", markup=False)
+            else:
+                self.answer(line)
+        except UserError as error:
+            self.console.print(f"error: {error}", markup=False)
+
+    def answer(self, text: str) -> None:
+        """Generate the next turn and add both turns to the conversation, the answer as far as it came."""
+        turns: list[Turn] = [*self.turns, {"role": "user", "content": text}]
+        (prompt,) = self.pair.encode([turns])
+        room = self.pair.positions - len(prompt)
+        if room < 1:
+            raise UserError(f"the conversation has {len(prompt)} tokens, the target {self.pair.positions}; /reset it")
+        sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, room))
+        seed = None if self.seed is None else self.seed + len(self.answers)
+        stream = AnswerStream(self.console, self.pair.tokenizer)
+        try:
+            with stream.stops_on_sigint():
+                self.pair.generate([prompt], sampling, seed=seed, streamer=stream)
+        except KeyboardInterrupt:
+            stream.end()
+            self.console.print("[dim](stopped)[/]")
+        except UserError:
+            stream.end()
+            raise
+        if stream.answer.text:
+            self.turns = [*turns, {"role": "assistant", "content": stream.answer.text}]
+        if stream.answer.tokens:
+            self.answers.append(stream.answer)
+            self.console.print(f"[dim]{describe([stream.answer])}[/]")
+
+    def help(self) -> None:
+        self.console.print(HELP, markup=False)
+
+    def reset(self) -> None:
+        self.turns = list(self.opening)
+        self.console.print("The conversation is empty.")
+
+    def stats(self) -> None:
+        if not self.answers:
+            self.console.print("no answer yet")
+            return
+        for label, answers in (("last answer", self.answers[-1:]), ("chat", self.answers)):
+            self.console.print(f"{label + ':':<13}{describe(answers, whole=True)}", soft_wrap=True)
+
+    def _read(self) -> str | None:
+        """The next line that is not blank; None at the end of the input."""
+        prompt = "> " if sys.stdin.isatty() else ""
+        while True:
+            try:
+                if line := input(prompt).strip():
+                    return line
+            except KeyboardInterrupt:
+                self.console.print("\n(/quit or Ctrl-D ends the chat)")
+            except EOFError:
+                self.console.print()
+                return None
+
+
+@contextmanager
+def _sigint_interrupts() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, as Python's own handler has it, whatever handler the command has."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

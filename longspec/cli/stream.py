@@ -1,0 +1,121 @@
+"""An answer on its way to the terminal: text piece by piece, colored by origin, and its figures."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor
+
+from longspec.inference.detokenizer import Detokenizer
+from longspec.inference.generate import Origin
+
+STYLES: dict[Origin, str] = {"target": "", "draft": "#56b4e9", "lookup": "#e69f00"}
+"""Sky blue and orange of the Okabe-Ito palette, which color-blind readers can tell apart."""
+_DRAFT_LEGEND = f"Plain text: the target's own tokens. [{STYLES['draft']}]Blue: accepted tokens of the draft.[/]"
+LEGEND = {
+    "lookup": f"Plain text: the target's own tokens. [{STYLES['lookup']}]Orange: accepted tokens of prompt lookup.[/]",
+    **dict.fromkeys(("tree", "seq", "magicdec"), _DRAFT_LEGEND),
+}
+"""By method; vanilla needs none."""
+CONTROL_CHARACTERS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""Translation table that takes terminal control codes out of a text."""
+
+
+@dataclass
+class Answer:
+    """An answer as far as it was generated. Times are those that the reader sees, in seconds."""
+
+    text: str = ""
+    prompt_tokens: int = 0
+    origins: Counter[Origin] = field(default_factory=Counter)
+    """Number of tokens by origin."""
+    rounds: int = 0
+    ttft_s: float = 0.0
+    decode_s: float = 0.0
+    """From the first token to the last."""
+
+    @property
+    def tokens(self) -> int:
+        return self.origins.total()
+
+
+class AnswerStream:
+    """A streamer of `longspec.generate` that prints each token in the color of its origin."""
+
+    def __init__(self, console: Console, tokenizer: Any) -> None:
+        self.console, self.answer = console, Answer()
+        self.pieces = Detokenizer(tokenizer)
+        self.stopped = False
+        self._start = time.perf_counter()
+        self._previous: Origin = "target"
+        self._ended = False
+
+    def put(self, value: Tensor) -> None:
+        """The prompt, LongTensor [1, P]."""
+        self.answer.prompt_tokens = value.numel()
+
+    def put_from(self, value: Tensor, origin: Origin) -> None:
+        """A new token, LongTensor [1]. Raises KeyboardInterrupt once SIGINT has asked for the end of the answer."""
+        if self.stopped:
+            raise KeyboardInterrupt
+        answer, since_start = self.answer, time.perf_counter() - self._start
+        if not answer.tokens:
+            answer.ttft_s = since_start
+        elif self._previous == "target":  # a round ends with a token of the target
+            answer.rounds += 1
+        answer.decode_s = since_start - answer.ttft_s
+        answer.origins[origin] += 1
+        self._previous = origin
+        self._print(self.pieces.add(int(value)), origin)
+
+    def end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._print(self.pieces.end(), self._previous)
+            self.console.print()
+
+    def _print(self, piece: str, origin: Origin) -> None:
+        if piece:
+            self.answer.text += piece
+            shown = Text(piece.translate(CONTROL_CHARACTERS), STYLES[origin])
+            self.console.print(shown, end="", soft_wrap=True)
+
+    @contextmanager
+    def stops_on_sigint(self) -> Iterator[None]:
+        """The first SIGINT ends the answer at its next token, where nothing is half done; a second one at once."""
+
+        def note(number: int, frame: FrameType | None) -> None:
+            if self.stopped:
+                raise KeyboardInterrupt
+            self.stopped = True
+
+        before = signal.signal(signal.SIGINT, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+def describe(answers: Sequence[Answer], whole: bool = False) -> str:
+    """The figures of answers, each of a token at least, in one line; whole: with origins and times as well."""
+    tokens, rounds = sum(answer.tokens for answer in answers), sum(answer.rounds for answer in answers)
+    decoded, seconds = tokens - len(answers), sum(answer.decode_s for answer in answers)  # not the first of each
+    parts = [f"{tokens} tokens"]
+    if rounds and seconds:
+        parts += [f"{decoded / seconds:.1f} tokens/s", f"{decoded / rounds:.2f} tokens per pass"]
+    if whole:
+        origins = sum((answer.origins for answer in answers), Counter())
+        parts += [f"{count} from {origin}" for origin, count in sorted(origins.items())]
+        longest = max(answer.prompt_tokens for answer in answers)
+        first = sum(answer.ttft_s for answer in answers) / len(answers)
+        parts += [f"first token after {first:.2f} s", f"prompts of up to {longest} tokens"]
+    return ", ".join(parts)

@@ -1,0 +1,70 @@
+"""`longspec train`: the launch line of the trainer for a configuration by name."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from longspec.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINER = "trainer_base_ds_mul_fs_tp.py"
+CONFIGS = Path("conf", "exp")
+LAUNCH = "Launch"
+
+
+def train(
+    config: Annotated[str, typer.Argument(help="Name of a file in the configuration folder, without .yaml.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Values that replace those of the file: key=value.")
+    ] = None,
+    num_gpus: Annotated[
+        int | None,
+        typer.Option("--num_gpus", min=1, help="Number of ranks.", show_default="all GPUs", rich_help_panel=LAUNCH),
+    ] = None,
+    include: Annotated[
+        str | None, typer.Option("--include", help="Hosts and GPUs, such as localhost:0,1.", rich_help_panel=LAUNCH)
+    ] = None,
+    master_port: Annotated[
+        int | None,
+        typer.Option(
+            "--master_port", min=1, max=65535, help="Port of rank 0.", show_default="29500", rich_help_panel=LAUNCH
+        ),
+    ] = None,
+    config_dir: Annotated[
+        Path | None,
+        typer.Option("--config_dir", help="Configuration folder.", show_default=str(CONFIGS), rich_help_panel=LAUNCH),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry_run", help="Print the launch line without running it.", rich_help_panel=LAUNCH)
+    ] = False,
+) -> None:
+    """Train a draft: print DeepSpeed's launch line for a configuration and run it."""
+    if include is not None and num_gpus is not None:
+        raise UserError("--include, --num_gpus: give one of them")
+    launcher = {"--num_gpus": num_gpus, "--include": include, "--master_port": master_port}
+    options = [part for name, value in launcher.items() if value is not None for part in (name, str(value))]
+    command = launch_line(config, overrides or [], options, config_dir)
+    print(shlex.join(command), flush=True)
+    if not dry_run:
+        os.execv(command[0], command)
+
+
+def launch_line(config: str, overrides: list[str], options: list[str], config_dir: Path | None = None) -> list[str]:
+    """The argument list of a training run; options: those of DeepSpeed's launcher. Raises UserError."""
+    trainer, folder = ROOT / TRAINER, (config_dir or ROOT / CONFIGS).absolute()
+    if not trainer.is_file():
+        raise UserError(f"{trainer}: not found; training runs from a clone of the repository (pip install -e .)")
+    if not (folder / f"{config}.yaml").is_file():
+        names = ", ".join(sorted(file.stem for file in folder.glob("*.yaml"))) or "none"
+        raise UserError(f"{config}: no configuration in {folder}; there are: {names}")
+    for override in overrides:
+        if "=" not in override:
+            raise UserError(f"{override}: not an override; write key=value")
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", *options]
+    return [*launcher, str(trainer), "-cp", str(folder), "-cn", config, *overrides]

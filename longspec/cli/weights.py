@@ -1,0 +1,32 @@
+"""`longspec extract` and `longspec split`: weight files in another form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def extract(
+    checkpoint: Annotated[Path, typer.Argument(help="last_ds or last_2ds folder of a run.")],
+    output: Annotated[Path, typer.Argument(help=".pth file, or folder, to write.")],
+    hf: Annotated[bool, typer.Option("--hf", help="Write a folder in Hugging Face form.")] = False,
+) -> None:
+    """Take the draft out of a DeepSpeed checkpoint."""
+    from longspec.train.extraction import extract_draft
+
+    print(f"{extract_draft(checkpoint, output, hf)} weights of {checkpoint} written to {output}")
+
+
+def split(
+    target: Annotated[str, typer.Option("--target", help="Target: folder or hub id.")],
+    tp_size: Annotated[int, typer.Option("--tp_size", min=2, help="Number of ranks that share it.")],
+    output: Annotated[Path, typer.Option("--output", help="Folder to write; it must not exist.")],
+) -> None:
+    """Split a target for tensor-parallel training."""
+    from longspec.models.target_files import local_target
+    from longspec.models.target_split import split_target
+
+    split_target(local_target(target), output, tp_size)
+    print(f"{target} for {tp_size} ranks written to {output}")

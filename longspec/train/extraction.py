@@ -1,0 +1,26 @@
+"""The draft of a training checkpoint, without its target and without starting any ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, save_draft_file, save_draft_folder
+from longspec.models.target_cache import resolve_target
+from longspec.models.target_files import read_config
+from longspec.train.checkpoint import read_draft
+from longspec.train.config import CONFIG_NAME, read_config_file
+
+
+def extract_draft(checkpoint: Path, output: Path, hf: bool = False) -> int:
+    """Write the draft of a run's `last_ds` or `last_2ds` folder; the number of its weights.
+
+    output: a .pth file, a folder for DRAFT_WEIGHTS_NAME, or with `hf` a folder in Hugging Face form. Raises UserError.
+    """
+    draft = read_draft(checkpoint)
+    run = read_config_file(checkpoint / CONFIG_NAME)
+    if hf:
+        save_draft_folder(draft, read_config(resolve_target(run.model_name_or_path)), output, run.model.draft_options)
+    else:
+        file = output if output.suffix == ".pth" else output / DRAFT_WEIGHTS_NAME
+        save_draft_file(draft, file, run.model.draft_options)
+    return len(draft)

@@ -1,0 +1,204 @@
+"""The faults of `make drill`: what a trial does to a live run, and what must be true right after it."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+
+from longspec.train.generations import STATES, find_latest, is_whole
+from longspec.train.logging import METRICS_NAME
+from scripts.pipeline.machine import CPU_RANKS, ROOT, TRAINER, free_port
+
+START_LIMIT_S, END_LIMIT_S = 180, 60
+SIGNALS: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Live:
+    """A run that has come to a save."""
+
+    launch: subprocess.Popen
+    output: Path
+    command: list[str]
+    chance: random.Random
+
+    @property
+    def log(self) -> Path:
+        return self.output.with_suffix(".log")
+
+    def processes(self) -> list[psutil.Process]:
+        return psutil.Process(self.launch.pid).children(recursive=True)
+
+    def ranks(self) -> list[psutil.Process]:
+        found = [process for process in self.processes() if is_rank(process)]
+        assert len(found) == CPU_RANKS, f"{len(found)} ranks"
+        return found
+
+    def killed(self, target: Callable[[], object]) -> float:
+        """Call `target`, which is to end the run; the seconds until all of its processes have ended."""
+        processes, start = self.processes(), time.monotonic()
+        target()
+        with suppress(subprocess.TimeoutExpired):
+            self.launch.wait(timeout=2 * END_LIMIT_S)
+        psutil.wait_procs(processes, timeout=END_LIMIT_S)  # ranks that outlive their launcher count
+        return time.monotonic() - start
+
+    def kill(self) -> float:
+        return self.killed(lambda: os.killpg(self.launch.pid, signal.SIGKILL))
+
+
+def all_ranks_killed(live: Live) -> float:
+    return live.kill()
+
+
+def one_rank_killed(live: Live) -> float:
+    return live.killed(live.chance.choice(live.ranks()).kill)
+
+
+def second_run(live: Live) -> float:
+    """Whether it is to resume or to start afresh, it is refused, and the first run goes on."""
+    more = live.chance.choice((["resume=latest"], ["resume=null"]))
+    refused([*live.command, *more], "another run")
+    step = last_step(live.output)
+    wait_until(lambda: last_step(live.output) > step, live)
+    return live.kill()
+
+
+def rank_local_disks(live: Live) -> float:
+    """Each rank has a folder of its own under the same relative path."""
+    script = live.output.with_name("local.py")
+    script.write_text(
+        "import os, sys\n"
+        "from longspec.train.trainer import main\n"
+        f"folder = os.path.join({str(live.output)!r} + '_local', os.environ['RANK'])\n"
+        "os.makedirs(folder, exist_ok=True)\n"
+        "os.chdir(folder)\n"
+        "main()\n"
+    )
+    command = [str(script) if part == TRAINER else part for part in live.command]
+    refused([*command, "output_dir=out"], "is not one folder")
+    return live.kill()
+
+
+def full_disk(live: Live) -> float:
+    """No file may grow past 200 kB: a shard is larger, the log and the metrics are not."""
+
+    def fill() -> None:
+        for rank in live.ranks():
+            rank.rlimit(psutil.RLIMIT_FSIZE, (200_000, 200_000))
+
+    ended = live.killed(fill)
+    assert live.launch.returncode == 2, f"exit code {live.launch.returncode} with a full disk"
+    assert "could not be written" in live.log.read_text(), "a full disk was not named"
+    return ended
+
+
+def file_deleted(live: Live) -> float:
+    return damaged(live, lambda one, _: one.unlink())
+
+
+def file_truncated(live: Live) -> float:
+    return damaged(live, lambda one, _: os.truncate(one, live.chance.randrange(one.stat().st_size)))
+
+
+def file_swapped(live: Live) -> float:
+    def swap(one: Path, other: Path) -> None:
+        content = one.read_bytes()
+        one.write_bytes(other.read_bytes())
+        other.write_bytes(content)
+
+    return damaged(live, swap)
+
+
+def damaged(live: Live, harm: Callable[[Path, Path], object]) -> float:
+    """Kill the run, then harm a file of its newest state, of which another one is given; an older state must do."""
+    wait_until(lambda: is_whole(live.output / STATES[2]), live)
+    ended = live.kill()
+    found = find_latest(live.output)
+    assert found is not None, "no checkpoint at all"
+    one, other = live.chance.sample(sorted(found[0].rglob("*_optim_states.pt")), CPU_RANKS)
+    harm(one, other)
+    assert find_latest(live.output) not in (None, found), f"{one} is damaged, and nobody says so"
+    return ended
+
+
+def deepspeed_signalled(live: Live) -> float:
+    return signalled(live, psutil.Process(live.launch.pid))
+
+
+def launcher_signalled(live: Live) -> float:
+    return signalled(live, psutil.Process(live.launch.pid).children()[0])
+
+
+def rank_signalled(live: Live) -> float:
+    return signalled(live, live.chance.choice(live.ranks()), SIGNALS[:3])
+
+
+def signalled(live: Live, process: psutil.Process, numbers: Sequence[signal.Signals] = SIGNALS) -> float:
+    """Send a process of the launch one of the signals: every rank ends with the last step saved, and a line says so."""
+    number = live.chance.choice(numbers)
+    ended = live.killed(lambda: process.send_signal(number))
+    found = find_latest(live.output)
+    assert live.launch.poll() is not None, f"{number.name}: the launch went on"
+    assert "stopped after step" in live.log.read_text(), f"{number.name}: nothing says that the run was stopped"
+    assert found is not None and found[1].step == last_step(live.output), f"{number.name}: the last step is lost"
+    return ended
+
+
+KINDS: dict[str, tuple[Callable[[Live], float], int]] = {
+    "all ranks killed": (all_ranks_killed, 1),
+    "file swapped": (file_swapped, 2),
+    "one rank killed": (one_rank_killed, 1),
+    "second run": (second_run, 1),
+    "full disk": (full_disk, 1),
+    "file deleted": (file_deleted, 2),
+    "rank-local disks": (rank_local_disks, 1),
+    "file truncated": (file_truncated, 2),
+    "deepspeed signalled": (deepspeed_signalled, 0),
+    "launch.py signalled": (launcher_signalled, 0),
+    "rank signalled": (rank_signalled, 0),
+}
+"""What a trial does to a live run, which returns the seconds until it has ended, and how many saves that may cost."""
+
+
+def environment() -> dict[str, str]:
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    given = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "PYTHONPATH": paths}
+    return os.environ | given
+
+
+def refused(command: list[str], reason: str) -> None:
+    """Run a launch line that must end with exit code 2 and one line that gives the reason."""
+    command = [str(free_port()) if before == "--master_port" else part for before, part in pairwise(["", *command])]
+    run = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=START_LIMIT_S)
+    errors = [line for line in run.stderr.splitlines() if line.startswith("error:")]
+    assert run.returncode == 2 and len(errors) == 1 and reason in errors[0], f"not refused: {run.stderr[-500:]}"
+
+
+def last_step(output: Path) -> int:
+    """The last step that the run has logged, 0 before the first."""
+    metrics = output / METRICS_NAME
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+def wait_until(condition: Callable[[], bool], live: Live) -> None:
+    deadline = time.monotonic() + START_LIMIT_S
+    while not condition():
+        if live.launch.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"the run did not come to a save; see {live.log}")
+        time.sleep(0.005)
+
+
+def is_rank(process: psutil.Process) -> bool:
+    command = process.cmdline()
+    return any(part.endswith(TRAINER) for part in command) and any("local_rank" in part for part in command[:5])

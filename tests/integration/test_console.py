@@ -1,0 +1,284 @@
+"""`longspec generate`, `bench` and `chat` on a tiny pair."""
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairs import make_pair, save_target
+from rich.console import Console
+from tiny_tokenizer import VOCAB_SIZE, byte_tokenizer
+from typer.testing import CliRunner
+
+from longspec.cli import pair as pairs
+from longspec.cli.app import app
+from longspec.cli.session import Session
+from longspec.cli.stream import STYLES, AnswerStream
+from longspec.errors import UserError
+from longspec.inference import tree_shapes
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+SIZE = {"vocab_size": VOCAB_SIZE, "initializer_range": 0.1}
+LIMIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target that speaks bytes, with a chat template and no draft."""
+    folder = save_target(tmp_path_factory.mktemp("console") / "target", "llama", **SIZE)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    texts = ["a" * (7 * number % 23 + 1) for number in range(9)]
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"id": f"p{len(t)}", "prompt": t}) + "\n" for t in texts)
+    )
+    return tmp_path / "prompts.jsonl"
+
+
+def invoke(*arguments: object, code: int = 0, **options: Any) -> Any:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(target: Path, prompts: Path, tmp_path: Path) -> None:
+    """With sampling and batches by length; nothing that is written already is generated again."""
+    given = ["generate", prompts, "--model", target, "--temperature", 1, "--batch_size", 2, "--max_new_tokens", 6]
+    invoke(*given, "--output", tmp_path / "whole.jsonl", "--json", tmp_path / "summary.json")
+    whole = (tmp_path / "whole.jsonl").read_bytes()
+    answers, asked = lines(tmp_path / "whole.jsonl"), lines(prompts)
+    assert [(line["index"], line["id"]) for line in answers] == [(n, line["id"]) for n, line in enumerate(asked)]
+    assert json.loads((tmp_path / "summary.json").read_text())["answered"] == 9
+    cut = tmp_path / "cut.jsonl"
+    for size in (0, whole.index(b"\n") + 1, len(whole) // 2, len(whole) - 1, len(whole)):
+        cut.write_bytes(whole[:size])
+        invoke(*given, "--output", cut)
+        assert cut.read_bytes() == whole
+    result = invoke(*given, "--output", cut, "--seed", 1, code=1)
+    assert isinstance(result.exception, UserError) and "line 1: was written by another pair or" in str(result.exception)
+    prompts.write_text(prompts.read_text().replace("p8", "p9"))
+    with pytest.raises(UserError, match="line 2: belongs to another prompt"):
+        raise invoke(*given, "--output", cut, code=1).exception
+    invoke(*given, "--output", cut, "--overwrite")
+    assert lines(cut)[1]["id"] == "p9"
+
+
+def test_a_stop_signal_ends_a_run_after_its_batch(
+    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["generate", prompts, "--model", target, "--batch_size", 1, "--max_new_tokens", 4]
+    invoke(*given, "--output", tmp_path / "whole.jsonl")
+    real, out = pairs.LoadedPair.generate, tmp_path / "out.jsonl"
+
+    def signalled(self: Any, *args: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(pairs.LoadedPair, "generate", signalled)
+    result = invoke(*given, "--output", out, code=128 + signal.SIGTERM)
+    assert "stopped by SIGTERM after 0 of 9 prompts; the same command continues" in result.stderr
+    monkeypatch.undo()
+    invoke(*given, "--output", out)
+    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_the_chat_template_frames_plain_prompts_unless_raw(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[int]] = []
+    real = pairs.LoadedPair.generate
+
+    def noted(self: Any, rows: list[list[int]], *rest: Any, **options: Any) -> Any:
+        asked.extend(rows)
+        return real(self, rows, *rest, **options)
+
+    monkeypatch.setattr(pairs.LoadedPair, "generate", noted)
+    given = ["generate", "-", "--model", target, "--max_new_tokens", 2]
+    output = invoke(*given, input="hello\n").stdout
+    assert json.loads(output)["prompt"] == "hello" and json.loads(output)["finish_reason"] == "length"
+    invoke(*given, "--raw", input="hello\n")
+    assert [byte_tokenizer().decode(ids) for ids in asked] == ["<user>hello</s><a>", "hello"]
+
+
+def test_prompts_that_leave_no_room_are_named_before_anything_is_generated(target: Path) -> None:
+    with pytest.raises(UserError, match="prompt 2: 4210 tokens"):
+        raise invoke("generate", "a", "b" * 4200, "--model", target, code=1).exception
+
+
+def test_bench_measures_what_the_pair_can_do(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_shapes, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(tree_shapes, "CANDIDATES", ((2, 2), (1, 1)))
+    given = ["--max_new_tokens", 3, "--png", tmp_path / "a.png"]
+    result = invoke("bench", target, *given)
+    summary = json.loads(result.stdout.splitlines()[-1])
+    assert list(summary["methods"]) == ["vanilla", "lookup"] and list(summary["skipped"]) == ["tree", "tree auto"]
+    assert "tree: skipped" in result.stderr and (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
+    model = make_pair(tmp_path / "random", **SIZE)
+    model.save_pretrained(tmp_path / "pair")
+    byte_tokenizer().save_pretrained(tmp_path / "pair")
+    (tmp_path / "prompts.txt").write_text("the target reads\n")
+    result = invoke("bench", tmp_path / "pair", "--prompts", tmp_path / "prompts.txt", *given)
+    summary = json.loads(result.stdout.splitlines()[-1])
+    assert list(summary["methods"]) == ["vanilla", "lookup", "tree", "tree auto"] and not summary["skipped"]
+    assert all(row["tokens_per_second"] > 0 for row in summary["methods"].values())
+
+
+def opened(target: Path) -> pairs.LoadedPair:
+    return pairs.open_pair(str(target), None, None)
+
+
+def said(session: Session, *messages: str) -> str:
+    """What the terminal shows for some lines of input."""
+    for message in messages:
+        session.take(message)
+    return session.console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def terminal(**environment: str) -> Console:
+    return Console(
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system="truecolor",
+        width=500,
+        highlight=False,
+        _environ=environment,
+    )
+
+
+def test_accepted_tokens_have_a_color_and_the_conversation_is_kept(
+    target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded, sampling = opened(target), pairs.Sampling(max_new_tokens=40)
+    assert loaded.method == "lookup" and capsys.readouterr().err.count("no trained draft") == 1
+    session = Session(loaded, sampling, terminal(), system="Be brief.")
+    output = said(session, "abcabcabc", "again", "/stats", "/nonsense", "/help")
+    red, green, blue = (int(STYLES["lookup"][at : at + 2], 16) for at in (1, 3, 5))
+    answer = session.answers[0]
+    assert answer.origins["lookup"] and output.count(f"\x1b[38;2;{red};{green};{blue}m") >= answer.origins["lookup"] / 2
+    assert [turn["role"] for turn in session.turns] == ["system", "user", "assistant", "user", "assistant"]
+    assert session.answers[1].prompt_tokens > answer.prompt_tokens + answer.tokens
+    assert "/nonsense: unknown" in output and "last answer: 40 tokens" in output and "chat:        80" in output
+    said(session, "/reset")
+    assert [turn["role"] for turn in session.turns] == ["system"]
+    plain = Session(loaded, sampling, terminal(NO_COLOR="1"), system="Be brief.")
+    assert "\x1b[38" not in said(plain, "abcabcabc") and plain.answers[0].text == answer.text
+
+
+def test_an_answer_cannot_control_the_terminal() -> None:
+    tokenizer, console = byte_tokenizer(), terminal()
+    stream = AnswerStream(console, tokenizer)
+    for token in tokenizer("a\x1b[2J\x07b\n", add_special_tokens=False)["input_ids"]:
+        stream.put_from(torch.tensor([token]), "target")
+    assert console.file.getvalue() == "a[2Jb\n"  # type: ignore[attr-defined]
+
+
+def test_origins_are_those_of_the_counts(target: Path) -> None:
+    model = make_pair(target.parent / "drafted", **SIZE)
+    generated: list[tuple[int, str]] = []
+
+    class Listener:
+        def put(self, value: torch.Tensor) -> None:
+            assert value.shape == (1, 5)
+
+        def put_from(self, value: torch.Tensor, origin: str) -> None:
+            generated.append((int(value), origin))
+
+        def end(self) -> None:
+            pass
+
+    loaded = pairs.LoadedPair("tiny", model, None, "vanilla", "plain", [])
+    for method, name in (("vanilla", "none"), ("lookup", "lookup"), ("seq", "draft"), ("tree", "draft")):
+        generated.clear()
+        settings = {"method": method, "streamer": Listener()} | ({"tree_shape": (8, 8)} if method == "tree" else {})
+        out = loaded.generate([[9, 8, 9, 8, 9]], pairs.Sampling(60), **settings)
+        assert [token for token, _ in generated] == out.new_tokens[0].tolist()
+        origins = Counter(origin for _, origin in generated)
+        assert origins[name] == sum(out.stats.accepted_by_depth)
+        assert origins.total() == origins[name] + origins["target"] == 60
+
+
+def test_a_conversation_that_fills_the_target_is_told_so(target: Path) -> None:
+    session = Session(opened(target), pairs.Sampling(max_new_tokens=8), terminal())
+    assert "error: the conversation has 4510 tokens, the target 4096; /reset it" in said(session, "x" * 4500)
+    assert session.turns == [] and session.answers == []
+    assert "8 tokens" in said(session, "hello")
+
+
+def test_lines_from_a_pipe_are_answered_up_to_quit(target: Path) -> None:
+    shown = invoke("chat", target, "--max_new_tokens", 3, input="hello\n\nmore\n/quit\nnever\n").output
+    assert shown.count("\n3 tokens") == 2 and "> " not in shown
+    assert invoke("chat", target, "--max_new_tokens", 3, input="hello\n").output.count("\n3 tokens") == 1
+
+
+class Terminal:
+    """`longspec chat` on a pseudo terminal."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.text = ""
+        self.pid, self.handle = pty.fork()
+        if self.pid == 0:
+            environment = {**os.environ, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+            os.execvpe(sys.executable, [sys.executable, "-m", "longspec", "chat", *map(str, arguments)], environment)
+
+    def until(self, pattern: str) -> str:
+        """What appears up to a match of `pattern`, which is taken off the text."""
+        deadline = time.monotonic() + LIMIT_S
+        while not (match := re.search(pattern, self.text, re.DOTALL)):
+            assert time.monotonic() < deadline, self.text
+            if select.select([self.handle], [], [], 1)[0]:
+                self.text += os.read(self.handle, 2**16).decode(errors="replace")
+        shown, self.text = self.text[: match.end()], self.text[match.end() :]
+        return shown
+
+    def type(self, text: str) -> None:
+        os.write(self.handle, text.encode())
+
+
+@pytest.fixture
+def chat(target: Path) -> Iterator[Terminal]:
+    chat = Terminal(target, "--max_new_tokens", 4000)
+    yield chat
+    with suppress(ProcessLookupError):
+        os.kill(chat.pid, signal.SIGKILL)
+    os.close(chat.handle)
+
+
+def test_ctrl_c_stops_the_answer_and_sigterm_the_chat(chat: Terminal) -> None:
+    """Text streams before the answer ends, and what there is of it is the next prompt's history."""
+    chat.until(r"Orange.*> ")
+    chat.type("\x03")
+    chat.until(r"Ctrl-D ends the chat.*> ")
+    prompts = []
+    for message in ("hello", "more"):
+        chat.type(f"{message}\n")
+        chat.until(message + r"\r\n.{20}")
+        chat.type("\x03")
+        chat.until(r"\(stopped\).*> ")
+        chat.type("/stats\n")
+        figures = chat.until(r"chat:.* tokens\r\n> ")
+        prompts.append(int(re.findall(r"prompts of up\s+to\s+(\d+)", figures)[0]))
+    assert prompts[1] > prompts[0] + 20
+    os.kill(chat.pid, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(chat.pid, 0)[1]) == 128 + signal.SIGTERM

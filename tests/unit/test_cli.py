@@ -1,0 +1,125 @@
+"""`longspec`'s commands, options and errors, without a model."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from pairs import save_target
+from typer.testing import CliRunner
+
+from longspec.cli import app as console
+from longspec.cli.options import EMBEDDED_PAIR, Dtype, Method
+from longspec.cli.prompts import read_prompts
+from longspec.cli.train import ROOT
+from longspec.errors import UserError
+from longspec.inference.command import DTYPES
+from longspec.inference.methods import METHODS
+from longspec.models.target_cache import SMOLLM2
+from longspec.models.target_split import rank_folder
+
+COMMANDS = ("chat", "generate", "bench", "evaluate", "regenerate", "train", "extract", "split")
+HELP = f"""
+import sys
+from typer.testing import CliRunner
+from longspec.cli.app import app
+for command in ([], *([name] for name in {[name for name in COMMANDS if name not in ("evaluate", "regenerate")]!r})):
+    result = CliRunner().invoke(app, [*command, "--help"])
+    assert result.exit_code == 0, result.output
+assert not [name for name in ("torch", "transformers", "datasets", "matplotlib") if name in sys.modules]
+"""
+
+
+def test_help_imports_no_torch_and_is_fast() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    help_text = subprocess.run(
+        [sys.executable, "-m", "longspec", "--help"], cwd=ROOT, text=True, capture_output=True, check=True
+    ).stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert all(name in help_text for name in COMMANDS)
+    assert after.ru_utime - before.ru_utime < 2  # CPU time: other tests may run at the same time
+    subprocess.run([sys.executable, "-c", HELP], cwd=ROOT, check=True)
+
+
+def test_the_options_name_what_there_is() -> None:
+    """They are written out once more because help must not import torch."""
+    assert get_args(Method) == METHODS and get_args(Dtype) == DTYPES and EMBEDDED_PAIR == SMOLLM2
+
+
+def test_help_shows_groups_defaults_and_examples() -> None:
+    text = CliRunner().invoke(console.app, ["generate", "--help"], env={"COLUMNS": "160"}).output
+    assert all(part in text for part in ("Sampling", "[default: 256]", "stdin", "longspec generate prompts.jsonl"))
+    assert CliRunner().invoke(console.app, ["--version"]).output.startswith("longspec 0")
+    assert "--install-completion" in CliRunner().invoke(console.app, ["--help"]).output
+
+
+@pytest.mark.parametrize("command", ["evaluate", "regenerate"])
+def test_commands_with_a_parser_of_their_own_get_all_arguments(command: str) -> None:
+    result = CliRunner().invoke(console.app, [command, "--help"])
+    assert result.exit_code == 0 and f"usage: longspec {command}" in result.output
+    assert CliRunner().invoke(console.app, [command, "--no_such_option"]).exit_code == 2
+
+
+def test_bad_input_is_one_line_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for given, part in (
+        (["chat", f"{tmp_path}/none"], "no such folder"),
+        (["chat", "one", "--model", "other"], "give the pair once"),
+        (["generate", "no/such/file.txt"], "cannot be read"),
+        (["generate", "hello", "--top_p", "0"], "top_p"),
+        (["generate", "hello", "--json", f"{tmp_path}/none/a.json"], "there is no folder"),
+        (["train", "no-such-config"], "tiny_glide_stage1"),
+        (["train", "tiny_glide_stage1_sinkpi-slicing", "steps"], "key=value"),
+        (["split", "--target", f"{tmp_path}/none", "--tp_size", "2", "--output", f"{tmp_path}/split"], "no model"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["longspec", *given])
+        with pytest.raises(SystemExit) as error:
+            console.main()
+        stderr = capsys.readouterr().err
+        assert error.value.code == 2 and stderr.startswith("error: ") and part in stderr and stderr.count("\n") == 1
+
+
+def test_train_prints_the_launch_line() -> None:
+    name, override = "tiny_glide_stage1_sinkpi-slicing", "data.files=[a b.jsonl]"
+    given = ["train", name, "max_steps=3", override, "--num_gpus", "2", "--dry_run"]
+    line = CliRunner().invoke(console.app, given).output
+    assert "-m deepspeed.launcher.runner --num_gpus 2" in line
+    assert line.endswith(f"-cp {ROOT}/conf/exp -cn {name} max_steps=3 '{override}'\n")
+
+
+def test_split_writes_a_folder_per_rank(tmp_path: Path) -> None:
+    target = save_target(tmp_path / "target", "llama")
+    given = ["split", "--target", str(target), "--tp_size", "2", "--output", str(tmp_path / "out")]
+    assert CliRunner().invoke(console.app, given).exit_code == 0
+    assert (tmp_path / "out" / rank_folder(1, 2) / "config.json").is_file()
+
+
+def test_prompts_come_from_arguments_and_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\n two \n")
+    (tmp_path / "b.jsonl").write_text(
+        '{"id": 7, "prompt": "three "}\n{"messages": [{"role": "user", "content": "4"}]}\n'
+    )
+    prompts = read_prompts([str(tmp_path / "a.txt"), "Is this a.txt", str(tmp_path / "b.jsonl")])
+    contents = [prompt.content for prompt in prompts]
+    assert contents == ["one", "two", "Is this a.txt", "three ", [{"role": "user", "content": "4"}]]
+    assert prompts[3].record == {"id": 7, "prompt": "three "}
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"prompt": 3}', "'prompt' must be a string"),
+        ('{"text": "a"}', "'prompt' is missing"),
+        ('{"prompt": "a", "messages": []}', "not be given along"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "ends with a user turn"),
+        ('{"messages": [{"role": "user"}]}', r"'messages\[0\]\.content'"),
+        ("{", "not a JSON line"),
+    ],
+)
+def test_a_record_without_a_prompt_is_named(line: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text('{"prompt": "a"}\n' + line + "\n")
+    with pytest.raises(UserError, match=rf"b\.jsonl, line 2.*{problem}"):
+        read_prompts([str(tmp_path / "b.jsonl")])
