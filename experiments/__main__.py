@@ -1,0 +1,81 @@
+"""`python -m experiments STEP --config FILE [--text DIR] [--root DIR] [key=value ...]`."""
+
+import argparse
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from experiments.processes import running
+from experiments.settings import Settings, load_settings
+from longspec.errors import reports_user_errors
+
+STEPS = ("prompts", "regenerate", "train", "diagnose", "evaluate", "report")
+
+
+@reports_user_errors
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one step or all of them. Every step goes on where an earlier run of it was stopped."""
+    parser = argparse.ArgumentParser(prog="python -m experiments", description=__doc__)
+    parser.add_argument("step", choices=[*STEPS, "all"])
+    parser.add_argument("--config", default="experiments/smollm2.yaml", help="settings of the experiment")
+    parser.add_argument("--text", help="folder with gsm8k, qmsum and aime24; without it they are left out")
+    parser.add_argument("--root", help="folder of everything that the experiment writes, except the report")
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # NUMBER/COUNT: a device's share of the evaluation
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that differ from the file")
+    arguments = parser.parse_intermixed_args(argv)
+    named = [f"{name}={getattr(arguments, name)}" for name in ("text", "root") if getattr(arguments, name)]
+    settings = load_settings(arguments.config, [*named, *arguments.overrides])
+    signal.signal(signal.SIGTERM, _stop)
+    chosen = [f"--{name}={getattr(arguments, name)}" for name in ("config", "text", "root") if getattr(arguments, name)]
+    options = [*chosen, *arguments.overrides]
+    began = time.perf_counter()
+    if arguments.step == "all":
+        for step in STEPS:  # each in a process of its own, whose end frees the device's memory for the next
+            with running([sys.executable, "-m", "experiments", step, *options]) as child:
+                if code := child.wait():
+                    raise SystemExit(code)
+    else:
+        run_step(arguments.step, settings, options, arguments.part)
+    print(f"{arguments.step}: {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def run_step(step: str, settings: Settings, options: Sequence[str], part: str | None) -> None:
+    """One step. The imports wait for it, because most steps need few of them."""
+    root = Path(settings.root)
+    if step == "prompts":
+        from experiments.prompts import write_prompts
+
+        write_prompts(settings, root)
+    elif step == "regenerate":
+        from experiments.answers import write_answers
+
+        write_answers(settings, root)
+    elif step == "train":
+        from experiments.training import train
+
+        train(settings, root)
+    elif step == "diagnose":
+        from experiments.diagnostics import write_diagnostics
+
+        write_diagnostics(settings, root)
+    elif step == "evaluate":
+        from experiments.evaluation import evaluate
+
+        evaluate(settings, root, options, part)
+    else:
+        from experiments.report import report
+
+        report(settings, root, shlex.join(["python", "-m", "experiments", "all", *options]))
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """Let SIGTERM end the process as an exception would, so that children are stopped."""
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Settings of an experiment: the typed schema, and the YAML file and overrides merged into it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from longspec.errors import UserError, first_line
+from longspec.inference.methods import METHODS, TREE_RULES
+
+STATIC = "transformers-static"
+"""transformers' own `generate` with a static cache."""
+TASKS = ("lcc", "repobench-p", "qmsum", "gsm8k", "chat", "aime24")
+GROUPS = ("chat-long", "gsm8k", "gsm8k-long", "qmsum", "lcc", "repobench-p")
+"""Groups of prompts for training and validation."""
+EVERY = "every"
+"""Key of an ablation arm whose changes apply to all stages."""
+RECIPE = "recipe"
+"""Name of the unchanged curriculum among the arms."""
+
+
+@dataclass
+class ChatSettings:
+    """Short conversations written by the target: first the user turns, then the answers."""
+
+    train: int = MISSING
+    """Number of user turns."""
+    validation: int = MISSING
+    test: int = MISSING
+    max_turn_tokens: int = 256
+    max_new_tokens: int = 512
+    batch_size: int = 512
+
+
+@dataclass
+class PromptSettings:
+    train: dict[str, int] = MISSING
+    """Number of prompts by group (see GROUPS)."""
+    validation: dict[str, int] = MISSING
+    test: int = MISSING
+    """Number of prompts per task and context."""
+    contexts: list[int] = MISSING
+    """Shortest and longest prompt in tokens for training and validation, except in the group gsm8k."""
+
+
+@dataclass
+class CodeSettings:
+    """Bounds of the search for source files, which visits every folder at most once."""
+
+    packages: int = 1000
+    files_per_package: int = 60
+    entries_per_package: int = 3000
+    """Maximum number of directory entries read per package."""
+
+
+@dataclass
+class AnswerSettings:
+    """One run of the target over groups of prompts."""
+
+    prompts: list[str] = MISSING
+    """Groups whose prompts are answered."""
+    max_new_tokens: int = MISSING
+    batch_size: int = MISSING
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7, 1.0])
+    """Of training answers; validation answers are greedy."""
+
+
+@dataclass
+class StageSettings:
+    config: str = MISSING
+    """Name of the training configuration in conf/exp."""
+    answers: list[str] = MISSING
+    """Runs of the target whose answers are trained on (keys of `answers`, and chat)."""
+    steps: int = MISSING
+    max_length: int = MISSING
+    tokens_per_step: int = MISSING
+    """Over all ranks, a multiple of max_length."""
+    micro_batch: int = 1
+    """Rows of max_length tokens per rank and forward pass."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Keys of the trainer, in full, with their values."""
+
+
+@dataclass
+class TrainingSettings:
+    stages: dict[str, StageSettings] = MISSING
+    seeds: list[int] = MISSING
+    """Seeds of the recipe; ablation arms use the first."""
+    arms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Ablations by name: changes to the stages by key (EVERY: to all of them); null leaves a stage out."""
+    only: list[str] = field(default_factory=list)
+    """Arms that the step trains ("recipe" is one); empty: all."""
+    evaluation_rows: int = 64
+
+
+@dataclass
+class TaskSettings:
+    contexts: list[int] = MISSING
+    """Prompt lengths in tokens; 0 is the bare question."""
+    max_new_tokens: int = MISSING
+
+
+@dataclass
+class MethodSettings:
+    """A method and the part of the grid on which it is measured."""
+
+    name: str = MISSING
+    method: str = ""
+    """A method of `longspec.generate`, or transformers-static; by default the name."""
+    temperatures: list[float] = field(default_factory=lambda: [0.0])
+    prompts: int = MISSING
+    """Prompts per task and context, the first ones."""
+    seeds: int = 1
+    tree_shape: Any = field(default_factory=lambda: [4, 16, 16, 16, 16])
+    """A list of level widths, or "auto"."""
+    tree_rule: str = "reject"
+    gamma: int = 4
+    tasks: list[str] = field(default_factory=list)
+    """Empty: all."""
+    contexts: list[int] = field(default_factory=list)
+    """Empty: all."""
+
+    @property
+    def kind(self) -> str:
+        return self.method or self.name
+
+
+@dataclass
+class EvaluationSettings:
+    tasks: dict[str, TaskSettings] = MISSING
+    methods: list[MethodSettings] = MISSING
+    draft: str | None = None
+    """None: the last stage of the recipe with the first seed."""
+    diagnostic_rows: int = 8
+    """Validation answers per run of the target for teacher-forced acceptance; 0 leaves it out."""
+
+
+@dataclass
+class Settings:
+    target: str = MISSING
+    """A name that `longspec.load_pair` takes, a folder, or a GGUF file."""
+    root: str = MISSING
+    """Folder of everything that the experiment writes."""
+    report: str = MISSING
+    """Folder of the report."""
+    text: str | None = None
+    """Folder with the records of gsm8k, qmsum and aime24; without it these tasks are left out."""
+    seed: int = 0
+    chat: ChatSettings = MISSING
+    prompts: PromptSettings = MISSING
+    code: CodeSettings = field(default_factory=CodeSettings)
+    answers: dict[str, AnswerSettings] = MISSING
+    training: TrainingSettings = MISSING
+    evaluation: EvaluationSettings = MISSING
+
+
+def load_settings(file: str | Path, overrides: Sequence[str] = ()) -> Settings:
+    """The settings in a YAML file, changed by `key=value` overrides. Raises UserError with the key's name."""
+    if not Path(file).is_file():
+        raise UserError(f"--config: {file}: no such file; use experiments/smollm2.yaml or a copy of it")
+    merged = OmegaConf.structured(Settings)
+    try:
+        for part in (OmegaConf.load(file), OmegaConf.from_dotlist(list(overrides))):
+            merged = OmegaConf.merge(merged, part)
+        settings: Any = OmegaConf.to_object(merged)
+    except (OmegaConfBaseException, YAMLError, ValueError) as error:
+        key = getattr(error, "full_key", None)
+        raise UserError(f"{file}: {f'key {key}: ' if key else ''}{first_line(error)}") from error
+    _check(settings)
+    return settings
+
+
+def _check(settings: Settings) -> None:
+    for split in ("train", "validation"):
+        for group, count in getattr(settings.prompts, split).items():
+            _require(group in GROUPS, f"prompts.{split}.{group}", f"no such group; use {', '.join(GROUPS)}")
+            _require(count >= 0, f"prompts.{split}.{group}", "must not be negative")
+    contexts = settings.prompts.contexts
+    _require(len(contexts) == 2 and 0 < contexts[0] <= contexts[1], "prompts.contexts", "must be [shortest, longest]")
+    for name, answers in settings.answers.items():
+        _require(name != "chat", "answers.chat", "this name belongs to the section chat")
+        unknown = set(answers.prompts) - set(GROUPS)
+        _require(not unknown, f"answers.{name}.prompts", f"no group {', '.join(sorted(unknown))}")
+    for name in settings.training.stages:
+        _require(name != EVERY, f"training.stages.{EVERY}", "this name means all stages of an arm")
+    _require(bool(settings.training.seeds), "training.seeds", "needs at least one seed")
+    unknown = set(settings.training.only) - {RECIPE, *settings.training.arms}
+    _require(not unknown, "training.only", f"no arm {', '.join(sorted(unknown))}")
+    _require(RECIPE not in settings.training.arms, f"training.arms.{RECIPE}", "this name belongs to the recipe itself")
+    for task in settings.evaluation.tasks:
+        _require(task in TASKS, f"evaluation.tasks.{task}", f"no such task; use {', '.join(TASKS)}")
+    for number, method in enumerate(settings.evaluation.methods):
+        key = f"evaluation.methods[{number}]"
+        _require(
+            method.kind in (*METHODS, STATIC), key, f"no method {method.kind}; use {', '.join((*METHODS, STATIC))}"
+        )
+        _require(method.tree_rule in TREE_RULES, key, f"no tree_rule {method.tree_rule}")
+        enough = method.prompts <= settings.prompts.test
+        _require(enough, f"{key}.prompts", f"must be at most prompts.test, {settings.prompts.test}")
+        unknown = set(method.tasks) - set(settings.evaluation.tasks)
+        _require(not unknown, key, f"no task {', '.join(sorted(unknown))} in evaluation.tasks")
+
+
+def _require(condition: bool, key: str, problem: str) -> None:
+    if not condition:
+        raise UserError(f"config key {key}: {problem}")

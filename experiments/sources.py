@@ -1,0 +1,213 @@
+"""Texts that prompts are made of: the user's folder of questions and meetings, and installed Python code."""
+
+import hashlib
+import os
+import random
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from experiments.settings import CodeSettings
+from longspec.data.records import RecordError, located, parse_record, text_of
+
+T = TypeVar("T")
+SPLITS = ("train", "validation", "test")
+VALIDATION_SHARE = 20
+"""One of this number of training questions and meetings is for validation."""
+HELD_OUT_SHARE = 10
+"""One of this number of packages is for validation, and one for the test."""
+COPIES = {"__pycache__", "_vendor", "_vendored", "vendor", "vendored", "third_party", "externals", "extern"}
+"""Folders with copies of other packages."""
+TESTS = {"test", "tests", "testing", "idle_test"}
+FILE_BYTES = (2_000, 300_000)
+LONGEST_LINE = 1000
+TELLING_LINE = 30
+"""Characters of a line that is unlikely to be written twice."""
+COPIED = 0.25
+"""Share of its telling lines in held-out files from which a training file is a copy."""
+LEAST_LETTERS = 0.4
+"""Share of letters among visible characters; a file with fewer is a table."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    id: str
+    transcript: str
+    queries: tuple[str, ...]
+
+
+@dataclass
+class Texts:
+    """The user's records of one split."""
+
+    questions: list[tuple[str, str]] = field(default_factory=list)
+    """Questions of gsm8k with their worked answers."""
+    meetings: list[Meeting] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """Problems of AIME 2024."""
+
+
+@dataclass(frozen=True)
+class CodeFile:
+    package: str
+    path: str
+    """Relative to the folder that holds the package."""
+    text: str
+
+
+def read_texts(folder: str | None, split: str) -> Texts:
+    """The records of a split; tasks without a file are empty. Raises UserError for a record that cannot be read.
+
+    A task's file is FOLDER/TASK/SPLIT.jsonl, FOLDER/TASK_SPLIT.jsonl or, for the test, FOLDER/TASK.jsonl.
+    """
+    if folder is None:
+        return Texts()
+    source = "test" if split == "test" else "train"
+    texts = Texts()
+    for number, question in enumerate(_read_task(folder, "gsm8k", source, _question)):
+        if source == "test" or (number % VALIDATION_SHARE == 0) == (split == "validation"):
+            texts.questions.append(question)
+    meetings: dict[str, Meeting] = {}
+    for meeting in _read_task(folder, "qmsum", source, _meeting):
+        if meeting.id in meetings:
+            meeting = Meeting(meeting.id, meeting.transcript, (*meetings[meeting.id].queries, *meeting.queries))
+        meetings[meeting.id] = meeting
+    chosen = [m for m in meetings.values() if source == "test" or _is_validation(m.id) == (split == "validation")]
+    texts.meetings += chosen
+    if split == "test":
+        texts.problems = _read_task(folder, "aime24", source, lambda record: text_of(record.get("problem"), "problem"))
+    return texts
+
+
+def _read_task(folder: str, task: str, split: str, read: Callable[[dict[str, Any]], T]) -> list[T]:
+    """What `read` makes of each record of a task's file; [] if there is none."""
+    names = [f"{task}/{split}.jsonl", f"{task}_{split}.jsonl"] + ([f"{task}.jsonl"] if split == "test" else [])
+    file = next((path for name in names if (path := Path(folder, name)).is_file()), None)
+    records = []
+    if file is not None:
+        for number, raw in enumerate(file.read_bytes().split(b"\n"), 1):
+            if raw.strip():
+                with located(str(file), number):
+                    records.append(read(parse_record(str(file), number, raw)))
+    return records
+
+
+def _question(record: dict[str, Any]) -> tuple[str, str]:
+    return text_of(record.get("source"), "source"), text_of(record.get("target"), "target")
+
+
+def _meeting(record: dict[str, Any]) -> Meeting:
+    """A meeting with its queries, or LongBench's record of one query."""
+    transcript = text_of(record.get("context"), "context")
+    if isinstance(record.get("queries"), list):
+        queries = tuple(text_of(one.get("query"), "queries.query") for one in record["queries"])
+    else:
+        queries = (text_of(record.get("input"), "input"),)
+    if not queries:
+        raise RecordError("queries", "is empty")
+    return Meeting(hashlib.sha256(transcript.encode()).hexdigest()[:12], transcript, queries)
+
+
+def _is_validation(name: str) -> bool:
+    return _bucket(name) % VALIDATION_SHARE == 0
+
+
+def _bucket(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
+
+
+def split_of_package(package: str) -> str:
+    """The split of a package, by its name alone."""
+    return {0: "test", 1: "validation"}.get(_bucket(package) % HELD_OUT_SHARE, "train")
+
+
+def read_code(settings: CodeSettings, seed: int) -> dict[str, list[CodeFile]]:
+    """Source files of the standard library and the installed packages by split; no package is in two of them."""
+    paths = sysconfig.get_paths()
+    places = dict.fromkeys(Path(paths[name]) for name in ("stdlib", "purelib", "platlib"))
+    chance = random.Random(seed)
+    packages = [entry for place in places for entry in _packages(place)]
+    packages = sorted(chance.sample(packages, min(settings.packages, len(packages))))
+    # A text in several packages counts for the first split, so that no copy of a held-out file is trained on.
+    packages.sort(key=lambda path: SPLITS[::-1].index(split_of_package(path.stem)))
+    files: dict[str, list[CodeFile]] = {split: [] for split in SPLITS}
+    seen: set[bytes] = set()
+    for package in packages:
+        for path in sample_files(package, settings, chance):
+            text = _read(path)
+            digest = hashlib.blake2b((text or "").encode(), digest_size=16).digest()
+            if text is None or digest in seen or not is_written(text):
+                continue
+            seen.add(digest)
+            relative = str(path.relative_to(package.parent))
+            files[split_of_package(package.stem)].append(CodeFile(package.stem, relative, text))
+    files["train"] = without_copies(files["train"], files["validation"] + files["test"])
+    return files
+
+
+def without_copies(files: list[CodeFile], held_out: list[CodeFile]) -> list[CodeFile]:
+    """The files that are no copies of held-out ones, altered or not, as in forks of a package."""
+    known = set().union(*(_telling_lines(file.text) for file in held_out))
+    return [file for file in files if len((lines := _telling_lines(file.text)) & known) <= COPIED * len(lines)]
+
+
+def _telling_lines(text: str) -> set[str]:
+    return {line for line in map(str.strip, text.split("\n")) if len(line) >= TELLING_LINE}
+
+
+def _packages(place: Path) -> list[Path]:
+    """Modules and package folders directly in a folder."""
+    if not place.is_dir():
+        return []
+    skipped = COPIES | TESTS | {"site-packages", "dist-packages"}
+    found = []
+    with os.scandir(place) as entries:
+        for entry in entries:
+            name = entry.name
+            if name in skipped or name.startswith((".", "_")):
+                continue
+            if name.endswith(".py") or (name.isidentifier() and entry.is_dir()):
+                found.append(Path(entry.path))
+    return found
+
+
+def sample_files(package: Path, settings: CodeSettings, chance: random.Random) -> list[Path]:
+    """Some source files of a package, by a walk in random order that reads a bounded number of entries."""
+    if package.is_file():
+        return [package]
+    found: list[Path] = []
+    folders, entries = [package], 0
+    while folders and len(found) < settings.files_per_package and entries < settings.entries_per_package:
+        folder = folders.pop(chance.randrange(len(folders)))
+        with os.scandir(folder) as listing:
+            inside = sorted(listing, key=lambda entry: entry.name)
+        entries += len(inside)
+        chance.shuffle(inside)
+        # A folder gives a quarter of the files at most while others wait.
+        room = max(1, settings.files_per_package // 4)
+        for entry in inside:
+            if entry.is_dir(follow_symlinks=False):
+                if entry.name not in COPIES | TESTS and not entry.name.startswith("."):
+                    folders.append(Path(entry.path))
+            elif room and entry.name.endswith(".py") and FILE_BYTES[0] <= entry.stat().st_size <= FILE_BYTES[1]:
+                found.append(Path(entry.path))
+                room -= 1
+    return found[: settings.files_per_package]
+
+
+def _read(path: Path) -> str | None:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return text.replace("\r\n", "\n") if FILE_BYTES[0] <= len(text) <= FILE_BYTES[1] else None
+
+
+def is_written(text: str) -> bool:
+    """Whether a file was written by hand: no endless lines, mostly letters, no mark of a generator."""
+    if "DO NOT EDIT" in text[:1000] or max(map(len, text.split("\n"))) > LONGEST_LINE:
+        return False
+    visible = "".join(text.split())
+    return sum(map(str.isalpha, visible)) >= LEAST_LETTERS * len(visible)

@@ -1,0 +1,236 @@
+"""Step `train`: the recipe with every seed and the ablation arms, through the real launch line."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from tqdm import tqdm
+
+from experiments.files import answers_file, claim, read_jsonl, write_atomically
+from experiments.processes import running
+from experiments.settings import EVERY, RECIPE, Settings, StageSettings
+from experiments.tables import markdown
+from experiments.target import TargetText
+from longspec.errors import UserError, first_line
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TRAINER = "./trainer_base_ds_mul_fs_tp.py"
+METRICS, CHECKPOINT = "metrics.jsonl", "checkpoint-last"
+RECIPE_TABLE = "recipe"
+SHOWN = ("eval_acceptance_length", "eval_loss", "eval_top1_lag_1", "loss")
+LAST_LINES = 15
+
+
+def train(settings: Settings, root: Path) -> None:
+    """Train what is missing, the recipe first, and write the table of arms after each run."""
+    target = TargetText.load(settings.target).path
+    runs = {(arm, seed): arm_stages(settings, arm) for arm, seed in all_runs(settings)}
+    for stages in runs.values():  # a mistake in the last one is said before the first is trained
+        for name, stage in stages.items():
+            batches(name, stage)
+            answer_files(root, stage.answers, "train")
+            answer_files(root, stage.answers, "validation")
+    for (arm, seed), stages in runs.items():
+        if settings.training.only and arm not in settings.training.only:
+            continue
+        draft: Path | None = None
+        for name, stage in stages.items():
+            folder = run_folder(root, arm, seed) / name
+            train_stage(folder, stage, settings, root, target, draft, seed)
+            draft = folder / CHECKPOINT
+        write_table(settings, root)
+
+
+def all_runs(settings: Settings) -> list[tuple[str, int]]:
+    """(arm, seed) of every run: the recipe with all seeds, then the ablation arms with the first."""
+    seeds = settings.training.seeds
+    return [(RECIPE, seed) for seed in seeds] + [(arm, seeds[0]) for arm in settings.training.arms]
+
+
+def run_folder(root: Path, arm: str, seed: int) -> Path:
+    return root / "training" / f"{arm}-{seed}"
+
+
+def final_draft(settings: Settings, root: Path, arm: str = RECIPE, seed: int | None = None) -> Path:
+    """The draft that a run's last stage leaves."""
+    seed = settings.training.seeds[0] if seed is None else seed
+    return run_folder(root, arm, seed) / list(arm_stages(settings, arm))[-1] / CHECKPOINT
+
+
+def arm_stages(settings: Settings, arm: str) -> dict[str, StageSettings]:
+    """The stages of an arm, in order. Raises UserError for a change of something that stages do not have."""
+    changes = dict(settings.training.arms.get(arm, {}))
+    every = changes.pop(EVERY, {})
+    if unknown := sorted(set(changes) - set(settings.training.stages)):
+        raise UserError(f"config key training.arms.{arm}.{unknown[0]}: no such stage; use {EVERY} or a stage's name")
+    stages: dict[str, Any] = {}
+    for name, stage in settings.training.stages.items():
+        if name in changes and changes[name] is None:
+            continue
+        try:
+            merged = OmegaConf.merge(OmegaConf.structured(stage), every, changes.get(name, {}))
+            stages[name] = OmegaConf.to_object(merged)
+        except OmegaConfBaseException as error:
+            raise UserError(f"config key training.arms.{arm}: {first_line(error)}") from error
+    if not stages:
+        raise UserError(f"config key training.arms.{arm}: no stage is left")
+    return stages
+
+
+def train_stage(
+    folder: Path, stage: StageSettings, settings: Settings, root: Path, target: str, draft: Path | None, seed: int
+) -> None:
+    """One stage from the draft of the one before, or a fresh one; goes on where an earlier launch was stopped."""
+    ranks, micro_batch, accumulation = batches(folder.name, stage)
+    overrides: dict[str, Any] = {
+        "model_name_or_path": target,
+        "draft_model_name_or_path": str(draft.absolute()) if draft else None,
+        "output_dir": str(folder.absolute()),
+        "resume": "latest",
+        "seed": seed,
+        "data.files": answer_files(root, stage.answers, "train"),
+        "data.max_length": stage.max_length,
+        "data.cache_dir": str((root / "cache").absolute()),
+        "evaluation.files": answer_files(root, stage.answers, "validation"),
+        "evaluation.rows": settings.training.evaluation_rows,
+        "evaluation.steps": stage.steps,
+        "max_steps": stage.steps,
+        "save_steps": max(1, stage.steps // 4),
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "wandb.mode": "disabled",
+        **stage.overrides,
+    }
+    claim(folder / "settings.json", asdict(stage) | {"seed": seed})
+    if is_finished(folder, overrides["max_steps"]):
+        return
+    seconds = launch(launch_line(stage.config, overrides, ranks), folder, overrides["max_steps"])
+    if not is_finished(folder, overrides["max_steps"]):
+        raise UserError(f"{folder}: training ended without its last step; {folder / 'log.txt'} says why")
+    with (folder / "seconds.jsonl").open("a") as times:
+        times.write(f"{seconds:.1f}\n")
+
+
+def batches(name: str, stage: StageSettings) -> tuple[int, int, int]:
+    """Ranks, rows per rank and forward pass, and forward passes per step. Raises UserError for an uneven step."""
+    ranks = max(1, torch.cuda.device_count())
+    rows, remainder = divmod(stage.tokens_per_step, stage.max_length)
+    micro_batch = max(1, min(stage.micro_batch, rows // ranks))
+    accumulation, uneven = divmod(rows, micro_batch * ranks)
+    if remainder or uneven or not accumulation:
+        raise UserError(
+            f"{name}: tokens_per_step {stage.tokens_per_step} is not a multiple of max_length {stage.max_length} x "
+            f"micro_batch {micro_batch} x {ranks} ranks"
+        )
+    return ranks, micro_batch, accumulation
+
+
+def answer_files(root: Path, names: list[str], split: str) -> list[str]:
+    """Absolute paths of the answers that there are. Raises UserError if there are none."""
+    files = [answers_file(root, name, split).absolute() for name in names]
+    found = [str(file) for file in files if file.exists()]
+    if not found:
+        raise UserError(f"{files[0]}: no such file; run the steps prompts and regenerate first")
+    return found
+
+
+def is_finished(folder: Path, steps: int) -> bool:
+    """Whether the last step was taken and saved."""
+    metrics = folder / METRICS
+    done = read_jsonl(metrics)[-1:] if metrics.exists() else []
+    return bool(done) and done[0]["step"] >= steps and (folder / CHECKPOINT).is_dir()
+
+
+def launch_line(config: str, overrides: dict[str, Any], ranks: int) -> list[str]:
+    """The launch line of the README, with these overrides."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks), "--master_port", str(port)]
+    given = [f"{key}={_hydra_value(value)}" for key, value in overrides.items()]
+    return [*launcher, TRAINER, "-cp", "conf/exp", "-cn", config, *given]
+
+
+def _hydra_value(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_hydra_value, value)) + "]"
+    if isinstance(value, str):
+        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return str(value)
+
+
+def launch(command: list[str], folder: Path, steps: int) -> float:
+    """Run a launch line with its output in FOLDER/log.txt and a bar over its steps; returns the seconds it took.
+
+    Raises UserError with the end of the log if it fails.
+    """
+    environment = {"OMP_NUM_THREADS": "4"} | os.environ
+    if not torch.cuda.is_available():
+        environment["DS_ACCELERATOR"] = "cpu"
+    log, began = folder / "log.txt", time.perf_counter()
+    options = {"cwd": REPOSITORY, "env": environment, "stderr": subprocess.STDOUT}
+    bar = tqdm(total=steps, desc=str(folder.relative_to(folder.parents[1])), unit="step")
+    with log.open("a") as output, running(command, stdout=output, **options) as child, bar:
+        ended = False
+        while not ended:
+            ended = child.poll() is not None
+            if (steps_done := _steps(folder)) > bar.n:
+                bar.update(steps_done - bar.n)
+            time.sleep(0.2)
+    if child.returncode:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
+        raise UserError(f"{folder}: the launch ended with code {child.returncode}; the end of {log}:\n{tail}")
+    return time.perf_counter() - began
+
+
+def _steps(folder: Path) -> int:
+    metrics = folder / METRICS
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def table(settings: Settings, root: Path) -> pandas.DataFrame:
+    """A row per finished stage of every arm and seed: the trainer's own evaluation after its last step."""
+    rows = []
+    for arm, seed in all_runs(settings):
+        for name, stage in arm_stages(settings, arm).items():
+            folder = run_folder(root, arm, seed) / name
+            steps = stage.overrides.get("max_steps", stage.steps)
+            if not is_finished(folder, steps):
+                continue
+            last = read_jsonl(folder / METRICS)[-1]
+            times = folder / "seconds.jsonl"
+            seconds = sum(map(float, times.read_text().split())) if times.exists() else None
+            row = {"arm": arm, "seed": seed, "stage": name, "steps": steps, "seconds": seconds}
+            rows.append(row | {key: last.get(key) for key in SHOWN})
+    return pandas.DataFrame(rows)
+
+
+def write_table(settings: Settings, root: Path) -> None:
+    """The table of arms as JSON and Markdown."""
+    frame = table(settings, root)
+    folder = root / "training"
+    write_atomically(folder / f"{RECIPE_TABLE}.json", json.dumps(frame.to_dict("records"), indent=1) + "\n")
+    write_atomically(folder / f"{RECIPE_TABLE}.md", markdown(summary(frame)) + "\n")
+
+
+def summary(frame: pandas.DataFrame) -> pandas.DataFrame:
+    """Means and standard deviations over seeds, a row per arm and stage."""
+    if frame.empty:
+        return frame
+    grouped = frame.groupby(["arm", "stage"], sort=False)
+    means = grouped[["steps", "seconds", *SHOWN]].mean()
+    means.insert(0, "seeds", grouped.size())
+    means.insert(4, "sd over seeds", grouped["eval_acceptance_length"].std())
+    return means.reset_index()

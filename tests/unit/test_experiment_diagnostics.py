@@ -1,0 +1,59 @@
+"""Teacher-forced acceptance and the bound of a tree: against decoding itself, and against a sum over paths."""
+
+from pathlib import Path
+
+import torch
+from pairs import make_pair
+from torch import Tensor
+
+from experiments.diagnostics import depth_probabilities, forced_acceptance
+from longspec import generate
+from longspec.inference.acceptance import Sampler
+from longspec.inference.drafting.proposal import Proposal
+from longspec.inference.drafting.tree import TreeDrafter
+from longspec.inference.engine import Engine
+from longspec.inference.runner import Runner
+from longspec.models.glide import GlideMixin
+
+SHAPE = (8, 8, 8)
+
+
+def decoded(model: GlideMixin, prompt: Tensor, length: int) -> tuple[int, int]:
+    """Rounds and tokens of greedy decoding, as long as a whole tree fits before `length`."""
+    sampler, runner = Sampler(0.0, 0, 1.0), Runner(model)
+    engine = Engine(runner, TreeDrafter(runner, 1, SHAPE, sampler, "descend"), sampler, prompt[None], [len(prompt)], 60)
+    engine.prefill()
+    read, counts = len(prompt), []
+    while read + len(SHAPE) + 2 <= length:
+        counts.append(int(engine.round(torch.ones(1, dtype=torch.bool))[1]))
+        read += counts[-1]
+    return len(counts), sum(counts)
+
+
+@torch.no_grad()
+def test_forced_rounds_on_greedy_text_are_those_of_decoding(tmp_path: Path) -> None:
+    """Rows of a batch, each with a prompt of its own length."""
+    model = make_pair(tmp_path)
+    prompts = [torch.arange(3, 23), torch.arange(5, 14)]
+    options = {"method": "vanilla", "max_new_tokens": 50, "eos_token_id": ()}
+    texts = [generate(model, prompt[None], **options).sequences[0] for prompt in prompts]
+    figures = forced_acceptance(model, texts, [20, 9], SHAPE)
+    expected = [decoded(model, prompt, len(text)) for prompt, text in zip(prompts, texts, strict=True)]
+    assert (figures["rounds"], figures["tokens"]) == tuple(map(sum, zip(*expected, strict=True)))
+    assert figures["tokens"] > 1.05 * figures["rounds"], "some tokens are accepted"
+
+
+def test_the_bound_sums_the_targets_probabilities_over_paths() -> None:
+    """A root with children 5 and 7, a child 2 of the second, and a node without a parent that only fills its level."""
+    visible = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 1, 1, 0], [0, 0, 0, 0, 1]]
+    proposal = Proposal(
+        tokens=torch.tensor([[1, 5, 7, 2, 0]]),
+        parents=torch.tensor([[-1, 0, 0, 2, -1]]),
+        levels=torch.tensor([0, 1, 1, 2, 2]),
+        visible=torch.tensor([visible]) > 0,
+        shape=(2, 2),
+    )
+    logits = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0))
+    p = logits.softmax(-1)[0]
+    expected = torch.stack([p[0, 5] + p[0, 7], p[0, 7] * p[2, 2]])
+    torch.testing.assert_close(depth_probabilities(proposal, logits)[0], expected)

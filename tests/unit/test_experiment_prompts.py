@@ -1,0 +1,149 @@
+"""Prompts of the experiment: lengths in tokens, wording, splits without overlap, bounded search for code."""
+
+import random
+from pathlib import Path
+
+import pytest
+from experiment_fixtures import make_chat_target, write_text_folder
+
+from experiments import sources
+from experiments.files import claim, read_jsonl
+from experiments.prompts import Makers, write_prompts
+from experiments.settings import CodeSettings, load_settings
+from experiments.sources import (
+    SPLITS,
+    CodeFile,
+    is_written,
+    read_code,
+    read_texts,
+    sample_files,
+    split_of_package,
+    without_copies,
+)
+from experiments.target import TargetText
+from longspec.errors import UserError
+from longspec.inference.tasks import TASKS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> TargetText:
+    return TargetText.load(str(make_chat_target(tmp_path_factory.mktemp("target"))))
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text_folder(tmp_path_factory.mktemp("texts") / "texts")
+
+
+def code_files(count: int) -> list[CodeFile]:
+    choice = random.Random(1)
+    lines = [f"value_{n} = compute({choice.randint(1, 999)})  # {n}\n" for n in range(200)]
+    return [CodeFile("pkg", f"pkg/file{n}.py", "".join(choice.sample(lines, 200))) for n in range(count)]
+
+
+@pytest.mark.parametrize("task", ["lcc", "repobench-p", "qmsum", "gsm8k", "chat"])
+@pytest.mark.parametrize("length", [800, 1600])
+def test_prompts_have_the_length_that_is_asked_for(target: TargetText, texts: Path, task: str, length: int) -> None:
+    chats = [
+        [{"role": "user", "content": f"{n} " * 20}, {"role": "assistant", "content": "yes " * 15}] for n in range(20)
+    ]
+    makers = Makers(target, read_texts(str(texts), "train"), code_files(6), chats, "train")
+    records = list(makers.records(task, [length] * 6, random.Random(0)))
+    assert len(records) == 6 and len({record["id"] for record in records}) == 6
+    for record in records:
+        assert 0.8 * length <= len(target.prompt_ids(record)) <= length
+        assert ("prefix" in record) == (task in ("lcc", "repobench-p")), "code is continued without a chat"
+
+
+def test_prompts_have_the_benchmark_wording(target: TargetText, texts: Path) -> None:
+    makers = Makers(target, read_texts(str(texts), "test"), code_files(3), [], "test")
+    (code,) = makers.records("lcc", [600], random.Random(0))
+    before, after = TASKS["lcc"].prompt.split("{context}")
+    assert code["prefix"].startswith(before) and code["prefix"].endswith(after)
+    assert code["prefix"].removesuffix(after).endswith("\n"), "the code ends with a whole line"
+    (meeting,) = makers.records("qmsum", [900], random.Random(0))
+    assert meeting["messages"][0]["content"].endswith("Query: who?\nAnswer:")
+    (question,) = makers.records("gsm8k", [0], random.Random(0))
+    assert question["messages"][0]["content"].startswith("test ")
+
+
+def test_texts_are_cut_at_lines_and_never_too_long(target: TargetText) -> None:
+    text = "".join(f"line {number}\n" for number in range(100))
+    head, used = target.head(text, 50)
+    assert text.startswith(head) and head.endswith("\n") and target.count(head) <= used == 50
+    tail, used = target.tail(text, 50)
+    assert text.endswith(tail) and tail.startswith("line") and target.count(tail) <= used == 50
+    assert target.head("short\n", 50) == ("short\n", 6) == target.tail("short\n", 50)
+    assert target.head(text, -3) == ("", 0) == target.tail(text, 0)
+
+
+def test_splits_of_texts_share_nothing(texts: Path) -> None:
+    by_split = [read_texts(str(texts), split) for split in SPLITS]
+    for attribute in ("questions", "meetings"):
+        sets = [set(map(str, getattr(split, attribute))) for split in by_split]
+        assert all(sets) and not (sets[0] & sets[1] or sets[0] & sets[2] or sets[1] & sets[2])
+    assert [len(split.problems) for split in by_split] == [0, 0, 1]
+    assert not read_texts(None, "test").questions
+
+
+def test_a_record_without_its_field_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "gsm8k_train.jsonl").write_text('{"source": "1 + 1?", "target": "2"}\n{"source": "2 + 2?"}\n')
+    with pytest.raises(UserError, match=r"gsm8k_train.jsonl, line 2: field 'target' must be a string"):
+        read_texts(str(tmp_path), "train")
+
+
+def test_packages_are_split_by_name_and_forks_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "".join(f"def function_number_{n}(argument): return argument * {n}\n" for n in range(60))
+    names = [f"package{number}" for number in range(40)]
+    for name in names:
+        (tmp_path / name / "tests").mkdir(parents=True)
+        (tmp_path / name / "tests" / "skipped.py").write_text(body)
+        for number in range(5):
+            (tmp_path / name / f"m{number}.py").write_text(body.replace("function", f"{name}_{number}"))
+    held_out = next(name for name in names if split_of_package(name) == "test")
+    fork = next(name for name in names if split_of_package(name) == "train")
+    (tmp_path / fork / "m0.py").write_text("# a fork\n" + (tmp_path / held_out / "m0.py").read_text())
+    monkeypatch.setattr(
+        sources.sysconfig, "get_paths", lambda: dict.fromkeys(("stdlib", "purelib", "platlib"), tmp_path)
+    )
+    files = read_code(CodeSettings(), 0)
+    assert all(
+        file.package in names and split_of_package(file.package) == split for split in SPLITS for file in files[split]
+    )
+    assert all(files.values()) and not any("skipped" in file.path for split in SPLITS for file in files[split])
+    assert f"{fork}/m0.py" not in [file.path for file in files["train"]]
+    assert f"{fork}/m1.py" in [file.path for file in files["train"]]
+    assert len(sample_files(tmp_path / fork, CodeSettings(files_per_package=2), random.Random(0))) == 1, (
+        "a quarter each"
+    )
+
+
+def test_tables_and_generated_files_are_no_code() -> None:
+    assert is_written("def area(width, height):\n    return width * height\n")
+    assert not is_written("# DO NOT EDIT\ndef area(width, height):\n    return width\n")
+    assert not is_written("TABLE = [\n" + "    1, 2, 3, 4, 5, 6, 7, 8,\n" * 20 + "]\n")
+    assert not is_written("x = '" + "a" * 2000 + "'\n")
+    assert without_copies([CodeFile("a", "a.py", "x = 1\n")], []) != []
+
+
+def test_prompts_are_written_once(target: TargetText, texts: Path, tmp_path: Path) -> None:
+    chat = ["chat.train=0", "chat.validation=0", "chat.test=0", f"target={target.path}", f"text={texts}"]
+    settings = load_settings(ROOT / "experiments" / "tiny.yaml", [*chat, "code.packages=5", "prompts.train.gsm8k=9"])
+    write_prompts(settings, tmp_path)
+    file = tmp_path / "prompts" / "train" / "gsm8k.jsonl"
+    assert len(read_jsonl(file)) == 9
+    file.write_text("kept\n")
+    write_prompts(settings, tmp_path)
+    assert file.read_text() == "kept\n"
+    settings.prompts.train["gsm8k"] = 10
+    with pytest.raises(UserError, match="made with gsm8k"):
+        write_prompts(settings, tmp_path)
+
+
+def test_a_folder_keeps_the_facts_it_was_made_with(tmp_path: Path) -> None:
+    claim(tmp_path / "a" / "settings.json", {"one": 1, "two": (2, 3)})
+    claim(tmp_path / "a" / "settings.json", {"one": 1, "two": (2, 3)})
+    with pytest.raises(UserError, match="made with two"):
+        claim(tmp_path / "a" / "settings.json", {"one": 1, "two": (2, 4)})

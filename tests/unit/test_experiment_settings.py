@@ -1,0 +1,132 @@
+"""Settings of the experiment: typed, with one line for a mistake; ablation arms; samples that are continued."""
+
+import json
+from pathlib import Path
+
+import pytest
+from experiment_fixtures import make_chat_target
+
+from experiments.cells import SampleFile, cells, prompt_digest, read_samples
+from experiments.files import answers_file, write_atomically
+from experiments.settings import Settings, load_settings
+from experiments.training import (
+    arm_stages,
+    final_draft,
+    launch_line,
+    summary,
+    table,
+    train,
+)
+from longspec.errors import UserError
+from longspec.train.config import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+PRESET = ROOT / "experiments" / "smollm2.yaml"
+
+
+def load(*overrides: str) -> Settings:
+    return load_settings(PRESET, overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("prompts.train.gsm9k=1", "prompts.train.gsm9k: no such group"),
+        ("trainig.seeds=[1]", "trainig"),
+        ("training.seeds=[]", "training.seeds: needs at least one seed"),
+        ("evaluation.tasks.lbc={contexts: [1], max_new_tokens: 1}", "evaluation.tasks.lbc: no such task"),
+        ("evaluation.methods=[{name: forest, prompts: 1}]", "no method forest"),
+        ("evaluation.methods=[{name: tree, prompts: 99}]", "must be at most prompts.test"),
+        ("prompts.contexts=[9,1]", r"prompts.contexts: must be \[shortest, longest\]"),
+        ("code.packages=many", "code.packages"),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_key(override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        load(override)
+    assert "\n" not in str(error.value)
+
+
+def test_arms_change_stages_and_leave_some_out() -> None:
+    settings = load("training.arms={ce: {every: {overrides: {loss: ce}}, stage2: null, stage3: {steps: 7}}}")
+    recipe, arm = arm_stages(settings, "recipe"), arm_stages(settings, "ce")
+    assert list(recipe) == ["stage1", "stage2", "stage3"] and list(arm) == ["stage1", "stage3"]
+    assert arm["stage1"].overrides == {"loss": "ce"} and arm["stage3"].steps == 7
+    assert arm["stage1"].answers == recipe["stage1"].answers and recipe["stage1"].overrides == {}
+    assert final_draft(settings, Path("out"), "ce").parts[1:4] == ("training", "ce-0", "stage3")
+    with pytest.raises(UserError, match=r"arms\.ce\.stage9: no such stage"):
+        arm_stages(load("training.arms={ce: {stage9: null}}"), "ce")
+    with pytest.raises(UserError, match=r"arms.ce: .*stepz"):
+        arm_stages(load("training.arms={ce: {stage1: {stepz: 7}}}"), "ce")
+
+
+def test_mistakes_of_late_runs_are_said_first(tmp_path: Path) -> None:
+    target = make_chat_target(tmp_path / "target")
+    for override, message in (
+        ("training.arms.late={stage3: {tokens_per_step: 9000}}", "stage3: tokens_per_step 9000 is not a multiple"),
+        ("training.arms.late={stage3: {answers: [poems]}}", "poems/train.jsonl: no such file"),
+    ):
+        settings = load(override, f"target={target}")
+        for name in ("chat", *settings.answers):
+            for split in ("train", "validation"):
+                write_atomically(answers_file(tmp_path, name, split), "")
+        with pytest.raises(UserError, match=message):
+            train(settings, tmp_path)
+    assert not (tmp_path / "training").exists()
+
+
+@pytest.mark.parametrize("stage", ["stage1", "stage2", "stage3"])
+def test_the_trainer_takes_the_launch_line_of_every_stage(stage: str, tmp_path: Path) -> None:
+    """Paths with characters that Hydra gives a meaning must arrive as they are."""
+    name = load().training.stages[stage].config
+    data = tmp_path / "it's a=b, folder" / "data.jsonl"
+    data.parent.mkdir()
+    data.write_text('{"text": "a"}\n')
+    overrides = {"data.files": [str(data)], "output_dir": str(tmp_path / "out"), "max_steps": 3}
+    overrides |= {"model_name_or_path": "target", "draft_model_name_or_path": None, "variant": "base"}
+    line = launch_line(name, overrides, ranks=1)
+    config = load_config(["-cp", str(ROOT / "conf" / "exp"), *line[line.index("-cn") :]])
+    assert config is not None
+    assert (config.loss, config.max_steps, config.draft_model_name_or_path) == ("distill", 3, None)
+    assert config.data.files == [str(data)] and config.variant.name == "base"
+
+
+def test_the_table_of_arms_pools_seeds(tmp_path: Path) -> None:
+    settings = load("training.seeds=[0,1,2]", "training.arms={}")
+    for seed, length in ((0, 2.0), (1, 3.0)):
+        folder = tmp_path / "training" / f"recipe-{seed}" / "stage1"
+        (folder / "checkpoint-last").mkdir(parents=True)
+        steps = settings.training.stages["stage1"].steps
+        last = {"step": steps, "loss": 1.0, "eval_acceptance_length": length}
+        (folder / "metrics.jsonl").write_text('{"step": 1}\n' + json.dumps(last) + "\n")
+    frame = table(settings, tmp_path)
+    assert frame["seed"].tolist() == [0, 1]
+    pooled = summary(frame).iloc[0]
+    assert (pooled["arm"], pooled["seeds"], pooled["eval_acceptance_length"]) == ("recipe", 2, 2.5)
+    assert pooled["sd over seeds"] == pytest.approx(0.5**0.5)
+
+
+def test_an_evaluation_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """A line that was cut off is measured again; samples of other prompts are refused."""
+    prompts = [{"id": f"lcc-test-{n}", "length": 1024, "prefix": f"x = {n}\n"} for n in range(3)]
+    file = tmp_path / "prompts" / "test" / "lcc.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    methods = "evaluation.methods=[{name: tree, prompts: 2, temperatures: [0.0, 1.0], seeds: 2}]"
+    grid = list(cells(load(methods).evaluation, tmp_path))
+    assert [(cell.temperature, cell.seed) for cell in grid] == [(0.0, 0), (1.0, 0), (1.0, 1)]
+    assert len({cell.prompt_seed(prompt["id"]) for cell in grid[1:] for prompt in cell.prompts}) == 4
+    folder = tmp_path / "evaluation"
+    samples = SampleFile(folder)
+    samples.append({**grid[0].key, "id": prompts[0]["id"], "prompt": prompt_digest(prompts[0])})
+    with samples.path.open("a") as handle:
+        handle.write('{"task": "lcc", "con')
+    again = SampleFile(folder)
+    assert [prompt["id"] for prompt in again.missing(grid[0])] == ["lcc-test-1"]
+    assert len(again.missing(grid[1])) == 2 and len(read_samples(folder)) == 1
+    again.append({**grid[0].key, "id": prompts[1]["id"], "prompt": prompt_digest(prompts[1])})
+    assert len(read_samples(folder)) == 2 and SampleFile(folder, part=1).missing(grid[0]) == []
+    file.write_text(file.read_text().replace("x = 0", "x = 9"))
+    (other, *_) = cells(load(methods).evaluation, tmp_path)
+    with pytest.raises(UserError, match="samples of other prompts"):
+        again.missing(other)
