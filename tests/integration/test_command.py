@@ -20,6 +20,7 @@ from longspec.inference.methods import METHODS
 from longspec.inference.plan import make_plan
 from longspec.inference.registry import PUBLISHED_PAIRS, choose_pair
 from longspec.models.draft_files import save_draft_file, save_draft_folder
+from longspec.models.draft_layer import DraftOptions
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import context_window
 
@@ -248,7 +249,7 @@ def test_a_draft_that_cannot_serve_is_refused_before_the_weights_load(
     state = torch.load(draft_of(target))
     config = tiny_config("llama", vocab_size=VOCAB_SIZE)
     narrow, fresh = tmp_path / "narrow", tmp_path / "fresh"
-    save_draft_folder(state, config, narrow, window=4)
+    save_draft_folder(state, config, narrow, DraftOptions(window=4))
     save_draft_folder(state, config, fresh, is_trained=False)
 
     def refused(draft: Path, *more: str) -> str:

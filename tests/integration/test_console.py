@@ -242,13 +242,16 @@ class Terminal:
             environment = {**os.environ, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
             os.execvpe(sys.executable, [sys.executable, "-m", "longspec", "chat", *map(str, arguments)], environment)
 
-    def until(self, pattern: str) -> str:
-        """What appears up to a match of `pattern`, which is taken off the text."""
+    def until(self, pattern: str, typing: str = "") -> str:
+        """What appears up to a match of `pattern`, which is taken off the text; `typing` is typed until then."""
         deadline = time.monotonic() + LIMIT_S
+        self.type(typing)
         while not (match := re.search(pattern, self.text, re.DOTALL)):
             assert time.monotonic() < deadline, self.text
             if select.select([self.handle], [], [], 1)[0]:
                 self.text += os.read(self.handle, 2**16).decode(errors="replace")
+            else:
+                self.type(typing)
         shown, self.text = self.text[: match.end()], self.text[match.end() :]
         return shown
 
@@ -268,8 +271,8 @@ def chat(target: Path) -> Iterator[Terminal]:
 def test_ctrl_c_stops_the_answer_and_sigterm_the_chat(chat: Terminal) -> None:
     """Text streams before the answer ends, and what there is of it is the next prompt's history."""
     chat.until(r"Orange.*> ")
-    chat.type("\x03")
-    chat.until(r"Ctrl-D ends the chat.*> ")
+    # A signal between the prompt and readline's first look at the keyboard is heard with the next one.
+    chat.until(r"Ctrl-D ends the chat.*> ", typing="\x03")
     prompts = []
     for message in ("hello", "more"):
         chat.type(f"{message}\n")

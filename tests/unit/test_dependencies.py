@@ -18,8 +18,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml", "fa3_fwd_interface": "fa3-fwd"}
 """Distributions whose name is not that of their package."""
-OURS = {"longspec", "scripts", "benchmarks", *(file.stem for file in (ROOT / "tests").rglob("*.py"))}
-USED = {"longspec/data": ["train"], "longspec/train": ["train"], "benchmarks": ["demo", "fa3"], "scripts": ["demo"]}
+OURS = {"longspec", "scripts", "benchmarks", "experiments", *(file.stem for file in (ROOT / "tests").rglob("*.py"))}
+USED = {
+    "longspec/data": ["train"],
+    "longspec/train": ["train"],
+    "benchmarks": ["demo", "fa3"],
+    "experiments": ["demo"],
+    "scripts": ["demo"],
+}
 """Extras that a folder's modules may import; the tests may import those of `dev`, the rest none."""
 ON_DEMAND = {
     "longspec/models/parallel.py": ["train"],  # fairscale, with tensor parallelism
@@ -51,7 +57,7 @@ def third_party_imports(file: Path) -> Iterator[tuple[str, bool]]:
                 yield canonicalize_name(DISTRIBUTIONS.get(package, package)), node.col_offset == 0
 
 
-@pytest.mark.parametrize("folder", ["longspec", "benchmarks", "scripts", "tests"])
+@pytest.mark.parametrize("folder", ["longspec", "benchmarks", "experiments", "scripts", "tests"])
 def test_every_import_is_declared(folder: str) -> None:
     undeclared = []
     for file in sorted((ROOT / folder).rglob("*.py")):
