@@ -26,12 +26,6 @@ USED = {
     "experiments": ["demo"],
     "scripts": ["demo"],
 }
-    "longspec/data": ["train"],
-    "longspec/train": ["train"],
-    "benchmarks": ["demo", "fa3"],
-    "experiments": ["demo"],
-    "scripts": ["demo"],
-}
 """Extras that a folder's modules may import; the tests may import those of `dev`, the rest none."""
 ON_DEMAND = {
     "longspec/models/parallel.py": ["train"],  # fairscale, with tensor parallelism
