@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from pairs import make_pair, save_target
@@ -232,6 +233,18 @@ def test_lines_from_a_pipe_are_answered_up_to_quit(target: Path) -> None:
     assert invoke("chat", target, "--max_new_tokens", 3, input="hello\n").output.count("\n3 tokens") == 1
 
 
+def test_ctrl_c_at_the_prompt_does_not_end_the_chat(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[type[BaseException]] = [KeyboardInterrupt, EOFError]
+
+    def press(prompt: str) -> str:
+        raise keys.pop(0)
+
+    monkeypatch.setattr("builtins.input", press)
+    session = Session(opened(target), pairs.Sampling(max_new_tokens=3), terminal())
+    session.run()
+    assert not keys and "Ctrl-D ends the chat" in session.console.file.getvalue()  # type: ignore[attr-defined]
+
+
 class Terminal:
     """`longspec chat` on a pseudo terminal."""
 
@@ -242,16 +255,13 @@ class Terminal:
             environment = {**os.environ, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
             os.execvpe(sys.executable, [sys.executable, "-m", "longspec", "chat", *map(str, arguments)], environment)
 
-    def until(self, pattern: str, typing: str = "") -> str:
-        """What appears up to a match of `pattern`, which is taken off the text; `typing` is typed until then."""
+    def until(self, pattern: str) -> str:
+        """What appears up to a match of `pattern`, which is taken off the text."""
         deadline = time.monotonic() + LIMIT_S
-        self.type(typing)
         while not (match := re.search(pattern, self.text, re.DOTALL)):
             assert time.monotonic() < deadline, self.text
             if select.select([self.handle], [], [], 1)[0]:
                 self.text += os.read(self.handle, 2**16).decode(errors="replace")
-            else:
-                self.type(typing)
         shown, self.text = self.text[: match.end()], self.text[match.end() :]
         return shown
 
@@ -271,8 +281,6 @@ def chat(target: Path) -> Iterator[Terminal]:
 def test_ctrl_c_stops_the_answer_and_sigterm_the_chat(chat: Terminal) -> None:
     """Text streams before the answer ends, and what there is of it is the next prompt's history."""
     chat.until(r"Orange.*> ")
-    # A signal between the prompt and readline's first look at the keyboard is heard with the next one.
-    chat.until(r"Ctrl-D ends the chat.*> ", typing="\x03")
     prompts = []
     for message in ("hello", "more"):
         chat.type(f"{message}\n")
@@ -283,5 +291,8 @@ def test_ctrl_c_stops_the_answer_and_sigterm_the_chat(chat: Terminal) -> None:
         figures = chat.until(r"chat:.* tokens\r\n> ")
         prompts.append(int(re.findall(r"prompts of up\s+to\s+(\d+)", figures)[0]))
     assert prompts[1] > prompts[0] + 20
+    # Python looks at a signal when readline's wait for a key is interrupted, so the wait must have begun.
+    while psutil.Process(chat.pid).status() != psutil.STATUS_SLEEPING:
+        pass
     os.kill(chat.pid, signal.SIGTERM)
-    assert os.waitstatus_to_exitcode(os.waitpid(chat.pid, 0)[1]) == 128 + signal.SIGTERM
+    assert psutil.Process(chat.pid).wait(LIMIT_S) == 128 + signal.SIGTERM
