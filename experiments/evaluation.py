@@ -74,7 +74,7 @@ def is_main(cell: Cell) -> bool:
 
 
 def measure(settings: Settings, draft: str, folder: Path, grid: list[Cell], number: int) -> None:
-    """The samples of one draft that are missing; number: of the device among those that write to `folder`."""
+    """Measure the missing samples of one draft. number: index of this device among those that write to `folder`."""
     most_new_tokens = max(task.max_new_tokens for task in settings.evaluation.tasks.values())
     decoder = Decoder(settings.target, draft, most_new_tokens)
     if number == 0:
@@ -116,7 +116,7 @@ class Decoder:
     """Continues prompts with the pair's own methods and with transformers' `generate`."""
 
     def __init__(self, target: str, draft: str, most_new_tokens: int) -> None:
-        """most_new_tokens: of any task; static caches have room for it."""
+        """most_new_tokens: largest answer of any task, for which static caches have room."""
         self.most_new_tokens = most_new_tokens
         self.text = TargetText.load(target)
         self.model, _ = load_pair(target, draft=draft)

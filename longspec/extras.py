@@ -1,4 +1,4 @@
-"""The extras of pyproject.toml: what to install where one is missing."""
+"""Error messages that name the extra of pyproject.toml to install when a package is missing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

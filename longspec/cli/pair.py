@@ -56,7 +56,7 @@ class LoadedPair:
         return context_window(self.model.config)
 
     def encode(self, prompts: list[str | list[Turn]]) -> list[list[int]]:
-        """Token ids of each prompt: of text as it is, of a conversation in the chat format."""
+        """Token ids of each prompt. Plain text is encoded as it is, a conversation in the chat format."""
         texts = [prompt if isinstance(prompt, str) else self._conversation(prompt) for prompt in prompts]
         return encode_texts(texts, self.tokenizer)
 

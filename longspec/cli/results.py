@@ -1,4 +1,4 @@
-"""The JSONL lines of `longspec generate`: in the order of the prompts, and continued after an interruption."""
+"""JSONL output of `longspec generate`, in prompt order; an interrupted file is continued."""
 
 from __future__ import annotations
 

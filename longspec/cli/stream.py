@@ -106,7 +106,7 @@ class AnswerStream:
 
 
 def describe(answers: Sequence[Answer], whole: bool = False) -> str:
-    """The figures of answers, each of a token at least, in one line; whole: with origins and times as well."""
+    """One line of figures for answers of at least one token each; whole adds token origins and times."""
     tokens, rounds = sum(answer.tokens for answer in answers), sum(answer.rounds for answer in answers)
     decoded, seconds = tokens - len(answers), sum(answer.decode_s for answer in answers)  # not the first of each
     parts = [f"{tokens} tokens"]
