@@ -6,6 +6,7 @@ import deepspeed
 import torch
 from torch import nn
 
+from longspec.signals import Termination
 from longspec.train.trainer import Trainer, main
 
 run = Trainer.run
@@ -22,16 +23,17 @@ def frozen_bytes(pair: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def watched(self: Trainer) -> None:
+def watched(self: Trainer, termination: Termination) -> bool:
     pair = self.engine.module
     before = frozen_bytes(pair)
-    run(self)
+    finished = run(self, termination)
     if frozen_bytes(pair) != before:
         raise AssertionError("training changed the target")
     for name, parameter in pair.named_parameters():
         drafts = name.startswith("draft_model.")
         if parameter.requires_grad != drafts or (parameter.grad is not None and not drafts):
             raise AssertionError(f"{name}: requires_grad {parameter.requires_grad}, gradient {parameter.grad}")
+    return finished
 
 
 Trainer.run = watched  # type: ignore[method-assign]
