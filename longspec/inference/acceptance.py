@@ -16,10 +16,10 @@ from transformers import (
 )
 
 from longspec.inference.drafting.proposal import Proposal
-from longspec.kernels.backend import runs_triton
+from longspec.kernels.shared.device import runs_triton
+from longspec.kernels.shared.watch import Watch
 from longspec.kernels.vocabulary import argmax
 from longspec.kernels.vocabulary import probabilities as softmax
-from longspec.kernels.watch import Watch
 
 
 class Sampler:

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 
 from longspec.kernels import reference
-from longspec.kernels.backend import runs_triton
-from longspec.kernels.watch import Watch
+from longspec.kernels.shared.device import runs_triton
+from longspec.kernels.shared.watch import Watch
 from longspec.models.draft_layer import head_dim
 
 

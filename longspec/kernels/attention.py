@@ -18,9 +18,9 @@ from torch.nn.attention.bias import causal_lower_right
 
 from longspec.errors import UserError
 from longspec.kernels import BACKENDS
-from longspec.kernels.backend import OLDEST_GPU, describe_gpu
 from longspec.kernels.reference import ring_visible
-from longspec.kernels.varlen_flash import FLASH_MODULES, installed_flash_attention
+from longspec.kernels.shared.device import OLDEST_GPU, describe_gpu
+from longspec.kernels.training.varlen_flash import FLASH_MODULES, installed_flash_attention
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The choice of a tree's next level over parents × vocabulary, and its entry into the tree, in one launch.
 
-The best `width` continuations lie in the `width` sub-chunks of the scan whose best entries are the best: first those
-are found, then the continuations within them.
+The `width` best continuations lie in the `width` sub-chunks with the largest keys: find these sub-chunks first, then
+the continuations within them.
 """
 
 import torch
@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.scan import CHUNK, SUB, load_keys, scan, write_softmax_chunk
-from longspec.kernels.watch import Watch, launch_arguments
+from longspec.kernels.shared.logit_statistics import CHUNK, SUB, load_keys, logit_statistics, write_softmax_chunk
+from longspec.kernels.shared.watch import Watch, launch_arguments
 
 MAX_WIDTH = 64
 MAX_CANDIDATES = 2**15
@@ -77,7 +77,7 @@ def _merit(key, lse, score, arrival, first, RACE: tl.constexpr):
 
 @triton.jit
 def _log_sum_exp(chunk_maxima_ptr, chunk_sums_ptr, row, is_row, chunks, BLOCK_C: tl.constexpr):
-    """Of scanned rows [n], where is_row; elsewhere 0."""
+    """Of rows [n], where is_row; elsewhere 0."""
     part = tl.arange(0, BLOCK_C)
     parts = row[:, None] * chunks + part[None, :]
     in_parts = is_row[:, None] & (part < chunks)[None, :]
@@ -237,12 +237,12 @@ def grow_level(
     """
     logits = logits.contiguous()
     batch, num_parents, vocab = logits.shape
-    scanned = scan(logits, temperature, noise)
-    subs, chunks = scanned.best.shape[1], scanned.chunk_sums.shape[1]
+    statistics = logit_statistics(logits, temperature, noise)
+    subs, chunks = statistics.best.shape[1], statistics.chunk_sums.shape[1]
     _level_kernel[(batch, 1 if q is None else 1 + num_parents * chunks)](
         logits,
         noise,
-        *scanned,
+        *statistics,
         q,
         0 if q is None else q.stride(0),
         tokens,

@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from longspec.kernels.attention import Attend, causal_prefill
-from longspec.kernels.backend import Gpu
 from longspec.kernels.finish import finish_prefix, masked_attention, window_attention
 from longspec.kernels.prefix_attention import prefix_attention
+from longspec.kernels.shared.device import Gpu
 from longspec.kernels.tiles import PrefixParts, count_splits, prefix_tiles, programs_at_once, share_begin
 
 FLASH_TILES = {64: (192, 192), 96: (192, 144), 128: (128, 176), 192: (128, 112), 256: (128, 80)}

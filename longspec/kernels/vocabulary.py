@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longspec.kernels.backend import runs_triton
-from longspec.kernels.watch import Watch
+from longspec.kernels.shared.device import runs_triton
+from longspec.kernels.shared.watch import Watch
 
 
 class Tree(NamedTuple):
@@ -49,10 +49,10 @@ def probabilities(logits: Tensor, temperature: float, watch: Watch | None = None
         if watch is not None:
             watch.record(p[..., 0].isnan())  # one NaN makes the whole row NaN
         return p
-    from longspec.kernels.scan import scan, softmax
+    from longspec.kernels.shared.logit_statistics import logit_statistics, softmax
 
     logits = logits.contiguous()
-    return softmax(scan(logits, temperature), logits, temperature, watch)
+    return softmax(logit_statistics(logits, temperature), logits, temperature, watch)
 
 
 def argmax(values: Tensor, noise: Tensor | None = None, watch: Watch | None = None) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspec.kernels.elementwise import rms_norm, swiglu
+from longspec.kernels.shared.elementwise import rms_norm, swiglu
 from longspec.kernels.skinny_product import MAX_ROWS, skinny_product, split_product
 from longspec.kernels.vector_product import vector_product
 

@@ -13,8 +13,8 @@ from longspec.kernels.attention import (
     decoding_attention,
     masked_attention,
 )
-from longspec.kernels.backend import Gpu
 from longspec.kernels.reference import attention_with_lse
+from longspec.kernels.shared.device import Gpu
 
 FLASH = importlib.util.find_spec("fa3_fwd_interface") is not None
 INTERPRETED = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs interpreter")

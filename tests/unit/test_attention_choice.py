@@ -78,7 +78,7 @@ def test_cpu_decoding_needs_no_triton() -> None:
         sys.modules["triton"] = None  # importing it now fails
         import torch
         from longspec.kernels.attention import decoding_attention
-        from longspec.kernels.varlen import varlen_attention
+        from longspec.kernels.training.varlen import varlen_attention
         x = torch.ones(1, 1, 2, 16)
         mask = torch.ones(1, 1, 1, dtype=torch.bool)
         attend = decoding_attention("auto", torch.device("cpu"), torch.float32, 16)

@@ -141,7 +141,7 @@ def test_interpreted_kernels_are_as_exact_as_their_dtype(
     """The kernels as they are composed on CUDA, with as many splits as asked for."""
     pytest.importorskip("triton")
     from longspec.kernels import triton_attention
-    from longspec.kernels.backend import Gpu
+    from longspec.kernels.shared.device import Gpu
 
     monkeypatch.setattr(triton_attention, "count_splits", lambda *shape: splits)
     attend = triton_attention.TritonAttention(Gpu(16, 160 * 1024, overlaps=False))

@@ -7,7 +7,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from longspec.kernels import reference
 from longspec.kernels.compaction import compact
-from longspec.kernels.elementwise import gather_rows, rms_norm, rotate_and_store, rotate_queries, swiglu
+from longspec.kernels.shared.elementwise import gather_rows, rms_norm, rotate_and_store, rotate_queries, swiglu
 from longspec.models.draft_layer import rotate
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}  # two roundings

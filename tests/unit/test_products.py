@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from longspec.kernels import skinny_product as skinny
-from longspec.kernels.backend import describe_gpu
+from longspec.kernels.shared.device import describe_gpu
 from longspec.kernels.skinny_product import count_parts, skinny_product, split_product
 from longspec.kernels.vector_product import vector_product
 from longspec.models.residual import ResidualStream

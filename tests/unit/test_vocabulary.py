@@ -10,9 +10,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longspec.kernels import choice, level, scan, vocabulary
+from longspec.kernels import choice, level, vocabulary
+from longspec.kernels.shared import logit_statistics
+from longspec.kernels.shared.watch import Watch
 from longspec.kernels.vocabulary import Tree, new_tree
-from longspec.kernels.watch import Watch
 
 DEVICES = [
     pytest.param(
@@ -181,8 +182,8 @@ PLAIN: dict[str, Read] = {
     "sampled": partial(read_by_levels, sampled=True, plain=True),
 }
 KERNELS: dict[str, Read] = {
-    "softmax": lambda logits, temperature, watch: scan.softmax(
-        scan.scan(logits, temperature), logits, temperature, watch
+    "softmax": lambda logits, temperature, watch: logit_statistics.softmax(
+        logit_statistics.logit_statistics(logits, temperature), logits, temperature, watch
     ).argmax(-1),
     "argmax": lambda logits, temperature, watch: choice.argmax(logits / temperature, watch=watch),
     "best": partial(read_by_levels, sampled=False, plain=False),
@@ -228,7 +229,7 @@ def test_softmax_equals_torchs(vocab: int, dtype: torch.dtype, device: str) -> N
     logits = random_logits(2, 3, vocab, dtype).to(device)
     logits[0, 0, 4096:] = -torch.inf
     logits[0, 1, 1:] -= 80
-    out = scan.softmax(scan.scan(logits, 0.7), logits, 0.7)
+    out = logit_statistics.softmax(logit_statistics.logit_statistics(logits, 0.7), logits, 0.7)
     torch.testing.assert_close(out, (logits.float() / 0.7).softmax(-1), atol=1e-38, rtol=3e-5)
 
 

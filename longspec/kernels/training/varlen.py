@@ -6,8 +6,8 @@ FlashAttention, all else on torch's own attention over padded segments; no path 
 
 from torch import Tensor
 
-from longspec.kernels import varlen_flash, varlen_padded
-from longspec.kernels.segments import BLOCK, Segments
+from longspec.kernels.training import varlen_flash, varlen_padded
+from longspec.kernels.training.segments import BLOCK, Segments
 
 
 def varlen_attention(
