@@ -16,10 +16,10 @@ from transformers import (
 )
 
 from longspec.inference.drafting.proposal import Proposal
+from longspec.kernels.decoding.vocabulary import argmax
+from longspec.kernels.decoding.vocabulary import probabilities as softmax
 from longspec.kernels.shared.device import runs_triton
 from longspec.kernels.shared.watch import Watch
-from longspec.kernels.vocabulary import argmax
-from longspec.kernels.vocabulary import probabilities as softmax
 
 
 class Sampler:
@@ -113,7 +113,7 @@ def follow(proposal: Proposal, choice: Tensor) -> Accepted:
     proposal that was built without seeing the draws: each emitted token is the target's own choice.
     """
     if runs_triton(choice):
-        from longspec.kernels.descent import follow_choices
+        from longspec.kernels.decoding.descent import follow_choices
 
         return Accepted(*follow_choices(proposal.tokens, proposal.parents, choice, proposal.depth))
     wanted = proposal.tokens == choice.gather(1, proposal.parents.clamp(min=0))
@@ -129,7 +129,7 @@ def reject(proposal: Proposal, q: Tensor, p: Tensor, sampler: Sampler) -> Accept
     (arXiv 2211.17192), for siblings sampled without replacement its recursion (arXiv 2402.14160).
     """
     if runs_triton(p):
-        from longspec.kernels.rejection import reject_children
+        from longspec.kernels.decoding.rejection import reject_children
 
         coins = sampler.uniforms(proposal.tokens)
         path, count, left = reject_children(proposal.tokens, proposal.parents, q, p, coins, proposal.depth)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 
-from longspec.kernels import reference
+from longspec.kernels.decoding import attention_reference
 from longspec.kernels.shared.device import runs_triton
 from longspec.kernels.shared.watch import Watch
 from longspec.models.draft_layer import head_dim
@@ -72,9 +72,9 @@ class TargetCache(Cache):
         path: LongTensor [B, J], increasing node numbers of the tree just written behind `lengths`; counts: [B].
         """
         if runs_triton(self.keys):
-            from longspec.kernels.compaction import compact
+            from longspec.kernels.decoding.compaction import compact
         else:
-            compact = reference.compact
+            compact = attention_reference.compact
         compact(self.keys, self.values, self.lengths, path, counts)
         self.lengths += counts
 

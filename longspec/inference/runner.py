@@ -9,7 +9,7 @@ from functools import cache
 from torch import Tensor
 
 from longspec.inference.cache import DraftCache, TargetCache
-from longspec.kernels.attention import decoding_attention
+from longspec.kernels.decoding.attention import decoding_attention
 from longspec.models.draft_layer import head_dim
 from longspec.models.glide import GlideMixin
 from longspec.models.target_attention import Attend, QueryAttend, run_backbone

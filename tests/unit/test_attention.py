@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspec.kernels.attention import (
+from longspec.kernels.decoding.attention import (
     DecodingAttention,
     SdpaAttention,
     decoding_attention,
     masked_attention,
 )
-from longspec.kernels.reference import attention_with_lse
+from longspec.kernels.decoding.attention_reference import attention_with_lse
 from longspec.kernels.shared.device import Gpu
 
 FLASH = importlib.util.find_spec("fa3_fwd_interface") is not None
@@ -39,7 +39,7 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     backend, device = request.param.split()
     if backend == "sdpa":
         return SdpaAttention(), device
-    from longspec.kernels import triton_attention
+    from longspec.kernels.decoding import triton_attention
 
     monkeypatch.setattr(
         triton_attention, "count_splits", lambda programs, capacity, places: 1 + min(4, places // programs)
@@ -235,7 +235,7 @@ def test_reference_gradient_is_clean_where_nothing_is_visible() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_parts_of_a_row_for_flash_attention_are_its_whole_blocks_in_equal_shares(device: str) -> None:
     """By part, then by row: the row, its first slot and its end; a row of fewer blocks than parts has empty parts."""
-    from longspec.kernels.triton_attention import split_blocks
+    from longspec.kernels.decoding.triton_attention import split_blocks
 
     lengths = torch.tensor([1000, 175, 353], device=device)
     rows, begins, ends = split_blocks(lengths, 3, 176).unflatten(1, (3, 3)).cpu()
@@ -277,7 +277,7 @@ def test_a_captured_call_follows_lengths_masks_and_keys(
     backend: str, nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One CUDA graph of all calls, replayed after every input has changed, equals eager calls; none of them waits."""
-    from longspec.kernels import triton_attention
+    from longspec.kernels.decoding import triton_attention
 
     monkeypatch.setattr(triton_attention, "FLASH_FROM", (0, 0, 0))
     dtype = torch.bfloat16 if backend == "flash" else torch.float16

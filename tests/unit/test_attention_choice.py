@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from longspec.errors import UserError
-from longspec.kernels import attention
-from longspec.kernels.attention import decoding_attention, resolve_attention
+from longspec.kernels.decoding import attention
+from longspec.kernels.decoding.attention import decoding_attention, resolve_attention
 
 
 def test_unknown_backends_and_those_that_cannot_run_are_named() -> None:
@@ -77,7 +77,7 @@ def test_cpu_decoding_needs_no_triton() -> None:
         import sys
         sys.modules["triton"] = None  # importing it now fails
         import torch
-        from longspec.kernels.attention import decoding_attention
+        from longspec.kernels.decoding.attention import decoding_attention
         from longspec.kernels.training.varlen import varlen_attention
         x = torch.ones(1, 1, 2, 16)
         mask = torch.ones(1, 1, 1, dtype=torch.bool)

@@ -8,9 +8,16 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longspec.kernels import reference
-from longspec.kernels.prefix_attention import prefix_attention
-from longspec.kernels.tiles import LONG_CACHE, Tiles, count_splits, fit_shared_memory, prefix_tiles, programs_at_once
+from longspec.kernels.decoding import attention_reference
+from longspec.kernels.decoding.attention_tiles import (
+    LONG_CACHE,
+    Tiles,
+    count_splits,
+    fit_shared_memory,
+    prefix_tiles,
+    programs_at_once,
+)
+from longspec.kernels.decoding.prefix_attention import prefix_attention
 
 DEVICES = [
     pytest.param(
@@ -43,7 +50,7 @@ def check(case: tuple[Tensor, ...], num_splits: int, device: str, scale: float =
     tiles = prefix_tiles(q.shape[1] // k.shape[1] * q.shape[2], q.shape[3], q.dtype, HOPPER)
     out, lse, block, _ = prefix_attention(q, k, v, lengths, scale, num_splits, tiles, overlap=False)
     assert block == tiles.block_n
-    expected_out, expected_lse = reference.prefix_attention(q, k, v, lengths, scale, num_splits, tiles)
+    expected_out, expected_lse = attention_reference.prefix_attention(q, k, v, lengths, scale, num_splits, tiles)
     tolerance = TOLERANCE[q.dtype]
     torch.testing.assert_close(out, expected_out, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse, expected_lse, atol=tolerance, rtol=tolerance)

@@ -18,7 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from longspec.errors import UserError
 from longspec.kernels import BACKENDS
-from longspec.kernels.reference import ring_visible
+from longspec.kernels.decoding.attention_reference import ring_visible
 from longspec.kernels.shared.device import OLDEST_GPU, describe_gpu
 from longspec.kernels.training.varlen_flash import FLASH_MODULES, installed_flash_attention
 
@@ -89,7 +89,7 @@ def decoding_attention(requested: str, device: torch.device, dtype: torch.dtype,
             raise UserError(f"attention: {name!r} cannot run here: {reason}")
     if name == "sdpa":
         return SdpaAttention()
-    from longspec.kernels.triton_attention import FlashAttention, TritonAttention
+    from longspec.kernels.decoding.triton_attention import FlashAttention, TritonAttention
 
     return (FlashAttention if name == "flash" else TritonAttention)(describe_gpu(device))
 

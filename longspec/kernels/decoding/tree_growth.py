@@ -102,7 +102,7 @@ def _link(visible_ptr, parents_ptr, tree, parent, child, exists, in_level, nodes
 
 
 @triton.jit
-def _level_kernel(
+def _grow_level_kernel(
     logits_ptr,
     noise_ptr,
     best_ptr,
@@ -239,7 +239,7 @@ def grow_level(
     batch, num_parents, vocab = logits.shape
     statistics = logit_statistics(logits, temperature, noise)
     subs, chunks = statistics.best.shape[1], statistics.chunk_sums.shape[1]
-    _level_kernel[(batch, 1 if q is None else 1 + num_parents * chunks)](
+    _grow_level_kernel[(batch, 1 if q is None else 1 + num_parents * chunks)](
         logits,
         noise,
         *statistics,

@@ -61,7 +61,7 @@ def prefix_tiles(rows: int, head_dim: int, dtype: torch.dtype, shared_memory: in
     return fit_shared_memory(tiles, block_d * dtype.itemsize, shared_memory)
 
 
-def finish_tiles(head_dim: int, dtype: torch.dtype, shared_memory: int) -> Tiles:
+def tree_attention_tiles(head_dim: int, dtype: torch.dtype, shared_memory: int) -> Tiles:
     """Blocks of the finishing kernel: few rows, so that many programs share its few keys and its reads of the parts.
 
     Measured as `prefix_tiles`, and at head_dim 64.

@@ -14,11 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.attention import Attend, causal_prefill
-from longspec.kernels.finish import finish_prefix, masked_attention, window_attention
-from longspec.kernels.prefix_attention import prefix_attention
+from longspec.kernels.decoding.attention import Attend, causal_prefill
+from longspec.kernels.decoding.attention_tiles import (
+    PrefixParts,
+    count_splits,
+    prefix_tiles,
+    programs_at_once,
+    share_begin,
+)
+from longspec.kernels.decoding.prefix_attention import prefix_attention
+from longspec.kernels.decoding.tree_attention import masked_attention, prefix_and_tree_attention, window_attention
 from longspec.kernels.shared.device import Gpu
-from longspec.kernels.tiles import PrefixParts, count_splits, prefix_tiles, programs_at_once, share_begin
 
 FLASH_TILES = {64: (192, 192), 96: (192, 144), 128: (128, 176), 192: (128, 112), 256: (128, 80)}
 """Query rows of a KV head and keys of a FlashAttention-3 tile without a mask, by the head_dim that it rounds up to."""
@@ -41,7 +47,7 @@ class TritonAttention:
 
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             parts = parts_of(q, k, v, scale)
-            return finish_prefix(q, k, v, lengths, tree_mask, scale, parts, self.gpu.shared_memory)
+            return prefix_and_tree_attention(q, k, v, lengths, tree_mask, scale, parts, self.gpu.shared_memory)
 
         return attend
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from longspec.kernels.tiles import PrefixParts, Tiles
+    from longspec.kernels.decoding.attention_tiles import PrefixParts, Tiles
 
 
 def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -38,7 +38,7 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sca
 def prefix_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, num_splits: int, tiles: Tiles
 ) -> tuple[Tensor, Tensor]:
-    """Reference of `longspec.kernels.prefix_attention.prefix_attention`."""
+    """Reference of `longspec.kernels.decoding.prefix_attention.prefix_attention`."""
     out = q.new_zeros((num_splits, *q.shape), dtype=torch.float32)
     lse = out.new_full(out.shape[:-1], -torch.inf)
     for row, length in enumerate(lengths.tolist()):
@@ -51,7 +51,7 @@ def prefix_attention(
     return out, lse
 
 
-def finish_prefix(
+def prefix_and_tree_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -60,7 +60,7 @@ def finish_prefix(
     scale: float,
     parts: PrefixParts,
 ) -> Tensor:
-    """Reference of `longspec.kernels.finish.finish_prefix`."""
+    """Reference of `longspec.kernels.decoding.tree_attention.prefix_and_tree_attention`."""
     out = torch.empty_like(q)
     for row, length in enumerate(lengths.tolist()):
         first = length // parts.block * parts.block
@@ -84,7 +84,7 @@ def window_attention(
     tree_mask: Tensor,
     scale: float,
 ) -> Tensor:
-    """Reference of `longspec.kernels.finish.window_attention`; every slot must hold finite values."""
+    """Reference of `longspec.kernels.decoding.tree_attention.window_attention`; every slot must hold finite values."""
     mask = torch.cat([ring_visible(lengths, level, k.shape[2] - tree_mask.shape[2], q.shape[2]), tree_mask], 2)
     return attention_with_lse(q, k, v, mask, scale)[0]
 
@@ -111,7 +111,7 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def compact(keys: Tensor, values: Tensor, lengths: Tensor, path: Tensor, counts: Tensor) -> None:
-    """Reference of `longspec.kernels.compaction.compact`."""
+    """Reference of `longspec.kernels.decoding.compaction.compact`."""
     rows = torch.arange(len(lengths), device=keys.device)[:, None]
     step = torch.arange(path.shape[1], device=keys.device)
     source = lengths[:, None] + torch.where(step < counts[:, None], path, step)

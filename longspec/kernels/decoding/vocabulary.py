@@ -61,9 +61,9 @@ def argmax(values: Tensor, noise: Tensor | None = None, watch: Watch | None = No
     With `watch`, values are logits [B, ..., V]; rows that define no distribution are recorded.
     """
     if runs_triton(values):
-        from longspec.kernels import choice
+        from longspec.kernels.decoding import row_argmax
 
-        return choice.argmax(values, noise, watch)
+        return row_argmax.argmax(values, noise, watch)
     best, place = (values if noise is None else values / noise).max(-1)
     if watch is not None:
         watch.record(~best.isfinite())
@@ -76,10 +76,10 @@ def best_children(
     """Grow the level after `above` (numbers of the last one's n nodes) by the `width` most probable continuations over
     all parents × vocabulary, best first. logits: [B, n, V], divided by the temperature."""
     if runs_triton(logits):
-        from longspec.kernels import level
+        from longspec.kernels.decoding import tree_growth
 
-        if level.fits(logits, width):
-            return level.grow_level(*tree, above, width, logits, temperature, watch=watch)
+        if tree_growth.fits(logits, width):
+            return tree_growth.grow_level(*tree, above, width, logits, temperature, watch=watch)
     # A level's best `width` are among the best `width` of each parent, which are far fewer than parents × V.
     log_p = (logits.float() / temperature).log_softmax(-1)
     if watch is not None:
@@ -111,10 +111,10 @@ def sampled_children(
     coarse near 0 for a large vocabulary: on CUDA none is below 6e-8); q fp32 [B, n, V], rows contiguous.
     """
     if runs_triton(logits):
-        from longspec.kernels import level
+        from longspec.kernels.decoding import tree_growth
 
-        if level.fits(logits, width):
-            return level.grow_level(*tree, above, width, logits, temperature, noise, q, watch)
+        if tree_growth.fits(logits, width):
+            return tree_growth.grow_level(*tree, above, width, logits, temperature, noise, q, watch)
     vocab = logits.shape[-1]
     scores = tree.scores[:, above, None] + q.copy_(probabilities(logits, temperature, watch)).double().log()
     times = noise / scores.exp()
