@@ -14,7 +14,7 @@ from longspec.inference.drafting import chain as chain_drafting
 from longspec.inference.drafting import tree as tree_drafting
 from longspec.inference.drafting.proposal import Proposal
 from longspec.kernels.decoding import vocabulary
-from longspec.kernels.decoding.vocabulary import Tree
+from longspec.kernels.decoding.tree import Tree
 
 follow, reject, accept = acceptance.follow, acceptance.reject, acceptance.accept
 Patch = pytest.MonkeyPatch

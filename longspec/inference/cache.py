@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 
-from longspec.kernels.decoding import attention_reference
+from longspec.kernels.decoding import tree_reference
 from longspec.kernels.shared.device import runs_triton
 from longspec.kernels.shared.watch import Watch
 from longspec.models.draft_layer import head_dim
@@ -74,7 +74,7 @@ class TargetCache(Cache):
         if runs_triton(self.keys):
             from longspec.kernels.decoding.compaction import compact
         else:
-            compact = attention_reference.compact
+            compact = tree_reference.compact
         compact(self.keys, self.values, self.lengths, path, counts)
         self.lengths += counts
 

@@ -18,7 +18,8 @@ from longspec.inference.drafting import tree as tree_drafting
 from longspec.inference.drafting.chain import ChainDrafter
 from longspec.inference.drafting.proposal import Proposal, chain
 from longspec.inference.options import build_warpers
-from longspec.kernels.decoding.vocabulary import new_tree, sampled_children
+from longspec.kernels.decoding.tree import new_tree
+from longspec.kernels.decoding.vocabulary import sampled_children
 
 VOCAB = 3
 SHAPES = [(1,), (3,), (2, 2), (2, 3), (3, 1), (1, 2, 1)]

@@ -11,7 +11,9 @@ import torch
 
 from longspec.errors import UserError
 from longspec.kernels.decoding import attention
-from longspec.kernels.decoding.attention import decoding_attention, resolve_attention
+from longspec.kernels.decoding.attention import decoding_attention
+from longspec.kernels.training import varlen
+from longspec.kernels.training.varlen import resolve_attention
 
 
 def test_unknown_backends_and_those_that_cannot_run_are_named() -> None:
@@ -60,7 +62,7 @@ def test_flash_attention_falls_back_to_sdpa_and_says_so_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    attention._log_replacement.cache_clear()
+    varlen._log_replacement.cache_clear()
     names = [resolve_attention("flash_attention_2") for _ in range(3)]
     assert names == ["sdpa"] * 3
     assert len(caplog.records) == 1 and "flash_attention_2" in caplog.text and "sdpa" in caplog.text

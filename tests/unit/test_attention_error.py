@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspec.kernels.decoding.attention import SdpaAttention, decoding_attention
+from longspec.kernels.decoding.attention import decoding_attention
+from longspec.kernels.decoding.sdpa_attention import SdpaAttention
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LOGITS = [
@@ -160,10 +161,10 @@ NEEDS_FLASH = pytest.mark.skipif(not importlib.util.find_spec("fa3_fwd_interface
 def test_gpu_attention_is_as_exact_as_its_dtype(
     length: int, nodes: int, logits: str, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from longspec.kernels.decoding import triton_attention
+    from longspec.kernels.decoding import flash_attention
 
     if backend == "flash" and dtype != torch.bfloat16:
         pytest.skip("not for this dtype")
-    monkeypatch.setattr(triton_attention, "FLASH_FROM", (0, 0, 0))
+    monkeypatch.setattr(flash_attention, "FLASH_FROM", (0, 0, 0))
     attend = decoding_attention(backend, torch.device("cuda"), dtype, 128)
     check(attend.hybrid, make_case(logits, [length], 8, 4, nodes, 128, "cuda"), dtype)

@@ -15,7 +15,8 @@ from longspec.inference.drafting.proposal import Proposal, chain
 from longspec.kernels.decoding.descent import follow_choices
 from longspec.kernels.decoding.rejection import reject_children
 from longspec.kernels.decoding.row_argmax import argmax
-from longspec.kernels.decoding.vocabulary import new_tree, sampled_children
+from longspec.kernels.decoding.tree import new_tree
+from longspec.kernels.decoding.vocabulary import sampled_children
 
 DEVICES = [
     pytest.param(

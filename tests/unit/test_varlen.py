@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspec.kernels.decoding.attention_reference import attention_with_lse
+from longspec.kernels.shared.reference import attention_with_lse
 from longspec.kernels.training.segments import Segments
 from longspec.kernels.training.varlen import block_attention, varlen_attention
 

@@ -18,18 +18,6 @@ LONG_CACHE = 16384
 """From this many cache slots on, work that is evenly spread is worth more splits."""
 
 
-class PrefixParts(NamedTuple):
-    """Attention states over parts of the prefix, together slots 0 … lengths[b] // block * block - 1 of row b."""
-
-    outs: Tensor
-    """[P, B, Hq, N, D]"""
-    lses: Tensor
-    """fp32 [P, B, Hq, N], natural log; -inf for a part that saw no key, whose output may hold anything."""
-    block: int
-    overlap: bool
-    """Whether the kernel that writes them lets the next one start early."""
-
-
 class Tiles(NamedTuple):
     """Sizes of a kernel's blocks (query rows, keys) and how a program runs."""
 

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspec.kernels.decoding.attention_interface import PrefixParts
 from longspec.kernels.decoding.attention_tiles import (
     LOG2_E,
-    PrefixParts,
     check_layout,
     load_key_tile,
     load_query_tile,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspec.kernels.decoding.tree import Tree
 from longspec.kernels.shared.logit_statistics import CHUNK, SUB, load_keys, logit_statistics, write_softmax_chunk
 from longspec.kernels.shared.watch import Watch, launch_arguments
 
@@ -218,11 +219,7 @@ def fits(logits: Tensor, width: int) -> bool:
 
 
 def grow_level(
-    tokens: Tensor,
-    parents: Tensor,
-    visible: Tensor,
-    scores: Tensor,
-    arrivals: Tensor,
+    tree: Tree,
     above: slice,
     width: int,
     logits: Tensor,
@@ -245,18 +242,18 @@ def grow_level(
         *statistics,
         q,
         0 if q is None else q.stride(0),
-        tokens,
-        parents,
-        visible.view(torch.uint8),
-        scores,
-        arrivals,
+        tree.tokens,
+        tree.parents,
+        tree.visible.view(torch.uint8),
+        tree.scores,
+        tree.arrivals,
         *launch_arguments(watch),
         1 / temperature,
         vocab,
         subs,
         chunks,
         num_parents,
-        tokens.shape[1],
+        tree.tokens.shape[1],
         above.start,
         above.stop,
         WIDTH=width,
@@ -268,6 +265,6 @@ def grow_level(
         BLOCK_P=triton.next_power_of_2(num_parents),
         BLOCK_C=triton.next_power_of_2(chunks),
         BLOCK_S=triton.next_power_of_2(subs),
-        BLOCK_N=triton.next_power_of_2(tokens.shape[1]),
+        BLOCK_N=triton.next_power_of_2(tree.tokens.shape[1]),
         num_warps=8,
     )

@@ -161,8 +161,9 @@ def logit_statistics(logits: Tensor, temperature: float, noise: Tensor | None = 
     return LogitStatistics(best, chunk_maxima, chunk_sums)
 
 
-def softmax(statistics: LogitStatistics, logits: Tensor, temperature: float, watch: Watch | None = None) -> Tensor:
+def softmax(logits: Tensor, temperature: float, watch: Watch | None = None) -> Tensor:
     """The softmax, fp32, of logits [B, ..., V], contiguous, at the temperature of the statistics."""
+    statistics = logit_statistics(logits, temperature)
     vocab = logits.shape[-1]
     out = torch.empty(logits.shape, device=logits.device)
     rows, chunks = statistics.chunk_sums.shape
