@@ -39,7 +39,7 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     from longspec.kernels.decoding import flash_attention, triton_attention
 
     monkeypatch.setattr(
-        triton_attention, "count_splits", lambda programs, capacity, places: 1 + min(4, places // programs)
+        triton_attention, "count_splits", lambda programs, capacity, at_once: 1 + min(4, at_once // programs)
     )
     monkeypatch.setattr(flash_attention, "FLASH_FROM", (0, 0, 0))
     if device == "cpu":

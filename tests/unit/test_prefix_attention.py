@@ -145,13 +145,13 @@ def test_two_programs_of_many_rows_share_a_multiprocessor_where_their_tiles_fit_
 
 
 def test_splits_fill_the_device_in_one_wave_or_evenly_in_several() -> None:
-    assert count_splits(programs=24, capacity=4096, places=132) == 5
-    assert count_splits(programs=24, capacity=LONG_CACHE, places=132) == 11  # two waves, none idle
-    assert count_splits(programs=32, capacity=LONG_CACHE, places=132) == 4  # one wave, four idle
-    assert count_splits(programs=40, capacity=LONG_CACHE, places=264) == 13  # two waves, eight of 528 idle
-    assert count_splits(programs=8, capacity=1024, places=132) == 8
-    assert count_splits(programs=3, capacity=3000, places=132) == 8  # of 13 that the capacity is worth: a power of two
-    assert count_splits(programs=3, capacity=9000, places=132) == 16
-    assert count_splits(programs=3, capacity=LONG_CACHE, places=132) == 32  # of 44 that would fill the device
-    assert count_splits(programs=500, capacity=LONG_CACHE, places=132) == 1
-    assert count_splits(programs=1, capacity=10, places=132) == 1
+    assert count_splits(programs=24, capacity=4096, at_once=132) == 5
+    assert count_splits(programs=24, capacity=LONG_CACHE, at_once=132) == 11  # two waves, none idle
+    assert count_splits(programs=32, capacity=LONG_CACHE, at_once=132) == 4  # one wave, four idle
+    assert count_splits(programs=40, capacity=LONG_CACHE, at_once=264) == 13  # two waves, eight of 528 idle
+    assert count_splits(programs=8, capacity=1024, at_once=132) == 8
+    assert count_splits(programs=3, capacity=3000, at_once=132) == 8  # of 13 that the capacity is worth: a power of two
+    assert count_splits(programs=3, capacity=9000, at_once=132) == 16
+    assert count_splits(programs=3, capacity=LONG_CACHE, at_once=132) == 32  # of 44 that would fill the device
+    assert count_splits(programs=500, capacity=LONG_CACHE, at_once=132) == 1
+    assert count_splits(programs=1, capacity=10, at_once=132) == 1
