@@ -27,7 +27,7 @@ from longspec.inference.engine import Engine
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
 from longspec.inference.tree_shapes import DEFAULT_SHAPE
-from longspec.kernels.watch import Watch
+from longspec.kernels.shared.watch import Watch
 
 DIAGNOSTICS = "diagnostics.json"
 ANSWER_TOKENS = 128

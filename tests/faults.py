@@ -14,8 +14,8 @@ from longspec.inference.drafting import chain as chain_drafting
 from longspec.inference.drafting import tree as tree_drafting
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.sampling import Sampler
-from longspec.kernels import vocabulary
-from longspec.kernels.vocabulary import Tree
+from longspec.kernels.decoding import vocabulary
+from longspec.kernels.decoding.tree import Tree
 
 follow, reject, accept = acceptance.follow, acceptance.reject, acceptance.accept
 Patch = pytest.MonkeyPatch
