@@ -69,7 +69,7 @@ class Row:
     """Relative error: norm of the difference from fp32 arithmetic, divided by the norm of the fp32 result."""
     auto_error: float
     flash: float | None = None
-    """FlashAttention-3 over prefix and nodes without the tree mask: not a correct verification, but a reference time."""
+    """FlashAttention-3 over prefix and nodes without the tree mask: not a correct verification, only a reference."""
     flash_one_token: float | None = None
     """FlashAttention-3 for one query token, the attention of a vanilla decoding step."""
     published: float | None = None

@@ -15,8 +15,8 @@ import matplotlib.pyplot as plt
 def draw_rounds(rows: Sequence[Any], path: Path) -> None:
     """Write a PNG with one bar per row and the row's floor as a line.
 
-    rows: objects with `shape`, `context`, `batch`, `parts` (milliseconds by name) and `floor_ms`. A negative part, which
-    the difference of two measurements can be, is not drawn.
+    rows: objects with `shape`, `context`, `batch`, `parts` (milliseconds by name) and `floor_ms`. Parts that are
+    differences of two measurements can be negative; these are not drawn.
     """
     figure, axes = plt.subplots(figsize=(2 + 1.3 * len(rows), 4.5), layout="constrained")
     names = [f"{row.shape}\n{row.context // 1024}k" + (f", batch {row.batch}" if row.batch > 1 else "") for row in rows]
