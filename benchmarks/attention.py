@@ -27,8 +27,9 @@ from torch import Tensor
 from benchmarks.ceilings import Ceilings, capture, measure_ceilings, timed_ms
 from benchmarks.published_attention import published_attention
 from longspec.errors import UserError, reports_user_errors
-from longspec.kernels.attention import DecodingAttention, decoding_attention
-from longspec.kernels.reference import attention_with_lse
+from longspec.kernels.decoding.attention import decoding_attention
+from longspec.kernels.decoding.attention_interface import DecodingAttention
+from longspec.kernels.shared.reference import attention_with_lse
 
 HEAD_DIM = 128
 SCALE = HEAD_DIM**-0.5

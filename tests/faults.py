@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from longspec.inference import acceptance, engine
-from longspec.inference.acceptance import Accepted, Sampler
+from longspec.inference.acceptance import Accepted
 from longspec.inference.drafting import chain as chain_drafting
 from longspec.inference.drafting import tree as tree_drafting
 from longspec.inference.drafting.proposal import Proposal
-from longspec.kernels import vocabulary
-from longspec.kernels.vocabulary import Tree
+from longspec.inference.sampling import Sampler
+from longspec.kernels.decoding import vocabulary
+from longspec.kernels.decoding.tree import Tree
 
 follow, reject, accept = acceptance.follow, acceptance.reject, acceptance.accept
 Patch = pytest.MonkeyPatch
@@ -72,7 +73,7 @@ def no_renormalization(patch: Patch) -> None:
 
 def resampling_from_p(patch: Patch) -> None:
     """After a rejection, the token is sampled from p instead of the normalized max(p - q, 0)."""
-    patch.setattr(acceptance, "_left", lambda p, q, ratio: p.double())
+    patch.setattr(acceptance, "_residual", lambda p, q, ratio: p.double())
 
 
 def temperature_left_out(patch: Patch) -> None:
