@@ -10,8 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longspec.inference.acceptance import Accepted, Sampler, follow, reject
+from longspec.inference.acceptance import Accepted, follow, reject
 from longspec.inference.drafting.proposal import Proposal, chain
+from longspec.inference.sampling import Sampler
 from longspec.kernels.decoding.descent import follow_choices
 from longspec.kernels.decoding.rejection import reject_children
 from longspec.kernels.decoding.row_argmax import argmax
