@@ -23,6 +23,7 @@ REFERENCES = {
     "decoding.tree_attention": "decoding.attention_reference",
     "decoding.tree_growth": "decoding.tree_reference",
     "decoding.vector_product": "decoding.product_reference",
+    "decoding.window_attention": "decoding.attention_reference",
     "shared.elementwise": "shared.reference",
     "shared.logit_statistics": "shared.reference",
     "training.divergence": "training.reference",

@@ -82,6 +82,18 @@ def _statistics_kernel(
 
 
 @triton.jit
+def row_log_sum_exp(chunk_maxima_ptr, chunk_sums_ptr, row, is_row, chunks, BLOCK_C: tl.constexpr):
+    """log sum exp of rows [n] from the statistics of their chunks; 0 where is_row is False."""
+    part = tl.arange(0, BLOCK_C)
+    parts = row[:, None] * chunks + part[None, :]
+    in_parts = is_row[:, None] & (part < chunks)[None, :]
+    maxima = tl.load(chunk_maxima_ptr + parts, mask=in_parts, other=float("-inf"))
+    sums = tl.load(chunk_sums_ptr + parts, mask=in_parts, other=0.0)
+    maximum = tl.where(is_row, tl.max(maxima, 1), 0.0)
+    return maximum + tl.log(tl.where(is_row, tl.sum(sums * tl.exp(maxima - maximum[:, None]), 1), 1.0))
+
+
+@triton.jit
 def write_softmax_chunk(
     logits_ptr,
     chunk_maxima_ptr,
