@@ -61,6 +61,7 @@ def attend_to_slots(
         k = load_key_tile(k_base, stride_ks, slot, dim, end, HEAD_DIM)
         v = load_key_tile(v_base, stride_vs, slot, dim, end, HEAD_DIM)
 
+        # Slots of the prefix or ring, then nodes of the tree. Blocks without nodes skip the load of the mask.
         visible = slot < tree_start
         if WINDOW:
             visible = visible & _in_window(slot, length, level, WINDOW)
@@ -71,6 +72,7 @@ def attend_to_slots(
                 node_mask = mask_rows[None, :] + (slot - tree_start)[:, None] * stride_mk
                 visible = visible | (tl.load(node_mask, mask=in_tree, other=0) != 0)
 
+        # One step of online softmax. The sums over the keys of a block are taken once, after the loop.
         scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale_log2
         scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 0))

@@ -42,6 +42,7 @@ def _merge_parts(
 ):
     """Add all prefix parts to the attention `out` [rows, D], not normalized; return the new out and its sums."""
     LOG2_E: tl.constexpr = 1.4426950408889634
+    # The LSEs of all parts at once give the common maximum before any output is read.
     part = tl.arange(0, PARTS_PADDED)
     in_parts = (part < PARTS)[:, None] & in_rows[None, :]
     lse_tile = lse_rows[None, :] + part.to(tl.int64)[:, None] * stride_lse
@@ -110,6 +111,7 @@ def _tree_attention_kernel(
     PARTS_PADDED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    # Grid: tiles of query rows, sequences x KV heads. A row is a pair (node, query head of the group).
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -154,6 +156,7 @@ def _tree_attention_kernel(
             out, row_sum, row_max, part_rows, lse_rows, stride_pp, stride_lp, in_rows, in_tile, dim, PARTS, PARTS_PADDED
         )
 
+    # A query that saw no key has the sum 0 and the output 0.
     out = out / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
     out_rows = out_ptr + batch * stride_ob + head * stride_oh + node * stride_on
     tl.store(out_rows[:, None] + dim[None, :], out, mask=in_tile)
@@ -204,6 +207,7 @@ def _launch(
     batch, heads, nodes, head_dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
+    # [B, N, H, D] in memory, so that the output projection reads contiguous rows.
     out = torch.empty((batch, nodes, heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
     tiles = tree_attention_tiles(head_dim, q.dtype, shared_memory)
     num_parts = 0 if parts is None else len(parts.outs)

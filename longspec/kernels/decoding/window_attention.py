@@ -53,6 +53,7 @@ def _window_attention_kernel(
     TREE_NODES: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
+    # Grid: tiles of query rows, sequences x KV heads. A row is a pair (node, query head of the group).
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -87,6 +88,7 @@ def _window_attention_kernel(
         WINDOW,
     )
 
+    # A query that saw no key has the sum 0 and the output 0.
     out = out / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
     out_rows = out_ptr + batch * stride_ob + head * stride_oh + node * stride_on
     tl.store(out_rows[:, None] + dim[None, :], out, mask=in_rows[:, None] & (dim < HEAD_DIM)[None, :])

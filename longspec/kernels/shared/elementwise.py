@@ -22,6 +22,7 @@ def _rms_norm_kernel(
     x = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     if NUM_PARTS > 0:
+        # The sum is rounded to the dtype of x before the norm, as in a model that stores it.
         for part in tl.static_range(NUM_PARTS):
             x += tl.load(parts_ptr + part * part_size + offset, mask=inside, other=0.0)
         x = x.to(x_ptr.dtype.element_ty)
@@ -123,6 +124,7 @@ def _rotate_and_store_kernel(
     BLOCK_HALF: tl.constexpr,
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
+    # Heads are numbered as in the projection: queries, keys, values.
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     dim = tl.arange(0, BLOCK_HALF)
@@ -132,6 +134,7 @@ def _rotate_and_store_kernel(
     low = tl.load(row, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(row + HALF, mask=inside, other=0.0).to(tl.float32)
 
+    # Row of the table for this token; values get the identity rotation.
     table = tl.load(positions_ptr + token).to(tl.int64) * HEAD_DIM + dim
     in_half = dim < HALF
     is_value = (head >= q_heads + kv_heads)[:, None]
@@ -146,6 +149,7 @@ def _rotate_and_store_kernel(
     out = q_ptr + (token * q_heads + head)[:, None] * HEAD_DIM + dim[None, :]
     tl.store(out, rotated_low, mask=is_query)
     tl.store(out + HALF, rotated_high, mask=is_query)
+    # Without KV heads (`rotate_queries`) there is no cache. A negative slot is skipped.
     if kv_heads > 0:
         batch = token // nodes
         slot = tl.load(slots_ptr + token).to(tl.int64)

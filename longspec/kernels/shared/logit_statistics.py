@@ -69,6 +69,7 @@ def _statistics_kernel(
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     sub = chunk * SUBS_PER_CHUNK + tl.arange(0, SUBS_PER_CHUNK)
+    # The chunk as a tile [sub-chunks, columns], so that the maxima of the sub-chunks are those of its rows.
     column = sub[:, None] * SUB + tl.arange(0, SUB)[None, :]
     logits, keys = load_keys(logits_ptr, noise_ptr, row * vocab + column, column < vocab, inverse_temperature, RACE)
     tl.store(best_ptr + row * subs + sub, tl.max(keys, 1), mask=sub < subs)
