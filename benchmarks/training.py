@@ -32,8 +32,9 @@ from longspec.train.config import TrainConfig, compose_config, typed
 from longspec.train.distributed import Termination, share_targets, start_ranks
 from longspec.train.engine import build_engine, built_in_shards
 from longspec.train.loss import LOSSES
+from longspec.train.micro_batches import Batch
 from longspec.train.positions import VARIANTS
-from longspec.train.trainer import Batch, Trainer
+from longspec.train.trainer import Trainer
 
 CONFIGS = Path(__file__).parents[1] / "conf/exp"
 WARM_UP = 1
@@ -188,32 +189,34 @@ def measure(
     shape, tokens = SHAPES[case.shape], options.tokens or STAGES[case.stage].tokens
     total = WARM_UP + options.steps + 3  # one that is not taken, one for the parts, one for the profile
     inputs = synthetic_inputs(shape, tokens, rows=32 if case.stage == 1 else 4, packed=case.stage == 1)
-    trainer = Trainer(config, engine, inputs, start=0, total=total, held_out=0)
+    trainer = Trainer(config, engine, inputs, start_step=0, total_steps=total)
     engine.train()
-    batches, seconds, waits = iter(trainer.loader), [], []
-    window = trainer.window(batches)
+    arrays, seconds, waits = iter(trainer.loader), [], []
+    batches = trainer.load_step(1, arrays)
     reset_peak()
     with Termination() as termination:
         for step in range(1, WARM_UP + options.steps + 1):
             began = perf_counter()
-            assert trainer.train_step(step, window, termination, batches) is not None
+            result = trainer.train_step(step, batches, termination, arrays)
+            assert result is not None and result.next_batches is not None
             seconds.append(perf_counter() - began)
-            waits.append(trainer.data_seconds)
-            window = trainer.upcoming
-        window = trainer.window(batches)  # of the other one the target's pass may have begun
-        parts = timed_parts(trainer, step + 1, window, termination)
+            batches = result.next_batches
+            waits.append(batches.wait_s)
+        # Drop the loaded step: the target's pass over its first micro-batch may have started.
+        batches = trainer.load_step(step + 1, arrays)
+        parts = timed_parts(trainer, step + 1, batches, termination)
         if options.profile:
-            more = trainer.window(batches)
-            say(profile(trainer, step + 2, more, termination))
+            say(profile(trainer, step + 2, trainer.load_step(step + 2, arrays), termination))
     micro_batch = median(seconds[WARM_UP:]) / trainer.accumulation
-    flops = sum(flops_of(shape, batch, trainer.objective.reads_target) for batch in window) / len(window)
+    micro_batches = batches.micro_batches
+    flops = sum(flops_of(shape, batch, trainer.objective.reads_target) for batch in micro_batches) / len(micro_batches)
     rate = flops / micro_batch
     return Measured(
         **case._asdict(),
         ranks=dist.get_world_size(),
         tp_size=options.tp_size,
         zero=zero,
-        tokens=window[0]["input_ids"].numel(),
+        tokens=micro_batches[0]["input_ids"].numel(),
         micro_batch_ms=micro_batch * 1e3,
         tflops=rate / 1e12,
         peak_gib=torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0,
