@@ -1,8 +1,7 @@
-"""Run by the launcher: load a run's newest checkpoint and save what the engine holds, gathered in two ways.
+"""A run script for the launcher that loads a run's newest checkpoint and saves the engine's weights in two ways.
 
-The arguments are the launch line's. Writes `gathered.pt` (our draft) and, under ZeRO-3, `consolidated.pt` (DeepSpeed's
-own consolidation of the whole pair) into the output folder.
-"""
+It takes the trainer's arguments. It writes `gathered.pt` (our draft) and, under ZeRO-3, `consolidated.pt` (DeepSpeed's
+own consolidation of the whole pair) into the output folder."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the training tests run on: a tiny target with a byte tokenizer, JSONL files, and the real launcher."""
+"""Fixtures of the training tests: a tiny target with a byte tokenizer, JSONL files, and the real launcher."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def make_target(folder: Path, family: str = "llama", **overrides: Any) -> Path:
 
 
 def write_texts(path: Path, count: int = 40, words: int = 60, seed: int = 0) -> Path:
-    """Plain text records of uneven lengths."""
+    """Write plain text records of uneven lengths."""
     choice = random.Random(seed)
     texts = [" ".join(choice.choices(WORDS, k=choice.randint(words // 4, words))) for _ in range(count)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -56,7 +56,7 @@ def write_texts(path: Path, count: int = 40, words: int = 60, seed: int = 0) -> 
 
 
 def write_answers(path: Path, count: int = 40) -> Path:
-    """Records with a prompt and an answer, of uneven lengths."""
+    """Write records with a prompt and an answer, of uneven lengths."""
     choice = random.Random(1)
 
     def text() -> str:
@@ -68,7 +68,7 @@ def write_answers(path: Path, count: int = 40) -> Path:
 
 
 def one_rank_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ranks as the launcher starts them, but one, in this process; the body of a fixture."""
+    """A process group of one rank in this process; the body of a fixture."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in alone.items():
         monkeypatch.setenv(name, value)
@@ -83,13 +83,13 @@ TRAINER = "./trainer_base_ds_mul_fs_tp.py"
 
 
 def launch_line(experiment: str, *overrides: str, ranks: int = 2, script: str = TRAINER) -> list[str]:
-    """The launch line of the README, or another script with the same arguments."""
+    """The documented launch command, or another script with the same arguments."""
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
     return [*launcher, "--master_port", str(free_port()), script, "-cp", "conf/exp/", "-cn", experiment, *overrides]
 
 
 def launch_environment(device: str = "cpu", **more: str) -> dict[str, str]:
-    """Ranks on the CPU, whatever there is, or on as many GPUs."""
+    """The environment of a launch, on the CPU or on GPUs."""
     chosen = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if device == "cpu" else {}
     return {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", **chosen, **more}
 
@@ -97,7 +97,7 @@ def launch_environment(device: str = "cpu", **more: str) -> dict[str, str]:
 def launch(
     experiment: str, *overrides: str, ranks: int = 2, script: str = TRAINER, device: str = "cpu", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a launch line, whatever it returns."""
+    """Run a launch command and return its result, whatever the exit code."""
     return subprocess.run(
         launch_line(experiment, *overrides, ranks=ranks, script=script),
         cwd=ROOT,
@@ -109,7 +109,7 @@ def launch(
 
 
 def launched(experiment: str, *overrides: str, ranks: int = 2, script: str = TRAINER, device: str = "cpu") -> str:
-    """What a launch that must succeed says on stderr."""
+    """The stderr of a launch that must succeed."""
     result = launch(experiment, *overrides, ranks=ranks, script=script, device=device)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
     return result.stderr
@@ -120,8 +120,8 @@ def metrics(output: Path) -> list[dict[str, float]]:
 
 
 def plain_training(config: TrainConfig, steps: int, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and draft of the base variant, as `ranks` train it, by one process, a batch a step, torch's own losses on
-    whole logits, and torch's own optimizer."""
+    """Losses and draft of the base variant after training like `ranks` ranks in one process: one batch per step,
+    torch's losses on whole logits, and torch's optimizers."""
     inputs = read_inputs(config)
     model: Any = build_pair(config, None)
     draft, factor = list(model.draft_model.parameters()), cosine_with_warmup(steps, config.warmup_ratio)

@@ -1,7 +1,6 @@
-"""Run by the launcher in place of the trainer: the same, but rank 0 reads the FIFO that WAITS_FOR names before step 1.
+"""The trainer, in which rank 0 reads the FIFO WAITS_FOR before step 1. A run script for the launcher.
 
-The other ranks wait for it in a collective, which no signal interrupts.
-"""
+The other ranks wait for rank 0 in a collective, which no signal interrupts."""
 
 import os
 from pathlib import Path

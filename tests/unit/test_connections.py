@@ -1,4 +1,4 @@
-"""Who gets a connection to rank 0, and how long anyone else can hold it up."""
+"""Connections to rank 0: who is accepted, and how long others can delay it."""
 
 import socket
 import threading
@@ -14,7 +14,7 @@ SECRET = bytes(range(16))
 
 
 def test_ranks_are_let_in_past_strangers_that_are_slow_or_wrong() -> None:
-    """A silent caller, one that sends half a greeting and one with another secret come first; none is waited for."""
+    """A silent caller, one with half a greeting and one with a wrong secret come first. Rank 0 waits for none of them."""
     found: dict[socket.socket, int] = {}
     with socket.create_server(("127.0.0.1", 0)) as server:
         listener = threading.Thread(target=lambda: found.update(connections.accept_ranks(server, SECRET, 2)))

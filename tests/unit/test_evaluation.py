@@ -1,4 +1,4 @@
-"""Held-out scores against plain formulas on whole logits, and what is no place to draft."""
+"""Held-out scores, compared with plain formulas on whole logits, and rows that are too short for a chain."""
 
 import math
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def load(tmp_path: Path):  # type: ignore[no-untyped-def]
-    """The tiny first stage with texts to train on and other ones held out."""
+    """The tiny first stage, with separate training and held-out texts."""
     target, data = make_target(tmp_path / "target"), write_texts(tmp_path / "data.jsonl", count=3)
     held_out = write_texts(tmp_path / "held_out.jsonl", count=6, seed=5)
     given = [f"model_name_or_path={target}", f"data.files={data}", f"data.cache_dir={tmp_path}/cache"]
@@ -49,7 +49,7 @@ def load(tmp_path: Path):  # type: ignore[no-untyped-def]
 
 
 def test_runs_end_at_the_first_depth_that_is_wrong() -> None:
-    """Depth d of the chain at root n is the hit on token n + d at lag d; a border or a prompt holds no chain."""
+    """Depth d of the chain at root n is the hit on token n + d at lag d. Chains do not cross borders or prompts."""
     labels = torch.tensor([[-100, 1, 1, 1, 1, -100, 1, 1, 1, 1]])  # two segments of 5 tokens
     assert chain_roots(labels, 2).tolist() == [[False, True, True, False, False, False, True, True]]
     at_lag_1 = torch.tensor([[0, 0, 1, 1, 0, 0, 0, 0, 1, 0]], dtype=torch.bool)
@@ -64,7 +64,7 @@ def test_a_row_too_short_for_a_chain_has_none() -> None:
 
 
 def plain_scores(model: Any, inputs: Any, config: TrainConfig, depth: int, rows: int) -> dict[str, float]:
-    """The metrics by whole logits, one forward pass a lag, and loops over tokens."""
+    """The metrics from whole logits, with one forward pass per lag and loops over tokens."""
     losses: list[Tensor] = []
     right: dict[int, list[bool]] = {lag: [] for lag in range(1, depth + 1)}
     runs = []
@@ -103,7 +103,7 @@ def plain_scores(model: Any, inputs: Any, config: TrainConfig, depth: int, rows:
 def test_metrics_are_those_of_whole_logits(
     load: Any, one_rank: None, variant: str, depth: int, options: list[str]
 ) -> None:
-    """Every term; a head that prefers two common bytes makes some chains right and others wrong."""
+    """All terms. The head prefers two common bytes, so that some chains are right and others wrong."""
     config = load(f"variant={variant}", "evaluation.rows=3", *options)
     inputs = read_inputs(config)
     assert inputs.held_out is not None and len(inputs.held_out) >= 3
@@ -122,7 +122,7 @@ def test_metrics_are_those_of_whole_logits(
 
 
 class _Engine:
-    """What an evaluation needs of DeepSpeed's engine."""
+    """The part of DeepSpeed's engine that an evaluation uses."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.device, self.modes = model, torch.device("cpu"), []  # type: ignore[var-annotated]

@@ -1,4 +1,4 @@
-"""The chunked objectives against plain full-logits formulas: value and gradient, in fp64."""
+"""The chunked losses, compared with formulas on whole logits: value and gradient in fp64."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def example(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor,
 
 
 def plain(loss: str, hidden: Tensor, target_hidden: Tensor, labels: Tensor, head: nn.Module) -> Tensor:
-    """The same objective with all logits at once: hidden state i is scored on label i + 1."""
+    """The same loss with all logits at once. The hidden state at i predicts label i + 1."""
     logits, teacher = head(hidden[:, :-1]).flatten(0, 1), head(target_hidden[:, :-1]).flatten(0, 1)
     wanted = labels[:, 1:].flatten()
     ce = F.cross_entropy(logits, wanted, ignore_index=-100, reduction="sum")
@@ -54,7 +54,7 @@ def test_target_loss_is_reported_only_when_asked_for() -> None:
 @pytest.mark.parametrize("chunk", [4, 1000])
 @pytest.mark.parametrize("loss", ["ce", "distill", "mixed"])
 def test_scores_are_the_loss_and_which_labels_come_first(loss: str, chunk: int) -> None:
-    """The evaluation's sums are training's own; a label is hit where the hidden state before it ranks it first."""
+    """Evaluation and training have the same sums. A label is a hit if the hidden state before it ranks it first."""
     hidden, teacher, labels, head = example()
     objective = DraftLoss(loss, log_target_loss=True, chunk_logits=chunk * V)
     metrics, hits = objective.score(hidden, teacher, labels, head)
@@ -78,7 +78,7 @@ def test_a_micro_batch_without_labels_has_loss_zero_and_a_gradient() -> None:
 
 @pytest.mark.parametrize("loss", ["ce", "distill", "mixed"])
 def test_bf16_hidden_states_are_scored_in_fp32(loss: str, device: str) -> None:
-    """As the formula scores the same logits, whichever way they are scored there."""
+    """The result equals the formula on the same logits."""
     hidden, teacher, labels, head = example(torch.bfloat16)
     hidden, teacher, head = hidden.detach().to(device).requires_grad_(), teacher.to(device), head.to(device)
     value, _ = DraftLoss(loss, chunk_logits=5 * V)(hidden, teacher, labels, head)
@@ -92,7 +92,7 @@ def test_bf16_hidden_states_are_scored_in_fp32(loss: str, device: str) -> None:
 
 
 def test_never_more_than_a_chunk_of_logits() -> None:
-    """The widest tensor over the vocabulary that is ever made has a chunk's rows, in forward and in backward."""
+    """The largest tensor over the vocabulary has the rows of one chunk, in forward and in backward."""
     rows: list[int] = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""An optimizer state that is cut anew: what one engine saved, another one with another layout goes on from."""
+"""Sharded optimizer state that is loaded by an engine with another layout."""
 
 import os
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def configured(work: Path, *overrides: str) -> TrainConfig:
 
 
 def saved(trainer: Trainer, folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
-    """The steps that AdamW has taken, and its tensors by name."""
+    """The number of AdamW's steps, and the saved tensors by name."""
     trainer.engine.save_checkpoint(str(folder), tag="now", exclude_frozen_parameters=True)
     (folder / CONFIG_NAME).write_text(to_yaml(trainer.config))
     read, kinds = Shards(folder), (MASTERS, *ADAMW_MOMENTS, MUON_MOMENT)
@@ -97,7 +97,7 @@ def test_another_layout_takes_the_same_next_step(
 
 
 def save_state(folder: Path, ranks: list[dict[str, Any]], shapes: dict[str, torch.Size]) -> Shards:
-    """Files as DeepSpeed leaves them, as far as they are read."""
+    """Write the parts of DeepSpeed's files that are read."""
     (folder / "now").mkdir(parents=True)
     (folder / "latest").write_text("now")
     torch.save({"param_shapes": [shapes]}, folder / "now" / "zero_pp_rank_0_mp_rank_00_model_states.pt")
@@ -108,7 +108,7 @@ def save_state(folder: Path, ranks: list[dict[str, Any]], shapes: dict[str, torc
 
 
 def test_shares_that_do_not_divide_are_padded_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ZeRO-3 on 11 ranks, of which the last have nothing but padding; file names must not be sorted as text."""
+    """ZeRO-3 on 11 ranks, the last of which hold only padding. File names must not be sorted as text."""
     values = {"one": torch.arange(1.0, 8).view(7), "two": torch.arange(10.0, 36).view(13, 2)}
     ranks = []
     for number in range(11):
@@ -123,14 +123,14 @@ def test_shares_that_do_not_divide_are_padded_and_come_back(tmp_path: Path, monk
 
 
 class Command:
-    """What a pickle can be made to run."""
+    """A pickle that runs a command."""
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return os.system, ("false",)
 
 
 class Attribute:
-    """A member of an enumeration as some versions of Python 3.11 write it."""
+    """An enum member as some versions of Python 3.11 pickle it."""
 
     def __init__(self, *place: Any) -> None:
         self.place = place
@@ -145,7 +145,7 @@ def test_a_member_of_an_enumeration_is_read_whatever_python_wrote_it(tmp_path: P
 
 
 class Alteration:
-    """A member of an enumeration whose attributes the file sets."""
+    """An enum member whose attributes the file sets."""
 
     def __init__(self, how: Any, *arguments: Any) -> None:
         self.made = how, arguments, {"altered": True}
