@@ -45,7 +45,7 @@ def test_types_and_shapes():
 
 @pytest.mark.parametrize("answer_only", [False, True])
 def test_a_row_is_the_same_alone_and_in_a_batch(answer_only):
-    """The result for a row must not depend on its neighbors. Random rows are collated in a batch of 1 and a batch of 5."""
+    """The result for a row must not depend on its neighbors: random rows, in batches of 1 and of 5."""
     random = np.random.default_rng(0)
     rows = [
         [

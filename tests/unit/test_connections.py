@@ -14,7 +14,7 @@ SECRET = bytes(range(16))
 
 
 def test_ranks_are_let_in_past_strangers_that_are_slow_or_wrong() -> None:
-    """A silent caller, one with half a greeting and one with a wrong secret come first. Rank 0 waits for none of them."""
+    """Rank 0 waits neither for a silent caller, nor for half a greeting, nor for a wrong secret."""
     found: dict[socket.socket, int] = {}
     with socket.create_server(("127.0.0.1", 0)) as server:
         listener = threading.Thread(target=lambda: found.update(connections.accept_ranks(server, SECRET, 2)))
