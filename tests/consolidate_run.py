@@ -21,10 +21,10 @@ def main() -> None:
     assert config is not None
     start_ranks()
     config = locate(config)
-    found = from_rank_zero(lambda: find_latest(config.output_dir))
-    assert found is not None
-    engine = build_engine(config, build_pair(config, read_draft(found[0])))
-    load_state(engine, *found)
+    latest = from_rank_zero(lambda: find_latest(config.output_dir))
+    assert latest is not None
+    engine = build_engine(config, build_pair(config, read_draft(latest[0])))
+    load_state(engine, *latest)
     output = Path(config.output_dir)
     gathered = gather_draft(engine.module)
     assert bool(gathered) == (dist.get_rank() == 0)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspec.kernels.backend import upload
+from longspec.kernels.shared.device import upload
 from longspec.models.glide import Objective
 from longspec.train.config import VariantConfig
 from longspec.train.positions import variant_positions

@@ -105,8 +105,8 @@ def test_a_crash_in_rotation_loses_nothing(act: int, tmp_path: Path, monkeypatch
     for names in (STATES, DRAFTS):
         assert any(is_whole(tmp_path / name) and step_of(tmp_path / name) >= 2 for name in names)
     before = contents(tmp_path)
-    found = find_latest(tmp_path)
-    assert found is not None and found[0].name in STATES[:2] and found[1] == progress(3)
+    latest = find_latest(tmp_path)
+    assert latest is not None and latest[0].name in STATES[:2] and latest[1] == progress(3)
     assert contents(tmp_path) == before, "looking changes nothing"
     settle(tmp_path)
     assert find_latest(tmp_path) == (tmp_path / "last_ds", progress(3))
@@ -304,8 +304,8 @@ def test_a_linked_generation_rotates_and_what_it_links_to_stays(tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["dangling", "file"])
 def test_a_dangling_link_is_refused(kind: str, tmp_path: Path) -> None:
-    place = tmp_path / "last_ds"
-    place.symlink_to(tmp_path / "gone") if kind == "dangling" else place.touch()
+    state = tmp_path / "last_ds"
+    state.symlink_to(tmp_path / "gone") if kind == "dangling" else state.touch()
     with pytest.raises(UserError, match=r"last_ds: .*(mount it or remove the link|not a folder)") as error:
         generations.check_folders(tmp_path)
     assert "\n" not in str(error.value)
@@ -398,11 +398,11 @@ def test_checkpoint_folder_as_model_names_target_and_draft(tmp_path: Path) -> No
     with pytest.raises(UserError, match="not saved whole"):
         locate(stored_config(model_name_or_path=str(folder)))
     seal(folder, progress(1))
-    found = locate(stored_config(model_name_or_path=str(folder)))
-    assert found.model_name_or_path == "the/target"
-    assert found.draft_model_name_or_path == str(folder / DRAFT_FILE)
-    found = locate(stored_config(model_name_or_path=str(folder), draft_model_name_or_path="mine.pth"))
-    assert (found.model_name_or_path, found.draft_model_name_or_path) == ("the/target", "mine.pth")
+    located = locate(stored_config(model_name_or_path=str(folder)))
+    assert located.model_name_or_path == "the/target"
+    assert located.draft_model_name_or_path == str(folder / DRAFT_FILE)
+    located = locate(stored_config(model_name_or_path=str(folder), draft_model_name_or_path="mine.pth"))
+    assert (located.model_name_or_path, located.draft_model_name_or_path) == ("the/target", "mine.pth")
     given = stored_config(draft_model_name_or_path="mine.pth")
     assert locate(given) == given
     (folder / DRAFT_FILE).write_bytes(b"cut off")

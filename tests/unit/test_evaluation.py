@@ -82,8 +82,8 @@ def plain_scores(model: Any, inputs: Any, config: TrainConfig, depth: int, rows:
             lags = torch.full((len(segments) - 1,), lag)
             head = Handed(lambda hidden, target_hidden, labels, lm_head: lm_head(hidden)[0])
             logits = model(**batch, position_ids=positions, lags=lags, objective=head)
-            wanted = labels[0, 1:]
-            losses.append(F.cross_entropy(logits[:-1], wanted, ignore_index=-100, reduction="none")[wanted != -100])
+            targets = labels[0, 1:]
+            losses.append(F.cross_entropy(logits[:-1], targets, ignore_index=-100, reduction="none")[targets != -100])
             guesses.append(logits.argmax(-1).tolist())
             right[lag] += [guesses[-1][i - 1] == int(labels[0, i]) for i in range(1, shape[1]) if labels[0, i] != -100]
         for root in range(shape[1] - depth):
@@ -111,12 +111,12 @@ def test_metrics_are_those_of_whole_logits(
     model.lm_head.weight[[VOCAB["e"], VOCAB["t"]]] *= 8
     engine = _Engine(model)
     count = held_out_row_count(config, inputs)
-    found = Evaluation(config, engine, inputs, DraftLoss("ce"), count).run(NEVER)
-    assert found.pop("eval_seconds") > 0 and count == 3
+    metrics = Evaluation(config, engine, inputs, DraftLoss("ce"), count).run(NEVER)
+    assert metrics.pop("eval_seconds") > 0 and count == 3
     expected = plain_scores(model, inputs, config, depth, count)
-    assert found.keys() == expected.keys()
+    assert metrics.keys() == expected.keys()
     for name, value in expected.items():
-        assert math.isclose(found[name], value, rel_tol=1e-5), name
+        assert math.isclose(metrics[name], value, rel_tol=1e-5), name
     assert engine.modes == ["eval", "train"]
     assert 0 < expected["eval_top1_lag_1"] < 1 and expected["eval_acceptance_length"] > 1
 
@@ -140,9 +140,9 @@ class _Engine:
 def test_sigterm_ends_it_without_a_result(load: Any, one_rank: None) -> None:
     config = load("evaluation.rows=null")
     inputs = read_inputs(config)
-    asked = iter([False, True])
+    answers = iter([False, True])
     evaluation = Evaluation(config, _Engine(build_pair(config, None)), inputs, DraftLoss("ce"), 2)
-    assert evaluation.run(SimpleNamespace(agreed=lambda: next(asked))) == {}  # type: ignore[arg-type]
+    assert evaluation.run(SimpleNamespace(agreed=lambda: next(answers))) == {}  # type: ignore[arg-type]
 
 
 def test_held_out_rows_without_a_chain_are_one_line(load: Any, tmp_path: Path) -> None:
@@ -154,6 +154,6 @@ def test_held_out_rows_without_a_chain_are_one_line(load: Any, tmp_path: Path) -
 
 def test_rows_are_the_first_ones_or_all(load: Any, tmp_path: Path) -> None:
     answers = write_answers(tmp_path / "answers.jsonl", count=7)
-    for wanted, count in (("3", 3), ("null", 7), ("100", 7)):
-        config = load(f"evaluation.files={answers}", f"evaluation.rows={wanted}", "data.pack=false")
+    for limit, count in (("3", 3), ("null", 7), ("100", 7)):
+        config = load(f"evaluation.files={answers}", f"evaluation.rows={limit}", "data.pack=false")
         assert held_out_row_count(config, read_inputs(config)) == count

@@ -253,17 +253,17 @@ def test_an_interrupted_evaluation_is_repeated_on_resume(
     given = [f"evaluation.files={work}/held_out.jsonl", "evaluation.steps=1", "evaluation.keep_best=true"]
     straight, cut = work / "straight", work / "cut"
     train(configured(work, *given, f"output_dir={straight}"), Termination())
-    asked: list[int] = []
+    rows: list[int] = []
     score_row = Evaluation.score_row
 
     class Stopping(Termination):
         def agreed(self, patience_s: float = 0) -> bool:
-            if asked:
+            if rows:
                 self.received = signal.SIGTERM
             return self.received is not None
 
     def stop(self: Evaluation, row: int) -> dict[str, torch.Tensor]:
-        asked.append(row)
+        rows.append(row)
         return score_row(self, row)
 
     for step in range(1, STEPS + 1):
@@ -271,9 +271,9 @@ def test_an_interrupted_evaluation_is_repeated_on_resume(
             patch.setattr(Evaluation, "score_row", stop)
             finished = train(configured(work, *given, f"output_dir={cut}", "resume=latest"), Stopping())
             assert not finished and f"SIGTERM: stopped after step {step}, in its evaluation; resume" in caplog.text
-            asked.clear()
-        found = find_latest(cut)
-        assert found is not None and found[1].step == step and found[1].evaluation_due
+            rows.clear()
+        latest = find_latest(cut)
+        assert latest is not None and latest[1].step == step and latest[1].evaluation_due
         if step == 1:
             train(configured(work, *given, f"output_dir={cut}", "resume=latest", "max_steps=1"), Termination())
             assert not find_latest(cut)[1].evaluation_due  # type: ignore[index]
@@ -351,8 +351,8 @@ COMMITS = ("a" * 40, "b" * 40)
 )
 def test_changed_files_and_commits_are_named(before: list[str], now: list[str], message: str) -> None:
     old, new = ([line.split() for line in lines] for lines in (before, now))
-    found = changes(Contents([], [], old), Contents([], [], new))
-    assert message in "".join(found) and bool(found) is bool(message)
+    differences = changes(Contents([], [], old), Contents([], [], new))
+    assert message in "".join(differences) and bool(differences) is bool(message)
 
 
 def test_every_file_that_shapes_the_targets_tokens_counts(tmp_path: Path) -> None:

@@ -132,11 +132,11 @@ class Command:
 class Attribute:
     """An enum member as some versions of Python 3.11 pickle it."""
 
-    def __init__(self, *place: Any) -> None:
-        self.place = place
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return getattr, self.place
+        return getattr, self.arguments
 
 
 def test_a_member_of_an_enumeration_is_read_whatever_python_wrote_it(tmp_path: Path) -> None:
@@ -162,9 +162,11 @@ def test_a_file_cannot_alter_a_member_of_an_enumeration(made: tuple[Any, ...], t
     assert not hasattr(ZeroStageEnum.weights, "altered")
 
 
-@pytest.mark.parametrize("place", [(LossScaler, "__init__"), (ZeroStageEnum, "__new__"), (ZeroStageEnum, "nowhere")])
-def test_no_other_attribute_is(place: tuple[Any, str], tmp_path: Path) -> None:
-    torch.save(Attribute(*place), tmp_path / "state.pt")
+@pytest.mark.parametrize(
+    "arguments", [(LossScaler, "__init__"), (ZeroStageEnum, "__new__"), (ZeroStageEnum, "nowhere")]
+)
+def test_no_other_attribute_is(arguments: tuple[Any, str], tmp_path: Path) -> None:
+    torch.save(Attribute(*arguments), tmp_path / "state.pt")
     with pytest.raises(UserError, match="not a file of plain state"):
         load_plain(tmp_path / "state.pt")
 

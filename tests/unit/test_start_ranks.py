@@ -37,8 +37,8 @@ def test_a_port_in_use_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run on the same host may use the port."""
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
-        place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        for name, value in place.items():
+        environment = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in environment.items():
             monkeypatch.setenv(name, str(value))
         with pytest.raises(UserError, match=f"rank 0 of 2 did not reach the others at 127.0.0.1:{port}: .*in use"):
             start_ranks()

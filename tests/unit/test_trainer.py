@@ -11,7 +11,7 @@ import torch
 from training_fixtures import ROOT, make_target, one_rank_alone, plain_training, write_texts
 
 from longspec.errors import UserError
-from longspec.kernels.segments import Segments
+from longspec.kernels.training.segments import Segments
 from longspec.models.draft_layer import GlideDecoderLayer
 from longspec.models.target_graph import TargetGraphs
 from longspec.train import distributed, resume
@@ -140,9 +140,9 @@ def test_under_zero_3_the_target_is_built_in_shards(load: Any, one_rank: None, m
     frozen = {name: weight for name, weight in pair.named_parameters() if not weight.requires_grad}
     assert len(frozen) == 30 and not any(weight.numel() for weight in frozen.values())
     for name, weight in whole.named_parameters():
-        found = pair.get_parameter(name)
-        with deepspeed.zero.GatheredParameters(found, enabled=name in frozen):
-            assert torch.equal(found.cpu(), weight), name
+        sharded = pair.get_parameter(name)
+        with deepspeed.zero.GatheredParameters(sharded, enabled=name in frozen):
+            assert torch.equal(sharded.cpu(), weight), name
     for name, buffer in whole.named_buffers():
         assert torch.equal(pair.get_buffer(name).cpu(), buffer), name
     assert not any(hasattr(weight, "ds_id") for weight in build_pair(load(), None).parameters())
