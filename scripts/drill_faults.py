@@ -82,7 +82,7 @@ def rank_local_disks(live: Live) -> float:
     script = live.output.with_name("local.py")
     script.write_text(
         "import os, sys\n"
-        "from longspec.train.trainer import main\n"
+        "from longspec.train.run import main\n"
         f"folder = os.path.join({str(live.output)!r} + '_local', os.environ['RANK'])\n"
         "os.makedirs(folder, exist_ok=True)\n"
         "os.chdir(folder)\n"

@@ -58,4 +58,4 @@ elif fault == "full":
     trainer.save_checkpoint = disk_is_full  # type: ignore[assignment]
 else:
     sys.exit(f"FAULT: {fault!r} is unknown")
-trainer.main()
+run.main()

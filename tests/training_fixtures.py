@@ -24,7 +24,8 @@ from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 from torch import Tensor
 
 from longspec.train import distributed
-from longspec.train.config import MUON_FROM, TrainConfig
+from longspec.train.config_checks import MUON_FROM
+from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import start_ranks
 from longspec.train.engine import build_pair, cosine_with_warmup
 from longspec.train.inputs import read_inputs

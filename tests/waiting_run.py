@@ -6,6 +6,6 @@ import os
 from pathlib import Path
 
 from longspec.train.distributed import from_rank_zero
-from longspec.train.trainer import main
+from longspec.train.run import main
 
 main(before_steps=lambda: from_rank_zero(lambda: Path(os.environ["WAITS_FOR"]).read_text()))  # type: ignore[arg-type]

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from longspec.train.distributed import Termination
-from longspec.train.trainer import Trainer, main
+from longspec.train.run import main
+from longspec.train.trainer import Trainer
 
 run = Trainer.run
 

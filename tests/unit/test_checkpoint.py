@@ -14,7 +14,8 @@ from training_fixtures import ROOT, one_rank_alone
 from longspec.errors import UserError
 from longspec.train import generations, seals
 from longspec.train.checkpoint import locate, read_best, read_draft, save_checkpoint
-from longspec.train.config import CONFIG_NAME, TrainConfig, compose_config, to_yaml, typed
+from longspec.train.config import CONFIG_NAME, compose_config, to_yaml, typed
+from longspec.train.config_schema import TrainConfig
 from longspec.train.generations import BEST, DRAFTS, STATES, find_draft, find_latest, settle
 from longspec.train.resume import check_same_run
 from longspec.train.seals import MARKER, Progress, Run, describe, is_whole, seal

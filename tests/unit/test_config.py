@@ -18,15 +18,14 @@ from longspec.inference.command import parse_options
 from longspec.train.checkpoint import locate
 from longspec.train.config import (
     CONFIG_NAME,
-    TrainConfig,
-    check,
     compose_config,
     load_config,
-    make_output_dir,
     read_config_file,
     to_yaml,
     typed,
 )
+from longspec.train.config_checks import check, make_output_dir
+from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import cosine_with_warmup, engine_config
 
 EXP = ROOT / "conf" / "exp"

@@ -15,7 +15,8 @@ from torch import Tensor
 from training_fixtures import ROOT, make_target, one_rank_alone, write_answers, write_texts
 
 from longspec.errors import UserError
-from longspec.train.config import TrainConfig, load_config
+from longspec.train.config import load_config
+from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import build_pair
 from longspec.train.evaluation import Evaluation, chain_roots, correct_depths, held_out_row_count
 from longspec.train.inputs import read_inputs

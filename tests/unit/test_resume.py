@@ -18,14 +18,16 @@ from longspec.errors import UserError
 from longspec.locks import LOCK_NAME, FolderLock
 from longspec.models.content import target_digests
 from longspec.models.draft_files import load_draft
-from longspec.train.config import CONFIG_NAME, TrainConfig, load_config, read_config_file
+from longspec.train.config import CONFIG_NAME, load_config, read_config_file
+from longspec.train.config_schema import TrainConfig
 from longspec.train.contents import Contents, changes
 from longspec.train.distributed import Termination
 from longspec.train.evaluation import Evaluation
 from longspec.train.generations import find_latest
 from longspec.train.logging import RunLog
+from longspec.train.run import train
 from longspec.train.seals import MARKER, read_seal
-from longspec.train.trainer import Trainer, train
+from longspec.train.trainer import Trainer
 
 STEPS = 2
 

@@ -15,7 +15,8 @@ from training_fixtures import NEEDS_MUON, ROOT, make_target, one_rank_alone, wri
 from longspec.errors import UserError
 from longspec.train import shards
 from longspec.train.checkpoint import saved_draft
-from longspec.train.config import CONFIG_NAME, TrainConfig, load_config, to_yaml
+from longspec.train.config import CONFIG_NAME, load_config, to_yaml
+from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.inputs import read_inputs
 from longspec.train.shards import ADAMW_MOMENTS, MASTERS, MUON_MOMENT, Shards, adopt, load_plain

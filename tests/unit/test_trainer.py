@@ -18,7 +18,8 @@ from longspec.train import distributed, resume
 from longspec.train import engine as engine_module
 from longspec.train import trainer as trainer_module
 from longspec.train.checkpoint import gather_draft
-from longspec.train.config import TrainConfig, load_config
+from longspec.train.config import load_config
+from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.inputs import Inputs, read_inputs
 from longspec.train.loss import LOSSES
