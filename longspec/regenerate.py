@@ -1,4 +1,4 @@
-"""`python -m longspec.regenerate`: a target answers prompts, or writes whole conversations, as training text."""
+"""`python -m longspec.regenerate`: training data that a target writes, answers to prompts or whole conversations."""
 
 from longspec.inference.regenerate_command import main
 

@@ -22,7 +22,7 @@ from longspec.models.draft_files import check_draft, draft_window
 from longspec.models.families import pair_class
 from longspec.models.target_files import check_weights, context_window, generation_eos, load_tokenizer, read_config
 from longspec.models.target_split import check_split
-from longspec.train.config import TrainConfig
+from longspec.train.config_schema import TrainConfig
 
 logger = logging.getLogger(__name__)
 ALIGNERS = [f"{data_aligners.__name__}.{name}" for name in vars(data_aligners) if re.fullmatch("[a-z].*_aligner", name)]
