@@ -5,7 +5,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from pairs import _CLASSES, save_target
+from pairs import GLIDE, save_target
 from tiny_tokenizer import byte_tokenizer
 
 NAMES = {
@@ -43,7 +43,7 @@ def write_gguf(
     vocab = tokenizer.get_vocab()
     sizes = {"hidden_size": 64, "intermediate_size": 96} if quantized else {}
     folder = save_target(file.with_suffix(""), family, vocab_size=len(vocab), **sizes, **overrides)
-    model = _CLASSES[family][1].from_pretrained(folder)
+    model = GLIDE[family].target_class.from_pretrained(folder)
     config = model.config
     writer = gguf.GGUFWriter(file, architecture or family)
     writer.add_context_length(config.max_position_embeddings)

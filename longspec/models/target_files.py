@@ -160,8 +160,10 @@ def check_target(config: PreTrainedConfig, path: str | Path) -> None:
     """Raise UserError for a target whose cached keys a draft cannot share."""
     if not 1 <= config.num_hidden_layers <= MAX_LAYERS:
         raise UserError(f"{path}: a target with {config.num_hidden_layers} layers; at most {MAX_LAYERS} are supported")
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise UserError(f"{path}: a target with sliding-window attention layers; the draft needs full attention")
+    layer_types = getattr(config, "layer_types", None) or ()
+    for layer, layer_type in enumerate(layer_types):
+        if layer_type != "full_attention":
+            raise UserError(f"{path}: layer {layer} of this target has {layer_type}; the draft needs full_attention")
     kind = (config.rope_parameters or {}).get("rope_type")
     if kind in RESCALED_BY_LENGTH:
         # Its frequencies change with the longest position of a call, so cached keys would not fit later queries.
