@@ -77,9 +77,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
     save_torch_state_dict(state, folder, max_shard_size=MAX_SHARD)
 
 
-def _config(
-    model_class: Any, metadata: Mapping[str, Callable[..., Any]], tensors: dict[str, Any]
-) -> PreTrainedConfig:
+def _config(model_class: Any, metadata: Mapping[str, Callable[..., Any]], tensors: dict[str, Any]) -> PreTrainedConfig:
     """transformers' config for a `model_class` target with a file's metadata."""
     architecture = model_class.config_class.model_type
 

@@ -1,7 +1,7 @@
 """Qwen3 family, dense models: Qwen3-8B, Qwen3-32B.
 
-The target normalizes each head of its queries and keys before the rotary embedding, so the keys that the draft reads are
-normalized. The draft's own queries and keys are not: every family has the same draft.
+The target normalizes each head of its queries and keys before the rotary embedding, so the keys that the draft reads
+are normalized. The draft's own queries and keys are not: every family has the same draft.
 """
 
 from transformers import Qwen3ForCausalLM

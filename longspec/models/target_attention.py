@@ -15,8 +15,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from longspec.kernels.attention import Attend
-from longspec.kernels.backend import runs_triton
+from longspec.kernels.decoding.attention_interface import Attend
+from longspec.kernels.shared.device import runs_triton
 from longspec.models.draft_layer import Rope, rotate
 
 ATTENTION_NAME = "longspec"
@@ -115,7 +115,7 @@ def projected_heads(attention: Any, name: str, hidden: Tensor) -> Tensor:
 
 def rotated_by_kernel(heads: Tensor, rope: Rope) -> Tensor:
     """Rotary embedding of heads [B, T, H, D] by the Triton kernel: [B, H, T, D]."""
-    from longspec.kernels.elementwise import rotate_queries  # imports Triton
+    from longspec.kernels.shared.elementwise import rotate_queries  # imports Triton
 
     cos, sin = (table.expand(*heads.shape[:2], -1).flatten(0, 1).contiguous() for table in rope)
     rows = torch.arange(len(cos), device=heads.device).view(heads.shape[:2])

@@ -23,7 +23,7 @@ from longspec.data.records import data_files
 from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.data.templates import check_templates
 from longspec.errors import UserError
-from longspec.kernels.attention import resolve_attention
+from longspec.kernels.training.varlen import resolve_attention
 from longspec.models.draft_files import checked_options
 from longspec.models.draft_layer import WINDOW, DraftOptions
 from longspec.models.families import pair_class

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers.integrations import HfDeepSpeedConfig
 
 from longspec.errors import UserError
-from longspec.kernels import varlen_flash
-from longspec.kernels.backend import runs_triton
+from longspec.kernels.shared.device import runs_triton
+from longspec.kernels.training import varlen_flash
 from longspec.models.draft_files import DRAFT_PREFIX
 from longspec.models.draft_layer import head_dim
 from longspec.models.parallel import model_parallel_place

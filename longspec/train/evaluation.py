@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError
-from longspec.kernels.backend import upload
+from longspec.kernels.shared.device import upload
 from longspec.train.config import TrainConfig
 from longspec.train.distributed import Termination, data_parallel_place, summed
 from longspec.train.inputs import Inputs

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError
-from longspec.kernels.backend import runs_triton, upload
+from longspec.kernels.shared.device import runs_triton, upload
 from longspec.models.parallel import (
     first_token,
     log_sum_exp_over_ranks,
@@ -194,7 +194,7 @@ def _chunk_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, 
 
 def _kernel_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, share: float) -> tuple[Tensor, Tensor]:
     """As `_plain_terms`; the gradient lies where the logits were."""
-    from longspec.kernels.divergence import log_sum_exp, terms_and_gradient
+    from longspec.kernels.training.divergence import log_sum_exp, terms_and_gradient
 
     norm = log_sum_exp_over_ranks(log_sum_exp(logits))
     teacher_norm = None if teacher_logits is None else log_sum_exp_over_ranks(log_sum_exp(teacher_logits))

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from longspec.data.collators import IGNORED
 from longspec.errors import reports_user_errors
-from longspec.kernels.backend import upload
-from longspec.kernels.segments import Segments
+from longspec.kernels.shared.device import upload
+from longspec.kernels.training.segments import Segments
 from longspec.models.target_cache import resolve_target
 from longspec.signals import exit_code
 from longspec.train.checkpoint import load_state, locate, read_best, save_best, save_checkpoint, saved_draft

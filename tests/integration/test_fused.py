@@ -10,7 +10,6 @@ import torch
 from pairs import OPTIONS, make_pair
 from torch import Tensor
 
-from longspec.inference.acceptance import Sampler
 from longspec.inference.cache import DraftCache
 from longspec.inference.drafting import magicdec
 from longspec.inference.drafting.tree import TreeDrafter
@@ -18,6 +17,7 @@ from longspec.inference.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import METHODS, make_drafter
 from longspec.inference.runner import Runner
+from longspec.inference.sampling import Sampler
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.fused import MergedLinear, can_fuse
 from longspec.models.glide import GlideMixin

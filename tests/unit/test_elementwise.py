@@ -6,9 +6,17 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from longspec.kernels import reference
-from longspec.kernels.compaction import compact
-from longspec.kernels.elementwise import HeadNorms, gather_rows, rms_norm, rotate_and_store, rotate_queries, swiglu
+from longspec.kernels.decoding import tree_reference
+from longspec.kernels.decoding.compaction import compact
+from longspec.kernels.shared import reference
+from longspec.kernels.shared.elementwise import (
+    HeadNorms,
+    gather_rows,
+    rms_norm,
+    rotate_and_store,
+    rotate_queries,
+    swiglu,
+)
 from longspec.models.draft_layer import rotate
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}  # two roundings
@@ -110,6 +118,9 @@ def test_heads_are_normalized_before_the_rotation(
     close = {"rtol": 2 * TOLERANCE[dtype], "atol": 2 * TOLERANCE[dtype]}
     torch.testing.assert_close([got, keys], expected, **close)
     assert torch.equal(values, v.transpose(1, 2))
+    plain = torch.zeros_like(keys), torch.zeros_like(values)
+    also = reference.rotate_and_store(heads.flatten(2), positions, rope, *plain, slots, weights)
+    torch.testing.assert_close((also, *plain), (got, keys, values), **close)
 
 
 def test_compaction_equals_its_reference_and_touches_nothing_else(device: str) -> None:
@@ -124,7 +135,7 @@ def test_compaction_equals_its_reference_and_touches_nothing_else(device: str) -
             for step in range(count):
                 store[:, row, :, length + step] = original[:, row, :, length + path[row, step]]
     plain = keys.clone(), values.clone()
-    reference.compact(*plain, lengths, path, counts)
+    tree_reference.compact(*plain, lengths, path, counts)
     compact(keys, values, lengths, path, counts)
     for got, also, want in zip((keys, values), plain, expected, strict=True):
         assert torch.equal(got, want) and torch.equal(also, want)

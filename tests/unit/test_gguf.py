@@ -188,10 +188,10 @@ def test_files_that_are_no_target_are_one_line(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(UserError, match="not a GGUF file"):
         resolve_target(str(file))
     write_gguf(file, architecture="gemma")
-    with pytest.raises(UserError, match=r"x.gguf: a GGUF file of architecture 'gemma'; supported are llama, qwen2, qwen3"):
+    with pytest.raises(UserError, match=r"x.gguf: .* architecture 'gemma'; supported are llama, qwen2, qwen3"):
         resolve_target(str(file))
     write_gguf(file, sliding_window=4096)
-    with pytest.raises(UserError, match="x.gguf: a sliding attention window of 4096 tokens"):
+    with pytest.raises(UserError, match=r"x.gguf: a sliding attention window of 4096 tokens"):
         resolve_target(str(file))
     write_gguf(file, without="ffn_up")
     with pytest.raises(UserError, match=r"not a whole llama model: 3 weights missing.*up_proj"):

@@ -8,7 +8,7 @@ import torch
 from pairs import FAMILIES, OPTIONS, make_pair
 from torch import Tensor
 
-from longspec.kernels.segments import Segments
+from longspec.kernels.training.segments import Segments
 from longspec.models import target_graph
 from longspec.models.target_graph import MOST_GRAPHS, MOST_SEGMENTS, MOST_WORK, RUNS_BEFORE, Passed, TargetGraphs
 from longspec.train.loss import Objective

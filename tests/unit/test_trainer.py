@@ -11,7 +11,7 @@ import torch
 from training_fixtures import ROOT, make_target, one_rank_alone, plain_training, write_texts
 
 from longspec.errors import UserError
-from longspec.kernels.segments import Segments
+from longspec.kernels.training.segments import Segments
 from longspec.models.draft_layer import GlideDecoderLayer
 from longspec.models.target_graph import TargetGraphs
 from longspec.train import engine as engine_module
