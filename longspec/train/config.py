@@ -88,6 +88,7 @@ class DataConfig:
     num_workers: int = MISSING
     cache_dir: str | None = MISSING
     templates: dict[str, Any] = field(default_factory=dict)  # checkpoints of earlier versions have none
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # nor these
 
 
 @dataclass

@@ -57,7 +57,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
         raise UserError(
             f"config key data.max_length: {config.data.max_length} tokens do not fit the target's {window} positions"
         )
-    tokenizer = load_tokenizer(config.model_name_or_path, target)
+    tokenizer = load_tokenizer(config.model_name_or_path, target, config.data.chat_template_kwargs)
     asked, name = config.data.chat_format, config.model_name_or_path
     chat_format = resolve_chat_format(asked, name, target.model_type, tokenizer, logger.info)
     eos = _eos(config, target, tokenizer, chat_format)

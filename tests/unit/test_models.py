@@ -7,6 +7,7 @@ import pytest
 import torch
 from pairs import FAMILIES, GLIDE, make_pair, save_target, tiny_config
 from safetensors.torch import load_file, save_file
+from training_fixtures import ROOT
 from transformers import (
     AutoModelForCausalLM,
     GenerationMixin,
@@ -23,6 +24,7 @@ from longspec.models.parallel import PretrainedModelParallelPreSplitMixin
 from longspec.models.target_files import context_window
 from longspec.train.models.llama_glide import LlamaGlide, LlamaGlideDecoderLayer
 from longspec.train.models.qwen2_glide import Qwen2Glide, Qwen2GlideDecoderLayer
+from longspec.untrusted import read_yaml
 
 CAUSAL_LM = {
     "llama": LlamaForCausalLM,
@@ -38,6 +40,12 @@ def test_pair_classes_are_transformers_own_and_public(family: str) -> None:
     assert issubclass(pair, CAUSAL_LM[family]) and issubclass(pair, PretrainedModelParallelPreSplitMixin)
     assert pair.__name__ in longspec.__all__ and getattr(longspec, pair.__name__) is pair
     assert pair_class(f"longspec.{pair.__name__}.from_pretrained") is pair
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_a_training_config(family: str) -> None:
+    config = read_yaml(ROOT / f"conf/model/{family}.yaml")
+    assert pair_class(config["model"]["_target_"]) is GLIDE[family]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
