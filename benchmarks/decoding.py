@@ -30,6 +30,7 @@ from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import METHODS, make_drafter
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
+from longspec.models.draft_layer import head_dim
 from longspec.models.glide import GlideMixin
 
 ACCEPTANCE_LENGTH = 3.5
@@ -226,7 +227,7 @@ def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
 def transformers_ms(model: GlideMixin, context: int) -> float:
     """Milliseconds per token of transformers' own forward pass, with a dynamic cache and without a CUDA graph."""
     config = model.config
-    shape = (1, config.num_key_value_heads, context, config.hidden_size // config.num_attention_heads)
+    shape = (1, config.num_key_value_heads, context, head_dim(config))
     cache = DynamicCache()
     for layer in range(config.num_hidden_layers):
         keys, values = torch.randn(2, *shape, dtype=torch.bfloat16, device="cuda")

@@ -96,6 +96,10 @@ def parse_options(argv: Sequence[str] | None = None, prog: str | None = None) ->
         default=AUTO_FORMAT,
         help="default: the published one for the published targets, else the tokenizer's template, else plain text",
     )
+    add(
+        "--chat_template_kwargs",
+        help='variables of the chat template, as JSON: {"enable_thinking": false} for Qwen3 without thinking',
+    )
     add("--prompt_file", help="JSON file {task: text with {context} and {input}}, in place of the built-in prompts")
     add("--min_prompt_len", type=int, default=MIN_PROMPT_LEN, help="LongBench: leave out prompts up to this length")
     add("--headroom", type=int, default=HEADROOM, help="LongBench: leave out prompts over window - headroom")

@@ -155,7 +155,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     model_class = family_class(config, pair.target)
     check_weights(pair.target)
     check_drafting(options.method, options.tree_shape, options.gamma, options.tree_rule, config.vocab_size)
-    tokenizer = load_tokenizer(pair.target, config)
+    tokenizer = load_tokenizer(pair.target, config, options.chat_template_kwargs)
     chat_format = resolve_chat_format(options.chat_format, pair.target, config.model_type, tokenizer, print)
     if pair.eos_token_id is None:
         pair = replace(pair, eos_token_id=stop_tokens(tokenizer, generation_eos(pair.target, config)) or None)

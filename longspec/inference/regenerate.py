@@ -73,6 +73,8 @@ class Settings:
     shard_size: int = 2048
     seed: int = 0
     chat_format: str = AUTO
+    chat_template_kwargs: str | None = None
+    """Variables of the tokenizer's chat template, as a JSON object."""
     exclude: tuple[str, ...] = ()
     """Outputs of other splits, whose prompts are left out."""
 
@@ -89,7 +91,7 @@ def regenerate(
     total = min(settings.count or len(files), len(files)) if files else settings.count
     target = choose_target(settings.target)
     config = read_config(target)
-    tokenizer = load_tokenizer(target, config)
+    tokenizer = load_tokenizer(target, config, settings.chat_template_kwargs)
     say = print if rank == 0 else lambda line: None
     chat_format = resolve_chat_format(settings.chat_format, target, config.model_type, tokenizer, say)
     settings = replace(settings, chat_format=chat_format)
@@ -283,6 +285,8 @@ def _facts(settings: Settings, files: PromptFiles | None, target: str) -> dict[s
     """What decides about the text of a run, and the versions of the libraries. target: its digest."""
     facts = json.loads(json.dumps(asdict(settings)))
     del facts["output_dir"]
+    if not settings.chat_template_kwargs:
+        del facts["chat_template_kwargs"]  # folders of earlier versions have none
     facts["target_digest"] = target
     facts["files"] = files.digests if files else {}
     facts["versions"] = {"longspec": __version__} | {name: version(name) for name in LIBRARIES}
