@@ -13,7 +13,8 @@ from longspec.data.aligners import Turn
 from longspec.errors import UserError
 from longspec.extras import extra
 from longspec.inference.methods import AUTO, GLIDE_METHODS
-from longspec.inference.report import device_name, pool
+from longspec.inference.report import device_name
+from longspec.inference.stats import pool
 
 METHODS: dict[str, dict[str, Any]] = {
     "vanilla": {"method": "vanilla"},

@@ -11,7 +11,6 @@ import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 
 from longspec import __version__
 from longspec.errors import UserError
-from longspec.inference.decoder import GenerationStats
+from longspec.inference.stats import GenerationStats, pool
 
 RUN_NAME = "run.json"
 SAMPLES_NAME = "samples.jsonl"
@@ -169,19 +168,6 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def _encoded(content: dict[str, Any], indent: int | None = None) -> bytes:
     """JSON in UTF-8; a lone surrogate, which has no UTF-8, becomes its JSON escape."""
     return json.dumps(content, indent=indent, ensure_ascii=False).encode("utf-8", "backslashreplace")
-
-
-def pool(batches: Sequence[GenerationStats]) -> GenerationStats:
-    """The counts and times of several calls added up, so that every verification pass weighs the same."""
-    depths = [stats.accepted_by_depth for stats in batches]
-    return GenerationStats(
-        rounds=sum(stats.rounds for stats in batches),
-        decoded_tokens=sum(stats.decoded_tokens for stats in batches),
-        accepted_by_depth=[sum(column) for column in zip_longest(*depths, fillvalue=0)],
-        ttft_s=sum(stats.ttft_s for stats in batches),
-        decode_s=sum(stats.decode_s for stats in batches),
-        peak_memory_bytes=max((stats.peak_memory_bytes for stats in batches), default=0),
-    )
 
 
 def table(summary: dict[str, Any]) -> str:

@@ -18,10 +18,11 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from longspec.errors import UserError
 from longspec.inference.arguments import check_stopping, check_token_ids
-from longspec.inference.decoder import GenerationStats, Streamer
+from longspec.inference.decoder import Streamer
 from longspec.inference.generate import generate
 from longspec.inference.methods import DEFAULT_SHAPE
 from longspec.inference.options import REFUSED, STOPPING, WARPERS, refuse_options
+from longspec.inference.stats import GenerationStats
 from longspec.models.glide import GlideMixin
 
 _REFUSED_ARGUMENTS = (

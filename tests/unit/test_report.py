@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from longspec.errors import UserError
-from longspec.inference.decoder import GenerationStats
-from longspec.inference.report import RUN_NAME, SAMPLES_NAME, SUMMARY_NAME, Report, SampleResult, pool, table
+from longspec.inference.report import RUN_NAME, SAMPLES_NAME, SUMMARY_NAME, Report, SampleResult, table
+from longspec.inference.stats import GenerationStats, pool
 
 CPU = torch.device("cpu")
 FACTS = {"method": "tree", "model": "tiny", "task": "lcc", "config": {"gamma": 4}}
