@@ -15,10 +15,10 @@ from longspec.cli.pair import LoadedPair, Sampling
 from longspec.cli.prompts import Prompt
 from longspec.cli.results import Results
 from longspec.errors import UserError
+from longspec.inference.device import device_name
 from longspec.inference.methods import GLIDE_METHODS
-from longspec.inference.report import device_name
+from longspec.inference.shape_cache import draft_fingerprint
 from longspec.inference.stats import GenerationStats, pool
-from longspec.inference.tree_shapes import draft_fingerprint
 from longspec.models.content import target_digest
 from longspec.signals import StopSignals
 

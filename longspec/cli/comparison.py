@@ -12,8 +12,8 @@ from longspec.cli.pair import LoadedPair, Sampling
 from longspec.data.aligners import Turn
 from longspec.errors import UserError
 from longspec.extras import extra
+from longspec.inference.device import device_name
 from longspec.inference.methods import AUTO, GLIDE_METHODS
-from longspec.inference.report import device_name
 from longspec.inference.stats import pool
 
 METHODS: dict[str, dict[str, Any]] = {
