@@ -1,4 +1,4 @@
-"""`longspec evaluate` and `longspec regenerate`: commands with a parser of their own, which gets all arguments."""
+"""`longspec evaluate` and `longspec regenerate`, which pass all arguments on to the parsers of these commands."""
 
 from __future__ import annotations
 

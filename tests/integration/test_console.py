@@ -153,7 +153,7 @@ def opened(target: Path) -> pairs.LoadedPair:
 def said(session: Session, *messages: str) -> str:
     """What the terminal shows for some lines of input."""
     for message in messages:
-        session.take(message)
+        session.handle_line(message)
     return session.console.file.getvalue()  # type: ignore[attr-defined]
 
 
