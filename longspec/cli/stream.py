@@ -93,7 +93,7 @@ class AnswerStream:
 
     @contextmanager
     def stops_on_sigint(self) -> Iterator[None]:
-        """The first SIGINT ends the answer at its next token, where nothing is half done; a second one ends it at once."""
+        """The first SIGINT ends the answer at its next token, where nothing is half done; a second one at once."""
 
         def note(number: int, frame: FrameType | None) -> None:
             if self.stopped:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 
-from longspec.kernels import reference
-from longspec.kernels.backend import runs_triton
-from longspec.kernels.watch import Watch
+from longspec.kernels.decoding import tree_reference
+from longspec.kernels.shared.device import runs_triton
+from longspec.kernels.shared.watch import Watch
 from longspec.models.draft_layer import head_dim
 
 
@@ -64,9 +64,9 @@ class TargetCache:
         path: LongTensor [B, J], increasing numbers of nodes of the tree in `next_slots`; counts: [B].
         """
         if runs_triton(self.keys):
-            from longspec.kernels.compaction import compact
+            from longspec.kernels.decoding.compaction import compact
         else:
-            compact = reference.compact
+            compact = tree_reference.compact
         compact(self.keys, self.values, self.lengths, path, counts)
         self.lengths += counts
 

@@ -23,7 +23,7 @@ from longspec.inference.device import choose_device, choose_dtype, device_name, 
 from longspec.inference.methods import GLIDE_METHODS
 from longspec.inference.options import REFUSED, STOPPING, WARPERS
 from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair
-from longspec.kernels.attention import decoding_attention
+from longspec.kernels.decoding.attention import decoding_attention
 from longspec.longbench.checks import (
     check_batch_memory,
     check_draft_settings,
