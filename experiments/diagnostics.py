@@ -25,9 +25,9 @@ from longspec.data.templates import encode_texts
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
+from longspec.inference.methods import DEFAULT_SHAPE
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
-from longspec.inference.tree_shapes import DEFAULT_SHAPE
 from longspec.kernels.shared.watch import Watch
 
 DIAGNOSTICS = "diagnostics.json"

@@ -16,7 +16,7 @@ from experiments.files import answers_file, claim, prompts_file, read_jsonl, wri
 from experiments.settings import Settings
 from experiments.sources import SPLITS, CodeFile, Meeting, Texts, read_code, read_texts
 from experiments.target import LONGEST_TOKEN, TargetText
-from longspec.inference.tasks import TASKS
+from longspec.longbench.tasks import TASKS
 
 T = TypeVar("T")
 Record = dict[str, Any]

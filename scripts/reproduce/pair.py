@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspec.inference.tasks import Question, encode_question
+from longspec.longbench.prompts import Question, encode_question
 from longspec.models.families import family_class
 from longspec.models.target_files import load_tokenizer, read_config
 from scripts.pipeline.files import read_jsonl

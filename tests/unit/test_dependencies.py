@@ -95,7 +95,7 @@ for name in longspec.__all__:
 
 from longspec.errors import reports_user_errors
 from longspec.train.command import main as train
-from longspec.inference.command import main as evaluate
+from longspec.longbench.command import main as evaluate
 
 TRAIN_ONLY = ("longspec.train.", "longspec.data.dataset", "longspec.data.packing", "longspec.data.cache")
 for module in pkgutil.walk_packages(longspec.__path__, "longspec."):
