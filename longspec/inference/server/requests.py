@@ -122,6 +122,8 @@ class Ticket:
     """time.perf_counter() at submission."""
     cancelled: bool = False
     """Set by `cancel`; the engine's thread acts on it before its next round."""
+    failure: str = ""
+    """Why `on_event` failed; the request then ends with reason "error"."""
     done: bool = False
     """Whether `Finished` was sent."""
 
