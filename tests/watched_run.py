@@ -6,7 +6,7 @@ import deepspeed
 import torch
 from torch import nn
 
-from longspec.signals import Termination
+from longspec.train.distributed import Termination
 from longspec.train.trainer import Trainer, main
 
 run = Trainer.run

@@ -33,7 +33,7 @@ from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair
 from longspec.inference.report import device_name, versions
 from longspec.inference.run_folder import folder_name
 from longspec.inference.tasks import TASKS, Selection, read_prompt, read_questions, select_samples
-from longspec.kernels.attention import decoding_attention
+from longspec.kernels.decoding.attention import decoding_attention
 from longspec.models.content import state_digest, target_digest
 from longspec.models.draft_files import check_draft, draft_settings, option_entries
 from longspec.models.draft_layer import head_dim

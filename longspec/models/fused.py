@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from longspec.kernels.elementwise import rms_norm, rotate_and_store, rotate_queries
+from longspec.kernels.shared.elementwise import rms_norm, rotate_and_store, rotate_queries
 from longspec.models.draft_layer import DraftCrossAttention, GlideDecoderLayer
 from longspec.models.residual import ResidualStream, linear
 from longspec.models.target_attention import QueryAttend

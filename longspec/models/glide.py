@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from longspec.errors import UserError
-from longspec.kernels.attention import resolve_attention
-from longspec.kernels.segments import Segments
-from longspec.kernels.varlen import block_attention, varlen_attention
+from longspec.kernels.training.segments import Segments
+from longspec.kernels.training.varlen import block_attention, resolve_attention, varlen_attention
 from longspec.models.draft_files import DraftSettings, check_draft, draft_settings
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.parallel import gather_heads

@@ -15,8 +15,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from longspec.kernels.attention import Attend
-from longspec.kernels.backend import runs_triton
+from longspec.kernels.decoding.attention_interface import Attend
+from longspec.kernels.shared.device import runs_triton
 from longspec.models.draft_layer import Rope, rotate
 
 ATTENTION_NAME = "longspec"

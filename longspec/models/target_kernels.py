@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from longspec.kernels.elementwise import rms_norm, rotate_queries, swiglu
+from longspec.kernels.shared.elementwise import rms_norm, rotate_queries, swiglu
 from longspec.models.draft_layer import GlideDecoderLayer, Rope
 
 

@@ -10,7 +10,7 @@ import torch
 from small_run import CONTEXTS, SHAPE, small_run, small_settings
 
 from longspec import generate
-from longspec.kernels.attention import SdpaAttention
+from longspec.kernels.decoding.sdpa_attention import SdpaAttention
 from scripts.reproduce import evaluate as module
 from scripts.reproduce import plan
 from scripts.reproduce.baselines import BASELINES, LOOKUP_TOKENS, Transformers

@@ -7,14 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspec.kernels.attention import (
-    DecodingAttention,
-    SdpaAttention,
-    decoding_attention,
-    masked_attention,
-)
-from longspec.kernels.backend import Gpu
-from longspec.kernels.reference import attention_with_lse
+from longspec.kernels.decoding.attention import decoding_attention
+from longspec.kernels.decoding.attention_interface import DecodingAttention
+from longspec.kernels.decoding.sdpa_attention import SdpaAttention, masked_sdpa
+from longspec.kernels.shared.device import Gpu
+from longspec.kernels.shared.reference import attention_with_lse
 
 FLASH = importlib.util.find_spec("fa3_fwd_interface") is not None
 INTERPRETED = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs interpreter")
@@ -39,12 +36,12 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     backend, device = request.param.split()
     if backend == "sdpa":
         return SdpaAttention(), device
-    from longspec.kernels import triton_attention
+    from longspec.kernels.decoding import flash_attention, triton_attention
 
     monkeypatch.setattr(
         triton_attention, "count_splits", lambda programs, capacity, places: 1 + min(4, places // programs)
     )
-    monkeypatch.setattr(triton_attention, "FLASH_FROM", (0, 0, 0))
+    monkeypatch.setattr(flash_attention, "FLASH_FROM", (0, 0, 0))
     if device == "cpu":
         return triton_attention.TritonAttention(Gpu(16, 160 * 1024, overlaps=False)), device
     return decoding_attention(backend, torch.device(device), torch.bfloat16, 64), device
@@ -209,14 +206,14 @@ def test_masked_equals_dense_attention(
 
 
 @pytest.mark.parametrize("nodes", [3, 69])
-def test_masked_attention_gives_zero_and_a_clean_gradient_where_nothing_is_visible(nodes: int, device: str) -> None:
+def test_masked_sdpa_gives_zero_and_a_clean_gradient_where_nothing_is_visible(nodes: int, device: str) -> None:
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 4, nodes, 64, generator=generator)
     k, v = torch.randn(2, 2, 2, 50, 64, generator=generator)
     mask = torch.rand(2, nodes, 50, generator=generator) < 0.5
     mask[0, 1] = False
     leaves = [x.to(device).requires_grad_() for x in (q, k, v)]
-    got = masked_attention(*leaves, mask.to(device), 0.1)
+    got = masked_sdpa(*leaves, mask.to(device), 0.1)
     torch.testing.assert_close(got.detach().cpu().double(), dense(q, k, v, mask, 0.1), atol=1e-5, rtol=1e-5)
     assert got[0, :, 1].eq(0).all()
     got.square().sum().backward()
@@ -235,7 +232,7 @@ def test_reference_gradient_is_clean_where_nothing_is_visible() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_parts_of_a_row_for_flash_attention_are_its_whole_blocks_in_equal_shares(device: str) -> None:
     """By part, then by row: the row, its first slot and its end; a row of fewer blocks than parts has empty parts."""
-    from longspec.kernels.triton_attention import split_blocks
+    from longspec.kernels.decoding.flash_attention import split_blocks
 
     lengths = torch.tensor([1000, 175, 353], device=device)
     rows, begins, ends = split_blocks(lengths, 3, 176).unflatten(1, (3, 3)).cpu()
@@ -277,9 +274,9 @@ def test_a_captured_call_follows_lengths_masks_and_keys(
     backend: str, nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One CUDA graph of all calls, replayed after every input has changed, equals eager calls; none of them waits."""
-    from longspec.kernels import triton_attention
+    from longspec.kernels.decoding import flash_attention
 
-    monkeypatch.setattr(triton_attention, "FLASH_FROM", (0, 0, 0))
+    monkeypatch.setattr(flash_attention, "FLASH_FROM", (0, 0, 0))
     dtype = torch.bfloat16 if backend == "flash" else torch.float16
     attend = decoding_attention(backend, torch.device("cuda"), dtype, 128)
     generator = torch.Generator("cuda").manual_seed(0)

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from longspec.errors import UserError
-from longspec.kernels import attention
-from longspec.kernels.attention import decoding_attention, resolve_attention
+from longspec.kernels.decoding import attention
+from longspec.kernels.decoding.attention import decoding_attention
+from longspec.kernels.training import varlen
+from longspec.kernels.training.varlen import resolve_attention
 
 
 def test_unknown_backends_and_those_that_cannot_run_are_named() -> None:
@@ -60,7 +62,7 @@ def test_flash_attention_falls_back_to_sdpa_and_says_so_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    attention._log_replacement.cache_clear()
+    varlen._log_replacement.cache_clear()
     names = [resolve_attention("flash_attention_2") for _ in range(3)]
     assert names == ["sdpa"] * 3
     assert len(caplog.records) == 1 and "flash_attention_2" in caplog.text and "sdpa" in caplog.text
@@ -77,8 +79,8 @@ def test_cpu_decoding_needs_no_triton() -> None:
         import sys
         sys.modules["triton"] = None  # importing it now fails
         import torch
-        from longspec.kernels.attention import decoding_attention
-        from longspec.kernels.varlen import varlen_attention
+        from longspec.kernels.decoding.attention import decoding_attention
+        from longspec.kernels.training.varlen import varlen_attention
         x = torch.ones(1, 1, 2, 16)
         mask = torch.ones(1, 1, 1, dtype=torch.bool)
         attend = decoding_attention("auto", torch.device("cpu"), torch.float32, 16)

@@ -194,8 +194,8 @@ DAMAGES = {
     "truncated": (lambda file: file.write_text("4" * 3), "content has 3 bytes, 4 were saved"),
     "foreign": (lambda file: file.write_text("5555"), "content is not the file that was saved"),
     "gone": (Path.unlink, "content is missing"),
-    "marker": (lambda file: (file.parents[1] / MARKER).write_text('{"step": '), f"{MARKER} is no marker of ours"),
-    "no step": (lambda file: rename(file, '"step"', '"stop"'), f"{MARKER} is no marker of ours"),
+    "marker": (lambda file: (file.parents[1] / MARKER).write_text('{"step": '), f"{MARKER} is not a valid marker"),
+    "no step": (lambda file: rename(file, '"step"', '"stop"'), f"{MARKER} is not a valid marker"),
     "absolute": (lambda file: rename(file, "sub/content", "/etc/hosts"), "names /etc/hosts, a file outside"),
     "outside": (lambda file: rename(file, "sub/", "../last_2ds/sub/"), "names ../last_2ds/sub/content, a file outside"),
     "stray": (lambda file: (file.parent / "zero_optim_states.pt").touch(), "zero_optim_states.pt does not belong"),
@@ -444,7 +444,7 @@ def test_the_same_rows_may_be_cut_otherwise_and_it_is_said_what_is_lost(
 ) -> None:
     before = stored_config(per_device_train_batch_size="2", gradient_accumulation_steps="2")
     (tmp_path / CONFIG_NAME).write_text(to_yaml(before))
-    with pytest.raises(UserError, match=r"rows a step .* was 8, is 16; make"):
+    with pytest.raises(UserError, match=r"rows per step .* was 8, is 16; make"):
         check_same_run(before, tmp_path, progress(2), world_size=4)
     check_same_run(before, tmp_path, progress(2), world_size=2)
     assert not caplog.text

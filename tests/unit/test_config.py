@@ -22,6 +22,7 @@ from longspec.train.config import (
     check,
     compose_config,
     load_config,
+    make_output_dir,
     read_config_file,
     to_yaml,
     typed,
@@ -212,11 +213,19 @@ def test_a_template_is_set_with_or_without_a_plus(paths: list[str]) -> None:
         assert load(TINY, *paths, override).data.templates == {"report": "Sum up: {prompt}"}
 
 
-def test_output_folder_is_made_at_the_check(paths: list[str], tmp_path: Path) -> None:
-    load(TINY, *paths)
+def test_output_folder_is_created_after_the_checks(paths: list[str], tmp_path: Path) -> None:
+    config = load(TINY, *paths)
+    assert not (tmp_path / "out").exists()
+    make_output_dir(config)
     assert (tmp_path / "out").is_dir()
-    with pytest.raises(UserError, match=r"output_dir: .*data\.jsonl/out cannot be made"):
-        load(TINY, *paths, f"output_dir={tmp_path}/data.jsonl/out")
+    config = load(TINY, *paths, f"output_dir={tmp_path}/data.jsonl/out")
+    with pytest.raises(UserError, match=r"output_dir: .*data\.jsonl/out cannot be created"):
+        make_output_dir(config)
+
+
+def test_an_output_folder_that_is_a_file_is_named(paths: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"output_dir: must be a folder, not .*data\.jsonl"):
+        load(TINY, *paths, f"output_dir={tmp_path}/data.jsonl")
 
 
 def test_saved_configuration_reads_back(paths: list[str], tmp_path: Path) -> None:

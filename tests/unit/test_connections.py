@@ -17,7 +17,7 @@ def test_ranks_are_let_in_past_strangers_that_are_slow_or_wrong() -> None:
     """A silent caller, one that sends half a greeting and one with another secret come first; none is waited for."""
     found: dict[socket.socket, int] = {}
     with socket.create_server(("127.0.0.1", 0)) as server:
-        listener = threading.Thread(target=lambda: found.update(connections.greeted(server, SECRET, 2)))
+        listener = threading.Thread(target=lambda: found.update(connections.accept_ranks(server, SECRET, 2)))
         callers = [socket.create_connection(server.getsockname()) for _ in range(5)]
         silent, half, wrong, first, second = callers
         half.sendall(SECRET)
@@ -46,7 +46,7 @@ def test_rank_zero_listens_on_the_master_address_only(host: str, monkeypatch: py
     monkeypatch.setattr(connections.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(connections, "from_every_rank", lambda mine: [mine])
     monkeypatch.setattr(connections, "from_rank_zero", lambda compute: compute())
-    monkeypatch.setattr(connections, "greeted", lambda server, *_: listened.append(server.getsockname()[0]) or {})
+    monkeypatch.setattr(connections, "accept_ranks", lambda server, *_: listened.append(server.getsockname()[0]) or {})
     connections.connect_ranks()
     assert listened[0] in ("127.0.0.1", "::1")
 
@@ -56,6 +56,6 @@ def test_a_caller_gets_few_seconds_and_a_missing_rank_is_one_line(monkeypatch: p
     monkeypatch.setattr(connections, "CONNECT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as caller:
         with pytest.raises(UserError, match="1 of 1 ranks did not connect to rank 0"):
-            connections.greeted(server, SECRET, 1)
+            connections.accept_ranks(server, SECRET, 1)
         caller.settimeout(5)
         assert caller.recv(1) == b""

@@ -29,7 +29,7 @@ USED = {
 """Extras that a folder's modules may import; the tests may import those of `dev`, the rest none."""
 ON_DEMAND = {
     "longspec/models/parallel.py": ["train"],  # fairscale, with tensor parallelism
-    "longspec/kernels/triton_attention.py": ["fa3"],
+    "longspec/kernels/decoding/flash_attention.py": ["fa3"],
     "longspec/cli/comparison.py": ["demo"],  # matplotlib, for the picture
 }
 """Extras that a module imports inside a function."""

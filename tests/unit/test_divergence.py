@@ -6,7 +6,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longspec.kernels.divergence import log_sum_exp, terms_and_gradient
+from longspec.kernels.training.divergence import log_sum_exp, terms_and_gradient
 from longspec.train.loss import _plain_terms
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from longspec.kernels import reference
-from longspec.kernels.compaction import compact
-from longspec.kernels.elementwise import gather_rows, rms_norm, rotate_and_store, rotate_queries, swiglu
+from longspec.kernels.decoding import tree_reference
+from longspec.kernels.decoding.compaction import compact
+from longspec.kernels.shared.elementwise import gather_rows, rms_norm, rotate_and_store, rotate_queries, swiglu
 from longspec.models.draft_layer import rotate
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}  # two roundings
@@ -98,7 +98,7 @@ def test_compaction_equals_its_reference_and_touches_nothing_else(device: str) -
             for step in range(count):
                 store[:, row, :, length + step] = original[:, row, :, length + path[row, step]]
     plain = keys.clone(), values.clone()
-    reference.compact(*plain, lengths, path, counts)
+    tree_reference.compact(*plain, lengths, path, counts)
     compact(keys, values, lengths, path, counts)
     for got, also, want in zip((keys, values), plain, expected, strict=True):
         assert torch.equal(got, want) and torch.equal(also, want)

@@ -17,9 +17,9 @@ from training_fixtures import ROOT, make_target, one_rank_alone, write_answers, 
 from longspec.errors import UserError
 from longspec.train.config import TrainConfig, load_config
 from longspec.train.engine import build_pair
-from longspec.train.evaluation import Evaluation, chain_roots, chain_runs, rows_held_out
+from longspec.train.evaluation import Evaluation, chain_roots, correct_depths, held_out_row_count
 from longspec.train.inputs import read_inputs
-from longspec.train.loss import Objective
+from longspec.train.loss import DraftLoss
 from longspec.train.positions import micro_step_generator, variant_positions
 
 VOCAB = byte_tokenizer().get_vocab()
@@ -55,12 +55,12 @@ def test_runs_end_at_the_first_depth_that_is_wrong() -> None:
     at_lag_1 = torch.tensor([[0, 0, 1, 1, 0, 0, 0, 0, 1, 0]], dtype=torch.bool)
     at_lag_2 = torch.tensor([[0, 0, 0, 1, 0, 0, 0, 0, 1, 1]], dtype=torch.bool)
     # root 1: token 2 at lag 1, token 3 at lag 2; root 2: 3 right, 4 wrong; root 6: 7 wrong at once; root 7: 8, 9
-    assert chain_runs(torch.stack([at_lag_1, at_lag_2]), labels).tolist() == [2, 1, 0, 2]
+    assert correct_depths(torch.stack([at_lag_1, at_lag_2]), labels).tolist() == [2, 1, 0, 2]
 
 
 def test_a_row_too_short_for_a_chain_has_none() -> None:
     labels = torch.tensor([[-100, 1, 1]])
-    assert chain_runs(torch.ones(5, 1, 3, dtype=torch.bool), labels).tolist() == []
+    assert correct_depths(torch.ones(5, 1, 3, dtype=torch.bool), labels).tolist() == []
 
 
 def plain_scores(model: Any, inputs: Any, config: TrainConfig, depth: int, rows: int) -> dict[str, float]:
@@ -74,7 +74,9 @@ def plain_scores(model: Any, inputs: Any, config: TrainConfig, depth: int, rows:
         generator = micro_step_generator(config.seed, row, 0)
         shape = tuple(labels.shape)
         variant = config.variant
-        positions = variant_positions(variant.name, segments, shape, variant.max_offset, inputs.window, generator)
+        positions = variant_positions(
+            variant.name, segments, shape, variant.max_offset, inputs.max_positions, generator
+        )
         guesses = []
         for lag in right:
             lags = torch.full((len(segments) - 1,), lag)
@@ -108,8 +110,8 @@ def test_metrics_are_those_of_whole_logits(
     model: Any = build_pair(config, None)
     model.lm_head.weight[[VOCAB["e"], VOCAB["t"]]] *= 8
     engine = _Engine(model)
-    count = rows_held_out(config, inputs)
-    found = Evaluation(config, engine, inputs, Objective("ce"), count).run(NEVER)
+    count = held_out_row_count(config, inputs)
+    found = Evaluation(config, engine, inputs, DraftLoss("ce"), count).run(NEVER)
     assert found.pop("eval_seconds") > 0 and count == 3
     expected = plain_scores(model, inputs, config, depth, count)
     assert found.keys() == expected.keys()
@@ -139,7 +141,7 @@ def test_sigterm_ends_it_without_a_result(load: Any, one_rank: None) -> None:
     config = load("evaluation.rows=null")
     inputs = read_inputs(config)
     asked = iter([False, True])
-    evaluation = Evaluation(config, _Engine(build_pair(config, None)), inputs, Objective("ce"), 2)
+    evaluation = Evaluation(config, _Engine(build_pair(config, None)), inputs, DraftLoss("ce"), 2)
     assert evaluation.run(SimpleNamespace(agreed=lambda: next(asked))) == {}  # type: ignore[arg-type]
 
 
@@ -147,11 +149,11 @@ def test_held_out_rows_without_a_chain_are_one_line(load: Any, tmp_path: Path) -
     (tmp_path / "short.jsonl").write_text('{"text": "abc"}\n')
     config = load(f"evaluation.files={tmp_path}/short.jsonl")
     with pytest.raises(UserError, match=r"evaluation\.files: none of the first 1 rows has 6 consecutive tokens"):
-        rows_held_out(config, read_inputs(config))
+        held_out_row_count(config, read_inputs(config))
 
 
 def test_rows_are_the_first_ones_or_all(load: Any, tmp_path: Path) -> None:
     answers = write_answers(tmp_path / "answers.jsonl", count=7)
     for wanted, count in (("3", 3), ("null", 7), ("100", 7)):
         config = load(f"evaluation.files={answers}", f"evaluation.rows={wanted}", "data.pack=false")
-        assert rows_held_out(config, read_inputs(config)) == count
+        assert held_out_row_count(config, read_inputs(config)) == count

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspec.train.loss import Objective
+from longspec.train.loss import DraftLoss
 
 B, T, HIDDEN, V = 3, 11, 8, 23
 
@@ -34,7 +34,7 @@ def plain(loss: str, hidden: Tensor, target_hidden: Tensor, labels: Tensor, head
 @pytest.mark.parametrize("loss", ["ce", "distill", "mixed"])
 def test_value_and_gradient_equal_the_full_logits_formula(loss: str, chunk: int) -> None:
     hidden, teacher, labels, head = example()
-    value, metrics = Objective(loss, chunk_logits=chunk * V)(hidden, teacher, labels, head)
+    value, metrics = DraftLoss(loss, chunk_logits=chunk * V)(hidden, teacher, labels, head)
     (gradient,) = torch.autograd.grad(value * 0.3, hidden)
     expected = plain(loss, hidden, teacher, labels, head)
     (wanted,) = torch.autograd.grad(expected * 0.3, hidden)
@@ -45,10 +45,10 @@ def test_value_and_gradient_equal_the_full_logits_formula(loss: str, chunk: int)
 
 def test_target_loss_is_reported_only_when_asked_for() -> None:
     hidden, teacher, labels, head = example()
-    _, metrics = Objective("ce", log_target_loss=True)(hidden, teacher, labels, head)
+    _, metrics = DraftLoss("ce", log_target_loss=True)(hidden, teacher, labels, head)
     torch.testing.assert_close(metrics["target_loss"], plain("ce", teacher, teacher, labels, head))
-    assert set(Objective("ce")(hidden, teacher, labels, head)[1]) == {"loss", "ce"}
-    assert set(Objective("mixed")(hidden, teacher, labels, head)[1]) == {"loss", "ce", "kl"}
+    assert set(DraftLoss("ce")(hidden, teacher, labels, head)[1]) == {"loss", "ce"}
+    assert set(DraftLoss("mixed")(hidden, teacher, labels, head)[1]) == {"loss", "ce", "kl"}
 
 
 @pytest.mark.parametrize("chunk", [4, 1000])
@@ -56,7 +56,7 @@ def test_target_loss_is_reported_only_when_asked_for() -> None:
 def test_scores_are_the_loss_and_which_labels_come_first(loss: str, chunk: int) -> None:
     """The evaluation's sums are training's own; a label is hit where the hidden state before it ranks it first."""
     hidden, teacher, labels, head = example()
-    objective = Objective(loss, log_target_loss=True, chunk_logits=chunk * V)
+    objective = DraftLoss(loss, log_target_loss=True, chunk_logits=chunk * V)
     metrics, hits = objective.score(hidden, teacher, labels, head)
     assert metrics == objective(hidden, teacher, labels, head)[1]
     guessed = head(hidden[:, :-1]).argmax(-1)
@@ -71,7 +71,7 @@ def test_scores_are_the_loss_and_which_labels_come_first(loss: str, chunk: int) 
 def test_a_micro_batch_without_labels_has_loss_zero_and_a_gradient() -> None:
     """A rank whose micro-batch is all prompt must still take part in backward."""
     hidden, teacher, labels, head = example()
-    value, _ = Objective("ce")(hidden, teacher, torch.full_like(labels, -100), head)
+    value, _ = DraftLoss("ce")(hidden, teacher, torch.full_like(labels, -100), head)
     value.backward()
     assert value == 0 and hidden.grad is not None and not hidden.grad.any()
 
@@ -81,7 +81,7 @@ def test_bf16_hidden_states_are_scored_in_fp32(loss: str, device: str) -> None:
     """As the formula scores the same logits, whichever way they are scored there."""
     hidden, teacher, labels, head = example(torch.bfloat16)
     hidden, teacher, head = hidden.detach().to(device).requires_grad_(), teacher.to(device), head.to(device)
-    value, _ = Objective(loss, chunk_logits=5 * V)(hidden, teacher, labels, head)
+    value, _ = DraftLoss(loss, chunk_logits=5 * V)(hidden, teacher, labels, head)
     (gradient,) = torch.autograd.grad(value, hidden)
     assert value.dtype == torch.float32 and gradient.dtype == torch.bfloat16
     wide = [x.detach().float().requires_grad_() for x in (head(hidden), head(teacher))]
@@ -105,6 +105,6 @@ def test_never_more_than_a_chunk_of_logits() -> None:
     hidden, teacher, labels, head = example()
     weight = head.weight.data_ptr()
     with Watch():
-        value, _ = Objective("mixed", log_target_loss=True, chunk_logits=4 * V)(hidden, teacher, labels, head)
+        value, _ = DraftLoss("mixed", log_target_loss=True, chunk_logits=4 * V)(hidden, teacher, labels, head)
         value.backward()
     assert max(rows) == 4

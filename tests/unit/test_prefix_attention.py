@@ -8,9 +8,16 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longspec.kernels import reference
-from longspec.kernels.prefix_attention import prefix_attention
-from longspec.kernels.tiles import LONG_CACHE, Tiles, count_splits, fit_shared_memory, prefix_tiles, programs_at_once
+from longspec.kernels.decoding import attention_reference
+from longspec.kernels.decoding.attention_tiles import (
+    LONG_CACHE,
+    Tiles,
+    count_splits,
+    fit_shared_memory,
+    prefix_tiles,
+    programs_at_once,
+)
+from longspec.kernels.decoding.prefix_attention import prefix_attention
 
 DEVICES = [
     pytest.param(
@@ -41,9 +48,10 @@ def make_case(
 def check(case: tuple[Tensor, ...], num_splits: int, device: str, scale: float = 0.2) -> tuple[Tensor, Tensor]:
     q, k, v, lengths = (x.to(device) for x in case)
     tiles = prefix_tiles(q.shape[1] // k.shape[1] * q.shape[2], q.shape[3], q.dtype, HOPPER)
-    out, lse, block, _ = prefix_attention(q, k, v, lengths, scale, num_splits, tiles, overlap=False)
+    inputs = (q, k, v, lengths, scale, num_splits, tiles, False)
+    out, lse, block, _ = prefix_attention(*inputs)
     assert block == tiles.block_n
-    expected_out, expected_lse = reference.prefix_attention(q, k, v, lengths, scale, num_splits, tiles)
+    expected_out, expected_lse, _, _ = attention_reference.prefix_attention(*inputs)
     tolerance = TOLERANCE[q.dtype]
     torch.testing.assert_close(out, expected_out, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse, expected_lse, atol=tolerance, rtol=tolerance)

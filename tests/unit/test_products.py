@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspec.kernels import skinny_product as skinny
-from longspec.kernels.backend import describe_gpu
-from longspec.kernels.skinny_product import count_parts, skinny_product, split_product
-from longspec.kernels.vector_product import vector_product
+from longspec.kernels.decoding import skinny_product as skinny
+from longspec.kernels.decoding.skinny_product import count_parts, skinny_product, split_product
+from longspec.kernels.decoding.vector_product import vector_product
+from longspec.kernels.shared.device import describe_gpu
 from longspec.models.residual import ResidualStream
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -61,7 +61,7 @@ def test_a_silent_rank_is_named_and_limits_the_time_too(
         raise RuntimeError("what the main thread gets of it")
     faulthandler.cancel_dump_traceback_later()
     assert [record.getMessage() for record in caplog.records] == [
-        f"rank 1 does not answer: this one ends, too, within {peers.END_S} s"
+        f"rank 1 does not answer; this rank ends within {peers.END_S} s"
     ]
     messages = list(peers.MESSAGE.iter_unpack(other.recv(2**16)))
     assert (peers.BEAT, 0) in messages and messages[-1] == (peers.SILENT, 1)

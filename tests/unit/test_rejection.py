@@ -13,10 +13,11 @@ pytest.importorskip("triton")
 from longspec.inference.acceptance import Accepted, follow, reject
 from longspec.inference.drafting.proposal import Proposal, chain
 from longspec.inference.sampling import Sampler
-from longspec.kernels import choice
-from longspec.kernels.descent import follow_choices
-from longspec.kernels.rejection import reject_children
-from longspec.kernels.vocabulary import new_tree, sampled_children
+from longspec.kernels.decoding.descent import follow_choices
+from longspec.kernels.decoding.rejection import reject_children
+from longspec.kernels.decoding.row_argmax import argmax
+from longspec.kernels.decoding.tree import new_tree
+from longspec.kernels.decoding.vocabulary import sampled_children
 
 DEVICES = [
     pytest.param(
@@ -76,7 +77,7 @@ def check_rejection(tree: Proposal, p: Tensor, device: str, seed: int = 0) -> Ac
     expected = reject(tree, tree.sampled_from, p, FixedSampler(coins, noise))
     tensors = (tree.tokens, tree.parents, tree.sampled_from, p, coins)
     path, count, left = reject_children(*(x.clone().to(device) for x in tensors), tree.depth)
-    check_same((path, count, choice.argmax(left, noise.to(device))), expected)
+    check_same((path, count, argmax(left, noise.to(device))), expected)
     return expected
 
 

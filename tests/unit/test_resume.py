@@ -254,7 +254,7 @@ def test_an_interrupted_evaluation_is_repeated_on_resume(
     straight, cut = work / "straight", work / "cut"
     train(configured(work, *given, f"output_dir={straight}"), Termination())
     asked: list[int] = []
-    tally = Evaluation.tally
+    score_row = Evaluation.score_row
 
     class Stopping(Termination):
         def agreed(self, patience_s: float = 0) -> bool:
@@ -264,11 +264,11 @@ def test_an_interrupted_evaluation_is_repeated_on_resume(
 
     def stop(self: Evaluation, row: int) -> dict[str, torch.Tensor]:
         asked.append(row)
-        return tally(self, row)
+        return score_row(self, row)
 
     for step in range(1, STEPS + 1):
         with monkeypatch.context() as patch:
-            patch.setattr(Evaluation, "tally", stop)
+            patch.setattr(Evaluation, "score_row", stop)
             finished = train(configured(work, *given, f"output_dir={cut}", "resume=latest"), Stopping())
             assert not finished and f"SIGTERM: stopped after step {step}, in its evaluation; resume" in caplog.text
             asked.clear()

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from longspec.kernels.row_noise import row_exponentials, row_uniforms
+from longspec.kernels.decoding.row_noise import row_exponentials, row_uniforms
 
 DEVICES = [
     pytest.param(
@@ -21,7 +21,7 @@ CONSTANT = torch.tensor([False, True, False, False])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stream", [0, 1, 5 << 20])
 def test_the_kernel_has_the_bits_of_the_reference(device: str, stream: int) -> None:
-    fill_rows = pytest.importorskip("longspec.kernels.row_noise_kernel").fill_rows
+    fill_rows = pytest.importorskip("longspec.kernels.decoding.row_noise_kernel").fill_rows
     seeds, positions, constant = (x.to(device) for x in (SEEDS, POSITIONS, CONSTANT))
     uniforms = fill_rows(seeds, positions, stream, (3, 421))
     assert torch.equal(uniforms.cpu(), row_uniforms(SEEDS, POSITIONS, stream, (3, 421)))

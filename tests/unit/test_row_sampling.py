@@ -7,7 +7,7 @@ from distributions import p_value
 from longspec.inference.sampling import Sampler
 from longspec.inference.server.requests import Sampling
 from longspec.inference.server.row_sampling import Purpose, RowSampler, RowSettings
-from longspec.kernels.watch import Watch
+from longspec.kernels.shared.watch import Watch
 
 VOCAB = 13
 ROWS = [

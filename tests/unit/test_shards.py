@@ -72,16 +72,24 @@ def test_another_layout_takes_the_same_next_step(
     config, other_config = configured(tmp_path, *before), configured(tmp_path, *after)
     inputs = read_inputs(config)
     batch = inputs.collate([inputs.rows[0]])
-    first = Trainer(config, build_engine(config, build_pair(config, None)), inputs, 0, 3, 0)
+    arrays = {name: tensor.numpy() for name, tensor in batch.items()}
+
+    def take(trainer: Trainer, step: int) -> dict[str, float]:
+        result = trainer.train_step(step, trainer.load_step(step, iter([arrays])), NEVER)
+        assert result is not None
+        return result.metrics
+
+    engine = build_engine(config, build_pair(config, None))
+    first = Trainer(config, engine, inputs, start_step=0, total_steps=3)
     for step in (1, 2):
-        first.train_step(step, [dict(batch)], NEVER)
+        take(first, step)
     steps, state = saved(first, tmp_path / "first")
     assert steps == 2 and all(value.abs().sum() > 0 for value in state.values())
     other_engine = build_engine(other_config, build_pair(other_config, saved_draft(tmp_path / "first")))
     adopt(other_engine, Shards(tmp_path / "first"))
-    second = Trainer(other_config, other_engine, inputs, 0, 3, 0)
+    second = Trainer(other_config, other_engine, inputs, start_step=0, total_steps=3)
     assert saved(second, tmp_path / "adopted")[0] == 2
-    metrics = [trainer.train_step(3, [dict(batch)], NEVER) for trainer in (first, second)]
+    metrics = [take(trainer, 3) for trainer in (first, second)]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-6)
     (steps, state), (again, other) = saved(first, tmp_path / "one"), saved(second, tmp_path / "other")
     assert steps == again == 3
@@ -105,7 +113,7 @@ def test_shares_that_do_not_divide_are_padded_and_come_back(tmp_path: Path, monk
     ranks = []
     for number in range(11):
         mine: list[torch.Tensor] = []
-        monkeypatch.setattr(shards, "data_parallel_place", lambda number=number: (number, 11))
+        monkeypatch.setattr(shards, "data_parallel_rank_and_size", lambda number=number: (number, 11))
         monkeypatch.setattr(shards, "safe_set_local_fp32_param", lambda _, value, mine=mine: mine.append(value))
         for value in values.values():
             shards._set_master(SimpleNamespace(ds_tensor=torch.empty(-(-value.numel() // 11))), value)

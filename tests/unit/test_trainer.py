@@ -11,23 +11,24 @@ import torch
 from training_fixtures import ROOT, make_target, one_rank_alone, plain_training, write_texts
 
 from longspec.errors import UserError
-from longspec.kernels.segments import Segments
+from longspec.kernels.training.segments import Segments
 from longspec.models.draft_layer import GlideDecoderLayer
 from longspec.models.target_graph import TargetGraphs
+from longspec.train import distributed, resume
 from longspec.train import engine as engine_module
-from longspec.train import resume
 from longspec.train import trainer as trainer_module
 from longspec.train.checkpoint import gather_draft
 from longspec.train.config import TrainConfig, load_config
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.inputs import Inputs, read_inputs
 from longspec.train.loss import LOSSES
+from longspec.train.micro_batches import take_micro_batches
 from longspec.train.positions import anchor_offset_positions, micro_step_generator, random_lags
 from longspec.train.resume import last_step
 from longspec.train.trainer import Trainer
 
 SEGMENTS = torch.tensor([0, 9, 16, 32], dtype=torch.int32)
-WINDOW = 4096
+MAX_POSITIONS = 4096
 
 
 @pytest.fixture
@@ -48,17 +49,12 @@ def load(tmp_path: Path):  # type: ignore[no-untyped-def]
 def handed_over(config: TrainConfig, rank: int, micro_step: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The engine's arguments for one micro-batch of 2 x 16 tokens on `rank`."""
 
-    class Engine:
-        device = torch.device("cpu")
-
-        def __call__(self, **given: Any) -> dict[str, Any]:
-            return given
-
-    monkeypatch.setattr(trainer_module, "data_parallel_place", lambda: (rank, 2))
-    inputs = Inputs([[]], None, lambda rows: {}, None, None, WINDOW)  # type: ignore[arg-type]
+    monkeypatch.setattr(trainer_module, "data_parallel_rank_and_size", lambda: (rank, 2))
+    inputs = Inputs([[]], None, lambda rows: {}, None, None, MAX_POSITIONS)  # type: ignore[arg-type]
     tokens = torch.arange(32).view(2, 16)
     batch = {"input_ids": tokens, "labels": tokens + 1, "cu_seqlens": SEGMENTS}
-    return Trainer(config, Engine(), inputs, 0, 1, held_out=0).forward(micro_step, batch)  # type: ignore[return-value]
+    trainer = Trainer(config, SimpleNamespace(device=torch.device("cpu")), inputs, start_step=0, total_steps=1)
+    return trainer.micro_batch_inputs(micro_step, batch)
 
 
 def test_slicing_draws_positions_and_lags_by_seed_step_and_rank(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +65,7 @@ def test_slicing_draws_positions_and_lags_by_seed_step_and_rank(load: Any, monke
         for micro_step in range(30):
             given = handed_over(config, rank, micro_step, monkeypatch)
             generator = micro_step_generator(3, micro_step, rank)
-            positions = anchor_offset_positions(SEGMENTS, (2, 16), 15000, WINDOW, generator)
+            positions = anchor_offset_positions(SEGMENTS, (2, 16), 15000, MAX_POSITIONS, generator)
             assert torch.equal(given["position_ids"], positions)
             assert torch.equal(given["lags"], random_lags(3, 5, generator))
             assert torch.equal(given["labels"], given["input_ids"] + 1) and given["cu_seqlens"] is SEGMENTS
@@ -153,29 +149,27 @@ def test_under_zero_3_the_target_is_built_in_shards(load: Any, one_rank: None, m
 
 
 def test_a_run_that_goes_on_after_its_last_step_is_refused(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 rows a step: 20 rows are 2.5 steps."""
-    monkeypatch.setattr(trainer_module, "data_parallel_place", lambda: (0, 1))
-    monkeypatch.setattr(resume, "data_parallel_place", lambda: (0, 1))
-    assert last_step(load("num_train_epochs=2"), 20, start=5) == 5
+    """8 rows per step: 20 rows are 2.5 steps."""
+    monkeypatch.setattr(trainer_module, "data_parallel_rank_and_size", lambda: (0, 1))
+    monkeypatch.setattr(resume, "data_parallel_rank_and_size", lambda: (0, 1))
+    assert last_step(load("num_train_epochs=2"), 20, start_step=5) == 5
     for ends in ("num_train_epochs=2", "max_steps=5"):
-        with pytest.raises(UserError, match="is of step 6, this run ends with step 5"):
-            last_step(load(ends), 20, start=6)
+        with pytest.raises(UserError, match="is of step 6, but this run ends with step 5"):
+            last_step(load(ends), 20, start_step=6)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_a_window_is_loaded_while_the_one_before_trains(
-    load: Any, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
-    """The loading processes may be one window ahead, none idles meanwhile, and what they send keeps no file open."""
+def test_a_step_is_loaded_while_the_one_before_trains(load: Any, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    """The loading processes run one step ahead, none of them idles, and their batches keep no file open."""
     config = load(f"data.num_workers={workers}", "gradient_accumulation_steps=16")
-    monkeypatch.setattr(trainer_module, "data_parallel_place", lambda: (0, 1))
-    monkeypatch.setattr(resume, "data_parallel_place", lambda: (0, 1))
-    inputs = Inputs([[]], None, lambda rows: {"labels": torch.ones(4)}, None, None, WINDOW)  # type: ignore[arg-type]
+    monkeypatch.setattr(trainer_module, "data_parallel_rank_and_size", lambda: (0, 1))
+    monkeypatch.setattr(resume, "data_parallel_rank_and_size", lambda: (0, 1))
+    inputs = Inputs([[]], None, lambda rows: {"labels": torch.ones(4)}, None, None, MAX_POSITIONS)  # type: ignore[arg-type]
     engine = SimpleNamespace(device=torch.device("cpu"))
-    trainer = Trainer(config, engine, inputs, 0, 1, held_out=0)
+    trainer = Trainer(config, engine, inputs, start_step=0, total_steps=1)
     assert trainer.loader.num_workers * trainer.loader.prefetch_factor >= 16 + trainer.loader.num_workers
-    window = trainer.window(iter(trainer.loader))
-    assert len(window) == 16 and not any(batch["labels"].is_shared() for batch in window)
+    micro_batches, _ = take_micro_batches(iter(trainer.loader), 16)
+    assert len(micro_batches) == 16 and not any(batch["labels"].is_shared() for batch in micro_batches)
 
 
 @pytest.mark.parametrize(("loss", "whole"), [("ce", False), ("distill", True)])
@@ -203,18 +197,20 @@ def test_the_target_goes_on_to_the_next_micro_batch_before_the_optimizer_steps(
         step=lambda: done.append(("step", None)),
         get_global_grad_norm=lambda: 1.0,
     )
-    monkeypatch.setattr(trainer_module, "data_parallel_place", lambda: (0, 1))
-    monkeypatch.setattr(resume, "data_parallel_place", lambda: (0, 1))
-    monkeypatch.setattr(trainer_module, "summed", lambda values: values)
-    inputs = Inputs([[]], None, lambda rows: {}, None, None, WINDOW)  # type: ignore[arg-type]
+    monkeypatch.setattr(trainer_module, "data_parallel_rank_and_size", lambda: (0, 1))
+    monkeypatch.setattr(resume, "data_parallel_rank_and_size", lambda: (0, 1))
+    for module in (trainer_module, distributed):
+        monkeypatch.setattr(module, "summed", lambda values: values)
+    inputs = Inputs([[]], None, lambda rows: {}, None, None, MAX_POSITIONS)  # type: ignore[arg-type]
     patience: list[float] = []
     config, never = load("gradient_accumulation_steps=2", f"loss={loss}"), SimpleNamespace(agreed=patience.append)
-    trainer = Trainer(config, engine, inputs, 0, 2, held_out=0)
+    trainer = Trainer(config, engine, inputs, start_step=0, total_steps=2)
     tokens = [torch.arange(32).view(2, 16) + number for number in range(4)]
     batches = iter([{"input_ids": x.numpy(), "labels": x.numpy(), "cu_seqlens": SEGMENTS.numpy()} for x in tokens])
-    trainer.train_step(1, trainer.window(batches), never, batches)  # type: ignore[arg-type]
-    trainer.train_step(2, trainer.upcoming, never)  # type: ignore[arg-type]
-    assert trainer.upcoming == []
+    first = trainer.train_step(1, trainer.load_step(1, batches), never, batches)  # type: ignore[arg-type]
+    assert first is not None and first.next_batches is not None
+    second = trainer.train_step(2, first.next_batches, never)  # type: ignore[arg-type]
+    assert second is not None and second.next_batches is None
     assert patience == [0, trainer_module.FINISH_S] * 2
     one = ["forward", "backward", "begin", "step"]
     assert [name for name, _ in done] == [*one * 3, "forward", "backward", "step"]
@@ -229,15 +225,16 @@ def test_the_chunked_losses_train_as_plain_ones_on_whole_logits(load: Any, one_r
     """The row "fused or plain loss" of the equivalence matrix (tests/e2e/test_equivalence.py), curve and draft."""
     config = load(f"loss={loss}", "variant=base", "learning_rate=1e-3", "per_device_train_batch_size=2")
     inputs, steps, never = read_inputs(config), 6, SimpleNamespace(agreed=lambda *_: False)
-    trainer = Trainer(config, build_engine(config, build_pair(config, None)), inputs, 0, steps, held_out=0)
-    batches = iter(trainer.loader)
+    engine = build_engine(config, build_pair(config, None))
+    trainer = Trainer(config, engine, inputs, start_step=0, total_steps=steps)
+    arrays = iter(trainer.loader)
     losses = []
     for step in range(1, steps + 1):
-        found = trainer.train_step(step, trainer.window(batches), never)  # type: ignore[arg-type]
-        assert found is not None
-        losses.append(found["loss"])
-    wanted, draft = plain_training(config, steps, ranks=1)
-    assert losses == pytest.approx(wanted, rel=1e-6)
+        result = trainer.train_step(step, trainer.load_step(step, arrays), never)  # type: ignore[arg-type]
+        assert result is not None
+        losses.append(result.metrics["loss"])
+    expected, draft = plain_training(config, steps, ranks=1)
+    assert losses == pytest.approx(expected, rel=1e-6)
     torch.testing.assert_close(gather_draft(trainer.engine.module), dict(draft), rtol=1e-5, atol=1e-6)
 
 

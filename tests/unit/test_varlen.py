@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspec.kernels.reference import attention_with_lse
-from longspec.kernels.segments import Segments
-from longspec.kernels.varlen import block_attention, varlen_attention
+from longspec.kernels.shared.reference import attention_with_lse
+from longspec.kernels.training.segments import Segments
+from longspec.kernels.training.varlen import block_attention, varlen_attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -9,8 +9,8 @@ import torch
 from test_varlen import block_mask, causal_mask, check, dense, make_inputs, segments_of
 from torch import Tensor
 
-from longspec.kernels import varlen_flash
-from longspec.kernels.varlen import block_attention, varlen_attention
+from longspec.kernels.training import varlen_flash
+from longspec.kernels.training.varlen import block_attention, varlen_attention
 
 CASES = [
     ([7], None, None),

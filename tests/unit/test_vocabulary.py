@@ -10,9 +10,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longspec.kernels import choice, level, scan, vocabulary
-from longspec.kernels.vocabulary import Tree, new_tree
-from longspec.kernels.watch import Watch
+from longspec.kernels.decoding import row_argmax, tree_growth, vocabulary
+from longspec.kernels.decoding.tree import Tree, new_tree
+from longspec.kernels.shared import logit_statistics
+from longspec.kernels.shared.watch import Watch
 
 DEVICES = [
     pytest.param(
@@ -58,7 +59,7 @@ def random_logits(batch: int, parents: int, vocab: int, dtype: torch.dtype = tor
 
 def check_best(tree: Tree, above: slice, width: int, logits: Tensor, temperature: float, device: str) -> Tree:
     mine = Tree(*(x.clone().to(device) for x in tree))
-    level.grow_level(*mine, above, width, logits.to(device), temperature)
+    tree_growth.grow_level(mine, above, width, logits.to(device), temperature)
     vocabulary.best_children(tree, above, width, logits, temperature)
     check_same(mine, tree)
     return mine
@@ -70,7 +71,7 @@ def check_sampled(tree: Tree, above: slice, width: int, logits: Tensor, temperat
     batch, parents, vocab = logits.shape
     mine = Tree(*(x.clone().to(device) for x in tree))
     wide_q, q = torch.full((batch, parents + 2, vocab), torch.nan, device=device), torch.empty(logits.shape)
-    level.grow_level(*mine, above, width, logits.to(device), temperature, noise.to(device), wide_q[:, 1:-1])
+    tree_growth.grow_level(mine, above, width, logits.to(device), temperature, noise.to(device), wide_q[:, 1:-1])
     vocabulary.sampled_children(tree, above, width, logits, temperature, noise, q)
     check_same(mine, tree)
     torch.testing.assert_close(wide_q[:, 1:-1].cpu(), q, atol=0, rtol=1e-5)
@@ -140,7 +141,7 @@ def test_equal_logits_give_distinct_children(device: str) -> None:
         tree, above = half_grown(1, 2, 16, sampled=False)
         tree = Tree(*(x.to(device) for x in tree))
         tree.scores.zero_()
-        level.grow_level(*tree, above, 16, logits, 1.0)
+        tree_growth.grow_level(tree, above, 16, logits, 1.0)
         found.append(list(zip(tree.parents[0, 5:].tolist(), tree.tokens[0, 5:].tolist(), strict=True)))
     assert found[0] == found[1] == [(3, token) for token in range(16)]
 
@@ -166,7 +167,7 @@ def read_by_levels(logits: Tensor, temperature: float, watch: Watch, sampled: bo
     noise = torch.ones(logits.shape, dtype=torch.float64, device=logits.device)
     draws = (noise, torch.empty(logits.shape, device=logits.device)) if sampled else ()
     if not plain:
-        level.grow_level(*tree, above, 1, logits, temperature, *draws, watch=watch)
+        tree_growth.grow_level(tree, above, 1, logits, temperature, *draws, watch=watch)
     elif sampled:
         vocabulary.sampled_children(tree, above, 1, logits, temperature, *draws, watch)
     else:
@@ -181,10 +182,8 @@ PLAIN: dict[str, Read] = {
     "sampled": partial(read_by_levels, sampled=True, plain=True),
 }
 KERNELS: dict[str, Read] = {
-    "softmax": lambda logits, temperature, watch: scan.softmax(
-        scan.scan(logits, temperature), logits, temperature, watch
-    ).argmax(-1),
-    "argmax": lambda logits, temperature, watch: choice.argmax(logits / temperature, watch=watch),
+    "softmax": lambda logits, temperature, watch: logit_statistics.softmax(logits, temperature, watch).argmax(-1),
+    "argmax": lambda logits, temperature, watch: row_argmax.argmax(logits / temperature, watch=watch),
     "best": partial(read_by_levels, sampled=False, plain=False),
     "sampled": partial(read_by_levels, sampled=True, plain=False),
 }
@@ -228,7 +227,7 @@ def test_softmax_equals_torchs(vocab: int, dtype: torch.dtype, device: str) -> N
     logits = random_logits(2, 3, vocab, dtype).to(device)
     logits[0, 0, 4096:] = -torch.inf
     logits[0, 1, 1:] -= 80
-    out = scan.softmax(scan.scan(logits, 0.7), logits, 0.7)
+    out = logit_statistics.softmax(logits, 0.7)
     torch.testing.assert_close(out, (logits.float() / 0.7).softmax(-1), atol=1e-38, rtol=3e-5)
 
 
@@ -240,7 +239,7 @@ def test_argmax_equals_torchs(vocab: int, dtype: torch.dtype, device: str) -> No
     values = random_logits(2, 3, vocab, dtype).to(device)
     values[0, 0, :-1] = -torch.inf
     values[0, 1] = 0
-    assert torch.equal(choice.argmax(values), values.argmax(-1))
+    assert torch.equal(row_argmax.argmax(values), values.argmax(-1))
     noise = torch.empty(values.shape, dtype=torch.float64).exponential_(generator=torch.Generator().manual_seed(1))
     noise, rates = noise.to(device), values.float().softmax(-1)
-    assert torch.equal(choice.argmax(rates, noise), (rates / noise).argmax(-1))
+    assert torch.equal(row_argmax.argmax(rates, noise), (rates / noise).argmax(-1))

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.scan import scan
+from longspec.kernels.shared.logit_statistics import logit_statistics
 
 BLOCK = 4096
 """Columns that a program has in registers at a time."""
@@ -19,8 +19,8 @@ def log_sum_exp(logits: Tensor) -> Tensor:
     """log Σ exp over the last dimension of logits [N, V], contiguous, one of a row finite at least: fp32 [N]."""
     if not len(logits):
         return logits.new_empty(0, dtype=torch.float32)
-    scanned = scan(logits, temperature=1.0)
-    return (scanned.chunk_maxima + scanned.chunk_sums.log()).logsumexp(-1)
+    statistics = logit_statistics(logits, temperature=1.0)
+    return (statistics.chunk_maxima + statistics.chunk_sums.log()).logsumexp(-1)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Split-KV flash decoding over the whole blocks of the cached prefix: every query sees every slot, no mask at all.
 
-What is left of the prefix behind its last whole block is the finishing kernel's (`longspec.kernels.finish`). The
-lengths stay on the device: each program reads its row's length and takes an equal share of its blocks, so a ragged
-batch needs neither padding nor a host synchronisation, and the grid depends on shapes alone.
+The slots after the last whole block of a prefix are left to `tree_attention`. The lengths stay on the device: each
+program reads its row's length and takes an equal share of its blocks, so a ragged batch needs neither padding nor a
+host synchronization, and the grid depends on shapes alone.
 """
 
 import torch
@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.tiles import (
+from longspec.kernels.decoding.attention_interface import PrefixParts
+from longspec.kernels.decoding.attention_tiles import (
     LOG2_E,
-    PrefixParts,
     Tiles,
     check_layout,
     load_block,

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.scan import CHUNK
-from longspec.kernels.watch import Watch, launch_arguments
+from longspec.kernels.shared.logit_statistics import CHUNK
+from longspec.kernels.shared.watch import Watch, launch_arguments
 
 
 @triton.jit

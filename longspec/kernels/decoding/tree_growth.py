@@ -1,7 +1,7 @@
 """The choice of a tree's next level over parents × vocabulary, and its entry into the tree, in one launch.
 
-The best `width` continuations lie in the `width` sub-chunks of the scan whose best entries are the best: first those
-are found, then the continuations within them.
+The `width` best continuations lie in the `width` sub-chunks with the largest keys: find these sub-chunks first, then
+the continuations within them.
 """
 
 import torch
@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.scan import CHUNK, SUB, load_keys, scan, write_softmax_chunk
-from longspec.kernels.watch import Watch, launch_arguments
+from longspec.kernels.decoding.tree import Tree
+from longspec.kernels.shared.logit_statistics import CHUNK, SUB, load_keys, logit_statistics, write_softmax_chunk
+from longspec.kernels.shared.watch import Watch, launch_arguments
 
 MAX_WIDTH = 64
 MAX_CANDIDATES = 2**15
@@ -77,7 +78,7 @@ def _merit(key, lse, score, arrival, first, RACE: tl.constexpr):
 
 @triton.jit
 def _log_sum_exp(chunk_maxima_ptr, chunk_sums_ptr, row, is_row, chunks, BLOCK_C: tl.constexpr):
-    """Of scanned rows [n], where is_row; elsewhere 0."""
+    """Of rows [n], where is_row; elsewhere 0."""
     part = tl.arange(0, BLOCK_C)
     parts = row[:, None] * chunks + part[None, :]
     in_parts = is_row[:, None] & (part < chunks)[None, :]
@@ -102,7 +103,7 @@ def _link(visible_ptr, parents_ptr, tree, parent, child, exists, in_level, nodes
 
 
 @triton.jit
-def _level_kernel(
+def _grow_level_kernel(
     logits_ptr,
     noise_ptr,
     best_ptr,
@@ -218,11 +219,7 @@ def fits(logits: Tensor, width: int) -> bool:
 
 
 def grow_level(
-    tokens: Tensor,
-    parents: Tensor,
-    visible: Tensor,
-    scores: Tensor,
-    arrivals: Tensor,
+    tree: Tree,
     above: slice,
     width: int,
     logits: Tensor,
@@ -237,26 +234,26 @@ def grow_level(
     """
     logits = logits.contiguous()
     batch, num_parents, vocab = logits.shape
-    scanned = scan(logits, temperature, noise)
-    subs, chunks = scanned.best.shape[1], scanned.chunk_sums.shape[1]
-    _level_kernel[(batch, 1 if q is None else 1 + num_parents * chunks)](
+    statistics = logit_statistics(logits, temperature, noise)
+    subs, chunks = statistics.best.shape[1], statistics.chunk_sums.shape[1]
+    _grow_level_kernel[(batch, 1 if q is None else 1 + num_parents * chunks)](
         logits,
         noise,
-        *scanned,
+        *statistics,
         q,
         0 if q is None else q.stride(0),
-        tokens,
-        parents,
-        visible.view(torch.uint8),
-        scores,
-        arrivals,
+        tree.tokens,
+        tree.parents,
+        tree.visible.view(torch.uint8),
+        tree.scores,
+        tree.arrivals,
         *launch_arguments(watch),
         1 / temperature,
         vocab,
         subs,
         chunks,
         num_parents,
-        tokens.shape[1],
+        tree.tokens.shape[1],
         above.start,
         above.stop,
         WIDTH=width,
@@ -268,6 +265,6 @@ def grow_level(
         BLOCK_P=triton.next_power_of_2(num_parents),
         BLOCK_C=triton.next_power_of_2(chunks),
         BLOCK_S=triton.next_power_of_2(subs),
-        BLOCK_N=triton.next_power_of_2(tokens.shape[1]),
+        BLOCK_N=triton.next_power_of_2(tree.tokens.shape[1]),
         num_warps=8,
     )

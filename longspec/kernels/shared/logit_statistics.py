@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.watch import Watch, launch_arguments
+from longspec.kernels.shared.watch import Watch, launch_arguments
 
 SUB = 256
 SUBS_PER_CHUNK = 16
 CHUNK = SUB * SUBS_PER_CHUNK
 
 
-class Scan(NamedTuple):
+class LogitStatistics(NamedTuple):
     """Of R rows; the softmax of a row is exp(logit - m) / Σ_c chunk_sums[c] · exp(chunk_maxima[c] - m) for any m."""
 
     best: Tensor
@@ -44,7 +44,7 @@ def load_keys(logits_ptr, noise_ptr, offsets, mask, inverse_temperature, RACE: t
 
 
 @triton.jit
-def _scan_kernel(
+def _statistics_kernel(
     logits_ptr,
     noise_ptr,
     best_ptr,
@@ -86,7 +86,7 @@ def write_softmax_chunk(
     CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Probabilities of a scanned row's chunk, to `out_row`, where the row begins; returns Σ exp(logit - maximum) over
+    """Write the softmax of one chunk of a row to `out_row`, where the row begins; return Σ exp(logit - maximum) over
     the row, which is NaN if the row defines no distribution."""
     part = tl.arange(0, BLOCK_C)
     maxima = tl.load(chunk_maxima_ptr + row * chunks + part, mask=part < chunks, other=float("-inf"))
@@ -133,7 +133,7 @@ def _softmax_kernel(
         tl.store(faults_ptr + row // rows_per_sequence, fault, mask=total != total)
 
 
-def scan(logits: Tensor, temperature: float, noise: Tensor | None = None) -> Scan:
+def logit_statistics(logits: Tensor, temperature: float, noise: Tensor | None = None) -> LogitStatistics:
     """logits [..., V], contiguous, fp32, fp16 or bf16. A row that defines no distribution has NaN among its sums.
 
     noise: fp64 of the same shape, contiguous: exponential draws, for the keys of a race.
@@ -143,7 +143,7 @@ def scan(logits: Tensor, temperature: float, noise: Tensor | None = None) -> Sca
     subs, chunks = triton.cdiv(vocab, SUB), triton.cdiv(vocab, CHUNK)
     best = torch.empty(rows, subs, device=logits.device)
     chunk_maxima, chunk_sums = torch.empty(2, rows, chunks, device=logits.device)
-    _scan_kernel[(rows, chunks)](
+    _statistics_kernel[(rows, chunks)](
         logits,
         noise,
         best,
@@ -158,18 +158,19 @@ def scan(logits: Tensor, temperature: float, noise: Tensor | None = None) -> Sca
         RACE=noise is not None,
         num_warps=8,
     )
-    return Scan(best, chunk_maxima, chunk_sums)
+    return LogitStatistics(best, chunk_maxima, chunk_sums)
 
 
-def softmax(scanned: Scan, logits: Tensor, temperature: float, watch: Watch | None = None) -> Tensor:
-    """The softmax, fp32, of logits [B, ..., V], contiguous, at the temperature they were scanned at."""
+def softmax(logits: Tensor, temperature: float, watch: Watch | None = None) -> Tensor:
+    """The softmax, fp32, of logits [B, ..., V], contiguous, at the temperature of the statistics."""
+    statistics = logit_statistics(logits, temperature)
     vocab = logits.shape[-1]
     out = torch.empty(logits.shape, device=logits.device)
-    rows, chunks = scanned.chunk_sums.shape
+    rows, chunks = statistics.chunk_sums.shape
     _softmax_kernel[(rows, chunks)](
         logits,
-        scanned.chunk_maxima,
-        scanned.chunk_sums,
+        statistics.chunk_maxima,
+        statistics.chunk_sums,
         out,
         *launch_arguments(watch),
         1 / temperature,

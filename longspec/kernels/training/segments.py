@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longspec.kernels.backend import upload
+from longspec.kernels.shared.device import upload
 
 BLOCK = 4
 """Tokens of a block in GLIDE's block pattern: the query at offset i sees the keys at offsets j with

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longspec.kernels.backend import runs_triton
+from longspec.kernels.shared.device import runs_triton
 
 GAMMA = 0x9E3779B97F4A7C15
 FIRST_FACTOR = 0xBF58476D1CE4E5B9
@@ -26,7 +26,7 @@ def row_uniforms(seeds: Tensor, positions: Tensor, stream: int, shape: Sequence[
     position.
     """
     if runs_triton(seeds):
-        from longspec.kernels.row_noise_kernel import fill_rows
+        from longspec.kernels.decoding.row_noise_kernel import fill_rows
 
         return fill_rows(seeds, positions, stream, shape)
     return (_shift(_bits(seeds, positions, stream, shape), 11)).double() * 2.0**-53
@@ -38,7 +38,7 @@ def row_exponentials(seeds: Tensor, positions: Tensor, stream: int, shape: Seque
     Other arguments as in `row_uniforms`.
     """
     if runs_triton(seeds):
-        from longspec.kernels.row_noise_kernel import fill_rows
+        from longspec.kernels.decoding.row_noise_kernel import fill_rows
 
         return fill_rows(seeds, positions, stream, shape, constant)
     # The middle of each of 2^52 intervals: neither 0 nor 1, and exact in fp64.

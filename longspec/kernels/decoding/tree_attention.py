@@ -10,14 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.tiles import (
+from longspec.kernels.decoding.attention_interface import PrefixParts
+from longspec.kernels.decoding.attention_tiles import (
     LOG2_E,
-    PrefixParts,
     check_layout,
-    finish_tiles,
     load_key_tile,
     load_query_tile,
     padded_dim,
+    tree_attention_tiles,
 )
 
 
@@ -72,7 +72,7 @@ def _merge_parts(
 
 
 @triton.jit(do_not_specialize=["kv_heads", "group", "num_rows", "slots", "level"])
-def _finish_kernel(
+def _tree_attention_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -186,7 +186,7 @@ def _finish_kernel(
     tl.store(out_rows[:, None] + dim[None, :], out, mask=in_tile)
 
 
-def finish_prefix(
+def prefix_and_tree_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -203,7 +203,7 @@ def finish_prefix(
     parts: of any float dtype and any strides with contiguous D; shared_memory: bytes that a program can have.
     Returns [B, Hq, N, D] in q's dtype, a view of [B, N, Hq, D]; a query that sees nothing gets 0.
     """
-    return _finish(q, k, v, lengths, tree_mask, scale, parts, shared_memory, window=0, level=0)
+    return _launch(q, k, v, lengths, tree_mask, scale, parts, shared_memory, window=0, level=0)
 
 
 def window_attention(
@@ -213,19 +213,19 @@ def window_attention(
 
     q [B, Hq, n, D]: nodes at position lengths[b] + level; k, v [B, Hkv, W + M, D], finite: slot s < W holds the newest
     position p < lengths[b] with p % W == s, seen if p >= 0 and p >= lengths[b] + level - W; slot W + j holds node j,
-    seen where tree_mask bool [B, n, M] is True. Dtypes, layout and result as in `finish_prefix`.
+    seen where tree_mask bool [B, n, M] is True. Dtypes, layout and result as in `prefix_and_tree_attention`.
     """
     window = k.shape[2] - tree_mask.shape[2]
-    return _finish(q, k, v, lengths, tree_mask, scale, None, shared_memory, window, level)
+    return _launch(q, k, v, lengths, tree_mask, scale, None, shared_memory, window, level)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, shared_memory: int) -> Tensor:
     """Attention over all S slots of k, v [B, Hkv, S, D], finite, under mask bool [B, N, S]; the rest as above."""
     nothing_before = torch.zeros(len(q), dtype=torch.int32, device=q.device)
-    return _finish(q, k, v, nothing_before, mask, scale, None, shared_memory, window=0, level=0)
+    return _launch(q, k, v, nothing_before, mask, scale, None, shared_memory, window=0, level=0)
 
 
-def _finish(
+def _launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -242,10 +242,10 @@ def _finish(
     kv_heads = k.shape[1]
     group = heads // kv_heads
     out = torch.empty((batch, nodes, heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
-    tiles = finish_tiles(head_dim, q.dtype, shared_memory)
+    tiles = tree_attention_tiles(head_dim, q.dtype, shared_memory)
     count = 0 if parts is None else len(parts.outs)
     overlap = parts is not None and parts.overlap
-    _finish_kernel[(triton.cdiv(group * nodes, tiles.block_m), batch * kv_heads)](
+    _tree_attention_kernel[(triton.cdiv(group * nodes, tiles.block_m), batch * kv_heads)](
         q,
         k,
         v,

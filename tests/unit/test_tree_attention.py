@@ -8,9 +8,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longspec.kernels import reference
-from longspec.kernels.finish import finish_prefix, window_attention
-from longspec.kernels.tiles import PrefixParts
+from longspec.kernels.decoding import attention_reference
+from longspec.kernels.decoding.attention_interface import PrefixParts
+from longspec.kernels.decoding.tree_attention import prefix_and_tree_attention, window_attention
+from longspec.kernels.shared.reference import attention_with_lse
 
 DEVICES = [
     pytest.param(
@@ -50,11 +51,13 @@ def make_case(
 def check(case: tuple[Tensor, ...], device: str, with_tree: bool = True, tolerance: float | None = None) -> Tensor:
     q, k, v, lengths, mask, outs, lses = (x.to(device) for x in case)
     parts = PrefixParts(outs, lses, BLOCK, overlap=False)
-    inputs = (q, k, v, lengths, mask if with_tree else None, 0.2, parts)
-    got = finish_prefix(*inputs, SHARED_MEMORY)
+    inputs = (q, k, v, lengths, mask if with_tree else None, 0.2, parts, SHARED_MEMORY)
+    got = prefix_and_tree_attention(*inputs)
     assert got.dtype == q.dtype and got.transpose(1, 2).is_contiguous()
     tolerance = tolerance or TOLERANCE[q.dtype]
-    torch.testing.assert_close(got, reference.finish_prefix(*inputs), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(
+        got, attention_reference.prefix_and_tree_attention(*inputs), atol=tolerance, rtol=tolerance
+    )
     return got
 
 
@@ -122,11 +125,11 @@ def test_parts_far_from_the_rest_neither_overflow_nor_vanish(offset: float, devi
 def test_two_states_weigh_by_the_sigmoid_of_their_lse_difference(device: str) -> None:
     q, k, v, lengths, mask, outs, lses = make_case([0], 2, 1, 3, 64, 2, torch.float32)
     mask = torch.ones_like(mask)
-    rest, rest_lse = reference.attention_with_lse(q, k[:, :, :3], v[:, :, :3], mask, 0.2)
+    rest, rest_lse = attention_with_lse(q, k[:, :, :3], v[:, :, :3], mask, 0.2)
     sigma = torch.sigmoid(lses[1] - rest_lse).unsqueeze(-1)
     inputs = (x.to(device) for x in (q, k, v, lengths, mask))
     parts = PrefixParts(outs[1:].to(device), lses[1:].to(device), BLOCK, overlap=False)
-    got = finish_prefix(*inputs, 0.2, parts, SHARED_MEMORY)
+    got = prefix_and_tree_attention(*inputs, 0.2, parts, SHARED_MEMORY)
     torch.testing.assert_close(got.cpu(), sigma * outs[1] + (1 - sigma) * rest)
 
 
@@ -158,9 +161,9 @@ def test_window_equals_the_reference(
     k, v = torch.randn(2, 4, kv_heads, window + tree, head_dim, generator=generator).to(dtype)
     mask = torch.rand(4, nodes, tree, generator=generator) < 0.6
     for level in (0, 1, 5):
-        inputs = (*(x.to(device) for x in (q, k, v, lengths)), level, mask.to(device), 0.2)
-        expected = reference.window_attention(*inputs)
-        got = window_attention(*inputs, SHARED_MEMORY)
+        inputs = (*(x.to(device) for x in (q, k, v, lengths)), level, mask.to(device), 0.2, SHARED_MEMORY)
+        expected = attention_reference.window_attention(*inputs)
+        got = window_attention(*inputs)
         torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
@@ -168,11 +171,11 @@ def test_tensors_the_kernel_would_misread_are_refused() -> None:
     q, k, v, lengths, mask, outs, lses = make_case([30], 2, 2, 4, 64, 1, torch.float32)
     rest = (lengths, mask, 0.1, PrefixParts(outs, lses, BLOCK, overlap=False), SHARED_MEMORY)
     with pytest.raises(ValueError, match="contiguous"):
-        finish_prefix(q, k.transpose(2, 3).contiguous().transpose(2, 3), v, *rest)
+        prefix_and_tree_attention(q, k.transpose(2, 3).contiguous().transpose(2, 3), v, *rest)
     with pytest.raises(ValueError, match="dtypes"):
-        finish_prefix(q, k.half(), v.half(), *rest)
+        prefix_and_tree_attention(q, k.half(), v.half(), *rest)
     with pytest.raises(ValueError, match="shapes"):
-        finish_prefix(q[:, :3], k, v, *rest)
+        prefix_and_tree_attention(q[:, :3], k, v, *rest)
 
 
 @pytest.mark.gpu

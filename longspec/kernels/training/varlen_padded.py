@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from longspec.kernels.segments import Segments
+from longspec.kernels.training.segments import Segments
 
 BUCKET = 64
 """Segments whose lengths round up to the same multiple of this are padded together and run in one call."""

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.backend import describe_gpu
+from longspec.kernels.shared.device import describe_gpu
 
 MAX_ROWS = 80
 BLOCK_N = 64

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from longspec.errors import first_line
-from longspec.kernels.backend import OLDEST_GPU
-from longspec.kernels.segments import Segments
+from longspec.kernels.shared.device import OLDEST_GPU
+from longspec.kernels.training.segments import Segments
 
 logger = logging.getLogger(__name__)
 

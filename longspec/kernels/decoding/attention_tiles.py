@@ -18,18 +18,6 @@ LONG_CACHE = 16384
 """From this many cache slots on, work that is evenly spread is worth more splits."""
 
 
-class PrefixParts(NamedTuple):
-    """Attention states over parts of the prefix, together slots 0 … lengths[b] // block * block - 1 of row b."""
-
-    outs: Tensor
-    """[P, B, Hq, N, D]"""
-    lses: Tensor
-    """fp32 [P, B, Hq, N], natural log; -inf for a part that saw no key, whose output may hold anything."""
-    block: int
-    overlap: bool
-    """Whether the kernel that writes them lets the next one start early."""
-
-
 class Tiles(NamedTuple):
     """Sizes of a kernel's blocks (query rows, keys) and how a program runs."""
 
@@ -61,7 +49,7 @@ def prefix_tiles(rows: int, head_dim: int, dtype: torch.dtype, shared_memory: in
     return fit_shared_memory(tiles, block_d * dtype.itemsize, shared_memory)
 
 
-def finish_tiles(head_dim: int, dtype: torch.dtype, shared_memory: int) -> Tiles:
+def tree_attention_tiles(head_dim: int, dtype: torch.dtype, shared_memory: int) -> Tiles:
     """Blocks of the finishing kernel: few rows, so that many programs share its few keys and its reads of the parts.
 
     Measured as `prefix_tiles`, and at head_dim 64.
