@@ -25,6 +25,7 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
 POSITIONS = 4096
+LIMITS = Limits()
 
 
 def printable_pair(folder: Path) -> GlideMixin:
@@ -58,7 +59,7 @@ class Running:
 
 @contextmanager
 def serving(
-    model: GlideMixin, method: str = "tree", api_key: str | None = None, limits: Limits = Limits(), **options: object
+    model: GlideMixin, method: str = "tree", api_key: str | None = None, limits: Limits = LIMITS, **options: object
 ) -> Iterator[Running]:
     """Runs the server in a thread. options: those of the scheduler."""
     tokenizer = chat_tokenizer()

@@ -28,7 +28,8 @@ class ApiError(Exception):
         retry_after_s: value of the header Retry-After.
         """
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.code = status, code
+        self.message, self.param = _encodable(message), param and _encodable(param)
         self.headers: dict[str, str] = {}
         if retry_after_s is not None:
             self.headers["Retry-After"] = str(retry_after_s)
@@ -41,6 +42,11 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def _encodable(text: str) -> str:
+    """The text without lone surrogates, which a quoted field name may contain."""
+    return text.encode(errors="replace").decode()
 
 
 def error_response(error: ApiError) -> JSONResponse:

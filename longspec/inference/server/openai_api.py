@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from longspec.data.aligners import ROLES, Turn
@@ -44,17 +44,21 @@ def _prompts(value: Any) -> list[str | list[int]]:
         is_ids = isinstance(prompt, list) and all(type(token) is int and token >= 0 for token in prompt)
         if not prompt or not (is_ids or isinstance(prompt, str)):
             raise ValueError("must be text, a list of token ids, or a list of such prompts, none of them empty")
-        if isinstance(prompt, str) and not _is_unicode(prompt):
-            raise ValueError("contains a lone surrogate, which is no text")
+        if isinstance(prompt, str):
+            _unicode(prompt)
     return prompts
 
 
-def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+def _unicode(text: str) -> str:
+    """The text. Raises ValueError for a lone surrogate, which JSON can escape and no encoding has."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("contains a lone surrogate, which is no text")
+    return text
 
 
 Count = Annotated[int, Field(ge=1)]
-Stops = Annotated[list[str], BeforeValidator(_one_or_more)]
+Text = Annotated[str, AfterValidator(_unicode)]
+Stops = Annotated[list[Text], BeforeValidator(_one_or_more)]
 Prompts = Annotated[list[Any], BeforeValidator(_prompts)]
 
 
@@ -96,7 +100,7 @@ class Extension(_Strict):
 
 
 class _Generation(_Strict):
-    model: str | None = None
+    model: Text | None = None
     n: Count = 1
     temperature: float = Field(default=1.0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -128,7 +132,7 @@ class _Generation(_Strict):
 
 class TextPart(_Strict):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 def _text_parts(value: Any) -> Any:
