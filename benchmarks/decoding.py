@@ -22,14 +22,14 @@ from benchmarks.floors import round_floor_ms
 from benchmarks.picture import draw_rounds
 from benchmarks.shapes import SHAPES, random_pair
 from longspec.errors import UserError, reports_user_errors
-from longspec.inference.acceptance import Sampler
 from longspec.inference.capture import CapturedRound, warm_up
+from longspec.inference.decoder import Decoder
 from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
-from longspec.inference.generate import Decoder
 from longspec.inference.methods import METHODS, make_drafter
 from longspec.inference.runner import Runner
+from longspec.inference.sampling import Sampler
 from longspec.models.glide import GlideMixin
 
 ACCEPTANCE_LENGTH = 3.5

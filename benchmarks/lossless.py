@@ -23,11 +23,11 @@ from transformers import GenerationMixin, PreTrainedTokenizerBase
 
 from longspec import generate
 from longspec.errors import UserError, reports_user_errors
-from longspec.inference.acceptance import Sampler
 from longspec.inference.drafting.proposal import chain
 from longspec.inference.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import make_drafter
+from longspec.inference.sampling import Sampler
 from longspec.models.families import family_class
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import load_tokenizer, read_config

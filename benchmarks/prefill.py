@@ -20,10 +20,10 @@ from benchmarks.ceilings import measure_ceilings
 from benchmarks.shapes import SHAPES, random_pair
 from longspec import generate
 from longspec.errors import UserError, reports_user_errors
-from longspec.inference.acceptance import Sampler
 from longspec.inference.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import make_drafter
+from longspec.inference.sampling import Sampler
 from longspec.models.draft_layer import WINDOW, head_dim
 from longspec.models.glide import GlideMixin
 

@@ -21,11 +21,11 @@ from experiments.target import TargetText
 from experiments.training import CHECKPOINT, all_runs, arm_stages, run_folder
 from longspec import load_pair
 from longspec.data.templates import encode_texts
-from longspec.inference.acceptance import Sampler
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.inference.runner import Runner
+from longspec.inference.sampling import Sampler
 from longspec.inference.tree_shapes import DEFAULT_SHAPE
 from longspec.kernels.watch import Watch
 

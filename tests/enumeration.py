@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from longspec.inference.acceptance import Sampler
+from longspec.inference.sampling import Sampler
 
 Result = TypeVar("Result")
 Tokens = tuple[int, ...]

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from longspec.inference import acceptance, engine
-from longspec.inference.acceptance import Accepted, Sampler
+from longspec.inference.acceptance import Accepted
 from longspec.inference.drafting import chain as chain_drafting
 from longspec.inference.drafting import tree as tree_drafting
 from longspec.inference.drafting.proposal import Proposal
+from longspec.inference.sampling import Sampler
 from longspec.kernels import vocabulary
 from longspec.kernels.vocabulary import Tree
 
@@ -71,7 +72,7 @@ def nothing_renormalised(patch: Patch) -> None:
 
 def resampling_from_p(patch: Patch) -> None:
     """After a rejection the token is drawn from p and not from (p - q)₊."""
-    patch.setattr(acceptance, "_left", lambda p, q, ratio: p.double())
+    patch.setattr(acceptance, "_residual", lambda p, q, ratio: p.double())
 
 
 def temperature_left_out(patch: Patch) -> None:

@@ -29,7 +29,7 @@ class Oracle:
         """truth: each row's continuation from its first new token on, as far as any round looks ahead."""
         self.drafter = drafter
         self.depth, self.nodes, self.kind, self.start = drafter.depth, drafter.nodes, drafter.kind, drafter.start
-        self.reads_hidden = drafter.reads_hidden
+        self.reads_hidden, self.reserve = drafter.reads_hidden, drafter.reserve
         self.prompt_lengths, self.truth, self.plan, self.vocab = prompt_lengths, truth, plan, vocab
         self.random = Random(5)
         self.rounds = 0
@@ -84,7 +84,7 @@ class DeviceOracle:
         self.drafter, self.truth, self.vocab = drafter, truth, vocab
         self.depth, self.nodes, self.kind = drafter.depth, drafter.nodes, drafter.kind
         self.reads_hidden = drafter.reads_hidden
-        self.start, self.feed = drafter.start, drafter.feed
+        self.reserve, self.start, self.feed = drafter.reserve, drafter.start, drafter.feed
         self.prompt_lengths = torch.tensor(prompt_lengths, device=truth.device)[:, None]
         self.plan = torch.tensor(plan, device=truth.device)
         self.last_of_level = torch.tensor([0, *accumulate(shape)], device=truth.device)

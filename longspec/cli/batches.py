@@ -15,7 +15,7 @@ from longspec.cli.pair import LoadedPair, Sampling
 from longspec.cli.prompts import Prompt
 from longspec.cli.results import Results
 from longspec.errors import UserError
-from longspec.inference.generate import GenerationStats
+from longspec.inference.decoder import GenerationStats
 from longspec.inference.methods import GLIDE_METHODS
 from longspec.inference.report import device_name, pool
 from longspec.inference.tree_shapes import draft_fingerprint

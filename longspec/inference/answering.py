@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from longspec.errors import UserError
-from longspec.inference.acceptance import Sampler
 from longspec.inference.capture import capture_round, warm_up
 from longspec.inference.drafting.chain import NoDraft
 from longspec.inference.engine import CAPACITY_STEP, Engine
-from longspec.inference.runner import make_runner
+from longspec.inference.sampling import Sampler
+from longspec.inference.select_runner import make_runner
 from longspec.models.draft_layer import head_dim
 from longspec.models.glide import GlideMixin
 
@@ -72,7 +72,7 @@ def row_sampler(temperatures: Tensor, generator: torch.Generator) -> Sampler:
         return Sampler(0.0, 0, 1.0, generator)
     sampler = Sampler(1.0, 0, 1.0, generator)
     sampler.warpers.append(RowTemperatures(temperatures))
-    sampler.cuts = True
+    sampler.truncates = True
     return sampler
 
 

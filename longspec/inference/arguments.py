@@ -135,11 +135,17 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k:
         raise UserError(f"top_p: {top_p}; it must be above 0 and at most 1")
 
 
+def check_seed(seed: int | None) -> None:
+    """Raise UserError unless seed is None or within the range of torch's generators."""
+    if seed is not None:
+        _check_integer("seed", seed, 0, LARGEST_SEED)
+
+
 def seeded_generator(seed: int | None, device: torch.device) -> torch.Generator | None:
     """A generator of its own for a seed; None stands for torch's global one."""
+    check_seed(seed)
     if seed is None:
         return None
-    _check_integer("seed", seed, 0, LARGEST_SEED)
     return torch.Generator(device).manual_seed(int(seed))
 
 

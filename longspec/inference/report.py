@@ -19,7 +19,7 @@ import torch
 
 from longspec import __version__
 from longspec.errors import UserError
-from longspec.inference.generate import GenerationStats
+from longspec.inference.decoder import GenerationStats
 
 RUN_NAME = "run.json"
 SAMPLES_NAME = "samples.jsonl"

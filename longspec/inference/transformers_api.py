@@ -18,7 +18,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from longspec.errors import UserError
 from longspec.inference.arguments import check_stopping, check_token_ids
-from longspec.inference.generate import GenerationStats, Streamer, generate
+from longspec.inference.decoder import GenerationStats, Streamer
+from longspec.inference.generate import generate
 from longspec.inference.methods import DEFAULT_SHAPE
 from longspec.inference.options import REFUSED, STOPPING, WARPERS, refuse_options
 from longspec.models.glide import GlideMixin

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspec.inference.acceptance import Sampler
 from longspec.inference.capture import capture_round, warm_up
 from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.engine import Engine, Round
 from longspec.inference.methods import DEFAULT_SHAPE, make_drafter
 from longspec.inference.runner import Runner
+from longspec.inference.sampling import Sampler
 from longspec.models.glide import GlideMixin
 
 logger = logging.getLogger(__name__)
@@ -160,8 +160,8 @@ def measure_shapes(
     for place in _places(prompt_lengths):
         lengths = torch.tensor(place, device=prompts.device)[:, None]
         for row, drafter, play_round in zip(found, drafters, plays, strict=True):
-            engine.drafter = drafter
-            engine.go_to(lengths[:, 0], roots.gather(1, lengths)[:, 0])
+            engine.switch_drafter(drafter)
+            engine.rewind(lengths[:, 0], roots.gather(1, lengths)[:, 0])
             _measure(row, play_round, [tokens] * len(prompts), prompts.device, clock)
     return found
 
@@ -174,7 +174,7 @@ def _places(prompt_lengths: Sequence[int]) -> list[list[int]]:
 
 def _playable(engine: Engine, drafter: Drafter) -> Round:
     """The engine's round with this drafter, captured where decoding captures it; else the engine has to have it set."""
-    engine.drafter = drafter
+    engine.switch_drafter(drafter)
     if not engine.runner.capturable:
         return engine.round
     warm_up(engine)

@@ -8,10 +8,10 @@ from oracles import Oracle
 from pairs import FAMILIES, OPTIONS, make_pair, target_greedy
 from torch import Tensor
 
-from longspec.inference.acceptance import Sampler
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.inference.runner import Runner
+from longspec.inference.sampling import Sampler
 from longspec.models.draft_layer import WINDOW
 from longspec.models.glide import GlideMixin
 
@@ -75,8 +75,8 @@ def check_row(model: GlideMixin, engine: Engine, oracle: Oracle, b: int, read: T
 
 
 @torch.no_grad()
-def test_going_to_other_places_is_as_a_prefill_that_ends_there(tmp_path: Path) -> None:
-    """After rounds, in a ragged batch."""
+def test_rewinding_equals_a_prefill_that_ends_there(tmp_path: Path) -> None:
+    """Also after rounds, in a ragged batch."""
     model = make_pair(tmp_path, options=OPTIONS["both"])
     prompts = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(2))
 
@@ -88,7 +88,7 @@ def test_going_to_other_places_is_as_a_prefill_that_ends_there(tmp_path: Path) -
 
     engine, there = prefilled([12, 10]), prefilled([7, 1])
     engine.round(torch.ones(2, dtype=torch.bool))
-    engine.go_to(torch.tensor([7, 1]), there.root)
+    engine.rewind(torch.tensor([7, 1]), there.root)
     assert engine.cache.lengths.tolist() == [7, 1]
     torch.testing.assert_close(engine.cache.newest_hidden, there.cache.newest_hidden)
     proposals = [one.drafter.propose(one.root, one.cache) for one in (engine, there)]

@@ -11,7 +11,6 @@ import torch
 from pairs import FAMILIES, OPTIONS, make_pair
 from torch import Tensor
 
-from longspec.inference.acceptance import Sampler
 from longspec.inference.cache import DraftCache
 from longspec.inference.drafting import magicdec
 from longspec.inference.drafting.tree import TreeDrafter
@@ -19,6 +18,7 @@ from longspec.inference.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import METHODS, make_drafter
 from longspec.inference.runner import Runner
+from longspec.inference.sampling import Sampler
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.fused import MergedLinear, can_fuse
 from longspec.models.glide import GlideMixin

@@ -9,12 +9,12 @@ import torch
 from pairs import FAMILIES, OPTIONS, Handed, make_pair
 from torch import Tensor
 
-from longspec.inference.acceptance import Sampler
 from longspec.inference.drafting.chain import ChainDrafter
 from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.inference.runner import Runner
+from longspec.inference.sampling import Sampler
 from longspec.models.draft_layer import WINDOW, DraftOptions
 from longspec.models.glide import GlideMixin
 

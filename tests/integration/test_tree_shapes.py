@@ -12,10 +12,10 @@ from pairs import FAMILIES, make_pair, target_greedy
 from longspec import generate
 from longspec.errors import UserError
 from longspec.inference import tree_shapes
-from longspec.inference.acceptance import Sampler
 from longspec.inference.command import parse_options
 from longspec.inference.engine import Engine
 from longspec.inference.runner import Runner
+from longspec.inference.sampling import Sampler
 from longspec.inference.tree_shapes import CANDIDATES, cache_folder, choose_shape, draft_fingerprint, measure_shapes
 from longspec.models.glide import GlideMixin
 

@@ -13,11 +13,12 @@ from pairs import tiny_config
 from torch import Tensor
 from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessorList
 
-from longspec.inference.acceptance import Accepted, Sampler, accept, follow
+from longspec.inference.acceptance import Accepted, accept, follow
 from longspec.inference.drafting import tree as tree_drafting
 from longspec.inference.drafting.chain import ChainDrafter
 from longspec.inference.drafting.proposal import Proposal, chain
 from longspec.inference.options import build_warpers
+from longspec.inference.sampling import Sampler
 from longspec.kernels.vocabulary import new_tree, sampled_children
 
 VOCAB = 3

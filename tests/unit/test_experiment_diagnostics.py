@@ -8,11 +8,11 @@ from torch import Tensor
 
 from experiments.diagnostics import depth_probabilities, forced_acceptance
 from longspec import generate
-from longspec.inference.acceptance import Sampler
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.inference.runner import Runner
+from longspec.inference.sampling import Sampler
 from longspec.models.glide import GlideMixin
 
 SHAPE = (8, 8, 8)

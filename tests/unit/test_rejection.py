@@ -10,8 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longspec.inference.acceptance import Accepted, Sampler, follow, reject
+from longspec.inference.acceptance import Accepted, follow, reject
 from longspec.inference.drafting.proposal import Proposal, chain
+from longspec.inference.sampling import Sampler
 from longspec.kernels import choice
 from longspec.kernels.descent import follow_choices
 from longspec.kernels.rejection import reject_children

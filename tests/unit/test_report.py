@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from longspec.errors import UserError
-from longspec.inference.generate import GenerationStats
+from longspec.inference.decoder import GenerationStats
 from longspec.inference.report import RUN_NAME, SAMPLES_NAME, SUMMARY_NAME, Report, SampleResult, pool, table
 
 CPU = torch.device("cpu")
