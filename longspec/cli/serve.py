@@ -65,15 +65,16 @@ def serve(
 ) -> None:
     """Serve a pair over HTTP: OpenAI's API under /v1, a chat page at /, /health and /metrics."""
     from longspec.cli.pair import choose_model, note_plain_format, open_pair
+    from longspec.errors import UserError
     from longspec.extras import extra
+    from longspec.inference.server.requests import NotServing
+    from longspec.inference.server.scheduler import Scheduler
 
     with extra("serve"):
         from longspec.inference.server.app import build_app
         from longspec.inference.server.limits import Limits
         from longspec.inference.server.served_model import ServedModel
         from longspec.inference.server.serving import allowed_hosts, http_server, listen
-
-    from longspec.inference.server.scheduler import Scheduler
 
     name = choose_model(pair, model)
     with listen(host, port, api_key) as listening:
@@ -89,10 +90,12 @@ def serve(
             loaded.model.config.vocab_size,
         )
         scheduler = Scheduler(loaded.model, method=loaded.method, max_rows=max_rows, max_queue=max_queue)
-        scheduler.start()
         try:
+            scheduler.start()
             app = build_app(served, scheduler, Limits(max_seconds=max_seconds), api_key, allowed_hosts(host, api_key))
             print(f"{served.name} on {loaded.model.device}, method {loaded.method}", file=sys.stderr)
             http_server(app, drain_seconds).run(sockets=[listening])
+        except NotServing as error:
+            raise UserError(f"{loaded.name}: {error}") from error
         finally:
             scheduler.close()

@@ -189,8 +189,9 @@ def test_lm_eval_scores_as_transformers_does(
     }
     arguments = f"model={NAME},base_url={server.url}/v1/completions,tokenizer_backend=huggingface,tokenizer={folder}"
     arguments += ",num_concurrent=3,max_length=4096"
+    tasks = importlib.import_module("lm_eval.tasks").TaskManager(include_defaults=False)
     result = importlib.import_module("lm_eval").simple_evaluate(
-        "local-completions", arguments, tasks=[task], bootstrap_iters=0, cache_requests=False
+        "local-completions", arguments, tasks=[task], task_manager=tasks, bootstrap_iters=0
     )
     answers = [sample["resps"][0][0] for sample in result["samples"]["tiny"]]
     assert answers == expected and any(len(text) < count for text in expected)
