@@ -33,7 +33,8 @@ class AnswerText:
 
     def add(self, ids: Sequence[int], origins: Sequence[Origin], logprobs: Sequence[float] | None) -> list[Piece]:
         """The pieces that can be released once these tokens are known."""
-        for token, origin, logprob in zip(ids, origins, logprobs or [None] * len(ids), strict=True):
+        known: Sequence[float | None] = [None] * len(ids) if logprobs is None else logprobs
+        for token, origin, logprob in zip(ids, origins, known, strict=True):
             self._held.append(Piece(token, self._detokenizer.add(token), origin, logprob))
             if self._cut():
                 break
