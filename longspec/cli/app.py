@@ -14,6 +14,7 @@ from longspec.cli.chat import chat
 from longspec.cli.generate import generate
 from longspec.cli.options import examples
 from longspec.cli.passthrough import PASSED_ON, evaluate, regenerate
+from longspec.cli.serve import serve
 from longspec.cli.train import train
 from longspec.cli.weights import extract, split
 from longspec.errors import reports_user_errors
@@ -59,6 +60,10 @@ app.command(
         "git log -1 --format=%B | longspec generate --raw",
     ),
 )(generate)
+app.command(
+    rich_help_panel=USE,
+    epilog=examples("longspec serve", "longspec serve llama8b --port 9000 --max_rows 32"),
+)(serve)
 app.command(
     rich_help_panel=USE,
     epilog=examples("longspec bench", "longspec bench llama8b --prompts prompts.txt --png speed.png"),

@@ -20,7 +20,7 @@ from longspec.longbench.command import DTYPES
 from longspec.models.target_cache import SMOLLM2
 from longspec.models.target_split import rank_folder
 
-COMMANDS = ("chat", "generate", "bench", "evaluate", "regenerate", "train", "extract", "split")
+COMMANDS = ("chat", "generate", "serve", "bench", "evaluate", "regenerate", "train", "extract", "split")
 HELP = f"""
 import sys
 from typer.testing import CliRunner
