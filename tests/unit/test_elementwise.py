@@ -4,11 +4,19 @@ import pytest
 import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from longspec.kernels.decoding import tree_reference
 from longspec.kernels.decoding.compaction import compact
 from longspec.kernels.shared import reference
-from longspec.kernels.shared.elementwise import gather_rows, rms_norm, rotate_and_store, rotate_queries, swiglu
+from longspec.kernels.shared.elementwise import (
+    HeadNorms,
+    gather_rows,
+    rms_norm,
+    rotate_and_store,
+    rotate_queries,
+    swiglu,
+)
 from longspec.models.draft_layer import rotate
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}
@@ -83,6 +91,34 @@ def test_rotate_and_store_equals_its_reference(q_heads: int, kv_heads: int, head
         torch.testing.assert_close(rotate_queries(q, positions, rope, head_dim), expected)
         heads = q.unflatten(-1, (-1, head_dim)).transpose(1, 2)
         torch.testing.assert_close(expected, rotate(heads, (rope[0][positions], rope[1][positions])))
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(4, 2, 16), (5, 5, 40), (8, 1, 128)])
+def test_heads_are_normalized_before_the_rotation(
+    q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str
+) -> None:
+    """As Qwen3 does it; queries and keys have weights of their own, values stay as they are."""
+    heads, positions = random(1, 3, q_heads + 2 * kv_heads, head_dim).to(device, dtype), torch.tensor([[4, 0, 7]])
+    positions = positions.to(device)
+    angle = random(10, head_dim // 2).repeat(1, 2)
+    rope = angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+    table = rope[0][positions], rope[1][positions]
+    norms = [Qwen3RMSNorm(head_dim, eps=1e-2).to(device, dtype) for _ in range(2)]
+    for number, norm in enumerate(norms):
+        norm.weight.data = random(head_dim, seed=3 + number).to(device, dtype)
+    q, k, v = heads.split([q_heads, kv_heads, kv_heads], 2)
+    expected = [rotate(norm(x).detach().transpose(1, 2), table) for norm, x in zip(norms, (q, k), strict=True)]
+    keys, values = torch.zeros(2, 1, kv_heads, 3, head_dim, dtype=dtype, device=device)
+    weights = HeadNorms(norms[0].weight, norms[1].weight, 1e-2)
+    slots = torch.arange(3, device=device)[None]
+    got = rotate_and_store(heads.flatten(2), positions, rope, keys, values, slots, weights)
+    close = {"rtol": 2 * TOLERANCE[dtype], "atol": 2 * TOLERANCE[dtype]}
+    torch.testing.assert_close([got, keys], expected, **close)
+    assert torch.equal(values, v.transpose(1, 2))
+    plain = torch.zeros_like(keys), torch.zeros_like(values)
+    also = reference.rotate_and_store(heads.flatten(2), positions, rope, *plain, slots, weights)
+    torch.testing.assert_close((also, *plain), (got, keys, values), **close)
 
 
 def test_compaction_equals_its_reference_and_a_loop(device: str) -> None:

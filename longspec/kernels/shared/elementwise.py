@@ -4,6 +4,8 @@ They are RMSNorm, the embedding, SwiGLU, and rotary embedding with the store int
 rounded once to the dtype of the tensors. E is the hidden size, I the intermediate size of the MLP.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -53,7 +55,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, parts: Tensor | None = None)
         x.numel(),
         NUM_PARTS=0 if parts is None else len(parts),
         BLOCK=block,
-        num_warps=max(4, min(16, block // 512)),
+        num_warps=1 if block <= 256 else max(4, min(16, block // 512)),
     )
     return out
 
@@ -107,9 +109,12 @@ def _rotate_and_store_kernel(
     slots_ptr,
     cos_ptr,
     sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
     q_ptr,
     keys_ptr,
     values_ptr,
+    eps,
     stride_kb,
     stride_kh,
     stride_ks,
@@ -119,10 +124,12 @@ def _rotate_and_store_kernel(
     nodes,
     q_heads,
     kv_heads,
+    HAS_NORM: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
+    """Per head x of a query or key: rope(rms_norm(x) * weight) with HAS_NORM, else rope(x). Values are copied."""
     HALF: tl.constexpr = HEAD_DIM // 2
     # Heads are numbered as in the projection: queries, keys, values.
     token = tl.program_id(0).to(tl.int64)
@@ -138,6 +145,21 @@ def _rotate_and_store_kernel(
     table = tl.load(positions_ptr + token).to(tl.int64) * HEAD_DIM + dim
     in_half = dim < HALF
     is_value = (head >= q_heads + kv_heads)[:, None]
+    if HAS_NORM:
+        scale = 1.0 / tl.sqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / HEAD_DIM + eps)[:, None]
+        takes_q_norm = (head < q_heads)[:, None]
+        q_weight_low = tl.load(q_norm_ptr + dim, mask=in_half, other=0.0)[None, :]
+        k_weight_low = tl.load(k_norm_ptr + dim, mask=in_half, other=0.0)[None, :]
+        q_weight_high = tl.load(q_norm_ptr + HALF + dim, mask=in_half, other=0.0)[None, :]
+        k_weight_high = tl.load(k_norm_ptr + HALF + dim, mask=in_half, other=0.0)[None, :]
+        weight_low = tl.where(takes_q_norm, q_weight_low, k_weight_low).to(tl.float32)
+        weight_high = tl.where(takes_q_norm, q_weight_high, k_weight_high).to(tl.float32)
+        # transformers rounds the normalized head and its product with the weight.
+        rounded = qkv_ptr.dtype.element_ty
+        normed_low = ((low * scale).to(rounded).to(tl.float32) * weight_low).to(rounded).to(tl.float32)
+        normed_high = ((high * scale).to(rounded).to(tl.float32) * weight_high).to(rounded).to(tl.float32)
+        low = tl.where(is_value, low, normed_low)
+        high = tl.where(is_value, high, normed_high)
     cos_low = tl.where(is_value, 1.0, tl.load(cos_ptr + table, mask=in_half, other=0.0).to(tl.float32)[None, :])
     cos_high = tl.where(is_value, 1.0, tl.load(cos_ptr + table + HALF, mask=in_half, other=0.0).to(tl.float32)[None, :])
     sin_low = tl.where(is_value, 0.0, tl.load(sin_ptr + table, mask=in_half, other=0.0).to(tl.float32)[None, :])
@@ -165,19 +187,33 @@ def _rotate_and_store_kernel(
         tl.store(value + HALF, rotated_high, mask=kept & is_value)
 
 
+class HeadNorms(NamedTuple):
+    """RMSNorm of each head of queries and keys, before the rotary embedding: weights [D] and eps."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+
+
 def rotate_and_store(
-    qkv: Tensor, positions: Tensor, rope: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: Tensor
+    qkv: Tensor,
+    positions: Tensor,
+    rope: tuple[Tensor, Tensor],
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """Rotate the queries and keys of a merged projection and store its keys and values in the cache.
 
     qkv: contiguous [B, N, (H + 2 K) D]; query heads come first, then key heads, then value heads; H may be 0.
     positions, slots: int [B, N]; a token with a negative slot is not stored. rope: the tables cos and sin, each
     [positions, D]. keys, values: [B, K, S, D] with a contiguous last dimension.
-    Returns q [B, H, N, D], a view of [B, N, H, D].
+    norms: weights of a target that normalizes queries and keys. Returns q [B, H, N, D], a view of [B, N, H, D].
     """
     kv_heads, head_dim = keys.shape[1], keys.shape[-1]
     q_heads = qkv.shape[-1] // head_dim - 2 * kv_heads
-    return _rotate(qkv, positions, rope, q_heads, kv_heads, head_dim, keys, values, slots)
+    return _rotate(qkv, positions, rope, q_heads, kv_heads, head_dim, keys, values, slots, norms)
 
 
 def rotate_queries(q: Tensor, positions: Tensor, rope: tuple[Tensor, Tensor], head_dim: int) -> Tensor:
@@ -196,6 +232,7 @@ def _rotate(
     keys: Tensor,
     values: Tensor,
     slots: Tensor,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     batch, nodes, _ = qkv.shape
     q = qkv.new_empty(batch, nodes, q_heads, head_dim)
@@ -207,14 +244,18 @@ def _rotate(
         positions.contiguous(),
         slots.contiguous(),
         *rope,
+        qkv if norms is None else norms.q_weight,
+        qkv if norms is None else norms.k_weight,
         q,
         keys,
         values,
+        0.0 if norms is None else norms.eps,
         *keys.stride()[:3],
         *values.stride()[:3],
         nodes,
         q_heads,
         kv_heads,
+        HAS_NORM=norms is not None,
         HEAD_DIM=head_dim,
         BLOCK_H=block_h,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
