@@ -19,6 +19,7 @@ REFERENCES = {
     "decoding.prefix_attention": "decoding.attention_reference",
     "decoding.rejection": "decoding.tree_reference",
     "decoding.row_argmax": "decoding.tree_reference",
+    "decoding.row_noise_kernel": "decoding.row_noise",
     "decoding.skinny_product": "decoding.product_reference",
     "decoding.tree_attention": "decoding.attention_reference",
     "decoding.tree_growth": "decoding.tree_reference",

@@ -100,7 +100,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 # For a query or key head x with halves (low, high), at position t:
 #   rotated = (low * cos[t, :D/2] - high * sin[t, :D/2], high * cos[t, D/2:] + low * sin[t, D/2:])
-# Values are rotated with cos = 1 and sin = 0. Queries go to q, keys and values to a slot of the cache.
+# Values are rotated with cos = 1 and sin = 0. With HAS_NORM, x is rms_norm(x) * weight, with a weight for queries and
+# one for keys. Queries go to q, keys and values to a slot of the cache.
 # One program takes BLOCK_H heads of one token.
 @triton.jit
 def _rotate_and_store_kernel(
@@ -129,7 +130,6 @@ def _rotate_and_store_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """Per head x of a query or key: rope(rms_norm(x) * weight) with HAS_NORM, else rope(x). Values are copied."""
     HALF: tl.constexpr = HEAD_DIM // 2
     # Heads are numbered as in the projection: queries, keys, values.
     token = tl.program_id(0).to(tl.int64)
