@@ -13,8 +13,9 @@ from longspec.train import connections
 SECRET = bytes(range(16))
 
 
-def test_ranks_are_let_in_past_strangers_that_are_slow_or_wrong() -> None:
+def test_ranks_are_let_in_past_strangers_that_are_slow_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """A silent caller, one that sends half a greeting and one with another secret come first; none is waited for."""
+    monkeypatch.setattr(connections, "GREETING_S", 60)
     found: dict[socket.socket, int] = {}
     with socket.create_server(("127.0.0.1", 0)) as server:
         listener = threading.Thread(target=lambda: found.update(connections.greeted(server, SECRET, 2)))
