@@ -30,7 +30,7 @@ from longspec.train.generations import find_latest
 
 pytestmark = pytest.mark.slow
 EXPERIMENT = "tiny_glide_stage1_sinkpi-slicing"
-LIMIT_S = 120
+LIMIT_S = 300
 
 
 @pytest.fixture(scope="module")
