@@ -1,88 +1,120 @@
-"""The two caches of decoding: the target's static KV for all layers, and the draft's constant ring."""
+"""The two caches of decoding: the target's keys and values for all layers, and the draft's ring of constant size."""
 
 from __future__ import annotations
 
+from copy import copy
 from enum import IntEnum
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 
-from longspec.kernels import reference
-from longspec.kernels.backend import runs_triton
-from longspec.kernels.watch import Watch
+from longspec.kernels.decoding import tree_reference
+from longspec.kernels.shared.device import runs_triton
+from longspec.kernels.shared.watch import Watch
 from longspec.models.draft_layer import head_dim
 
 
 class Fault(IntEnum):
-    """The model whose logits define no distribution."""
+    """The model whose logits are NaN or infinite and thus define no distribution."""
 
     DRAFT = 1
     TARGET = 2
 
 
-class TargetCache(Cache):
-    """One preallocated store for all layers: keys, values [L, B, Hkv, S, D].
+class TargetCache:
+    """Keys and values of the target, preallocated for all layers: two tensors [L, B, K, S, D].
 
-    Slots 0 … lengths[b] - 1 of row b hold accepted tokens, in order of position. A forward pass writes its tokens
-    to `slots` (LongTensor [B, N], set by whoever runs the pass); what lies past `lengths` is scratch. `newest_hidden`
-    is kept up only for a drafter that reads it.
+    Slots 0 ... lengths[b] - 1 of row b hold accepted tokens, in order of position. The slots after them are scratch
+    space for the nodes of a tree. A forward pass gets the slots that it writes as an argument.
     """
 
     def __init__(
         self, config: PreTrainedConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__(layers=[])
+        """capacity: slots per row, S."""
         shape = (config.num_hidden_layers, batch, config.num_key_value_heads, capacity, head_dim(config))
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        """int32 [B]: accepted tokens per row."""
         self.newest_hidden = torch.zeros(batch, 1, config.hidden_size, dtype=dtype, device=device)
-        """[B, 1, hidden]: the target's hidden state, after its final norm, at each row's newest accepted token."""
+        """[B, 1, hidden]: the target's hidden state, after the final norm, at the newest accepted token of each row.
+        The engine updates it only for drafters that read it."""
         self.rows = torch.arange(batch, device=device)[:, None]
-        self.slots = torch.empty(0, dtype=torch.long, device=device)
+        """LongTensor [B, 1]: row numbers, to index with slots [B, N]."""
         self.faults = torch.zeros(batch, dtype=torch.long, device=device)
-        """0, or the `Fault` of a row since prefill; the host reads it with each round's tokens."""
+        """LongTensor [B]: 0, or the `Fault` of a row since prefill. The host reads it with the tokens of a round."""
+        self._whole: tuple[TargetCache, int] | None = None
+        """For a part, the cache that it belongs to and the number of its first row there."""
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Write this layer's new keys and values [B, Hkv, N, D] to `slots`; return the layer's whole store."""
-        keys, values = self.keys[layer_idx], self.values[layer_idx]
-        keys[self.rows, :, self.slots] = key_states.transpose(1, 2)
-        values[self.rows, :, self.slots] = value_states.transpose(1, 2)
-        return keys, values
+    def narrow(self, rows: slice) -> TargetCache:
+        """The consecutive `rows` as a cache that shares the tensors of this one."""
+        part = copy(self)
+        part.keys, part.values = self.keys[:, rows], self.values[:, rows]
+        part.lengths = self.lengths[rows]
+        part.newest_hidden = self.newest_hidden[rows]
+        part.faults = self.faults[rows]
+        part.rows = self.rows[: len(part.lengths)]
+        part._whole = (self, rows.start or 0)
+        return part
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, Hkv, S, D] of one layer, as a cross-attention of the draft reads them."""
+        """Keys and values [B, K, S, D] of one layer, for the draft's cross-attention."""
         return self.keys[number], self.values[number]
 
     def watch(self, fault: Fault) -> Watch:
-        """For passes that read logits: records each row's fault."""
+        """A record in which kernels that read logits enter `fault` for rows without a distribution."""
         return Watch(self.faults, int(fault))
 
     def next_slots(self, count: int) -> Tensor:
-        """The `count` slots after each row's accepted tokens, LongTensor [B, count]."""
+        """The `count` slots after the accepted tokens of each row, LongTensor [B, count]."""
         return self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
 
     def keep(self, path: Tensor, counts: Tensor) -> None:
-        """Make the first counts[b] nodes of `path` accepted tokens: move their entries up, in all layers.
+        """Accept the first counts[b] nodes of `path`: move their entries next to the accepted tokens, in all layers.
 
-        path: LongTensor [B, J], increasing node numbers of the tree just written behind `lengths`; counts: [B].
+        path: LongTensor [B, J], increasing numbers of nodes of the tree in `next_slots`; counts: [B].
         """
+        if self._whole is not None:  # the kernel needs contiguous tensors, and accepts nothing in the other rows
+            whole, first = self._whole
+            others = (first, len(whole.lengths) - first - len(counts))
+            whole.keep(F.pad(path, (0, 0, *others)), F.pad(counts, others))
+            return
         if runs_triton(self.keys):
-            from longspec.kernels.compaction import compact
+            from longspec.kernels.decoding.compaction import compact
         else:
-            compact = reference.compact
+            compact = tree_reference.compact
         compact(self.keys, self.values, self.lengths, path, counts)
         self.lengths += counts
 
 
-class DraftCache:
-    """The draft's own keys and values [B, Hkv, W + N, D], whatever the context: a ring of W, then N tree nodes.
+class SlotWriter(Cache):
+    """A target cache during one pass of transformers' modules, which store keys and values through `update`."""
 
-    The ring's slot p % W holds the accepted token at position p, for the W positions before the root.
+    def __init__(self, cache: TargetCache, slots: Tensor) -> None:
+        """slots: LongTensor [B, N], where the pass stores its tokens."""
+        super().__init__(layers=[])
+        self.cache = cache
+        self.slots = slots
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store the new keys and values [B, K, N, D] of a layer; return all its slots [B, K, S, D]."""
+        keys, values = self.cache.layer(layer_idx)
+        keys[self.cache.rows, :, self.slots] = key_states.transpose(1, 2)
+        values[self.cache.rows, :, self.slots] = value_states.transpose(1, 2)
+        return keys, values
+
+
+class DraftCache:
+    """The draft's own keys and values [B, K, W + N, D]: a ring of W accepted tokens, then the N nodes of a tree.
+
+    Its size does not depend on the context. The token at position p is in slot p % W of the ring, for the W positions
+    before the root.
     """
 
     def __init__(
@@ -94,18 +126,32 @@ class DraftCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """window: W, the draft's attention window; nodes: N."""
         shape = (batch, config.num_key_value_heads, window + nodes, head_dim(config))
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.window = window
         self.rows = torch.arange(batch, device=device)[:, None]
         self.node_slots = torch.arange(window, window + nodes, device=device).expand(batch, -1)
-        """Where the tree's nodes lie, LongTensor [B, N]."""
+        """LongTensor [B, N]: the slot of each node."""
+
+    def narrow(self, rows: slice) -> DraftCache:
+        """The consecutive `rows` as a cache that shares the tensors of this one."""
+        part = copy(self)
+        part.keys, part.values = self.keys[rows], self.values[rows]
+        part.rows = self.rows[: len(part.keys)]
+        part.node_slots = self.node_slots[rows]
+        return part
+
+    def clear(self) -> None:
+        """Zero all slots."""
+        self.keys.zero_()
+        self.values.zero_()
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, valid: Tensor) -> None:
-        """Put accepted tokens into the ring where `valid`.
+        """Store accepted tokens in the ring, where `valid`.
 
-        keys, values: [B, Hkv, T, D]; positions: LongTensor [B, T], at most W consecutive ones; valid: bool [B, T].
+        keys, values: [B, K, T, D]; positions: LongTensor [B, T], at most W consecutive ones; valid: bool [B, T].
         """
         slots = positions % self.window
         for store, new in ((self.keys, keys), (self.values, values)):
@@ -113,7 +159,7 @@ class DraftCache:
             store[self.rows, :, slots] = torch.where(valid[..., None, None], new.transpose(1, 2), old)
 
     def write_nodes(self, keys: Tensor, values: Tensor, first: int) -> None:
-        """Put a level's keys and values [B, Hkv, n, D] at tree nodes first … first + n - 1."""
+        """Store keys and values [B, K, n, D] of the nodes first ... first + n - 1."""
         slots = slice(self.window + first, self.window + first + keys.shape[2])
         self.keys[:, :, slots] = keys
         self.values[:, :, slots] = values

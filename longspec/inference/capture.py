@@ -1,4 +1,4 @@
-"""A round as one CUDA graph: the host launches it whole and looks at its result once."""
+"""Rounds as CUDA graphs: the host launches a whole round at once and waits for it once."""
 
 from __future__ import annotations
 
@@ -12,36 +12,39 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from longspec.inference.engine import Engine
+from longspec.inference.engine import Rounds
 
-MODE = "thread_local"
-"""What other threads do to the device does not end a capture."""
+CAPTURE_MODE = "thread_local"
+"""torch's mode in which device calls of other threads do not end a capture."""
 
 _one_at_a_time = Lock()
-_warm: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
+_warm_kinds: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
+"""For each model the kinds of engines (`Engine.kind`) whose kernels are compiled."""
 
 
-def warm_up(engine: Engine) -> None:
-    """One round on the empty cache, unless one of its kind has run: kernels are compiled before they are captured.
+def warm_up(engine: Rounds) -> None:
+    """Run one round on the empty cache, unless an engine of this kind did, because capture needs compiled kernels.
 
-    It leaves the engine as it was, its random generator included.
+    The engine and its random generator are left as they were.
     """
-    kinds = _warm.setdefault(engine.runner.model, set())
+    warm_kinds = _warm_kinds.setdefault(engine.runner.model, set())
     kind = engine.kind
-    if kind in kinds:
+    if kind in warm_kinds:
         return
+
     generator = _generator(engine)
     state = generator.get_state()
-    engine.round(torch.zeros_like(engine.root, dtype=torch.bool))
+    no_row = torch.zeros_like(engine.root, dtype=torch.bool)
+    engine.round(no_row)
     generator.set_state(state)
-    kinds.add(kind)
+    warm_kinds.add(kind)
 
 
 class CapturedRound:
-    """`engine.round` with the same argument and results, which the next call overwrites."""
+    """`engine.round` as a CUDA graph. Each call overwrites the tensors that the call before returned."""
 
-    def __init__(self, engine: Engine) -> None:
-        """Records the round without running it; what is queued on the device meanwhile goes on."""
+    def __init__(self, engine: Rounds) -> None:
+        """Record the round without running it. Work that is queued on the device goes on meanwhile."""
         self.active = torch.ones_like(engine.root, dtype=torch.bool)
         self.graph = torch.cuda.CUDAGraph()
         self.graph.register_generator_state(_generator(engine))
@@ -49,11 +52,11 @@ class CapturedRound:
         stream = _capture_stream(self.active.device)
         stream.wait_stream(torch.cuda.current_stream())
         with _one_at_a_time, torch.cuda.stream(stream), _no_garbage_collection():
-            self.graph.capture_begin(pool, capture_error_mode=MODE)
+            self.graph.capture_begin(pool, capture_error_mode=CAPTURE_MODE)
             try:
                 self.result = engine.round(self.active)
             except BaseException:
-                with suppress(RuntimeError):  # the capture that failed cannot be ended well
+                with suppress(RuntimeError):  # ending a failed capture raises as well; the first error is the cause
                     self.graph.capture_end()
                 raise
             self.graph.capture_end()
@@ -65,9 +68,21 @@ class CapturedRound:
         return self.result
 
 
+def capture_round(engine: Rounds) -> CapturedRound:
+    """`CapturedRound(engine)`; if memory runs out, torch's cached blocks are freed for a second attempt.
+
+    During a capture torch cannot free them itself.
+    """
+    try:
+        return CapturedRound(engine)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return CapturedRound(engine)
+
+
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """What a finaliser does to the device would end a capture."""
+    """Pause garbage collection, because a finalizer that calls the device would end the capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -79,32 +94,24 @@ def _no_garbage_collection() -> Iterator[None]:
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures: libraries keep a workspace for every stream that they have seen."""
+    """One stream for all captures of a device, because libraries keep a workspace per stream."""
     return torch.cuda.Stream(device)
 
 
 @cache
-def _pool_keeper(replaying: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """A graph of nothing much, whose memory the rounds that are replayed on one stream share.
+def _pool_keeper(replay_stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    """An empty graph that owns the memory pool of all rounds replayed on one stream.
 
-    They follow one another there, and what one needs only while it runs the next may use. Without an owner that lasts,
-    each `generate` would leave what its graph held reserved.
+    Rounds on a stream run one after another, so they can share memory for their temporaries. Without an owner that
+    lives on, every call of `generate` would leave the memory of its graph reserved.
     """
     graph = torch.cuda.CUDAGraph()
-    with _one_at_a_time, torch.cuda.graph(graph, stream=_capture_stream(replaying.device), capture_error_mode=MODE):
-        torch.zeros(1, device=replaying.device)
+    stream = _capture_stream(replay_stream.device)
+    with _one_at_a_time, torch.cuda.graph(graph, stream=stream, capture_error_mode=CAPTURE_MODE):
+        torch.zeros(1, device=replay_stream.device)
     return graph
 
 
-def capture_round(engine: Engine) -> CapturedRound:
-    """`CapturedRound(engine)`, a second time if memory ran out: what is cached is given back outside a capture only."""
-    try:
-        return CapturedRound(engine)
-    except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        return CapturedRound(engine)
-
-
-def _generator(engine: Engine) -> torch.Generator:
-    index = engine.root.device.index
-    return engine.sampler.generator or torch.cuda.default_generators[index]
+def _generator(engine: Rounds) -> torch.Generator:
+    """The generator that the engine draws from: its own, or torch's global one of the device."""
+    return engine.sampler.generator or torch.cuda.default_generators[engine.root.device.index]

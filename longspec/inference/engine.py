@@ -1,30 +1,129 @@
-"""The engine: chunked prefill, then rounds of draft → verify → accept → compact, the same for every method."""
+"""The engine: chunked prefill, then rounds of draft, verify, accept and compact. It is the same for every method."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from longspec.inference.acceptance import Sampler, accept
+from longspec.inference.acceptance import Accepted, accept
 from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.drafting.proposal import Drafter, Proposal, chain
 from longspec.inference.runner import Runner
+from longspec.inference.sampling import Sampler
 
 PREFILL_TOKENS = 4096
-"""Tokens of the prompts, over all rows, that one pass of prefill reads."""
+"""Prompt tokens per pass of prefill, summed over the rows of the batch."""
 CAPACITY_STEP = 256
+"""The number of cache slots per row is a multiple of this."""
+MOST_SIZE_CLASSES = 128
+"""Caches of this many steps or more are alike to the attention kernels, whose split count is bounded."""
 
 Round = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""As `Engine.round`."""
+"""`Rounds.round`, or a captured one."""
 
 
-class Engine:
-    """Decodes a ragged batch; row b's newest token, the root, is the only one that the target has not read.
+class Played(NamedTuple):
+    """One round of a batch."""
 
-    Its state lies in tensors that every round changes in place, so that a round can be captured and replayed.
+    tokens: Tensor
+    """LongTensor [B, depth + 1]: the accepted draft tokens, then the bonus token."""
+    counts: Tensor
+    """LongTensor [B]: how many of `tokens` count; 0 for inactive rows."""
+    proposal: Proposal
+    accepted: Accepted
+    logits: Tensor
+    """[B, N, V]: the target's logits at every node."""
+
+
+class Rounds:
+    """Decoding rounds of a ragged batch whose prompts are in the cache.
+
+    Each row has a root: its newest token, the only one that the target has not read yet. All state is in tensors that a
+    round changes in place, so that a round can be captured as a CUDA graph and replayed.
     """
+
+    def __init__(self, runner: Runner, drafter: Drafter, sampler: Sampler, cache: TargetCache, root: Tensor) -> None:
+        """root: LongTensor [B], the newest token of each row, at position cache.lengths[b]."""
+        self.runner = runner
+        self.drafter = drafter
+        self.sampler = sampler
+        self.cache = cache
+        self.root = root
+
+    @property
+    def capacity(self) -> int:
+        """Slots per row of the target's cache, and an upper bound of all positions."""
+        return self.cache.keys.shape[3]
+
+    @property
+    def kind(self) -> Hashable:
+        """A key that is equal for batches whose rounds launch the same kernels."""
+        warper_types = tuple(type(warper) for warper in self.sampler.warpers) if self.sampler.truncates else ()
+        return (
+            self.drafter.kind,
+            len(self.root),
+            min(self.capacity // CAPACITY_STEP, MOST_SIZE_CLASSES),
+            self.sampler.greedy,
+            warper_types,
+            self.runner.dtype,
+            self.runner.attention.name,
+        )
+
+    def round(self, active: Tensor) -> tuple[Tensor, Tensor]:
+        """`play`, of which only tokens and counts are returned."""
+        played = self.play(active)
+        return played.tokens, played.counts
+
+    def play(self, active: Tensor) -> Played:
+        """Draft, verify, accept and compact once. active: bool [B]; other rows do not change.
+
+        The tokens of a row with a fault in `cache.faults` are undefined.
+        """
+        # Draft and verify.
+        proposal = self.drafter.propose(self.root, self.cache)
+        hidden = self.forward_tree(proposal)
+        logits = self.runner.logits(hidden)
+
+        accepted = accept(proposal, logits, self.sampler, self.cache.watch(Fault.TARGET))
+        if self.drafter.reads_hidden:
+            last = accepted.path.gather(1, accepted.count[:, None])[..., None]
+            newest = hidden.gather(1, last.expand(-1, -1, hidden.shape[2]))
+            self.cache.newest_hidden.copy_(torch.where(active[:, None, None], newest, self.cache.newest_hidden))
+
+        # Store the root and the accepted draft tokens in the caches of draft and target.
+        count = torch.where(active, accepted.count + 1, 0)
+        path_tokens = proposal.tokens.gather(1, accepted.path)
+        steps = torch.arange(proposal.depth + 1, device=count.device)
+        self.drafter.feed(path_tokens, self.cache.lengths[:, None] + steps, steps < count[:, None])
+        self.cache.keep(accepted.path, count)
+        self.root.copy_(torch.where(active, accepted.bonus, self.root))
+
+        # The path starts with the root, which an earlier round emitted. The bonus token comes after the last node.
+        emitted = path_tokens.roll(-1, dims=1).scatter(1, accepted.count[:, None], accepted.bonus[:, None])
+        return Played(emitted, count, proposal, accepted, logits)
+
+    def verify(self, proposal: Proposal) -> Tensor:
+        """The target's logits [B, N, V] at every node of the tree."""
+        return self.runner.logits(self.forward_tree(proposal))
+
+    def forward_tree(self, proposal: Proposal) -> Tensor:
+        """The target's hidden states [B, N, hidden] at every node of the tree, in one pass.
+
+        The nodes' keys and values go to the slots after the accepted tokens; `TargetCache.keep` moves the accepted
+        ones into place.
+        """
+        cache = self.cache
+        slots = cache.next_slots(proposal.tokens.shape[1])
+        positions = cache.lengths[:, None] + proposal.levels
+        attend = self.runner.attention.hybrid(cache.lengths, proposal.visible)
+        return self.runner.target(proposal.tokens, positions, cache, slots, attend)
+
+
+class Engine(Rounds):
+    """Decodes a ragged batch of prompts: prefill, then rounds."""
 
     def __init__(
         self,
@@ -35,107 +134,78 @@ class Engine:
         prompt_lengths: Sequence[int],
         max_new_tokens: int,
     ) -> None:
-        """prompts: LongTensor [B, P], padded right; prompt_lengths: their real lengths, each at least 1."""
-        self.runner, self.drafter, self.sampler = runner, drafter, sampler
-        self.prompts, self.prompt_lengths = prompts, list(prompt_lengths)
-        # A row grows by depth + 1 at most past its last token, and a round's nodes lie behind that.
-        needed = prompts.shape[1] + max_new_tokens + drafter.depth + 1 + drafter.nodes
-        capacity = -(-needed // CAPACITY_STEP) * CAPACITY_STEP
-        self.cache = TargetCache(runner.config, len(prompts), capacity, runner.dtype, runner.device)
-        self.root = prompts[:, 0].clone()
-        runner.prepare(capacity)
+        """prompts: LongTensor [B, P], padded on the right; prompt_lengths: tokens per row without padding, at least 1.
 
-    @property
-    def kind(self) -> Hashable:
-        """Engines of one kind launch the same kernels in a round."""
-        sampler, runner = self.sampler, self.runner
-        # Attention goes by the cache's size, up to some 128 splits of it.
-        size = min(self.cache.keys.shape[3] // CAPACITY_STEP, 128)
-        return (
-            self.drafter.kind,
-            len(self.root),
-            size,
-            sampler.greedy,
-            tuple(type(warper) for warper in sampler.warpers) if sampler.cuts else (),
-            runner.dtype,
-            runner.attention.name,
-        )
+        max_new_tokens: per row; the cache has room for them.
+        """
+        self.prompts = prompts
+        self.prompt_lengths = list(prompt_lengths)
+
+        # A row's last round can take it up to depth + 1 tokens past its limit. The nodes of a tree are stored after the
+        # accepted tokens.
+        slots = prompts.shape[1] + max_new_tokens + drafter.depth + 1 + drafter.nodes
+        capacity = -(-slots // CAPACITY_STEP) * CAPACITY_STEP
+        cache = TargetCache(runner.config, len(prompts), capacity, runner.dtype, runner.device)
+        super().__init__(runner, drafter, sampler, cache, prompts[:, 0].clone())
+        runner.prepare(capacity)
+        drafter.reserve(capacity)
+
+    def switch_drafter(self, drafter: Drafter) -> None:
+        """Draft with `drafter` from now on. It knows no tokens until `rewind` is called.
+
+        Rounds that were captured before keep their drafter. Raises ValueError if the cache is too small for it.
+        """
+        longest_prompt = self.prompts.shape[1]
+        if longest_prompt + drafter.depth + 1 + drafter.nodes > self.capacity:
+            raise ValueError(f"a cache of {self.capacity} slots has no room for {drafter.nodes} nodes")
+        drafter.reserve(self.capacity)
+        self.drafter = drafter
 
     def prefill(self) -> Tensor:
-        """Read the prompts and choose each row's first token, LongTensor [B]: the first root."""
+        """Read the prompts and choose the first token of each row, LongTensor [B], which becomes its root."""
         lengths = torch.tensor(self.prompt_lengths, device=self.prompts.device)
         last_hidden = self._read_prompts()
+
         self.cache.lengths.copy_(lengths)
         if self.drafter.reads_hidden:
             self.cache.newest_hidden.copy_(last_hidden)
         self.drafter.start(self.prompts, lengths)
+
         self.cache.faults.zero_()
         logits = self.runner.logits(last_hidden)[:, 0]
         self.root.copy_(self.sampler.choose(logits, self.cache.watch(Fault.TARGET)))
         return self.root.clone()
 
     def _read_prompts(self) -> Tensor:
-        """Fill the cache chunk by chunk; the hidden state [B, 1, hidden] of each row's last token."""
+        """Fill the cache chunk by chunk; the hidden state [B, 1, hidden] at the last token of each row."""
         batch, longest = self.prompts.shape
         chunk = max(1, PREFILL_TOKENS // batch)
-        last: list[Tensor] = [torch.empty(0)] * batch
+        last_hidden: list[Tensor] = [torch.empty(0)] * batch
         for start in range(0, longest, chunk):
             end = min(start + chunk, longest)
-            self.cache.slots = torch.arange(start, end, device=self.prompts.device).expand(batch, -1)
+            positions = torch.arange(start, end, device=self.prompts.device).expand(batch, -1)
 
+            # The chunk's queries are the last ones over the slots 0 ... end - 1.
             def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, end: int = end) -> Tensor:
                 return self.runner.attention.prefill(q, k[:, :, :end], v[:, :, :end], scale)
 
-            hidden = self.runner.target(self.prompts[:, start:end], self.cache.slots, self.cache, attend)
+            # A prompt token at position p is stored in slot p. Padding is too, and gets overwritten by rounds.
+            hidden = self.runner.target(self.prompts[:, start:end], positions, self.cache, positions, attend)
             for row, length in enumerate(self.prompt_lengths):
                 if start < length <= end:
-                    last[row] = hidden[row, length - 1 - start].clone()
-        return torch.stack(last)[:, None]
+                    last_hidden[row] = hidden[row, length - 1 - start].clone()
+        return torch.stack(last_hidden)[:, None]
 
-    def go_to(self, lengths: Tensor, root: Tensor) -> None:
-        """Decode on from other places in what was read: after `lengths`, LongTensor [B], tokens of the prompts, each at
-        least 1, with `root`, LongTensor [B], as the next one."""
+    def rewind(self, lengths: Tensor, root: Tensor) -> None:
+        """Continue after the first `lengths` tokens of the prompts, LongTensor [B], each at least 1.
+
+        root: LongTensor [B], the next token of each row. The cache must hold these tokens from prefill.
+        """
         self.root.copy_(root)
         if self.drafter.reads_hidden:
+            # The hidden state at the last token is not stored, so the target reads this token once more.
             self.cache.lengths.copy_(lengths - 1)
             newest = self.prompts.gather(1, lengths[:, None] - 1)
-            self.cache.newest_hidden.copy_(self.read_tree(chain(newest)))
+            self.cache.newest_hidden.copy_(self.forward_tree(chain(newest)))
         self.cache.lengths.copy_(lengths)
         self.drafter.start(self.prompts, lengths)
-
-    def round(self, active: Tensor) -> tuple[Tensor, Tensor]:
-        """One round. active: bool [B]; the other rows stay as they are.
-
-        Returns the emitted tokens, LongTensor [B, depth + 1], and how many of them count, LongTensor [B] (0 for a
-        row that is not active): the accepted draft tokens, then the bonus token. They mean nothing for a row that
-        has a fault in `cache.faults`.
-        """
-        proposal = self.drafter.propose(self.root, self.cache)
-        hidden = self.read_tree(proposal)
-        logits = self.runner.logits(hidden)
-        accepted = accept(proposal, logits, self.sampler, self.cache.watch(Fault.TARGET))
-        if self.drafter.reads_hidden:
-            last = accepted.path.gather(1, accepted.count[:, None])[..., None]
-            newest = hidden.gather(1, last.expand(-1, -1, hidden.shape[2]))
-            self.cache.newest_hidden.copy_(torch.where(active[:, None, None], newest, self.cache.newest_hidden))
-        count = torch.where(active, accepted.count + 1, 0)
-        path_tokens = proposal.tokens.gather(1, accepted.path)
-        steps = torch.arange(proposal.depth + 1, device=count.device)
-        self.drafter.feed(path_tokens, self.cache.lengths[:, None] + steps, steps < count[:, None])
-        self.cache.keep(accepted.path, count)
-        self.root.copy_(torch.where(active, accepted.bonus, self.root))
-        emitted = path_tokens.roll(-1, dims=1).scatter(1, accepted.count[:, None], accepted.bonus[:, None])
-        return emitted, count
-
-    def verify(self, proposal: Proposal) -> Tensor:
-        """The target's logits [B, N, V] at every node of the tree."""
-        return self.runner.logits(self.read_tree(proposal))
-
-    def read_tree(self, proposal: Proposal) -> Tensor:
-        """The target's hidden states [B, N, hidden] at every node of the tree, in one pass; its KV lies behind the
-        cache's accepted tokens until `TargetCache.keep` takes the accepted part."""
-        cache = self.cache
-        cache.slots = cache.next_slots(proposal.tokens.shape[1])
-        positions = cache.lengths[:, None] + proposal.levels
-        attend = self.runner.attention.hybrid(cache.lengths, proposal.visible)
-        return self.runner.target(proposal.tokens, positions, cache, attend)

@@ -1,4 +1,4 @@
-"""A pair's forward passes for CUDA graphs: merged products, one kernel between them (see `models.fused`)."""
+"""The forward passes of decoding on fused layers (see `models.fused`), for capture in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longspec.inference.cache import DraftCache, TargetCache
 from longspec.inference.runner import Runner
-from longspec.kernels.elementwise import gather_rows
+from longspec.kernels.shared.elementwise import gather_rows
 from longspec.models.draft_layer import head_dim
 from longspec.models.fused import FusedDraftLayer, FusedTargetLayer, Place, RopeTable, rope_table
 from longspec.models.glide import GlideMixin
@@ -19,7 +19,7 @@ from longspec.models.target_attention import Attend, QueryAttend
 
 
 class FusedRunner(Runner):
-    """The passes of `Runner` from the same parameters, in few kernels; needs Triton and layers that `can_fuse`."""
+    """The passes of `Runner` on the same parameters, in few kernels. Needs Triton and layers that `can_fuse`."""
 
     capturable = True
 
@@ -32,24 +32,24 @@ class FusedRunner(Runner):
         self.rope: RopeTable = (torch.empty(0), torch.empty(0))
 
     def prepare(self, positions: int) -> None:
-        super().prepare(positions)
         if len(self.rope[0]) < positions:
             self.rope = rope_table(self.backbone.rotary_emb, self.model.lm_head.weight, positions)
 
     def embed(self, tokens: Tensor) -> ResidualStream:
+        """A residual stream that starts with the embeddings of tokens [B, N]."""
         return ResidualStream(gather_rows(self.backbone.embed_tokens.weight, tokens), self.config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return linear(hidden, self.model.lm_head.weight)
 
-    def target(self, tokens: Tensor, positions: Tensor, cache: TargetCache, attend: Attend) -> Tensor:
+    def target(self, tokens: Tensor, positions: Tensor, cache: TargetCache, slots: Tensor, attend: Attend) -> Tensor:
         stream = self.embed(tokens)
         for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
 
-            def over_layer(q: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
+            def attend_in_layer(q: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
                 return attend(q, keys, values, self.scale)
 
-            layer.add_to(stream, Place(positions, self.rope, keys, values, cache.slots), over_layer)
+            layer.add_to(stream, Place(positions, self.rope, keys, values, slots), attend_in_layer)
         return stream.normed(self.backbone.norm.weight)
 
     def draft(
@@ -64,15 +64,16 @@ class FusedRunner(Runner):
     ) -> Tensor:
         stream = self.embed(tokens)
         slots = cache.node_slots[:, first : first + tokens.shape[1]]
-        place = Place(positions, self.rope, cache.keys, cache.values, slots)
-        self.draft_layer.add_to(stream, place, self_attend, cross_attends, feature)
+        store = Place(positions, self.rope, cache.keys, cache.values, slots)
+        self.draft_layer.add_to(stream, store, self_attend, cross_attends, feature)
         return stream.hidden
 
     def feature(self, target_hidden: Tensor) -> Tensor:
         return self.draft_layer.feature(target_hidden, self.config.rms_norm_eps)
 
     def feed_draft(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: DraftCache) -> None:
+        # The kernel skips tokens with a negative slot.
         slots = torch.where(valid, positions % cache.window, -1)
         stream = self.embed(tokens)
-        place = Place(positions.clamp(min=0), self.rope, cache.keys, cache.values, slots)
-        self.draft_layer.store_keys_values(stream, place)
+        store = Place(positions.clamp(min=0), self.rope, cache.keys, cache.values, slots)
+        self.draft_layer.store_keys_values(stream, store)

@@ -1,4 +1,4 @@
-"""The methods: one engine, and a drafting strategy for each. Importing the names and defaults loads no library."""
+"""The decoding methods: one engine with a drafter per method. Importing this module loads no other library."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from longspec.inference.acceptance import Sampler
     from longspec.inference.drafting.proposal import Drafter
     from longspec.inference.runner import Runner
+    from longspec.inference.sampling import Sampler
 
 METHODS = ("vanilla", "seq", "tree", "magicdec", "lookup")
 GLIDE_METHODS = ("seq", "tree")
-"""The methods that draft with the GLIDE layer."""
+"""The methods that need a trained GLIDE draft."""
 TREE_RULES = ("reject", "descend")
+"""The ways to draft and accept a tree above temperature 0 (see `drafting.tree`)."""
 AUTO = "auto"
-"""The tree shape that is measured: see `longspec.inference.tree_shapes`."""
+"""The value of tree_shape that stands for the fastest measured shape (see `tree_shapes`)."""
 DEFAULT_SHAPE = (4, 16, 16, 16, 16)
+"""The paper's tree: number of nodes in each level below the root."""
 
 
 def make_drafter(
@@ -28,7 +30,10 @@ def make_drafter(
     gamma: int,
     tree_rule: str,
 ) -> Drafter:
-    """The drafter of one of METHODS for `batch` rows; a tree is for one of TREE_RULES."""
+    """The drafter of one of METHODS for `batch` rows.
+
+    tree_shape and tree_rule apply to method tree only; gamma is the chain length of seq, magicdec and lookup.
+    """
     from longspec.inference.drafting.chain import ChainDrafter, NoDraft
     from longspec.inference.drafting.glide import GlideDraft
     from longspec.inference.drafting.lookup import LookupDrafter
@@ -42,5 +47,5 @@ def make_drafter(
     if method == "magicdec":
         return ChainDrafter(SparseTarget(runner, gamma), gamma, sampler)
     if method == "lookup":
-        return LookupDrafter(runner, batch, gamma)
+        return LookupDrafter(batch, gamma, runner.device)
     return NoDraft()

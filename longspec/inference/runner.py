@@ -1,45 +1,47 @@
-"""How a pair's forward passes run while decoding: through transformers' modules, or fused (`fused_runner`)."""
+"""The forward passes of decoding through transformers' own modules. `fused_runner` has them in fewer kernels."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from functools import cache
 
 from torch import Tensor
 
-from longspec.inference.cache import DraftCache, TargetCache
-from longspec.kernels.attention import decoding_attention
+from longspec.inference.cache import DraftCache, SlotWriter, TargetCache
+from longspec.kernels.decoding.attention import decoding_attention
 from longspec.models.draft_layer import head_dim
 from longspec.models.glide import GlideMixin
 from longspec.models.target_attention import Attend, QueryAttend, run_backbone
 
-logger = logging.getLogger(__name__)
-
 
 class Runner:
-    """The passes of a target and its draft through transformers' modules, on one attention backend."""
+    """Forward passes of a target and its draft, on one attention backend."""
 
     capturable = False
-    """Whether its passes may be captured in a CUDA graph."""
+    """Whether a CUDA graph may capture its passes."""
 
     def __init__(self, model: GlideMixin, attention: str = "auto") -> None:
         """attention: "auto", "flash", "triton" or "sdpa" (see `kernels.attention.decoding_attention`)."""
-        self.model, self.config = model, model.config
+        self.model = model
+        self.config = model.config
         weight = model.lm_head.weight
-        self.device, self.dtype = weight.device, weight.dtype
+        self.device = weight.device
+        self.dtype = weight.dtype
         self.attention = decoding_attention(attention, self.device, self.dtype, head_dim(self.config))
 
     def prepare(self, positions: int) -> None:
-        """Called once, before any pass: positions 0 … `positions` - 1 will occur."""
-        self.positions = positions
+        """Build the tables for positions 0 ... positions - 1. Each engine calls it once, before its first pass."""
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """The target's head, which the draft shares: [B, N, hidden] -> [B, N, V]."""
         return self.model.lm_head(hidden)
 
-    def target(self, tokens: Tensor, positions: Tensor, cache: TargetCache, attend: Attend) -> Tensor:
-        """Hidden states [B, N, hidden], after the final norm; keys and values go to `cache.slots` before `attend`."""
-        return run_backbone(self.model.model, tokens, positions, cache, attend)
+    def target(self, tokens: Tensor, positions: Tensor, cache: TargetCache, slots: Tensor, attend: Attend) -> Tensor:
+        """The target's hidden states [B, N, hidden] after the final norm.
+
+        tokens, positions, slots: LongTensor [B, N]. Each layer stores its keys and values in `slots` of the cache and
+        then calls `attend` on all slots.
+        """
+        return run_backbone(self.model.model, tokens, positions, SlotWriter(cache, slots), attend)
 
     def draft(
         self,
@@ -51,9 +53,10 @@ class Runner:
         cross_attends: Sequence[QueryAttend],
         feature: Tensor | None = None,
     ) -> Tensor:
-        """The draft's hidden states [B, n, hidden]; nodes first … first + n - 1 are stored before `self_attend`.
+        """The draft's hidden states [B, n, hidden] at the nodes first ... first + n - 1.
 
-        cross_attends, feature: see `GlideDecoderLayer.forward`.
+        The nodes' keys and values are stored in `cache` before `self_attend` is called. cross_attends, feature: see
+        `GlideDecoderLayer.forward`.
         """
         embeddings, rope = self.model.embed(tokens, positions)
 
@@ -64,32 +67,11 @@ class Runner:
         return self.model.draft_model(embeddings, rope, store_and_attend, cross_attends, feature)
 
     def feature(self, target_hidden: Tensor) -> Tensor:
-        """What the draft adds to its state for the target's hidden states [B, 1, hidden]; the same shape."""
+        """The target feature that the draft adds to its state: target_hidden [B, 1, hidden] -> the same shape."""
         return self.model.draft_model.feature(target_hidden)
 
     def feed_draft(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: DraftCache) -> None:
-        """Put accepted tokens [B, T] at consecutive positions [B, T] into the draft's ring, where valid."""
+        """Store accepted tokens [B, T] at consecutive positions [B, T] in the draft's ring, where `valid`."""
         embeddings, rope = self.model.embed(tokens, positions.clamp(min=0))
-        cache.append(*self.model.draft_model.keys_values(embeddings, rope), positions, valid)
-
-
-def make_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:
-    """A fused runner where it is asked for and can be had; on a CUDA device that has to do without, it says why."""
-    runner = Runner(model, attention)
-    if not compiled or runner.device.type != "cuda":
-        return runner
-    if not runner.attention.capturable:
-        _log_plain(f"{runner.attention.name} attention")
-        return runner
-    from longspec.inference.fused_runner import FusedRunner
-    from longspec.models.fused import can_fuse
-
-    if not can_fuse(model):
-        _log_plain(f"{type(model).__name__} with these layers")
-        return runner
-    return FusedRunner(model, attention)
-
-
-@cache
-def _log_plain(reason: str) -> None:
-    logger.warning("no CUDA graphs: %s cannot be captured; decoding runs kernel by kernel", reason)
+        keys, values = self.model.draft_model.keys_values(embeddings, rope)
+        cache.append(keys, values, positions, valid)

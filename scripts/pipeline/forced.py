@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longspec.inference.acceptance import Sampler
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.inference.runner import Runner
-from longspec.kernels.watch import Watch
+from longspec.inference.sampling import Sampler
+from longspec.kernels.shared.watch import Watch
 from longspec.models.glide import GlideMixin
 
 

@@ -23,7 +23,8 @@ from training_fixtures import NEEDS_MUON, ROOT, launched, make_target, metrics, 
 
 from longspec.models.draft_files import load_draft
 from longspec.models.target_split import split_target
-from longspec.train.config import TrainConfig, load_config
+from longspec.train.config import load_config
+from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import build_pair, cosine_with_warmup
 
 pytestmark = pytest.mark.slow

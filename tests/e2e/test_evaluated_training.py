@@ -1,4 +1,4 @@
-"""Evaluation during training on two ranks: training does not notice it, a resumed run repeats it, the best draft is kept."""
+"""Evaluation during training on two ranks: it leaves training unchanged, resumes repeat it, the best draft is kept."""
 
 import json
 import shutil

@@ -14,10 +14,10 @@ from longspec import generate
 from longspec.errors import UserError
 from longspec.inference import capture as capture_module
 from longspec.inference import generate as generate_module
-from longspec.inference.acceptance import Sampler
 from longspec.inference.engine import Engine
 from longspec.inference.methods import GLIDE_METHODS, METHODS, make_drafter
-from longspec.inference.runner import _log_plain, make_runner
+from longspec.inference.sampling import Sampler
+from longspec.inference.select_runner import _log_plain, make_runner
 from longspec.models.glide import GlideMixin
 
 pytestmark = pytest.mark.gpu
@@ -141,10 +141,10 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     tokens(model, 2000, max_new_tokens=40)
     gc.collect()
     assert torch.cuda.memory_allocated() == loaded
-    assert len(capture_module._warm) == 1
+    assert len(capture_module._warm_kinds) == 1
     del model
     gc.collect()
-    assert len(capture_module._warm) == 0
+    assert len(capture_module._warm_kinds) == 0
     assert torch.cuda.memory_allocated() - before < 40 << 20, "more than a library's workspace"
 
 

@@ -8,10 +8,10 @@ from oracles import Oracle
 from pairs import FAMILIES, OPTIONS, make_pair, target_greedy
 from torch import Tensor
 
-from longspec.inference.acceptance import Sampler
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.inference.runner import Runner
+from longspec.inference.sampling import Sampler
 from longspec.models.draft_layer import WINDOW
 from longspec.models.glide import GlideMixin
 
@@ -75,8 +75,8 @@ def check_row(model: GlideMixin, engine: Engine, oracle: Oracle, b: int, read: T
 
 
 @torch.no_grad()
-def test_going_to_other_places_is_as_a_prefill_that_ends_there(tmp_path: Path) -> None:
-    """After rounds, in a ragged batch."""
+def test_rewinding_equals_a_prefill_that_ends_there(tmp_path: Path) -> None:
+    """Also after rounds, in a ragged batch."""
     model = make_pair(tmp_path, options=OPTIONS["both"])
     prompts = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(2))
 
@@ -88,7 +88,7 @@ def test_going_to_other_places_is_as_a_prefill_that_ends_there(tmp_path: Path) -
 
     engine, there = prefilled([12, 10]), prefilled([7, 1])
     engine.round(torch.ones(2, dtype=torch.bool))
-    engine.go_to(torch.tensor([7, 1]), there.root)
+    engine.rewind(torch.tensor([7, 1]), there.root)
     assert engine.cache.lengths.tolist() == [7, 1]
     torch.testing.assert_close(engine.cache.newest_hidden, there.cache.newest_hidden)
     proposals = [one.drafter.propose(one.root, one.cache) for one in (engine, there)]
@@ -120,3 +120,12 @@ def test_draft_cache_does_not_grow_with_the_prompt(tmp_path: Path) -> None:
     short.start(torch.zeros(1, 3, dtype=torch.long), torch.tensor([3]))
     long.start(torch.zeros(1, 3000, dtype=torch.long), torch.tensor([3000]))
     assert short.draft.cache.keys.shape == long.draft.cache.keys.shape == (1, 2, WINDOW + 1 + sum(SHAPE), 8)
+
+
+def test_a_drafter_too_large_for_the_cache_is_refused(tmp_path: Path) -> None:
+    model = make_pair(tmp_path)
+    runner = Runner(model)
+    prompts = torch.zeros(1, 3, dtype=torch.long)
+    engine = Engine(runner, TreeDrafter(runner, 1, SHAPE, GREEDY, "descend"), GREEDY, prompts, [3], max_new_tokens=8)
+    with pytest.raises(ValueError, match=f"no room for {1 + engine.capacity} nodes"):
+        engine.switch_drafter(TreeDrafter(runner, 1, (1, engine.capacity - 1), GREEDY, "descend"))

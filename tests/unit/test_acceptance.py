@@ -13,12 +13,14 @@ from pairs import tiny_config
 from torch import Tensor
 from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessorList
 
-from longspec.inference.acceptance import Accepted, Sampler, accept, follow
+from longspec.inference.acceptance import Accepted, accept, follow
 from longspec.inference.drafting import tree as tree_drafting
 from longspec.inference.drafting.chain import ChainDrafter
 from longspec.inference.drafting.proposal import Proposal, chain
 from longspec.inference.options import build_warpers
-from longspec.kernels.vocabulary import new_tree, sampled_children
+from longspec.inference.sampling import Sampler
+from longspec.kernels.decoding.tree import new_tree
+from longspec.kernels.decoding.vocabulary import sampled_children
 
 VOCAB = 3
 SHAPES = [(1,), (3,), (2, 2), (2, 3), (3, 1), (1, 2, 1)]

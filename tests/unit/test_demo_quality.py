@@ -9,10 +9,11 @@ from pairs import make_pair, tiny_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from longspec.inference.acceptance import Sampler, accept
+from longspec.inference.acceptance import accept
 from longspec.inference.engine import Engine
 from longspec.inference.methods import make_drafter
 from longspec.inference.runner import Runner
+from longspec.inference.sampling import Sampler
 from scripts.pipeline.forced import probability_by_depth, teacher_forced_acceptance
 from scripts.pipeline.quality import bigram_nats, bits_per_byte, bytes_of_tokens, distinct_share, target_nats
 

@@ -29,7 +29,8 @@ def test_proposal_is_what_a_plain_search_finds(vocab: int, device: str) -> None:
     lengths = [1, 7, 20]
     prompts = torch.randint(vocab, (3, 20), generator=generator)
     rows = [prompts[b, :length].tolist() for b, length in enumerate(lengths)]
-    drafter = LookupDrafter(SimpleNamespace(device=device, positions=POSITIONS), 3, GAMMA)  # type: ignore[arg-type]
+    drafter = LookupDrafter(3, GAMMA, torch.device(device))
+    drafter.reserve(POSITIONS)
     drafter.start(prompts.to(device), torch.tensor(lengths, device=device))
     cache = SimpleNamespace(lengths=torch.tensor(lengths, dtype=torch.int32, device=device))
     root = torch.randint(vocab, (3,), generator=generator)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from longspec.train.config import TrainConfig, compose_config, typed
+from longspec.train.config import compose_config, typed
+from longspec.train.config_schema import TrainConfig
 from scripts.pipeline.files import LONG_TEXTS
 from scripts.pipeline.machine import CommandFailed, run
 from scripts.pipeline.stages import StageSettings, launch_overrides

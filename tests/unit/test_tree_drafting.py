@@ -6,10 +6,10 @@ import pytest
 import torch
 from pairs import make_pair
 
-from longspec.inference.acceptance import Sampler
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.inference.runner import Runner
+from longspec.inference.sampling import Sampler
 
 SHAPE = (3, 5, 4)
 

@@ -8,55 +8,75 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from longspec.inference.acceptance import Sampler
 from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.drafting.proposal import Proposal, chain
+from longspec.inference.sampling import Sampler
 
 
 class ChainModel(Protocol):
-    """A model that can continue a chain."""
+    """A model that continues a chain token by token."""
 
     reads_hidden: bool
+
+    def narrow(self, rows: slice) -> ChainModel:
+        """The model for some consecutive rows, on the same state."""
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None: ...
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None: ...
 
     def next_logits(self, tokens: Tensor, step: int, cache: TargetCache) -> Tensor:
-        """Logits [B, V] after tokens [B], node number `step` of the chain that starts at the root."""
+        """Logits [B, V] after tokens, LongTensor [B], which are node number `step` of the chain; the root is node 0."""
 
 
 class ChainDrafter:
-    """gamma tokens in a row: the likeliest at temperature 0, else drawn under the target's own sampling settings."""
+    """A chain of gamma tokens: the argmax at temperature 0, else draws under the target's sampling settings."""
 
     def __init__(self, model: ChainModel, gamma: int, sampler: Sampler) -> None:
         self.model = model
         self.depth = gamma
         self.nodes = gamma + 1
-        self.kind: Hashable = type(self), type(model), gamma
+        self.kind: Hashable = (type(self), type(model), gamma)
         self.reads_hidden = model.reads_hidden
         self.sampler = sampler
-        self.start, self.feed = model.start, model.feed
+        self.start = model.start
+        self.feed = model.feed
+
+    def share(self, rows: slice, sampler: Sampler) -> ChainDrafter:
+        return ChainDrafter(self.model.narrow(rows), self.depth, sampler)
+
+    def reserve(self, capacity: int) -> None:
+        pass
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
-        tokens, distributions, watch = [root], [], cache.watch(Fault.DRAFT)
+        watch = cache.watch(Fault.DRAFT)
+        tokens = [root]
+        distributions = []
         for step in range(self.depth):
             logits = self.model.next_logits(tokens[-1], step, cache)
             if self.sampler.greedy:
                 tokens.append(self.sampler.choose(logits, watch))
             else:
-                distributions.append(self.sampler.probabilities(logits, watch))
-                tokens.append(self.sampler.draw(distributions[-1]))
-        return chain(torch.stack(tokens, 1), torch.stack(distributions, 1) if distributions else None)
+                q = self.sampler.probabilities(logits, watch)
+                distributions.append(q)
+                tokens.append(self.sampler.draw(q))
+        sampled_from = torch.stack(distributions, 1) if distributions else None
+        return chain(torch.stack(tokens, 1), sampled_from)
 
 
 class NoDraft:
-    """`vanilla`: nothing is proposed, each pass verifies the root alone and emits one token."""
+    """Method `vanilla`: proposes nothing. Each pass verifies the root alone and emits one token."""
 
     depth = 0
     nodes = 1
     kind: Hashable = "no draft"
     reads_hidden = False
+
+    def share(self, rows: slice, sampler: Sampler) -> NoDraft:
+        return self
+
+    def reserve(self, capacity: int) -> None:
+        pass
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
         pass

@@ -1,7 +1,8 @@
-"""The GLIDE draft while decoding: its ring of accepted tokens and the forward pass of one level of nodes."""
+"""The GLIDE draft during decoding: its ring of accepted tokens, and the forward pass of one level of a tree."""
 
 from __future__ import annotations
 
+from copy import copy
 from functools import partial
 
 import torch
@@ -13,7 +14,7 @@ from longspec.models.draft_layer import head_dim
 
 
 class GlideDraft:
-    """The draft for a batch; it reads the target's cache up to the root, however deep the level."""
+    """The draft for one batch. At every level it reads the target's keys and values up to the root."""
 
     def __init__(self, runner: Runner, batch: int, nodes: int) -> None:
         self.runner = runner
@@ -22,43 +23,52 @@ class GlideDraft:
         self.scale = head_dim(runner.config) ** -0.5
         self.reads_hidden = self.options.target_feature
         self.feature: Tensor | None = None
-        """The target feature of the round, [B, 1, hidden]."""
+        """[B, 1, hidden]: the target feature of this round, if the draft has one."""
+
+    def narrow(self, rows: slice) -> GlideDraft:
+        """The draft for some consecutive rows, on the same ring."""
+        part = copy(self)
+        part.cache = self.cache.narrow(rows)
+        return part
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        """Prefill: keys and values of each prompt's last W tokens. prompts [B, P] padded right, lengths [B]."""
+        """Fill the ring with the last W tokens of each prompt. prompts: [B, P], padded on the right; lengths: [B]."""
+        self.cache.clear()  # masked slots must be finite, and the requests before may have left NaN
         offsets = torch.arange(-self.cache.window, 0, device=prompts.device)
         positions = lengths[:, None] + offsets
         tokens = prompts.gather(1, positions.clamp(min=0))
         self.feed(tokens, positions, positions >= 0)
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
-        """Put certain tokens [B, T] at consecutive positions [B, T] into the ring, where valid."""
+        """Store accepted tokens [B, T] at consecutive positions [B, T] in the ring, where `valid`."""
         self.runner.feed_draft(tokens, positions, valid, self.cache)
 
     def level(self, tokens: Tensor, level: int, first: int, visible: Tensor, cache: TargetCache) -> Tensor:
-        """The draft's logits [B, n, V] at the n nodes of one level.
+        """The draft's logits [B, n, V] at the n nodes of one level. A round calls it for level 0, 1, 2, ...
 
-        tokens: LongTensor [B, n]; their level is `level` and their numbers first … first + n - 1; visible: bool
-        [B, n, N], the nodes each one sees. Its lag to the target's cache is level + 1 (SPEC 2). A round begins with
-        level 0.
+        tokens: LongTensor [B, n], the nodes first ... first + n - 1; visible: bool [B, n, N], the nodes that each of
+        them sees.
         """
         if self.options.target_feature and level == 0:
             self.feature = self.runner.feature(cache.newest_hidden)
-        root, attention = cache.lengths, self.runner.attention
+        attention = self.runner.attention
+        root = cache.lengths
         positions = (root + level)[:, None].expand_as(tokens)
 
         def self_attend(q: Tensor) -> Tensor:
             return attention.window(q, self.cache.keys, self.cache.values, root, level, visible, self.scale)
 
+        # The newest target key is at position root - 1, the query at root + level: the lag is level + 1.
         def cross_attend(q: Tensor, layer: int) -> Tensor:
-            return attention.prefix(q, *cache.layer(layer), root, self.scale)
+            keys, values = cache.layer(layer)
+            return attention.prefix(q, keys, values, root, self.scale)
 
         cross_attends = [partial(cross_attend, layer=layer) for layer in (-1, *self.options.kv_layers)]
         hidden = self.runner.draft(tokens, positions, self.cache, first, self_attend, cross_attends, self.feature)
         return self.runner.logits(hidden)
 
     def next_logits(self, tokens: Tensor, step: int, cache: TargetCache) -> Tensor:
-        """The logits [B, V] that follow tokens [B], node `step` of a chain."""
+        """Logits [B, V] after tokens, LongTensor [B], which are node number `step` of a chain."""
         nodes = self.cache.keys.shape[2] - self.cache.window
         visible = torch.arange(nodes, device=tokens.device) <= step
         return self.level(tokens[:, None], step, step, visible.expand(len(tokens), 1, -1), cache)[:, 0]

@@ -1,40 +1,45 @@
-"""Prompt lookup, a peer that needs no training: what followed the last tokens when they occurred before."""
+"""Prompt lookup: proposes the tokens that followed an earlier occurrence of the newest tokens. Needs no draft."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from functools import cached_property
+from copy import copy
 
 import torch
 from torch import Tensor
 
 from longspec.inference.cache import TargetCache
 from longspec.inference.drafting.proposal import Proposal, chain
-from longspec.inference.runner import Runner
+from longspec.inference.sampling import Sampler
 
 LONGEST_MATCH = 3
-"""Tokens, the root included, that an earlier place is matched on at most."""
+"""Number of tokens, the root included, on which earlier positions are compared with the newest ones."""
 
 
 class LookupDrafter:
-    """gamma tokens that followed the latest of the places which match the last tokens, the root included, furthest.
+    """A chain of gamma tokens: those after the position whose preceding tokens match the newest ones furthest.
 
-    Built without chance, so acceptance follows the target's own draws. All of it is tensor operations of static shape.
+    Among equal matches the latest position is taken. The chain is built deterministically, so acceptance follows the
+    target's own draws. All operations have static shapes.
     """
 
     reads_hidden = False
 
-    def __init__(self, runner: Runner, batch: int, gamma: int) -> None:
-        self.runner = runner
+    def __init__(self, batch: int, gamma: int, device: torch.device) -> None:
         self.depth = gamma
         self.nodes = gamma + 1
-        self.batch = batch
-        self.kind: Hashable = type(self), gamma
+        self.kind: Hashable = (type(self), gamma)
+        self.history = torch.zeros(batch, 0, dtype=torch.long, device=device)
+        """LongTensor [B, capacity]: the token at each position; undefined after the root."""
 
-    @cached_property
-    def history(self) -> Tensor:
-        """LongTensor [B, positions]: each row's tokens by position; behind the root anything."""
-        return torch.zeros(self.batch, self.runner.positions, dtype=torch.long, device=self.runner.device)
+    def share(self, rows: slice, sampler: Sampler) -> LookupDrafter:
+        part = copy(self)
+        part.history = self.history[rows]
+        return part
+
+    def reserve(self, capacity: int) -> None:
+        if self.history.shape[1] < capacity:
+            self.history = self.history.new_zeros(len(self.history), capacity)
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
         self.history[:, : prompts.shape[1]] = prompts
@@ -44,16 +49,22 @@ class LookupDrafter:
         self.history.scatter_(1, positions, tokens.where(valid, self.history.gather(1, positions)))
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
-        end = cache.lengths[:, None].long()
-        self.history.scatter_(1, end, root[:, None])
-        places = torch.arange(self.history.shape[1], device=root.device)
-        matched = torch.zeros_like(self.history)
-        unbroken = (places < end).expand_as(matched)
+        root_position = cache.lengths[:, None].long()
+        self.history.scatter_(1, root_position, root[:, None])
+
+        # match_length[b, p]: how many tokens up to position p equal those up to the root, at most LONGEST_MATCH.
+        positions = torch.arange(self.history.shape[1], device=root.device)
+        match_length = torch.zeros_like(self.history)
+        matches = (positions < root_position).expand_as(match_length)
         for back in range(LONGEST_MATCH):
-            last = self.history.gather(1, (end - back).clamp(min=0))
-            unbroken = unbroken & (places >= back) & (self.history.roll(back, 1) == last) & (end >= back)
-            matched = matched + unbroken
-        latest_of_the_longest = (matched * len(places) + places).where(matched > 0, -1).argmax(1, keepdim=True)
-        ahead = latest_of_the_longest + torch.arange(1, self.depth + 1, device=root.device)
-        following = self.history.gather(1, ahead.clamp(max=len(places) - 1))
-        return chain(torch.cat([root[:, None], following], 1))
+            newest = self.history.gather(1, (root_position - back).clamp(min=0))
+            exists = (positions >= back) & (root_position >= back)
+            matches = matches & exists & (self.history.roll(back, 1) == newest)
+            match_length = match_length + matches
+
+        # The longest match first, then the latest position. Without a match the chain starts anywhere.
+        score = (match_length * len(positions) + positions).where(match_length > 0, -1)
+        best = score.argmax(1, keepdim=True)
+        following = best + torch.arange(1, self.depth + 1, device=root.device)
+        tokens = self.history.gather(1, following.clamp(max=len(positions) - 1))
+        return chain(torch.cat([root[:, None], tokens], 1))

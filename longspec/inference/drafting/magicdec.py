@@ -1,4 +1,4 @@
-"""MagicDec (arXiv 2408.11049): the target drafts for itself over a sink and a recent window of its own cache."""
+"""MagicDec (arXiv 2408.11049): the target drafts for itself, attending to a sink and recent tokens only."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from longspec.inference.cache import TargetCache
 from longspec.inference.runner import Runner
 
 SINK = 32
+"""Number of tokens at the beginning that stay visible."""
 RECENT = 1024
+"""Number of tokens before the root that stay visible."""
 
 
 class SparseTarget:
-    """The target reading at most SINK + RECENT accepted tokens and the chain so far: a constant amount of KV.
+    """The target, reading a constant number of KV entries: SINK + RECENT accepted tokens and the chain so far.
 
-    Its keys and values go behind the accepted ones, where verification overwrites them.
+    Its own keys and values go to the slots after the accepted tokens, where verification overwrites them.
     """
 
     reads_hidden = False
@@ -24,25 +26,34 @@ class SparseTarget:
         self.runner = runner
         self.gamma = gamma
 
+    def narrow(self, rows: slice) -> SparseTarget:
+        return self
+
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        pass  # the target's cache is all the state there is
+        pass  # all its state is in the target's cache
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
         pass
 
     def next_logits(self, tokens: Tensor, step: int, cache: TargetCache) -> Tensor:
-        """Logits [B, V] after tokens [B], node `step` of the chain."""
-        slots, visible = self._view(cache.lengths, step, capacity=cache.keys.shape[3])
-        cache.slots = (cache.lengths.long() + step)[:, None]
+        """Logits [B, V] after tokens, LongTensor [B], which are node number `step` of the chain."""
+        read_slots, visible = self._view(cache.lengths, step, capacity=cache.keys.shape[3])
+        positions = (cache.lengths.long() + step)[:, None]
 
         def attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-            k, v = (store[cache.rows, :, slots].transpose(1, 2) for store in (keys, values))
-            return self.runner.attention.masked(q, k, v, visible[:, None], scale)
+            read_keys = keys[cache.rows, :, read_slots].transpose(1, 2)
+            read_values = values[cache.rows, :, read_slots].transpose(1, 2)
+            return self.runner.attention.masked(q, read_keys, read_values, visible[:, None], scale)
 
-        return self.runner.logits(self.runner.target(tokens[:, None], cache.slots, cache, attend))[:, 0]
+        # A token at position p is stored in slot p.
+        hidden = self.runner.target(tokens[:, None], positions, cache, positions, attend)
+        return self.runner.logits(hidden)[:, 0]
 
     def _view(self, lengths: Tensor, step: int, capacity: int) -> tuple[Tensor, Tensor]:
-        """Slots [B, SINK + RECENT + gamma] to read and which of them count, bool of the same shape."""
+        """The slots to read, LongTensor [B, SINK + RECENT + gamma], and which of them are visible, bool of that shape.
+
+        Static shape: in short rows the recent part overlaps the sink, or starts before slot 0, and is masked there.
+        """
         device = lengths.device
         root = lengths[:, None]
         sink = torch.arange(SINK, device=device).expand(len(lengths), -1)

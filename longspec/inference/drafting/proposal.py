@@ -1,4 +1,4 @@
-"""What a draft hands to verification, and what a drafting strategy is."""
+"""Proposals, which drafters pass to verification, and the interface of a drafter."""
 
 from __future__ import annotations
 
@@ -10,64 +10,77 @@ import torch
 from torch import Tensor
 
 from longspec.inference.cache import TargetCache
+from longspec.inference.sampling import Sampler
 
 
 @dataclass
 class Proposal:
-    """A tree of N nodes for every row; node 0 is the root, the newest token, which the target has not read yet."""
+    """A tree of N nodes per row, numbered level by level. Node 0 is the root: the row's newest token, which the target
+    has not read yet."""
 
     tokens: Tensor
-    """LongTensor [B, N]."""
+    """LongTensor [B, N]: the token of each node."""
     parents: Tensor
-    """LongTensor [B, N]: parents come before their children; -1 for the root, and for what only fills a level because
-    the draft's distribution has run out of tokens."""
+    """LongTensor [B, N]: the number of each node's parent, which is lower than its own. -1 for the root, and for nodes
+    that only fill up a level where the draft's distribution had no tokens left."""
     levels: Tensor
-    """LongTensor [N]: a node's depth, 0 for the root; the same for every row."""
+    """LongTensor [N]: the depth of each node, 0 for the root; the same for all rows."""
     visible: Tensor
-    """bool [B, N, N]: visible[b, i, j] where j is i or an ancestor of i."""
+    """bool [B, N, N]: visible[b, i, j] is True if j is i or an ancestor of i."""
     shape: tuple[int, ...]
-    """Nodes of each level below the root; they are numbered level by level."""
+    """Number of nodes in each level below the root."""
     sampled_from: Tensor | None = None
-    """[B, N - shape[-1], V]: the distribution q that each inner node's children were sampled from without replacement,
-    in the order of their numbers; None for a proposal built without chance."""
+    """[B, N - shape[-1], V]: for each inner node the distribution q from which its children were sampled, without
+    replacement and in the order of their numbers. None for a tree that was built deterministically."""
 
     @property
     def depth(self) -> int:
+        """Number of levels below the root."""
         return len(self.shape)
 
 
 def chain(tokens: Tensor, sampled_from: Tensor | None = None) -> Proposal:
-    """A tree without branches: tokens LongTensor [B, depth + 1], the root first; sampled_from [B, depth, V]."""
+    """A tree without branches. tokens: LongTensor [B, depth + 1], the root first; sampled_from: [B, depth, V]."""
     batch, nodes = tokens.shape
     levels = torch.arange(nodes, device=tokens.device)
     visible = levels[None, :] <= levels[:, None]
     return Proposal(
-        tokens,
-        (levels - 1).expand(batch, -1),
-        levels,
-        visible.expand(batch, -1, -1),
-        (1,) * (nodes - 1),
-        sampled_from,
+        tokens=tokens,
+        parents=(levels - 1).expand(batch, -1),
+        levels=levels,
+        visible=visible.expand(batch, -1, -1),
+        shape=(1,) * (nodes - 1),
+        sampled_from=sampled_from,
     )
 
 
 class Drafter(Protocol):
-    """A drafting strategy. The engine calls `feed` with every token that becomes certain, in order of position."""
+    """A drafting strategy for one batch. Its methods use tensor operations of static shape, so that they can be
+    captured in a CUDA graph."""
 
     depth: int
-    """Most tokens it proposes on one path; a round emits at most depth + 1."""
+    """Number of tokens on its longest path; a round emits at most depth + 1 tokens."""
     nodes: int
-    """Tokens that one verification reads, the root included."""
+    """Number of nodes of a proposal, the root included."""
     kind: Hashable
-    """Drafters of one kind, for as many rows, launch the same kernels."""
+    """A key that is equal for drafters which launch the same kernels, given the same batch size."""
     reads_hidden: bool
-    """Whether `propose` reads the target's hidden states in `TargetCache.newest_hidden`."""
+    """Whether `propose` reads `TargetCache.newest_hidden`."""
+
+    def reserve(self, capacity: int) -> None:
+        """Allocate state for positions 0 ... capacity - 1. The engine calls it before any other method."""
+
+    def share(self, rows: slice, sampler: Sampler) -> Drafter:
+        """A drafter for some consecutive rows on the state of this one, which may follow another sampler."""
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        """prompts: LongTensor [B, P], padded right; lengths: LongTensor [B]."""
+        """Read the prompts. prompts: LongTensor [B, P], padded on the right; lengths: LongTensor [B]."""
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
-        """root: LongTensor [B], the newest token of each row, at position cache.lengths[b]."""
+        """Propose a tree. root: LongTensor [B], the newest token of each row, at position cache.lengths[b]."""
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
-        """tokens, positions: LongTensor [B, depth + 1]; only where valid (bool) do they count."""
+        """Take accepted tokens, in order of position: each token exactly once.
+
+        tokens, positions: LongTensor [B, depth + 1]; valid: bool [B, depth + 1], False for entries to be ignored.
+        """

@@ -1,65 +1,100 @@
-"""Tree drafting: each level holds the best continuations of the level before it, likeliest or sampled."""
+"""Tree drafting: each level holds the best continuations of the level above, either the likeliest or sampled ones."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
 
-from longspec.inference.acceptance import Sampler
 from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.runner import Runner
-from longspec.kernels.vocabulary import best_children, new_tree, sampled_children
+from longspec.inference.sampling import Sampler
+from longspec.kernels.decoding.tree import Tree, new_tree
+from longspec.kernels.decoding.vocabulary import best_children, sampled_children
 
 
 class TreeDrafter:
-    """A tree of static shape: level d holds shape[d - 1] continuations of the level before, over parents × vocabulary.
+    """A tree of static shape. Level d holds shape[d - 1] continuations, chosen over all pairs of a node of the level
+    above and a token of the vocabulary.
 
-    tree_rule "reject": samples of the draft without replacement, for recursive rejection; "descend": the most probable
-    ones (LongSpec, tree drafting), built without chance. At temperature 0 both are the latter.
+    tree_rule "reject" samples them from the draft without replacement, for recursive rejection; "descend" takes the
+    most probable ones, as in LongSpec. At temperature 0 both rules take the most probable ones.
     """
 
-    def __init__(self, runner: Runner, batch: int, shape: Sequence[int], sampler: Sampler, tree_rule: str) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        batch: int,
+        shape: Sequence[int],
+        sampler: Sampler,
+        tree_rule: str,
+        draft: GlideDraft | None = None,
+    ) -> None:
+        """draft: None makes a new one."""
+        self.runner = runner
+        self.tree_rule = tree_rule
         self.shape = tuple(shape)
         self.depth = len(self.shape)
         self.nodes = 1 + sum(self.shape)
         self.sampler = sampler
-        self.kind: Hashable = type(self), self.shape, tree_rule
-        self.draft = GlideDraft(runner, batch, self.nodes)
-        self.start, self.feed = self.draft.start, self.draft.feed
+        self.kind: Hashable = (type(self), self.shape, tree_rule)
+        self.draft = draft or GlideDraft(runner, batch, self.nodes)
+        self.start = self.draft.start
+        self.feed = self.draft.feed
         self.reads_hidden = self.draft.reads_hidden
-        sampled = tree_rule == "reject" and not sampler.greedy
-        self.tree = new_tree(batch, self.nodes, sampled, runner.device)
-        inner = self.nodes - self.shape[-1]
-        self.q = torch.empty(batch, inner, runner.config.vocab_size, device=runner.device) if sampled else None
+
+        # Every round grows the tree in the same tensors.
+        is_sampled = tree_rule == "reject" and not sampler.greedy
+        self.tree = new_tree(batch, self.nodes, is_sampled, runner.device)
+        inner_nodes = self.nodes - self.shape[-1]
+        self.q: Tensor | None = None
+        """fp32 [B, inner nodes, V]: the distributions that children are sampled from; None if they are not sampled."""
+        if is_sampled:
+            self.q = torch.empty(batch, inner_nodes, runner.config.vocab_size, device=runner.device)
         widths = torch.tensor([1, *self.shape])
         levels = torch.arange(self.depth + 1).repeat_interleave(widths).to(runner.device)
-        self.proposal = Proposal(*self.tree[:2], levels, self.tree.visible, self.shape, self.q)
+        self.proposal = Proposal(self.tree.tokens, self.tree.parents, levels, self.tree.visible, self.shape, self.q)
+
+    def share(self, rows: slice, sampler: Sampler) -> TreeDrafter:
+        draft = self.draft.narrow(rows)
+        part = copy(self)
+        if sampler.greedy != self.sampler.greedy:
+            return TreeDrafter(self.runner, len(draft.cache.keys), self.shape, sampler, self.tree_rule, draft)
+        part.sampler, part.draft = sampler, draft
+        part.start, part.feed = draft.start, draft.feed
+        part.tree = Tree(*(values[rows] for values in self.tree))
+        part.q = None if self.q is None else self.q[rows]
+        part.proposal = Proposal(
+            part.tree.tokens, part.tree.parents, self.proposal.levels, part.tree.visible, self.shape, part.q
+        )
+        return part
+
+    def reserve(self, capacity: int) -> None:
+        pass
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
-        """The same tensors in every round, written anew."""
+        """Grow a tree from the root. Every round returns the same tensors with new content."""
         tree = self.tree
         tree.tokens[:, 0] = root
-        noise, watch = self._noise(), cache.watch(Fault.DRAFT)
-        above = slice(0, 1)
+        noise = self._noise()
+        watch = cache.watch(Fault.DRAFT)
+        above = slice(0, 1)  # node numbers of the level above
         for level, width in enumerate(self.shape):
             logits = self.draft.level(tree.tokens[:, above], level, above.start, tree.visible[:, above], cache)
             if self.q is None:
                 best_children(tree, above, width, logits, self.sampler.temperature or 1.0, watch)
             else:
-                warped = self.sampler.warped(logits)
-                sampled_children(tree, above, width, *warped, noise[level], self.q[:, above], watch)
+                warped, temperature = self.sampler.warped(logits)
+                sampled_children(tree, above, width, warped, temperature, noise[level], self.q[:, above], watch)
             above = slice(above.stop, above.stop + width)
         return self.proposal
 
     def _noise(self) -> list[Tensor]:
-        """For each level that others are sampled below [B, n, V]: all drawn in one launch, 8 bytes a number."""
+        """Exponential noise, fp64 [B, n, V], for each level whose nodes have sampled children. One launch draws it."""
         if self.q is None:
             return []
-        batch, _, vocab = self.q.shape
-        widths = (1, *self.shape[:-1])
-        drawn = self.sampler.exponentials(self.q).flatten().split([batch * width * vocab for width in widths])
-        return [part.view(batch, width, vocab) for part, width in zip(drawn, widths, strict=True)]
+        return self.sampler.exponentials_by_part(self.q, (1, *self.shape[:-1]))

@@ -1,0 +1,147 @@
+"""The host's part of a generation: collects the tokens of each row, ends rows, counts and streams."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from longspec.errors import UserError
+from longspec.inference.cache import Fault
+from longspec.inference.capture import capture_round, warm_up
+from longspec.inference.engine import Engine, Round
+from longspec.inference.stats import GenerationStats
+
+Stops = Callable[[int, Sequence[int]], bool]
+"""Given a row number and its new tokens, whether the row ends here. EOS and the token limit are checked apart."""
+
+Origin = Literal["target", "draft", "lookup"]
+"""The source of an emitted token: the target itself (a row's first token and every bonus token), or an accepted
+proposal of a draft (GLIDE's, or MagicDec's sparse target) or of prompt lookup."""
+
+
+class Streamer(Protocol):
+    """transformers' streamer interface, with an optional third method.
+
+    If a streamer has `put_from(value: Tensor, origin: Origin) -> None`, it receives the new tokens through it, and only
+    the prompt through `put`.
+    """
+
+    def put(self, value: Tensor) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class Decoder:
+    """Runs an engine until every row has ended."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        max_new_tokens: int,
+        eos_ids: set[int],
+        streamer: Streamer | None,
+        stops: Stops | None = None,
+        proposed: Origin = "draft",
+    ) -> None:
+        """max_new_tokens: per row; proposed: the origin of accepted draft tokens."""
+        self.engine = engine
+        self.max_new_tokens = max_new_tokens
+        self.eos_ids = eos_ids
+        self.streamer = streamer
+        self.stops = stops
+        self.proposed = proposed
+
+        batch = len(engine.prompts)
+        self.new_tokens: list[list[int]] = [[] for _ in range(batch)]
+        """The new tokens of each row."""
+        self.active = [True] * batch
+        """Whether each row is unfinished."""
+        self.device_active = torch.ones(batch, dtype=torch.bool, device=engine.root.device)
+        """`active` on the device, bool [B]."""
+        self.stats = GenerationStats(row_rounds=[0] * batch, accepted_by_depth=[0] * engine.drafter.depth)
+
+    def run(self) -> None:
+        """Generate. Raises UserError for logits that are NaN or infinite."""
+        device = self.engine.prompts.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        if self.engine.runner.capturable:
+            warm_up(self.engine)
+
+        start = time.perf_counter()
+        first_tokens, play_round = self._start()
+        self.stats.ttft_s = time.perf_counter() - start
+        for row, token in enumerate(first_tokens):
+            self._emit(row, [token], accepted=0)
+
+        start = time.perf_counter()
+        while any(self.active):
+            tokens, counts = play_round(self.device_active)
+            self.note(tokens, counts)
+        self.stats.decode_s = time.perf_counter() - start
+
+        if device.type == "cuda":
+            self.stats.peak_memory_bytes = torch.cuda.max_memory_allocated(device)
+        if self.streamer is not None:
+            self.streamer.end()
+
+    def _start(self) -> tuple[list[int], Round]:
+        """Prefill. Returns the first token of each row, and the round to play: captured if the runner allows it."""
+        first_tokens = self.engine.prefill()
+        play_round: Round = self.engine.round
+        if self.engine.runner.capturable and self.max_new_tokens > 1:
+            # The host records the graph while the device still reads the prompts.
+            play_round = capture_round(self.engine)
+        tokens, faults = torch.stack([first_tokens, self.engine.cache.faults]).tolist()
+        for row, fault in enumerate(faults):
+            self._check_fault(row, fault)
+        return tokens, play_round
+
+    def note(self, tokens: Tensor, counts: Tensor) -> None:
+        """Take the result of a round (see `Engine.round`). This is the only place where the host waits for a round."""
+        result = torch.cat([tokens, counts[:, None], self.engine.cache.faults[:, None]], 1).tolist()
+        for row, (*row_tokens, count, fault) in enumerate(result):
+            if not self.active[row]:
+                continue
+            self._check_fault(row, fault)
+            accepted = count - 1
+            emitted = self._emit(row, row_tokens[:count], accepted)
+            self.stats.rounds += 1
+            self.stats.row_rounds[row] += 1
+            self.stats.decoded_tokens += emitted
+            for depth in range(min(emitted, accepted)):
+                self.stats.accepted_by_depth[depth] += 1
+
+    def _check_fault(self, row: int, fault: int) -> None:
+        """Raise UserError if `fault`, the row's entry in `TargetCache.faults`, is not 0."""
+        if fault:
+            position = self.engine.prompt_lengths[row] + len(self.new_tokens[row]) - 1
+            raise UserError(
+                f"row {row}, position {position}: the {Fault(fault).name.lower()}'s logits are NaN or infinite at "
+                f"temperature {self.engine.sampler.temperature:g}; check its weights and its dtype"
+            )
+
+    def _emit(self, row: int, tokens: Sequence[int], accepted: int) -> int:
+        """Append tokens to a row until it ends, and return how many it took. The first `accepted` are draft tokens."""
+        new_tokens = self.new_tokens[row]
+        for number, token in enumerate(tokens, start=1):
+            new_tokens.append(token)
+            self._stream(token, self.proposed if number <= accepted else "target")
+            is_last = len(new_tokens) == self.max_new_tokens or token in self.eos_ids
+            if is_last or (self.stops is not None and self.stops(row, new_tokens)):
+                self.active[row] = False
+                self.device_active[row] = False
+                return number
+        return len(tokens)
+
+    def _stream(self, token: int, origin: Origin) -> None:
+        if self.streamer is None:
+            return
+        if put_from := getattr(self.streamer, "put_from", None):
+            put_from(torch.tensor([token]), origin)
+        else:
+            self.streamer.put(torch.tensor([token]))

@@ -1,0 +1,38 @@
+"""The choice between fused passes, which CUDA graphs can capture, and transformers' own modules."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+from longspec.inference.runner import Runner
+from longspec.models.glide import GlideMixin
+
+logger = logging.getLogger(__name__)
+
+
+def make_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:
+    """A fused runner if `compiled` is set and device, attention and layers allow it, else a plain one.
+
+    A plain runner on a CUDA device despite `compiled` logs the reason, once.
+    """
+    runner = Runner(model, attention)
+    if not compiled or runner.device.type != "cuda":
+        return runner
+    if not runner.attention.capturable:
+        _log_plain(f"{runner.attention.name} attention")
+        return runner
+
+    # These modules need Triton.
+    from longspec.inference.fused_runner import FusedRunner
+    from longspec.models.fused import can_fuse
+
+    if not can_fuse(model):
+        _log_plain(f"{type(model).__name__} with these layers")
+        return runner
+    return FusedRunner(model, attention)
+
+
+@cache
+def _log_plain(reason: str) -> None:
+    logger.warning("no CUDA graphs: %s cannot be captured; decoding runs kernel by kernel", reason)
