@@ -5,19 +5,22 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from longspec.models.families import FAMILIES
+
 if TYPE_CHECKING:
     from longspec.inference.generate import generate
     from longspec.inference.load_pair import load_pair
     from longspec.models.llama import LlamaGlide
+    from longspec.models.mistral import MistralGlide
     from longspec.models.qwen2 import Qwen2Glide
+    from longspec.models.qwen3 import Qwen3Glide
 
 __version__ = "0.1.0"
-__all__ = ["LlamaGlide", "Qwen2Glide", "generate", "load_pair"]
+__all__ = ["LlamaGlide", "MistralGlide", "Qwen2Glide", "Qwen3Glide", "generate", "load_pair"]
 
 # Modules of the public names.
 _MODULES = {
-    "LlamaGlide": "longspec.models.llama",
-    "Qwen2Glide": "longspec.models.qwen2",
+    **{name: f"longspec.models.{family}" for family, name in FAMILIES.items()},
     "generate": "longspec.inference.generate",
     "load_pair": "longspec.inference.load_pair",
 }

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from longspec.train import trainer
+from longspec.train import run, trainer
 from longspec.train.trainer import Trainer
 
 STEP = 3

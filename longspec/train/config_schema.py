@@ -45,8 +45,9 @@ class DataConfig:
     num_proc: int = MISSING
     num_workers: int = MISSING
     cache_dir: str | None = MISSING
-    # Configurations in older checkpoints lack this key.
+    # Configurations in older checkpoints lack these keys.
     templates: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

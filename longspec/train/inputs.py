@@ -64,7 +64,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
             "positions"
         )
 
-    tokenizer = load_tokenizer(name, target)
+    tokenizer = load_tokenizer(name, target, config.data.chat_template_kwargs)
     chat_format = resolve_chat_format(config.data.chat_format, name, target.model_type, tokenizer, logger.info)
     eos = _eos_token(config, target, tokenizer, chat_format)
     pad = _pad_token(config, target, tokenizer)

@@ -25,7 +25,7 @@ RESUMED_KEYS = (
     *("seed", "loss", "variant.name", "variant.max_offset", "variant.depth", "eos_token_id", "optimizer"),
     *("learning_rate", "warmup_ratio", "weight_decay", "adam_betas", "max_grad_norm"),
     *("data.max_length", "data.pack", "data.overflow", "data.answer_only", "data.chat_format", "data.aligners"),
-    "data.templates",
+    *("data.templates", "data.chat_template_kwargs"),
     *("model.torch_dtype", "model.window"),
 )
 """Keys that must have the same values as in the run that is resumed."""

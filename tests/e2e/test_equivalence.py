@@ -1,7 +1,7 @@
 """However a step's rows are cut over ranks, shards and micro-batches, the draft's training is the same.
 
-Twelve steps of four rows on the same tiny pair and the same order of data, on the real launcher, each against one rank
-with ZeRO-1 in fp32 and the four rows in one micro-batch. The base variant, for lags are drawn for each micro-batch and
+Twelve steps of four rows on the same tiny pair and the same order of data, each against one rank with ZeRO-1 in fp32
+and the four rows in one micro-batch. The base variant, for lags are drawn for each micro-batch and
 rank. Every run goes through tests/watched_run.py: on each rank only the draft has gradients, and not a byte of the
 target changes. (The row "fused or plain loss" needs no launcher: tests/unit/test_trainer.py.)
 

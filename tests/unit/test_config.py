@@ -14,7 +14,7 @@ from pairs import make_pair
 from training_fixtures import NEEDS_MUON, ROOT, write_texts
 
 from longspec.errors import UserError
-from longspec.inference.command import parse_options
+from longspec.longbench.command import parse_options
 from longspec.train.checkpoint import locate
 from longspec.train.config import (
     CONFIG_NAME,

@@ -21,6 +21,8 @@ from scripts.reproduce.run import VARIANTS, Run
 from scripts.reproduce.settings import PRESETS
 from scripts.reproduce.training import ABLATIONS, scored, side_by_side, train_arms, train_pairs
 
+pytestmark = pytest.mark.slow
+
 
 def config_of(stage: StageSettings, folder: Path) -> TrainConfig:
     overrides = launch_overrides(folder, folder / "data.jsonl", folder, None, stage, folder, ranks=1)
