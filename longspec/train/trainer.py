@@ -165,6 +165,7 @@ class Trainer:
     def save(self, step: int) -> None:
         """Save a checkpoint of `step`. All ranks call it."""
         self.before_save()
+        # With an evaluation due, a resumed run repeats it before the next step.
         progress = Progress(step, self.world_size, self.evaluation_due)
         save_checkpoint(
             self.engine, self.inputs.tokenizer, self.config, progress, self.config.output_dir, self.run_identity
