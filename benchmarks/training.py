@@ -28,12 +28,14 @@ from benchmarks.training_rows import synthetic_inputs
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError, reports_user_errors
 from longspec.models.parallel import model_parallel_place
-from longspec.train.config import TrainConfig, compose_config, typed
+from longspec.train.config import compose_config, typed
+from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import Termination, share_targets, start_ranks
 from longspec.train.engine import build_engine, built_in_shards
 from longspec.train.loss import LOSSES
+from longspec.train.micro_batches import Batch
 from longspec.train.positions import VARIANTS
-from longspec.train.trainer import Batch, Trainer
+from longspec.train.trainer import Trainer
 
 CONFIGS = Path(__file__).parents[1] / "conf/exp"
 WARM_UP = 1
@@ -202,29 +204,28 @@ def measure(
     tokens = options.tokens or STAGES[case.stage].tokens
     total = WARM_UP + options.steps + 3  # one step that is prepared but not run, one for the parts, one for the profile
     inputs = synthetic_inputs(shape, tokens, rows=32 if case.stage == 1 else 4, packed=case.stage == 1)
-    trainer = Trainer(config, engine, inputs, start=0, total=total, held_out=0)
+    trainer = Trainer(config, engine, inputs, start_step=0, total_steps=total)
     engine.train()
-
-    batches = iter(trainer.loader)
-    seconds, waits = [], []
-    micro_batches = trainer.window(batches)
+    arrays, seconds, waits = iter(trainer.loader), [], []
+    batches = trainer.load_step(1, arrays)
     reset_peak()
     with Termination() as termination:
         for step in range(1, WARM_UP + options.steps + 1):
             began = perf_counter()
-            assert trainer.train_step(step, micro_batches, termination, batches) is not None
+            result = trainer.train_step(step, batches, termination, arrays)
+            assert result is not None and result.next_batches is not None
             seconds.append(perf_counter() - began)
-            waits.append(trainer.data_seconds)
-            micro_batches = trainer.upcoming
-        # Fresh micro-batches: the target's pass over the upcoming ones may have begun already.
-        micro_batches = trainer.window(batches)
-        parts = timed_parts(trainer, step + 1, micro_batches, termination)
+            batches = result.next_batches
+            waits.append(batches.wait_s)
+        # Drop the loaded step: the target's pass over its first micro-batch may have started.
+        batches = trainer.load_step(step + 1, arrays)
+        parts = timed_parts(trainer, step + 1, batches, termination)
         if options.profile:
-            say(profile(trainer, step + 2, trainer.window(batches), termination))
-
+            say(profile(trainer, step + 2, trainer.load_step(step + 2, arrays), termination))
     micro_batch = median(seconds[WARM_UP:]) / trainer.accumulation
-    flops = sum(flops_of(shape, batch, trainer.objective.reads_target) for batch in micro_batches)
-    rate = flops / len(micro_batches) / micro_batch
+    micro_batches = batches.micro_batches
+    flops = sum(flops_of(shape, batch, trainer.objective.reads_target) for batch in micro_batches) / len(micro_batches)
+    rate = flops / micro_batch
     return Measured(
         **case._asdict(),
         ranks=dist.get_world_size(),

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from longspec.train.distributed import Termination
-from longspec.train.trainer import Batch, Trainer
+from longspec.train.micro_batches import StepBatches
+from longspec.train.trainer import Trainer
 
 PARTS = ("target", "draft", "loss", "backward", "optimizer")
 """Parts of a step in the order in which they run; `optimizer` is all that DeepSpeed does after the backward pass."""
@@ -45,12 +46,12 @@ class Clock:
         return {name: spent[name] / whole for name in PARTS}
 
 
-def timed_parts(trainer: Trainer, step: int, micro_batches: list[Batch], termination: Termination) -> dict[str, float]:
-    """Share of each of PARTS in the device time of one step."""
+def timed_parts(trainer: Trainer, step: int, batches: StepBatches, termination: Termination) -> dict[str, float]:
+    """Shares of a step's time on the device, by PARTS."""
     clock = Clock()
     with marked(trainer.engine, clock):
         clock.mark("start")
-        trainer.train_step(step, micro_batches, termination)
+        trainer.train_step(step, batches, termination)
     return clock.shares()
 
 
@@ -82,13 +83,13 @@ def marked(engine: Any, clock: Clock) -> Iterator[None]:
             hook.remove()
 
 
-def profile(trainer: Trainer, step: int, micro_batches: list[Batch], termination: Termination) -> str:
-    """Table of the kernels that take the most device time in a step: milliseconds, share, calls, name."""
+def profile(trainer: Trainer, step: int, batches: StepBatches, termination: Termination) -> str:
+    """The kernels of a step that take most of the device's time: milliseconds, share, calls, name."""
     on_gpu = torch.cuda.is_available()
     kinds = [torch.profiler.ProfilerActivity.CPU]
     kinds += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
     with torch.profiler.profile(activities=kinds) as profiler:
-        trainer.train_step(step, micro_batches, termination)
+        trainer.train_step(step, batches, termination)
     device = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
     kernels = [
         (kernel.self_device_time_total if on_gpu else kernel.self_cpu_time_total, kernel.count, kernel.key)

@@ -8,8 +8,8 @@ from experiments.files import answers_file, claim, prompts_file
 from experiments.settings import Settings
 from experiments.sources import SPLITS
 from experiments.target import CHAT_FORMAT
-from longspec.inference.regenerate import Settings as AnswerRun
-from longspec.inference.regenerate import regenerate
+from longspec.regenerate.run import regenerate
+from longspec.regenerate.settings import Settings as AnswerRun
 
 SHARD_BATCHES = 8
 """Batches per shard; an interrupted run resumes after its last complete shard."""

@@ -25,8 +25,8 @@ from experiments.training import final_draft
 from longspec import generate, load_pair
 from longspec.data.prompts import loops
 from longspec.errors import UserError
-from longspec.inference.report import device_name, versions
-from longspec.inference.tree_shapes import draft_fingerprint
+from longspec.inference.device import device_name, versions
+from longspec.inference.shape_cache import draft_fingerprint
 
 FACTS = "settings.json"
 """File with the draft, target, device and versions that all samples of a folder share."""

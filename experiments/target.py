@@ -6,7 +6,7 @@ from typing import Any
 
 from longspec.data.prompts import conversation_text
 from longspec.data.templates import encode_texts
-from longspec.inference.regenerate import choose_target
+from longspec.inference.registry import choose_target
 from longspec.models.target_files import load_tokenizer, read_config
 
 CHAT_FORMAT = "tokenizer"

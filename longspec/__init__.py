@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["LlamaGlide", "MistralGlide", "Qwen2Glide", "Qwen3Glide", "generate", "load_pair"]
 
+# Modules of the public names.
 _MODULES = {
     **{name: f"longspec.models.{family}" for family, name in FAMILIES.items()},
     "generate": "longspec.inference.generate",
@@ -26,7 +27,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at its first use, so that `longspec --help` does not wait for torch."""
+    """Import a public name at its first use. Importing torch takes seconds, and `longspec --help` does not need it."""
     if name not in _MODULES:
         raise AttributeError(f"module 'longspec' has no attribute {name!r}")
     value = getattr(import_module(_MODULES[name]), name)

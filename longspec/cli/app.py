@@ -1,4 +1,4 @@
-"""The command `longspec`. No torch is imported before a command needs it, so help and completion are fast."""
+"""The command `longspec`. torch is not imported before a command needs it, so help and completion are fast."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from longspec.cli.chat import chat
 from longspec.cli.generate import generate
 from longspec.cli.options import examples
 from longspec.cli.passthrough import PASSED_ON, evaluate, regenerate
+from longspec.cli.serve import serve
 from longspec.cli.train import train
 from longspec.cli.weights import extract, split
 from longspec.errors import reports_user_errors
@@ -28,8 +29,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         typer.echo(f"longspec {longspec.__version__}")
         raise typer.Exit
 
@@ -43,7 +44,8 @@ def _options(
     """Lossless speculative decoding for long contexts."""
 
 
-USE, TRAIN = "Use a pair", "Train and prepare a draft"
+USE = "Use a pair"
+TRAIN = "Train and prepare a draft"
 app.command(
     rich_help_panel=USE,
     epilog=examples(
@@ -58,6 +60,10 @@ app.command(
         "git log -1 --format=%B | longspec generate --raw",
     ),
 )(generate)
+app.command(
+    rich_help_panel=USE,
+    epilog=examples("longspec serve", "longspec serve llama8b --port 9000 --max_rows 32"),
+)(serve)
 app.command(
     rich_help_panel=USE,
     epilog=examples("longspec bench", "longspec bench llama8b --prompts prompts.txt --png speed.png"),
@@ -81,10 +87,10 @@ app.command(
 
 @reports_user_errors
 def main() -> None:
-    """Run the command line. A stop signal ends a command with 128 + its number, after the work at hand is saved."""
+    """Run the command line. A stop signal ends a command with 128 + its number, after its current work is saved."""
     with StopSignals(at_once=True):
         try:
             app(prog_name="longspec")
-        except BrokenPipeError:  # the reader of the output has closed it, as `head` does
+        except BrokenPipeError:  # the reader of the output closed it, as `head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(1) from None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from copy import copy
 from enum import IntEnum
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 
@@ -45,6 +47,19 @@ class TargetCache:
         """LongTensor [B, 1]: row numbers, to index with slots [B, N]."""
         self.faults = torch.zeros(batch, dtype=torch.long, device=device)
         """LongTensor [B]: 0, or the `Fault` of a row since prefill. The host reads it with the tokens of a round."""
+        self._whole: tuple[TargetCache, int] | None = None
+        """For a part, the cache that it belongs to and the number of its first row there."""
+
+    def narrow(self, rows: slice) -> TargetCache:
+        """The consecutive `rows` as a cache that shares the tensors of this one."""
+        part = copy(self)
+        part.keys, part.values = self.keys[:, rows], self.values[:, rows]
+        part.lengths = self.lengths[rows]
+        part.newest_hidden = self.newest_hidden[rows]
+        part.faults = self.faults[rows]
+        part.rows = self.rows[: len(part.lengths)]
+        part._whole = (self, rows.start or 0)
+        return part
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, K, S, D] of one layer, for the draft's cross-attention."""
@@ -63,6 +78,11 @@ class TargetCache:
 
         path: LongTensor [B, J], increasing numbers of nodes of the tree in `next_slots`; counts: [B].
         """
+        if self._whole is not None:  # the kernel needs contiguous tensors, and accepts nothing in the other rows
+            whole, first = self._whole
+            others = (first, len(whole.lengths) - first - len(counts))
+            whole.keep(F.pad(path, (0, 0, *others)), F.pad(counts, others))
+            return
         if runs_triton(self.keys):
             from longspec.kernels.decoding.compaction import compact
         else:
@@ -114,6 +134,19 @@ class DraftCache:
         self.rows = torch.arange(batch, device=device)[:, None]
         self.node_slots = torch.arange(window, window + nodes, device=device).expand(batch, -1)
         """LongTensor [B, N]: the slot of each node."""
+
+    def narrow(self, rows: slice) -> DraftCache:
+        """The consecutive `rows` as a cache that shares the tensors of this one."""
+        part = copy(self)
+        part.keys, part.values = self.keys[rows], self.values[rows]
+        part.rows = self.rows[: len(part.keys)]
+        part.node_slots = self.node_slots[rows]
+        return part
+
+    def clear(self) -> None:
+        """Zero all slots."""
+        self.keys.zero_()
+        self.values.zero_()
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, valid: Tensor) -> None:
         """Store accepted tokens in the ring, where `valid`.

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from longspec.inference.engine import Engine
+from longspec.inference.engine import Rounds
 
 CAPTURE_MODE = "thread_local"
 """torch's mode in which device calls of other threads do not end a capture."""
@@ -22,7 +22,7 @@ _warm_kinds: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
 """For each model the kinds of engines (`Engine.kind`) whose kernels are compiled."""
 
 
-def warm_up(engine: Engine) -> None:
+def warm_up(engine: Rounds) -> None:
     """Run one round on the empty cache, unless an engine of this kind did, because capture needs compiled kernels.
 
     The engine and its random generator are left as they were.
@@ -43,7 +43,7 @@ def warm_up(engine: Engine) -> None:
 class CapturedRound:
     """`engine.round` as a CUDA graph. Each call overwrites the tensors that the call before returned."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Rounds) -> None:
         """Record the round without running it. Work that is queued on the device goes on meanwhile."""
         self.active = torch.ones_like(engine.root, dtype=torch.bool)
         self.graph = torch.cuda.CUDAGraph()
@@ -68,7 +68,7 @@ class CapturedRound:
         return self.result
 
 
-def capture_round(engine: Engine) -> CapturedRound:
+def capture_round(engine: Rounds) -> CapturedRound:
     """`CapturedRound(engine)`; if memory runs out, torch's cached blocks are freed for a second attempt.
 
     During a capture torch cannot free them itself.
@@ -112,6 +112,6 @@ def _pool_keeper(replay_stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _generator(engine: Engine) -> torch.Generator:
+def _generator(engine: Rounds) -> torch.Generator:
     """The generator that the engine draws from: its own, or torch's global one of the device."""
     return engine.sampler.generator or torch.cuda.default_generators[engine.root.device.index]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from longspec.inference.acceptance import accept
+from longspec.inference.acceptance import Accepted, accept
 from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.drafting.proposal import Drafter, Proposal, chain
 from longspec.inference.runner import Runner
@@ -21,15 +22,108 @@ MOST_SIZE_CLASSES = 128
 """Caches of this many steps or more are alike to the attention kernels, whose split count is bounded."""
 
 Round = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""`Engine.round`, or a captured one."""
+"""`Rounds.round`, or a captured one."""
 
 
-class Engine:
-    """Decodes a ragged batch of prompts.
+class Played(NamedTuple):
+    """One round of a batch."""
+
+    tokens: Tensor
+    """LongTensor [B, depth + 1]: the accepted draft tokens, then the bonus token."""
+    counts: Tensor
+    """LongTensor [B]: how many of `tokens` count; 0 for inactive rows."""
+    proposal: Proposal
+    accepted: Accepted
+    logits: Tensor
+    """[B, N, V]: the target's logits at every node."""
+
+
+class Rounds:
+    """Decoding rounds of a ragged batch whose prompts are in the cache.
 
     Each row has a root: its newest token, the only one that the target has not read yet. All state is in tensors that a
     round changes in place, so that a round can be captured as a CUDA graph and replayed.
     """
+
+    def __init__(self, runner: Runner, drafter: Drafter, sampler: Sampler, cache: TargetCache, root: Tensor) -> None:
+        """root: LongTensor [B], the newest token of each row, at position cache.lengths[b]."""
+        self.runner = runner
+        self.drafter = drafter
+        self.sampler = sampler
+        self.cache = cache
+        self.root = root
+
+    @property
+    def capacity(self) -> int:
+        """Slots per row of the target's cache, and an upper bound of all positions."""
+        return self.cache.keys.shape[3]
+
+    @property
+    def kind(self) -> Hashable:
+        """A key that is equal for batches whose rounds launch the same kernels."""
+        warper_types = tuple(type(warper) for warper in self.sampler.warpers) if self.sampler.truncates else ()
+        return (
+            self.drafter.kind,
+            len(self.root),
+            min(self.capacity // CAPACITY_STEP, MOST_SIZE_CLASSES),
+            self.sampler.greedy,
+            warper_types,
+            self.runner.dtype,
+            self.runner.attention.name,
+        )
+
+    def round(self, active: Tensor) -> tuple[Tensor, Tensor]:
+        """`play`, of which only tokens and counts are returned."""
+        played = self.play(active)
+        return played.tokens, played.counts
+
+    def play(self, active: Tensor) -> Played:
+        """Draft, verify, accept and compact once. active: bool [B]; other rows do not change.
+
+        The tokens of a row with a fault in `cache.faults` are undefined.
+        """
+        # Draft and verify.
+        proposal = self.drafter.propose(self.root, self.cache)
+        hidden = self.forward_tree(proposal)
+        logits = self.runner.logits(hidden)
+
+        accepted = accept(proposal, logits, self.sampler, self.cache.watch(Fault.TARGET))
+        if self.drafter.reads_hidden:
+            last = accepted.path.gather(1, accepted.count[:, None])[..., None]
+            newest = hidden.gather(1, last.expand(-1, -1, hidden.shape[2]))
+            self.cache.newest_hidden.copy_(torch.where(active[:, None, None], newest, self.cache.newest_hidden))
+
+        # Store the root and the accepted draft tokens in the caches of draft and target.
+        count = torch.where(active, accepted.count + 1, 0)
+        path_tokens = proposal.tokens.gather(1, accepted.path)
+        steps = torch.arange(proposal.depth + 1, device=count.device)
+        self.drafter.feed(path_tokens, self.cache.lengths[:, None] + steps, steps < count[:, None])
+        self.cache.keep(accepted.path, count)
+        self.root.copy_(torch.where(active, accepted.bonus, self.root))
+
+        # The path starts with the root, which an earlier round emitted. The bonus token comes after the last node.
+        emitted = path_tokens.roll(-1, dims=1).scatter(1, accepted.count[:, None], accepted.bonus[:, None])
+        return Played(emitted, count, proposal, accepted, logits)
+
+    def verify(self, proposal: Proposal) -> Tensor:
+        """The target's logits [B, N, V] at every node of the tree."""
+        return self.runner.logits(self.forward_tree(proposal))
+
+    def forward_tree(self, proposal: Proposal) -> Tensor:
+        """The target's hidden states [B, N, hidden] at every node of the tree, in one pass.
+
+        The nodes' keys and values go to the slots after the accepted tokens; `TargetCache.keep` moves the accepted
+        ones into place.
+        """
+        cache = self.cache
+        slots = cache.next_slots(proposal.tokens.shape[1])
+        positions = cache.lengths[:, None] + proposal.levels
+        attend = self.runner.attention.hybrid(cache.lengths, proposal.visible)
+        return self.runner.target(proposal.tokens, positions, cache, slots, attend)
+
+
+class Engine(Rounds):
+    """Decodes a ragged batch of prompts: prefill, then rounds."""
 
     def __init__(
         self,
@@ -44,36 +138,17 @@ class Engine:
 
         max_new_tokens: per row; the cache has room for them.
         """
-        self.runner = runner
-        self.drafter = drafter
-        self.sampler = sampler
         self.prompts = prompts
         self.prompt_lengths = list(prompt_lengths)
 
         # A row's last round can take it up to depth + 1 tokens past its limit. The nodes of a tree are stored after the
         # accepted tokens.
         slots = prompts.shape[1] + max_new_tokens + drafter.depth + 1 + drafter.nodes
-        self.capacity = -(-slots // CAPACITY_STEP) * CAPACITY_STEP
-        """Slots per row of the target's cache, and an upper bound of all positions."""
-        self.cache = TargetCache(runner.config, len(prompts), self.capacity, runner.dtype, runner.device)
-        self.root = prompts[:, 0].clone()
-        """LongTensor [B]: the newest token of each row."""
-        runner.prepare(self.capacity)
-        drafter.reserve(self.capacity)
-
-    @property
-    def kind(self) -> Hashable:
-        """A key that is equal for engines whose rounds launch the same kernels."""
-        warper_types = tuple(type(warper) for warper in self.sampler.warpers) if self.sampler.truncates else ()
-        return (
-            self.drafter.kind,
-            len(self.root),
-            min(self.capacity // CAPACITY_STEP, MOST_SIZE_CLASSES),
-            self.sampler.greedy,
-            warper_types,
-            self.runner.dtype,
-            self.runner.attention.name,
-        )
+        capacity = -(-slots // CAPACITY_STEP) * CAPACITY_STEP
+        cache = TargetCache(runner.config, len(prompts), capacity, runner.dtype, runner.device)
+        super().__init__(runner, drafter, sampler, cache, prompts[:, 0].clone())
+        runner.prepare(capacity)
+        drafter.reserve(capacity)
 
     def switch_drafter(self, drafter: Drafter) -> None:
         """Draft with `drafter` from now on. It knows no tokens until `rewind` is called.
@@ -134,49 +209,3 @@ class Engine:
             self.cache.newest_hidden.copy_(self.forward_tree(chain(newest)))
         self.cache.lengths.copy_(lengths)
         self.drafter.start(self.prompts, lengths)
-
-    def round(self, active: Tensor) -> tuple[Tensor, Tensor]:
-        """Draft, verify, accept and compact once. active: bool [B]; other rows do not change.
-
-        Returns the emitted tokens, LongTensor [B, depth + 1]: accepted draft tokens, then the bonus token; and how many
-        of them count, LongTensor [B], 0 for inactive rows. The tokens of a row with a fault in `cache.faults` are
-        undefined.
-        """
-        # Draft and verify.
-        proposal = self.drafter.propose(self.root, self.cache)
-        hidden = self.forward_tree(proposal)
-        logits = self.runner.logits(hidden)
-
-        accepted = accept(proposal, logits, self.sampler, self.cache.watch(Fault.TARGET))
-        if self.drafter.reads_hidden:
-            last = accepted.path.gather(1, accepted.count[:, None])[..., None]
-            newest = hidden.gather(1, last.expand(-1, -1, hidden.shape[2]))
-            self.cache.newest_hidden.copy_(torch.where(active[:, None, None], newest, self.cache.newest_hidden))
-
-        # Store the root and the accepted draft tokens in the caches of draft and target.
-        count = torch.where(active, accepted.count + 1, 0)
-        path_tokens = proposal.tokens.gather(1, accepted.path)
-        steps = torch.arange(proposal.depth + 1, device=count.device)
-        self.drafter.feed(path_tokens, self.cache.lengths[:, None] + steps, steps < count[:, None])
-        self.cache.keep(accepted.path, count)
-        self.root.copy_(torch.where(active, accepted.bonus, self.root))
-
-        # The path starts with the root, which an earlier round emitted. The bonus token comes after the last node.
-        emitted = path_tokens.roll(-1, dims=1).scatter(1, accepted.count[:, None], accepted.bonus[:, None])
-        return emitted, count
-
-    def verify(self, proposal: Proposal) -> Tensor:
-        """The target's logits [B, N, V] at every node of the tree."""
-        return self.runner.logits(self.forward_tree(proposal))
-
-    def forward_tree(self, proposal: Proposal) -> Tensor:
-        """The target's hidden states [B, N, hidden] at every node of the tree, in one pass.
-
-        The nodes' keys and values go to the slots after the accepted tokens; `TargetCache.keep` moves the accepted
-        ones into place.
-        """
-        cache = self.cache
-        slots = cache.next_slots(proposal.tokens.shape[1])
-        positions = cache.lengths[:, None] + proposal.levels
-        attend = self.runner.attention.hybrid(cache.lengths, proposal.visible)
-        return self.runner.target(proposal.tokens, positions, cache, slots, attend)

@@ -97,3 +97,9 @@ class Sampler:
         """Independent exponential numbers of rate 1, fp64, with the shape and device of `like`."""
         # CUDA's fp32 exponentials are never below 6e-8, so tokens of that probability could not win the race in `draw`.
         return torch.empty(like.shape, dtype=torch.float64, device=like.device).exponential_(generator=self.generator)
+
+    def exponentials_by_part(self, like: Tensor, widths: Sequence[int]) -> list[Tensor]:
+        """`exponentials` for like [B, N, V], split along N into contiguous parts of `widths`. One launch draws all."""
+        batch, _, vocab = like.shape
+        parts = self.exponentials(like).flatten().split([batch * width * vocab for width in widths])
+        return [part.view(batch, width, vocab) for part, width in zip(parts, widths, strict=True)]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from longspec.inference import regenerate_command
-from longspec.inference.command import parse_options
+from longspec.longbench.command import parse_options
+from longspec.regenerate import command as regenerate_command
 from longspec.train.config import compose_config, typed
 
 ROOT = Path(__file__).parents[2]

@@ -314,7 +314,7 @@ def test_same_seed_same_samples(tmp_path: Path, settings: dict) -> None:
         ({"streamer": print}, "streamer"),
         ({"attention": "fast"}, "attention"),
         ({"stopping_criteria": print}, "stopping_criteria"),
-        ({"do_sample": True}, "do_sample: no argument"),
+        ({"do_sample": True}, "do_sample: not an argument"),
         ({"repetition_penalty": 1.3}, "repetition_penalty: 1.3"),
         ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size: 2"),
         ({"bad_words_ids": [[3]]}, "bad_words_ids"),

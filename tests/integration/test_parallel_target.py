@@ -16,8 +16,8 @@ from longspec.models.qwen2 import Qwen2Glide
 from longspec.models.qwen3 import Qwen3Glide
 from longspec.models.target_split import split_target
 from longspec.train.distributed import keep_drafts_equal
-from longspec.train.evaluation import Scores
-from longspec.train.loss import Objective
+from longspec.train.evaluation import DraftScores
+from longspec.train.loss import DraftLoss
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "GQA": (LlamaGlide, {"vocab_size": 61}),
@@ -50,11 +50,11 @@ def outcome(model: Any) -> dict[str, Tensor]:
     for labelled, labels in (("all", tokens), ("some", some), ("none", torch.full_like(tokens, -100))):
         for loss, lags in (("ce", None), ("distill", torch.tensor([1, 3, 5])), ("mixed", None)):
             model.draft_model.zero_grad()
-            objective = Objective(loss, log_target_loss=lags is not None, chunk_logits=7 * model.config.vocab_size)
+            objective = DraftLoss(loss, log_target_loss=lags is not None, chunk_logits=7 * model.config.vocab_size)
             given = {"labels": labels, "position_ids": positions, "cu_seqlens": LENGTHS, "lags": lags}
             total, terms = model(tokens, objective=objective, **given)
             total.backward()
-            scores, hits = model(tokens, objective=Scores(objective), **given)
+            scores, hits = model(tokens, objective=DraftScores(objective), **given)
             found |= {f"{loss} {labelled} {name}": term for name, term in terms.items()}
             found |= {f"{loss} {labelled} score {name}": term for name, term in scores.items()}
             found[f"{loss} {labelled} hits"] = hits

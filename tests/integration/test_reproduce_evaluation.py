@@ -21,6 +21,8 @@ from scripts.reproduce.report import report
 from scripts.reproduce.rounds import dense_attention, dense_mask, random_layers
 from scripts.reproduce.summary import sameness, samples_of
 
+pytestmark = pytest.mark.slow
+
 PLAN = (
     Measurement("vanilla", prompts=2),
     Measurement("tree", prompts=2, tree_shape=SHAPE),
@@ -33,7 +35,7 @@ PLAN = (
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("longspec.inference.tree_shapes.TOKENS", 2)
-    monkeypatch.setattr("longspec.inference.tree_shapes.PLACES", 2)
+    monkeypatch.setattr("longspec.inference.tree_shapes.PREFIXES", 2)
 
 
 def test_cells_hold_what_generate_says(tmp_path: Path) -> None:

@@ -16,10 +16,16 @@ import longspec
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml", "fa3_fwd_interface": "fa3-fwd"}
+DISTRIBUTIONS = {
+    "hydra": "hydra-core",
+    "yaml": "pyyaml",
+    "fa3_fwd_interface": "fa3-fwd",
+    "pydantic_core": "pydantic",
+}
 """Distributions whose name is not that of their package."""
 OURS = {"longspec", "scripts", "benchmarks", "experiments", *(file.stem for file in (ROOT / "tests").rglob("*.py"))}
 USED = {
+    "longspec/inference/server": ["serve"],
     "longspec/data": ["train"],
     "longspec/train": ["train"],
     "benchmarks": ["demo", "fa3"],
@@ -72,7 +78,7 @@ def test_every_import_is_declared(folder: str) -> None:
 
 
 def test_dev_installs_every_extra_that_the_tests_need() -> None:
-    assert requirements("dev") >= requirements("train", "demo")
+    assert requirements("dev") >= requirements("train", "demo", "serve")
 
 
 def test_the_version_is_written_once() -> None:
@@ -95,11 +101,12 @@ for name in longspec.__all__:
 
 from longspec.errors import reports_user_errors
 from longspec.train.command import main as train
-from longspec.inference.command import main as evaluate
+from longspec.longbench.command import main as evaluate
 
 TRAIN_ONLY = ("longspec.train.", "longspec.data.dataset", "longspec.data.packing", "longspec.data.cache")
+SERVE_ONLY = "longspec.inference.server."
 for module in pkgutil.walk_packages(longspec.__path__, "longspec."):
-    if not module.name.startswith(TRAIN_ONLY):
+    if not module.name.startswith((*TRAIN_ONLY, SERVE_ONLY)):
         importlib.import_module(module.name)
 sys.stderr.write("everything else is imported\\n")
 
@@ -108,7 +115,12 @@ from longspec.data.records import FileDigest, index_lines
 def build_dataset():
     from longspec.data.dataset import build_dataset
 
-for command in (lambda: train(["-cn", "any"]), lambda: index_lines([FileDigest("any", "")]), build_dataset):
+def serve():
+    from longspec.cli.serve import serve
+
+    serve()
+
+for command in (lambda: train(["-cn", "any"]), lambda: index_lines([FileDigest("any", "")]), build_dataset, serve):
     try:
         reports_user_errors(command)()
     except SystemExit as end:
@@ -116,18 +128,19 @@ for command in (lambda: train(["-cn", "any"]), lambda: index_lines([FileDigest("
 """
 
 
-def test_without_the_extras_all_but_training_works() -> None:
+def test_without_the_extras_all_but_training_and_serving_works() -> None:
     """`import longspec` is quick and silent, and a command that needs an extra names it in one line."""
     missing = ["deepspeed", "fairscale", "datasets", "hydra", "omegaconf", "pydantic", "wandb", "matplotlib"]
+    missing += ["fastapi", "starlette", "uvicorn", "prometheus_client"]
     command = [sys.executable, "-c", WITHOUT_EXTRAS.format(missing=missing)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     first, *lines = done.stderr.splitlines()
     assert first == "everything else is imported"
-    assert len(lines) == 3
-    for line in lines:
-        assert line.startswith("error: the package ") and line.endswith("; run: pip install 'longspec[train]'")
+    assert len(lines) == 4
+    for line, extra in zip(lines, ("train", "train", "train", "serve"), strict=True):
+        assert line.startswith("error: the package ") and line.endswith(f"; run: pip install 'longspec[{extra}]'")
 
 
 @pytest.mark.parametrize("script", ["trainer_base_ds_mul_fs_tp.py", "inference_long-bench.py"])

@@ -22,7 +22,7 @@ from experiments.sources import (
 )
 from experiments.target import TargetText
 from longspec.errors import UserError
-from longspec.inference.tasks import TASKS
+from longspec.longbench.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,4 +1,4 @@
-"""Chat format, EOS and pad of tokenizers as real targets have them, and what is published for the published ones."""
+"""Chat format, EOS and pad token of realistic tokenizers and of the published targets."""
 
 import logging
 from pathlib import Path
@@ -133,7 +133,7 @@ def test_old_rope_scaling_stretches_the_window(targets: Path) -> None:
 
 
 def inputs_of(target: Path, folder: Path, experiment: str, *overrides: str) -> Inputs:
-    """What a published experiment reads with `target` in place of its own."""
+    """The inputs of a published experiment with another target."""
     data = folder / "data.jsonl"
     data.write_text('{"instruction": "Why?", "output": "Because."}\n{"text": "A text."}\n')
     paths = [f"model_name_or_path={target}", f"data.files={data}", f"data.cache_dir={folder}", f"output_dir={folder}"]

@@ -18,6 +18,9 @@ class ChainModel(Protocol):
 
     reads_hidden: bool
 
+    def narrow(self, rows: slice) -> ChainModel:
+        """The model for some consecutive rows, on the same state."""
+
     def start(self, prompts: Tensor, lengths: Tensor) -> None: ...
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None: ...
@@ -38,6 +41,9 @@ class ChainDrafter:
         self.sampler = sampler
         self.start = model.start
         self.feed = model.feed
+
+    def share(self, rows: slice, sampler: Sampler) -> ChainDrafter:
+        return ChainDrafter(self.model.narrow(rows), self.depth, sampler)
 
     def reserve(self, capacity: int) -> None:
         pass
@@ -65,6 +71,9 @@ class NoDraft:
     nodes = 1
     kind: Hashable = "no draft"
     reads_hidden = False
+
+    def share(self, rows: slice, sampler: Sampler) -> NoDraft:
+        return self
 
     def reserve(self, capacity: int) -> None:
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from functools import partial
 
 import torch
@@ -24,8 +25,15 @@ class GlideDraft:
         self.feature: Tensor | None = None
         """[B, 1, hidden]: the target feature of this round, if the draft has one."""
 
+    def narrow(self, rows: slice) -> GlideDraft:
+        """The draft for some consecutive rows, on the same ring."""
+        part = copy(self)
+        part.cache = self.cache.narrow(rows)
+        return part
+
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
         """Fill the ring with the last W tokens of each prompt. prompts: [B, P], padded on the right; lengths: [B]."""
+        self.cache.clear()  # masked slots must be finite, and the requests before may have left NaN
         offsets = torch.arange(-self.cache.window, 0, device=prompts.device)
         positions = lengths[:, None] + offsets
         tokens = prompts.gather(1, positions.clamp(min=0))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from copy import copy
 
 import torch
 from torch import Tensor
 
 from longspec.inference.cache import TargetCache
 from longspec.inference.drafting.proposal import Proposal, chain
+from longspec.inference.sampling import Sampler
 
 LONGEST_MATCH = 3
 """Number of tokens, the root included, on which earlier positions are compared with the newest ones."""
@@ -29,6 +31,11 @@ class LookupDrafter:
         self.kind: Hashable = (type(self), gamma)
         self.history = torch.zeros(batch, 0, dtype=torch.long, device=device)
         """LongTensor [B, capacity]: the token at each position; undefined after the root."""
+
+    def share(self, rows: slice, sampler: Sampler) -> LookupDrafter:
+        part = copy(self)
+        part.history = self.history[rows]
+        return part
 
     def reserve(self, capacity: int) -> None:
         if self.history.shape[1] < capacity:

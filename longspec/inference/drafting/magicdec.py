@@ -26,6 +26,9 @@ class SparseTarget:
         self.runner = runner
         self.gamma = gamma
 
+    def narrow(self, rows: slice) -> SparseTarget:
+        return self
+
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
         pass  # all its state is in the target's cache
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longspec.inference.cache import TargetCache
+from longspec.inference.sampling import Sampler
 
 
 @dataclass
@@ -68,6 +69,9 @@ class Drafter(Protocol):
 
     def reserve(self, capacity: int) -> None:
         """Allocate state for positions 0 ... capacity - 1. The engine calls it before any other method."""
+
+    def share(self, rows: slice, sampler: Sampler) -> Drafter:
+        """A drafter for some consecutive rows on the state of this one, which may follow another sampler."""
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
         """Read the prompts. prompts: LongTensor [B, P], padded on the right; lengths: LongTensor [B]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
-from longspec.kernels.decoding.tree import new_tree
+from longspec.kernels.decoding.tree import Tree, new_tree
 from longspec.kernels.decoding.vocabulary import best_children, sampled_children
 
 
@@ -24,13 +25,24 @@ class TreeDrafter:
     most probable ones, as in LongSpec. At temperature 0 both rules take the most probable ones.
     """
 
-    def __init__(self, runner: Runner, batch: int, shape: Sequence[int], sampler: Sampler, tree_rule: str) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        batch: int,
+        shape: Sequence[int],
+        sampler: Sampler,
+        tree_rule: str,
+        draft: GlideDraft | None = None,
+    ) -> None:
+        """draft: None makes a new one."""
+        self.runner = runner
+        self.tree_rule = tree_rule
         self.shape = tuple(shape)
         self.depth = len(self.shape)
         self.nodes = 1 + sum(self.shape)
         self.sampler = sampler
         self.kind: Hashable = (type(self), self.shape, tree_rule)
-        self.draft = GlideDraft(runner, batch, self.nodes)
+        self.draft = draft or GlideDraft(runner, batch, self.nodes)
         self.start = self.draft.start
         self.feed = self.draft.feed
         self.reads_hidden = self.draft.reads_hidden
@@ -46,6 +58,20 @@ class TreeDrafter:
         widths = torch.tensor([1, *self.shape])
         levels = torch.arange(self.depth + 1).repeat_interleave(widths).to(runner.device)
         self.proposal = Proposal(self.tree.tokens, self.tree.parents, levels, self.tree.visible, self.shape, self.q)
+
+    def share(self, rows: slice, sampler: Sampler) -> TreeDrafter:
+        draft = self.draft.narrow(rows)
+        part = copy(self)
+        if sampler.greedy != self.sampler.greedy:
+            return TreeDrafter(self.runner, len(draft.cache.keys), self.shape, sampler, self.tree_rule, draft)
+        part.sampler, part.draft = sampler, draft
+        part.start, part.feed = draft.start, draft.feed
+        part.tree = Tree(*(values[rows] for values in self.tree))
+        part.q = None if self.q is None else self.q[rows]
+        part.proposal = Proposal(
+            part.tree.tokens, part.tree.parents, self.proposal.levels, part.tree.visible, self.shape, part.q
+        )
+        return part
 
     def reserve(self, capacity: int) -> None:
         pass
@@ -71,8 +97,4 @@ class TreeDrafter:
         """Exponential noise, fp64 [B, n, V], for each level whose nodes have sampled children. One launch draws it."""
         if self.q is None:
             return []
-        batch, _, vocab = self.q.shape
-        widths = (1, *self.shape[:-1])
-        sizes = [batch * width * vocab for width in widths]
-        by_level = self.sampler.exponentials(self.q).flatten().split(sizes)
-        return [noise.view(batch, width, vocab) for noise, width in zip(by_level, widths, strict=True)]
+        return self.sampler.exponentials_by_part(self.q, (1, *self.shape[:-1]))

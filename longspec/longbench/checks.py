@@ -12,18 +12,18 @@ from transformers import PreTrainedConfig
 
 from longspec.errors import UserError
 from longspec.inference.arguments import check_draft_window
-from longspec.inference.memory import check_memory
 from longspec.inference.methods import AUTO, GLIDE_METHODS
-from longspec.inference.tasks import Sample
 from longspec.inference.tree_shapes import CANDIDATES
+from longspec.longbench.memory import check_memory
+from longspec.longbench.prompts import TaskPrompt
 from longspec.models.draft_files import draft_settings
 
 SEED_LIMIT = 2**63
-"""torch takes seeds below it, with room for the batch numbers that are added."""
+"""Seeds are below this value. torch takes larger ones, but batch numbers are added to a seed."""
 
 
 def check_numbers(options: argparse.Namespace) -> None:
-    """Raise UserError for a number outside its range; `arguments` checks those of `generate`."""
+    """Raise UserError for a number outside its range. `inference.arguments` checks those that `generate` takes."""
     for name, least in (("test_length", 0), ("batch_size", 1), ("min_prompt_len", 0), ("headroom", 0), ("seed", 0)):
         if getattr(options, name) < least:
             raise UserError(f"--{name}: {getattr(options, name)}; it must be at least {least}")
@@ -33,7 +33,7 @@ def check_numbers(options: argparse.Namespace) -> None:
 
 
 def check_output(folder: str | None) -> None:
-    """Raise UserError if the output folder surely cannot be created or written; nothing is created yet."""
+    """Raise UserError if the output folder surely cannot be created or written. Creates nothing."""
     path = Path(folder or ".").absolute()
     try:
         existing = next(part for part in (path, *path.parents) if part.exists())
@@ -46,7 +46,7 @@ def check_output(folder: str | None) -> None:
 
 
 def check_draft_settings(options: argparse.Namespace, draft: str) -> None:
-    """Raise UserError if the method drafts with a saved draft that is untrained or has too small a window."""
+    """Raise UserError if the draft is untrained but the method needs it, or if its window is too small."""
     settings = draft_settings(draft)
     if options.method in GLIDE_METHODS and not settings.is_trained:
         raise UserError(
@@ -60,28 +60,30 @@ def check_batch_memory(
     config: PreTrainedConfig,
     dtype: torch.dtype,
     device: torch.device,
-    samples: Sequence[Sample],
+    prompts: Sequence[TaskPrompt],
     max_new_tokens: int,
 ) -> None:
-    """Raise UserError if the largest batch surely does not fit into the device's memory."""
+    """Raise UserError if the largest batch surely exceeds the device's memory."""
     shapes = CANDIDATES if options.tree_shape == AUTO else (options.tree_shape,)
-    drafted = {"vanilla": 0, "tree": max(map(sum, shapes))}.get(options.method, options.gamma)
-    longest = max(len(sample.token_ids) for sample in samples)
-    rows = min(options.batch_size, len(samples))
-    check_memory(config, dtype, device, rows, longest + max_new_tokens, drafted + 1)
+    largest_tree = max(sum(shape) for shape in shapes)
+    draft_tokens = {"vanilla": 0, "tree": largest_tree}.get(options.method, options.gamma)
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    rows = min(options.batch_size, len(prompts))
+    check_memory(config, dtype, device, rows, longest + max_new_tokens, draft_tokens + 1)
 
 
-def check_samples(samples: Sequence[Sample], max_new_tokens: int, window: int, vocab_size: int) -> None:
-    """Every prompt must be made of the target's tokens and leave room for its answer."""
-    for sample in samples:
-        length, highest = len(sample.token_ids), max(sample.token_ids)
-        if length + max_new_tokens > window:
+def check_prompts(prompts: Sequence[TaskPrompt], max_new_tokens: int, max_positions: int, vocab_size: int) -> None:
+    """Raise UserError for a prompt that leaves no room for its answer or has token ids outside the vocabulary."""
+    for prompt in prompts:
+        length = len(prompt.token_ids)
+        highest = max(prompt.token_ids)
+        if length + max_new_tokens > max_positions:
             raise UserError(
-                f"sample {sample.id!r}: prompt of {length} tokens + {max_new_tokens} new tokens (--max_gen_len) "
-                f"are more than the target's {window} positions"
+                f"sample {prompt.id!r}: prompt of {length} tokens + {max_new_tokens} new tokens (--max_gen_len) "
+                f"are more than the target's {max_positions} positions"
             )
         if highest >= vocab_size:
             raise UserError(
-                f"sample {sample.id!r}: token id {highest}, the target has {vocab_size} embeddings; "
+                f"sample {prompt.id!r}: token id {highest}, the target has {vocab_size} embeddings; "
                 "this tokenizer is not the target's"
             )

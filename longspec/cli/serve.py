@@ -1,0 +1,101 @@
+"""`longspec serve`: the options of the HTTP server; `longspec.inference.server` holds it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from longspec.cli.options import (
+    EMBEDDED_PAIR,
+    MODEL_HELP,
+    DeviceOption,
+    DraftOption,
+    DtypeOption,
+    MethodOption,
+    ModelOption,
+)
+
+NETWORK, LIMITS = "Network", "Limits"
+
+
+def serve(
+    pair: Annotated[str | None, typer.Argument(help=MODEL_HELP, show_default=EMBEDDED_PAIR)] = None,
+    model: ModelOption = None,
+    draft: DraftOption = None,
+    method: MethodOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = "auto",
+    host: Annotated[
+        str,
+        typer.Option("--host", help="Address to listen on; others than loopback need a key.", rich_help_panel=NETWORK),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="0 takes a free port.", rich_help_panel=NETWORK)
+    ] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api_key",
+            envvar="LONGSPEC_API_KEY",
+            help="Key that clients must send. The environment variable hides it from the list of processes.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None,
+    served_name: Annotated[
+        str | None,
+        typer.Option(
+            "--served_name", help="Model id for clients.", show_default="name of the pair", rich_help_panel=NETWORK
+        ),
+    ] = None,
+    max_rows: Annotated[
+        int, typer.Option("--max_rows", min=1, help="Requests that are decoded together.", rich_help_panel=LIMITS)
+    ] = 16,
+    max_queue: Annotated[
+        int, typer.Option("--max_queue", min=0, help="Waiting requests; further ones get 429.", rich_help_panel=LIMITS)
+    ] = 256,
+    max_seconds: Annotated[
+        float, typer.Option("--max_seconds", min=1, help="Longest time of a request.", rich_help_panel=LIMITS)
+    ] = 600,
+    drain_seconds: Annotated[
+        int,
+        typer.Option("--drain_seconds", min=0, help="Time for running requests after SIGTERM.", rich_help_panel=LIMITS),
+    ] = 60,
+) -> None:
+    """Serve a pair over HTTP: OpenAI's API under /v1, a chat page at /, /health and /metrics."""
+    from longspec.cli.pair import choose_model, note_plain_format, open_pair
+    from longspec.errors import UserError
+    from longspec.extras import extra
+    from longspec.inference.server.requests import NotServing
+    from longspec.inference.server.scheduler import Scheduler
+
+    with extra("serve"):
+        from longspec.inference.server.app import build_app
+        from longspec.inference.server.limits import Limits
+        from longspec.inference.server.served_model import ServedModel
+        from longspec.inference.server.serving import allowed_hosts, http_server, listen
+
+    name = choose_model(pair, model)
+    with listen(host, port, api_key) as listening:
+        loaded = open_pair(name, draft, method, dtype, device)
+        note_plain_format(loaded)
+        served = ServedModel(
+            served_name or loaded.name,
+            loaded.method,
+            loaded.tokenizer,
+            loaded.encode,
+            frozenset(loaded.stop_ids),
+            loaded.positions,
+            loaded.model.config.vocab_size,
+        )
+        scheduler = Scheduler(loaded.model, method=loaded.method, max_rows=max_rows, max_queue=max_queue)
+        try:
+            scheduler.start()
+            app = build_app(served, scheduler, Limits(max_seconds=max_seconds), api_key, allowed_hosts(host, api_key))
+            print(f"{served.name} on {loaded.model.device}, method {loaded.method}", file=sys.stderr)
+            http_server(app, drain_seconds).run(sockets=[listening])
+        except NotServing as error:
+            raise UserError(f"{loaded.name}: {error}") from error
+        finally:
+            scheduler.close()

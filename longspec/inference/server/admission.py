@@ -1,0 +1,59 @@
+"""What fits: cache slots per row within a memory budget, and the checks of a request before it is queued."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedConfig
+
+from longspec.errors import UserError
+from longspec.inference.arguments import check_sampling, check_seed
+from longspec.inference.engine import CAPACITY_STEP
+from longspec.inference.memory import free_bytes
+from longspec.inference.server.requests import Request, RequestTooLarge
+from longspec.models.draft_layer import head_dim
+from longspec.models.target_files import context_window
+
+SHARE = 0.9
+"""Share of the free memory that the default budget takes."""
+ROUND_BYTES = 64
+"""Bytes per node and token of the vocabulary in a round: logits, probabilities, noise, and what sorting them takes."""
+
+
+def row_capacity(
+    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, rows: int, nodes: int, memory: int | None
+) -> int:
+    """Cache slots per row: for the target's whole context, or for what `memory` bytes allow `rows` rows.
+
+    nodes: read per round and row; memory: None takes 90% of what is free on the device. Raises UserError if it does not
+    even suffice for one step of the cache's size.
+    """
+    budget = int(free_bytes(device) * SHARE) if memory is None else memory
+    slot_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * dtype.itemsize
+    slots = (budget // rows - nodes * config.vocab_size * ROUND_BYTES) // slot_bytes // CAPACITY_STEP * CAPACITY_STEP
+    if slots < CAPACITY_STEP:
+        raise UserError(
+            f"memory: {budget / 2**30:.3g} GiB hold less than {CAPACITY_STEP} tokens in each of {rows} rows; "
+            "use fewer rows, a smaller tree, or more memory"
+        )
+    longest = context_window(config) + 2 * nodes
+    return min(slots, -(-longest // CAPACITY_STEP) * CAPACITY_STEP)
+
+
+def check_request(request: Request, config: PreTrainedConfig, capacity: int, depth: int, nodes: int) -> None:
+    """Raise RequestTooLarge if a row of `capacity` slots cannot hold the request, UserError if it is malformed."""
+    sampling = request.sampling
+    check_sampling(request.max_new_tokens, sampling.temperature, sampling.top_p, sampling.top_k)
+    check_seed(sampling.seed)
+    if not request.prompt:
+        raise UserError("prompt: empty; it needs at least one token")
+    for token in (min(request.prompt), max(request.prompt)):
+        if not 0 <= token < config.vocab_size:
+            raise UserError(f"prompt: token id {token}; the target has {config.vocab_size}")
+    # The last round can go depth + 1 tokens past the limit, and its nodes are stored after the accepted tokens.
+    limit = min(context_window(config), capacity - depth - 1 - nodes)
+    tokens = len(request.prompt) + request.max_new_tokens
+    if tokens > limit:
+        raise RequestTooLarge(
+            f"prompt of {len(request.prompt)} tokens + max_new_tokens {request.max_new_tokens}: {tokens} tokens, "
+            f"more than the {limit} of a row"
+        )

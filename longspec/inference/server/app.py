@@ -1,0 +1,225 @@
+"""The server's web application: OpenAI's API, health, metrics and the page."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from longspec.inference.server.errors import ApiError, error_response, validation_error
+from longspec.inference.server.job import Delta, Engine, Job
+from longspec.inference.server.limits import BodyLimit, Limits
+from longspec.inference.server.metrics import Metrics
+from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
+from longspec.inference.server.page import load_page
+from longspec.inference.server.replies import DONE, ChatReplies, Replies, server_sent_event
+from longspec.inference.server.requests import Snapshot
+from longspec.inference.server.served_model import ServedModel
+
+CLIENT_GONE = 499
+"""Status of a response that nobody reads any more, for the metrics."""
+
+
+class Scheduler(Engine, Protocol):
+    """The methods of the scheduler that the application needs."""
+
+    def snapshot(self) -> Snapshot: ...
+
+
+@dataclass(frozen=True)
+class Service:
+    """What the routes answer from."""
+
+    model: ServedModel
+    scheduler: Scheduler
+    limits: Limits
+    metrics: Metrics
+    encoder: ThreadPoolExecutor
+    """One thread, because long prompts would hold up the event loop."""
+
+    async def answer(self, http: Request, body: ChatRequest | CompletionRequest) -> Response:
+        """Submit what a body asks for, and answer whole or as a stream. Raises ApiError."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.limits.max_seconds
+        requests = await loop.run_in_executor(self.encoder, self.model.requests, body, self.limits)
+        tokenizer = self.model.tokenizer
+        stops = [stop for stop in body.stop if stop]
+        job = Job(self.scheduler, requests, tokenizer, stops, deadline, self.metrics.latencies)
+        make = ChatReplies if isinstance(body, ChatRequest) else Replies
+        replies = make(
+            self.model.name, tokenizer, body.wants_logprobs, body.longspec.tokens and body.stream, body.includes_usage
+        )
+        job.submit()
+        return EventStream(job, replies) if body.stream else await _whole(http, job, replies)
+
+    def describe(self) -> dict[str, Any]:
+        """The entry of /v1/models."""
+        own = {"method": self.model.method, "positions": self.model.positions}
+        return {"id": self.model.name, "object": "model", "created": 0, "owned_by": "longspec", "longspec": own}
+
+
+class EventStream(StreamingResponse):
+    """A job's deltas as server-sent events. However it ends, the job gives its rows back."""
+
+    def __init__(self, job: Job, replies: Replies) -> None:
+        self.job, self.replies = job, replies
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(self._events(), headers=headers, media_type="text/event-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.job.cancel()
+
+    async def _events(self) -> AsyncIterator[str]:
+        for body in self.replies.opening(len(self.job.choices)):
+            yield server_sent_event(body)
+        try:
+            async for delta in self.job.deltas():
+                if chunk := self.replies.chunk(delta):
+                    yield server_sent_event(chunk)
+        except ApiError as error:
+            yield server_sent_event(self.replies.failure(error))
+        else:
+            for body in self.replies.closing(self.job):
+                yield server_sent_event(body)
+        yield DONE
+
+
+async def _whole(http: Request, job: Job, replies: Replies) -> Response:
+    """The answer in one piece; its rows are given back as soon as the client disconnects. Raises ApiError."""
+
+    async def collect() -> list[Delta]:
+        return [delta async for delta in job.deltas()]
+
+    async def disconnect() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    answer, gone = asyncio.create_task(collect()), asyncio.create_task(disconnect())
+    try:
+        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            return Response(status_code=CLIENT_GONE)
+        return JSONResponse(replies.whole(job, answer.result()))
+    finally:
+        answer.cancel()
+        gone.cancel()
+        job.cancel()
+
+
+class CountedResponses:
+    """ASGI middleware that counts responses by route and status."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = getattr(scope.get("route"), "path", "other")
+                self.metrics.responses.labels(route, message["status"]).inc()
+            await send(message)
+
+        await self.app(scope, receive, counted if scope["type"] == "http" else send)
+
+
+def build_app(
+    model: ServedModel,
+    scheduler: Scheduler,
+    limits: Limits,
+    api_key: str | None = None,
+    hosts: Sequence[str] = ("*",),
+) -> FastAPI:
+    """The application. It neither starts nor closes the scheduler.
+
+    api_key: what clients send as a bearer token; None lets everybody in. hosts: names under which clients may address
+    the server; a list of its own names keeps web pages from reaching it through a name of theirs.
+    """
+    service = Service(model, scheduler, limits, Metrics(scheduler.snapshot), ThreadPoolExecutor(1, "encoder"))
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.encoder.shutdown(cancel_futures=True)
+
+    def authorized(http: Request) -> None:
+        sent = http.headers.get("authorization", "")
+        if api_key is not None and not hmac.compare_digest(sent.encode(), f"Bearer {api_key}".encode()):
+            raise ApiError(401, "a valid API key is needed, as the header 'Authorization: Bearer KEY'")
+
+    app = FastAPI(title="LongSpec", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app.add_middleware(BodyLimit, limits=limits)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
+    app.add_middleware(CountedResponses, metrics=service.metrics)
+    _handle_errors(app)
+    _add_routes(app, service, [Depends(authorized)])
+    page, headers = load_page()
+
+    @app.get("/")
+    async def show_page() -> HTMLResponse:
+        return HTMLResponse(page, headers=headers)
+
+    return app
+
+
+def _add_routes(app: FastAPI, service: Service, guarded: list[Any]) -> None:
+    @app.post("/v1/chat/completions", dependencies=guarded)
+    async def chat_completions(http: Request, body: ChatRequest) -> Response:
+        return await service.answer(http, body)
+
+    @app.post("/v1/completions", dependencies=guarded)
+    async def completions(http: Request, body: CompletionRequest) -> Response:
+        return await service.answer(http, body)
+
+    @app.get("/v1/models", dependencies=guarded)
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [service.describe()]}
+
+    @app.get("/v1/models/{name:path}", dependencies=guarded)
+    async def one_model(name: str) -> dict[str, Any]:
+        if name != service.model.name:
+            raise ApiError(404, f"the model '{name}' is not served here, only '{service.model.name}'", "model")
+        return service.describe()
+
+    @app.get("/metrics", dependencies=guarded)
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        now = service.scheduler.snapshot()
+        if now.healthy:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "failed", "error": now.error}, 503)
+
+
+def _handle_errors(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def refused(http: Request, error: ApiError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(http: Request, error: RequestValidationError) -> Response:
+        return error_response(validation_error(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def no_such_route(http: Request, error: HTTPException) -> Response:
+        return error_response(ApiError(error.status_code, str(error.detail)))
+
+    @app.exception_handler(Exception)
+    async def failed(http: Request, error: Exception) -> Response:
+        return error_response(ApiError(500, "the server failed on this request; its log has the cause"))

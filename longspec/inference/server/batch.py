@@ -1,0 +1,232 @@
+"""The device's side of serving: a static number of rows, prefill of one of them, and rounds over the first n."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longspec.inference.cache import Fault, TargetCache
+from longspec.inference.capture import capture_round, warm_up
+from longspec.inference.drafting.chain import NoDraft
+from longspec.inference.engine import Played, Round, Rounds
+from longspec.inference.methods import make_drafter
+from longspec.inference.runner import Runner
+from longspec.inference.sampling import Sampler
+from longspec.inference.server.requests import Sampling
+from longspec.inference.server.row_sampling import Purpose, RowSampler, RowSettings
+from longspec.inference.server.selective import SelectiveDrafter
+from longspec.kernels.shared.device import upload
+
+Sampled = Literal["greedy", "sampled", "truncated"]
+"""Sampling of a round: all rows greedy; some at a temperature; some with top-k or top-p."""
+
+
+class Mode(NamedTuple):
+    """The rounds of one mode launch the same kernels."""
+
+    speculates: bool
+    """Whether any row speculates."""
+    sampled: Sampled
+
+
+@dataclass(frozen=True)
+class Method:
+    """Drafting settings of all rows, as in `longspec.generate`."""
+
+    name: str
+    tree_shape: tuple[int, ...]
+    gamma: int
+    tree_rule: str
+
+
+class RowRounds(Rounds):
+    """Rounds that gather what the host reads in two tensors."""
+
+    samplers: Sequence[Sampler] = ()
+    """Samplers of draft and target."""
+
+    @property
+    def kind(self) -> Hashable:
+        return (super().kind, type(self.sampler), self.sampler.truncates)
+
+    def round(self, active: Tensor) -> tuple[Tensor, Tensor]:
+        """Play a round. Returns the report, fp64 [B, 2 * depth + 4]: tokens, their log-probabilities, count, fault;
+        and the trace, LongTensor [B, 2 * N + depth + 1]: the nodes' tokens and parents, the accepted path."""
+        for sampler in self.samplers:
+            if isinstance(sampler, RowSampler):
+                sampler.rewind()
+        played = self.play(active)
+        columns = (played.tokens, _log_probabilities(played), played.counts[:, None], self.cache.faults[:, None])
+        report = torch.cat([column.double() for column in columns], 1)
+        proposal = played.proposal
+        return report, torch.cat([proposal.tokens, proposal.parents, played.accepted.path], 1)
+
+
+def _log_probabilities(played: Played) -> Tensor:
+    """Log-probability [B, depth + 1] of each emitted token, at temperature 1."""
+    path = played.accepted.path[..., None].expand(-1, -1, played.logits.shape[2])
+    logits = played.logits.gather(1, path)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.log_softmax(-1).gather(-1, played.tokens[..., None])[..., 0]
+
+
+class Batch:
+    """Cache, draft state and sampling settings of `max_rows` rows, which rounds change in place.
+
+    Rounds run over the first n rows. The captured ones exist for n = 1, 2, 4, ... and `max_rows`.
+    """
+
+    def __init__(self, runner: Runner, method: Method, max_rows: int, capacity: int) -> None:
+        """capacity: slots per row of the target's cache."""
+        self.runner = runner
+        self.vocab = runner.config.vocab_size
+        self.device = runner.device
+        self.capacity = capacity
+        self.max_rows = max_rows
+        self.cache = TargetCache(runner.config, max_rows, capacity, runner.dtype, runner.device)
+        self.root = torch.zeros(max_rows, dtype=torch.long, device=runner.device)
+        self.active = torch.zeros(max_rows, dtype=torch.bool, device=runner.device)
+        """bool [B]: the rows that rounds advance."""
+        self.speculates = torch.zeros_like(self.active)
+        """bool [B]: the rows whose proposals count."""
+        self.settings = RowSettings.allocate(self.cache.lengths, self.vocab)
+        self.sizes = _sizes(max_rows) if runner.capturable else list(range(1, max_rows + 1))
+        runner.prepare(capacity)
+        drafter = make_drafter(method.name, runner, max_rows, GREEDY, method.tree_shape, method.gamma, method.tree_rule)
+        drafter.reserve(capacity)
+        all_rows = slice(0, max_rows)
+        sampled = drafter.share(all_rows, self._sampler("sampled", Purpose.DRAFT, all_rows))
+        truncated = sampled.share(all_rows, self._sampler("truncated", Purpose.DRAFT, all_rows))
+        self.drafters = {"greedy": drafter, "sampled": sampled, "truncated": truncated}
+        self._rounds: dict[tuple[Mode, int], Round] = {}
+
+    @property
+    def nodes(self) -> int:
+        """Tokens that a round reads per row."""
+        return self.drafters["greedy"].nodes
+
+    @property
+    def depth(self) -> int:
+        return self.drafters["greedy"].depth
+
+    def size_for(self, rows: int) -> int:
+        """The smallest size of a round that covers the first `rows` rows."""
+        return next(size for size in self.sizes if size >= rows)
+
+    def capture(self) -> None:
+        """Prepare the rounds of every mode and size, if they are captured; the cache must be empty."""
+        if self.runner.capturable:
+            for size in reversed(self.sizes):  # the largest first: the others fit into its memory
+                for speculates in (True, False) if self.depth else (False,):
+                    for sampled in self.drafters:
+                        self.rounds(Mode(speculates, sampled), size)  # type: ignore[arg-type]
+
+    def rounds(self, mode: Mode, rows: int) -> Round:
+        """Plays rounds of the first `rows` rows, one of `sizes`; see `RowRounds.round`."""
+        key = (mode, rows)
+        if key not in self._rounds:
+            rounds = self._new_rounds(mode, slice(0, rows))
+            if self.runner.capturable:
+                warm_up(rounds)
+                self._rounds[key] = capture_round(rounds)
+            else:
+                self._rounds[key] = rounds.round
+        return self._rounds[key]
+
+    def _new_rounds(self, mode: Mode, rows: slice) -> RowRounds:
+        drafting = self._sampler(mode.sampled, Purpose.DRAFT, rows)
+        verifying = self._sampler(mode.sampled, Purpose.VERIFY, rows)
+        drafter = self.drafters[mode.sampled].share(rows, drafting) if mode.speculates else NoDraft()
+        selective = SelectiveDrafter(drafter, self.speculates[rows])
+        rounds = RowRounds(self.runner, selective, verifying, self.cache.narrow(rows), self.root[rows])
+        rounds.samplers = (drafting, verifying)
+        return rounds
+
+    def _sampler(self, sampled: Sampled, purpose: Purpose, rows: slice) -> Sampler:
+        if sampled == "greedy":
+            return GREEDY
+        return RowSampler(self.settings.narrow(rows), sampled == "truncated", purpose)
+
+    def read_prompt(self, row: int, tokens: Tensor, start: int) -> Tensor:
+        """Read tokens [1, n] at positions start, start + 1, ... of a row; the hidden state [1, 1, hidden] at the last.
+
+        The cache must hold the positions before `start`.
+        """
+        end = start + tokens.shape[1]
+        positions = torch.arange(start, end, device=self.device)[None]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            return self.runner.attention.prefill(q, k[:, :, :end], v[:, :, :end], scale)
+
+        cache = self.cache.narrow(slice(row, row + 1))
+        hidden = self.runner.target(tokens, positions, cache, positions, attend)
+        self.set_length(row, end)
+        return hidden[:, -1:]
+
+    def first_token(self, row: int, prompt: Tensor, last_hidden: Tensor, sampled: Sampled) -> tuple[int, float, int]:
+        """Choose the first token of an answer, which becomes the root; prompt: [1, P], its length that of the row.
+
+        Returns the token, its log-probability at temperature 1, and the row's fault. Waits for the device.
+        """
+        rows = slice(row, row + 1)
+        cache = self.cache.narrow(rows)
+        cache.faults.zero_()
+        logits = self.runner.logits(last_hidden)[:, 0]
+        token = self._sampler(sampled, Purpose.FIRST, rows).choose(logits, cache.watch(Fault.TARGET))
+        self.root[rows] = token
+        if self.drafters["greedy"].reads_hidden:
+            cache.newest_hidden.copy_(last_hidden)
+        self.start_draft(row, prompt)
+        log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)[0, token]
+        chosen, log_probability, fault = torch.cat([token.double(), log_p.double(), cache.faults.double()]).tolist()
+        return int(chosen), log_probability, int(fault)
+
+    def start_draft(self, row: int, tokens: Tensor) -> None:
+        """Make the drafter's state that of a row which holds tokens [1, n]."""
+        lengths = torch.full((1,), tokens.shape[1], device=self.device)
+        self.drafters["greedy"].share(slice(row, row + 1), GREEDY).start(tokens, lengths)
+
+    def upload(self, tokens: Sequence[int]) -> Tensor:
+        """LongTensor [1, n] on the device."""
+        return upload(torch.tensor([tokens], dtype=torch.long), self.device)
+
+    def assign(self, row: int, sampling: Sampling, seed: int, speculates: bool) -> None:
+        """Set the sampling settings of a row."""
+        self.settings.assign(row, sampling, seed, self.vocab)
+        self.speculates[row] = speculates
+
+    def set_length(self, row: int, length: int) -> None:
+        self.cache.lengths[row] = length
+
+    def copy_prefix(self, source: int, row: int, length: int) -> None:
+        """Copy the keys and values of the first `length` slots of row `source` to another row."""
+        for store in (self.cache.keys, self.cache.values):
+            store[:, row, :, :length] = store[:, source, :, :length]
+
+    def swap(self, a: int, b: int, length_a: int, length_b: int) -> None:
+        """Exchange two rows that hold so many tokens, all but the drafter's state: see `start_draft`."""
+        cache, settings = self.cache, self.settings
+        for store in (cache.keys, cache.values):
+            for layer in store:
+                _exchange(layer[a, :, : max(length_a, length_b)], layer[b, :, : max(length_a, length_b)])
+        states = (cache.lengths, cache.newest_hidden, cache.faults, self.root, self.active, self.speculates)
+        for state in (*states, settings.seeds, settings.greedy, settings.temperature, settings.top_k, settings.top_p):
+            _exchange(state[a], state[b])
+
+
+def _exchange(x: Tensor, y: Tensor) -> None:
+    old = x.clone()
+    x.copy_(y)
+    y.copy_(old)
+
+
+def _sizes(max_rows: int) -> list[int]:
+    """1, 2, 4, ... and `max_rows`."""
+    return sorted({2**power for power in range(max_rows.bit_length()) if 2**power < max_rows} | {max_rows})
+
+
+GREEDY = Sampler(temperature=0.0, top_k=0, top_p=1.0)

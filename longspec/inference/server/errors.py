@@ -1,0 +1,66 @@
+"""Refusals in OpenAI's error format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+"""OpenAI's `type` by status; other 4xx are an invalid_request_error, 5xx a server_error."""
+
+
+class ApiError(Exception):
+    """A request that is refused or has failed."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+        close: bool = False,
+    ) -> None:
+        """param: name of the field at fault. close: whether the connection ends, because a part of the body is unread.
+
+        retry_after_s: value of the header Retry-After.
+        """
+        super().__init__(message)
+        self.status, self.code = status, code
+        self.message, self.param = _encodable(message), param and _encodable(param)
+        self.headers: dict[str, str] = {}
+        if retry_after_s is not None:
+            self.headers["Retry-After"] = str(retry_after_s)
+        if status == 401:
+            self.headers["WWW-Authenticate"] = "Bearer"
+        if close:
+            self.headers["Connection"] = "close"
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def _encodable(text: str) -> str:
+    """The text without lone surrogates, which a quoted field name may contain."""
+    return text.encode(errors="replace").decode()
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+def validation_error(errors: Sequence[Any]) -> ApiError:
+    """The first of pydantic's errors, which name fields by their path below "body"."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON ({first['ctx']['error']})")
+    path = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "unsupported":
+        path.append(first["ctx"]["field"])
+    problem = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]
+    name = ".".join(path) or None
+    return ApiError(400, f"{name}: {problem}" if name else problem, param=name)

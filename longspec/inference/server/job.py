@@ -1,0 +1,162 @@
+"""The choices of one HTTP request: submitted together, read as one stream, cancelled together."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, Protocol
+
+from longspec.inference.server.answer_text import AnswerText, Piece
+from longspec.inference.server.errors import ApiError
+from longspec.inference.server.metrics import Latencies
+from longspec.inference.server.requests import (
+    Event,
+    Finished,
+    NotServing,
+    OnEvent,
+    QueueFull,
+    Request,
+    RequestTooLarge,
+    Ticket,
+    Timings,
+    Tokens,
+    Tree,
+)
+
+RETRY_AFTER_S = 1
+"""Advice to a client that finds the queue full; a row becomes free each time an answer ends."""
+
+
+class Engine(Protocol):
+    """The methods of the scheduler that a job needs."""
+
+    def submit(self, request: Request, on_event: OnEvent) -> Ticket: ...
+
+    def cancel(self, ticket: Ticket) -> None: ...
+
+
+@dataclass
+class Delta:
+    """News of one choice."""
+
+    index: int
+    pieces: list[Piece]
+    tree: Tree | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    """Set in the last delta of a choice."""
+    timings: Timings | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+
+@dataclass
+class Choice:
+    text: AnswerText
+    ticket: Ticket
+    started: float
+    """time.perf_counter() at submission."""
+    tokens: int = 0
+    """Generated tokens, those of a stop string included."""
+    newest: float | None = None
+    """time.perf_counter() of the newest token."""
+    ended: bool = False
+
+
+@dataclass
+class Job:
+    """Events arrive on the engine's thread and are read on the event loop that submitted the job."""
+
+    engine: Engine
+    requests: Sequence[Request]
+    tokenizer: Any
+    stops: Sequence[str]
+    deadline: float
+    """Time of the event loop at which the job fails."""
+    latencies: Latencies
+    choices: list[Choice] = field(default_factory=list)
+    cached_tokens: int = 0
+    """Prompt tokens whose keys and values were reused, over the choices that have ended."""
+
+    def __post_init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+
+    def submit(self) -> None:
+        """Submit all choices or none. Raises ApiError."""
+        try:
+            for index, request in enumerate(self.requests):
+                started, text = time.perf_counter(), AnswerText(self.tokenizer, self.stops)
+                ticket = self.engine.submit(request, partial(self._receive, index))
+                self.choices.append(Choice(text, ticket, started))
+        except QueueFull as error:
+            self.cancel()
+            raise ApiError(
+                429, str(error) or "the queue is full; try again later", retry_after_s=RETRY_AFTER_S
+            ) from error
+        except RequestTooLarge as error:
+            self.cancel()
+            raise ApiError(400, str(error), code="context_length_exceeded") from error
+        except NotServing as error:
+            self.cancel()
+            raise ApiError(503, str(error) or "the server is stopping") from error
+
+    def cancel(self) -> None:
+        """Give back the rows of all choices that have not ended."""
+        for choice in self.choices:
+            if not choice.ended:
+                choice.ended = True
+                self.engine.cancel(choice.ticket)
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """News of all choices in the order of arrival, up to the end of each. Raises ApiError."""
+        while not all(choice.ended for choice in self.choices):
+            try:
+                async with asyncio.timeout_at(self.deadline):
+                    index, event = await self._events.get()
+            except TimeoutError:
+                raise ApiError(504, "the request took longer than this server allows", code="timeout") from None
+            choice = self.choices[index]
+            if choice.ended:
+                continue
+            delta = self._finish(index, event) if isinstance(event, Finished) else self._extend(index, event)
+            if choice.text.stopped and not choice.ended:
+                self.engine.cancel(choice.ticket)
+                choice.ended, delta.finish_reason = True, "stop"
+            yield delta
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompts, each counted once."""
+        return sum(len(prompt) for prompt in {id(request.prompt): request.prompt for request in self.requests}.values())
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(choice.tokens for choice in self.choices)
+
+    def _receive(self, index: int, event: Event) -> None:
+        """Called on the engine's thread."""
+        self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+    def _extend(self, index: int, event: Tokens) -> Delta:
+        choice, now = self.choices[index], time.perf_counter()
+        self.latencies.note(now, choice.started, choice.newest, len(event.ids))
+        choice.newest = now
+        choice.tokens += len(event.ids)
+        return Delta(index, choice.text.add(event.ids, event.origins, event.logprobs), event.tree)
+
+    def _finish(self, index: int, event: Finished) -> Delta:
+        if event.reason == "error":
+            raise ApiError(500, event.message or "the request failed")
+        if event.reason == "cancelled":
+            raise ApiError(503, event.message or "the server stopped before the answer was complete")
+        choice = self.choices[index]
+        pieces = choice.text.end()
+        choice.ended = True
+        self.cached_tokens += event.timings.cached_prompt_tokens
+        reason: Literal["stop", "length"] = "stop" if choice.text.stopped else event.reason
+        return Delta(index, pieces, None, reason, event.timings)

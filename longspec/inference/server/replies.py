@@ -1,0 +1,142 @@
+"""The bodies of answers in OpenAI's format, whole and in chunks."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from longspec.inference.detokenizer import REPLACEMENT
+from longspec.inference.server.answer_text import Piece
+from longspec.inference.server.errors import ApiError
+from longspec.inference.server.job import Delta, Job
+
+Body = dict[str, Any]
+DONE = "data: [DONE]\n\n"
+
+
+def server_sent_event(body: Body) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+class Replies:
+    """Writes the answers to one request."""
+
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+
+    def __init__(self, model: str, tokenizer: Any, logprobs: bool, extended: bool, usage: bool) -> None:
+        """extended: whether chunks have the field `longspec`. usage: whether a last chunk counts the tokens."""
+        self.tokenizer, self.logprobs, self.extended, self.usage = tokenizer, logprobs, extended, usage
+        self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._lengths: dict[int, int] = {}
+        """Number of characters that were sent, by choice."""
+
+    def whole(self, job: Job, deltas: Sequence[Delta]) -> Body:
+        """The answer once all deltas are known."""
+        choices = []
+        for index in range(len(job.choices)):
+            own = [delta for delta in deltas if delta.index == index]
+            pieces = [piece for delta in own for piece in delta.pieces]
+            fields = self._choice("".join(piece.text for piece in pieces)) | self._logprobs(index, pieces)
+            choices.append({"index": index, **fields, "finish_reason": own[-1].finish_reason})
+        return {**self.head, "object": self.kind, "choices": choices, "usage": _usage(job)}
+
+    def opening(self, choices: int) -> list[Body]:
+        """The chunks before the first token."""
+        return []
+
+    def chunk(self, delta: Delta) -> Body | None:
+        """A chunk for a delta; None if there is nothing to tell."""
+        if not (delta.pieces or delta.finish_reason or (self.extended and delta.tree)):
+            return None
+        fields = self._delta(delta.text) | self._logprobs(delta.index, delta.pieces)
+        body = self._chunk([{"index": delta.index, **fields, "finish_reason": delta.finish_reason}])
+        return body | ({"longspec": self._extension(delta)} if self.extended else {})
+
+    def closing(self, job: Job) -> list[Body]:
+        """The chunks after the last token."""
+        return [{**self._chunk([]), "usage": _usage(job)}] if self.usage else []
+
+    def failure(self, error: ApiError) -> Body:
+        """The chunk that ends a stream in place of the rest of the answer."""
+        return error.body
+
+    def _chunk(self, choices: list[Body]) -> Body:
+        body = {**self.head, "object": self.chunk_kind, "choices": choices}
+        return body | ({"usage": None} if self.usage else {})
+
+    def _choice(self, text: str) -> Body:
+        return {"text": text}
+
+    def _delta(self, text: str) -> Body:
+        return {"text": text}
+
+    def _logprobs(self, index: int, pieces: Sequence[Piece]) -> Body:
+        if not self.logprobs:
+            return {"logprobs": None}
+        offsets = []
+        for piece in pieces:
+            offsets.append(self._lengths.get(index, 0))
+            self._lengths[index] = offsets[-1] + len(piece.text)
+        known = [(piece, offset) for piece, offset in zip(pieces, offsets, strict=True) if piece.id is not None]
+        return {"logprobs": self._logprob_fields(known)}
+
+    def _logprob_fields(self, pieces: Sequence[tuple[Piece, int]]) -> Body:
+        """pieces: each with its offset in the text."""
+        return {
+            "tokens": [self._token(piece) for piece, _ in pieces],
+            "token_logprobs": [piece.logprob for piece, _ in pieces],
+            "top_logprobs": None,
+            "text_offset": [offset for _, offset in pieces],
+        }
+
+    def _token(self, piece: Piece) -> str:
+        return self.tokenizer.decode([piece.id])
+
+    def _extension(self, delta: Delta) -> Body:
+        body: Body = {"tokens": [{"text": piece.text, "origin": piece.origin} for piece in delta.pieces]}
+        if delta.tree is not None:
+            tree = delta.tree
+            texts = [self.tokenizer.decode([token]) for token in tree.tokens]
+            body["tree"] = {"texts": texts, "parents": tree.parents, "accepted": tree.accepted}
+        if delta.timings is not None:
+            body["timings"] = asdict(delta.timings)
+        return body
+
+
+class ChatReplies(Replies):
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def opening(self, choices: int) -> list[Body]:
+        delta = {"role": "assistant", "content": ""}
+        return [
+            self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+            for index in range(choices)
+        ]
+
+    def _choice(self, text: str) -> Body:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _delta(self, text: str) -> Body:
+        return {"delta": {"content": text} if text else {}}
+
+    def _logprob_fields(self, pieces: Sequence[tuple[Piece, int]]) -> Body:
+        content = []
+        for piece, _ in pieces:
+            token = self._token(piece)
+            data = None if REPLACEMENT in token else list(token.encode())
+            content.append({"token": token, "logprob": piece.logprob, "bytes": data, "top_logprobs": []})
+        return {"content": content, "refusal": None}
+
+
+def _usage(job: Job) -> Body:
+    prompt, new = job.prompt_tokens, job.new_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": job.cached_tokens},
+    }

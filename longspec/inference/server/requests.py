@@ -1,0 +1,163 @@
+"""The interface of the scheduler: requests, the events that answer them, and the errors that refuse them.
+
+Importing it loads no library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+Origin = Literal["target", "draft", "lookup"]
+"""Source of an emitted token, as in `longspec.inference.generate.Origin`."""
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+"""stop: an EOS token; length: max_new_tokens; cancelled: by the client or by shutdown; error: see the message."""
+
+
+class QueueFull(Exception):
+    """The queue holds `max_queue` requests; try again later."""
+
+
+class RequestTooLarge(Exception):
+    """Prompt and new tokens do not fit into a row of the cache or into the target's positions."""
+
+
+class NotServing(Exception):
+    """The scheduler is draining, closed, or has failed; it takes no more requests."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The distribution of one request; the meaning of each field is that of `longspec.generate`."""
+
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all tokens."""
+    seed: int | None = None
+    """0 … 2^64 - 1; None draws a fresh seed."""
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: list[int]
+    """Token ids, at least one."""
+    max_new_tokens: int = 256
+    sampling: Sampling = Sampling()
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end the answer; the one that occurs is emitted last. Stop strings are the caller's task: `cancel`."""
+    speculate: bool = True
+    """False decodes as `vanilla`: one token per round."""
+    logprobs: bool = False
+    trace: bool = False
+    """Send each round's tree along with its tokens."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The proposal of one round. Node 0 is the root, the newest token before the round."""
+
+    tokens: list[int]
+    """Token id of each node."""
+    parents: list[int]
+    """Number of each node's parent; -1 for the root and for unused nodes."""
+    accepted: list[int]
+    """Numbers of the accepted nodes below the root, from the top down."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """New tokens of one request, in order; at least one."""
+
+    ids: list[int]
+    origins: list[Origin]
+    """One per token: the first token and each bonus token come from the target, the others from its drafter."""
+    logprobs: list[float] | None = None
+    """Natural log-probability of each token under the target at temperature 1, without top-k and top-p; None unless
+    requested."""
+    tree: Tree | None = None
+    """None unless requested, and for the first token, which prefill chooses."""
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Times in seconds."""
+
+    queue_s: float = 0.0
+    """From `submit` to the start of prefill."""
+    ttft_s: float = 0.0
+    """From `submit` to the first token; 0 if there was none."""
+    decode_s: float = 0.0
+    """From the first token to the last."""
+    rounds: int = 0
+    """Verification passes of this request."""
+    cached_prompt_tokens: int = 0
+    """Prompt tokens whose keys and values were reused."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last event of a request, sent exactly once."""
+
+    reason: FinishReason
+    message: str = ""
+    """Explains reason "error"."""
+    timings: Timings = Timings()
+
+
+Event = Tokens | Finished
+OnEvent = Callable[[Event], None]
+"""Called on the engine's thread; it must return at once. If it raises, the request ends with reason "error"."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A submitted request, as `Scheduler.cancel` takes it."""
+
+    request: Request
+    on_event: OnEvent
+    submitted: float
+    """time.perf_counter() at submission."""
+    cancelled: bool = False
+    """Set by `cancel`; the engine's thread acts on it before its next round."""
+    failure: str = ""
+    """Why `on_event` failed; the request then ends with reason "error"."""
+    done: bool = False
+    """Whether `Finished` was sent."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Figures of a scheduler; counts are totals since `start`."""
+
+    healthy: bool
+    """Whether the engine's thread runs."""
+    error: str
+    """Cause of a failure of the whole engine; empty without one."""
+    max_rows: int
+    capacity: int
+    """Cache slots per row: prompt, new tokens, and one round's tree must fit."""
+    queued: int
+    """Requests that wait for a row."""
+    running: int
+    """Rows that hold a request, the one in prefill included."""
+    requests: int = 0
+    """Submitted requests, without refused ones."""
+    finished: dict[str, int] = field(default_factory=dict)
+    """Number of finished requests by `FinishReason`."""
+    prompt_tokens: int = 0
+    """Prompt tokens of requests whose prefill has begun."""
+    cached_prompt_tokens: int = 0
+    """Part of `prompt_tokens` that was reused."""
+    new_tokens: int = 0
+    """Emitted tokens."""
+    rounds: int = 0
+    """Rounds of the whole batch."""
+    row_rounds: int = 0
+    """Verification passes, counted per row while it holds a running request that speculates."""
+    accepted_tokens: int = 0
+    """Draft tokens emitted by these passes."""
+    decoded_tokens: int = 0
+    """Tokens emitted by these passes, the bonus tokens included; over `row_rounds` it is the acceptance length."""

@@ -1,0 +1,106 @@
+"""The host's record of the rows: which tokens the cache holds, and which request each row answers."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from longspec.inference.server.batch import Sampled
+from longspec.inference.server.requests import Sampling, Ticket
+
+
+@dataclass
+class Job:
+    """A request that has a row."""
+
+    ticket: Ticket
+    prompt: Tensor
+    """LongTensor [1, P] on the device."""
+    cached: int
+    """Prompt tokens that the row held already."""
+    started: float
+    """time.perf_counter() at the start of prefill; the other times are of the same clock."""
+    first_token: float = 0.0
+    last_token: float = 0.0
+    root: int | None = None
+    """The newest token; None during prefill."""
+    new_tokens: int = 0
+    rounds: int = 0
+
+
+@dataclass(eq=False)
+class Row:
+    number: int
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+    """The tokens whose keys and values the cache holds, by position; their number is the row's length there."""
+    last_used: int = 0
+    """Order in which rows became idle; 0 for one that never held a request."""
+    job: Job | None = None
+
+
+class Rows:
+    """All rows, by number."""
+
+    def __init__(self, count: int) -> None:
+        self._rows = [Row(number) for number in range(count)]
+        self._releases = 0
+
+    def __getitem__(self, number: int) -> Row:
+        return self._rows[number]
+
+    def busy(self) -> list[Row]:
+        """Rows that hold a request."""
+        return [row for row in self._rows if row.job is not None]
+
+    def running(self) -> list[Row]:
+        """Rows past prefill, which take part in rounds."""
+        return [row for row in self._rows if row.job is not None and row.job.root is not None]
+
+    def choose(self, prompt: Sequence[int]) -> tuple[Row, Row, int] | None:
+        """An idle row for `prompt`, the row with the longest prefix in common with it, and the length of that prefix.
+
+        These are one row where a conversation goes on. Else the prefix is to be copied, and the idle row is the one
+        that was unused for the longest time. At least one token of the prompt stays to be read. None if all are busy.
+        """
+        idle = [row for row in self._rows if row.job is None]
+        if not idle:
+            return None
+        ids = np.array(prompt[:-1], dtype=np.int64)
+        lengths = [common_prefix(ids, row.tokens) for row in self._rows]
+        # Of equal prefixes the one of the row that loses least.
+        source = max(self._rows, key=lambda row: (lengths[row.number], row.job is None, -len(row.tokens)))
+        length = lengths[source.number]
+        if source.job is None and 2 * length >= len(source.tokens):
+            return source, source, length
+        return min(idle, key=lambda row: row.last_used), source, length
+
+    def release(self, row: Row) -> None:
+        """Make a row idle; its tokens stay."""
+        self._releases += 1
+        row.last_used = self._releases
+        row.job = None
+
+    def swap(self, a: Row, b: Row) -> None:
+        """Exchange the numbers of two rows."""
+        a.number, b.number = b.number, a.number
+        self._rows[a.number], self._rows[b.number] = a, b
+
+
+def common_prefix(ids: np.ndarray, tokens: array[int]) -> int:
+    """Number of leading tokens that are equal. ids: int64 [P]."""
+    shared = min(len(ids), len(tokens))
+    if shared == 0:
+        return 0
+    is_different = ids[:shared] != np.frombuffer(tokens, dtype=np.int64, count=shared)
+    return int(is_different.argmax()) if is_different.any() else shared
+
+
+def sampling_kind(sampling: Sampling) -> Sampled:
+    """The cheapest rounds that can sample so."""
+    if sampling.temperature == 0:
+        return "greedy"
+    return "truncated" if sampling.top_k > 0 or sampling.top_p < 1 else "sampled"

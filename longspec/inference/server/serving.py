@@ -1,0 +1,87 @@
+"""Running the application with uvicorn: the socket, the addresses that are safe, and the end."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import sys
+
+import uvicorn
+from fastapi import FastAPI
+
+from longspec.errors import UserError
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server at `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def allowed_hosts(host: str, api_key: str | None) -> list[str]:
+    """The names under which clients may address a server; "*" are all.
+
+    A web page can make a name of its own resolve to 127.0.0.1, so a server without a key answers to its own names only.
+    """
+    return ["*"] if api_key is not None else list(dict.fromkeys((*LOOPBACK_NAMES, host)))
+
+
+def listen(host: str, port: int, api_key: str | None) -> socket.socket:
+    """A listening socket; port 0 takes a free one. Clients wait until the server runs. Raises UserError."""
+    if not is_loopback(host) and api_key is None:
+        raise UserError(f"--host {host}: other machines can reach this address, so it needs --api_key")
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip()):
+        raise UserError("--api_key: must be of printable ASCII characters")
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise UserError(f"--host {host}: no address of this machine ({error.strerror})") from error
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+        bound.listen()
+    except OSError as error:
+        bound.close()
+        raise UserError(f"--host {host} --port {port}: cannot be bound ({error.strerror}); use another") from error
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """Says on stderr where it listens, once it does."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for bound in sockets or []:
+            print(f"listening on {url_of(bound)}", file=sys.stderr, flush=True)
+
+
+def http_server(app: FastAPI, drain_seconds: int) -> uvicorn.Server:
+    """The server, to be run as `server.run(sockets=[...])` until a signal asks for the end.
+
+    SIGTERM and SIGINT close the sockets, let running and queued requests finish for up to `drain_seconds`, and are
+    raised again afterwards, so that the command ends as after any signal. A second SIGINT cancels the requests.
+    """
+    config = uvicorn.Config(
+        app,
+        lifespan="on",
+        ws="none",
+        http="h11",
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=drain_seconds,
+    )
+    return _Server(config)

@@ -1,0 +1,246 @@
+"""The engine thread's work: admission, prefill in chunks, rounds, and the events that they cause."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from longspec.errors import first_line
+from longspec.inference.cache import Fault
+from longspec.inference.server.batch import Batch, Mode, Sampled
+from longspec.inference.server.requests import Event, Finished, FinishReason, Origin, Ticket, Timings, Tokens, Tree
+from longspec.inference.server.rows import Job, Row, Rows, sampling_kind
+
+logger = logging.getLogger(__name__)
+
+KINDS: tuple[Sampled, ...] = ("greedy", "sampled", "truncated")
+"""In order of what rounds can do."""
+
+
+@dataclass
+class Counts:
+    """Totals since the start; see `requests.Snapshot`."""
+
+    finished: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    new_tokens: int = 0
+    rounds: int = 0
+    row_rounds: int = 0
+    accepted_tokens: int = 0
+    decoded_tokens: int = 0
+
+
+class Worker:
+    """All of it runs on one thread. Events wait in an outbox until the next round is launched."""
+
+    def __init__(self, batch: Batch, max_rows: int, prefill_chunk: int, proposed: Origin) -> None:
+        """prefill_chunk: most prompt tokens that are read between two rounds; proposed: origin of accepted tokens."""
+        self.batch = batch
+        self.rows = Rows(max_rows)
+        self.prefill_chunk = prefill_chunk
+        self.proposed = proposed
+        self.counts = Counts()
+        self.outbox: list[tuple[Ticket, Event]] = []
+        self._in_prefill: Row | None = None
+
+    def step(self, next_ticket: Callable[[], Ticket | None], deliver: Callable[[], None]) -> None:
+        """Read one chunk of prompts, then play one round; `deliver` is called while the device works on it."""
+        for row in self.rows.busy():
+            self._end_if_unwanted(row)
+        self._prefill(next_ticket)
+        running = self.rows.running()
+        if not running:
+            deliver()
+            return
+        report, trace = self._launch(running)
+        deliver()
+        self._note(running, report, trace)
+
+    def end_all(self, reason: FinishReason, message: str) -> None:
+        """End every request that has a row, without touching the device."""
+        for row in self.rows.busy():
+            self._finish(row, reason, message)
+
+    def refuse(self, ticket: Ticket, reason: FinishReason, message: str = "") -> None:
+        """End a request that has no row."""
+        self.counts.finished[reason] += 1
+        self.outbox.append((ticket, Finished(reason, message, Timings(queue_s=time.perf_counter() - ticket.submitted))))
+
+    def _end_if_unwanted(self, row: Row) -> None:
+        assert row.job is not None
+        ticket = row.job.ticket
+        if ticket.cancelled or ticket.failure:
+            self._stop(row, "error" if ticket.failure else "cancelled", ticket.failure)
+
+    def _prefill(self, next_ticket: Callable[[], Ticket | None]) -> None:
+        budget = self.prefill_chunk
+        while budget > 0:
+            row = self._in_prefill or self._admit(next_ticket)
+            if row is None:
+                return
+            try:
+                budget -= self._read_chunk(row, budget)
+            except Exception as error:  # a request's own failure; one of the device shows again in the next round
+                logger.exception("prefill failed")
+                self._forget(row)
+                self._stop(row, "error", f"prefill failed: {first_line(error)}")
+
+    def _admit(self, next_ticket: Callable[[], Ticket | None]) -> Row | None:
+        """Give a row to the next request, and the prefix that some row shares with it."""
+        if len(self.rows.busy()) == self.batch.max_rows or (ticket := next_ticket()) is None:
+            return None
+        request, batch = ticket.request, self.batch
+        choice = self.rows.choose(request.prompt)
+        assert choice is not None
+        row, source, cached = choice
+        if row is not source:
+            batch.copy_prefix(source.number, row.number, cached)
+        row.tokens = array("q", request.prompt[:cached])
+        batch.set_length(row.number, cached)
+        seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
+        batch.assign(row.number, request.sampling, seed, request.speculate)
+        row.job = Job(ticket, batch.upload(request.prompt), cached, time.perf_counter())
+        self._in_prefill = row
+        self.counts.prompt_tokens += len(request.prompt)
+        self.counts.cached_prompt_tokens += cached
+        return row
+
+    def _read_chunk(self, row: Row, budget: int) -> int:
+        """Read on in a row's prompt; the number of tokens read. After the last one the row takes part in rounds."""
+        job = row.job
+        assert job is not None
+        prompt, start = job.ticket.request.prompt, len(row.tokens)
+        end = min(start + budget, len(prompt))
+        hidden = self.batch.read_prompt(row.number, job.prompt[:, start:end], start)
+        row.tokens.extend(prompt[start:end])
+        if end == len(prompt):
+            self._in_prefill = None
+            kind = sampling_kind(job.ticket.request.sampling)
+            job.root, logprob, fault = self.batch.first_token(row.number, job.prompt, hidden, kind)
+            job.first_token = job.last_token = time.perf_counter()
+            self.batch.active[row.number] = True
+            if fault:
+                self._stop_faulty(row, fault)
+            else:
+                self._emit(row, [job.root], [logprob], accepted=0, tree=None)
+        return end - start
+
+    def _launch(self, running: list[Row]) -> tuple[Tensor, Tensor]:
+        """Play a round of the running rows, after moving them together if that makes it smaller."""
+        batch = self.batch
+        size = batch.size_for(len(running))
+        for row in sorted(running, key=lambda row: row.number, reverse=True):
+            if batch.size_for(row.number + 1) > size:
+                self._move_down(row)
+        requests = [row.job.ticket.request for row in running if row.job is not None]
+        sampled = max((sampling_kind(request.sampling) for request in requests), key=KINDS.index)
+        speculates = batch.depth > 0 and any(request.speculate for request in requests)
+        self.counts.rounds += 1
+        size = batch.size_for(max(row.number for row in running) + 1)
+        return batch.rounds(Mode(speculates, sampled), size)(batch.active[:size])
+
+    def _move_down(self, row: Row) -> None:
+        """Exchange a running row with the first one that does not run."""
+        running = {other.number for other in self.rows.running()}
+        free = self.rows[min(set(range(self.batch.max_rows)) - running)]
+        self.batch.swap(row.number, free.number, len(row.tokens), len(free.tokens))
+        self.rows.swap(row, free)
+        self.batch.start_draft(row.number, self.batch.upload(row.tokens))
+
+    def _note(self, running: list[Row], report: Tensor, trace: Tensor) -> None:
+        """Take in a round. Reading the report is the one place that waits for it."""
+        lines = report.tolist()
+        traced = any(row.job is not None and row.job.ticket.request.trace for row in running)
+        trees = trace.tolist() if traced else None
+        emitting = (len(lines[0]) - 2) // 2
+        for row in running:
+            job, line = row.job, lines[row.number]
+            assert job is not None and job.root is not None
+            count, fault = int(line[-2]), int(line[-1])
+            if fault:
+                self._stop_faulty(row, fault)
+                continue
+            new_tokens = [int(token) for token in line[:count]]
+            row.tokens.append(job.root)
+            row.tokens.extend(new_tokens[:-1])
+            job.root = new_tokens[-1]
+            job.rounds += 1
+            job.last_token = time.perf_counter()
+            tree = _tree(trees[row.number], emitting, count) if trees and job.ticket.request.trace else None
+            taken = self._emit(row, new_tokens, line[emitting : emitting + count], count - 1, tree)
+            if job.ticket.request.speculate:
+                self.counts.row_rounds += 1
+                self.counts.decoded_tokens += taken
+                self.counts.accepted_tokens += min(taken, count - 1)
+
+    def _emit(self, row: Row, ids: list[int], logprobs: list[float], accepted: int, tree: Tree | None) -> int:
+        """Send tokens up to the end of the answer; the number of them. The first `accepted` ones were proposed."""
+        job = row.job
+        assert job is not None
+        request = job.ticket.request
+        room = request.max_new_tokens - job.new_tokens
+        taken = next((number for number, token in enumerate(ids, 1) if token in request.stop_ids), len(ids))
+        reason: FinishReason | None = "stop" if ids[taken - 1] in request.stop_ids and taken <= room else None
+        if reason is None and taken >= room:
+            taken, reason = room, "length"
+        job.new_tokens += taken
+        self.counts.new_tokens += taken
+        origins: list[Origin] = [self.proposed if number < accepted else "target" for number in range(taken)]
+        self.outbox.append(
+            (job.ticket, Tokens(ids[:taken], origins, logprobs[:taken] if request.logprobs else None, tree))
+        )
+        if reason is not None:
+            self._stop(row, reason)
+        return taken
+
+    def _stop_faulty(self, row: Row, fault: int) -> None:
+        assert row.job is not None
+        position = len(row.tokens)
+        self._forget(row)
+        model = Fault(fault).name.lower()
+        self._stop(row, "error", f"position {position}: the {model}'s logits are NaN or infinite")
+
+    def _forget(self, row: Row) -> None:
+        """Drop what the cache holds of a row."""
+        row.tokens = array("q")
+        self.batch.set_length(row.number, 0)
+
+    def _stop(self, row: Row, reason: FinishReason, message: str = "") -> None:
+        """End a row's request and keep what the cache holds of it."""
+        self.batch.active[row.number] = False
+        self._finish(row, reason, message)
+
+    def _finish(self, row: Row, reason: FinishReason, message: str = "") -> None:
+        job = row.job
+        assert job is not None
+        if row is self._in_prefill:
+            self._in_prefill = None
+        self.counts.finished[reason] += 1
+        self.outbox.append((job.ticket, Finished(reason, message, _timings(job))))
+        self.rows.release(row)
+
+
+def _timings(job: Job) -> Timings:
+    submitted = job.ticket.submitted
+    return Timings(
+        queue_s=job.started - submitted,
+        ttft_s=job.first_token - submitted if job.new_tokens else 0.0,
+        decode_s=job.last_token - job.first_token,
+        rounds=job.rounds,
+        cached_prompt_tokens=job.cached,
+    )
+
+
+def _tree(trace: list[int], emitting: int, count: int) -> Tree:
+    """trace: as `RowRounds.round` returns it; emitting: most tokens of a round; count: tokens of this one."""
+    nodes = (len(trace) - emitting) // 2
+    path = trace[2 * nodes :]
+    return Tree(trace[:nodes], trace[nodes : 2 * nodes], path[1:count])

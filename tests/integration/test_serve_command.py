@@ -1,0 +1,76 @@
+"""`longspec serve` as a process: what it refuses, where it listens, and how it ends."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+from http_server import printable_pair
+from typer.testing import CliRunner
+
+from longspec.cli.app import app
+from longspec.errors import UserError
+from longspec.inference.server.serving import allowed_hosts, is_loopback, listen, url_of
+
+LIMIT_S = 60
+KEY = "a key of the environment"
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A server of a tiny pair, told its key by the environment."""
+    printable_pair(tmp_path / "pair")
+    command = [sys.executable, "-m", "longspec", "serve", str(tmp_path / "pair"), "--port", "0", "--max_rows", "2"]
+    environment = {**os.environ, "LONGSPEC_API_KEY": KEY, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+def test_sigterm_lets_answers_finish_and_ends_with_143(process: subprocess.Popen[str]) -> None:
+    assert process.stderr is not None
+    url = next(match[1] for line in process.stderr if (match := re.search(r"listening on (\S+)", line)))
+    assert not any(KEY in word for word in psutil.Process(process.pid).cmdline())
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0).models.list()
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+    (model,) = client.models.list()
+    stream = client.completions.create(model=model.id, prompt="ab", max_tokens=400, temperature=0, stream=True)
+    text = next(stream).choices[0].text
+    process.send_signal(signal.SIGTERM)
+    *chunks, last = stream
+    text += "".join(chunk.choices[0].text for chunk in (*chunks, last))
+    assert len(text) == 400 and last.choices[0].finish_reason == "length"
+    assert process.wait(LIMIT_S) == 128 + signal.SIGTERM
+    with pytest.raises(openai.APIConnectionError):
+        client.models.list()
+
+
+def test_other_addresses_than_loopback_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LONGSPEC_API_KEY", raising=False)
+    for host in ("0.0.0.0", "::", "192.0.2.1"):
+        with pytest.raises(UserError, match="needs --api_key"):
+            raise CliRunner().invoke(app, ["serve", "no-such-pair", "--host", host]).exception
+    assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.8.8.8", "::1")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "localhost.example", "")))
+    assert allowed_hosts("0.0.0.0", "key") == ["*"] and "*" not in allowed_hosts("127.0.0.1", None)
+
+
+def test_what_cannot_be_listened_on_is_refused_before_the_weights_are_loaded() -> None:
+    with listen("127.0.0.1", 0, None) as taken:
+        port = taken.getsockname()[1]
+        assert url_of(taken) == f"http://127.0.0.1:{port}"
+        for given, part in (
+            (["--port", str(port)], "cannot be bound"),
+            (["--host", "192.0.2.1", "--api_key", "k"], "cannot be bound"),
+            (["--host", "no.such.host.invalid", "--api_key", "k"], "no address"),
+            (["--api_key", "schlüssel"], "printable ASCII"),
+        ):
+            with pytest.raises(UserError, match=part):
+                raise CliRunner().invoke(app, ["serve", "no-such-pair", *given]).exception

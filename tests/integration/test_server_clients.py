@@ -1,0 +1,199 @@
+"""The server as its clients see it: the `openai` package and lm_eval, over a tiny pair."""
+
+import asyncio
+import importlib
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+import torch
+from http_server import NAME, Running, chat_tokenizer, printable_pair, serving
+from pairs import target_greedy
+from transformers import AutoModelForCausalLM
+
+TOKENIZER = chat_tokenizer()
+PROMPTS = [f"{'ab' * length} {number}" for number, length in enumerate((1, 40, 5, 90, 2, 17))]
+LIMIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("server") / "pair"
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Running]:
+    with serving(printable_pair(folder), max_rows=4, max_queue=64) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def greedy(server: Running, prompt: str, count: int) -> str:
+    """The target's own answer to a text."""
+    ids = torch.tensor(TOKENIZER(prompt, add_special_tokens=False)["input_ids"])
+    return TOKENIZER.decode(target_greedy(server.model, ids, count))
+
+
+def complete(client: openai.OpenAI, prompt: Any, **options: Any) -> Any:
+    return client.completions.create(**{"model": NAME, "prompt": prompt, "temperature": 0, "max_tokens": 24, **options})
+
+
+def test_answers_are_those_of_the_target(client: openai.OpenAI, server: Running) -> None:
+    """Of text, of token ids, of a conversation; whole and streamed; speculating and not."""
+    prompt = PROMPTS[1]
+    expected, ids = greedy(server, prompt, 24), TOKENIZER(prompt, add_special_tokens=False)["input_ids"]
+    for given in (prompt, ids, [prompt], [ids]):
+        assert complete(client, given).choices[0].text == expected
+    assert complete(client, prompt, extra_body={"longspec": {"speculate": False}}).choices[0].text == expected
+    assert "".join(chunk.choices[0].text for chunk in complete(client, prompt, stream=True)) == expected
+    both = complete(client, [PROMPTS[0], prompt], n=2)
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in both.choices] == [greedy(server, PROMPTS[0], 24)] * 2 + [expected] * 2
+    turns: Any = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
+    asked = {"model": NAME, "messages": turns, "temperature": 0, "max_tokens": 24}
+    said = client.chat.completions.create(**asked)
+    assert said.choices[0].message.content == greedy(server, "<system>s</s><user>hi</s><a>", 24)
+    assert said.choices[0].finish_reason == "length"
+    *chunks, usage = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == said.choices[0].message.content
+    assert usage.usage.total_tokens == said.usage.total_tokens and usage.usage.completion_tokens == 24
+    assert usage.usage.prompt_tokens_details.cached_tokens > 0  # the prefix of the same conversation
+
+
+def test_a_stop_string_is_found_across_tokens_and_never_shown(client: openai.OpenAI, server: Running) -> None:
+    text = greedy(server, PROMPTS[2], 64)
+    stop = text[20:26]  # six tokens, because each is a byte
+    expected = text[: text.index(stop)]
+    answer = complete(client, PROMPTS[2], stop=stop, max_tokens=64)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected, "stop")
+    chunks = [
+        chunk.choices[0] for chunk in complete(client, PROMPTS[2], stop=["~~~~~", stop], stream=True, max_tokens=64)
+    ]
+    assert "".join(chunk.text for chunk in chunks) == expected and chunks[-1].finish_reason == "stop"
+
+
+def test_a_seed_fixes_an_answer_among_others(client: openai.OpenAI, server: Running) -> None:
+    """Each of many concurrent requests is answered as when it is alone, greedy and sampled."""
+
+    def ask(number: int) -> list[str]:
+        sampled = {"temperature": 1.0, "seed": number, "extra_body": {"top_k": 20}}
+        settings = sampled if number % 2 else {"temperature": 0}
+        answer = complete(client, PROMPTS[number], max_tokens=5 + 4 * number, n=1 + number % 2, **settings)
+        return [choice.text for choice in answer.choices]
+
+    alone = [ask(number) for number in range(len(PROMPTS))]
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        assert list(pool.map(ask, range(len(PROMPTS)))) == alone
+    assert len(set(alone[5])) == 2  # the choices of one sampled request differ
+
+
+def test_async_streams_interleave(client: openai.OpenAI, server: Running) -> None:
+    async def stream(connection: openai.AsyncOpenAI, prompt: str) -> str:
+        chunks = await connection.completions.create(
+            model=NAME, prompt=prompt, temperature=0, max_tokens=20, stream=True
+        )
+        return "".join([chunk.choices[0].text async for chunk in chunks])
+
+    async def all_streams() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as connection:
+            return await asyncio.gather(*(stream(connection, prompt) for prompt in PROMPTS))
+
+    assert asyncio.run(all_streams()) == [greedy(server, prompt, 20) for prompt in PROMPTS]
+
+
+def test_logprobs_are_the_targets(client: openai.OpenAI, server: Running) -> None:
+    turns: Any = [{"role": "user", "content": "hi"}]
+    said = client.chat.completions.create(
+        model=NAME, messages=turns, temperature=0.8, seed=3, max_tokens=6, logprobs=True, extra_body={"top_k": 20}
+    )
+    entries = said.choices[0].logprobs.content
+    ids = TOKENIZER("<user>hi</s><a>", add_special_tokens=False)["input_ids"]
+    for entry in entries:
+        token = TOKENIZER(entry.token, add_special_tokens=False)["input_ids"]
+        with torch.no_grad():
+            logits = server.model(torch.tensor([ids])).logits[0, -1]
+        assert entry.logprob == pytest.approx(logits.log_softmax(-1)[token].item(), abs=1e-3)
+        ids += token
+    assert len(entries) == 6
+
+
+def test_errors_are_openais(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="4096 positions"):
+        complete(client, "a", max_tokens=4096)
+    with pytest.raises(openai.BadRequestError, match="frequency_penalty: not supported"):
+        complete(client, "a", frequency_penalty=1.0)
+    with pytest.raises(openai.NotFoundError, match="not served here"):
+        complete(client, "a", model="other")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_closed_connection_frees_its_row(server: Running, stream: bool) -> None:
+    """Long before the answer would have ended."""
+    before = server.scheduler.snapshot()
+    body = json.dumps({"prompt": "ab", "max_tokens": 4000, "temperature": 0, "stream": stream}).encode()
+    parts = urlsplit(server.url)
+    with socket.create_connection((parts.hostname, parts.port)) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        until(lambda: server.scheduler.snapshot().new_tokens > before.new_tokens + 5)
+    until(lambda: server.scheduler.snapshot().running == 0)
+    after = server.scheduler.snapshot()
+    assert after.new_tokens - before.new_tokens < 2000
+    assert after.finished.get("cancelled", 0) == before.finished.get("cancelled", 0) + 1
+
+
+def test_lm_eval_scores_as_transformers_does(
+    server: Running, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generation task of lm_eval's `local-completions`, with stop strings, against transformers' greedy decoding."""
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # runs pip, and takes seconds
+    target, until_text, count = AutoModelForCausalLM.from_pretrained(folder), ["e", "Q:"], 24
+    expected = []
+    for prompt in PROMPTS:
+        ids = TOKENIZER(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        tokens = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count)
+        text = TOKENIZER.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
+        expected.append(min((text.split(stop)[0] for stop in until_text), key=len))
+    golds = [text if number % 3 else "wrong" for number, text in enumerate(expected)]
+    lines = [json.dumps({"question": p, "answer": a}) for p, a in zip(PROMPTS, golds, strict=True)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    task = {
+        "task": "tiny",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "data.jsonl")}},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": until_text, "max_gen_toks": count, "do_sample": False},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+    arguments = f"model={NAME},base_url={server.url}/v1/completions,tokenizer_backend=huggingface,tokenizer={folder}"
+    arguments += ",num_concurrent=3,max_length=4096"
+    tasks = importlib.import_module("lm_eval.tasks").TaskManager(include_defaults=False)
+    result = importlib.import_module("lm_eval").simple_evaluate(
+        "local-completions", arguments, tasks=[task], task_manager=tasks, bootstrap_iters=0
+    )
+    answers = [sample["resps"][0][0] for sample in result["samples"]["tiny"]]
+    assert answers == expected and any(len(text) < count for text in expected)
+    score = sum(text == gold for text, gold in zip(expected, golds, strict=True)) / len(golds)
+    assert result["results"]["tiny"]["exact_match,none"] == score == 4 / 6

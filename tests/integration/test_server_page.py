@@ -1,0 +1,160 @@
+"""The chat page in headless Chromium, against the real server with a tiny pair."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from http_server import Running, printable_pair, serving
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.ui import WebDriverWait
+
+LIMIT_S = 60
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="needs chromium and chromedriver")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(printable_pair(tmp_path_factory.mktemp("page") / "pair"), api_key="secret", max_rows=2) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[webdriver.Chrome]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(BROWSER)
+    for flag in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--window-size=1200,900",
+    ):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+class Page:
+    """The page, loaded anew and with the key."""
+
+    def __init__(self, browser: webdriver.Chrome, url: str) -> None:
+        self.browser = browser
+        browser.get(url)
+        self.until(lambda: "valid API key" in self.text("#alert"))  # refused without one
+        self.one("#key").send_keys("secret", Keys.TAB)
+        self.until(lambda: self.text("#model") == "tiny" and not self.text("#alert"))
+
+    def one(self, selector: str) -> WebElement:
+        return self.browser.find_element(By.CSS_SELECTOR, selector)
+
+    def all(self, selector: str) -> list[WebElement]:
+        return self.browser.find_elements(By.CSS_SELECTOR, selector)
+
+    def text(self, selector: str) -> str:
+        return str(self.one(selector).get_property("textContent"))
+
+    def until(self, condition: Callable[[], object]) -> None:
+        WebDriverWait(self.browser, LIMIT_S, 0.02).until(lambda _: condition())
+
+    def press(self, *keys: str) -> None:
+        webdriver.ActionChains(self.browser).send_keys(*keys).perform()
+
+    def focused(self) -> Any:
+        return self.browser.execute_script("const e = document.activeElement; return e.id || e.value || e.textContent")
+
+    def ask(self, message: str, tokens: int = 40) -> None:
+        self.browser.execute_script("document.getElementById('limit').value = arguments[0]", tokens)
+        self.one("#message").send_keys(message, Keys.ENTER)
+
+    def answered(self, count: int) -> None:
+        self.until(lambda: len(self.all(".assistant .figures")) == count and self.one("#send").is_enabled())
+
+    def counts(self) -> dict[str, int]:
+        return {origin: int(self.text(f"#{origin}-count")) for origin in ("target", "draft", "lookup")}
+
+
+@pytest.fixture
+def page(browser: webdriver.Chrome, server: Running) -> Page:
+    return Page(browser, server.url)
+
+
+def test_tokens_are_marked_by_origin_and_the_last_tree_is_shown(page: Page, browser: webdriver.Chrome) -> None:
+    page.ask("ab" * 20)
+    page.answered(1)
+    counts = page.counts()
+    assert counts["draft"] > 0 and counts["lookup"] == 0 and sum(counts.values()) == 40
+    marked = {origin: page.all(f".said .{origin}") for origin in counts}
+    assert sum(len(str(e.get_property("textContent"))) for e in marked["draft"]) == counts["draft"]
+    assert marked["draft"][0].value_of_css_property("text-decoration-line") == "underline"
+    assert "none" in marked["target"][0].value_of_css_property("text-decoration-line")
+    assert float(page.text("#acceptance")) > 1 and float(page.text("#speed")) > 0
+    assert page.text("#status") == "Answer: " + page.text(".assistant .said")
+    button = page.one(".link")
+    assert button.get_attribute("aria-expanded") == "false"
+    button.click()
+    assert button.get_attribute("aria-expanded") == "true" and page.one(".round").is_displayed()
+    proposed, accepted = (int(word) for word in page.text(".round p").split() if word.isdigit())
+    assert len(page.all(".round .node.on")) == accepted and len(page.all(".round .node")) >= proposed + 1
+    errors = [
+        entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE" and "401" not in entry["message"]
+    ]
+    assert not errors  # nothing that the policy of the page forbids
+
+
+def test_the_switch_turns_speculation_off_and_the_answer_stays(page: Page) -> None:
+    page.ask("ab" * 20)
+    page.answered(1)
+    first = page.text(".assistant .said")
+    page.one("#reset").click()
+    for expected in ("log", "speculate"):
+        webdriver.ActionChains(page.browser).key_down(Keys.SHIFT).send_keys(Keys.TAB).key_up(Keys.SHIFT).perform()
+        assert page.focused() == expected
+    page.press(Keys.LEFT)
+    assert page.focused() == "vanilla"
+    page.ask("ab" * 20)
+    page.answered(1)
+    assert page.text(".assistant .said") == first and page.counts() == {"target": 40, "draft": 0, "lookup": 0}
+    assert float(page.text("#acceptance")) == 1
+
+
+def test_the_keyboard_reaches_everything_in_reading_order(page: Page) -> None:
+    page.ask("hi", tokens=6)
+    page.answered(1)
+    page.browser.execute_script("document.querySelector('.skip').focus()")
+    order = []
+    for _ in range(5):
+        page.press(Keys.TAB)
+        order.append(page.focused())
+    assert order == ["speculate", "log", "Last round's tree", "message", "send"]
+    named = page.all("input, textarea, button, section, aside, fieldset")
+    assert all(element.accessible_name for element in named if element.is_displayed())
+    live = {element.get_attribute("id"): element.aria_role for element in page.all("[role]")}
+    assert live["alert"] == "alert" and live["status"] == "status"
+
+
+def test_stop_ends_the_answer_and_the_conversation_goes_on(page: Page, server: Running) -> None:
+    before = server.scheduler.snapshot().finished.get("cancelled", 0)
+    page.ask("ab", tokens=4000)
+    page.until(lambda: page.all(".assistant .said span"))
+    page.press(Keys.ESCAPE)
+    page.answered(1)
+    page.until(lambda: server.scheduler.snapshot().finished.get("cancelled", 0) == before + 1)
+    assert "stopped" in page.text(".assistant .figures") and page.focused() == "message"
+    page.ask("more", tokens=5)
+    page.answered(2)
+    page.one("#reset").click()
+    assert not page.all(".turn")
+
+
+def test_an_error_is_announced_and_the_message_kept(page: Page) -> None:
+    page.ask("hello", tokens=100000)
+    page.until(lambda: "4096 positions" in page.text("#alert"))
+    assert page.one("#message").get_property("value") == "hello" and not page.all(".assistant")

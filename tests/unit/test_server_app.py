@@ -1,0 +1,428 @@
+"""The web application over a scheduler that plays given events: refusals, limits, errors and disconnects."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from http_server import EOS, NAME, POSITIONS, chat_tokenizer
+from starlette.testclient import TestClient
+from tiny_tokenizer import VOCAB_SIZE
+
+from longspec.data.prompts import conversation_text
+from longspec.data.templates import encode_texts
+from longspec.inference.server.app import build_app
+from longspec.inference.server.limits import BodyLimit, Limits
+from longspec.inference.server.requests import (
+    Event,
+    Finished,
+    OnEvent,
+    QueueFull,
+    Request,
+    RequestTooLarge,
+    Snapshot,
+    Ticket,
+    Timings,
+    Tokens,
+    Tree,
+)
+from longspec.inference.server.served_model import ServedModel
+
+TOKENIZER = chat_tokenizer()
+LIMITS = Limits(max_messages=3, max_choices=4, max_stops=2, max_stop_characters=8, max_body_bytes=2000)
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+def said(text: str, **fields: Any) -> Tokens:
+    return Tokens(ids(text), ["target"] * len(ids(text)), **fields)
+
+
+@dataclass
+class Script:
+    """A scheduler that answers each request with the same events, from another thread."""
+
+    events: list[Event] = field(default_factory=lambda: [said("hello"), Finished("stop")])
+    refusal: Exception | None = None
+    room: int = 100
+    """Requests that are taken before the refusal."""
+    healthy: bool = True
+    submitted: list[Request] = field(default_factory=list)
+    cancelled: list[Request] = field(default_factory=list)
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+
+    def submit(self, request: Request, on_event: OnEvent) -> Ticket:
+        if self.refusal is not None and len(self.submitted) >= self.room:
+            raise self.refusal
+        self.submitted.append(request)
+        self.thread.submit(lambda: [on_event(event) for event in self.events])
+        return Ticket(request, on_event, perf_counter())
+
+    def cancel(self, ticket: Ticket) -> None:
+        self.cancelled.append(ticket.request)
+
+    def snapshot(self) -> Snapshot:
+        fields = {"requests": 7, "finished": {"stop": 5}, "row_rounds": 4, "decoded_tokens": 10}
+        return Snapshot(self.healthy, "" if self.healthy else "out of memory", 16, POSITIONS, 2, 3, **fields)
+
+
+def application(script: Script, limits: Limits = LIMITS, **options: Any) -> FastAPI:
+    def encode(prompts: list[Any]) -> list[list[int]]:
+        texts = [p if isinstance(p, str) else conversation_text(p, "llama", TOKENIZER, "tokenizer") for p in prompts]
+        return encode_texts(texts, TOKENIZER)
+
+    served = ServedModel(NAME, "tree", TOKENIZER, encode, frozenset({EOS}), POSITIONS, VOCAB_SIZE)
+    return build_app(served, script, limits, **options)
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def client(script: Script) -> Iterator[TestClient]:
+    with TestClient(application(script)) as client:
+        yield client
+
+
+def chat(client: TestClient, code: int = 200, path: str = "chat/completions", **body: Any) -> Any:
+    response = client.post(f"/v1/{path}", json=body)
+    assert response.status_code == code, response.text
+    return response.json()
+
+
+def events(client: TestClient, path: str = "chat/completions", **body: Any) -> list[Any]:
+    """The server-sent events of a stream, without [DONE]."""
+    response = client.post(f"/v1/{path}", json={**body, "stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *chunks, done = response.text.removesuffix("\n\n").split("\n\n")
+    assert done == "data: [DONE]"
+    return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+
+
+def test_a_request_reaches_the_scheduler_with_all_its_settings(client: TestClient, script: Script) -> None:
+    answer = chat(client, **HELLO, n=2, temperature=0.5, top_p=0.9, top_k=-1, seed=7, max_completion_tokens=9)
+    assert [choice["message"]["content"] for choice in answer["choices"]] == ["hello", "hello"]
+    first, second = script.submitted
+    assert TOKENIZER.decode(first.prompt) == "<user>hi</s><a>" and first.max_new_tokens == 9
+    assert (first.sampling.temperature, first.sampling.top_p, first.sampling.top_k) == (0.5, 0.9, 0)
+    assert (first.sampling.seed, second.sampling.seed) == (7, 8) and first.stop_ids == {EOS}
+    assert answer["usage"]["prompt_tokens"] == len(first.prompt) and answer["usage"]["completion_tokens"] == 10
+    chat(client, path="completions", prompt=["ab", "c"], longspec={"speculate": False, "ignore_eos": True})
+    third, fourth = script.submitted[2:]
+    assert (third.prompt, fourth.prompt) == (ids("ab"), ids("c")) and third.max_new_tokens == 16
+    assert not third.speculate and not third.stop_ids and third.sampling.temperature == 1
+    chat(client, path="completions", prompt=[[9, 8], [7]])
+    assert [request.prompt for request in script.submitted[4:]] == [[9, 8], [7]]
+    chat(client, path="completions", prompt=[9, 8], max_tokens=None)
+    assert script.submitted[6].prompt == [9, 8]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "part"),
+    [
+        ({"tools": [{}]}, "tools", "not supported"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"top_logprobs": 2, "logprobs": True}, "top_logprobs", "not supported"),
+        ({"min_p": 0.1}, "min_p", "not supported"),
+        ({"\ud800": 0.1}, "?", "not supported"),
+        ({"model": "\ud800"}, "model", "surrogate"),
+        ({"stop": "\ud800"}, "stop.0", "surrogate"),
+        ({"longspec": {"draft": 1}}, "longspec.draft", "not supported"),
+        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+        ({"temperature": "1"}, "temperature", "valid number"),
+        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"n": 5}, "n", "limit of 4"),
+        ({"stop": ["a", "b", "c"]}, "stop", "limit of 2"),
+        ({"stop": "a" * 9}, "stop", "limit of 8"),
+        ({"seed": 2**63}, "seed", "less than"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": POSITIONS}, "messages", "4096 positions"),
+        ({"stream_options": {"include_usage": True}}, None, "only with stream"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": HELLO["messages"] * 4}, "messages", "limit of 3"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role", "'system', 'developer'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "'text'"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content.0.text", "surrogate"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(
+    client: TestClient, script: Script, fields: dict[str, Any], param: str | None, part: str
+) -> None:
+    response = client.post(
+        "/v1/chat/completions", content=json.dumps({**HELLO, **fields}), headers={"content-type": "application/json"}
+    )
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["type"] == "invalid_request_error"
+    assert error["param"] == param and part in error["message"] and not script.submitted
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"prompt": []}, "none of them empty"),
+        ({"prompt": ""}, "none of them empty"),
+        ({"prompt": [[1], []]}, "none of them empty"),
+        ({"prompt": [1, -1]}, "none of them empty"),
+        ({"prompt": [1, True]}, "none of them empty"),
+        ({"prompt": [1, VOCAB_SIZE]}, "the vocabulary has"),
+        ({"prompt": "\ud800"}, "surrogate"),
+        ({"prompt": "a", "echo": True}, "echo: not supported"),
+        ({"prompt": "a", "logprobs": 1}, "Input should be 0"),
+        ({"prompt": "a", "best_of": 2}, "best_of: not supported"),
+        ({"prompt": "a", "suffix": "b"}, "suffix: not supported"),
+        ({"prompt": "a" * POSITIONS}, "the body is larger"),
+        ({"prompt": [5] * 8, "max_tokens": POSITIONS}, "8 tokens and the answer up to 4096"),
+    ],
+)
+def test_a_prompt_that_is_none_is_refused(client: TestClient, script: Script, fields: Any, part: str) -> None:
+    response = client.post("/v1/completions", content=json.dumps(fields), headers={"content-type": "application/json"})
+    assert response.status_code in (400, 413) and part in response.json()["error"]["message"] and not script.submitted
+
+
+def test_fields_without_effect_are_accepted(client: TestClient) -> None:
+    neutral = {
+        "presence_penalty": 0,
+        "logit_bias": {},
+        "user": "me",
+        "tools": None,
+        "response_format": {"type": "text"},
+    }
+    assert chat(client, **HELLO, **neutral, model=NAME)["object"] == "chat.completion"
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"{", "application/json"),
+        (b"[]", "application/json"),
+        (b'{"messages": ' + b"[" * 900, "application/json"),
+        (b"\xff\xfe", "application/json"),
+        (json.dumps(HELLO).encode(), "text/plain"),
+        (b"", "application/json"),
+        (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', "application/json"),
+    ],
+)
+def test_a_malformed_body_is_a_400(client: TestClient, script: Script, content: bytes, kind: str) -> None:
+    """Text that another site's page could send without asking is refused, too: the type must be application/json."""
+    response = client.post("/v1/chat/completions", content=content, headers={"content-type": kind})
+    assert response.status_code == 400 and response.json()["error"]["message"] and not script.submitted
+
+
+def test_a_body_above_the_limit_is_not_read(client: TestClient) -> None:
+    declared = client.post("/v1/completions", content=b" " * 3000)
+    chunked = client.post("/v1/completions", content=iter([b" " * 1500, b" " * 1500]))
+    assert declared.status_code == chunked.status_code == 413
+    assert declared.headers["connection"] == "close" and "2000 bytes" in chunked.json()["error"]["message"]
+
+
+def test_a_body_must_arrive_in_time() -> None:
+    sent: list[Any] = []
+
+    async def never() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def no_app(*_: Any) -> None:
+        raise AssertionError("the application was called")
+
+    scope = {"type": "http", "headers": []}
+    asyncio.run(BodyLimit(no_app, Limits(body_seconds=0.01))(scope, never, send))
+    assert sent[0]["status"] == 408
+
+
+def test_a_full_queue_is_a_429_that_says_when_to_come_back(script: Script) -> None:
+    script.refusal, script.room = QueueFull("the queue is full"), 1
+    with TestClient(application(script)) as client:
+        response = client.post("/v1/chat/completions", json={**HELLO, "n": 2})
+        assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
+        assert response.json()["error"]["type"] == "rate_limit_error"
+        assert script.cancelled == script.submitted != []  # the first choice gives its place back
+        script.refusal, script.room = RequestTooLarge("5000 slots needed, 4096 there"), 0
+        assert "5000" in chat(client, 400, **HELLO)["error"]["message"]
+
+
+def test_a_stop_string_ends_the_answer_and_the_row(client: TestClient, script: Script) -> None:
+    script.events = [said("one t"), said("wo"), said(" three"), Finished("length")]
+    answer = chat(client, **HELLO, stop="two", logprobs=False)
+    assert answer["choices"][0]["message"]["content"] == "one "
+    assert answer["choices"][0]["finish_reason"] == "stop" and script.cancelled == script.submitted
+    chunks = events(client, **HELLO, stop=["two"])
+    texts = [choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(texts) == "one " and chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert chat(client, **HELLO, stop=["three!"])["choices"][0]["message"]["content"] == "one two three"
+
+
+def test_chunks_have_openais_form_and_the_extension_on_request(client: TestClient, script: Script) -> None:
+    tree = Tree(ids("xhz"), [-1, 0, 0], [1])
+    script.events = [
+        said("a"),
+        Tokens(ids("hé"), ["draft", "target", "target"], tree=tree),
+        Finished("length", timings=Timings(decode_s=2.0, cached_prompt_tokens=4)),
+    ]
+    chunks = events(client, **HELLO, stream_options={"include_usage": True})
+    assert [chunk["choices"][0]["delta"] for chunk in chunks[:-1]] == [
+        {"role": "assistant", "content": ""},
+        {"content": "a"},
+        {"content": "hé"},
+        {},
+    ]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in chunks}) == 1 and "longspec" not in str(chunks)
+    assert chunks[-1]["choices"] == [] and chunks[0]["usage"] is None
+    assert chunks[-1]["usage"]["completion_tokens"] == 4
+    assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+    *_, round_chunk, end = events(client, **HELLO, longspec={"tokens": True})
+    assert round_chunk["longspec"]["tokens"] == [
+        {"text": "h", "origin": "draft"},
+        {"text": "", "origin": "target"},
+        {"text": "é", "origin": "target"},
+    ]
+    assert round_chunk["longspec"]["tree"] == {"texts": ["x", "h", "z"], "parents": [-1, 0, 0], "accepted": [1]}
+    assert end["longspec"]["timings"]["decode_s"] == 2
+
+
+def test_logprobs_are_those_of_the_tokens_that_are_shown(client: TestClient, script: Script) -> None:
+    script.events = [said("ab", logprobs=[-1.0, -2.0]), said("cd", logprobs=[-3.0, -4.0]), Finished("length")]
+    content = chat(client, **HELLO, logprobs=True, stop="d")["choices"][0]["logprobs"]["content"]
+    assert [(entry["token"], entry["logprob"], entry["bytes"]) for entry in content] == [
+        ("a", -1, [97]),
+        ("b", -2, [98]),
+        ("c", -3, [99]),
+    ]
+    fields = chat(client, path="completions", prompt="x", logprobs=0)["choices"][0]["logprobs"]
+    assert fields == {
+        "tokens": list("abcd"),
+        "token_logprobs": [-1, -2, -3, -4],
+        "top_logprobs": None,
+        "text_offset": [0, 1, 2, 3],
+    }
+    assert chat(client, **HELLO)["choices"][0]["logprobs"] is None
+
+
+def test_a_failed_request_is_an_error_in_each_form(client: TestClient, script: Script) -> None:
+    script.events = [said("a"), Finished("error", "the target's logits are NaN")]
+    assert "NaN" in chat(client, 500, **HELLO)["error"]["message"]
+    assert events(client, **HELLO)[-1]["error"]["type"] == "server_error"
+    script.events = [said("a"), Finished("cancelled")]
+    assert "stopped" in chat(client, 503, **HELLO)["error"]["message"]
+
+
+def test_a_request_that_takes_too_long_gives_its_row_back(script: Script) -> None:
+    script.events = [said("a")]
+    with TestClient(application(script, Limits(max_seconds=0.05))) as client:
+        assert chat(client, 504, **HELLO)["error"]["code"] == "timeout"
+        assert events(client, **HELLO)[-1]["error"]["code"] == "timeout"
+    assert script.cancelled == script.submitted and len(script.submitted) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_disconnects_gives_its_row_back(script: Script, stream: bool) -> None:
+    """Nothing is sent to it once its request is known to be gone."""
+    script.events = [said("a")]
+    body, sent = json.dumps({**HELLO, "stream": stream}).encode(), []
+
+    async def talk() -> None:
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        gone = asyncio.Event()
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop()
+            while not script.submitted:
+                await asyncio.sleep(0)
+            gone.set()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
+        scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "server": ("localhost", 80)}
+        await asyncio.wait_for(application(script)(scope, receive, send), 10)
+
+    asyncio.run(talk())
+    assert script.cancelled == script.submitted != []
+    assert not any(b"[DONE]" in message.get("body", b"") for message in sent)
+
+
+def test_a_key_guards_everything_but_health_and_the_page(script: Script) -> None:
+    with TestClient(application(script, api_key="secret")) as client:
+        paths = ("/v1/models", f"/v1/models/{NAME}", "/metrics")
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "secret"},
+            {"Authorization": "Bearer "},
+        ):
+            assert [client.get(path, headers=headers).status_code for path in paths] == [401] * 3
+            refused = client.post("/v1/chat/completions", json=HELLO, headers=headers)
+            assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"
+        good = {"Authorization": "Bearer secret"}
+        assert [client.get(path, headers=good).status_code for path in paths] == [200] * 3
+        assert client.post("/v1/chat/completions", json=HELLO, headers=good).status_code == 200
+        assert client.get("/health").status_code == client.get("/").status_code == 200
+
+
+def test_health_models_and_unknown_names(client: TestClient, script: Script) -> None:
+    assert client.get("/health").json() == {"status": "ok"}
+    script.healthy = False
+    assert client.get("/health").status_code == 503 and "out of memory" in client.get("/health").text
+    (model,) = client.get("/v1/models").json()["data"]
+    assert model["id"] == NAME and model["longspec"] == {"method": "tree", "positions": POSITIONS}
+    assert client.get("/v1/models/other").status_code == chat_status(client, model="other") == 404
+    for path in ("/v1/files", "/docs", "/openapi.json", "/page.html", "/..%2f..%2fetc/passwd"):
+        assert client.get(path).status_code == 404
+    assert client.get("/v1/chat/completions").status_code == 405
+
+
+def chat_status(client: TestClient, **fields: Any) -> int:
+    return client.post("/v1/chat/completions", json={**HELLO, **fields}).status_code
+
+
+def test_only_its_own_names_reach_a_server_without_a_key(script: Script) -> None:
+    with TestClient(application(script, hosts=["localhost", "[::1]"]), base_url="http://localhost:8000") as client:
+        assert client.get("/health").status_code == 200
+        assert client.get("/health", headers={"host": "[::1]:8000"}).status_code == 200
+        assert client.get("/health", headers={"host": "page.example:8000"}).status_code == 400
+
+
+def test_metrics_tell_what_the_scheduler_and_the_requests_did(client: TestClient, script: Script) -> None:
+    script.events = [said("a"), said("bcd"), Finished("length")]
+    chat(client, **HELLO)
+    chat(client, 400, **HELLO, n=0)
+    lines = client.get("/metrics").text.splitlines()
+    for line in (
+        "longspec_queue_length 2.0",
+        "longspec_running_rows 3.0",
+        "longspec_acceptance_length 2.5",
+        'longspec_finished_requests_total{reason="stop"} 5.0',
+        "longspec_time_to_first_token_seconds_count 1.0",
+        "longspec_inter_token_latency_seconds_count 3.0",
+        "longspec_tokens_per_second 0.4",
+        'longspec_http_responses_total{path="/v1/chat/completions",status="400"} 1.0',
+    ):
+        assert line in lines, line
+
+
+def test_the_page_loads_nothing_from_elsewhere(client: TestClient) -> None:
+    response = client.get("/")
+    policy = response.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
+    assert "http" not in response.text.replace("http-equiv", "").lower().partition("<body>")[0]
+    assert " src=" not in response.text and "@import" not in response.text and "url(" not in response.text
+    assert not [word for word in (" style=", " onclick=", "innerHTML", "eval(") if word in response.text]
