@@ -1,4 +1,4 @@
-"""Decoder layers for decoding on CUDA: few, large matrix products on the modules' own parameters, one kernel between two.
+"""Decoder layers for decoding on CUDA: few, large products on the modules' own parameters, one kernel between two.
 
 Each layer computes queries, keys and values in one product, and gate and up in another. The last product of a branch
 is added to the residual stream without a launch of its own (see `models.residual`).
