@@ -159,7 +159,7 @@ class Trainer:
         if self.start_step < step < self.total_steps and step % self.config.save_steps:
             self.save(step)
         during = ", in its evaluation" if self.evaluation_due else ""
-        advice = "resume=latest continues from there" if step else "nothing to save yet"
+        advice = "resume=latest goes on from there" if step else "nothing to save yet"
         logger.info("%s: stopped after step %d%s; %s", termination, step, during, advice)
 
     def save(self, step: int) -> None:
