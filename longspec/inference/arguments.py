@@ -146,7 +146,7 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k:
 
 
 def seeded_generator(seed: int | None, device: torch.device) -> torch.Generator | None:
-    """A new generator with this seed; None for torch's global generator."""
+    """A generator of its own for a seed; None stands for torch's global one."""
     if seed is None:
         return None
     _check_integer("seed", seed, 0, LARGEST_SEED)
