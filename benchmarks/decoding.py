@@ -30,6 +30,7 @@ from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import METHODS, make_drafter
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
+from longspec.models.draft_layer import head_dim
 from longspec.models.glide import GlideMixin
 
 ACCEPTANCE_LENGTH = 3.5
@@ -183,7 +184,8 @@ def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
     def random(width: int, heads: int) -> Tensor:
         return torch.randn(batch, width, heads, cache.keys.shape[-1], dtype=runner.dtype, device="cuda").transpose(1, 2)
 
-    levels = [(0, 1), *((level, width) for level, width in enumerate(proposal.shape[:-1], 1))]
+    # The draft runs once for the root and once for each level but the last.
+    levels = [(0, 1), *enumerate(proposal.shape[:-1], 1)]
     widths = {1, nodes, *proposal.shape}
     queries = {width: random(width, config.num_attention_heads) for width in widths}
     hidden = {width: random(width, config.hidden_size // queries[1].shape[-1]) for width in widths}
@@ -207,14 +209,16 @@ def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
 
     propose = captured_ms(lambda: drafter.propose(engine.root, cache))
     verify = captured_ms(lambda: engine.verify(proposal))
-    draft_attention_ms, verify_attention_ms = captured_ms(draft_attention), captured_ms(verify_attention)
-    draft_heads, verify_head = captured_ms(draft_lm_head), captured_ms(lambda: runner.logits(hidden[nodes]))
+    draft_attention_ms = captured_ms(draft_attention)
+    verify_attention_ms = captured_ms(verify_attention)
+    draft_lm_head_ms = captured_ms(draft_lm_head)
+    verify_lm_head_ms = captured_ms(lambda: runner.logits(hidden[nodes]))
     return {
         "draft attention": draft_attention_ms,
-        "draft rest": propose - draft_attention_ms - draft_heads,
-        "lm_head": draft_heads + verify_head,
+        "draft rest": propose - draft_attention_ms - draft_lm_head_ms,
+        "lm_head": draft_lm_head_ms + verify_lm_head_ms,
         "verify attention": verify_attention_ms,
-        "verify rest": verify - verify_attention_ms - verify_head,
+        "verify rest": verify - verify_attention_ms - verify_lm_head_ms,
         "accept + compact": round_ms - propose - verify,
     }
 
@@ -223,7 +227,7 @@ def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
 def transformers_ms(model: GlideMixin, context: int) -> float:
     """Milliseconds per token of transformers' own forward pass, with a dynamic cache and without a CUDA graph."""
     config = model.config
-    shape = (1, config.num_key_value_heads, context, config.hidden_size // config.num_attention_heads)
+    shape = (1, config.num_key_value_heads, context, head_dim(config))
     cache = DynamicCache()
     for layer in range(config.num_hidden_layers):
         keys, values = torch.randn(2, *shape, dtype=torch.bfloat16, device="cuda")

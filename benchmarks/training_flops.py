@@ -34,13 +34,19 @@ def training_flops(config: Any, segments: Sequence[int], scored: int, reads_targ
     Cross-attention takes its forward cost once, because the target's keys and values are frozen. lm_head is frozen
     too: its backward pass computes only the gradient of the hidden states.
     """
-    tokens, width = sum(segments), head_dim(config)
+    tokens = sum(segments)
+    width = head_dim(config)
     pair = 4 * config.num_attention_heads * width
     causal = sum(length * (length + 1) // 2 for length in segments)
+
     layer = 2 * layer_weights(config) * tokens + pair * causal
     keys_values = 2 * 2 * config.hidden_size * config.num_key_value_heads * width * tokens
-    target = config.num_hidden_layers * layer if reads_target else (config.num_hidden_layers - 1) * layer + keys_values
-    products, window, cross = 2 * draft_weights(config) * tokens, pair * _windowed_pairs(segments), pair * causal
+    whole_layers = config.num_hidden_layers if reads_target else config.num_hidden_layers - 1
+    target = whole_layers * layer + (0 if reads_target else keys_values)
+
+    products = 2 * draft_weights(config) * tokens
+    window = pair * _windowed_pairs(segments)
+    cross = pair * causal
     logits = 2 * config.vocab_size * config.hidden_size * scored
     return Flops(
         target=target,
@@ -52,5 +58,8 @@ def training_flops(config: Any, segments: Sequence[int], scored: int, reads_targ
 
 def _windowed_pairs(segments: Sequence[int]) -> int:
     """Number of query-key pairs in the draft's windows: query i of a segment sees keys i - WINDOW to i."""
-    short = [min(length, WINDOW) for length in segments]
-    return sum(n * (n + 1) // 2 + (length - n) * (WINDOW + 1) for n, length in zip(short, segments, strict=True))
+    pairs = 0
+    for length in segments:
+        growing = min(length, WINDOW)  # queries that see all keys before them
+        pairs += growing * (growing + 1) // 2 + (length - growing) * (WINDOW + 1)
+    return pairs

@@ -55,21 +55,24 @@ class TextSampler(Sampler):
 
 
 def forced_acceptance(
-    model: Any, texts: Sequence[Tensor], prompts: Sequence[int], shape: Sequence[int] = DEFAULT_SHAPE
+    model: Any, texts: Sequence[Tensor], prompt_lengths: Sequence[int], shape: Sequence[int] = DEFAULT_SHAPE
 ) -> dict[str, float]:
     """Sums over teacher-forced rounds: "rounds", "tokens" emitted, and "bound", the bound at temperature 1.
 
-    texts: LongTensors [T], prompt and answer, on the model's device. prompts: prompt tokens per text. shape: nodes per
-    level of the tree.
+    texts: LongTensors [T], prompt and answer, on the model's device. prompt_lengths: prompt tokens of each text. shape:
+    nodes per level of the tree.
     """
     rows = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
     ends = torch.tensor([len(text) for text in texts], device=rows.device)
-    sampler, runner = TextSampler(rows, prompts, shape), Runner(model)
+    sampler = TextSampler(rows, prompt_lengths, shape)
+    runner = Runner(model)
     drafter = TreeDrafter(runner, len(rows), shape, sampler, "descend")
-    new_tokens = max(len(text) - prompt for text, prompt in zip(texts, prompts, strict=True))
-    engine = Engine(runner, drafter, sampler, rows[:, : max(prompts)], prompts, new_tokens)
+    new_tokens = max(len(text) - length for text, length in zip(texts, prompt_lengths, strict=True))
+    engine = Engine(runner, drafter, sampler, rows[:, : max(prompt_lengths)], prompt_lengths, new_tokens)
     engine.prefill()
+
     sums = {"rounds": 0.0, "tokens": 0.0, "bound": 0.0}
+    # A row takes part while its text reaches past the deepest node of the next tree.
     while (active := sampler.read + drafter.depth + 2 <= ends).any():
         counts = engine.round(active)[1]
         bounds = 1 + depth_probabilities(drafter.proposal, sampler.logits).sum(1)

@@ -87,8 +87,11 @@ def write_group(makers: "Makers", group: str, lengths: list[int], seed: int, fil
 def planned_lengths(settings: Settings, split: str) -> dict[str, list[int]]:
     """Length of every prompt in tokens, by group; 0 is the bare question."""
     if split == "test":
-        tasks, count = settings.evaluation.tasks, settings.prompts.test
-        return {name: [context for context in task.contexts for _ in range(count)] for name, task in tasks.items()}
+        count = settings.prompts.test
+        return {
+            name: [context for context in task.contexts for _ in range(count)]
+            for name, task in settings.evaluation.tasks.items()
+        }
     shortest, longest = settings.prompts.contexts
     chance = random.Random(f"{settings.seed}/{split}/lengths")
     counts: dict[str, int] = getattr(settings.prompts, split)
@@ -139,9 +142,11 @@ class Makers:
             return self.texts.questions, self.question
         if task == "chat":
             return self.chats, self.conversation
-        return self.texts.problems, lambda problem, tokens, chance: _user(
-            TASKS["aime24"].prompt.format(problem=problem)
-        )
+        return self.texts.problems, self.problem
+
+    def problem(self, problem: str, tokens: int, chance: random.Random) -> Record:
+        """A problem of AIME24, which has one length only."""
+        return _user(TASKS["aime24"].prompt.format(problem=problem))
 
     def line(self, file: CodeFile, tokens: int, chance: random.Random) -> Record | None:
         """Code completion in one file: the text before one of its lines."""

@@ -16,7 +16,7 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["longspec.train.trainer"])
+_CONTEXT.set_forkserver_preload(["longspec.train.run"])
 Rank = multiprocessing.context.ForkServerProcess
 
 

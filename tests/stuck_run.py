@@ -1,6 +1,6 @@
-"""Run for each rank: rank 1 dies or stops as FAULT says; the others are in a call that no signal ends.
+"""A rank of a run in which rank 1 dies or stops as FAULT says, and the others are in a call that no signal ends.
 
-As a rank does that waits for its device: in C, without the interpreter's lock.
+The call is in C and does not hold the GIL, like that of a rank that waits for its device.
 """
 
 import ctypes

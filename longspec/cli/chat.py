@@ -20,6 +20,7 @@ from longspec.cli.options import (
     MethodOption,
     ModelOption,
     TemperatureOption,
+    TemplateOption,
     TopKOption,
     TopPOption,
 )
@@ -32,6 +33,7 @@ def chat(
     method: MethodOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = "auto",
+    chat_template_kwargs: TemplateOption = None,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     top_k: TopKOption = 0,
@@ -58,6 +60,6 @@ def chat(
 
     name = choose_model(pair, model)
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k)
-    loaded = open_pair(name, draft, method, dtype, device)
+    loaded = open_pair(name, draft, method, dtype, device, chat_template_kwargs)
     note_plain_format(loaded)
     Session(loaded, sampling, Console(highlight=False), system, seed).run()

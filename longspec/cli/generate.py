@@ -22,6 +22,7 @@ from longspec.cli.options import (
     MethodOption,
     ModelOption,
     TemperatureOption,
+    TemplateOption,
     TopKOption,
     TopPOption,
 )
@@ -49,6 +50,7 @@ def generate(
     method: MethodOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = "auto",
+    chat_template_kwargs: TemplateOption = None,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     top_k: TopKOption = 0,
@@ -85,7 +87,7 @@ def generate(
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k)
     asked = read_prompts(prompts or [])
     with StopSignals(at_once=True) as stop, open_results(output, asked) as results:
-        pair = open_pair(model, draft, method, dtype, device)
+        pair = open_pair(model, draft, method, dtype, device, chat_template_kwargs)
         has_template = pair.chat_format != "plain"
         if chat and not has_template:
             raise UserError(f"--chat: {pair.name} has no chat template; use --raw")

@@ -41,6 +41,15 @@ MethodOption = Annotated[
         rich_help_panel=PAIR,
     ),
 ]
+TemplateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--chat_template_kwargs",
+        help='Variables of the chat template, as JSON: {"enable_thinking": false}.',
+        show_default="none",
+        rich_help_panel=PROMPTS,
+    ),
+]
 DeviceOption = Annotated[
     str | None,
     typer.Option("--device", help="cpu, cuda or cuda:N.", show_default="cuda if present", rich_help_panel=PAIR),

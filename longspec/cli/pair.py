@@ -74,15 +74,21 @@ class LoadedPair:
 
 
 def open_pair(
-    name: str | None, draft: str | None, method: str | None, dtype: str = "auto", device: str | None = None
+    name: str | None,
+    draft: str | None,
+    method: str | None,
+    dtype: str = "auto",
+    device: str | None = None,
+    chat_template_kwargs: str | None = None,
 ) -> LoadedPair:
     """Load a pair by name, hub id, folder or GGUF file; None is the embedded pair.
 
-    method: None is tree, or lookup for a pair without a trained draft, which a line on stderr says. Raises UserError.
+    method: None is tree, or lookup for a pair without a trained draft, which a line on stderr says.
+    chat_template_kwargs: a JSON object. Raises UserError.
     """
     name = name or SMOLLM2
     transformers.utils.logging.disable_progress_bar()
-    model, tokenizer = load_pair(name, draft=draft, dtype=dtype, device=device)
+    model, tokenizer = load_pair(name, draft, dtype, device, chat_template_kwargs=chat_template_kwargs)
     if method in GLIDE_METHODS and not model.draft_is_trained:
         raise UserError(f"--method {method}: needs a trained draft of {name}; give its --draft, or --method lookup")
     if method is None:

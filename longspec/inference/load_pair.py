@@ -11,7 +11,7 @@ from longspec.inference.device import choose_device, choose_dtype
 from longspec.inference.registry import PAIRS, choose_pair
 from longspec.models.families import family_class
 from longspec.models.glide import GlideMixin
-from longspec.models.target_files import check_weights, generation_eos, load_tokenizer, read_config
+from longspec.models.target_files import TemplateArguments, check_weights, generation_eos, load_tokenizer, read_config
 
 
 def load_pair(
@@ -20,6 +20,7 @@ def load_pair(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     attn_implementation: str | None = None,
+    chat_template_kwargs: TemplateArguments = None,
 ) -> tuple[GlideMixin, Any]:
     """A pair in evaluation mode on its device, and the target's tokenizer.
 
@@ -27,6 +28,7 @@ def load_pair(
     draft: a `.pth` file, a folder or a hub id. None takes the pair's own. Other targets then get an untrained draft;
     the methods vanilla, lookup and magicdec do not need a trained one.
     dtype: "auto" is the target's own on CUDA and float32 on a CPU. device: None is CUDA if there is one.
+    chat_template_kwargs: values of the chat template's variables, such as {"enable_thinking": False} for Qwen3.
     Raises UserError for unknown names, files that do not load, and a draft that does not fit.
     """
     device = choose_device(device)
@@ -34,7 +36,7 @@ def load_pair(
     config = read_config(pair.target)
     model_class = family_class(config, pair.target)
     check_weights(pair.target)
-    tokenizer = load_tokenizer(pair.target, config)
+    tokenizer = load_tokenizer(pair.target, config, chat_template_kwargs)
     eos_token_id = pair.eos_token_id
     if eos_token_id is None:
         stop_ids = stop_tokens(tokenizer, generation_eos(pair.target, config))

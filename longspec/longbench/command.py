@@ -88,6 +88,10 @@ def _add_pair_and_data(parser: argparse.ArgumentParser) -> None:
         default=AUTO_FORMAT,
         help="default: the published one for the published targets, else the tokenizer's template, else plain text",
     )
+    add(
+        "--chat_template_kwargs",
+        help='variables of the chat template, as JSON: {"enable_thinking": false} for Qwen3 without thinking',
+    )
     add("--prompt_file", help="JSON file {task: text with {context} and {input}} that replaces the built-in prompts")
     add(
         "--min_prompt_len",

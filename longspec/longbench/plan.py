@@ -172,7 +172,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     model_class = family_class(config, pair.target)
     check_weights(pair.target)
     check_drafting(options.method, options.tree_shape, options.gamma, options.tree_rule, config.vocab_size)
-    tokenizer = load_tokenizer(pair.target, config)
+    tokenizer = load_tokenizer(pair.target, config, options.chat_template_kwargs)
     notes: list[str] = []
     chat_format = resolve_chat_format(options.chat_format, pair.target, config.model_type, tokenizer, notes.append)
     if pair.eos_token_id is None:

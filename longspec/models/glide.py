@@ -41,8 +41,7 @@ def check_pair(model: object) -> None:
     """Raise UserError unless `model` is a pair of a target and a draft."""
     if not isinstance(model, GlideMixin):
         raise UserError(
-            f"model: a {type(model).__name__}, not a pair of target and draft; load one with "
-            "LlamaGlide.from_pretrained or Qwen2Glide.from_pretrained"
+            f"model: a {type(model).__name__}, not a pair of target and draft; load one with longspec.load_pair"
         )
 
 

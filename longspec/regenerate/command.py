@@ -84,6 +84,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--shard_size", type=int, help="prompts per shard, the unit of writing and resuming")
     add("--seed", type=int)
     add("--chat_format", choices=CHAT_FORMAT_CHOICES, help="default: auto, as for evaluation")
+    add("--chat_template_kwargs", help="variables of the chat template, as JSON")
     add("--exclude", nargs="+", default=(), help="files of other splits, whose prompts to leave out")
     add("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
     add("--device", help="default: cuda if there is one; under torchrun that of the rank")

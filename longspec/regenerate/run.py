@@ -42,7 +42,7 @@ def regenerate(
     files = PromptFiles(settings.files) if settings.files else None
     target = choose_target(settings.target)
     config = read_config(target)
-    tokenizer = load_tokenizer(target, config)
+    tokenizer = load_tokenizer(target, config, settings.chat_template_kwargs)
     report = print if rank == 0 else lambda line: None
     chat_format = resolve_chat_format(settings.chat_format, target, config.model_type, tokenizer, report)
     settings = replace(settings, chat_format=chat_format)
@@ -75,6 +75,8 @@ def _facts(settings: Settings, files: PromptFiles | None, digest: str) -> dict[s
     """Everything that determines the text of a run, and the versions of the libraries. digest: the target's."""
     facts = json.loads(json.dumps(asdict(settings)))
     del facts["output_dir"]
+    if not settings.chat_template_kwargs:
+        del facts["chat_template_kwargs"]  # folders of earlier versions have none
     facts["target_digest"] = digest
     facts["files"] = files.digests if files else {}
     facts["versions"] = {"longspec": __version__} | {name: version(name) for name in LIBRARIES}

@@ -40,6 +40,8 @@ class Settings:
     """Number of prompts per shard."""
     seed: int = 0
     chat_format: str = AUTO
+    chat_template_kwargs: str | None = None
+    """Variables of the tokenizer's chat template, as a JSON object."""
     exclude: tuple[str, ...] = ()
     """Files of other splits, whose prompts are left out."""
 

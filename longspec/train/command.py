@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             launch_parser().print_help()
         return
     with extra("train"):
-        from longspec.train.trainer import main as run
+        from longspec.train.run import main as run
     run(arguments)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from longspec.data.records import Files, content_digests
 from longspec.models.content import COMMIT, Digests, target_digests
 from longspec.models.target_files import read_config
-from longspec.train.config import TrainConfig
+from longspec.train.config_schema import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from longspec.models.draft_files import DRAFT_PREFIX
 from longspec.models.draft_layer import head_dim
 from longspec.models.parallel import model_parallel_place
 from longspec.models.target_graph import TargetGraphs
-from longspec.train.config import TrainConfig
+from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import ReplicatedDraft, keep_drafts_equal
 
 MUON_MOMENTUM = 0.95

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError
-from longspec.train.config import TrainConfig
+from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import Termination, data_parallel_rank_and_size, summed_by_name
 from longspec.train.inputs import Inputs
 from longspec.train.loss import DraftLoss

@@ -22,7 +22,7 @@ from longspec.models.draft_files import check_draft, draft_window
 from longspec.models.families import pair_class
 from longspec.models.target_files import check_weights, context_window, generation_eos, load_tokenizer, read_config
 from longspec.models.target_split import check_split
-from longspec.train.config import TrainConfig
+from longspec.train.config_schema import TrainConfig
 
 logger = logging.getLogger(__name__)
 ALIGNERS = [f"{data_aligners.__name__}.{name}" for name in vars(data_aligners) if re.fullmatch("[a-z].*_aligner", name)]
@@ -63,7 +63,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
             "positions"
         )
 
-    tokenizer = load_tokenizer(name, target)
+    tokenizer = load_tokenizer(name, target, config.data.chat_template_kwargs)
     chat_format = resolve_chat_format(config.data.chat_format, name, target.model_type, tokenizer, logger.info)
     eos = _eos_token(config, target, tokenizer, chat_format)
     pad = _pad_token(config, target, tokenizer)

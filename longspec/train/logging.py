@@ -19,7 +19,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from longspec.errors import UserError, first_line
-from longspec.train.config import TrainConfig
+from longspec.train.config_schema import TrainConfig
 from longspec.train.seals import sync
 
 logger = logging.getLogger(__name__)

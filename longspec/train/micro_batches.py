@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longspec.kernels.shared.device import upload
 from longspec.models.glide import Objective
-from longspec.train.config import VariantConfig
+from longspec.train.config_schema import VariantConfig
 from longspec.train.positions import variant_positions
 
 Batch = dict[str, Tensor]

@@ -12,7 +12,8 @@ from longspec.errors import UserError
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_settings
 from longspec.models.draft_layer import PUBLISHED
 from longspec.train.checkpoint import absolute_paths
-from longspec.train.config import CONFIG_NAME, TrainConfig, read_config_file
+from longspec.train.config import CONFIG_NAME, read_config_file
+from longspec.train.config_schema import TrainConfig
 from longspec.train.contents import Contents, changes, contents_of
 from longspec.train.distributed import data_parallel_rank_and_size
 from longspec.train.generations import check_folders, drafts, find_draft, find_latest, states
@@ -24,7 +25,7 @@ RESUMED_KEYS = (
     *("seed", "loss", "variant.name", "variant.max_offset", "variant.depth", "eos_token_id", "optimizer"),
     *("learning_rate", "warmup_ratio", "weight_decay", "adam_betas", "max_grad_norm"),
     *("data.max_length", "data.pack", "data.overflow", "data.answer_only", "data.chat_format", "data.aligners"),
-    "data.templates",
+    *("data.templates", "data.chat_template_kwargs"),
     *("model.torch_dtype", "model.window"),
 )
 """Keys that must have the same values as in the run that is resumed."""

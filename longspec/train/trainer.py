@@ -1,13 +1,10 @@
-"""A training run, from its command-line arguments to the last checkpoint."""
+"""The loop over the optimizer steps of a run."""
 
 import logging
 import math
-import signal
-import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,29 +12,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longspec.data.collators import IGNORED
-from longspec.errors import reports_user_errors
 from longspec.kernels.training.segments import Segments
-from longspec.models.target_cache import resolve_target
-from longspec.signals import exit_code
-from longspec.train.checkpoint import load_state, locate, read_best, save_best, save_checkpoint, saved_draft
-from longspec.train.config import TrainConfig, load_config, make_output_dir
+from longspec.train.checkpoint import read_best, save_best, save_checkpoint
+from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import (
     Termination,
     data_parallel_rank_and_size,
     from_every_rank,
     from_rank_zero,
-    launched_rank,
     rank_zero_first,
-    share_targets,
-    start_ranks,
     summed,
     summed_by_name,
 )
-from longspec.train.engine import build_engine, build_pair, cosine_with_warmup, set_learning_rate
-from longspec.train.evaluation import Evaluation, held_out_row_count
-from longspec.train.folder_lock import sole_writer
-from longspec.train.inputs import Inputs, read_inputs
-from longspec.train.logging import RunLog, setup_logging
+from longspec.train.engine import cosine_with_warmup, set_learning_rate
+from longspec.train.evaluation import Evaluation
+from longspec.train.inputs import Inputs
+from longspec.train.logging import RunLog
 from longspec.train.loss import DraftLoss, stop_at_broken_loss
 from longspec.train.micro_batches import (
     Arrays,
@@ -48,9 +38,8 @@ from longspec.train.micro_batches import (
     engine_inputs,
     take_micro_batches,
 )
-from longspec.train.peers import watched
 from longspec.train.positions import micro_step_generator, random_lags
-from longspec.train.resume import last_step, rows_per_step, where_to_start, with_draft_options
+from longspec.train.resume import rows_per_step
 from longspec.train.sampler import ResumableSampler, loader
 from longspec.train.seals import Progress, Run
 
@@ -58,86 +47,6 @@ logger = logging.getLogger(__name__)
 FINISH_S = 10
 """Seconds that the current step may take after a request to stop. Launchers kill a rank after 30 s, and saving takes
 time, too."""
-
-
-@reports_user_errors
-def main(argv: Sequence[str] | None = None, before_steps: Callable[[], None] | None = None) -> None:
-    """Train as the command line says. Bad input is reported in one line on stderr with exit code 2.
-
-    SIGTERM, SIGINT or SIGHUP to any rank, or the end of the launcher (see `longspec.train.peers`), stops all ranks. The
-    current step is finished if that takes at most FINISH_S seconds, the last finished step is saved, and the exit code
-    is 128 + the signal's number. DeepSpeed's own processes have other exit codes after a signal: the `deepspeed`
-    command dies of it (128 + n in shells); `launch.py` returns 1 after SIGTERM or SIGINT, and 0 after other signals.
-
-    before_steps: called after loading, right before the first step.
-    """
-    setup_logging(launched_rank())
-    with Termination(at_once=True) as termination:
-        with watched(termination) as watch:
-            start_ranks()
-            watch.connect()
-            config = from_rank_zero(lambda: load_config(sys.argv[1:] if argv is None else argv))
-            finished = config is None or train(config, termination, before_steps)
-        dist.destroy_process_group()
-        if not finished:
-            raise SystemExit(exit_code(termination.received or signal.SIGTERM))
-
-
-def train(config: TrainConfig, termination: Termination, before_steps: Callable[[], None] | None = None) -> bool:
-    """Run the whole training on this rank. Returns False if it was stopped before its last step."""
-    share_targets(config.tp_size)
-    from_rank_zero(lambda: make_output_dir(config))
-    located = from_rank_zero(lambda: locate(config))
-    with sole_writer(Path(located.output_dir)) as before_save:
-        return _train_locked(located, termination, before_save, before_steps)
-
-
-def _train_locked(
-    config: TrainConfig,
-    termination: Termination,
-    before_save: Callable[[], None],
-    before_steps: Callable[[], None] | None,
-) -> bool:
-    """`train`, once the output folder is locked."""
-    # Checkpoints name the target as the user did. The folder of a converted target exists on this machine only.
-    target = rank_zero_first(lambda: resolve_target(config.model_name_or_path))
-    start = from_rank_zero(lambda: where_to_start(config, target))
-    # A resumed run has its own draft; the draft of the previous stage may be gone.
-    draft = None if start.state else start.draft or config.draft_model_name_or_path
-    run_config = from_rank_zero(lambda: with_draft_options(config, start.state, draft))
-    local_config = replace(run_config, model_name_or_path=target, draft_model_name_or_path=draft)
-
-    inputs = rank_zero_first(lambda: read_inputs(local_config))
-    start_step = start.progress.step
-    total_steps = from_rank_zero(lambda: last_step(run_config, len(inputs.rows), start_step))
-    held_out_rows = from_rank_zero(lambda: held_out_row_count(run_config, inputs))
-    evaluation_due = start.progress.evaluation_due and held_out_rows > 0
-    if start_step == total_steps and not evaluation_due:
-        logger.info("nothing to do: %s already holds step %d, the last one", run_config.output_dir, total_steps)
-        return True
-    logger.info(
-        "%d rows, %d per step; steps %d … %d", len(inputs.rows), rows_per_step(run_config), start_step + 1, total_steps
-    )
-    logger.info("target %s, draft %s", run_config.model_name_or_path, start.state or draft or "fresh")
-
-    draft_weights = saved_draft(start.state) if start.state else inputs.draft
-    engine = build_engine(run_config, build_pair(local_config, draft_weights))
-    if start.state:
-        load_state(engine, start.state, start.progress)
-    trainer = Trainer(
-        run_config,
-        engine,
-        inputs,
-        start_step=start_step,
-        total_steps=total_steps,
-        held_out_rows=held_out_rows,
-        evaluation_due=evaluation_due,
-        run=start.run,
-        before_save=before_save,
-    )
-    if before_steps:
-        before_steps()
-    return trainer.run(termination)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The real launch line with `tp_size=2`: the run that whole targets would give, from its losses to its files."""
+"""Training with `tp_size=2`: the run that whole targets would give, from its losses to its files."""
 
 import shutil
 from dataclasses import dataclass

@@ -34,8 +34,7 @@ def padded(rows: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("family", "side"), zip(FAMILIES, ("left", "right", "left", "right"), strict=True))
 def test_greedy_tokens_are_the_targets_own(tmp_path: Path, method: str, family: str, side: str, device: str) -> None:
     model = make_pair(tmp_path, family, num_key_value_heads=1 if side == "left" else 4).to(device)
     rows = prompts(1, 7, 30)

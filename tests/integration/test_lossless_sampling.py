@@ -4,6 +4,7 @@ A vocabulary of 4 and three tokens: 64 outcomes, whose exact probabilities the t
 family-wise level of 1e-3 over all of them; what they can see is itself tested.
 """
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from distributions import hardest_to_see, p_value
 from faults import IN_CORRELATIONS, IN_THE_OUTPUT
-from pairs import make_pair
+from pairs import FAMILIES, make_pair
 from torch import Tensor
 from transformers import (
     EpsilonLogitsWarper,
@@ -68,17 +69,17 @@ PROMPTS = torch.tensor([[0, 0, 0, 0, 0, 0, 2], [3, 1, 0, 2, 2, 1, 3]])
 MASK = torch.tensor([[0, 0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 1, 1]])
 
 
-@pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GlideMixin:
+@pytest.fixture(params=["llama"])
+def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GlideMixin:
     """Drafts are often wrong; windows are short, so that the draft's ring turns and magicdec leaves keys out."""
     monkeypatch.setattr(magicdec, "SINK", 1)
     monkeypatch.setattr(magicdec, "RECENT", 2)
-    return small_pair(tmp_path, DraftOptions(window=8))
+    return small_pair(tmp_path, DraftOptions(window=8), request.param)
 
 
-def small_pair(folder: Path, options: DraftOptions) -> GlideMixin:
+def small_pair(folder: Path, options: DraftOptions, family: str = "llama") -> GlideMixin:
     layout = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_key_value_heads": 1}
-    return make_pair(folder, vocab_size=VOCAB, num_attention_heads=2, seed=1, options=options, **layout)
+    return make_pair(folder, family, vocab_size=VOCAB, num_attention_heads=2, seed=1, options=options, **layout)
 
 
 def samples(model: GlideMixin, method: str, warp: dict[str, Any], rows: int, count: int, seed: int = 0) -> Tensor:
@@ -140,11 +141,12 @@ def fit(model: GlideMixin, method: str, warp: dict[str, Any], trials: int) -> fl
 
 
 @pytest.mark.parametrize(
-    ("method", "warp", "trials"),
+    ("model", "method", "warp", "trials"),
     [
-        *((method, warp, TRIALS // 4) for method, warp in FAST),
-        *(pytest.param(method, warp, TRIALS, marks=pytest.mark.slow) for method, warp in CASES),
+        *((family, method, warp, TRIALS // 4) for family, (method, warp) in zip(cycle(FAMILIES), FAST, strict=False)),
+        *(pytest.param("llama", method, warp, TRIALS, marks=pytest.mark.slow) for method, warp in CASES),
     ],
+    indirect=["model"],
 )
 def test_three_tokens_follow_the_targets_law(
     model: GlideMixin, method: str, warp: dict, trials: int, device: str
@@ -227,7 +229,9 @@ def correlations(model: GlideMixin, method: str) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(one, marks=[] if one in ("seq", "tree") else pytest.mark.slow) for one in METHODS]
+)
 def test_draws_have_nothing_to_do_with_each_other(model: GlideMixin, method: str, device: str) -> None:
     """16,384 rows of 8 tokens: no standard score above 5.5, of 80 whose chance is 4e-8 each."""
     scores = correlations(model.to(device), method)

@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from longspec.models.llama import LlamaGlide
+from longspec.models.mistral import MistralGlide
 from longspec.models.qwen2 import Qwen2Glide
+from longspec.models.qwen3 import Qwen3Glide
 from longspec.models.target_split import split_target
 from longspec.train.distributed import keep_drafts_equal
 from longspec.train.evaluation import DraftScores
@@ -23,6 +25,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "biases of all products": (LlamaGlide, {"attention_bias": True, "mlp_bias": True}),
     "head_dim": (Qwen2Glide, {"head_dim": 16, "hidden_size": 48, "vocab_size": 62}),
     "pad token of the other rank": (Qwen2Glide, {"tie_word_embeddings": True, "pad_token_id": 60}),
+    "norms of heads": (Qwen3Glide, {"vocab_size": 62}),
+    "Mistral": (MistralGlide, {"head_dim": 6, "tie_word_embeddings": True}),
 }
 LENGTHS = torch.tensor([0, 9, 20, 40], dtype=torch.int32)
 

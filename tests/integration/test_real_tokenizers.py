@@ -16,6 +16,7 @@ STOPS = {
     "vicuna": ["</s>"],
     "llama3": ["<|end_of_text|>", "<|eot_id|>"],
     "qwen": ["<|im_end|>", "<|endoftext|>"],
+    "qwen3": ["<|im_end|>", "<|endoftext|>"],
 }
 
 

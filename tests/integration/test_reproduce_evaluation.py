@@ -21,6 +21,8 @@ from scripts.reproduce.report import report
 from scripts.reproduce.rounds import dense_attention, dense_mask, random_layers
 from scripts.reproduce.summary import sameness, samples_of
 
+pytestmark = pytest.mark.slow
+
 PLAN = (
     Measurement("vanilla", prompts=2),
     Measurement("tree", prompts=2, tree_shape=SHAPE),

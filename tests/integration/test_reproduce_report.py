@@ -18,6 +18,8 @@ from scripts.reproduce.plan import EvaluationSettings
 from scripts.reproduce.report import PAGE, SUMMARY, main, report
 from scripts.reproduce.run import Run, Trained
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

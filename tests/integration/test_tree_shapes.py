@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import FAMILIES, make_pair, target_greedy
+from pairs import make_pair, target_greedy
 
 from longspec import generate
 from longspec.errors import UserError
@@ -112,7 +112,7 @@ def test_each_place_continues_the_prompt_up_to_it(tmp_path: Path, monkeypatch: p
         assert emitted[row.shape, 24][:tokens] == target_greedy(model, prompt[0], tokens + 1)[1:]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_generation_is_the_same_and_the_second_one_measures_nothing(
     tmp_path: Path, family: str, rounds_by_shape: dict[tuple[int, ...], int]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Who gets a connection to rank 0, and how long anyone else can hold it up."""
+"""Connections to rank 0: who is accepted, and how long others can delay it."""
 
 import socket
 import threading
@@ -14,10 +14,10 @@ SECRET = bytes(range(16))
 
 
 def test_ranks_are_let_in_past_strangers_that_are_slow_or_wrong() -> None:
-    """A silent caller, one that sends half a greeting and one with another secret come first; none is waited for."""
-    found: dict[socket.socket, int] = {}
+    """Rank 0 waits neither for a silent caller, nor for half a greeting, nor for a wrong secret."""
+    ranks: dict[socket.socket, int] = {}
     with socket.create_server(("127.0.0.1", 0)) as server:
-        listener = threading.Thread(target=lambda: found.update(connections.accept_ranks(server, SECRET, 2)))
+        listener = threading.Thread(target=lambda: ranks.update(connections.accept_ranks(server, SECRET, 2)))
         callers = [socket.create_connection(server.getsockname()) for _ in range(5)]
         silent, half, wrong, first, second = callers
         half.sendall(SECRET)
@@ -28,13 +28,13 @@ def test_ranks_are_let_in_past_strangers_that_are_slow_or_wrong() -> None:
             caller.sendall(SECRET + rank.to_bytes(4, "big"))
         listener.join(timeout=connections.GREETING_S)
         assert not listener.is_alive() and time.monotonic() - began < connections.GREETING_S / 2
-    assert sorted(found.values()) == [1, 2]
-    assert {one.getpeername() for one in found} == {one.getsockname() for one in (first, second)}
+    assert sorted(ranks.values()) == [1, 2]
+    assert {one.getpeername() for one in ranks} == {one.getsockname() for one in (first, second)}
     for stranger in (silent, half, wrong):
         stranger.settimeout(5)
         with suppress(ConnectionResetError):  # closed with unread bytes
             assert stranger.recv(1) == b""
-    for one in (*callers, *found):
+    for one in (*callers, *ranks):
         one.close()
 
 

@@ -1,4 +1,4 @@
-"""What the trainer hands to the model, and what it must not do to the target, on one rank."""
+"""The trainer on one rank: the engine's inputs, the order of a step, and the unchanged target."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,8 @@ from longspec.train import distributed, resume
 from longspec.train import engine as engine_module
 from longspec.train import trainer as trainer_module
 from longspec.train.checkpoint import gather_draft
-from longspec.train.config import TrainConfig, load_config
+from longspec.train.config import load_config
+from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.inputs import Inputs, read_inputs
 from longspec.train.loss import LOSSES
@@ -33,7 +34,7 @@ MAX_POSITIONS = 4096
 
 @pytest.fixture
 def load(tmp_path: Path):  # type: ignore[no-untyped-def]
-    """The tiny first stage on a target and data of its own."""
+    """The tiny first stage with its own target and data."""
     target, data = make_target(tmp_path / "target"), write_texts(tmp_path / "data.jsonl", count=4)
     given = [f"model_name_or_path={target}", f"data.files={data}", f"data.cache_dir={tmp_path}/cache"]
 
@@ -58,7 +59,7 @@ def handed_over(config: TrainConfig, rank: int, micro_step: int, monkeypatch: py
 
 
 def test_slicing_draws_positions_and_lags_by_seed_step_and_rank(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offsets jump behind the sinks, lags cover 1 … 5, and each micro-step of each rank has its own."""
+    """Positions jump after the sinks, lags cover 1 … 5, and each micro-step of each rank has its own draw."""
     config = load("seed=3")
     lags, offsets, streams = set(), set(), set()
     for rank in (0, 1):
@@ -88,8 +89,8 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_bf16_keeps_rotary_frequencies_and_master_weights_in_fp32(load: Any, one_rank: None) -> None:
-    """Frequencies in bf16, as ZeRO-3's construction leaves them with some versions of transformers, would move far
-    positions; without fp32 masters a small step rounds to nothing."""
+    """Some versions of transformers leave frequencies in bf16 under ZeRO-3, which would shift distant positions.
+    Without fp32 master weights a small step would be rounded away."""
     config = load("model.torch_dtype=bfloat16")
     pair: Any = build_pair(config, None)
     frequencies = pair.model.rotary_emb.inv_freq.clone()
@@ -117,7 +118,7 @@ def test_the_target_runs_as_graphs_where_it_is_whole_and_its_attention_reads_bor
 
 
 def test_a_fresh_draft_is_the_same_in_every_dtype(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawn in bf16 it would be another one; on some machines alone, so that the draws are watched, too."""
+    """Random numbers drawn in bf16 would differ, on some machines only, so the dtype of the draws is checked, too."""
     drawn: set[torch.dtype] = set()
     reset = GlideDecoderLayer.reset_parameters
 
@@ -133,23 +134,23 @@ def test_a_fresh_draft_is_the_same_in_every_dtype(load: Any, monkeypatch: pytest
 
 
 def test_under_zero_3_the_target_is_built_in_shards(load: Any, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is never whole before the engine takes it; weights, buffers and the fresh draft are what they are without."""
+    """No rank holds the whole target. Weights, buffers and the fresh draft are the same as without ZeRO-3."""
     monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)  # DeepSpeed replaces it for good
     whole: Any = build_pair(load(), None)
     pair: Any = build_pair(load("deepspeed=zero3"), None)
     frozen = {name: weight for name, weight in pair.named_parameters() if not weight.requires_grad}
     assert len(frozen) == 30 and not any(weight.numel() for weight in frozen.values())
     for name, weight in whole.named_parameters():
-        found = pair.get_parameter(name)
-        with deepspeed.zero.GatheredParameters(found, enabled=name in frozen):
-            assert torch.equal(found.cpu(), weight), name
+        sharded = pair.get_parameter(name)
+        with deepspeed.zero.GatheredParameters(sharded, enabled=name in frozen):
+            assert torch.equal(sharded.cpu(), weight), name
     for name, buffer in whole.named_buffers():
         assert torch.equal(pair.get_buffer(name).cpu(), buffer), name
     assert not any(hasattr(weight, "ds_id") for weight in build_pair(load(), None).parameters())
 
 
 def test_a_run_that_goes_on_after_its_last_step_is_refused(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 rows per step: 20 rows are 2.5 steps."""
+    """With 8 rows per step, 20 rows are 2.5 steps."""
     monkeypatch.setattr(trainer_module, "data_parallel_rank_and_size", lambda: (0, 1))
     monkeypatch.setattr(resume, "data_parallel_rank_and_size", lambda: (0, 1))
     assert last_step(load("num_train_epochs=2"), 20, start_step=5) == 5
@@ -176,7 +177,8 @@ def test_a_step_is_loaded_while_the_one_before_trains(load: Any, monkeypatch: py
 def test_the_target_goes_on_to_the_next_micro_batch_before_the_optimizer_steps(
     load: Any, monkeypatch: pytest.MonkeyPatch, loss: str, whole: bool
 ) -> None:
-    """Also to the next step's first one, with what the engine is then given, and as far as the loss reads it."""
+    """This includes the next step's first micro-batch. The engine then gets the same inputs, and the pass is as long as
+    the loss needs."""
     done: list[tuple[str, Any]] = []
 
     def begin(ids: torch.Tensor, positions: torch.Tensor, segments: Segments, whole: bool) -> None:
@@ -222,7 +224,7 @@ def test_the_target_goes_on_to_the_next_micro_batch_before_the_optimizer_steps(
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_chunked_losses_train_as_plain_ones_on_whole_logits(load: Any, one_rank: None, loss: str) -> None:
-    """The row "fused or plain loss" of the equivalence matrix (tests/e2e/test_equivalence.py), curve and draft."""
+    """The row "fused or plain loss" of the equivalence matrix (tests/e2e/test_equivalence.py): loss curve and draft."""
     config = load(f"loss={loss}", "variant=base", "learning_rate=1e-3", "per_device_train_batch_size=2")
     inputs, steps, never = read_inputs(config), 6, SimpleNamespace(agreed=lambda *_: False)
     engine = build_engine(config, build_pair(config, None))
@@ -239,7 +241,7 @@ def test_the_chunked_losses_train_as_plain_ones_on_whole_logits(load: Any, one_r
 
 
 def test_a_pair_that_does_not_load_says_why(load: Any, tmp_path: Path) -> None:
-    """The pair's own UserError must come through Hydra as it is."""
+    """Hydra must not hide the pair's own UserError."""
     config = load()
     (tmp_path / "target" / "model.safetensors").write_bytes(b"cut off")
     with pytest.raises(UserError, match="weights do not load"):

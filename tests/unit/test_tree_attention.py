@@ -1,4 +1,4 @@
-"""The finishing kernel against its torch reference, in Triton's interpreter and on the GPU."""
+"""The tree attention kernel against its references, in Triton's interpreter and on the GPU."""
 
 import os
 
@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from longspec.kernels.decoding import attention_reference
 from longspec.kernels.decoding.attention_interface import PrefixParts
-from longspec.kernels.decoding.tree_attention import prefix_and_tree_attention, window_attention
+from longspec.kernels.decoding.tree_attention import masked_attention, prefix_and_tree_attention, window_attention
 from longspec.kernels.shared.reference import attention_with_lse
 
 DEVICES = [
@@ -27,9 +27,9 @@ SHARED_MEMORY = 99 * 1024
 def make_case(
     lengths: list[int], kv_heads: int, group: int, nodes: int, head_dim: int, parts: int, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """q, k, v, lengths, mask, part outputs, part LSEs. Strides all differ; NaN in every slot that does not belong here.
+    """q, k, v, lengths, mask, outputs and LSEs of the parts.
 
-    Every third part is empty and holds NaN.
+    All strides differ. Slots that the kernel must not read hold NaN, and so does every third part, which is empty.
     """
     generator = torch.Generator().manual_seed(nodes + head_dim)
     batch, slots = len(lengths), max(lengths) + nodes + 7
@@ -84,7 +84,7 @@ def test_equals_the_reference_over_odd_shapes(
     with_tree: bool,
     device: str,
 ) -> None:
-    """Strides, the mask's bounds, empty parts, and NaN in all slots that are another kernel's or nobody's."""
+    """Strides, bounds of the mask, empty parts, and NaN in all slots of the prefix kernel and in unused ones."""
     check(make_case(lengths, kv_heads, group, nodes, head_dim, parts, torch.float32), device, with_tree)
 
 
@@ -95,7 +95,7 @@ def test_half_precision_parts_and_keys_accumulate_in_fp32(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_query_that_sees_nothing_gets_zero(device: str) -> None:
+def test_a_query_that_sees_no_key_gets_zero(device: str) -> None:
     case = make_case([0, 48], 1, 4, 37, 64, 1, torch.float32)  # the one part is empty
     case[4][0, 5] = False
     case[4][1] = False
@@ -105,8 +105,8 @@ def test_a_query_that_sees_nothing_gets_zero(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_first_block_without_visible_keys_does_not_poison_the_rest(device: str) -> None:
-    """Online softmax starts at -inf; its update must not form -inf - -inf."""
+def test_a_first_block_without_visible_keys_gives_no_nan(device: str) -> None:
+    """The running maximum starts at -inf, and its update must not compute -inf - -inf."""
     case = make_case([0], 1, 1, 100, 64, 1, torch.float32)
     case[4][:, :, :64] = False
     case[4][:, :, 64:] = True
@@ -115,14 +115,14 @@ def test_a_first_block_without_visible_keys_does_not_poison_the_rest(device: str
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("offset", [1000.0, -1000.0])
-def test_parts_far_from_the_rest_neither_overflow_nor_vanish(offset: float, device: str) -> None:
+def test_parts_with_distant_lses_neither_overflow_nor_vanish(offset: float, device: str) -> None:
     *case, lses = make_case([20], 1, 2, 9, 64, 3, torch.float32)
     got = check((*case, lses + offset), device, tolerance=1e-3)  # an LSE of 1000 has an ulp of 6e-5
     assert got.isfinite().all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_two_states_weigh_by_the_sigmoid_of_their_lse_difference(device: str) -> None:
+def test_two_states_are_weighted_by_the_sigmoid_of_their_lse_difference(device: str) -> None:
     q, k, v, lengths, mask, outs, lses = make_case([0], 2, 1, 3, 64, 2, torch.float32)
     mask = torch.ones_like(mask)
     rest, rest_lse = attention_with_lse(q, k[:, :, :3], v[:, :, :3], mask, 0.2)
@@ -154,7 +154,7 @@ def test_window_equals_the_reference(
     device: str,
     dtype: torch.dtype,
 ) -> None:
-    """Windows of many blocks and of one, in every dtype: the one-block loop has been miscompiled."""
+    """Windows of several blocks and of one, in each dtype: Triton has miscompiled the loop over one block."""
     generator = torch.Generator().manual_seed(tree)
     lengths = torch.tensor([0, 3, window, 3 * window + 5])
     q = torch.randn(4, nodes, kv_heads * group, head_dim, generator=generator).transpose(1, 2).to(dtype)
@@ -167,7 +167,16 @@ def test_window_equals_the_reference(
         torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def test_tensors_the_kernel_would_misread_are_refused() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_masked_attention_equals_its_reference(device: str) -> None:
+    q, k, v, _, _, _, _ = (x.to(device) for x in make_case([0], 2, 2, 60, 64, 1, torch.float32))
+    k, v = k[:, :, :60], v[:, :, :60]
+    mask = torch.rand(1, 60, 60, generator=torch.Generator().manual_seed(0)).to(device) < 0.3
+    inputs = (q, k, v, mask, 0.2, SHARED_MEMORY)
+    torch.testing.assert_close(masked_attention(*inputs), attention_reference.masked_attention(*inputs))
+
+
+def test_tensors_that_the_kernel_would_misread_are_refused() -> None:
     q, k, v, lengths, mask, outs, lses = make_case([30], 2, 2, 4, 64, 1, torch.float32)
     rest = (lengths, mask, 0.1, PrefixParts(outs, lses, BLOCK, overlap=False), SHARED_MEMORY)
     with pytest.raises(ValueError, match="contiguous"):

@@ -1,7 +1,8 @@
-"""What the attention kernels share: tile sizes, and the steps of online softmax over one tile of query rows.
+"""Tile sizes and split counts of the attention kernels, and the loads that they share.
 
-A tile's rows are the (node, query head of the group) pairs of one KV head, so that a group reads its keys once.
-Scores are kept in base 2 (exp2 is the hardware's own exponential); the LSE is written in natural log.
+A tile holds query rows of one KV head. Its rows are the pairs (node, query head of the group), so the heads of a group
+read the keys once. Scores are in base 2, because exp2 is the exponential of the hardware; the LSE is written in natural
+logarithm.
 """
 
 from typing import NamedTuple
@@ -13,29 +14,33 @@ from torch import Tensor
 
 LOG2_E = 1.4426950408889634
 MOST_SPLITS = 32
-"""The finishing kernel reads split after split: more cost it more than they save."""
+"""Largest number of splits of the prefix. The tree attention kernel reads the results of all splits one by one, so more
+splits cost it more than they save."""
 LONG_CACHE = 16384
-"""From this many cache slots on, work that is evenly spread is worth more splits."""
+"""Number of cache slots from which on evenly filled waves of programs justify more splits."""
 
 
 class Tiles(NamedTuple):
-    """Sizes of a kernel's blocks (query rows, keys) and how a program runs."""
+    """Block sizes of a kernel, and how one program runs."""
 
     block_m: int
+    """Query rows."""
     block_n: int
+    """Keys."""
     num_warps: int
     num_stages: int
 
 
 def padded_dim(head_dim: int) -> int:
-    """head_dim as the kernels hold it: a power of two, as many as a matrix product needs at least."""
+    """head_dim rounded up to a power of two and to 16, the smallest size of a matrix product."""
     return max(triton.next_power_of_2(head_dim), 16)
 
 
 def prefix_tiles(rows: int, head_dim: int, dtype: torch.dtype, shared_memory: int) -> Tiles:
-    """Blocks for `rows` query rows of a KV head, fitted to a program's shared memory in bytes.
+    """Tiles of the prefix kernel.
 
-    Measured on an H200 in bf16 at head_dim 128; fp32 runs without tensor cores, where small tiles cost nothing.
+    rows: query rows of a KV head. shared_memory: bytes available to a program. Tuned on an H200 in bf16 at head_dim
+    128. fp32 runs without tensor cores, where small tiles cost nothing.
     """
     block_d = padded_dim(head_dim)
     if dtype == torch.float32 or block_d > 128:
@@ -44,27 +49,30 @@ def prefix_tiles(rows: int, head_dim: int, dtype: torch.dtype, shared_memory: in
         tiles = Tiles(16, 64, 4, 4)
     elif rows <= 64:
         tiles = Tiles(64, 64, 4, 4)
-    else:  # two programs share a multiprocessor: one's softmax runs beside the other's products
+    else:
+        # Three stages let two programs share a multiprocessor: the softmax of one overlaps the products of the other.
         tiles = Tiles(64, 64, 4, 3)
     return fit_shared_memory(tiles, block_d * dtype.itemsize, shared_memory)
 
 
 def tree_attention_tiles(head_dim: int, dtype: torch.dtype, shared_memory: int) -> Tiles:
-    """Blocks of the finishing kernel: few rows, so that many programs share its few keys and its reads of the parts.
+    """Tiles of the tree attention kernel; tuned as `prefix_tiles`, and at head_dim 64.
 
-    Measured as `prefix_tiles`, and at head_dim 64.
+    Few rows per program, so that many programs share the few keys and the reads of the prefix parts.
     """
     block_d = padded_dim(head_dim)
     if dtype == torch.float32 or block_d > 128:
         tiles = Tiles(16, 32, 4, 3)
+    elif block_d <= 64:
+        tiles = Tiles(16, 128, 8, 2)
     else:
-        tiles = Tiles(16, 128, 8, 2) if block_d <= 64 else Tiles(16, 64, 4, 3)
+        tiles = Tiles(16, 64, 4, 3)
     scratch = 4096
     return fit_shared_memory(tiles, block_d * dtype.itemsize, shared_memory - scratch)
 
 
 def fit_shared_memory(tiles: Tiles, row_bytes: int, shared_memory: int) -> Tiles:
-    """The tiles with fewer stages, then fewer rows, then fewer keys, until queries, keys and values fit."""
+    """Reduce the stages, then the query rows, then the keys, until queries, keys and values fit."""
     while shared_bytes(tiles, row_bytes) > shared_memory:
         if tiles.num_stages > 2:
             tiles = tiles._replace(num_stages=tiles.num_stages - 1)
@@ -76,34 +84,41 @@ def fit_shared_memory(tiles: Tiles, row_bytes: int, shared_memory: int) -> Tiles
 
 
 def shared_bytes(tiles: Tiles, row_bytes: int) -> int:
-    """Of shared memory, for a program's queries, keys and values."""
+    """Bytes of shared memory for the queries, keys and values of a program."""
     return (tiles.block_m + 2 * tiles.num_stages * tiles.block_n) * row_bytes
 
 
 def programs_at_once(tiles: Tiles, head_dim: int, dtype: torch.dtype, shared_memory: int) -> int:
-    """How many programs one multiprocessor runs at a time, at most 2: more were not measured."""
+    """Number of programs that one multiprocessor runs at a time: 1 or 2 (more were not measured)."""
     reserved = 1024
     needed = shared_bytes(tiles, padded_dim(head_dim) * dtype.itemsize) + reserved
     return min(2, max(1, shared_memory // needed))
 
 
-def count_splits(programs: int, capacity: int, places: int) -> int:
-    """Splits of the prefix for `programs` programs a split, of which `places` run at a time: waves that fill them.
+def count_splits(programs: int, capacity: int, at_once: int) -> int:
+    """Number of splits of the prefix.
 
-    Only a long cache is worth more than one wave. A split more costs the finishing kernel 0.2 to 0.3 µs, a block of 64
-    keys more in every split 0.6 to 0.7 µs: in a short cache some sqrt(capacity / 16) are best. The finishing kernel is
-    compiled for each number of splits, so where the cache's size is what limits them, they are a power of two.
+    programs: programs per split. capacity: cache slots. at_once: programs that the device runs at a time (a wave).
+
+    A short cache gets one wave, because a further split costs the tree attention kernel 0.2 to 0.3 µs, and a further
+    block of 64 keys in each split costs 0.6 to 0.7 µs: about sqrt(capacity / 16) splits are best. A long cache gets the
+    number of waves, up to 4, that leaves the least of the device idle. The tree attention kernel is compiled for each
+    number of splits, so where the capacity is the limit, the number is a power of two.
     """
-    candidates = [max(1, waves * places // programs) for waves in range(1, 5)]
+    candidates = [max(1, waves * at_once // programs) for waves in range(1, 5)]
 
     def idle_share(splits: int) -> float:
-        waves = -(-splits * programs // places)
-        return 1 - splits * programs / (waves * places)
+        waves = -(-splits * programs // at_once)
+        return 1 - splits * programs / (waves * at_once)
 
-    best = next((splits for splits in candidates if idle_share(splits) < 0.05), min(candidates, key=idle_share))
-    wanted = candidates[0] if capacity < LONG_CACHE else best
-    worth = 1 << (max(1, capacity // 16).bit_length() - 1) // 2
-    return min(wanted, worth, MOST_SPLITS)
+    least_idle = min(candidates, key=idle_share)
+    filling = next((splits for splits in candidates if idle_share(splits) < 0.05), least_idle)
+    if capacity < LONG_CACHE:
+        filling = candidates[0]
+
+    # The power of two at or below sqrt(capacity / 16).
+    worthwhile = 1 << (max(1, capacity // 16).bit_length() - 1) // 2
+    return min(filling, worthwhile, MOST_SPLITS)
 
 
 def check_layout(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -118,13 +133,13 @@ def check_layout(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 @triton.jit
 def share_begin(blocks, split, splits):
-    """First block of a split's share, floor(split * blocks / splits): shares differ by one block at most."""
+    """First block of a split: floor(split * blocks / splits) without overflow. Shares differ by at most one block."""
     return blocks // splits * split + blocks % splits * split // splits
 
 
 @triton.jit
 def load_query_tile(q_ptr, stride_head, stride_node, row, dim, group, num_rows, HEAD_DIM: tl.constexpr):
-    """Rows of a KV head's queries; row = node * group + head within the group."""
+    """Query rows of one KV head; row = node * group + head within the group."""
     offsets = (row // group).to(tl.int64) * stride_node + (row % group) * stride_head
     visible = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
     return tl.load(q_ptr + offsets[:, None] + dim[None, :], mask=visible, other=0.0)
@@ -132,7 +147,7 @@ def load_query_tile(q_ptr, stride_head, stride_node, row, dim, group, num_rows, 
 
 @triton.jit
 def load_block(ptr, offsets, dim, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A whole block of keys or values: no slot needs a mask."""
+    """A whole block of keys or values; no slot needs a mask."""
     if HEAD_DIM == BLOCK_D:
         return tl.load(ptr + offsets)
     else:
@@ -141,6 +156,6 @@ def load_block(ptr, offsets, dim, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr)
 
 @triton.jit
 def load_key_tile(ptr, stride_slot, slot, dim, end, HEAD_DIM: tl.constexpr):
-    """Keys or values of the slots before `end`; whatever lies in later slots is never read."""
+    """Keys or values of the slots before `end`; later slots are never read."""
     visible = (slot < end)[:, None] & (dim < HEAD_DIM)[None, :]
     return tl.load(ptr + slot.to(tl.int64)[:, None] * stride_slot + dim[None, :], mask=visible, other=0.0)

@@ -1,10 +1,12 @@
-"""Compaction of the KV cache: after acceptance a path of the tree moves up behind the prefix, in all layers."""
+"""Compaction of the KV cache: the entries of the accepted nodes move to the end of the prefix, in all layers."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 
+# cache[..., length + j] = cache[..., length + path[j]] for j < count. One program takes one layer, sequence and KV
+# head.
 @triton.jit
 def _compact_kernel(
     keys_ptr,
@@ -27,21 +29,23 @@ def _compact_kernel(
     length = tl.load(lengths_ptr + batch).to(tl.int64)
     moved = step < tl.minimum(tl.load(counts_ptr + batch), path_length)
     source = tl.load(path_ptr + batch * path_length + step, mask=moved, other=0).to(tl.int64)
+
     inside = moved[:, None] & (dim < HEAD_DIM)[None, :]
     base = (store * capacity + length) * HEAD_DIM
-    from_offsets = base + source[:, None] * HEAD_DIM + dim[None, :]
-    to_offsets = base + step[:, None] * HEAD_DIM + dim[None, :]
-    key = tl.load(keys_ptr + from_offsets, mask=inside, other=0.0)
-    value = tl.load(values_ptr + from_offsets, mask=inside, other=0.0)
-    tl.debug_barrier()  # one step's target may be another's source
-    tl.store(keys_ptr + to_offsets, key, mask=inside)
-    tl.store(values_ptr + to_offsets, value, mask=inside)
+    source_offsets = base + source[:, None] * HEAD_DIM + dim[None, :]
+    destination_offsets = base + step[:, None] * HEAD_DIM + dim[None, :]
+    key = tl.load(keys_ptr + source_offsets, mask=inside, other=0.0)
+    value = tl.load(values_ptr + source_offsets, mask=inside, other=0.0)
+    # The destination of one step may be the source of another: all loads must be done before the first store.
+    tl.debug_barrier()
+    tl.store(keys_ptr + destination_offsets, key, mask=inside)
+    tl.store(values_ptr + destination_offsets, value, mask=inside)
 
 
 def compact(keys: Tensor, values: Tensor, lengths: Tensor, path: Tensor, counts: Tensor) -> None:
-    """Move slot lengths[b] + path[b, j] to lengths[b] + j for j < counts[b], in place.
+    """Move slot lengths[b] + path[b, j] to slot lengths[b] + j for j < counts[b], in place.
 
-    keys, values: contiguous [L, B, Hkv, S, D]; lengths, counts: int [B]; path: int [B, J], increasing from 0.
+    keys, values: contiguous [L, B, K, S, D]. lengths, counts: int [B]. path: int [B, J], increasing from 0.
     """
     layers, batch, heads, capacity, head_dim = keys.shape
     _compact_kernel[(layers * batch * heads,)](

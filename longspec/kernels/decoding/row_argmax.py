@@ -1,4 +1,8 @@
-"""The argmax of each row of a large vocabulary, by many programs a row: plain, or of a race."""
+"""The argmax of each row over the vocabulary, with many programs per row.
+
+With exponential noise E the index of the largest w(x) / E(x) is a draw in proportion to w: token x arrives after the
+time E(x) / w(x), and the first arrival is x with probability w(x) / sum(w) (an exponential race).
+"""
 
 import torch
 import triton
@@ -9,8 +13,12 @@ from longspec.kernels.shared.logit_statistics import CHUNK
 from longspec.kernels.shared.watch import Watch, launch_arguments
 
 
+# For chunk c of a row: maximum[c] = max_x y(x) and index[c] = argmax_x y(x), where y is the values, or values / noise
+# if RACE. One program takes one chunk.
 @triton.jit
-def _chunk_kernel(values_ptr, noise_ptr, best_ptr, place_ptr, vocab, chunks, CHUNK: tl.constexpr, RACE: tl.constexpr):
+def _chunk_kernel(
+    values_ptr, noise_ptr, maximum_ptr, index_ptr, vocab, chunks, CHUNK: tl.constexpr, RACE: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -18,17 +26,19 @@ def _chunk_kernel(values_ptr, noise_ptr, best_ptr, place_ptr, vocab, chunks, CHU
     if RACE:
         noise = tl.load(noise_ptr + row * vocab + column, mask=column < vocab, other=1.0)
         values = values / noise.to(tl.float32)
-    # NaN counts as infinity: it wins, so the row shows it, and the index stays within the vocabulary.
+
+    # NaN counts as infinity: it wins, so that the row is recognized, and the index stays within the vocabulary.
     values = tl.where(values < float("inf"), values, float("inf"))
-    best, place = tl.max(values, 0, return_indices=True)
-    tl.store(best_ptr + row * chunks + chunk, best)
-    tl.store(place_ptr + row * chunks + chunk, chunk * CHUNK + place)
+    maximum, index = tl.max(values, 0, return_indices=True)
+    tl.store(maximum_ptr + row * chunks + chunk, maximum)
+    tl.store(index_ptr + row * chunks + chunk, chunk * CHUNK + index)
 
 
+# out = index[argmax_c maximum[c]]. One program takes one row.
 @triton.jit
 def _row_kernel(
-    best_ptr,
-    place_ptr,
+    maximum_ptr,
+    index_ptr,
     out_ptr,
     faults_ptr,
     fault,
@@ -39,31 +49,31 @@ def _row_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, BLOCK_C)
-    best = tl.load(best_ptr + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
-    largest, winner = tl.max(best, 0, return_indices=True)
-    tl.store(out_ptr + row, tl.load(place_ptr + row * chunks + winner).to(tl.int64))
+    maxima = tl.load(maximum_ptr + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
+    largest, winner = tl.max(maxima, 0, return_indices=True)
+    tl.store(out_ptr + row, tl.load(index_ptr + row * chunks + winner).to(tl.int64))
     if WATCH:
         is_finite = (largest > float("-inf")) & (largest < float("inf"))
         tl.store(faults_ptr + row // rows_per_sequence, fault, mask=is_finite == 0)
 
 
 def argmax(values: Tensor, noise: Tensor | None = None, watch: Watch | None = None) -> Tensor:
-    """Place of the largest of values [..., V] (any float dtype but fp64), or of values / noise (fp64), the first of
-    equal ones: LongTensor [...].
+    """Index of the largest of values [..., V] or of values / noise, the first of equal ones: LongTensor [...].
 
-    With `watch`, values are logits [B, ..., V]: a row without a finite maximum is recorded (see `watch.Watch`).
+    values: any float dtype but fp64. noise: fp64, in the shape of values. watch: records rows without a finite largest
+    value; values are then logits [B, ..., V].
     """
     vocab = values.shape[-1]
     rows = values.numel() // vocab
     chunks = triton.cdiv(vocab, CHUNK)
-    best = torch.empty(rows, chunks, device=values.device)
-    place = torch.empty(rows, chunks, dtype=torch.int32, device=values.device)
+    maximum = torch.empty(rows, chunks, device=values.device)
+    index = torch.empty(rows, chunks, dtype=torch.int32, device=values.device)
     out = torch.empty(values.shape[:-1], dtype=torch.long, device=values.device)
     _chunk_kernel[(rows, chunks)](
         values.contiguous(),
         None if noise is None else noise.contiguous(),
-        best,
-        place,
+        maximum,
+        index,
         vocab,
         chunks,
         CHUNK=CHUNK,
@@ -71,8 +81,8 @@ def argmax(values: Tensor, noise: Tensor | None = None, watch: Watch | None = No
         num_warps=8,
     )
     _row_kernel[(rows,)](
-        best,
-        place,
+        maximum,
+        index,
         out,
         *launch_arguments(watch),
         chunks,

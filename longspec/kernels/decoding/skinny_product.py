@@ -1,8 +1,10 @@
-"""A few rows times a matrix, as a level of the tree, its verification or a small batch needs it.
+"""The product of a few rows and a matrix, for the levels of a tree, its verification and small batches.
 
-Bound by reading the weights, which a library's product of a square-ish tile does not reach here. The weights are the
-tall operand of the tensor cores and the rows the narrow one; past 64 rows there is a second, narrow accumulator
-instead of one padded to 128. Accumulation is fp32.
+The limit is the time to read the weights, which library kernels with square tiles do not reach at these sizes. Here the
+weight is the tall operand of the tensor cores and the rows are the narrow one. From 65 rows on there is a second,
+narrow accumulator, instead of one padded to 128. Accumulation is in fp32.
+
+T is the number of rows (tokens), E the input size, O the output size.
 """
 
 import torch
@@ -13,15 +15,20 @@ from torch import Tensor
 from longspec.kernels.shared.device import describe_gpu
 
 MAX_ROWS = 80
+"""Largest T."""
 BLOCK_N = 64
-"""Rows of the weight that a program takes."""
+"""Rows of the weight per program."""
 MOST_PARTS = 4
-"""Of a product whose weight has too few rows to keep every multiprocessor reading. More cost the norm behind it more
-than they save."""
+"""Largest number of parts of a split product. The following norm adds the parts, so more cost it more than they
+save."""
 SHORT_BLOCK = 64
-"""Columns that a program takes at a time where rows or parts are many; elsewhere twice as many."""
+"""Columns per step of the loop if rows or parts are many; otherwise twice as many."""
 
 
+# out[t, o] = sum_e x[t, e] * weight[o, e] + bias[o], and if GATED out = silu(gate) * up, where gate is that sum over
+# the first half of the rows of the weight and up over the second. With SPLITS > 1, part s has the sum over the s-th
+# share of the columns. One program takes BLOCK_N outputs of one part for all rows: BLOCK_M in `acc`, TAIL_M more in
+# `acc_tail`.
 @triton.jit
 def _skinny_product_kernel(
     x_ptr,
@@ -53,10 +60,12 @@ def _skinny_product_kernel(
     acc_tail = tl.zeros([BLOCK_N, TAIL], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up_tail = tl.zeros([BLOCK_N, TAIL], tl.float32)
-    # Past the last row the last one is read again, and not stored.
+
+    # Programs that reach past the last row of the weight read that row again and do not store the result.
     read_row = tl.minimum(row, rows - 1).to(tl.int64)
     weight_row = weight_ptr + read_row[:, None] * width
     up_row = weight_ptr + (read_row + rows)[:, None] * width
+    # EVEN: no column of a block is out of range, so the loads of the weight need no mask.
     for start in range(first, end, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
         if EVEN:
@@ -94,9 +103,10 @@ def _skinny_product_kernel(
 
 
 def skinny_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
-    """x @ weight.T + bias for at most MAX_ROWS rows: x contiguous [T, K], weight contiguous [N, K], bias [N]: [T, N].
+    """x @ weight.T + bias, [T, O], for T <= MAX_ROWS.
 
-    gated: weight is [2·I, K], gates first, and the result silu(gate) · up, [T, I].
+    x [T, E] and weight [O, E] are contiguous; bias [O]. gated: the weight is [2 O, E], with the gates first, and the
+    result is silu(gate) * up.
     """
     rows = weight.shape[0] // 2 if gated else weight.shape[0]
     out = x.new_empty(len(x), rows)
@@ -105,7 +115,7 @@ def skinny_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, gated:
 
 
 def split_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T in P parts that are still to be added: fp32 [P, T, N]; P follows from weight's shape and device."""
+    """P parts of x @ weight.T, fp32 [P, T, O], which sum to it; P follows from the weight's shape and the device."""
     rows, width = weight.shape
     parts = count_parts(rows, width, describe_gpu(x.device).multiprocessors)
     out = torch.empty(parts, len(x), rows, dtype=torch.float32, device=x.device)
@@ -114,14 +124,17 @@ def split_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def count_parts(rows: int, width: int, multiprocessors: int) -> int:
-    """Parts of equal width, two blocks each at least, that give every multiprocessor a program; two in any case."""
-    programs, blocks = triton.cdiv(rows, BLOCK_N), width // SHORT_BLOCK
+    """Number of parts: as many as the device has multiprocessors for, of equal width and at least two blocks; at
+    least 2."""
+    programs = triton.cdiv(rows, BLOCK_N)
+    blocks = width // SHORT_BLOCK
     most = min(MOST_PARTS, multiprocessors // programs, blocks // 2)
     return next((parts for parts in range(most, 2, -1) if width % (SHORT_BLOCK * parts) == 0), 2)
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, rows: int, gated: bool, splits: int) -> None:
     tokens, width = x.shape
+    # 16 is the smallest size of a matrix product.
     block_m, tail_m = (64, 16) if tokens > 64 else (max(16, triton.next_power_of_2(tokens)), 0)
     block_k = SHORT_BLOCK if splits > 2 or (tokens > 16 and splits == 1) else 2 * SHORT_BLOCK
     stage_bytes = x.element_size() * block_k * (BLOCK_N * (2 if gated else 1) + block_m + tail_m)

@@ -1,8 +1,7 @@
-"""The finishing kernel of decoding attention: what the prefix kernel left over, the tree under its mask, one merge.
+"""Attention to the tree under its mask and to the slots that the prefix kernel leaves over, merged with its parts.
 
-One program takes a few query rows of a KV head. It attends to the slots that no prefix part covers, and merges that
-with the parts by their log-sum-exp; for two states, o = sigmoid(lse_1 - lse_2) * o_1 + (1 - sigmoid(…)) * o_2.
-(LongSpec, arXiv 2502.17421: hybrid tree attention, whose tree part and merge this fuses.)
+One kernel serves three launchers: with prefix parts, with the ring of the draft's window, and with a mask over all
+slots. (LongSpec, arXiv 2502.17421: hybrid tree attention, whose tree part and merge this fuses.)
 """
 
 import torch
@@ -23,18 +22,24 @@ from longspec.kernels.decoding.attention_tiles import (
 
 @triton.jit
 def _in_window(slot, length, level, WINDOW: tl.constexpr):
-    """Whether a ring's slot holds one of the WINDOW positions before position length + level, or it itself."""
-    # The newest position before the root that lies in this slot; C's remainder needs a dividend >= 0.
-    held = length - 1 - (length - 1 - slot + WINDOW) % WINDOW
-    return (held >= 0) & (held >= length + level - WINDOW)
+    """Whether a slot of the ring holds a position p >= 0 with p >= length + level - WINDOW."""
+    # The newest position p < length with p % WINDOW == slot. The remainder is that of C and needs a dividend >= 0.
+    position = length - 1 - (length - 1 - slot + WINDOW) % WINDOW
+    return (position >= 0) & (position >= length + level - WINDOW)
 
 
 @triton.jit
 def _finite(row_max):
-    """A row that has seen no key yet keeps its maximum at -inf, and -inf - -inf would be NaN."""
+    """row_max, but 0 for a row that has seen no key yet: -inf - -inf would be NaN."""
     return tl.where(row_max == float("-inf"), 0.0, row_max)
 
 
+# Merge of states by their log-sum-exp, with the tree's own state as one of them:
+#   m = max(row_max, max_p lse_p)
+#   sum = row_sum * exp(row_max - m) + sum_p exp(lse_p - m)
+#   out = out * exp(row_max - m) + sum_p exp(lse_p - m) * out_p
+# and out / sum is the attention to all keys. For two states this is sigmoid(lse_1 - lse_2) * out_1 + sigmoid(lse_2 -
+# lse_1) * out_2. Everything is in base 2.
 @triton.jit
 def _merge_parts(
     out,
@@ -50,7 +55,7 @@ def _merge_parts(
     PARTS: tl.constexpr,
     PARTS_PADDED: tl.constexpr,
 ):
-    """Unnormalised attention `out` [rows, D] with its sums and maxima (base 2) and all parts: (out, sums) of both."""
+    """Add all prefix parts to the attention `out` [rows, D], not normalized; return the new out and its sums."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     part = tl.arange(0, PARTS_PADDED)
     in_parts = (part < PARTS)[:, None] & in_rows[None, :]
@@ -60,7 +65,7 @@ def _merge_parts(
     decay = tl.exp2(row_max - finite_max)
     row_sum = row_sum * decay + tl.sum(tl.exp2(lses - finite_max[None, :]), 0)
     out = out * decay[:, None]
-    # No load waits for another one: what an empty part holds is read, and dropped.
+    # The output of an empty part, which may be NaN, is loaded and dropped, so that no load waits for another.
     for _ in tl.static_range(PARTS):
         lse = tl.load(lse_rows, mask=in_rows, other=float("-inf"))
         part_out = tl.load(part_rows[:, None] + dim[None, :], mask=in_tile, other=0.0).to(tl.float32)
@@ -71,6 +76,11 @@ def _merge_parts(
     return out, row_sum
 
 
+# For a query q and the visible slots j from `first` to `end`, by online softmax over blocks of keys:
+#   out = sum_j exp(scale * q . k_j) * v_j / sum_j exp(scale * q . k_j)
+# merged with PARTS states of attention to the slots before `first`. Slots before `tree_start` are visible to all
+# queries (in a ring, WINDOW > 0, if they are in the window); slots from there on are nodes, visible under the mask.
+# One program takes BLOCK_M query rows of one KV head.
 @triton.jit(do_not_specialize=["kv_heads", "group", "num_rows", "slots", "level"])
 def _tree_attention_kernel(
     q_ptr,
@@ -131,11 +141,13 @@ def _tree_attention_kernel(
     head = kv_head * group + row % group
     length = tl.load(lengths_ptr + batch).to(tl.int32)
     if WINDOW:
-        # From a run-time value: where Triton 3.6 knows that one block is all, it drops the loop, and with it the
-        # barrier between writing the block to shared memory and multiplying it.
-        first, tree_start = 0, slots - TREE_NODES
+        # Computed at run time on purpose: where Triton 3.6 knows that the loop has one iteration, it drops the loop and
+        # with it the barrier between the write of a block to shared memory and its matrix product.
+        first = 0
+        tree_start = slots - TREE_NODES
     else:
-        first, tree_start = length // PREFIX_BLOCK * PREFIX_BLOCK, length
+        first = length // PREFIX_BLOCK * PREFIX_BLOCK
+        tree_start = length
     end = tree_start + TREE_NODES
 
     q_base = q_ptr + batch * stride_qb + kv_head * group * stride_qh
@@ -146,7 +158,8 @@ def _tree_attention_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     acc = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    # Keys by rows, the other way round than usual: so the few rows are the narrow side of the matrix products.
+    # Scores are [keys, rows], transposed as compared to the prefix kernel, so that the few query rows are the narrow
+    # side of the matrix products.
     for start in range(first, end, BLOCK_N):
         slot = start + tl.arange(0, BLOCK_N)
         k = load_key_tile(k_base, stride_ks, slot, dim, end, HEAD_DIM)
@@ -155,7 +168,7 @@ def _tree_attention_kernel(
         if WINDOW:
             visible = visible & _in_window(slot, length, level, WINDOW)
         visible = tl.broadcast_to(visible[:, None], [BLOCK_N, BLOCK_M])
-        if TREE_NODES:  # noqa: SIM102 (known when compiled, unlike the other condition)
+        if TREE_NODES:  # noqa: SIM102 (a compile-time condition, unlike the next one)
             if start + BLOCK_N > tree_start:
                 in_tree = ((slot >= tree_start) & (slot < end))[:, None] & in_rows[None, :]
                 seen = tl.load(mask_rows[None, :] + (slot - tree_start)[:, None] * stride_mk, mask=in_tree, other=0)
@@ -173,7 +186,8 @@ def _tree_attention_kernel(
     row_sum = tl.sum(sums, 0)
     out = tl.trans(acc)
     if PARTS:
-        if OVERLAP:  # all the above ran beside the prefix kernel, which ends here at the latest
+        if OVERLAP:
+            # Everything above may run at the same time as the prefix kernel. Wait for its parts.
             tl.extra.cuda.gdc_wait()
         lse_rows = lses_ptr + batch * stride_lb + head * stride_lh + node * stride_ln
         part_rows = parts_ptr + batch * stride_pb + head * stride_ph + node * stride_pn
@@ -196,12 +210,13 @@ def prefix_and_tree_attention(
     parts: PrefixParts,
     shared_memory: int,
 ) -> Tensor:
-    """Attention to a row's prefix, given its parts over the whole blocks of it, and to the tree behind it.
+    """Attention to the prefix of each sequence, given the parts of its whole blocks, and to the tree after it.
 
-    q [B, Hq, N, D]; k, v the cache [B, Hkv, S, D], last dimensions contiguous, one dtype (fp32, fp16, bf16); lengths
-    int [B]; tree_mask bool [B, N, N], True where query node i sees the node in slot lengths[b] + j, or None: no tree.
-    parts: of any float dtype and any strides with contiguous D; shared_memory: bytes that a program can have.
-    Returns [B, Hq, N, D] in q's dtype, a view of [B, N, Hq, D]; a query that sees nothing gets 0.
+    q [B, H, N, D]; k, v: the cache [B, K, S, D]; last dimensions contiguous; one dtype (fp32, fp16, bf16). lengths int
+    [B]. tree_mask bool [B, N, N], True where query node i sees the node in slot lengths[b] + j, or None without a tree.
+    parts: of any float dtype and any strides, last dimension contiguous. shared_memory: bytes available to a program.
+    Returns [B, H, N, D] in q's dtype, a view of [B, N, H, D]; a query that sees no key gets 0. Raises ValueError for
+    tensors of other layouts.
     """
     return _launch(q, k, v, lengths, tree_mask, scale, parts, shared_memory, window=0, level=0)
 
@@ -209,20 +224,25 @@ def prefix_and_tree_attention(
 def window_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float, shared_memory: int
 ) -> Tensor:
-    """Attention to a ring of accepted tokens and to the tree nodes behind it.
+    """Attention to a ring of W accepted tokens and to the M tree nodes after it.
 
-    q [B, Hq, n, D]: nodes at position lengths[b] + level; k, v [B, Hkv, W + M, D], finite: slot s < W holds the newest
-    position p < lengths[b] with p % W == s, seen if p >= 0 and p >= lengths[b] + level - W; slot W + j holds node j,
-    seen where tree_mask bool [B, n, M] is True. Dtypes, layout and result as in `prefix_and_tree_attention`.
+    q [B, H, N, D]: nodes at position lengths[b] + level. k, v [B, K, W + M, D], finite: slot s < W holds the newest
+    position p < lengths[b] with p % W == s, visible if p >= 0 and p >= lengths[b] + level - W; slot W + j holds node j,
+    visible where tree_mask, bool [B, N, M], is True. Dtypes, layout, result and errors as in
+    `prefix_and_tree_attention`.
     """
     window = k.shape[2] - tree_mask.shape[2]
     return _launch(q, k, v, lengths, tree_mask, scale, None, shared_memory, window, level)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, shared_memory: int) -> Tensor:
-    """Attention over all S slots of k, v [B, Hkv, S, D], finite, under mask bool [B, N, S]; the rest as above."""
-    nothing_before = torch.zeros(len(q), dtype=torch.int32, device=q.device)
-    return _launch(q, k, v, nothing_before, mask, scale, None, shared_memory, window=0, level=0)
+    """Attention to all S slots of k, v [B, K, S, D], which are finite, where mask, bool [B, N, S], is True.
+
+    Dtypes, layout, result and errors as in `prefix_and_tree_attention`.
+    """
+    # All slots count as nodes of a tree after an empty prefix.
+    no_prefix = torch.zeros(len(q), dtype=torch.int32, device=q.device)
+    return _launch(q, k, v, no_prefix, mask, scale, None, shared_memory, window=0, level=0)
 
 
 def _launch(
@@ -243,8 +263,9 @@ def _launch(
     group = heads // kv_heads
     out = torch.empty((batch, nodes, heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
     tiles = tree_attention_tiles(head_dim, q.dtype, shared_memory)
-    count = 0 if parts is None else len(parts.outs)
+    num_parts = 0 if parts is None else len(parts.outs)
     overlap = parts is not None and parts.overlap
+    # A pointer argument that the kernel does not read is q.
     _tree_attention_kernel[(triton.cdiv(group * nodes, tiles.block_m), batch * kv_heads)](
         q,
         k,
@@ -274,11 +295,12 @@ def _launch(
         TREE_NODES=0 if tree_mask is None else tree_mask.shape[2],
         WINDOW=window,
         PREFIX_BLOCK=1 if parts is None else parts.block,
-        PARTS=count,
-        PARTS_PADDED=triton.next_power_of_2(max(count, 1)),
+        PARTS=num_parts,
+        PARTS_PADDED=triton.next_power_of_2(max(num_parts, 1)),
         OVERLAP=overlap,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        # Programmatic dependent launch; older versions of Triton do not know the option.
         **({"launch_pdl": True} if overlap else {}),
     )
     return out

@@ -1,7 +1,7 @@
-"""The choice of a tree's next level over parents × vocabulary, and its entry into the tree, in one launch.
+"""Growth of a tree by one level over all parents and the whole vocabulary, in one launch after the logit statistics.
 
-The `width` best continuations lie in the `width` sub-chunks with the largest keys: find these sub-chunks first, then
-the continuations within them.
+The `width` best continuations are in the `width` sub-chunks with the best entries. So the kernel selects these
+sub-chunks first, from the statistics, and then the continuations within them.
 """
 
 import torch
@@ -14,13 +14,18 @@ from longspec.kernels.shared.logit_statistics import CHUNK, SUB, load_keys, logi
 from longspec.kernels.shared.watch import Watch, launch_arguments
 
 MAX_WIDTH = 64
+"""Largest number of nodes of a level."""
 MAX_CANDIDATES = 2**15
-"""Sub-chunks of all parents together that one program takes."""
+"""Largest number of sub-chunks of all parents together, which one program holds at a time."""
 
 
 @triton.jit
 def _sorting_bits(values):
-    """int64 in the order of values, fp32 or fp64; the last 16 bits are 1."""
+    """int64 sort keys in the order of values, fp32 or fp64; the low 16 bits are 1.
+
+    The bits of a positive float are ordered as integers; those of a negative one in reverse, so they are flipped. fp32
+    moves up by 16 bits, fp64 loses its low 16 bits.
+    """
     if values.dtype == tl.float64:
         bits = values.to(tl.int64, bitcast=True) | 0xFFFF
         return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFF0000)
@@ -31,7 +36,7 @@ def _sorting_bits(values):
 
 @triton.jit
 def _sorted_value(keys, dtype: tl.constexpr):
-    """What `_sorting_bits` was made of."""
+    """The value of a sort key; inverse of `_sorting_bits`."""
     if dtype == tl.float64:
         bits = (keys ^ ((keys >> 63) & 0x7FFFFFFFFFFF0000)) & -65536
     else:
@@ -42,32 +47,40 @@ def _sorted_value(keys, dtype: tl.constexpr):
 
 @triton.jit
 def _largest(values, COUNT: tl.constexpr, BLOCK_W: tl.constexpr):
-    """The COUNT largest of values [n], fp32 or fp64, in falling order, the first of equal ones first: values, -inf past
-    COUNT, and their places, [BLOCK_W] each. Of fp64 the last 16 bits are lost: there, as in what a key of fp32 has no
-    use for, stands the place, so that one integer at a time is compared."""
+    """The COUNT largest of values [n], fp32 or fp64, in descending order, and their indices, [BLOCK_W] each.
+
+    Of equal values the first comes first. Entries past COUNT are -inf. fp64 values lose their low 16 bits.
+    """
     lane = tl.arange(0, BLOCK_W)
-    place = tl.arange(0, values.shape[0])
-    nothing = _sorting_bits(tl.full([1], float("-inf"), values.dtype))
-    found = tl.broadcast_to(nothing, [BLOCK_W])
-    keys = _sorting_bits(values) - place
+    index = tl.arange(0, values.shape[0])
+    empty = _sorting_bits(tl.full([1], float("-inf"), values.dtype))
+    largest = tl.broadcast_to(empty, [BLOCK_W])
+    # The low 16 bits of a key are 0xFFFF - index: all keys differ, and ties are broken by the index.
+    keys = _sorting_bits(values) - index
     for rank in range(0, COUNT):
         best = tl.max(keys, 0)
-        found = tl.where(lane == rank, best, found)
-        keys = tl.where(keys == best, nothing, keys)
-    return _sorted_value(found, values.dtype), (0xFFFF - (found & 0xFFFF)).to(tl.int32)
+        largest = tl.where(lane == rank, best, largest)
+        keys = tl.where(keys == best, empty, keys)
+    return _sorted_value(largest, values.dtype), (0xFFFF - (largest & 0xFFFF)).to(tl.int32)
 
 
 @triton.jit
 def _pick(values, index):
-    """values[index]: values [n], index [w] -> [w]."""
+    """values[index] for values [n] and index [w], as a sum over a one-hot mask: registers have no indices."""
     chosen = index[:, None] == tl.arange(0, values.shape[0])[None, :]
     return tl.sum(tl.where(chosen, values[None, :], 0), 1)
 
 
 @triton.jit
 def _merit(key, lse, score, arrival, first, RACE: tl.constexpr):
-    """What continuations are ordered by: the log-probability of their path; in a race minus their arrival time, which
-    is the parent's and what its child comes later than its first child (at `first`)."""
+    """The order of continuations: the log-probability of the path, or in a race minus its arrival time.
+
+    score and arrival are the parent's, key is the logit, in a race logit - log(noise). Without a race:
+      merit = score + log p, with log p = key - lse
+    In a race the time of a path is exponential with rate exp(score + log p), so time = noise / exp(score + log p). The
+    first child, at time `first`, arrives with the parent:
+      merit = -(arrival + time - first)
+    """
     if RACE:
         time = tl.exp(lse - score - key)
         merit = tl.where(time == float("inf"), float("-inf"), -(arrival + tl.maximum(time - first, 0.0)))
@@ -78,7 +91,7 @@ def _merit(key, lse, score, arrival, first, RACE: tl.constexpr):
 
 @triton.jit
 def _log_sum_exp(chunk_maxima_ptr, chunk_sums_ptr, row, is_row, chunks, BLOCK_C: tl.constexpr):
-    """Of rows [n], where is_row; elsewhere 0."""
+    """log sum exp of rows [n] from the statistics of their chunks; 0 where is_row is False."""
     part = tl.arange(0, BLOCK_C)
     parts = row[:, None] * chunks + part[None, :]
     in_parts = is_row[:, None] & (part < chunks)[None, :]
@@ -90,18 +103,23 @@ def _log_sum_exp(chunk_maxima_ptr, chunk_sums_ptr, row, is_row, chunks, BLOCK_C:
 
 @triton.jit
 def _link(visible_ptr, parents_ptr, tree, parent, child, exists, in_level, nodes, BLOCK_N: tl.constexpr):
-    """Enter node numbers `child` [w] below `parent` [w] into tree number `tree`; what only fills the level has no
-    parent and sees itself alone."""
+    """Write parents and visible nodes of the nodes `child` [w] below `parent` [w] of one tree.
+
+    A node sees itself and what its parent sees. Padding has the parent -1 and sees only itself.
+    """
     tl.store(parents_ptr + tree * nodes + child, tl.where(exists, parent, -1).to(tl.int64), mask=in_level)
     node = tl.arange(0, BLOCK_N)[None, :]
     ancestor = tl.load(
         visible_ptr + (tree * nodes + parent)[:, None] * nodes + node, mask=exists[:, None] & (node < nodes), other=0
     )
-    seen = tl.where(child[:, None] == node, 1, ancestor).to(tl.uint8)
+    visible = tl.where(child[:, None] == node, 1, ancestor).to(tl.uint8)
     mask = in_level[:, None] & (node < nodes)
-    tl.store(visible_ptr + (tree * nodes + child)[:, None] * nodes + node, seen, mask=mask)
+    tl.store(visible_ptr + (tree * nodes + child)[:, None] * nodes + node, visible, mask=mask)
 
 
+# children = top-WIDTH over (parent, token) of _merit(...), written to the tree of one sequence by program (b, 0).
+# In a race, programs (b, 1 + parent * chunks + c) write q[parent] = softmax(logits[parent] / T), a chunk each, in the
+# same launch.
 @triton.jit
 def _grow_level_kernel(
     logits_ptr,
@@ -138,8 +156,8 @@ def _grow_level_kernel(
     BLOCK_N: tl.constexpr,
 ):
     batch = tl.program_id(0).to(tl.int64)
-    if RACE:  # noqa: SIM102 (known when compiled, unlike the other condition)
-        if tl.program_id(1) > 0:  # beside the program that grows the tree, those that write q, a chunk of a row each
+    if RACE:  # noqa: SIM102 (a compile-time condition, unlike the next one)
+        if tl.program_id(1) > 0:
             parent = (tl.program_id(1) - 1) // chunks
             write_softmax_chunk(
                 logits_ptr,
@@ -160,24 +178,26 @@ def _grow_level_kernel(
     is_parent = parent < num_parents
     row = batch * num_parents + parent
     lse = _log_sum_exp(chunk_maxima_ptr, chunk_sums_ptr, row, is_parent, chunks, BLOCK_C)
-    if WATCH:  # NaN and infinity among a parent's logits show in their log-sum-exp
+    if WATCH:
+        # NaN and infinity among the logits of a parent make their log-sum-exp NaN or infinite.
         is_faulty = is_parent & ((lse > float("-inf")) & (lse < float("inf")) == 0)
         tl.store(faults_ptr + batch, fault, mask=tl.max(is_faulty.to(tl.int32), 0) > 0)
     parent_node = batch * nodes + above + parent
     score = tl.load(scores_ptr + parent_node, mask=is_parent, other=float("-inf"))
     arrival = tl.load(arrivals_ptr + parent_node, mask=is_parent, other=float("inf"))
 
-    # The sub-chunks that hold the best continuations.
+    # Select the sub-chunks with the best continuations.
     sub = tl.arange(0, BLOCK_S)
     in_subs = is_parent[:, None] & (sub < subs)[None, :]
     best = tl.load(best_ptr + row[:, None] * subs + sub[None, :], mask=in_subs, other=float("-inf"))
     first = tl.exp(lse - score - tl.max(best, 1))
     merit = _merit(best, lse[:, None], score[:, None], arrival[:, None], first[:, None], RACE)
     merit = tl.where(in_subs, merit, float("-inf"))
-    sub_merit, place = _largest(tl.reshape(merit, [BLOCK_P * BLOCK_S]), WIDTH, BLOCK_W)
-    sub_parent, sub_number = place // BLOCK_S, place % BLOCK_S
+    sub_merit, index = _largest(tl.reshape(merit, [BLOCK_P * BLOCK_S]), WIDTH, BLOCK_W)
+    sub_parent = index // BLOCK_S
+    sub_number = index % BLOCK_S
 
-    # The best continuations within them.
+    # Select the best continuations within them.
     column = sub_number[:, None] * SUB + tl.arange(0, SUB)[None, :]
     possible = (sub_merit > float("-inf"))[:, None] & (column < vocab)
     offsets = (batch * num_parents + sub_parent)[:, None] * vocab + column
@@ -191,14 +211,14 @@ def _grow_level_kernel(
         RACE,
     )
     merit = tl.where(possible, merit, float("-inf"))
-    child_merit, place = _largest(tl.reshape(merit, [BLOCK_W * SUB]), WIDTH, BLOCK_W)
+    child_merit, index = _largest(tl.reshape(merit, [BLOCK_W * SUB]), WIDTH, BLOCK_W)
 
-    # Their entry into the tree.
+    # Write them to the tree.
     lane = tl.arange(0, BLOCK_W)
     in_level = lane < WIDTH
     exists = child_merit > float("-inf")
-    child_parent = _pick(sub_parent, place // SUB)
-    token = tl.where(exists, _pick(sub_number, place // SUB) * SUB + place % SUB, 0)
+    child_parent = _pick(sub_parent, index // SUB)
+    token = tl.where(exists, _pick(sub_number, index // SUB) * SUB + index % SUB, 0)
     _link(visible_ptr, parents_ptr, batch, above + child_parent, here + lane, exists, in_level, nodes, BLOCK_N)
     child = batch * nodes + here + lane
     tl.store(tokens_ptr + child, token.to(tl.int64), mask=in_level)
@@ -212,7 +232,7 @@ def _grow_level_kernel(
 
 
 def fits(logits: Tensor, width: int) -> bool:
-    """Whether a level of `width` nodes below logits [B, n, V] is within the kernel's sizes."""
+    """Whether the kernel takes a level of `width` nodes below n parents with logits [B, n, V]."""
     _, parents, vocab = logits.shape
     candidates = triton.next_power_of_2(parents) * triton.next_power_of_2(triton.cdiv(vocab, SUB))
     return width <= MAX_WIDTH and candidates <= MAX_CANDIDATES
@@ -228,9 +248,10 @@ def grow_level(
     q: Tensor | None = None,
     watch: Watch | None = None,
 ) -> None:
-    """Enter the level after `above` into a tree, whose tensors are those of `vocabulary.Tree`, all contiguous.
+    """Write the level after the nodes `above` to the tree, whose tensors are contiguous.
 
-    Arguments as in `vocabulary.best_children`, or with `noise` and `q` as in `vocabulary.sampled_children`.
+    Arguments as in `vocabulary.best_children`; with `noise` and `q`, which go together, as in
+    `vocabulary.sampled_children`.
     """
     logits = logits.contiguous()
     batch, num_parents, vocab = logits.shape

@@ -1,19 +1,22 @@
-"""A matrix times one vector, as decoding one token needs it.
+"""The product of a matrix and one vector, for decoding one token.
 
-Bound by reading the weights, so what follows (bias, SwiGLU, the residual) rides along. Arithmetic is fp32.
+The limit is the time to read the weights, so the operations that follow (bias, SwiGLU, residual) are fused at no cost.
+Arithmetic is in fp32. E is the input size, O the output size.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_N, BLOCK_K = 4, 2048
-"""Rows of weights and columns that a program holds at a time."""
+BLOCK_N = 4
+"""Rows of the weight per program."""
+BLOCK_K = 2048
+"""Columns per step of the loop."""
 
 
 @triton.jit
 def _load(pointers, inside, EVEN: tl.constexpr):
-    """What lies inside; all of it, without a mask, where the sizes are EVEN."""
+    """A masked load, or a plain one if the sizes are EVEN: multiples of the blocks."""
     if EVEN:
         return tl.load(pointers)
     return tl.load(pointers, mask=inside, other=0.0)
@@ -21,10 +24,14 @@ def _load(pointers, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def _sum_by_eight(products):
-    """[n, k] -> [n, k / 8]: what one 16-byte load brought is added at once, so that registers leave room for loads."""
+    """[n, k] -> [n, k / 8]: adds the products of one 16-byte load at once, which leaves registers free for more
+    loads."""
     return tl.sum(tl.reshape(products, [products.shape[0], products.shape[1] // 8, 8]), 2)
 
 
+# y[o] = sum_e weight[o, e] * x[e] + bias[o]. If GATED, y = silu(gate) * up, where gate is that sum over the first
+# half of the rows of the weight and up over the second. If ADD, out += y, else out = y. One program takes BLOCK_N
+# outputs.
 @triton.jit
 def _vector_product_kernel(
     x_ptr,
@@ -53,6 +60,7 @@ def _vector_product_kernel(
         acc += _sum_by_eight(_load(weight_row + column[None, :], in_tile, EVEN).to(tl.float32) * x)
         if GATED:
             acc_up += _sum_by_eight(_load(up_row + column[None, :], in_tile, EVEN).to(tl.float32) * x)
+
     result = tl.sum(acc, 1)
     if HAS_BIAS:
         result += tl.load(bias_ptr + row, mask=in_rows, other=0.0).to(tl.float32)
@@ -70,15 +78,15 @@ def vector_product(
     gated: bool = False,
     add_to: Tensor | None = None,
 ) -> Tensor:
-    """weight @ x + bias for one contiguous vector x [..., K] of K numbers; weight contiguous [N, K], bias [N].
+    """weight @ x + bias, [..., O], for one contiguous vector x [..., E] with leading dimensions of size 1.
 
-    gated: weight is [2·I, K], gates first, and the result silu(gate) · up. add_to: where the result is added in place
-    instead. Returns [..., N], [..., I] or `add_to`.
+    weight: contiguous [O, E]. bias: [O]. gated: the weight is [2 O, E], with the gates first, and the result is
+    silu(gate) * up. add_to [..., O]: the result is added to it in place, and it is returned.
     """
     width = x.shape[-1]
     rows = weight.shape[0] // 2 if gated else weight.shape[0]
     out = x.new_empty(*x.shape[:-1], rows) if add_to is None else add_to
-    block_n = BLOCK_N // 2 if gated else BLOCK_N
+    block_n = BLOCK_N // 2 if gated else BLOCK_N  # a gated program reads two rows of the weight per output
     block_k = max(8, min(BLOCK_K, triton.next_power_of_2(width)))
     _vector_product_kernel[(triton.cdiv(rows, block_n),)](
         x,

@@ -1,4 +1,4 @@
-"""What the device at hand offers to the kernels."""
+"""Properties of the device on which the launches of the kernels depend."""
 
 import importlib.util
 from functools import cache
@@ -8,35 +8,36 @@ import torch
 from torch import Tensor
 
 OLDEST_GPU = 8
-"""Compute capability (major) that the Triton kernels need: Ampere."""
+"""Smallest major compute capability for the Triton kernels (Ampere)."""
 SMALLEST_SHARED_MEMORY = 99 * 1024
-"""Bytes that a program can have on every such GPU."""
+"""Bytes of shared memory that a program can use on any such GPU."""
 
 
 class Gpu(NamedTuple):
-    """What the launches depend on."""
+    """Properties of a GPU."""
 
     multiprocessors: int
     shared_memory: int
-    """Bytes that a program can have."""
+    """Bytes of shared memory that a program can use."""
     overlaps: bool
-    """Whether a kernel may start before the one in front of it has ended (programmatic dependent launch)."""
+    """Whether a kernel may start before the previous one has ended (programmatic dependent launch)."""
 
 
 def describe_gpu(device: torch.device) -> Gpu:
-    """The device's properties; for a CPU, where Triton interprets, those of a small GPU."""
+    """Properties of the device; for a CPU, where kernels run in Triton's interpreter, those of a small GPU."""
     if device.type != "cuda":
         return Gpu(1, SMALLEST_SHARED_MEMORY, overlaps=False)
     import triton.language as tl
 
     properties = torch.cuda.get_device_properties(device)
-    shared_memory = getattr(properties, "shared_memory_per_block_optin", SMALLEST_SHARED_MEMORY)  # torch 2.6 has none
+    # torch 2.6 does not report the shared memory.
+    shared_memory = getattr(properties, "shared_memory_per_block_optin", SMALLEST_SHARED_MEMORY)
     overlaps = properties.major >= 9 and hasattr(tl.extra.cuda, "gdc_wait")
     return Gpu(properties.multi_processor_count, shared_memory, overlaps)
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Whether operations on x go through Triton kernels: where Triton runs, in any dtype but fp64."""
+    """Whether operations on x run as Triton kernels: on a CUDA device with Triton, in any dtype but fp64."""
     return x.is_cuda and x.dtype != torch.float64 and _triton_runs_on(x.device)
 
 
@@ -47,5 +48,7 @@ def _triton_runs_on(device: torch.device) -> bool:
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:
-    """x on `device`; if it comes from the host, that does not wait for what runs there."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and not x.is_cuda else x.to(device)
+    """A copy of x on `device`. The host does not wait for the device to finish earlier work."""
+    if device.type == "cuda" and not x.is_cuda:
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)

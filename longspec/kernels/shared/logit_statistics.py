@@ -1,7 +1,7 @@
-"""One pass over logits of any dtype: what their softmax and the choice of their largest entries need to know.
+"""One pass over logits that collects the maxima and sums for their softmax and for the selection of large entries.
 
-A row of V columns falls into chunks of CHUNK columns, one program each, and a chunk into sub-chunks of SUB columns.
-Logits are divided by a temperature as they are read; nothing of their size is written.
+A row of V columns consists of chunks of CHUNK columns, one program each, and a chunk of sub-chunks of SUB columns.
+Logits are divided by the temperature as they are read; nothing of their size is written. R is the number of rows.
 """
 
 from typing import NamedTuple
@@ -14,26 +14,33 @@ from torch import Tensor
 from longspec.kernels.shared.watch import Watch, launch_arguments
 
 SUB = 256
+"""Columns of a sub-chunk."""
 SUBS_PER_CHUNK = 16
 CHUNK = SUB * SUBS_PER_CHUNK
 
 
 class LogitStatistics(NamedTuple):
-    """Of R rows; the softmax of a row is exp(logit - m) / Σ_c chunk_sums[c] · exp(chunk_maxima[c] - m) for any m."""
+    """Statistics of R rows, divided by the temperature.
+
+    For any m, the softmax of a row is exp(logit - m) / sum_c chunk_sums[c] * exp(chunk_maxima[c] - m).
+    """
 
     best: Tensor
-    """fp32 [R, sub-chunks]: the largest key of each."""
+    """Largest key of each sub-chunk, fp32 [R, sub-chunks]; see `load_keys`."""
     chunk_maxima: Tensor
-    """fp32 [R, chunks]: the largest logit of each."""
+    """Largest logit of each chunk, fp32 [R, chunks]."""
     chunk_sums: Tensor
-    """fp32 [R, chunks]: Σ exp(logit - maximum)."""
+    """sum exp(logit - maximum) of each chunk, fp32 [R, chunks]."""
 
 
 @triton.jit
 def load_keys(logits_ptr, noise_ptr, offsets, mask, inverse_temperature, RACE: tl.constexpr):
-    """Logits under the temperature, and the keys by which a row's entries are ordered: the logits, or in a race minus
-    the logarithm of the arrival time E / exp(logit). E reaches down to 1e-16, so its logarithm, unlike E or a uniform
-    number, is told finely enough by fp32: its rounding, by 2e-6 at most, favours no token."""
+    """Logits divided by the temperature, and the keys that order the entries of a row.
+
+    The keys are the logits. In a race with exponential noise E, they are minus the logarithm of the arrival time
+    E / exp(logit). E may be as small as 1e-16. fp32 resolves its logarithm, unlike E itself, with an error of at most
+    2e-6, which favors no token.
+    """
     logits = tl.load(logits_ptr + offsets, mask=mask, other=float("-inf")).to(tl.float32) * inverse_temperature
     if RACE:
         noise = tl.load(noise_ptr + offsets, mask=mask, other=1.0)
@@ -43,6 +50,7 @@ def load_keys(logits_ptr, noise_ptr, offsets, mask, inverse_temperature, RACE: t
     return logits, keys
 
 
+# For each sub-chunk: best = max key. For each chunk: m = max logit and sum exp(logit - m). One program takes one chunk.
 @triton.jit
 def _statistics_kernel(
     logits_ptr,
@@ -64,8 +72,9 @@ def _statistics_kernel(
     column = sub[:, None] * SUB + tl.arange(0, SUB)[None, :]
     logits, keys = load_keys(logits_ptr, noise_ptr, row * vocab + column, column < vocab, inverse_temperature, RACE)
     tl.store(best_ptr + row * subs + sub, tl.max(keys, 1), mask=sub < subs)
+
     maximum = tl.max(tl.max(logits, 1), 0)
-    # A chunk without a single possible token would give -inf - -inf.
+    # In a chunk without a possible token, -inf - -inf would be NaN.
     finite = tl.where(maximum == float("-inf"), 0.0, maximum)
     total = tl.sum(tl.sum(tl.exp(logits - finite), 1), 0)
     tl.store(chunk_maxima_ptr + row * chunks + chunk, maximum)
@@ -86,19 +95,24 @@ def write_softmax_chunk(
     CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Write the softmax of one chunk of a row to `out_row`, where the row begins; return Σ exp(logit - maximum) over
-    the row, which is NaN if the row defines no distribution."""
+    """Write the softmax of one chunk of a row; `out_row` points to the first entry of the row.
+
+    Returns sum exp(logit - maximum) over the row, which is NaN if the row defines no distribution.
+    """
     part = tl.arange(0, BLOCK_C)
     maxima = tl.load(chunk_maxima_ptr + row * chunks + part, mask=part < chunks, other=float("-inf"))
     sums = tl.load(chunk_sums_ptr + row * chunks + part, mask=part < chunks, other=0.0)
     maximum = tl.max(maxima, 0)
     total = tl.sum(sums * tl.exp(maxima - maximum), 0)
+
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     logits = tl.load(logits_ptr + row * vocab + column, mask=column < vocab).to(tl.float32) * inverse_temperature
     tl.store(out_row + column, tl.exp(logits - maximum) / total, mask=column < vocab)
     return total
 
 
+# out = exp(logit - m) / sum_c chunk_sums[c] * exp(chunk_maxima[c] - m) with m = max_c chunk_maxima[c]. One program
+# takes one chunk of a row and combines the statistics of all its chunks again.
 @triton.jit
 def _softmax_kernel(
     logits_ptr,
@@ -134,9 +148,10 @@ def _softmax_kernel(
 
 
 def logit_statistics(logits: Tensor, temperature: float, noise: Tensor | None = None) -> LogitStatistics:
-    """logits [..., V], contiguous, fp32, fp16 or bf16. A row that defines no distribution has NaN among its sums.
+    """Statistics of contiguous logits [..., V] in fp32, fp16 or bf16, divided by the temperature.
 
-    noise: fp64 of the same shape, contiguous: exponential draws, for the keys of a race.
+    noise: contiguous exponential draws, fp64 in the shape of the logits, for the keys of a race. A row that defines no
+    distribution has NaN among its sums, or -inf as its only maximum.
     """
     vocab = logits.shape[-1]
     rows = logits.numel() // vocab
@@ -162,7 +177,7 @@ def logit_statistics(logits: Tensor, temperature: float, noise: Tensor | None = 
 
 
 def softmax(logits: Tensor, temperature: float, watch: Watch | None = None) -> Tensor:
-    """The softmax, fp32, of logits [B, ..., V], contiguous, at the temperature of the statistics."""
+    """softmax(logits / temperature) in fp32 of contiguous logits [B, ..., V]; `watch` records faulty rows."""
     statistics = logit_statistics(logits, temperature)
     vocab = logits.shape[-1]
     out = torch.empty(logits.shape, device=logits.device)

@@ -16,6 +16,7 @@ from torch import Tensor
 from longspec.kernels.shared.watch import Watch
 
 if TYPE_CHECKING:
+    from longspec.kernels.shared.elementwise import HeadNorms
     from longspec.kernels.shared.logit_statistics import LogitStatistics
 
 
@@ -73,12 +74,21 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rotate_and_store(
-    qkv: Tensor, positions: Tensor, rope: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: Tensor
+    qkv: Tensor,
+    positions: Tensor,
+    rope: tuple[Tensor, Tensor],
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """Reference of `elementwise.rotate_and_store`."""
     kv_heads, head_dim = keys.shape[1], keys.shape[-1]
     q_width = qkv.shape[-1] - 2 * kv_heads * head_dim
     q, k, v = qkv.split([q_width, kv_heads * head_dim, kv_heads * head_dim], -1)
+    if norms is not None:
+        q = rms_norm(q.unflatten(-1, (-1, head_dim)), norms.q_weight, norms.eps).flatten(2)
+        k = rms_norm(k.unflatten(-1, (-1, head_dim)), norms.k_weight, norms.eps).flatten(2)
     rotated = rotate_queries(k, positions, rope, head_dim)
     stored = v.unflatten(-1, (kv_heads, head_dim)).transpose(1, 2)
     for row, token in (slots >= 0).nonzero().tolist():

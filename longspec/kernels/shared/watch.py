@@ -1,4 +1,4 @@
-"""A record of sequences whose logits define no distribution, written by the kernels that read the logits."""
+"""A record of the sequences whose logits define no distribution, written by the kernels that read the logits."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from torch import Tensor
 
 
 class Watch(NamedTuple):
-    """The faults of a batch, and the number to enter for a new one.
+    """The faults of a batch and the number to record for a new one.
 
-    A row of logits is faulty if, divided by the temperature, it holds NaN or +inf or consists of -inf. (One logit of
-    -inf is a token of probability 0.) Only a faulty row causes memory traffic.
+    A row of logits is faulty if, divided by the temperature, it contains NaN or +inf or only -inf. (A single logit of
+    -inf is a token of probability 0.) Only faulty rows cause memory traffic.
     """
 
     faults: Tensor
-    """LongTensor [B]; 0 until a sequence has a faulty row."""
+    """Fault of each sequence, LongTensor [B]; 0 as long as it has none."""
     fault: int
-    """Entered for a sequence with a faulty row; not 0."""
+    """Number to record for a sequence with a faulty row; not 0."""
 
     def record(self, is_faulty: Tensor) -> None:
-        """Enter the fault for sequences with a faulty row. is_faulty: bool [B] or [B, n]."""
+        """Record the fault for sequences with a faulty row; is_faulty is bool [B] or [B, n]."""
         self.faults.masked_fill_(is_faulty.reshape(len(is_faulty), -1).any(1), self.fault)
 
 
 def launch_arguments(watch: Watch | None) -> tuple[Tensor | None, int]:
-    """A kernel's arguments `faults_ptr` and `fault`."""
+    """The arguments `faults_ptr` and `fault` of a kernel."""
     return (None, 0) if watch is None else (watch.faults, watch.fault)

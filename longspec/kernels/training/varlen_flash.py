@@ -1,7 +1,8 @@
-"""Training attention on FlashAttention: flash-attn where it is installed, else FlashAttention-2 as torch builds it.
+"""Training attention on FlashAttention: flash-attn if it is installed, else FlashAttention-2 as torch builds it.
 
-A lag needs no mask: causal attention of T queries and T - lag keys aligns their ends, so query i sees keys up to
-i - lag. The target's pass, which has no backward, runs on the forward of FlashAttention-3 (package fa3-fwd) on Hopper.
+A lag needs no mask: FlashAttention's causal mask aligns the ends of T queries and T - lag keys, so query i sees the
+keys up to i - lag. On Hopper the target's pass, which has no backward, runs on the forward of FlashAttention-3 (package
+fa3-fwd). Shape letters are those of CONTRIBUTING.md; N counts flattened tokens, M segments.
 """
 
 import importlib
@@ -21,15 +22,18 @@ from longspec.kernels.training.segments import Segments
 logger = logging.getLogger(__name__)
 
 FLASH_MODULES = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn"}
-"""Modules that offer flash_attn_varlen_func, fastest first."""
+"""Modules that provide flash_attn_varlen_func, fastest first."""
 FORWARD_MODULE = "fa3_fwd_interface"
-"""FlashAttention-3 without backward and windows, in bf16."""
+"""FlashAttention-3 without backward and without windows, in bf16."""
 MAX_HEAD_DIM = 256
+"""Largest head_dim of FlashAttention-2."""
 
 
 def takes(q: Tensor, segments: Segments, window: int | None) -> bool:
-    """Whether these queries can run here: in half precision on CUDA, with any key to see, all lagging alike in a
-    window."""
+    """Whether FlashAttention takes these queries: half precision on CUDA, and some visible key.
+
+    With a window, all segments must have the same lag, which is at most the window.
+    """
     lag = segments.common_lag
     return (
         runs(q.device, q.dtype, q.shape[-1])
@@ -39,7 +43,7 @@ def takes(q: Tensor, segments: Segments, window: int | None) -> bool:
 
 
 def runs(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether heads of this kind can run here, whatever the segments are."""
+    """Whether FlashAttention runs on the device and takes the dtype and head_dim."""
     return (
         device.type == "cuda"
         and _torch_has_flash(device)
@@ -51,7 +55,7 @@ def runs(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 
 @cache
 def _torch_has_flash(device: torch.device) -> bool:
-    # Before torch 2.7, and in its builds for AMD, the LSE of segments is laid out otherwise.
+    # Before torch 2.7, and in its builds for AMD, the LSE of segments has another layout.
     lse_is_packed = torch.__version__ >= "2.7" and torch.version.hip is None
     new_enough = torch.cuda.get_device_capability(device)[0] >= OLDEST_GPU
     return lse_is_packed and new_enough and torch.backends.cuda.is_flash_attention_available()
@@ -75,7 +79,7 @@ def attention(
 def _run(
     flash: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, reach: int
 ) -> Tensor:
-    """One varlen call; each query sees the `reach` keys (-1: all) before the last one it may see."""
+    """One varlen call; each query sees its newest visible key and the `reach` keys before it (-1: all)."""
     keys = segments.keys
     if keys.rows is not None:
         k, v = k.index_select(0, keys.rows), v.index_select(0, keys.rows)
@@ -95,7 +99,7 @@ def _run(
 
 
 def installed_flash_attention() -> str | None:
-    """Name of the flash-attn generation that training runs on CUDA in half precision, None if there is none."""
+    """The installed generation of flash-attn, which training runs on CUDA in half precision; None without one."""
     return next((name for name, module in FLASH_MODULES.items() if importlib.util.find_spec(module)), None)
 
 
@@ -117,25 +121,29 @@ def _forward_only(device: torch.device) -> Callable[..., Any] | None:
 
 
 class _Call(NamedTuple):
-    """What a call of torch's kernels has beside queries, keys and values."""
+    """Arguments of torch's kernels next to queries, keys and values."""
 
     query_bounds: Tensor
+    """First query of each segment, then the number of queries, int32 [M + 1]."""
     key_bounds: Tensor
+    """The same of the keys."""
     max_queries: int
     max_keys: int
     scale: float
     reach: int = -1
+    """Number of visible keys before the newest one; -1 for all."""
 
     @property
     def options(self) -> dict[str, Any]:
-        window = (None, None) if self.reach < 0 else (self.reach, 0)
-        return {"scale": self.scale, "window_size_left": window[0], "window_size_right": window[1]}
+        left, right = (None, None) if self.reach < 0 else (self.reach, 0)
+        return {"scale": self.scale, "window_size_left": left, "window_size_right": right}
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """o [N, Hq, D]; natural-log LSE fp32 [Hq, N], infinite for a query that sees nothing; what backward wants back."""
-    given = (q, k, v, *call[:4], 0.0, True, False)
-    return torch.ops.aten._flash_attention_forward(*given, **call.options)[:4]
+    """Output [N, H, D], natural-log LSE fp32 [H, N] (+inf for a query that sees no key), two tensors for backward."""
+    dropout, causal, return_debug_mask = 0.0, True, False
+    inputs = (q, k, v, *call[:4], dropout, causal, return_debug_mask)
+    return torch.ops.aten._flash_attention_forward(*inputs, **call.options)[:4]
 
 
 def _backward(
@@ -148,13 +156,18 @@ def _backward(
     state: Sequence[Tensor],
     call: _Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, where exp(score - lse) is the weight of a key and `out` what all weights make."""
-    given = (upstream.contiguous(), q, k, v, out, lse, *call[:4], 0.0, True, *state)
-    return torch.ops.aten._flash_attention_backward(*given, **call.options)
+    """The gradients of q, k and v, where the weight of a key is exp(score - lse) and `out` is the output of all keys.
+
+    state: the two tensors from `_forward`.
+    """
+    dropout, causal = 0.0, True
+    inputs = (upstream.contiguous(), q, k, v, out, lse, *call[:4], dropout, causal, *state)
+    return torch.ops.aten._flash_attention_backward(*inputs, **call.options)
 
 
 class _TorchFlash(torch.autograd.Function):
-    """The operations that lie behind torch's scaled_dot_product_attention; as such they take segments and windows."""
+    """FlashAttention-2 as torch builds it, with segments and windows, which scaled_dot_product_attention does not
+    pass."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
@@ -169,10 +182,17 @@ class _TorchFlash(torch.autograd.Function):
         return *_backward(upstream, q, k, v, out, lse, state, ctx.call), None
 
 
-def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
-    """As flash_attn_varlen_func, causal."""
-    bounds = given["cu_seqlens_q"], given["cu_seqlens_k"], given["max_seqlen_q"], given["max_seqlen_k"]
-    return _TorchFlash.apply(q, k, v, _Call(*bounds, given["softmax_scale"], given["window_size"][0]))
+def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """`_TorchFlash` with the signature of flash_attn_varlen_func, always causal."""
+    call = _Call(
+        query_bounds=options["cu_seqlens_q"],
+        key_bounds=options["cu_seqlens_k"],
+        max_queries=options["max_seqlen_q"],
+        max_keys=options["max_seqlen_k"],
+        scale=options["softmax_scale"],
+        reach=options["window_size"][0],
+    )
+    return _TorchFlash.apply(q, k, v, call)
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, block: int) -> Tensor:
@@ -181,72 +201,88 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: 
 
 
 class _BlockFlash(torch.autograd.Function):
-    """The block pattern without a mask: what lies a block or more behind a query (far) is one causal call that lags;
-    nearer than that a query sees at most block - 1 keys, one at each distance 1 … block - 1, which torch's own
-    operations add. The two parts are merged by their log-sum-exp.
+    """GLIDE's block pattern without a mask, as two parts that are merged by their log-sum-exp.
 
-    In backward a weight is exp(score - lse) of the whole, so each part takes its gradient from the whole's `out` and
-    `lse` on its own, as the parts of ring attention do (arXiv 2310.01889).
+    Far keys, at a distance of `block` or more, are one causal call with a lag. Near keys are the visible ones at the
+    distances 1 … block - 1, at most one per distance; plain torch operations add them.
+
+    In backward the weight of a key is exp(score - lse) with the LSE of the whole, so each part computes its gradient
+    from the `out` and `lse` of the whole, as the parts of ring attention do (arXiv 2310.01889):
+        dv_j = sum_i w_ij * do_i,  ds_ij = w_ij * (do_i . v_j - do_i . o_i) * scale
+        dq_i = sum_j ds_ij * k_j,  dk_j = sum_i ds_ij * q_i
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, block: int) -> Tensor:
         keys = segments.keys
         assert keys.rows is not None
+        far_k, far_v = k.index_select(0, keys.rows), v.index_select(0, keys.rows)
         call = _Call(segments.query_bounds, keys.bounds, segments.longest, keys.longest, scale)
-        far, far_lse, *state = _forward(q, k.index_select(0, keys.rows), v.index_select(0, keys.rows), call)
-        seen = (segments.offsets >= block)[:, None]
+        far, far_lse, *state = _forward(q, far_k, far_v, call)
+
+        # LSE per part, [block, N, H]. The first block of a segment sees no key: its LSE is +inf, so all weights are 0.
+        sees_any = (segments.offsets >= block)[:, None]
         near = [scores for _, scores in _near_scores(q, k, segments.offsets, scale, block)]
-        parts = torch.stack([far_lse.T.masked_fill(~seen, -torch.inf), *near])
-        lse = parts.logsumexp(0).masked_fill(~seen, torch.inf)
+        parts = torch.stack([far_lse.T.masked_fill(~sees_any, -torch.inf), *near])
+        lse = parts.logsumexp(0).masked_fill(~sees_any, torch.inf)
+
         weights = (parts - lse).exp()[..., None]
         out = weights[0] * far
         for distance, weight in enumerate(weights[1:], start=1):
             out += _per_query_head(v.roll(distance, 0), q) * weight
         out = out.to(q.dtype)
+
         ctx.save_for_backward(q, k, v, out, lse.T.contiguous(), *state)
-        ctx.call, ctx.segments, ctx.block = call, segments, block
+        ctx.call = call
+        ctx.segments = segments
+        ctx.block = block
         return out
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, out, lse, *state = ctx.saved_tensors
-        segments, scale, rows = ctx.segments, ctx.call.scale, ctx.segments.keys.rows
-        far = k.index_select(0, rows), v.index_select(0, rows)
-        dq, *far_gradients = _backward(upstream, q, *far, out, lse, state, ctx.call)
+        segments, call = ctx.segments, ctx.call
+        rows = segments.keys.rows
+
+        far_k, far_v = k.index_select(0, rows), v.index_select(0, rows)
+        dq, far_dk, far_dv = _backward(upstream, q, far_k, far_v, out, lse, state, call)
         dq = dq.to(lse.dtype)
-        keys_learn = any(ctx.needs_input_grad[1:3])  # not in training, where they are the frozen target's
-        dk, dv = (torch.zeros_like(x).index_copy_(0, rows, part) for x, part in zip((k, v), far_gradients, strict=True))
+        dk = torch.zeros_like(k).index_copy_(0, rows, far_dk)
+        dv = torch.zeros_like(v).index_copy_(0, rows, far_dv)
+
+        keys_learn = any(ctx.needs_input_grad[1:3])  # False in training: keys and values are the frozen target's
         wide = upstream.to(lse.dtype)
-        mean = (wide * out).sum(-1)
-        for distance, scores in _near_scores(q, k, segments.offsets, scale, ctx.block):
+        mean = (wide * out).sum(-1)  # do . o
+        for distance, scores in _near_scores(q, k, segments.offsets, call.scale, ctx.block):
             weight = (scores - lse.T).exp()
-            back = [_per_query_head(x.roll(distance, 0), q) for x in (k, v)]
-            slope = (weight * ((wide * back[1]).sum(-1) - mean) * scale)[..., None]
-            dq += slope * back[0]
+            near_k = _per_query_head(k.roll(distance, 0), q)
+            near_v = _per_query_head(v.roll(distance, 0), q)
+            ds = (weight * ((wide * near_v).sum(-1) - mean) * call.scale)[..., None]
+            dq += ds * near_k
             if keys_learn:
-                dk += _per_kv_head(slope * q, k).roll(-distance, 0)
+                dk += _per_kv_head(ds * q, k).roll(-distance, 0)
                 dv += _per_kv_head(weight[..., None] * wide, v).roll(-distance, 0)
         return dq.to(q.dtype), dk, dv, None, None, None
 
 
 def _near_scores(q: Tensor, k: Tensor, offsets: Tensor, scale: float, block: int) -> Iterator[tuple[int, Tensor]]:
-    """Each distance 1 … block - 1 with the scores [N, Hq], fp32 or wider, of the keys so far behind their queries.
+    """Each distance 1 … block - 1 and the scores [N, H] of the keys at that distance, in fp32 or wider.
 
-    A query at offset i sees that key if it lies in an earlier block: i % block < distance, and not in the first block.
+    The key at that distance is visible to the query at offset i if it is in an earlier block, i % block < distance, and
+    the query is not in the first block. Other scores are -inf.
     """
     wide = q.to(torch.promote_types(q.dtype, torch.float32))
     for distance in range(1, block):
         scores = (wide * _per_query_head(k.roll(distance, 0), q)).sum(-1) * scale
-        seen = (offsets % block < distance) & (offsets >= block)
-        yield distance, scores.masked_fill(~seen[:, None], -torch.inf)
+        visible = (offsets % block < distance) & (offsets >= block)
+        yield distance, scores.masked_fill(~visible[:, None], -torch.inf)
 
 
 def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
-    """[N, Hkv, D] -> [N, Hq, D]"""
+    """[N, K, D] -> [N, H, D]: the KV head of each query head."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
 def _per_kv_head(x: Tensor, k: Tensor) -> Tensor:
-    """[N, Hq, D] -> [N, Hkv, D] in k's dtype, summed over the query heads of each KV head."""
+    """[N, H, D] -> [N, K, D] in k's dtype: the sum over the query heads of each KV head."""
     return x.unflatten(1, (k.shape[1], -1)).sum(2).to(k.dtype)
