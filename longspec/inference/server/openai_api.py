@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from longspec.data.aligners import ROLES, Turn
+from longspec.inference.server.errors import encodable
 
 IGNORED = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 """Fields that never change an answer."""
@@ -78,7 +79,7 @@ class _Strict(BaseModel):
                 if value is not None:
                     kept[name] = value
             elif name not in IGNORED and value is not None and value not in WITHOUT_EFFECT.get(name, ()):
-                raise PydanticCustomError("unsupported", "not supported by this server", {"field": str(name)[:64]})
+                raise PydanticCustomError("unsupported", "not supported by this server", {"field": encodable(str(name)[:64])})
         return kept
 
 
