@@ -5,7 +5,7 @@ BIN := $(abspath $(VENV))/bin
 FAMILY ?= llama
 READY := $(VENV)/.ready
 PYTEST := PATH="$(BIN):$$PATH" $(BIN)/python -m pytest
-PARALLEL := -n 2 --dist loadfile
+PARALLEL := -n 2 --dist worksteal
 
 .PHONY: env demo drill test test-full lint
 

@@ -15,6 +15,6 @@ if __name__ == "__main__":
     for stop_signal in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(stop_signal) is not signal.SIG_IGN:
             signal.signal(stop_signal, end_at_once)
-    from longspec.inference.command import main
+    from longspec.longbench.command import main
 
     main()

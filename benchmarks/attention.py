@@ -1,9 +1,11 @@
-"""One layer's verification attention beside what others would run, and beside the device's limits.
+"""Verification attention of one layer, compared with other implementations and with the limits of the device.
 
-`python -m benchmarks.attention` prints a table in microseconds, then one JSON line. Batch 1, bf16, head_dim 128, a
-tree of 69 nodes behind the prefix. Every figure is the median of several CUDA-graph replays over inputs that do not
-fit in the L2 cache. `floor` is the larger of KV bytes over the copy bandwidth and of the products' operations over the
-rate of an 8192³ matrix product, both measured in the same run.
+`python -m benchmarks.attention` prints a table in microseconds, then one JSON line. The setting is batch 1, bf16,
+head_dim 128 and a tree of 69 nodes after the prefix. Each time is the median of several CUDA-graph replays over inputs
+that exceed the L2 cache.
+
+`floor` is the larger of two times: KV bytes over the copy bandwidth, and floating-point operations over the rate of an
+8192³ matrix product. Bandwidth and rate are measured in the same run.
 """
 
 from __future__ import annotations
@@ -25,25 +27,26 @@ from torch import Tensor
 from benchmarks.ceilings import Ceilings, capture, measure_ceilings, timed_ms
 from benchmarks.published_attention import published_attention
 from longspec.errors import UserError, reports_user_errors
-from longspec.kernels.attention import DecodingAttention, decoding_attention
-from longspec.kernels.reference import attention_with_lse
+from longspec.kernels.decoding.attention import decoding_attention
+from longspec.kernels.decoding.attention_interface import DecodingAttention
+from longspec.kernels.shared.reference import attention_with_lse
 
 HEAD_DIM = 128
 SCALE = HEAD_DIM**-0.5
 LONGEST_DENSE = 40_000
-"""Slots up to which the baselines with a dense mask are run."""
+"""Largest number of keys at which the baselines with a dense mask run."""
 ROWS = [
     *(("Llama-3-8B", 32, 8, slots) for slots in (4096, 32768, 131072, 262144)),
     *(("QwQ-32B", 40, 8, slots) for slots in (4096, 32768, 131072)),
     *(("Vicuna-7B", 32, 32, slots) for slots in (4096, 32768, 131072)),
 ]
-"""Model, query heads, KV heads, prefix."""
+"""Model, query heads, KV heads, prefix length in tokens."""
 
 Call = Callable[[], object]
 
 
 class Inputs(NamedTuple):
-    """q [1, Hq, N, D]; k, v [1, Hkv, S + N, D]; lengths [1]; tree_mask [1, N, N]."""
+    """q [1, H, N, D]; k, v [1, K, S, D] with S = prefix + N; lengths int32 [1]; tree_mask bool [1, N, N]."""
 
     q: Tensor
     k: Tensor
@@ -54,7 +57,7 @@ class Inputs(NamedTuple):
 
 @dataclass
 class Row:
-    """Times of one call in microseconds; None: not run."""
+    """Microseconds per call of each implementation; None if it did not run."""
 
     model: str
     heads: int
@@ -64,11 +67,12 @@ class Row:
     triton: float
     auto: float
     triton_error: float
-    """Norm of the difference from fp32 arithmetic on the same inputs, relative to the norm of the result."""
+    """Relative error: norm of the difference from fp32 arithmetic, divided by the norm of the fp32 result."""
     auto_error: float
     flash: float | None = None
-    """FlashAttention-3 over prefix and nodes, without the tree's mask: no correct verification, but the yardstick."""
+    """FlashAttention-3 over prefix and nodes without the tree mask: not a correct verification, only a reference."""
     flash_one_token: float | None = None
+    """FlashAttention-3 for one query token, the attention of a vanilla decoding step."""
     published: float | None = None
     sdpa: float | None = None
     flex: float | None = None
@@ -78,7 +82,7 @@ class Row:
 def main() -> None:
     options = parse_options()
     if not torch.cuda.is_available():
-        raise UserError("benchmarks.attention: kernels are timed on a CUDA device, and there is none here")
+        raise UserError("benchmarks.attention: needs a CUDA device; none is available")
     ceilings = measure_ceilings()
     print(ceilings)
     print(header(), flush=True)
@@ -93,9 +97,9 @@ def main() -> None:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--nodes", type=int, default=69)
-    add("--runs", type=int, default=9, help="replays of which the median is taken")
-    add("--flex", action="store_true", help="FlexAttention too, which compiles for minutes")
+    add("--nodes", type=int, default=69, help="tree nodes, the root included")
+    add("--runs", type=int, default=9, help="timed replays; the median is reported")
+    add("--flex", action="store_true", help="also time FlexAttention, which takes minutes to compile")
     return parser.parse_args()
 
 
@@ -104,6 +108,7 @@ def measure(model: str, heads: int, kv_heads: int, prefix: int, ceilings: Ceilin
     cuda = torch.device("cuda")
     backends = {name: decoding_attention(name, cuda, torch.bfloat16, HEAD_DIM) for name in ("triton", "auto")}
     exact = exact_attention(inputs[0])
+
     calls: dict[str, list[Call]] = {
         name: [partial(hybrid, backend, x) for x in inputs] for name, backend in backends.items()
     }
@@ -116,6 +121,7 @@ def measure(model: str, heads: int, kv_heads: int, prefix: int, ceilings: Ceilin
         calls["sdpa"] = [partial(sdpa, inputs[0], hybrid_mask(inputs[0]))]
         if options.flex:
             calls["flex"] = flex_calls(inputs)
+
     kv_bytes = 2 * kv_heads * keys * HEAD_DIM * inputs[0].k.element_size()
     operations = 4 * heads * options.nodes * keys * HEAD_DIM
     floor = 1e3 * ceilings.floor_ms(kv_bytes, operations)
@@ -124,7 +130,7 @@ def measure(model: str, heads: int, kv_heads: int, prefix: int, ceilings: Ceilin
 
 
 def make_inputs(heads: int, kv_heads: int, prefix: int, nodes: int) -> list[Inputs]:
-    """As many independent inputs as it takes to be larger than the L2 cache several times over."""
+    """Independent inputs whose keys and values together are at least four times the size of the L2 cache."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -152,7 +158,7 @@ def flash(x: Inputs, nodes: int) -> object:
 
 
 def hybrid_mask(x: Inputs) -> Tensor:
-    """bool [1, 1, N, S + N]: the whole prefix, and the tree's mask behind it."""
+    """bool [1, 1, N, S]: every node sees the whole prefix, followed by the tree mask."""
     return F.pad(x.tree_mask, (x.k.shape[2] - x.q.shape[2], 0), value=True)[:, None]
 
 
@@ -175,7 +181,7 @@ def flex_calls(inputs: list[Inputs]) -> list[Call]:
 
 
 def exact_attention(x: Inputs) -> Tensor:
-    """fp32 [1, Hq, N, D], one KV head at a time."""
+    """fp32 [1, H, N, D], computed one KV head at a time to bound memory."""
     group = x.q.shape[1] // x.k.shape[1]
     mask = hybrid_mask(x)[0]
     heads = [
@@ -190,7 +196,7 @@ def error(backend: DecodingAttention, x: Inputs, exact: Tensor) -> float:
 
 
 def time_calls(calls: dict[str, list[Call]], runs: int) -> dict[str, float]:
-    """Median microseconds of one call of each kind, the kinds taking turns, so that the clock's drift meets all."""
+    """Median microseconds per call of each implementation. They run in turn, so that clock drift affects all alike."""
     repeated = {name: one_kind * -(-8 // len(one_kind)) for name, one_kind in calls.items()}
     graphs = {name: capture(partial(run_all, one_kind)) for name, one_kind in repeated.items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}

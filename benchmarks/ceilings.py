@@ -1,4 +1,4 @@
-"""What the device can do at most, and how long a captured piece of work takes: the rulers of the other benchmarks."""
+"""Measured limits of the device, and the timers that the other benchmarks use."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured on this device, in this run."""
+    """Copy bandwidth and matrix-product rate of this device, measured in this run."""
 
     copy_bytes_per_s: float
-    """A device-to-device copy of 4 GiB, bytes read and written."""
+    """Rate of a device-to-device copy of 4 GiB; bytes read and bytes written both count."""
     matmul_flops_per_s: float
-    """An 8192³ bf16 product of random matrices, over half a second: what the device keeps up, not its first burst."""
+    """Rate of an 8192³ bf16 product of random matrices, sustained over half a second rather than in a first burst."""
 
     def __str__(self) -> str:
         return f"copy {self.copy_bytes_per_s / 1e12:.2f} TB/s, product {self.matmul_flops_per_s / 1e12:.0f} TFLOP/s"
 
     def floor_ms(self, read_bytes: float, flops: float) -> float:
-        """The longer of moving the bytes and doing the arithmetic."""
+        """Milliseconds that moving the bytes or doing the arithmetic takes, whichever is longer."""
         return 1e3 * max(read_bytes / self.copy_bytes_per_s, flops / self.matmul_flops_per_s)
 
     def describe(self) -> dict[str, float | str]:
@@ -44,12 +44,12 @@ def measure_ceilings() -> Ceilings:
 
 
 def captured_ms(work: Callable[[], object], runs: int = 5, replays: int = 5) -> float:
-    """Milliseconds that `work` takes in a CUDA graph: the median of `runs` runs of `replays` replays each."""
+    """Milliseconds that `work` takes as a CUDA graph: the median over `runs` of the mean of `replays` replays."""
     return timed_ms(capture(work).replay, runs, replays)
 
 
 def capture(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of `work`, which has run once, so that kernels are compiled, and been replayed once."""
+    """A CUDA graph of `work`. `work` runs once before the capture to compile kernels; the graph is replayed once."""
     work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -60,7 +60,7 @@ def capture(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def timed_ms(work: Callable[[], object], runs: int, repeats: int) -> float:
-    """Milliseconds on the device for one of `repeats` calls between two events: the median of `runs` runs."""
+    """Device milliseconds per call of `work`: the median over `runs` of the mean of `repeats` calls."""
     times = []
     for _ in range(runs):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

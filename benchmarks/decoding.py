@@ -1,7 +1,7 @@
-"""A decoding step and a speculation round at published shapes, against the floor that the device sets.
+"""Time of a decoding step and of a speculation round at published shapes, compared with the floor of the device.
 
-`python -m benchmarks.decoding` prints a table, draws where the time of a tree round goes (--picture), and ends with one
-JSON line. Weights and caches are random: the time of a round depends on shapes alone, and no token of it on luck.
+`python -m benchmarks.decoding` prints a table and, last, one JSON line. `--picture` also draws the parts of a tree
+round. Weights and caches are random, because the time of a round depends on shapes alone.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import METHODS, make_drafter
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
+from longspec.models.draft_layer import head_dim
 from longspec.models.glide import GlideMixin
 
 ACCEPTANCE_LENGTH = 3.5
-"""Assumed where tokens/s are given for a tree."""
+"""Acceptance length that the tokens/s of a tree assume."""
 
 
 @dataclass
 class Measured:
-    """One method at one context; milliseconds on the device, of a round."""
+    """One method at one context. `round_ms` and `floor_ms` are device milliseconds per round."""
 
     shape: str
     context: int
@@ -48,8 +49,9 @@ class Measured:
     round_ms: float
     floor_ms: float
     busy: float
-    """Share of the host's time of a round in which the device works."""
+    """Device time of a round divided by its wall-clock time."""
     parts: dict[str, float] = field(default_factory=dict)
+    """Milliseconds per part of a round; empty except for a greedy tree."""
 
     @property
     def ratio(self) -> float:
@@ -57,7 +59,7 @@ class Measured:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of all rows, for a vanilla token a step and a tree of ACCEPTANCE_LENGTH."""
+        """Tokens/s of the batch, at 1 token per vanilla step and ACCEPTANCE_LENGTH per tree round; else None."""
         per_round = {"vanilla": 1.0, "tree": ACCEPTANCE_LENGTH}.get(self.method)
         return per_round and self.batch * per_round / self.round_ms * 1e3
 
@@ -66,9 +68,9 @@ class Measured:
 def main() -> None:
     options = parse_options()
     if not torch.cuda.is_available():
-        raise UserError("benchmarks.decoding: measured on a CUDA device, and there is none here")
+        raise UserError("benchmarks.decoding: needs a CUDA device; none is available")
     ceilings = measure_ceilings()
-    found: list[Measured] = []
+    measurements: list[Measured] = []
     peers: list[dict[str, Any]] = []
     print(ceilings)
     print(HEADER)
@@ -78,18 +80,19 @@ def main() -> None:
         for context in options.contexts:
             peers.append({"shape": shape, "context": context, "ms": transformers_ms(model, context)})
             for method in options.methods:
-                found.append(measure(shape, runner, [context], method, ceilings, options))
+                measurements.append(measure(shape, runner, [context], method, ceilings, options))
         for batch in options.batches:
             lengths = torch.linspace(0.75, 1.0, batch).mul(options.batch_context).long().tolist()
             for method in ("vanilla", "tree"):
-                found.append(measure(shape, runner, lengths, method, ceilings, options))
+                measurements.append(measure(shape, runner, lengths, method, ceilings, options))
         del model, runner
         torch.cuda.empty_cache()
+
     for peer in peers:
-        print(f"transformers, dynamic cache, {peer['shape']} at {peer['context']}: {peer['ms']:.1f} ms a token")
+        print(f"transformers, dynamic cache, {peer['shape']} at {peer['context']}: {peer['ms']:.1f} ms per token")
     if options.picture:
-        draw_rounds([row for row in found if row.parts], options.picture)
-    rows = [asdict(row) | {"ratio": row.ratio, "tokens_per_s": row.tokens_per_s} for row in found]
+        draw_rounds([row for row in measurements if row.parts], options.picture)
+    rows = [asdict(row) | {"ratio": row.ratio, "tokens_per_s": row.tokens_per_s} for row in measurements]
     config = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
     print(json.dumps({"benchmark": "decoding", "rounds": rows, "peers": peers, "config": config} | ceilings.describe()))
 
@@ -103,10 +106,10 @@ def parse_options() -> argparse.Namespace:
     add("--temperature", type=float, default=0.0)
     add("--tree_shape", type=int, nargs="+", default=[4, 16, 16, 16, 16])
     add("--gamma", type=int, default=4)
-    add("--batches", type=int, nargs="*", default=[], help="batch sizes for vanilla and tree, ragged")
-    add("--batch_context", type=int, default=32768, help="longest row of such a batch; the shortest has three quarters")
+    add("--batches", type=int, nargs="*", default=[], help="batch sizes of ragged batches, for vanilla and tree")
+    add("--batch_context", type=int, default=32768, help="longest row of a batch; the shortest is 3/4 as long")
     add("--attention", default="auto")
-    add("--picture", type=Path, help="PNG of where a tree round's time goes")
+    add("--picture", type=Path, help="PNG file with the parts of each tree round")
     return parser.parse_args()
 
 
@@ -125,17 +128,19 @@ def measure(
 
     rewind()
     round_ms = timed_ms(lambda: captured(active), runs=5, repeats=10)
+
     rewind()
     torch.cuda.synchronize()
     start = perf_counter()
     for _ in range(30):
         decoder.note(*captured(decoder.device_active))
     wall_ms = (perf_counter() - start) / 30 * 1e3
+
     rewind()
     widths = {"tree": tuple(options.tree_shape), "vanilla": ()}.get(method, (1,) * options.gamma)
     drafted_by = {"magicdec": "target", "lookup": "nothing"}.get(method, "glide")
     floor_ms = round_floor_ms(runner.config, ceilings, lengths, widths, drafted_by)
-    found = Measured(
+    measured = Measured(
         shape,
         max(lengths),
         len(lengths),
@@ -146,12 +151,12 @@ def measure(
         round_ms / wall_ms,
         parts_of_round(engine, round_ms) if method == "tree" and engine.sampler.greedy else {},
     )
-    print(line(found), flush=True)
-    return found
+    print(line(measured), flush=True)
+    return measured
 
 
 def filled_engine(runner: Runner, lengths: list[int], method: str, options: argparse.Namespace) -> Engine:
-    """An engine as after prefill of so many tokens, with random keys and values in all caches."""
+    """An engine in its state after a prefill of `lengths` tokens per row, with random keys and values in all caches."""
     batch = len(lengths)
     sampler = Sampler(options.temperature, 0, 1.0, torch.Generator("cuda").manual_seed(0))
     drafter: Any = make_drafter(method, runner, batch, sampler, options.tree_shape, options.gamma, "reject")
@@ -168,7 +173,7 @@ def filled_engine(runner: Runner, lengths: list[int], method: str, options: argp
 
 
 def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
-    """Milliseconds by part of a tree round; each piece is captured alone, and what is left goes by difference."""
+    """Milliseconds per part of a tree round. Each part is captured and timed alone; the remainders are differences."""
     runner, cache, drafter = engine.runner, engine.cache, engine.drafter
     draft: GlideDraft = drafter.draft  # type: ignore[attr-defined]
     proposal = drafter.propose(engine.root, cache)
@@ -179,7 +184,8 @@ def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
     def random(width: int, heads: int) -> Tensor:
         return torch.randn(batch, width, heads, cache.keys.shape[-1], dtype=runner.dtype, device="cuda").transpose(1, 2)
 
-    levels = [(0, 1), *((level, width) for level, width in enumerate(proposal.shape[:-1], 1))]
+    # The draft runs once for the root and once for each level but the last.
+    levels = [(0, 1), *enumerate(proposal.shape[:-1], 1)]
     widths = {1, nodes, *proposal.shape}
     queries = {width: random(width, config.num_attention_heads) for width in widths}
     hidden = {width: random(width, config.hidden_size // queries[1].shape[-1]) for width in widths}
@@ -203,23 +209,25 @@ def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
 
     propose = captured_ms(lambda: drafter.propose(engine.root, cache))
     verify = captured_ms(lambda: engine.verify(proposal))
-    draft_attention_ms, verify_attention_ms = captured_ms(draft_attention), captured_ms(verify_attention)
-    draft_heads, verify_head = captured_ms(draft_lm_head), captured_ms(lambda: runner.logits(hidden[nodes]))
+    draft_attention_ms = captured_ms(draft_attention)
+    verify_attention_ms = captured_ms(verify_attention)
+    draft_lm_head_ms = captured_ms(draft_lm_head)
+    verify_lm_head_ms = captured_ms(lambda: runner.logits(hidden[nodes]))
     return {
         "draft attention": draft_attention_ms,
-        "draft rest": propose - draft_attention_ms - draft_heads,
-        "lm_head": draft_heads + verify_head,
+        "draft rest": propose - draft_attention_ms - draft_lm_head_ms,
+        "lm_head": draft_lm_head_ms + verify_lm_head_ms,
         "verify attention": verify_attention_ms,
-        "verify rest": verify - verify_attention_ms - verify_head,
+        "verify rest": verify - verify_attention_ms - verify_lm_head_ms,
         "accept + compact": round_ms - propose - verify,
     }
 
 
 @torch.no_grad()
 def transformers_ms(model: GlideMixin, context: int) -> float:
-    """Milliseconds of one token through transformers' own forward, dynamic cache, kernel by kernel."""
+    """Milliseconds per token of transformers' own forward pass, with a dynamic cache and without a CUDA graph."""
     config = model.config
-    shape = (1, config.num_key_value_heads, context, config.hidden_size // config.num_attention_heads)
+    shape = (1, config.num_key_value_heads, context, head_dim(config))
     cache = DynamicCache()
     for layer in range(config.num_hidden_layers):
         keys, values = torch.randn(2, *shape, dtype=torch.bfloat16, device="cuda")

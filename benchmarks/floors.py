@@ -1,4 +1,7 @@
-"""The least time a decoding round can take: every weight and every key read once a pass, every product at full rate."""
+"""Lower bound on the time of a decoding round.
+
+Each pass reads every weight, key and value once, and every matrix product runs at the full rate of the device.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,19 @@ from longspec.inference.drafting.magicdec import RECENT, SINK
 from longspec.models.draft_layer import head_dim
 
 BYTES = 2
-"""Of one bf16 number."""
+"""Size of one bf16 number."""
 
 
 def round_floor_ms(
     config: Any, ceilings: Ceilings, lengths: Sequence[int], widths: Sequence[int], drafted_by: str
 ) -> float:
-    """Milliseconds of a round with levels of `widths` nodes (none: a vanilla step), summed over its parts.
+    """Milliseconds of a round, summed over its parts.
 
-    A part (the layers' weights, a layer's attention by row, the draft layer, lm_head) takes the longer of its bytes
-    and its arithmetic. lengths: cached tokens of each row. drafted_by: "glide", "target" (magicdec, over a constant
-    window) or "nothing" that takes time.
+    The parts are the products of each target layer, its attention (per row), the draft layer and lm_head. A part takes
+    as long as moving its bytes or doing its arithmetic, whichever is longer.
+
+    lengths: cached tokens per row. widths: nodes per level of the tree; () is a vanilla step. drafted_by: "glide",
+    "target" (magicdec, which attends to a constant number of tokens), or "nothing" if drafting takes no device time.
     """
     batch, nodes = len(lengths), 1 + sum(widths)
     total = _pass_ms(config, ceilings, lengths, nodes)
@@ -56,11 +61,11 @@ def _attention_ms(config: Any, ceilings: Ceilings, length: int, queries: int) ->
 
 
 def layer_weights(config: Any) -> int:
-    """Numbers in one target layer's matrices."""
+    """Number of weights in the matrices of one target layer."""
     heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
     return config.hidden_size * (heads * head_dim(config) + 3 * config.intermediate_size)
 
 
 def draft_weights(config: Any) -> int:
-    """Numbers in the GLIDE layer's matrices: one more query and output projection, for the cross-attention."""
+    """Number of weights in the draft layer: a target layer plus the cross-attention's query and output projections."""
     return layer_weights(config) + 2 * config.hidden_size * config.num_attention_heads * head_dim(config)

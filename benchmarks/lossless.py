@@ -1,8 +1,9 @@
-"""How often half precision makes a method leave vanilla's greedy tokens, beside what vanilla does to itself.
+"""How often rounding in half precision makes greedy output differ from vanilla's at batch 1.
 
-`python -m benchmarks.lossless --target FOLDER --draft FOLDER --data held_out.jsonl` prints a table and one JSON line.
-`python -m scripts.demo --size gpu --output OUT` makes such a pair (OUT/target, OUT/stage3/checkpoint-last) and held-out
-text (OUT/corpus/held_out.jsonl) on a GPU.
+The runs that are compared are each method, vanilla itself at another batch size, and transformers. `python -m
+benchmarks.lossless --target FOLDER --draft FOLDER --data held_out.jsonl` prints a table and one JSON line. On a GPU,
+`python -m scripts.demo --size gpu --output OUT` makes a pair (OUT/target, OUT/stage3/checkpoint-last) and held-out text
+(OUT/corpus/held_out.jsonl).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from transformers import GenerationMixin, PreTrainedTokenizerBase
 
 from longspec import generate
 from longspec.errors import UserError, reports_user_errors
-from longspec.inference.drafting.proposal import chain
+from longspec.inference.drafting.proposal import chain as chain_proposal
 from longspec.inference.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import make_drafter
@@ -34,48 +36,53 @@ from longspec.models.target_files import load_tokenizer, read_config
 from scripts.pipeline.quality import distinct_share
 
 Continue = Callable[[Tensor], Tensor]
-"""Greedy continuation [B, new] of prompts [B, P]."""
+"""Maps prompts LongTensor [B, P] to their greedy continuations LongTensor [B, new]."""
 
 
 @dataclass
 class Divergence:
-    """One run against vanilla at batch 1: counts up to the first difference of each prompt."""
+    """One run compared with vanilla at batch 1, up to and including the first token that differs per prompt."""
 
     run: str
     dtype: str
     compared_tokens: int
     diverged: int
+    """Number of prompts whose continuation differs from vanilla's."""
     per_1000_tokens: float
+    """Diverged prompts per 1000 compared tokens."""
     median_gap: float
-    """Of the target's logits (transformers, same dtype, read as fp32) between vanilla's token and the run's."""
+    """Median difference between the target's logits of vanilla's token and of the run's token (transformers, same
+    dtype, converted to fp32)."""
     largest_gap: float
     largest_gap_in_ulps: float
-    """In units of the dtype's last place at that logit."""
+    """Largest gap in units in the last place (ulps) of the dtype at the logit of vanilla's token."""
 
 
 @reports_user_errors
 def main() -> None:
     options = parse_options()
     if not torch.cuda.is_available():
-        raise UserError("benchmarks.lossless: half precision is measured on a CUDA device, and there is none here")
+        raise UserError("benchmarks.lossless: needs a CUDA device; none is available")
     config = read_config(options.target)
     prompts = read_prompts(options.data, load_tokenizer(options.target, config), options.prompts, options.prompt_len)
     prompts = prompts.to("cuda")
     rows: list[Divergence] = []
     errors: dict[str, dict[str, float]] = {}
     distinct: dict[str, float] = {}
+
     for name in options.dtypes:
         pair = family_class(config, options.target).from_pretrained(
             options.target, glide_path=options.draft, torch_dtype=name
         )
         model: Any = pair.cuda().eval()  # type: ignore[call-arg]
-        model.generation_config.eos_token_id = None  # every run gives as many tokens
-        reference, found = compare(model, prompts, options)
-        rows += found
+        model.generation_config.eos_token_id = None  # all runs generate the same number of tokens
+        reference, divergences = compare(model, prompts, options)
+        rows += divergences
         distinct[name] = distinct_share(reference.tolist())
         errors[name] = logit_errors(model, torch.cat([prompts, reference], 1), options)
-        print(table(found, errors[name]), flush=True)
+        print(table(divergences, errors[name]), flush=True)
         del model, pair
+
     facts = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -91,27 +98,28 @@ def parse_options() -> argparse.Namespace:
     add = parser.add_argument
     add("--target", required=True)
     add("--draft", required=True)
-    add("--data", type=Path, required=True, help="JSONL with a field `text`; prompts are cut from it")
+    add("--data", type=Path, required=True, help="JSONL file with a field `text`, from which prompts are cut")
     add("--prompts", type=int, default=48)
     add("--prompt_len", type=int, default=768)
     add("--new_tokens", type=int, default=256)
     add("--dtypes", nargs="+", default=["bfloat16", "float16"], choices=["bfloat16", "float16", "float32"])
     add("--tree_shape", type=int, nargs="+", default=[4, 16, 16, 16, 16])
     add("--gamma", type=int, default=4)
-    add("--batch_size", type=int, default=8, help="the other batch size, at which vanilla is compared with itself")
+    add("--batch_size", type=int, default=8, help="batch size of the runs that are not at batch 1")
     return parser.parse_args()
 
 
 def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, count: int, length: int) -> Tensor:
-    """LongTensor [count, length], spread over the texts' tokens."""
+    """LongTensor [count, length]: pieces at equal distances in the concatenated tokens of all texts."""
     texts = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
-    tokens = torch.tensor([token for ids in tokenizer(texts, verbose=False)["input_ids"] for token in ids])
+    token_ids = tokenizer(texts, verbose=False)["input_ids"]
+    tokens = torch.tensor(list(chain.from_iterable(token_ids)))
     starts = torch.linspace(0, len(tokens) - length, count).long()
     return torch.stack([tokens[start : start + length] for start in starts])
 
 
 def compare(model: Any, prompts: Tensor, options: argparse.Namespace) -> tuple[Tensor, list[Divergence]]:
-    """Vanilla's tokens at batch 1 [prompts, new], and how each other run leaves them."""
+    """Vanilla's tokens at batch 1, LongTensor [prompts, new], and the divergence of every other run from them."""
 
     def ours(method: str) -> Continue:
         def run(ids: Tensor) -> Tensor:
@@ -135,10 +143,11 @@ def compare(model: Any, prompts: Tensor, options: argparse.Namespace) -> tuple[T
         f"tree, batch {options.batch_size}": (ours("tree"), options.batch_size),
     }
     reference = in_batches(ours("vanilla"), prompts, 1, "vanilla")
-    found = []
+    divergences = []
     for name, (run, batch) in others.items():
-        found.append(divergence(model, prompts, reference, in_batches(run, prompts, batch, name), name))
-    return reference, found
+        output = in_batches(run, prompts, batch, name)
+        divergences.append(divergence(model, prompts, reference, output, name))
+    return reference, divergences
 
 
 def in_batches(run: Continue, prompts: Tensor, batch: int, name: str) -> Tensor:
@@ -147,18 +156,21 @@ def in_batches(run: Continue, prompts: Tensor, batch: int, name: str) -> Tensor:
 
 
 def divergence(model: Any, prompts: Tensor, reference: Tensor, other: Tensor, name: str) -> Divergence:
-    """What the first differences of `other` from `reference`, both [prompts, new], look like."""
-    compared, gaps, ulps = 0, [], []
-    for prompt, mine, yours in zip(prompts, reference, other, strict=True):
-        differ = (mine != yours).nonzero()
-        at = int(differ[0]) if len(differ) else len(mine) - 1
-        compared += at + 1
-        if len(differ):
+    """The divergence of `other` from `reference`, both LongTensor [prompts, new]."""
+    compared = 0
+    gaps, ulps = [], []
+    for prompt, expected, actual in zip(prompts, reference, other, strict=True):
+        differing = (expected != actual).nonzero()
+        last = int(differing[0]) if len(differing) else len(expected) - 1
+        compared += last + 1
+        if len(differing):
             with torch.no_grad():
-                logits = model(torch.cat([prompt, mine[:at]])[None], logits_to_keep=1).logits[0, -1]
-            top = logits[mine[at]].float()
-            gaps.append((top - logits[yours[at]].float()).abs().item())
-            ulps.append(gaps[-1] / (torch.finfo(logits.dtype).eps * 2 ** top.abs().log2().floor().item()))
+                logits = model(torch.cat([prompt, expected[:last]])[None], logits_to_keep=1).logits[0, -1]
+            top = logits[expected[last]].float()
+            gaps.append((top - logits[actual[last]].float()).abs().item())
+            # One ulp of a number in [2^e, 2^(e+1)) is eps * 2^e.
+            ulp = torch.finfo(logits.dtype).eps * 2 ** top.abs().log2().floor().item()
+            ulps.append(gaps[-1] / ulp)
     gap = torch.tensor(gaps or [0.0])
     return Divergence(
         name,
@@ -174,42 +186,44 @@ def divergence(model: Any, prompts: Tensor, reference: Tensor, other: Tensor, na
 
 @torch.no_grad()
 def logit_errors(model: Any, rows: Tensor, options: argparse.Namespace) -> dict[str, float]:
-    """Root mean square error of the logits after a tree's worth of tokens, against fp32 arithmetic on the same weights.
+    """RMS error of the logits for one tree's number of tokens after the prompt, against fp32 with the same weights.
 
-    rows: LongTensor [prompts, T]. By the ways to read those tokens: transformers, one by one, all in one verification.
+    rows: LongTensor [prompts, T]. The tokens are read in three ways: by transformers in one forward pass, by the engine
+    one by one ("vanilla"), and by the engine in one verification pass.
     """
     nodes = min(1 + sum(options.tree_shape), options.new_tokens)
     exact = copy.deepcopy(model).float()
     squares = {"transformers": 0.0, "vanilla": 0.0, "verification": 0.0}
     for row in rows[:, None, : options.prompt_len + nodes].unbind():
-        truth = exact(row, logits_to_keep=nodes).logits
+        exact_logits = exact(row, logits_to_keep=nodes).logits
         read = {
             "transformers": model(row, logits_to_keep=nodes).logits,
             "vanilla": read_on(model, row, options.prompt_len, [1] * nodes),
             "verification": read_on(model, row, options.prompt_len, [nodes]),
         }
         for name, logits in read.items():
-            squares[name] += (logits.float() - truth).square().mean().item() / len(rows)
+            squares[name] += (logits.float() - exact_logits).square().mean().item() / len(rows)
     return {name: square**0.5 for name, square in squares.items()}
 
 
 def read_on(model: GlideMixin, row: Tensor, prompt_len: int, steps: list[int]) -> Tensor:
-    """The engine's logits [1, sum(steps), V] after the tokens behind the prompt, read in passes of so many tokens."""
+    """The engine's logits [1, sum(steps), V] for the tokens after the prompt, read in passes of `steps` tokens each."""
     sampler = Sampler(0.0, 0, 1.0)
     runner = FusedRunner(model)
     drafter = make_drafter("vanilla", runner, 1, sampler, (), 0, "descend")
     engine = Engine(runner, drafter, sampler, row[:, :prompt_len], [prompt_len], sum(steps) + max(steps))
     engine.prefill()
-    found, start = [], prompt_len
+    logits = []
+    start = prompt_len
     for count in steps:
-        found.append(engine.verify(chain(row[:, start : start + count])))
+        logits.append(engine.verify(chain_proposal(row[:, start : start + count])))
         engine.cache.keep(torch.arange(count, device=row.device)[None], torch.tensor([count], device=row.device))
         start += count
-    return torch.cat(found, 1)
+    return torch.cat(logits, 1)
 
 
 def table(rows: list[Divergence], errors: dict[str, float]) -> str:
-    lines = ["", f"{rows[0].dtype}: against vanilla, batch 1"]
+    lines = ["", f"{rows[0].dtype}: compared with vanilla, batch 1"]
     lines.append(
         f"{'run':<26}{'diverged':>9}{'tokens':>9}{'per 1000':>10}{'median gap':>12}{'largest':>9}{'in ulps':>9}"
     )
@@ -219,7 +233,7 @@ def table(rows: list[Divergence], errors: dict[str, float]) -> str:
             f"{row.median_gap:>12.4f}{row.largest_gap:>9.4f}{row.largest_gap_in_ulps:>9.1f}"
         )
     lines.append(
-        "logits' RMS error against fp32: " + ", ".join(f"{name} {error:.4f}" for name, error in errors.items())
+        "RMS error of the logits against fp32: " + ", ".join(f"{name} {error:.4f}" for name, error in errors.items())
     )
     return "\n".join(lines)
 

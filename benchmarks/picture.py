@@ -1,4 +1,4 @@
-"""Where the time of a round goes, as stacked bars."""
+"""Stacked bars of the time that each part of a round takes."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ import matplotlib.pyplot as plt
 
 
 def draw_rounds(rows: Sequence[Any], path: Path) -> None:
-    """One bar a row (with `shape`, `context`, `batch`, `parts` in ms, `floor_ms`), its floor as a line; PNG.
+    """Write a PNG with one bar per row and the row's floor as a line.
 
-    A part below 0, as a difference of two measurements can be, is not drawn.
+    rows: objects with `shape`, `context`, `batch`, `parts` (milliseconds by name) and `floor_ms`. Parts that are
+    differences of two measurements can be negative; these are not drawn.
     """
     figure, axes = plt.subplots(figsize=(2 + 1.3 * len(rows), 4.5), layout="constrained")
     names = [f"{row.shape}\n{row.context // 1024}k" + (f", batch {row.batch}" if row.batch > 1 else "") for row in rows]
+
     bottom = [0.0] * len(rows)
     for part in rows[0].parts:
         heights = [max(0.0, row.parts[part]) for row in rows]
         axes.bar(names, heights, bottom=bottom, label=part, width=0.6)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    for place, row in enumerate(rows):
-        axes.hlines(
-            row.floor_ms, place - 0.35, place + 0.35, colors="black", label="floor" if place == 0 else "_nolegend_"
-        )
-    axes.set_ylabel("ms a round")
-    axes.set_title("A tree round")
+
+    for column, row in enumerate(rows):
+        label = "floor" if column == 0 else "_nolegend_"
+        axes.hlines(row.floor_ms, column - 0.35, column + 0.35, colors="black", label=label)
+
+    axes.set_ylabel("ms per round")
+    axes.set_title("Time of a tree round by part")
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -1,6 +1,6 @@
-"""Prefill of a long prompt beside transformers' own, and the memory that generation takes beside weights and KV.
+"""Time of a long prefill compared with transformers, and memory of generation on top of weights and KV cache.
 
-`python -m benchmarks.prefill` prints a table and, last, one JSON line. Weights and prompts are random.
+`python -m benchmarks.prefill` prints one line per measurement and, last, one JSON line. Weights and prompts are random.
 """
 
 from __future__ import annotations
@@ -35,30 +35,37 @@ NEW_TOKENS = 64
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="llama3-8b", choices=list(SHAPES))
-    parser.add_argument("--prompt_lens", type=int, nargs="*", default=[131072], help="prefill, against transformers")
-    parser.add_argument("--generate_lens", type=int, nargs="*", default=[4096, 131072, 262144 - NEW_TOKENS])
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--prompt_lens", type=int, nargs="*", default=[131072], help="prompts to prefill")
+    default_lens = [4096, 131072, 262144 - NEW_TOKENS]
+    parser.add_argument("--generate_lens", type=int, nargs="*", default=default_lens, help="prompts to continue")
+    parser.add_argument("--runs", type=int, default=3, help="timed prefills; the median is reported")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        raise UserError("benchmarks.prefill: measured on a CUDA device, and there is none here")
+        raise UserError("benchmarks.prefill: needs a CUDA device; none is available")
     model = random_pair(options.shape)
     runner = FusedRunner(model)
     weights = torch.cuda.memory_allocated()
+
     prefills, generations = [], []
     for length in options.prompt_lens:
         ids = torch.randint(0, model.config.vocab_size, (1, length), device="cuda")
-        ways = {"ours": partial(ours, runner, ids), "transformers": partial(theirs, model, ids)}
-        for name, way in ways.items():
-            row = {"prompt": length, "by": name} | timed(way, weights, options.runs)
+        implementations = {"ours": partial(ours, runner, ids), "transformers": partial(theirs, model, ids)}
+        for name, prefill in implementations.items():
+            row = {"prompt": length, "by": name} | timed(prefill, weights, options.runs)
             prefills.append(row)
-            print(f"prefill of {length}: {name} {row['seconds']:.2f} s, {row['peak_gib']:.2f} GiB over weights")
+            print(
+                f"prefill of {length} tokens: {name} {row['seconds']:.2f} s, "
+                f"{row['peak_gib']:.2f} GiB in addition to the weights"
+            )
     for length in options.generate_lens:
         row = generation(model, length, weights)
         generations.append(row)
         print(
-            f"generate after {length}: {row['peak_over_weights_and_kv_gib']:.2f} GiB over weights and KV, draft KV "
-            f"{row['draft_kv_mib']:.2f} MiB, first token {row['ttft_s']:.1f} s, round {row['round_ms']:.2f} ms"
+            f"generation after {length} tokens: {row['peak_over_weights_and_kv_gib']:.2f} GiB in addition to weights "
+            f"and KV, draft KV {row['draft_kv_mib']:.2f} MiB, first token {row['ttft_s']:.1f} s, "
+            f"round {row['round_ms']:.2f} ms"
         )
+
     facts = measure_ceilings().describe()
     print(
         json.dumps(
@@ -76,12 +83,12 @@ def ours(runner: FusedRunner, ids: Tensor) -> None:
 
 @torch.no_grad()
 def theirs(model: GlideMixin, ids: Tensor) -> None:
-    """One forward over the whole prompt, as transformers' `generate` prefills, with logits for its last token."""
+    """One forward pass over the whole prompt with logits for its last token, as in transformers' `generate`."""
     model(ids, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
 
 
 def timed(prefill: Callable[[], None], weights: int, runs: int) -> dict[str, float]:
-    """Median seconds after one warm-up, and the peak of memory over the weights."""
+    """Median seconds of a prefill after one warm-up, and peak memory minus the weights."""
     prefill()
     seconds = []
     torch.cuda.reset_peak_memory_stats()
@@ -97,7 +104,7 @@ def timed(prefill: Callable[[], None], weights: int, runs: int) -> dict[str, flo
 
 
 def generation(model: GlideMixin, length: int, weights: int) -> dict[str, float]:
-    """One call of `generate`, method tree, after a prompt of `length` tokens."""
+    """Figures of one call of `generate` with method `tree` and a prompt of `length` tokens."""
     config = model.config
     ids = torch.randint(0, config.vocab_size, (1, length), device="cuda")
     stats = generate(model, ids, tree_shape=TREE_SHAPE, max_new_tokens=NEW_TOKENS, eos_token_id=()).stats

@@ -1,7 +1,7 @@
-"""The published way to attend from a tree: FlashAttention over the prefix, a Triton kernel among the nodes, a merge.
+"""Hybrid tree attention as published, a baseline of `benchmarks.attention`.
 
-A baseline of `benchmarks.attention`: three steps where `longspec.kernels` takes two launches. The merge is written in
-torch, as it was published.
+It takes three steps: FlashAttention over the prefix, a Triton kernel over the tree, and a merge by log-sum-exp in
+torch. `longspec.kernels` takes two kernel launches.
 """
 
 import torch
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.tiles import LOG2_E
+from longspec.kernels.decoding.attention_tiles import LOG2_E
 
 
 @triton.jit
@@ -68,9 +68,10 @@ def _tree_kernel(
 def tree_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tree_mask: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention among the N nodes in slots lengths[b] …; q [B, Hq, N, D]; k, v [B, Hkv, S, D] of equal strides.
+    """Attention among the N tree nodes, whose keys are in slots lengths[b] to lengths[b] + N - 1 of row b.
 
-    tree_mask: contiguous bool [B, N, N], each node sees itself. Returns o [B, N, Hq, D] and lse fp32 [B, Hq, N].
+    q [B, H, N, D]; k, v [B, K, S, D] with equal strides; lengths int32 [B]; tree_mask contiguous bool [B, N, N], in
+    which every node sees itself. Returns the output [B, N, H, D] and its natural log-sum-exp, fp32 [B, H, N].
     """
     batch, heads, nodes, head_dim = q.shape
     out = torch.empty((batch, nodes, heads, head_dim), dtype=q.dtype, device=q.device)
@@ -97,12 +98,13 @@ def tree_attention(
 
 
 def published_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tree_mask: Tensor, scale: float) -> Tensor:
-    """Verification attention [B, N, Hq, D]; arguments as of `tree_attention`. Needs the package fa3-fwd."""
+    """Verification attention [B, N, H, D]; takes the arguments of `tree_attention`. Needs the package fa3-fwd."""
     import fa3_fwd_interface
 
     prefix, prefix_lse, *_ = fa3_fwd_interface.flash_attn_with_kvcache(
         *(x.transpose(1, 2) for x in (q, k, v)), cache_seqlens=lengths, softmax_scale=scale, return_softmax_lse=True
     )
     tree, tree_lse = tree_attention(q, k, v, lengths, tree_mask, scale)
+    # exp(a) / (exp(a) + exp(b)) = sigmoid(a - b) weights the prefix.
     share = torch.sigmoid(prefix_lse - tree_lse).transpose(1, 2).unsqueeze(-1)
     return (share * prefix + (1 - share) * tree).to(q.dtype)

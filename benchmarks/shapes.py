@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, PreTrainedModel, Qwen2Config
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
+from longspec.models.families import family_class
 from longspec.models.glide import GlideMixin
-from longspec.models.llama import LlamaGlide
-from longspec.models.qwen2 import Qwen2Glide
 
 LLAMA3_8B = LlamaConfig(
     vocab_size=128256,
@@ -47,6 +46,32 @@ QWEN2_7B = Qwen2Config(
     tie_word_embeddings=False,
     rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
 )
+QWEN3_8B = Qwen3Config(
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=1 << 17,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+)
+QWEN3_32B = Qwen3Config(
+    vocab_size=151936,
+    hidden_size=5120,
+    intermediate_size=25600,
+    num_hidden_layers=64,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=1 << 17,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+)
 TINY = LlamaConfig(
     vocab_size=512,
     hidden_size=64,
@@ -58,13 +83,20 @@ TINY = LlamaConfig(
     tie_word_embeddings=False,
 )
 """For machines without a GPU: to run a benchmark, not to measure anything."""
-SHAPES = {"llama3-8b": LLAMA3_8B, "qwen2-7b": QWEN2_7B, "qwq-32b": QWQ_32B, "tiny": TINY}
+SHAPES: dict[str, PreTrainedConfig] = {
+    "llama3-8b": LLAMA3_8B,
+    "qwen2-7b": QWEN2_7B,
+    "qwq-32b": QWQ_32B,
+    "qwen3-8b": QWEN3_8B,
+    "qwen3-32b": QWEN3_32B,
+    "tiny": TINY,
+}
 
 
 def random_pair(name: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> GlideMixin:
     """The pair of shape SHAPES[name]; of ranks that share a target each makes its own part."""
     config = SHAPES[name]
-    family: Any = Qwen2Glide if isinstance(config, Qwen2Config) else LlamaGlide
+    family: Any = family_class(config, name)
 
     def random_target(self: GlideMixin, config: Any, path: str, options: dict[str, Any]) -> PreTrainedModel:
         return family.target_class._from_config(config, dtype=options["dtype"])

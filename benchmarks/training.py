@@ -1,8 +1,8 @@
-"""Training steps at published shapes against the arithmetic they need: time, memory, and where the time goes.
+"""Training steps at published shapes: time, arithmetic rate, memory, and time by part.
 
-`python -m benchmarks.training` on one GPU; `deepspeed --num_gpus N --module benchmarks.training --one_gpu FILE` (or
-torchrun) for weak scaling, against what one GPU printed into FILE. The real engine and the trainer's own step run on
-random weights and random rows, none of them read from files. Prints a table and, last, one JSON line.
+One GPU: `python -m benchmarks.training`. Weak scaling: `deepspeed --num_gpus N --module benchmarks.training --one_gpu
+FILE` (or torchrun), where FILE holds the output of a run on one GPU. The trainer's own step and engine run on random
+weights and rows; no file is read. Prints a table and, last, one JSON line.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ from benchmarks.training_rows import synthetic_inputs
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError, reports_user_errors
 from longspec.models.parallel import model_parallel_place
-from longspec.train.config import TrainConfig, compose_config, typed
+from longspec.train.config import compose_config, typed
+from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import Termination, share_targets, start_ranks
 from longspec.train.engine import build_engine, built_in_shards
 from longspec.train.loss import LOSSES
+from longspec.train.micro_batches import Batch
 from longspec.train.positions import VARIANTS
-from longspec.train.trainer import Batch, Trainer
+from longspec.train.trainer import Trainer
 
 CONFIGS = Path(__file__).parents[1] / "conf/exp"
 WARM_UP = 1
-"""Steps before the timed ones: kernels compile, and ZeRO-3 learns from a micro-batch in which order to gather."""
+"""Untimed first steps, in which kernels compile and ZeRO-3 records the order in which to gather parameters."""
 
 
 class Stage(NamedTuple):
     rows: int
     tokens: int
-    """Of a row, all of them real."""
+    """Tokens per row; rows have no padding."""
 
 
 STAGES = {1: Stage(16, 1024), 2: Stage(1, 32768)}
@@ -58,7 +60,7 @@ class Case(NamedTuple):
 
 @dataclass
 class Measured:
-    """One case; a step is one optimizer step of `accumulation` micro-batches, and all figures are this rank's."""
+    """Figures of one case on this rank. A step is one optimizer step of `accumulation` micro-batches."""
 
     shape: str
     stage: int
@@ -68,21 +70,22 @@ class Measured:
     tp_size: int
     zero: str
     tokens: int
-    """In a micro-batch."""
+    """Tokens per micro-batch."""
     micro_batch_ms: float
-    """Median over the timed steps of a step's time, its share of data and optimizer included, over `accumulation`."""
+    """Median time of a step, data and optimizer included, divided by `accumulation`."""
     tflops: float
-    """Useful ones a second (see `training_flops`) on each GPU."""
+    """TFLOP/s per GPU, counting only the required arithmetic (see `training_flops`)."""
     peak_gib: float
     target_gib: float
-    """What of the target lies on this rank between steps."""
+    """Memory that the target's parameters take on this rank between steps."""
     data_wait: float
-    """Share of a step in which the device has nothing to do because no micro-batch is there."""
+    """Share of the timed steps that the trainer spends waiting for data."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Shares of a step's time on the device."""
+    """Share of each part in the device time of a step."""
     share_of_ceiling: float | None = None
+    """Arithmetic rate divided by the measured rate of a matrix product."""
     efficiency: float | None = None
-    """Time of a micro-batch on one GPU over that on `ranks`."""
+    """Weak-scaling efficiency: time of a micro-batch on one GPU divided by its time on `ranks` GPUs."""
 
 
 @reports_user_errors
@@ -92,20 +95,22 @@ def main() -> None:
     share_targets(options.tp_size)
     on_gpu = torch.cuda.is_available()
     if not on_gpu and options.shapes != ["tiny"]:
-        raise UserError("benchmarks.training: measured on a CUDA device, and there is none here; --shapes tiny runs")
+        raise UserError("benchmarks.training: needs a CUDA device; without one, only --shapes tiny runs")
     ceilings = measure_ceilings() if on_gpu else None
     one_gpu = read_one_gpu(options.one_gpu)
-    say(str(ceilings) if ceilings else "no GPU: nothing here is a measurement")
+    say(str(ceilings) if ceilings else "no GPU: these figures are not measurements")
     say(HEADER)
-    found = []
+
+    rows = []
     for shape in options.shapes:
         for zero, stages in engines(options):
             for measured in measure_shape(shape, zero, stages, options, ceilings):
                 measured.efficiency = efficiency(measured, one_gpu)
                 say(line(measured))
-                found.append(measured)
+                rows.append(measured)
+
     config = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    facts = {"benchmark": "training", "cases": [asdict(row) for row in found], "config": config}
+    facts = {"benchmark": "training", "cases": [asdict(row) for row in rows], "config": config}
     say(json.dumps(facts | (ceilings.describe() if ceilings else {})))
     dist.destroy_process_group()
 
@@ -116,21 +121,29 @@ def parse_options() -> argparse.Namespace:
     add("--shapes", nargs="*", default=["llama3-8b", "qwen2-7b"], choices=list(SHAPES))
     add("--stages", type=int, nargs="*", default=list(STAGES), choices=list(STAGES))
     add("--variants", nargs="*", default=list(VARIANTS), choices=VARIANTS)
-    add("--losses", nargs="*", default=list(LOSSES), choices=LOSSES, help="the base variant runs the first one alone")
-    add("--zero", choices=("1", "1_offload", "2", "3"), help="default: 1, and 3 for stage 2 on several ranks")
+    add(
+        "--losses",
+        nargs="*",
+        default=list(LOSSES),
+        choices=LOSSES,
+        help="losses to time; the base variant runs only the first",
+    )
+    add(
+        "--zero", choices=("1", "1_offload", "2", "3"), help="ZeRO stage; default: 1, or 3 for stage 2 on several ranks"
+    )
     add("--tp_size", type=int, default=1, help="ranks that share a target")
-    add("--accumulation", type=int, default=2, help="micro-batches a step")
-    add("--steps", type=int, default=3, help="timed steps, of which the median is taken")
-    add("--rows", type=int, help="rows a micro-batch, instead of the stage's")
-    add("--tokens", type=int, help="tokens a row, instead of the stage's")
-    add("--one_gpu", type=Path, help="what this benchmark printed on one GPU, for the efficiency")
-    add("--profile", action="store_true", help="print the kernels that take most of the device's time, too")
+    add("--accumulation", type=int, default=2, help="micro-batches per step")
+    add("--steps", type=int, default=3, help="timed steps; the median is reported")
+    add("--rows", type=int, help="rows per micro-batch (default: those of the stage)")
+    add("--tokens", type=int, help="tokens per row (default: those of the stage)")
+    add("--one_gpu", type=Path, help="file with this benchmark's output on one GPU, to compute the efficiency")
+    add("--profile", action="store_true", help="also print the kernels that take the most device time")
     add("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     return parser.parse_args()
 
 
 def engines(options: argparse.Namespace) -> Iterator[tuple[str, list[int]]]:
-    """Each kind of ZeRO with the stages that run under it, on one engine."""
+    """Each kind of ZeRO with the training stages that run under it; they share one engine."""
     several = dist.get_world_size() > options.tp_size
     zero = {stage: options.zero or ("3" if stage == 2 and several else "1") for stage in options.stages}
     for kind in sorted(set(zero.values())):
@@ -140,13 +153,14 @@ def engines(options: argparse.Namespace) -> Iterator[tuple[str, list[int]]]:
 def measure_shape(
     shape: str, zero: str, stages: list[int], options: argparse.Namespace, ceilings: Ceilings | None
 ) -> Iterator[Measured]:
-    """All cases of `stages`, on one engine, of which DeepSpeed leaves some GiB on the device if it ran ZeRO-3."""
+    """Measure all cases of `stages` on one engine, because a destroyed ZeRO-3 engine leaves some GiB on the device."""
     cases = [
         Case(shape, stage, variant, loss)
         for stage in stages
         for variant in options.variants
         for loss in (options.losses if variant != "base" else options.losses[:1])
     ]
+
     first = case_config(cases[0], zero, options)
     torch.manual_seed(first.seed)
     with built_in_shards(first):
@@ -154,17 +168,18 @@ def measure_shape(
     engine = build_engine(first, pair)
     for case in cases:
         yield measure(case, case_config(case, zero, options), engine, zero, options, ceilings)
+
     engine.destroy()
     del engine, pair
-    gc.collect()  # engines refer to themselves
+    gc.collect()  # engines contain reference cycles
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def case_config(case: Case, zero: str, options: argparse.Namespace) -> TrainConfig:
-    """The published stage's configuration with this case's sizes; no path in it is read."""
+    """The published configuration of the stage with the sizes of this case; its paths are not read."""
     rows = options.rows or STAGES[case.stage].rows
-    given = {
+    values = {
         "stage": f"stage{case.stage}",
         "deepspeed": f"zero{zero}",
         "variant": case.variant,
@@ -173,7 +188,7 @@ def case_config(case: Case, zero: str, options: argparse.Namespace) -> TrainConf
         "per_device_train_batch_size": rows,
         "gradient_accumulation_steps": options.accumulation,
     }
-    overrides = [f"{name}={value}" for name, value in given.items()]
+    overrides = [f"{name}={value}" for name, value in values.items()]
     return typed(compose_config(CONFIGS, "llama8b_glide_8gpu_slim6b", overrides))
 
 
@@ -185,35 +200,38 @@ def measure(
     options: argparse.Namespace,
     ceilings: Ceilings | None,
 ) -> Measured:
-    shape, tokens = SHAPES[case.shape], options.tokens or STAGES[case.stage].tokens
-    total = WARM_UP + options.steps + 3  # one that is not taken, one for the parts, one for the profile
+    shape = SHAPES[case.shape]
+    tokens = options.tokens or STAGES[case.stage].tokens
+    total = WARM_UP + options.steps + 3  # one step that is prepared but not run, one for the parts, one for the profile
     inputs = synthetic_inputs(shape, tokens, rows=32 if case.stage == 1 else 4, packed=case.stage == 1)
-    trainer = Trainer(config, engine, inputs, start=0, total=total, held_out=0)
+    trainer = Trainer(config, engine, inputs, start_step=0, total_steps=total)
     engine.train()
-    batches, seconds, waits = iter(trainer.loader), [], []
-    window = trainer.window(batches)
+    arrays, seconds, waits = iter(trainer.loader), [], []
+    batches = trainer.load_step(1, arrays)
     reset_peak()
     with Termination() as termination:
         for step in range(1, WARM_UP + options.steps + 1):
             began = perf_counter()
-            assert trainer.train_step(step, window, termination, batches) is not None
+            result = trainer.train_step(step, batches, termination, arrays)
+            assert result is not None and result.next_batches is not None
             seconds.append(perf_counter() - began)
-            waits.append(trainer.data_seconds)
-            window = trainer.upcoming
-        window = trainer.window(batches)  # of the other one the target's pass may have begun
-        parts = timed_parts(trainer, step + 1, window, termination)
+            batches = result.next_batches
+            waits.append(batches.wait_s)
+        # Drop the loaded step: the target's pass over its first micro-batch may have started.
+        batches = trainer.load_step(step + 1, arrays)
+        parts = timed_parts(trainer, step + 1, batches, termination)
         if options.profile:
-            more = trainer.window(batches)
-            say(profile(trainer, step + 2, more, termination))
+            say(profile(trainer, step + 2, trainer.load_step(step + 2, arrays), termination))
     micro_batch = median(seconds[WARM_UP:]) / trainer.accumulation
-    flops = sum(flops_of(shape, batch, trainer.objective.reads_target) for batch in window) / len(window)
+    micro_batches = batches.micro_batches
+    flops = sum(flops_of(shape, batch, trainer.objective.reads_target) for batch in micro_batches) / len(micro_batches)
     rate = flops / micro_batch
     return Measured(
         **case._asdict(),
         ranks=dist.get_world_size(),
         tp_size=options.tp_size,
         zero=zero,
-        tokens=window[0]["input_ids"].numel(),
+        tokens=micro_batches[0]["input_ids"].numel(),
         micro_batch_ms=micro_batch * 1e3,
         tflops=rate / 1e12,
         peak_gib=torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0,
@@ -225,15 +243,16 @@ def measure(
 
 
 def flops_of(shape: Any, batch: Batch, reads_target: bool) -> float:
-    """On this rank: of those that share a target each does its part of the target and the loss, and all the draft."""
+    """Operations on this rank. Ranks that share a target divide target and loss; each computes the whole draft."""
     segments = batch["cu_seqlens"].diff().tolist()
     scored = int((batch["labels"] != IGNORED).sum())
-    found: Flops = training_flops(shape, segments, scored, reads_target)
-    return (found.target + found.loss) / model_parallel_place()[1] + found.draft_forward + found.draft_backward
+    flops: Flops = training_flops(shape, segments, scored, reads_target)
+    _, sharing_ranks = model_parallel_place()
+    return (flops.target + flops.loss) / sharing_ranks + flops.draft_forward + flops.draft_backward
 
 
 def held_bytes(model: Any) -> int:
-    """Bytes of the target on this rank: whole, its part of it, or its shards."""
+    """Bytes of the target's parameters on this rank: all of them, a tensor-parallel part, or ZeRO-3 shards."""
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     return sum(getattr(parameter, "ds_tensor", parameter).nbytes for parameter in frozen)
 
@@ -244,7 +263,10 @@ def reset_peak() -> None:
 
 
 def read_one_gpu(path: Path | None) -> dict[Case, float]:
-    """Milliseconds of a micro-batch by case, from the last line of what one GPU printed. Raises UserError."""
+    """Milliseconds of a micro-batch by case, from the JSON line at the end of `path`.
+
+    Raises UserError if the file cannot be read or does not end with this line.
+    """
     if path is None:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""The arithmetic that a training micro-batch needs, whatever a program does besides: recomputation does not count."""
+"""Floating-point operations that a training micro-batch requires. Recomputation is not counted."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from longspec.models.draft_layer import WINDOW, head_dim
 
 
 class Flops(NamedTuple):
-    """Floating-point operations of one micro-batch by part."""
+    """Floating-point operations per part of one micro-batch."""
 
     target: float
     draft_forward: float
     draft_backward: float
     loss: float
-    """Logits, their gradient with respect to the hidden states, and the target's logits where they are read."""
+    """Draft logits, their gradient with respect to the hidden states, and target logits if the loss reads them."""
 
     @property
     def total(self) -> float:
@@ -24,20 +24,29 @@ class Flops(NamedTuple):
 
 
 def training_flops(config: Any, segments: Sequence[int], scored: int, reads_target: bool) -> Flops:
-    """Of packed segments of so many tokens each, `scored` tokens of which are in the loss.
+    """Operations for packed segments of `segments` tokens each, `scored` tokens of which are in the loss.
 
-    A product of weights costs 2 operations a number and token, attention 4 · heads · head_dim a visible pair: causal
-    masks are counted once, without the part they hide. The target's last layer has no more than its keys and values if
-    nothing reads its hidden states. Backward costs a product twice (input and weight); attention costs it twice too,
-    but over the target's keys and values, which are frozen, once. The head is frozen: logits cost twice, to and back.
+    Forward: a matrix product takes 2 operations per weight and token. Attention takes 4 · H · D per pair of a query and
+    a visible key; masked pairs are not counted. If the loss does not read the target's hidden states (`reads_target` is
+    false), its last layer computes only keys and values.
+
+    Backward: a product takes twice its forward cost (gradients of input and weight), and so does self-attention.
+    Cross-attention takes its forward cost once, because the target's keys and values are frozen. lm_head is frozen
+    too: its backward pass computes only the gradient of the hidden states.
     """
-    tokens, width = sum(segments), head_dim(config)
+    tokens = sum(segments)
+    width = head_dim(config)
     pair = 4 * config.num_attention_heads * width
     causal = sum(length * (length + 1) // 2 for length in segments)
+
     layer = 2 * layer_weights(config) * tokens + pair * causal
     keys_values = 2 * 2 * config.hidden_size * config.num_key_value_heads * width * tokens
-    target = config.num_hidden_layers * layer if reads_target else (config.num_hidden_layers - 1) * layer + keys_values
-    products, window, cross = 2 * draft_weights(config) * tokens, pair * _windowed_pairs(segments), pair * causal
+    whole_layers = config.num_hidden_layers if reads_target else config.num_hidden_layers - 1
+    target = whole_layers * layer + (0 if reads_target else keys_values)
+
+    products = 2 * draft_weights(config) * tokens
+    window = pair * _windowed_pairs(segments)
+    cross = pair * causal
     logits = 2 * config.vocab_size * config.hidden_size * scored
     return Flops(
         target=target,
@@ -48,6 +57,9 @@ def training_flops(config: Any, segments: Sequence[int], scored: int, reads_targ
 
 
 def _windowed_pairs(segments: Sequence[int]) -> int:
-    """Query i of a segment sees keys i - WINDOW … i."""
-    short = [min(length, WINDOW) for length in segments]
-    return sum(n * (n + 1) // 2 + (length - n) * (WINDOW + 1) for n, length in zip(short, segments, strict=True))
+    """Number of query-key pairs in the draft's windows: query i of a segment sees keys i - WINDOW to i."""
+    pairs = 0
+    for length in segments:
+        growing = min(length, WINDOW)  # queries that see all keys before them
+        pairs += growing * (growing + 1) // 2 + (length - growing) * (WINDOW + 1)
+    return pairs

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: between marks on the device's stream, and by kernel."""
+"""Time of a training step by part, from events on the device's stream, and by kernel, from a profile."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from typing import Any
 import torch
 
 from longspec.train.distributed import Termination
-from longspec.train.trainer import Batch, Trainer
+from longspec.train.micro_batches import StepBatches
+from longspec.train.trainer import Trainer
 
 PARTS = ("target", "draft", "loss", "backward", "optimizer")
-"""In the order in which they run; `optimizer` is all that DeepSpeed does behind backward."""
+"""Parts of a step in the order in which they run; `optimizer` is all that DeepSpeed does after the backward pass."""
 KERNELS = 20
-"""Lines of a profile."""
+"""Number of kernels listed in a profile."""
 
 
 class Clock:
-    """When the device comes past each mark."""
+    """Records the times at which the device reaches named marks."""
 
     def __init__(self) -> None:
         self.on_gpu = torch.cuda.is_available()
         self.marks: list[tuple[str, Any]] = []
 
     def mark(self, name: str) -> None:
-        """The part `name` ends here."""
+        """Mark the end of the part `name`."""
         if self.on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -35,7 +36,7 @@ class Clock:
             self.marks.append((name, perf_counter()))
 
     def shares(self) -> dict[str, float]:
-        """Of the time from the first mark to the last, by the part that ends with a mark."""
+        """Share of each part in the time from the first mark to the last; a part ends at the mark with its name."""
         if self.on_gpu:
             torch.cuda.synchronize()
         spent = dict.fromkeys(PARTS, 0.0)
@@ -45,17 +46,18 @@ class Clock:
         return {name: spent[name] / whole for name in PARTS}
 
 
-def timed_parts(trainer: Trainer, step: int, window: list[Batch], termination: Termination) -> dict[str, float]:
+def timed_parts(trainer: Trainer, step: int, batches: StepBatches, termination: Termination) -> dict[str, float]:
     """Shares of a step's time on the device, by PARTS."""
     clock = Clock()
     with marked(trainer.engine, clock):
         clock.mark("start")
-        trainer.train_step(step, window, termination)
+        trainer.train_step(step, batches, termination)
     return clock.shares()
 
 
 @contextmanager
 def marked(engine: Any, clock: Clock) -> Iterator[None]:
+    """Mark the ends of the parts on `clock` while the context is active."""
     draft = engine.module.draft_model
     hooks = [
         draft.register_forward_pre_hook(lambda *_: clock.mark("target")),
@@ -76,22 +78,22 @@ def marked(engine: Any, clock: Clock) -> Iterator[None]:
     try:
         yield
     finally:
-        del engine.backward, engine.step  # the class's own come to light again
+        del engine.backward, engine.step  # the methods of the class apply again
         for hook in hooks:
             hook.remove()
 
 
-def profile(trainer: Trainer, step: int, window: list[Batch], termination: Termination) -> str:
+def profile(trainer: Trainer, step: int, batches: StepBatches, termination: Termination) -> str:
     """The kernels of a step that take most of the device's time: milliseconds, share, calls, name."""
     on_gpu = torch.cuda.is_available()
     kinds = [torch.profiler.ProfilerActivity.CPU]
     kinds += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
-    with torch.profiler.profile(activities=kinds) as seen:
-        trainer.train_step(step, window, termination)
+    with torch.profiler.profile(activities=kinds) as profiler:
+        trainer.train_step(step, batches, termination)
     device = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
     kernels = [
         (kernel.self_device_time_total if on_gpu else kernel.self_cpu_time_total, kernel.count, kernel.key)
-        for kernel in seen.key_averages()
+        for kernel in profiler.key_averages()
         if kernel.device_type == device
     ]
     whole = sum(time for time, *_ in kernels)

@@ -1,4 +1,4 @@
-"""Random rows for `benchmarks.training`, in the form in which tokenised data comes to the trainer."""
+"""Random rows for `benchmarks.training`, in the format of tokenized training data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longspec.train.inputs import Inputs
 
 
 def synthetic_inputs(config: Any, tokens: int, rows: int, packed: bool) -> Inputs:
-    """`rows` full rows of `tokens` tokens: one segment each, or where `packed` one to three."""
+    """`rows` full rows of `tokens` tokens each, with one segment per row or, if `packed`, one to three."""
     random = np.random.default_rng(0)
     lengths: list[int] = []
     starts = [0]
@@ -31,7 +31,7 @@ def synthetic_inputs(config: Any, tokens: int, rows: int, packed: bool) -> Input
         "prompt_length": [0] * len(ids),
         "length": lengths,
     }
-    # With a fingerprint of its own: from_dict would hash the pickled table, which not every pyarrow can do.
+    # A fixed fingerprint, because Dataset.from_dict hashes the pickled table and some versions of pyarrow cannot.
     table = InMemoryTable.from_pydict(columns, schema=TOKEN_FEATURES.arrow_schema)
     samples = Dataset(table, fingerprint="synthetic")
     dataset = RowDataset(samples, Rows(np.arange(len(ids)), np.array(starts)))

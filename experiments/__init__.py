@@ -1,1 +1,1 @@
-"""The experiment on a real pair, from prompts to a report: `python -m experiments STEP --config FILE`."""
+"""An experiment on a real target, from prompts to a report: `python -m experiments STEP --config FILE`."""

@@ -1,4 +1,4 @@
-"""`python -m experiments STEP --config FILE [--text DIR] [--root DIR] [key=value ...]`."""
+"""Run an experiment: `python -m experiments STEP --config FILE [--text DIR] [--root DIR] [key=value ...]`."""
 
 import argparse
 import shlex
@@ -18,23 +18,27 @@ STEPS = ("prompts", "regenerate", "train", "diagnose", "evaluate", "report")
 
 @reports_user_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one step or all of them. Every step goes on where an earlier run of it was stopped."""
+    """Run one step or all of them. A step that was stopped resumes when it is run again."""
     parser = argparse.ArgumentParser(prog="python -m experiments", description=__doc__)
     parser.add_argument("step", choices=[*STEPS, "all"])
-    parser.add_argument("--config", default="experiments/smollm2.yaml", help="settings of the experiment")
-    parser.add_argument("--text", help="folder with gsm8k, qmsum and aime24; without it they are left out")
-    parser.add_argument("--root", help="folder of everything that the experiment writes, except the report")
-    parser.add_argument("--part", help=argparse.SUPPRESS)  # NUMBER/COUNT: a device's share of the evaluation
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that differ from the file")
+    parser.add_argument("--config", default="experiments/smollm2.yaml", help="YAML file with the settings")
+    parser.add_argument("--text", help="folder with gsm8k, qmsum and aime24; without it, these tasks are skipped")
+    parser.add_argument("--root", help="folder for all output except the report")
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # NUMBER/COUNT: one device's part of the evaluation
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
     arguments = parser.parse_intermixed_args(argv)
-    named = [f"{name}={getattr(arguments, name)}" for name in ("text", "root") if getattr(arguments, name)]
-    settings = load_settings(arguments.config, [*named, *arguments.overrides])
+
+    folders = {name: getattr(arguments, name) for name in ("text", "root") if getattr(arguments, name)}
+    settings = load_settings(
+        arguments.config, [*(f"{name}={folder}" for name, folder in folders.items()), *arguments.overrides]
+    )
+    flags = {"config": arguments.config} | folders
+    options = [*(f"--{name}={value}" for name, value in flags.items()), *arguments.overrides]
+
     signal.signal(signal.SIGTERM, _stop)
-    chosen = [f"--{name}={getattr(arguments, name)}" for name in ("config", "text", "root") if getattr(arguments, name)]
-    options = [*chosen, *arguments.overrides]
     began = time.perf_counter()
     if arguments.step == "all":
-        for step in STEPS:  # each in a process of its own, whose end frees the device's memory for the next
+        for step in STEPS:  # each in its own process, so that its device memory is free for the next step
             with running([sys.executable, "-m", "experiments", step, *options]) as child:
                 if code := child.wait():
                     raise SystemExit(code)
@@ -44,7 +48,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_step(step: str, settings: Settings, options: Sequence[str], part: str | None) -> None:
-    """One step. The imports wait for it, because most steps need few of them."""
+    """Run one step and import only what it needs.
+
+    options: the command's options, for processes that the step starts. part: see `evaluation.evaluate`.
+    """
     root = Path(settings.root)
     if step == "prompts":
         from experiments.prompts import write_prompts
@@ -73,7 +80,7 @@ def run_step(step: str, settings: Settings, options: Sequence[str], part: str | 
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Let SIGTERM end the process as an exception would, so that children are stopped."""
+    """Handle SIGTERM by raising SystemExit, so that context managers stop child processes."""
     raise SystemExit(128 + number)
 
 

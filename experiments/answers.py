@@ -1,4 +1,4 @@
-"""Text written by the target: short conversations, and step `regenerate`, the answers to prompts."""
+"""Text written by the target: short conversations, and the answers to prompts (step `regenerate`)."""
 
 import zlib
 from dataclasses import asdict
@@ -8,15 +8,15 @@ from experiments.files import answers_file, claim, prompts_file
 from experiments.settings import Settings
 from experiments.sources import SPLITS
 from experiments.target import CHAT_FORMAT
-from longspec.inference.regenerate import Settings as AnswerRun
-from longspec.inference.regenerate import regenerate
+from longspec.regenerate.run import regenerate
+from longspec.regenerate.settings import Settings as AnswerRun
 
 SHARD_BATCHES = 8
-"""Batches per shard, the unit in which a run of the target is resumed."""
+"""Batches per shard; an interrupted run resumes after its last complete shard."""
 
 
 def write_chat(settings: Settings, root: Path) -> None:
-    """Conversations whose user turns the target writes, too; a prompt of one split is in no other."""
+    """Generate conversations of a user turn and an answer, both by the target. Splits share no user turn."""
     chat = settings.chat
     written: list[str] = []
     for split in SPLITS:
@@ -41,13 +41,13 @@ def write_chat(settings: Settings, root: Path) -> None:
 
 
 def write_answers(settings: Settings, root: Path) -> None:
-    """Every run of the target over the prompts for training and validation."""
+    """Generate the target's answers to all prompts for training and validation."""
     for name, answers in settings.answers.items():
         for split in ("train", "validation"):
             groups = [prompts_file(root, split, group) for group in answers.prompts]
             files = tuple(str(file) for file in groups if file.exists() and file.stat().st_size)
             if not files:
-                print(f"regenerate, {split}, {name}: no prompts, left out")
+                print(f"regenerate, {split}, {name}: skipped, no prompts")
                 continue
             run = AnswerRun(
                 target=settings.target,
@@ -58,18 +58,18 @@ def write_answers(settings: Settings, root: Path) -> None:
                 max_new_tokens=answers.max_new_tokens,
                 batch_size=answers.batch_size,
                 shard_size=SHARD_BATCHES * answers.batch_size,
-                seed=zlib.crc32(f"{settings.seed}/{name}".encode()),  # two runs may answer the same prompts
+                seed=zlib.crc32(f"{settings.seed}/{name}".encode()),  # a seed per name, as two may share prompts
                 chat_format=CHAT_FORMAT,
             )
             _run_target(run)
 
 
 def _run_target(run: AnswerRun) -> None:
-    """Write the answers, shard by shard, unless they are there; loops and duplicates are dropped."""
+    """Write the answers shard by shard unless the file exists. Repetition loops and duplicates are dropped."""
     output = Path(run.output_dir) / f"{run.split}.jsonl"
     facts = asdict(run)
     del facts["output_dir"]
     claim(output.with_suffix(".settings.json"), facts)
     if not output.exists():
         regenerate(run)
-        print(f"{output} is written")
+        print(f"regenerate: wrote {output}")

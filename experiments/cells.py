@@ -1,4 +1,4 @@
-"""The grid of an evaluation: its cells, their prompts, and the file of samples that is continued."""
+"""The grid of an evaluation: its cells, their prompts, and the file to which their samples are appended."""
 
 import json
 import zlib
@@ -16,7 +16,7 @@ CELL_KEY = ("task", "context", "method", "temperature", "seed")
 
 @dataclass(frozen=True)
 class Cell:
-    """A method on one task at one context."""
+    """One method, temperature and seed on the prompts of one task and context length."""
 
     task: str
     context: int
@@ -32,32 +32,33 @@ class Cell:
         return dict(zip(CELL_KEY, values, strict=True))
 
     def prompt_seed(self, name: str) -> int:
-        """The seed of one prompt's random numbers; no two prompts share one, methods do."""
+        """The seed for decoding the prompt with id `name`. It differs between prompts and is shared by all methods."""
         return zlib.crc32(f"{self.task} {self.context} {name} {self.seed}".encode())
 
 
 def cells(settings: EvaluationSettings, root: Path) -> Iterator[Cell]:
-    """All cells that have prompts, those of one task and context together."""
-    for task, of_task in settings.tasks.items():
+    """All cells that have prompts; the cells of a task and context follow one another."""
+    for task, task_settings in settings.tasks.items():
         file = prompts_file(root, "test", task)
         records = read_jsonl(file) if file.exists() else []
-        for context in of_task.contexts:
+        for context in task_settings.contexts:
             prompts = [record for record in records if record["length"] == context]
             for method in settings.methods:
                 if not prompts or task not in (method.tasks or [task]) or context not in (method.contexts or [context]):
                     continue
+
+                chosen = tuple(prompts[: method.prompts])
                 for temperature in method.temperatures:
                     # A greedy output does not depend on the seed.
                     for seed in range(method.seeds if temperature else 1):
-                        chosen = tuple(prompts[: method.prompts])
-                        yield Cell(task, context, method, temperature, seed, of_task.max_new_tokens, chosen)
+                        yield Cell(task, context, method, temperature, seed, task_settings.max_new_tokens, chosen)
 
 
 class SampleFile:
-    """A JSON line per sample; a line that was cut off is dropped, and its sample is measured again."""
+    """One JSON line per sample. An incomplete last line is removed, so that its sample is measured again."""
 
     def __init__(self, folder: Path, part: int = 0) -> None:
-        """part: the number of the device that appends; samples of all devices count as measured."""
+        """part: index of the device that appends. Samples of all devices in `folder` count as measured."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"samples-{part}.jsonl"
         written = self.path.read_bytes() if self.path.exists() else b""
@@ -67,14 +68,17 @@ class SampleFile:
         self.prompts = {sample_key(line): line["prompt"] for line in read_samples(folder)}
 
     def missing(self, cell: Cell) -> list[dict[str, Any]]:
-        """The prompts of a cell that have no sample yet. Raises UserError for a sample of another prompt."""
+        """The prompts of a cell that have no sample yet.
+
+        Raises UserError if a sample was measured with a different prompt of the same id.
+        """
         missing = []
         for prompt in cell.prompts:
             measured = self.prompts.get(sample_key({**cell.key, "id": prompt["id"]}))
             if measured is None:
                 missing.append(prompt)
             elif measured != prompt_digest(prompt):
-                raise UserError(f"{self.path.parent}: has samples of other prompts; remove this folder")
+                raise UserError(f"{self.path.parent}: contains samples of other prompts; remove this folder")
         return missing
 
     def append(self, sample: dict[str, Any]) -> None:
@@ -84,14 +88,15 @@ class SampleFile:
 
 
 def sample_key(line: dict[str, Any]) -> tuple[Any, ...]:
+    """The fields that identify a sample."""
     return tuple(line[name] for name in (*CELL_KEY, "id"))
 
 
 def prompt_digest(prompt: dict[str, Any]) -> int:
-    """Tells prompts with the same id apart."""
+    """Checksum of a prompt's content, which detects prompts that changed under the same id."""
     return zlib.crc32(json.dumps(prompt, sort_keys=True).encode())
 
 
 def read_samples(folder: Path) -> list[dict[str, Any]]:
-    """The samples of all devices."""
+    """The samples that all devices wrote to `folder`."""
     return [line for file in sorted(folder.glob("samples-*.jsonl")) for line in read_jsonl(file)]

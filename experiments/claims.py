@@ -1,4 +1,4 @@
-"""What is judged: the targets that this pair has to reach, and the paper's claims, next to the measurement."""
+"""Verdicts on the measurements: the goals set for this pair, and the claims of the paper."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,20 +13,20 @@ PAPER = {
     "repobench-p": ((3.39, 4.46), (1.69, 3.26)),
     "qmsum": ((2.76, 3.15), (1.48, 2.37)),
 }
-"""(least, largest) tokens per round and speed-up over the paper's five targets at T = 0."""
+"""Per task, the ranges of tokens per round and of speedup over the paper's five target models at T = 0."""
 
 Diagnostics = dict[str, dict[str, dict[str, float]]]
-"""Draft ("ARM-SEED STAGE") -> run of the target -> figures, see `diagnostics.diagnose`."""
+"""Figures of `diagnostics.diagnose` by draft ("ARM-SEED STAGE") and by the run of the target whose answers it read."""
 
 
 class Verdict(NamedTuple):
-    """A row of a table."""
+    """One row of a table of verdicts."""
 
     claim: str
     expected: str
     measured: str
     verdict: str
-    """"reached" or "missed", "holds" or "does not hold"; "not measured"."""
+    """"reached", "missed", "holds", "does not hold" or "not measured"."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,10 @@ class Samples:
     frame: pandas.DataFrame
 
     def of(self, method: str, temperature: float = 0.0, *, loops: bool = False, **columns: Any) -> pandas.DataFrame:
-        """The samples of a method. loops: whether outputs with repetition loops are kept; columns: value or tuple."""
+        """The samples of a method at a temperature.
+
+        loops: include outputs with repetition loops. columns: allowed value of a column, or a tuple of allowed values.
+        """
         frame = self.frame
         chosen = (frame["method"] == method) & (frame["temperature"] == temperature)
         if not loops:
@@ -46,12 +49,12 @@ class Samples:
         return frame[chosen]
 
     def speed_up(self, method: str, other: str, temperature: float = 0.0, **columns: Any) -> Figure:
-        """Tokens/s of a method over another's, on prompts where neither output loops."""
+        """Tokens/s of `method` divided by those of `other`, over the prompts where neither output loops."""
         return speed_ratio(self.of(method, temperature, **columns), self.of(other, temperature, **columns))
 
     @property
     def fastest_tree(self) -> str:
-        """The tree of the automatically chosen shape where it was measured, else the default tree."""
+        """The tree with the automatically chosen shape if it was measured, otherwise the default tree."""
         return "tree-auto" if (self.frame["method"] == "tree-auto").any() else "tree"
 
     @property
@@ -59,32 +62,37 @@ class Samples:
         return list(dict.fromkeys(self.frame["task"]))
 
     def length_ratio(self, method: str = "tree") -> tuple[Figure, str]:
-        """Tokens per round at the longest context over the shortest one, on tasks that have both; and their names."""
+        """Tokens per round at the longest context divided by those at the shortest, and the name of this ratio.
+
+        Only tasks with samples at both contexts count. Context 0, the bare question, does not.
+        """
         contexts = sorted(set(self.frame["context"]) - {0})
         if len(contexts) < 2:
             return NOTHING, ""
-        short, long = (self.of(method, context=contexts[at]) for at in (0, -1))
-        common = tuple(set(short["task"]) & set(long["task"]))
-        values = [tokens_per_round(frame[frame["task"].isin(common)]) for frame in (long, short)]
-        value = values[0].value / values[1].value
-        error = value * sum((one.error / one.value) ** 2 for one in values) ** 0.5
-        return Figure(value, error, values[0].samples), f"{contexts[-1]} over {contexts[0]} tokens"
+
+        short_samples = self.of(method, context=contexts[0])
+        long_samples = self.of(method, context=contexts[-1])
+        common = set(short_samples["task"]) & set(long_samples["task"])
+        short = tokens_per_round(short_samples[short_samples["task"].isin(common)])
+        long = tokens_per_round(long_samples[long_samples["task"].isin(common)])
+
+        # The relative errors of two independent figures add in squares.
+        ratio = long.value / short.value
+        error = ratio * ((long.error / long.value) ** 2 + (short.error / short.value) ** 2) ** 0.5
+        return Figure(ratio, error, long.samples), f"{contexts[-1]} over {contexts[0]} tokens"
 
 
 def targets(samples: Samples, on_cpu: bool = False) -> list[Verdict]:
-    """The targets of this pair, on outputs without loops. Those of speed differ between a GPU and a CPU."""
-    rows = [
-        _reached(f"Tokens per round, {name}, T = 0", least, tokens_per_round(samples.of("tree", task=members)))
-        for name, members, least in (
-            ("gsm8k", ("gsm8k",), 5.0),
-            ("chat", ("chat",), 3.6),
-            ("code", CODE, 3.6),
-            ("qmsum", ("qmsum",), 3.0),
-        )
-    ]
+    """The goals set for this pair, on outputs without loops. The goals for speed differ between a GPU and a CPU."""
+    rows = []
+    goals = (("gsm8k", ("gsm8k",), 5.0), ("chat", ("chat",), 3.6), ("code", CODE, 3.6), ("qmsum", ("qmsum",), 3.0))
+    for name, tasks, least in goals:
+        figure = tokens_per_round(samples.of("tree", task=tasks))
+        rows.append(_reached(f"Tokens per round, {name}, T = 0", least, figure))
     rows.append(_reached("Tokens per round, all tasks, T = 1", 2.9, tokens_per_round(samples.of("tree", 1.0))))
     ratio, contexts = samples.length_ratio()
     rows.append(_reached(f"Tokens per round at {contexts or 'the longest context'}", 0.95, ratio))
+
     tree = samples.fastest_tree
     if on_cpu:
         wall = speed_ratio(samples.of(tree), samples.of("vanilla"), "new_tokens", "wall_s")
@@ -103,28 +111,27 @@ def _reached(claim: str, least: float, figure: Figure) -> Verdict:
 
 
 def paper_claims(samples: Samples, diagnostics: Diagnostics) -> list[Verdict]:
-    """The paper's claims on this pair."""
+    """The claims of the paper next to the measurements on this pair."""
     rows = []
     for task, ((least, most), (slowest, fastest)) in PAPER.items():
-        figure, ratio = tokens_per_round(samples.of("tree", task=task)), samples.speed_up("tree", "vanilla", task=task)
-        rows.append(_holds(f"Tokens per round, {task}", f"{least} to {most}", figure, least))
-        rows.append(_holds(f"Speed-up, {task}", f"{slowest} to {fastest} x", ratio, slowest))
+        length = tokens_per_round(samples.of("tree", task=task))
+        rows.append(_holds(f"Tokens per round, {task}", f"{least} to {most}", length, least))
+        speedup = samples.speed_up("tree", "vanilla", task=task)
+        rows.append(_holds(f"Speedup, {task}", f"{slowest} to {fastest} x", speedup, slowest))
+
     ratio, contexts = samples.length_ratio()
-    rows.append(_holds(f"Acceptance over context length, {contexts}", "3.97 / 4.01", ratio, 0.95))
+    rows.append(_holds(f"Tokens per round at {contexts or 'the longest context'}", "3.97 / 4.01", ratio, 0.95))
     aime = samples.speed_up("tree", "vanilla", task="aime24")
-    rows.append(_holds("Speed-up on AIME24 (QwQ-32B in the paper)", "2.25 x", aime, 1.0))
+    rows.append(_holds("Speedup on AIME24 (QwQ-32B in the paper)", "2.25 x", aime, 1.0))
     for other, expected in (("magicdec", "0.7 to 1.35 x vanilla"), ("lookup", "0.85 to 2.1 x vanilla")):
         figure = samples.speed_up("tree", other)
         rows.append(_holds(f"The tree is faster than {other} ({expected})", "more than 1 x", figure, 1.0))
     sampled = samples.speed_up("tree", "vanilla", 1.0)
-    rows.append(_holds("Speed-up at T = 1", "no comparable figure", sampled, 1.0))
+    rows.append(_holds("Speedup at T = 1", "no comparable figure", sampled, 1.0))
     rows.append(_lossless(samples))
-    arms = {
-        "block-attention": "Noisy training lengthens acceptance",
-        "no-anchor-offset": "Anchor-offset positions help",
-    }
-    expected_gain = {"block-attention": "+14.7%", "no-anchor-offset": "same loss 3.9 x sooner"}
-    rows += [_arm(diagnostics, arm, claim, expected_gain[arm]) for arm, claim in arms.items()]
+
+    rows.append(_arm(diagnostics, "block-attention", "Noisy training lengthens acceptance", "+14.7%"))
+    rows.append(_arm(diagnostics, "no-anchor-offset", "Anchor-offset positions help", "same loss 3.9 x sooner"))
     rows.append(
         Verdict("Hybrid tree attention", "49.9 to 12.5 ms per round", "see docs/performance.md", "not measured")
     )
@@ -137,7 +144,7 @@ def _holds(claim: str, expected: str, figure: Figure, least: float) -> Verdict:
 
 
 def _lossless(samples: Samples) -> Verdict:
-    """In half precision near-ties flip; the tests in fp32 decide."""
+    """Compare greedy outputs with vanilla's. In half precision, rounding decides near-ties, so some may differ."""
     keys = ["task", "context", "id"]
     both = samples.of("tree", loops=True).merge(samples.of("vanilla", loops=True), on=keys, suffixes=("", "_other"))
     if both.empty:
@@ -148,19 +155,20 @@ def _lossless(samples: Samples) -> Verdict:
 
 
 def _arm(diagnostics: Diagnostics, arm: str, claim: str, expected: str) -> Verdict:
-    """The recipe's teacher-forced acceptance over an arm's, after the arm's last stage and with the same seed.
+    """Teacher-forced acceptance of the recipe compared with an arm's, after the arm's last stage with the same seed.
 
-    The trainer's own evaluation would not do: it drafts chains as deep as a variant trains.
+    The trainer's own evaluation is not comparable between variants: its chains are as deep as the variant trains.
     """
     name = next((name for name in reversed(diagnostics) if name.startswith(f"{arm}-")), None)
     full = None if name is None else diagnostics.get(name.replace(arm, "recipe", 1))
     if name is None or not full:
         return Verdict(claim, expected, "-", "not measured")
-    without, with_it = _pooled_tokens(diagnostics[name]), _pooled_tokens(full)
-    measured = f"{without:.2f} to {with_it:.2f} tokens per round ({with_it / without - 1:+.1%}), teacher-forced"
-    return Verdict(claim, expected, measured, "holds" if with_it > without else "does not hold")
+    without, recipe = _pooled_tokens(diagnostics[name]), _pooled_tokens(full)
+    measured = f"{without:.2f} to {recipe:.2f} tokens per round ({recipe / without - 1:+.1%}), teacher-forced"
+    return Verdict(claim, expected, measured, "holds" if recipe > without else "does not hold")
 
 
 def _pooled_tokens(by_run: dict[str, dict[str, float]]) -> float:
+    """Tokens per round over the answers of all runs of the target."""
     rounds = sum(figures["rounds"] for figures in by_run.values())
     return sum(figures["tokens"] * figures["rounds"] for figures in by_run.values()) / rounds

@@ -1,9 +1,10 @@
-"""Cheap figures on validation answers: teacher-forced acceptance of the tree, and the bound on it at temperature 1.
+"""Step `diagnose`: two estimates of the acceptance length from validation answers, without generating text.
 
-A round's root is a token of the text; its tree is drafted as in decoding, and the text decides what is accepted. The
-target's logits at the tree's nodes also give the probability that the target's own draws stay in the tree for d steps:
-the sum over nodes at depth d of the target's probabilities along the node's path. Summed over depths, plus one, it is
-the expected acceptance length of a tree built without chance.
+Teacher-forced acceptance: every round drafts a tree as in decoding and accepts the nodes that agree with the answer.
+
+The bound at temperature 1: a sample from the target follows a given node's path with probability p(node), the product
+of the target's probabilities along the path. A tree built without randomness therefore has the expected acceptance
+length 1 + sum of p(node) over all nodes. The logits of the verification pass give p.
 """
 
 import json
@@ -24,26 +25,26 @@ from longspec.data.templates import encode_texts
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
+from longspec.inference.methods import DEFAULT_SHAPE
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
-from longspec.inference.tree_shapes import DEFAULT_SHAPE
-from longspec.kernels.watch import Watch
+from longspec.kernels.shared.watch import Watch
 
 DIAGNOSTICS = "diagnostics.json"
 ANSWER_TOKENS = 128
-"""Tokens of each answer that rounds go through, at most."""
+"""Maximum number of tokens read per answer."""
 
 
 class TextSampler(Sampler):
-    """Takes the text for the target's choice at every node, and keeps the target's logits."""
+    """Chooses the next token of a fixed text in place of the target's argmax, and keeps the target's logits."""
 
     def __init__(self, rows: Tensor, read: Sequence[int], shape: Sequence[int]) -> None:
-        """rows: LongTensor [B, T], padded right; read: the number of tokens of each row that the target has read."""
+        """rows: LongTensor [B, T], padded on the right; read: number of tokens per row that the target has read."""
         super().__init__(temperature=0.0, top_k=0, top_p=1.0)
         self.rows, self.read = rows, torch.tensor(read, device=rows.device)
         self.levels = torch.arange(len(shape) + 1).repeat_interleave(torch.tensor([1, *shape])).to(rows.device)
         self.logits = torch.empty(0)
-        """The target's at every node [B, N, V], of the last round."""
+        """Target logits [B, N, V] at the nodes of the last round."""
 
     def choose(self, logits: Tensor, watch: Watch | None = None) -> Tensor:
         if logits.dim() == 2:  # [B, V] after prefill
@@ -54,20 +55,24 @@ class TextSampler(Sampler):
 
 
 def forced_acceptance(
-    model: Any, texts: Sequence[Tensor], prompts: Sequence[int], shape: Sequence[int] = DEFAULT_SHAPE
+    model: Any, texts: Sequence[Tensor], prompt_lengths: Sequence[int], shape: Sequence[int] = DEFAULT_SHAPE
 ) -> dict[str, float]:
-    """Rounds over what follows the prompts, the tokens they went through, and the sum over rounds of the bound.
+    """Sums over teacher-forced rounds: "rounds", "tokens" emitted, and "bound", the bound at temperature 1.
 
-    texts: LongTensors [T] on the model's device; prompts: the number of tokens of each that are read first.
+    texts: LongTensors [T], prompt and answer, on the model's device. prompt_lengths: prompt tokens of each text. shape:
+    nodes per level of the tree.
     """
     rows = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
     ends = torch.tensor([len(text) for text in texts], device=rows.device)
-    sampler, runner = TextSampler(rows, prompts, shape), Runner(model)
+    sampler = TextSampler(rows, prompt_lengths, shape)
+    runner = Runner(model)
     drafter = TreeDrafter(runner, len(rows), shape, sampler, "descend")
-    new_tokens = max(len(text) - prompt for text, prompt in zip(texts, prompts, strict=True))
-    engine = Engine(runner, drafter, sampler, rows[:, : max(prompts)], prompts, new_tokens)
+    new_tokens = max(len(text) - length for text, length in zip(texts, prompt_lengths, strict=True))
+    engine = Engine(runner, drafter, sampler, rows[:, : max(prompt_lengths)], prompt_lengths, new_tokens)
     engine.prefill()
+
     sums = {"rounds": 0.0, "tokens": 0.0, "bound": 0.0}
+    # A row takes part while its text reaches past the deepest node of the next tree.
     while (active := sampler.read + drafter.depth + 2 <= ends).any():
         counts = engine.round(active)[1]
         bounds = 1 + depth_probabilities(drafter.proposal, sampler.logits).sum(1)
@@ -79,12 +84,13 @@ def forced_acceptance(
 
 
 def depth_probabilities(proposal: Proposal, logits: Tensor) -> Tensor:
-    """[B, depth]: entry d - 1 is the probability that draws from `logits` [B, N, V] stay in the tree for d steps."""
+    """[B, depth]: entry d - 1 is the probability that d successive samples from `logits` [B, N, V] stay in the tree."""
     log_p = logits.float().log_softmax(-1)
     rows = torch.arange(len(logits), device=logits.device)[:, None]
     step = log_p[rows, proposal.parents.clamp(min=0), proposal.tokens]
-    step = torch.where(proposal.parents < 0, -torch.inf, step)
+    step = torch.where(proposal.parents < 0, -torch.inf, step)  # nodes without a parent only fill up their level
     step[:, 0] = 0.0
+    # A node sees its ancestors and itself, so the sum over visible nodes is the log-probability of its path.
     paths = torch.where(proposal.visible, step[:, None, :], 0.0).sum(-1).exp()
     depths = torch.arange(1, proposal.depth + 1, device=logits.device)
     return paths @ (proposal.levels[:, None] == depths).float()
@@ -92,32 +98,37 @@ def depth_probabilities(proposal: Proposal, logits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def diagnose(settings: Settings, root: Path, model: Any, text: TargetText) -> dict[str, dict[str, float]]:
-    """Per run of the target: acceptance of its validation answers by the draft that `model` holds, and the bound."""
+    """Rounds, tokens per round and the bound for the draft of `model`, by the run of the target that wrote the answers.
+
+    Runs without validation answers are left out.
+    """
     figures = {}
     for name in ("chat", *settings.answers):
         file = answers_file(root, name, "validation")
-        texts, prompts = [], []
+        texts, prompt_lengths = [], []
         for record in read_jsonl(file)[: settings.evaluation.diagnostic_rows] if file.exists() else []:
             prompt, answer = _split(record)
             ids = text.prompt_ids(prompt)
             answer_ids = encode_texts([answer], text.tokenizer)[0][:ANSWER_TOKENS]
             texts.append(torch.tensor(ids + answer_ids, device=model.device))
-            prompts.append(len(ids))
-        sums = forced_acceptance(model, texts, prompts) if texts else {"rounds": 0.0}
+            prompt_lengths.append(len(ids))
+        sums = forced_acceptance(model, texts, prompt_lengths) if texts else {"rounds": 0.0}
         if rounds := sums["rounds"]:
             figures[name] = {"rounds": rounds, "tokens": sums["tokens"] / rounds, "bound": sums["bound"] / rounds}
     return figures
 
 
 def _split(record: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """A record's prompt and answer."""
     if "prefix" in record:
         return {"prefix": record["prefix"]}, record["suffix"]
     return {"messages": record["messages"][:-1]}, record["messages"][-1]["content"]
 
 
 def write_diagnostics(settings: Settings, root: Path) -> None:
-    """The diagnostics of every trained stage that has none yet, into training/diagnostics.json."""
-    file, text = root / "training" / DIAGNOSTICS, TargetText.load(settings.target)
+    """Add the diagnostics of every trained stage that is not yet in training/diagnostics.json."""
+    file = root / "training" / DIAGNOSTICS
+    text = TargetText.load(settings.target)
     done = json.loads(file.read_text()) if file.exists() else {}
     drafts = {
         f"{arm}-{seed} {stage}": run_folder(root, arm, seed) / stage / CHECKPOINT

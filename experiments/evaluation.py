@@ -1,4 +1,4 @@
-"""Step `evaluate`: every method on held-out prompts, in one process per device that loads the pair once."""
+"""Step `evaluate`: decode held-out prompts with every method, in one process per device."""
 
 import os
 import sys
@@ -25,26 +25,28 @@ from experiments.training import final_draft
 from longspec import generate, load_pair
 from longspec.data.prompts import loops
 from longspec.errors import UserError
-from longspec.inference.report import device_name, versions
-from longspec.inference.tree_shapes import draft_fingerprint
+from longspec.inference.device import device_name, versions
+from longspec.inference.shape_cache import draft_fingerprint
 
 FACTS = "settings.json"
-"""What all samples of a folder were measured with."""
+"""File with the draft, target, device and versions that all samples of a folder share."""
 WARM_UP_TOKENS = 16
 STATIC_STEP = 256
-"""Sizes of static caches are multiples of it: transformers compiles its step once per size."""
+"""Static cache sizes are multiples of this number, because transformers compiles its step once per size."""
 
 
 def evaluation_folder(root: Path, seed: int | None = None) -> Path:
-    """Samples of the main draft, or of the recipe's draft of another seed."""
+    """Folder with the samples of the main draft, or of the recipe's draft with another seed."""
     return root / ("evaluation" if seed is None else f"evaluation-seed{seed}")
 
 
 def evaluate(settings: Settings, root: Path, options: Sequence[str], part: str | None = None) -> None:
-    """Measure the samples that are missing: all methods with the main draft, the greedy tree with the other seeds'.
+    """Measure the missing samples: all methods with the main draft, and the greedy tree with the drafts of other seeds.
 
-    options: of the command, for the processes that it starts on several GPUs, one for each. part: NUMBER/COUNT, the
-    part of the grid of such a process.
+    On several GPUs, one process per GPU measures a part of the grid. options: the command's options, which are passed
+    on to these processes. part: NUMBER/COUNT, the part that such a process measures.
+
+    Raises UserError if the draft does not exist or a process fails.
     """
     devices = torch.cuda.device_count()
     if part is None and devices > 1:
@@ -54,40 +56,47 @@ def evaluate(settings: Settings, root: Path, options: Sequence[str], part: str |
     draft = settings.evaluation.draft or str(final_draft(settings, root))
     if not Path(draft).exists():
         raise UserError(f"{draft}: no such draft; run the step train first, or set evaluation.draft")
+
     grid = list(cells(settings.evaluation, root))
-    # All methods of one task and context run on the same device, because they are compared.
-    places = list(dict.fromkeys((cell.task, cell.context) for cell in grid))
-    mine = [cell for cell in grid if places.index((cell.task, cell.context)) % parts == number]
-    # transformers comes last and by context: it compiles a step per cache size, and a failure there costs nothing else.
-    mine.sort(key=lambda cell: (1, cell.context) if cell.method.kind == STATIC else (0, 0))
-    measure(settings, draft, evaluation_folder(root), mine, number)
+    # All methods of a task and context run on the same device, because they are compared.
+    groups = list(dict.fromkeys((cell.task, cell.context) for cell in grid))
+    own_cells = [cell for cell in grid if groups.index((cell.task, cell.context)) % parts == number]
+    # transformers runs last, so that its failure costs no other method, and by context: it compiles per cache size.
+    own_cells.sort(key=lambda cell: (1, cell.context) if cell.method.kind == STATIC else (0, 0))
+    measure(settings, draft, evaluation_folder(root), own_cells, number)
+
     if settings.evaluation.draft is None:
+        main_cells = [cell for cell in own_cells if is_main(cell)]
         for seed in settings.training.seeds[1:]:
-            draft, greedy = str(final_draft(settings, root, seed=seed)), [cell for cell in mine if is_main(cell)]
+            draft = str(final_draft(settings, root, seed=seed))
             if Path(draft).exists():
-                measure(settings, draft, evaluation_folder(root, seed), greedy, number)
+                measure(settings, draft, evaluation_folder(root, seed), main_cells, number)
 
 
 def is_main(cell: Cell) -> bool:
-    """Whether a cell is of the method that the targets are about: the default tree at temperature 0."""
+    """Whether a cell belongs to the main method: the default tree at temperature 0."""
     return cell.method.name == "tree" and cell.temperature == 0
 
 
 def measure(settings: Settings, draft: str, folder: Path, grid: list[Cell], number: int) -> None:
-    """Measure the missing samples of one draft. number: index of this device among those that write to `folder`."""
+    """Measure the missing samples of one draft. number: index of this device among those that write to `folder`.
+
+    Raises UserError if `folder` holds samples of a different draft, target, device or version.
+    """
     most_new_tokens = max(task.max_new_tokens for task in settings.evaluation.tasks.values())
     decoder = Decoder(settings.target, draft, most_new_tokens)
     if number == 0:
         facts = {"draft": draft_fingerprint(decoder.model), "target": settings.target}
         claim(folder / FACTS, facts | {"device": device_name(decoder.model.device), "versions": versions()})
+
     samples = SampleFile(folder, number)
     missing = [(cell, samples.missing(cell)) for cell in grid]
     with tqdm(total=sum(len(prompts) for _, prompts in missing), desc=folder.name, unit="sample") as bar:
-        warm: set[tuple[str, float, int]] = set()
+        warmed_up: set[tuple[str, float, int]] = set()
         for cell, prompts in missing:
             kernels = cell.method.name, cell.temperature, cell.context
-            if prompts and kernels not in warm:
-                warm.add(kernels)
+            if prompts and kernels not in warmed_up:
+                warmed_up.add(kernels)
                 decoder.sample(cell, cell.prompts[0], warm_up=True)
             for prompt in prompts:
                 samples.append(decoder.sample(cell, prompt))
@@ -95,38 +104,39 @@ def measure(settings: Settings, draft: str, folder: Path, grid: list[Cell], numb
 
 
 def _start_parts(options: Sequence[str], devices: int) -> None:
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = named.split(",") if named else [str(number) for number in range(devices)]
+    """Run one process per device and wait for all of them. Raises UserError if one fails."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(number) for number in range(devices)]
     with ExitStack() as stack:
-        children = [
-            stack.enter_context(
-                running(
-                    [sys.executable, "-m", "experiments", "evaluate", *options, "--part", f"{number}/{devices}"],
-                    env=os.environ | {"CUDA_VISIBLE_DEVICES": name},
-                )
-            )
-            for number, name in enumerate(names)
-        ]
+        children = []
+        for number, name in enumerate(names):
+            command = [sys.executable, "-m", "experiments", "evaluate", *options, "--part", f"{number}/{devices}"]
+            child = running(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": name})
+            children.append(stack.enter_context(child))
         codes = [child.wait() for child in children]
     if any(codes):
-        raise UserError(f"evaluate: a device's process ended with code {max(codes, key=abs)}")
+        raise UserError(f"evaluate: the process of a device ended with code {max(codes, key=abs)}")
 
 
 class Decoder:
-    """Continues prompts with the pair's own methods and with transformers' `generate`."""
+    """Continues prompts with the methods of `longspec.generate` and with transformers' own `generate`."""
 
     def __init__(self, target: str, draft: str, most_new_tokens: int) -> None:
-        """most_new_tokens: largest answer of any task, for which static caches have room."""
+        """most_new_tokens: the largest max_new_tokens of any task, for which static caches are sized."""
         self.most_new_tokens = most_new_tokens
         self.text = TargetText.load(target)
         self.model, _ = load_pair(target, draft=draft)
         self.static_caches: dict[int, StaticCache] = {}
 
     def sample(self, cell: Cell, prompt: dict[str, Any], warm_up: bool = False) -> dict[str, Any]:
-        """A sample's line. warm_up: a few tokens without an end, so that kernels are compiled and shapes chosen."""
+        """Decode a prompt and return its sample.
+
+        warm_up: generate a few tokens without stopping at EOS, to compile kernels and choose tree shapes.
+        """
         ids = torch.tensor([self.text.prompt_ids(prompt)], device=self.model.device)
         new_tokens = min(WARM_UP_TOKENS, cell.max_new_tokens) if warm_up else cell.max_new_tokens
-        seed, began = cell.prompt_seed(prompt["id"]), time.perf_counter()
+        seed = cell.prompt_seed(prompt["id"])
+        began = time.perf_counter()
         if cell.method.kind == STATIC:
             figures = self._transformers(cell, ids, new_tokens, seed)
         else:
@@ -163,15 +173,17 @@ class Decoder:
 
     @cached_property
     def transformers_model(self) -> Any:
-        """The target through AutoModelForCausalLM, on the same device and of the same dtype."""
-        path, dtype = self.text.path, self.model.dtype
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+        """The target as an AutoModelForCausalLM, on the device and in the dtype of the pair."""
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            self.text.path, dtype=self.model.dtype, attn_implementation="sdpa"
+        )
         return model.to(self.model.device).eval()
 
     def _transformers(self, cell: Cell, ids: Tensor, new_tokens: int, seed: int) -> dict[str, Any]:
         temperature = cell.temperature
         torch.manual_seed(seed)
-        clock, model = Clock(), self.transformers_model
+        clock = Clock()
+        model = self.transformers_model
         options = {"temperature": temperature, "top_p": 1.0, "top_k": 0} if temperature else {}
         began = time.perf_counter()
         sequence = model.generate(
@@ -183,7 +195,7 @@ class Decoder:
             past_key_values=self._static_cache(max(cell.context, ids.shape[1]) + self.most_new_tokens),
             **options,
         )
-        # The streamer first gets the prompt, then the token that prefill gave.
+        # The streamer receives the prompt first, then the token that prefill chose.
         first, last = clock.times[1], clock.times[-1]
         decoded = sum(clock.counts[2:])
         return {
@@ -197,7 +209,7 @@ class Decoder:
     def _static_cache(self, positions: int) -> StaticCache:
         size = -(-positions // STATIC_STEP) * STATIC_STEP
         if size not in self.static_caches:
-            torch._dynamo.reset()  # the second size would be compiled for any size, which is slower
+            torch._dynamo.reset()  # otherwise the second size is compiled with dynamic shapes, which is slower
             self.static_caches = {size: StaticCache(self.transformers_model.config, max_cache_len=size)}
         cache = self.static_caches[size]
         cache.reset()
@@ -205,7 +217,7 @@ class Decoder:
 
 
 class Clock:
-    """A streamer that records when tokens came and how many; the loop waits for each of them anyway."""
+    """A streamer that records the time and number of new tokens. `generate` synchronizes at every token anyway."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

@@ -1,4 +1,4 @@
-"""Where the files of an experiment lie, and how they are written and read."""
+"""Paths of an experiment's files, and functions that read and write them."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,11 @@ def answers_file(root: Path, name: str, split: str) -> Path:
 
 
 def claim(file: Path, facts: dict[str, Any]) -> None:
-    """Keep the facts that decide about files in a JSON file next to them. Raises UserError if it has other facts."""
-    written = json.loads(json.dumps(facts))
+    """Record in a JSON file the facts that determine the content of other files.
+
+    Raises UserError if `file` exists and records different facts.
+    """
+    written = json.loads(json.dumps(facts))  # as they read back: tuples become lists
     if not file.is_file():
         write_atomically(file, json.dumps(written, indent=1) + "\n")
         return
@@ -26,12 +29,12 @@ def claim(file: Path, facts: dict[str, Any]) -> None:
         name = differing[0]
         raise UserError(
             f"{file}: made with {name} {before.get(name)}, not {written.get(name)}; "
-            "give another --root, or remove this file and those that it is about"
+            "use another --root, or remove this file and the files it describes"
         )
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file completely or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(file.name + ".part")
     part.write_text(text)
@@ -39,6 +42,6 @@ def write_atomically(file: Path, text: str) -> None:
 
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
-    """The complete lines of a JSONL file; a last line that was cut off does not count."""
+    """The records of a JSONL file. An incomplete last line is ignored."""
     lines = file.read_bytes().split(b"\n")[:-1]
     return [json.loads(line) for line in lines if line.strip()]

@@ -1,4 +1,4 @@
-"""Child processes that do not outlive their parent's work."""
+"""Child processes that are stopped when their context ends."""
 
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from typing import Any
 
 TIME_TO_SAVE_S = 60
-"""For a training launch that is stopped to save its last step."""
+"""Seconds that a stopped training launch has to save its last step."""
 
 
 @contextmanager
 def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen]:
-    """A process started with the options of Popen; if it still runs at the end, it gets SIGTERM and is waited for."""
+    """Start a process with the options of Popen. If it still runs at the end of the context, send SIGTERM and wait."""
     child = subprocess.Popen(command, **options)
     try:
         yield child

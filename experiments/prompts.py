@@ -1,4 +1,4 @@
-"""Step `prompts`: prompts for training, validation and the test, cut to lengths in tokens, in LongBench's wording."""
+"""Step `prompts`: prompts for training, validation and test, of given lengths in tokens and in LongBench's wording."""
 
 import json
 import random
@@ -16,54 +16,61 @@ from experiments.files import answers_file, claim, prompts_file, read_jsonl, wri
 from experiments.settings import Settings
 from experiments.sources import SPLITS, CodeFile, Meeting, Texts, read_code, read_texts
 from experiments.target import LONGEST_TOKEN, TargetText
-from longspec.inference.tasks import TASKS
+from longspec.longbench.tasks import TASKS
 
 T = TypeVar("T")
 Record = dict[str, Any]
 Turn = dict[str, str]
 Make = Callable[[Any, int, random.Random], Record | None]
-"""(document, tokens, random numbers) -> prompt, or None if the document is too short."""
+"""Maps (document, length in tokens, random generator) to a prompt, or to None if the document is too short."""
 
 SHORTEST = 0.85
-"""Least length of a prompt as a share of the length that is asked for."""
+"""Minimum length of a prompt as a fraction of the requested length."""
 MARGIN = 8
-"""Tokens of a prompt left free, because two texts joined may have more tokens than each alone."""
+"""Tokens of a prompt left unused, because joined texts may have more tokens than their parts."""
 LEAST_CHARACTERS = 2
-"""Average characters per token of code, at least."""
+"""Lower bound on the average number of characters per token of code."""
 CANDIDATES = 300
-"""Documents tried to fill a prompt with worked questions or earlier turns."""
+"""Maximum number of documents tried as worked questions or earlier turns of a prompt."""
 TRIES = 20
-"""Documents tried per prompt."""
+"""Maximum number of documents tried per prompt."""
 
 
 def write_prompts(settings: Settings, root: Path) -> None:
-    """Write all groups that are missing. Groups without documents are left out, and a line says so."""
+    """Write the prompts of all groups that are missing. For a group without documents, the file is empty.
+
+    Raises UserError if existing prompts were made with other settings.
+    """
     if settings.text is None:
-        print("no text folder (--text): gsm8k, qmsum and aime24 are left out")
+        print("no text folder (--text): gsm8k, qmsum and aime24 are skipped")
     write_chat(settings, root)
+
     common = {"target": settings.target, "with_text": settings.text is not None, "seed": settings.seed}
     common["code"] = asdict(settings.code)
     missing: dict[str, dict[str, list[int]]] = {}
     for split in SPLITS:
-        plan = planned_lengths(settings, split)
-        facts = common | {
-            group: {"prompts": len(n), "shortest": min(n), "longest": max(n)} for group, n in plan.items() if n
+        lengths_by_group = {group: lengths for group, lengths in planned_lengths(settings, split).items() if lengths}
+        facts = {
+            group: {"prompts": len(lengths), "shortest": min(lengths), "longest": max(lengths)}
+            for group, lengths in lengths_by_group.items()
         }
-        claim(root / "prompts" / split / "settings.json", facts)
+        claim(root / "prompts" / split / "settings.json", common | facts)
         missing[split] = {
             group: lengths
-            for group, lengths in plan.items()
-            if lengths and not prompts_file(root, split, group).exists()
+            for group, lengths in lengths_by_group.items()
+            if not prompts_file(root, split, group).exists()
         }
     if not any(missing.values()):
         return
-    target, code = TargetText.load(settings.target), read_code(settings.code, settings.seed)
-    for split, plan in missing.items():
+
+    target = TargetText.load(settings.target)
+    code = read_code(settings.code, settings.seed)
+    for split, lengths_by_group in missing.items():
         makers = Makers(target, read_texts(settings.text, split), code[split], chat_turns(root, split), split)
-        with ThreadPoolExecutor() as pool:  # tokenizing releases the interpreter's lock
+        with ThreadPoolExecutor() as pool:  # tokenization releases the GIL
             tasks = [
                 pool.submit(write_group, makers, group, lengths, settings.seed, prompts_file(root, split, group))
-                for group, lengths in plan.items()
+                for group, lengths in lengths_by_group.items()
             ]
         for task in tasks:
             task.result()
@@ -73,15 +80,18 @@ def write_group(makers: "Makers", group: str, lengths: list[int], seed: int, fil
     """Write the prompts of one group."""
     records = list(makers.records(group, lengths, random.Random(f"{seed}/{makers.split}/{group}")))
     write_atomically(file, "".join(json.dumps(record) + "\n" for record in records))
-    left_out = f", {len(lengths) - len(records)} left out" if len(records) < len(lengths) else ""
-    tqdm.write(f"prompts, {makers.split}, {group}: {len(records)}{left_out}")
+    skipped = f", {len(lengths) - len(records)} skipped" if len(records) < len(lengths) else ""
+    tqdm.write(f"prompts, {makers.split}, {group}: {len(records)}{skipped}")
 
 
 def planned_lengths(settings: Settings, split: str) -> dict[str, list[int]]:
-    """By group, the length of every prompt in tokens; 0 is the bare question."""
+    """Length of every prompt in tokens, by group; 0 is the bare question."""
     if split == "test":
-        tasks, count = settings.evaluation.tasks, settings.prompts.test
-        return {name: [context for context in task.contexts for _ in range(count)] for name, task in tasks.items()}
+        count = settings.prompts.test
+        return {
+            name: [context for context in task.contexts for _ in range(count)]
+            for name, task in settings.evaluation.tasks.items()
+        }
     shortest, longest = settings.prompts.contexts
     chance = random.Random(f"{settings.seed}/{split}/lengths")
     counts: dict[str, int] = getattr(settings.prompts, split)
@@ -92,13 +102,13 @@ def planned_lengths(settings: Settings, split: str) -> dict[str, list[int]]:
 
 
 def chat_turns(root: Path, split: str) -> list[list[Turn]]:
-    """The finished conversations of a split."""
+    """The conversations of a split whose answers are complete."""
     file = answers_file(root, "chat", split)
     return [record["messages"] for record in read_jsonl(file) if record["finished"]] if file.exists() else []
 
 
 class Makers:
-    """The prompts that one split's documents allow."""
+    """Makes prompts from the documents of one split."""
 
     def __init__(
         self, target: TargetText, texts: Texts, code: list[CodeFile], chats: list[list[Turn]], split: str
@@ -109,11 +119,12 @@ class Makers:
             self.packages.setdefault(file.package, []).append(file)
 
     def records(self, group: str, lengths: list[int], chance: random.Random) -> Iterator[Record]:
-        """Prompts of at most these lengths in tokens (0: the bare question); documents recur once all were used."""
+        """Prompts of at most these lengths in tokens (0: the bare question). A document recurs after all were used."""
         task = group.removesuffix("-long")
         documents, make = self._documents(task)
         order: list[Any] = []
-        for number, length in enumerate(tqdm(lengths, desc=f"{self.split} {group}", disable=None, leave=False)):
+        bar = tqdm(lengths, desc=f"{self.split} {group}", disable=None, leave=False)
+        for number, length in enumerate(bar):
             for _ in range(min(TRIES, len(documents))):
                 order = order or chance.sample(documents, len(documents))
                 record = make(order.pop(), length, chance)
@@ -122,7 +133,7 @@ class Makers:
                     break
 
     def _documents(self, task: str) -> tuple[list[Any], Make]:
-        """What a task asks about, and what makes a prompt of it, or None if the document is too short."""
+        """The documents of a task, and the function that makes a prompt from one of them."""
         if task in ("lcc", "repobench-p"):
             return self.code, self.line if task == "lcc" else self.repository
         if task == "qmsum":
@@ -131,36 +142,41 @@ class Makers:
             return self.texts.questions, self.question
         if task == "chat":
             return self.chats, self.conversation
-        return self.texts.problems, lambda problem, tokens, chance: _user(
-            TASKS["aime24"].prompt.format(problem=problem)
-        )
+        return self.texts.problems, self.problem
+
+    def problem(self, problem: str, tokens: int, chance: random.Random) -> Record:
+        """A problem of AIME24, which has one length only."""
+        return _user(TASKS["aime24"].prompt.format(problem=problem))
 
     def line(self, file: CodeFile, tokens: int, chance: random.Random) -> Record | None:
-        """A file up to one of its lines."""
+        """Code completion in one file: the text before one of its lines."""
         room = tokens - MARGIN - self.target.count(TASKS["lcc"].prompt.format(context=""))
         code = self._before_line(file, room, chance)
         return None if code is None else {"prefix": TASKS["lcc"].prompt.format(context=code)}
 
     def repository(self, file: CodeFile, tokens: int, chance: random.Random) -> Record | None:
-        """Other files of the package, then a file up to one of its lines."""
-        prompt, heading = TASKS["repobench-p"].prompt, f"# Path: {file.path}\n"
+        """Code completion in a repository: other files of the package, then the text before a line of `file`."""
+        prompt = TASKS["repobench-p"].prompt
+        heading = f"# Path: {file.path}\n"
         room = tokens - MARGIN - self.target.count(prompt.format(context="", input=heading))
         code = self._before_line(file, int(chance.uniform(0.3, 0.6) * room), chance)
         others = [other for other in self.packages[file.package] if other is not file]
         if code is None or not others:
             return None
+
         room -= self.target.count(code)
-        least, context = (1 - SHORTEST) * tokens, []
+        largest_rest = (1 - SHORTEST) * tokens
+        context = []
         for other in chance.sample(others, len(others)):
             piece, used = self.target.head(f"# Path: {other.path}\n{other.text}\n", room)
             context.append(piece)
             room -= used
-            if room < least:
+            if room < largest_rest:
                 return {"prefix": prompt.format(context="".join(context), input=heading + code)}
         return None
 
     def _before_line(self, file: CodeFile, tokens: int, chance: random.Random) -> str | None:
-        """Whole lines of this number of tokens that end before a line of code; None if the file is too short."""
+        """At most `tokens` tokens of whole lines up to a random line of the file; None if the file is too short."""
         least = LEAST_CHARACTERS * tokens
         if tokens < 1 or least >= len(file.text):
             return None
@@ -169,17 +185,20 @@ class Makers:
         return code if used >= SHORTEST * tokens else None
 
     def meeting(self, meeting: Meeting, tokens: int, chance: random.Random) -> Record | None:
-        """A part of a meeting and one of the queries on it."""
-        prompt, query = TASKS["qmsum"].prompt, chance.choice(meeting.queries)
+        """A part of a meeting's transcript and one of the queries about the meeting."""
+        prompt = TASKS["qmsum"].prompt
+        transcript = meeting.transcript
+        query = chance.choice(meeting.queries)
         fixed = self.target.count(prompt.format(context="", input=query)) + self.target.chat_overhead
-        room, transcript = tokens - MARGIN - fixed, meeting.transcript
+        room = tokens - MARGIN - fixed
+        # Start early enough that, at five characters per token, the rest of the transcript fills the room.
         start = chance.randrange(max(1, len(transcript) - 5 * max(0, room)))
         start = transcript.find("\n", start) + 1 if start else 0
         part, used = self.target.head(transcript[start:], room)
         return _user(prompt.format(context=part, input=query)) if used >= SHORTEST * room > 0 else None
 
     def question(self, question: tuple[str, str], tokens: int, chance: random.Random) -> Record | None:
-        """A question, after worked ones up to this number of tokens."""
+        """A question, preceded by worked questions that fill `tokens` tokens."""
         if not tokens:
             return _user(question[0])
         asked = f"Question: {question[0]}\nAnswer:"
@@ -188,7 +207,7 @@ class Makers:
         return None if shown is None else _user("".join(map(_worked, shown)) + asked)
 
     def conversation(self, turns: list[Turn], tokens: int, chance: random.Random) -> Record | None:
-        """A user turn, after other conversations as earlier turns up to this number of tokens."""
+        """A user turn, preceded by other conversations as earlier turns that fill `tokens` tokens."""
         asked = turns[:-1]
         if not tokens:
             return {"messages": asked}
@@ -207,9 +226,10 @@ class Makers:
         chance: random.Random,
         extra: int = 0,
     ) -> list[T] | None:
-        """Random documents other than `asked` that leave at most 1 - SHORTEST of `tokens` free of `room`, or None.
+        """Random documents other than `asked` that fill `room` tokens up to a rest of (1 - SHORTEST) * `tokens`.
 
-        text: of a document; extra: tokens that each takes in addition.
+        Returns None if the documents do not suffice. text: maps a document to its text. extra: additional tokens per
+        document.
         """
         chosen: list[T] = []
         for document in chance.sample(documents, min(CANDIDATES, len(documents))):

@@ -1,4 +1,4 @@
-"""Step `report`: tables, pictures, summary.json and a page in Markdown from what the other steps left."""
+"""Step `report`: tables, plots, summary.json and a Markdown page from the results of the other steps."""
 
 import json
 import math
@@ -26,11 +26,13 @@ PICTURES = ("tokens_per_round.png", "tokens_per_second.png")
 
 
 def report(settings: Settings, root: Path, command: str) -> None:
-    """Write the page and its files. Raises UserError if nothing was evaluated."""
-    folder, evaluation = Path(settings.report), evaluation_folder(root)
+    """Write the page and its files. Raises UserError if there are no samples. command: shown on the page."""
+    folder = Path(settings.report)
+    evaluation = evaluation_folder(root)
     lines = read_samples(evaluation) if evaluation.exists() else []
     if not lines:
         raise UserError(f"{evaluation}: no samples; run the step evaluate first")
+
     samples = Samples(pandas.DataFrame(lines))
     facts = json.loads((evaluation / FACTS).read_text())
     recipe = table(settings, root)
@@ -46,6 +48,7 @@ def report(settings: Settings, root: Path, command: str) -> None:
         "Recipe": summary(recipe),
         "Diagnostics": diagnostics_table(diagnostics),
     }
+
     folder.mkdir(parents=True, exist_ok=True)
     draw_tokens_per_round(samples, folder / PICTURES[0])
     draw_tokens_per_second(samples, folder / PICTURES[1])
@@ -64,7 +67,7 @@ def _without_text(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_task_and_context(samples: Samples) -> pandas.DataFrame:
-    """Tokens per round of the tree on outputs without loops, a row per task and temperature, a column per context."""
+    """Tokens per round of the tree, outputs without loops: one row per task and temperature, one column per context."""
     contexts = sorted(set(samples.frame["context"]))
     temperatures = sorted(set(samples.frame["temperature"]))
     rows = []
@@ -83,7 +86,7 @@ def context_name(context: int) -> str:
 
 
 def by_method(samples: Samples) -> pandas.DataFrame:
-    """Tokens per round, tokens/s and ratios on outputs without loops, a row per method, temperature and task."""
+    """Tokens per round, tokens/s and speed ratios, outputs without loops: one row per method, temperature and task."""
     rows = []
     keys = samples.frame[["method", "temperature"]].drop_duplicates().sort_values("temperature", kind="stable")
     for method, temperature in keys.itertuples(index=False):
@@ -103,42 +106,46 @@ def by_method(samples: Samples) -> pandas.DataFrame:
 
 
 def _whole(figure: Figure) -> str:
+    """A figure rounded to whole numbers."""
     return f"{figure.value:.0f}" if math.isnan(figure.error) else f"{figure.value:.0f} ± {figure.error:.0f}"
 
 
 def by_seed(settings: Settings, root: Path, samples: Samples) -> pandas.DataFrame:
-    """Tokens per round of the greedy tree, a row per seed of the recipe, then their mean and standard deviation."""
+    """Tokens per round of the greedy tree: one row per seed of the recipe, then mean and standard deviation.
+
+    Empty if fewer than two seeds were evaluated, or if the draft is not the recipe's.
+    """
     drafts = {settings.training.seeds[0]: samples}
     for seed in settings.training.seeds[1:]:
         if lines := read_samples(evaluation_folder(root, seed)):
             drafts[seed] = Samples(pandas.DataFrame(lines))
     if len(drafts) < 2 or settings.evaluation.draft:
         return pandas.DataFrame()
-    values = pandas.DataFrame(
-        [
-            {task: tokens_per_round(of_seed.of("tree", task=task)).value for task in samples.tasks}
-            | {"all": tokens_per_round(of_seed.of("tree")).value}
-            for of_seed in drafts.values()
-        ]
-    )
+
+    means = []
+    for seed_samples in drafts.values():
+        by_task = {task: tokens_per_round(seed_samples.of("tree", task=task)).value for task in samples.tasks}
+        means.append(by_task | {"all": tokens_per_round(seed_samples.of("tree")).value})
+    values = pandas.DataFrame(means)
     rows = pandas.concat([values, values.mean().to_frame().T, values.std().to_frame().T], ignore_index=True)
     rows.insert(0, "seed", [*map(str, drafts), "mean", "sd"])
     return rows
 
 
 def output_counts(samples: Samples) -> pandas.DataFrame:
-    """Numbers of outputs with and without loops, and tokens per round of those that loop."""
+    """Number of outputs with and without loops, and tokens per round of the outputs with loops."""
     rows = []
     for (method, temperature), group in samples.frame.groupby(["method", "temperature"], sort=False):
         looped = group[group["loops"]]
         counts = {"outputs": len(group), "with loops": len(looped), "without loops": len(group) - len(looped)}
-        of_loops = str(tokens_per_round(looped)) if len(looped) else "-"
-        rows.append({"method": method, "T": temperature, **counts, "tokens per round with loops": of_loops})
+        looped_length = str(tokens_per_round(looped)) if len(looped) else "-"
+        rows.append({"method": method, "T": temperature, **counts, "tokens per round with loops": looped_length})
     return pandas.DataFrame(rows)
 
 
 def diagnostics_table(diagnostics: Diagnostics) -> pandas.DataFrame:
-    """A row per draft: teacher-forced tokens per round, and in parentheses the bound at T = 1, by run of the target."""
+    """Teacher-forced tokens per round, with the bound at T = 1 in parentheses: one row per draft, one column per run of
+    the target."""
     rows = []
     for draft, by_run in diagnostics.items():
         row: dict[str, Any] = {"draft": draft}
@@ -149,36 +156,39 @@ def diagnostics_table(diagnostics: Diagnostics) -> pandas.DataFrame:
 
 
 def draw_tokens_per_round(samples: Samples, file: Path) -> None:
-    """Bars of the tree's tokens per round at T = 0, a group per task, a bar per context."""
-    contexts = sorted(set(samples.frame["context"]))
-    figures = {
-        context_name(context): [
-            tokens_per_round(samples.of("tree", task=task, context=context)) for task in samples.tasks
-        ]
-        for context in contexts
-    }
-    _bars(samples.tasks, figures, "tokens per round, tree, T = 0", file)
+    """Plot the tree's tokens per round at T = 0: one group of bars per task, one bar per context."""
+    figures = {}
+    for context in sorted(set(samples.frame["context"])):
+        chosen = [samples.of("tree", task=task, context=context) for task in samples.tasks]
+        figures[context_name(context)] = [tokens_per_round(frame) for frame in chosen]
+    _bars(samples.tasks, figures, "tree, T = 0", "tokens per round", file)
 
 
 def draw_tokens_per_second(samples: Samples, file: Path) -> None:
-    """Bars of tokens/s at T = 0, a group per task, a bar per method."""
+    """Plot tokens/s at T = 0: one group of bars per task, one bar per method."""
     methods = list(dict.fromkeys(samples.frame["method"]))
     figures = {
         method: [tokens_per_second(samples.of(method, task=task)) for task in samples.tasks] for method in methods
     }
-    _bars(samples.tasks, figures, "tokens/s, T = 0", file)
+    _bars(samples.tasks, figures, "all methods, T = 0", "tokens/s", file)
 
 
-def _bars(groups: list[str], figures: dict[str, list[Figure]], title: str, file: Path) -> None:
-    """Grouped bars with standard errors; figures without samples leave a gap."""
+def _bars(groups: list[str], figures: dict[str, list[Figure]], title: str, unit: str, file: Path) -> None:
+    """Plot grouped bars with standard errors. Figures without samples leave a gap.
+
+    figures: by the name of a series, one figure per group. unit: label of the y axis.
+    """
     figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
     width = 0.8 / len(figures)
     for number, (name, values) in enumerate(figures.items()):
-        places = [group + (number - (len(figures) - 1) / 2) * width for group in range(len(groups))]
+        offset = (number - (len(figures) - 1) / 2) * width
+        centers = [group + offset for group in range(len(groups))]
         heights = [0.0 if math.isnan(one.value) else one.value for one in values]
         errors = [0.0 if math.isnan(one.error) else one.error for one in values]
-        axes.bar(places, heights, width, yerr=errors, label=name, error_kw={"linewidth": 0.8})
+        axes.bar(centers, heights, width, yerr=errors, label=name, error_kw={"linewidth": 0.8})
+
     axes.set_xticks(range(len(groups)), groups)
+    axes.set_ylabel(unit)
     axes.set_title(title)
     figure.legend(loc="outside lower center", ncols=6, fontsize="small")
     axes.spines[["top", "right"]].set_visible(False)
@@ -187,24 +197,27 @@ def _bars(groups: list[str], figures: dict[str, list[Figure]], title: str, file:
 
 
 def page(settings: Settings, command: str, facts: dict[str, Any], tables: dict[str, pandas.DataFrame]) -> str:
-    """The report in Markdown."""
+    """The report as a Markdown page."""
     intro = {
-        "Tokens per round": "Method `tree`, outputs without repetition loops, with standard errors over prompts.",
-        "Methods": "Outputs without loops. Ratios compare tokens/s on the prompts that both methods decoded.",
-        "Outputs": "Repetition loops inflate the acceptance length of any draft, so they are counted apart.",
-        "Targets": "On outputs without loops, T = 0 unless noted.",
-        "Claims of the paper": "The paper's targets are models of 7B to 32B.",
-        "Seeds": "Tokens per round of `tree` at T = 0 on outputs without loops; the same prompts for every seed.",
-        "Recipe": "The trainer's own evaluation on held-out answers, by chains as deep as the variant trains. "
-        "Each arm changes one thing.",
-        "Diagnostics": "Teacher-forced tokens per round on validation answers; in parentheses the bound of the "
-        "deterministic tree at T = 1, 1 + the sum of p over its nodes.",
+        "Tokens per round": "Method `tree`, outputs without repetition loops, standard errors over prompts.",
+        "Methods": "Outputs without repetition loops. Ratios compare tokens/s on prompts that both methods decoded.",
+        "Outputs": "Repetition loops inflate the acceptance length of any draft, so these outputs are counted "
+        "separately.",
+        "Targets": "The goals set for this pair. Outputs without repetition loops, T = 0 unless noted.",
+        "Claims of the paper": "The paper's target models have 7B to 32B parameters.",
+        "Seeds": "Tokens per round of `tree` at T = 0 on outputs without repetition loops. All seeds decode the same "
+        "prompts.",
+        "Recipe": "The trainer's evaluation on held-out answers. It drafts chains of the depth that the variant "
+        "trains. Each arm makes one change to the recipe.",
+        "Diagnostics": "Teacher-forced tokens per round on validation answers. In parentheses: the bound of the "
+        "deterministic tree at T = 1, which is 1 + the sum over its nodes of the target's probability of the "
+        "node's path.",
     }
-    left_out = [] if settings.text else ["Run without a text folder: gsm8k, qmsum and aime24 are left out.", ""]
+    skipped = [] if settings.text else ["Run without a text folder: gsm8k, qmsum and aime24 are skipped.", ""]
     setup = [f"- command: `{command}`", f"- target: {facts['target']}", f"- device: {facts['device']}"]
     setup.append("- versions: " + ", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
     pictures = [f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in PICTURES]
-    parts = [f"# {Path(settings.report).name}", "", *setup, "", *left_out, *pictures, ""]
+    parts = [f"# {Path(settings.report).name}", "", *setup, "", *skipped, *pictures, ""]
     for name, frame in tables.items():
         parts += [f"## {name}", "", intro[name], "", markdown(frame) if len(frame) else "Not measured.", ""]
     return "\n".join(parts)

@@ -1,4 +1,4 @@
-"""Settings of an experiment: the typed schema, and the YAML file and overrides merged into it."""
+"""Typed settings of an experiment, read from a YAML file and key=value overrides."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,14 +18,14 @@ TASKS = ("lcc", "repobench-p", "qmsum", "gsm8k", "chat", "aime24")
 GROUPS = ("chat-long", "gsm8k", "gsm8k-long", "qmsum", "lcc", "repobench-p")
 """Groups of prompts for training and validation."""
 EVERY = "every"
-"""Key of an ablation arm whose changes apply to all stages."""
+"""Key in an ablation arm for changes that apply to all stages."""
 RECIPE = "recipe"
-"""Name of the unchanged curriculum among the arms."""
+"""Name of the arm without changes."""
 
 
 @dataclass
 class ChatSettings:
-    """Short conversations written by the target: first the user turns, then the answers."""
+    """Short conversations of a user turn and an answer, both written by the target."""
 
     train: int = MISSING
     """Number of user turns."""
@@ -49,7 +49,7 @@ class PromptSettings:
 
 @dataclass
 class CodeSettings:
-    """Bounds of the search for source files, which visits every folder at most once."""
+    """Limits on the search for source files."""
 
     packages: int = 1000
     files_per_package: int = 60
@@ -59,14 +59,14 @@ class CodeSettings:
 
 @dataclass
 class AnswerSettings:
-    """One run of the target over groups of prompts."""
+    """One run of the target, which answers the prompts of some groups."""
 
     prompts: list[str] = MISSING
-    """Groups whose prompts are answered."""
+    """Groups of prompts (see GROUPS)."""
     max_new_tokens: int = MISSING
     batch_size: int = MISSING
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7, 1.0])
-    """Of training answers; validation answers are greedy."""
+    """Temperatures of the training answers. Validation answers are greedy."""
 
 
 @dataclass
@@ -74,26 +74,26 @@ class StageSettings:
     config: str = MISSING
     """Name of the training configuration in conf/exp."""
     answers: list[str] = MISSING
-    """Runs of the target whose answers are trained on (keys of `answers`, and chat)."""
+    """Runs of the target whose answers are the training data: keys of `answers`, or chat."""
     steps: int = MISSING
     max_length: int = MISSING
     tokens_per_step: int = MISSING
-    """Over all ranks, a multiple of max_length."""
+    """Tokens per optimizer step over all ranks, a multiple of max_length."""
     micro_batch: int = 1
     """Rows of max_length tokens per rank and forward pass."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Keys of the trainer, in full, with their values."""
+    """Values of the trainer's configuration by full key."""
 
 
 @dataclass
 class TrainingSettings:
     stages: dict[str, StageSettings] = MISSING
     seeds: list[int] = MISSING
-    """Seeds of the recipe; ablation arms use the first."""
+    """Seeds of the recipe. Ablation arms use the first one."""
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Ablations by name: changes to the stages by key (EVERY: to all of them); null leaves a stage out."""
+    """Ablation arms by name. An arm maps a stage, or EVERY, to its changes; null skips the stage."""
     only: list[str] = field(default_factory=list)
-    """Arms that the step trains ("recipe" is one); empty: all."""
+    """Arms to train, RECIPE included; empty for all."""
     evaluation_rows: int = 64
 
 
@@ -106,23 +106,23 @@ class TaskSettings:
 
 @dataclass
 class MethodSettings:
-    """A method and the part of the grid on which it is measured."""
+    """A method and the cells of the grid in which it is measured."""
 
     name: str = MISSING
     method: str = ""
-    """A method of `longspec.generate`, or transformers-static; by default the name."""
+    """A method of `longspec.generate`, or STATIC; empty if it equals the name."""
     temperatures: list[float] = field(default_factory=lambda: [0.0])
     prompts: int = MISSING
-    """Prompts per task and context, the first ones."""
+    """Number of prompts per task and context; the first ones are used."""
     seeds: int = 1
     tree_shape: Any = field(default_factory=lambda: [4, 16, 16, 16, 16])
-    """A list of level widths, or "auto"."""
+    """Nodes per level of the tree, or "auto"."""
     tree_rule: str = "reject"
     gamma: int = 4
     tasks: list[str] = field(default_factory=list)
-    """Empty: all."""
+    """Tasks on which the method is measured; empty for all."""
     contexts: list[int] = field(default_factory=list)
-    """Empty: all."""
+    """Prompt lengths at which the method is measured; empty for all."""
 
     @property
     def kind(self) -> str:
@@ -134,21 +134,21 @@ class EvaluationSettings:
     tasks: dict[str, TaskSettings] = MISSING
     methods: list[MethodSettings] = MISSING
     draft: str | None = None
-    """None: the last stage of the recipe with the first seed."""
+    """Folder of the draft; None for the last stage of the recipe with the first seed."""
     diagnostic_rows: int = 8
-    """Validation answers per run of the target for teacher-forced acceptance; 0 leaves it out."""
+    """Validation answers per run of the target that the step `diagnose` reads; 0 for none."""
 
 
 @dataclass
 class Settings:
     target: str = MISSING
-    """A name that `longspec.load_pair` takes, a folder, or a GGUF file."""
+    """Target as in `longspec.load_pair`: a known name, a folder, or a GGUF file."""
     root: str = MISSING
-    """Folder of everything that the experiment writes."""
+    """Folder for all output except the report."""
     report: str = MISSING
     """Folder of the report."""
     text: str | None = None
-    """Folder with the records of gsm8k, qmsum and aime24; without it these tasks are left out."""
+    """Folder with the records of gsm8k, qmsum and aime24; None skips these tasks."""
     seed: int = 0
     chat: ChatSettings = MISSING
     prompts: PromptSettings = MISSING
@@ -159,7 +159,7 @@ class Settings:
 
 
 def load_settings(file: str | Path, overrides: Sequence[str] = ()) -> Settings:
-    """The settings in a YAML file, changed by `key=value` overrides. Raises UserError with the key's name."""
+    """The settings in a YAML file after `key=value` overrides. Raises UserError that names the invalid key."""
     if not Path(file).is_file():
         raise UserError(f"--config: {file}: no such file; use experiments/smollm2.yaml or a copy of it")
     merged = OmegaConf.structured(Settings)
@@ -182,25 +182,33 @@ def _check(settings: Settings) -> None:
     contexts = settings.prompts.contexts
     _require(len(contexts) == 2 and 0 < contexts[0] <= contexts[1], "prompts.contexts", "must be [shortest, longest]")
     for name, answers in settings.answers.items():
-        _require(name != "chat", "answers.chat", "this name belongs to the section chat")
+        _require(name != "chat", "answers.chat", "this name is reserved for the section chat")
         unknown = set(answers.prompts) - set(GROUPS)
-        _require(not unknown, f"answers.{name}.prompts", f"no group {', '.join(sorted(unknown))}")
+        _require(not unknown, f"answers.{name}.prompts", f"no such group: {', '.join(sorted(unknown))}")
     for name in settings.training.stages:
-        _require(name != EVERY, f"training.stages.{EVERY}", "this name means all stages of an arm")
+        _require(name != EVERY, f"training.stages.{EVERY}", "this name is reserved for all stages of an arm")
     _require(bool(settings.training.seeds), "training.seeds", "needs at least one seed")
     unknown = set(settings.training.only) - {RECIPE, *settings.training.arms}
-    _require(not unknown, "training.only", f"no arm {', '.join(sorted(unknown))}")
-    _require(RECIPE not in settings.training.arms, f"training.arms.{RECIPE}", "this name belongs to the recipe itself")
+    _require(not unknown, "training.only", f"no such arm: {', '.join(sorted(unknown))}")
+    _require(
+        RECIPE not in settings.training.arms,
+        f"training.arms.{RECIPE}",
+        "this name is reserved for the recipe without changes",
+    )
     for task in settings.evaluation.tasks:
         _require(task in TASKS, f"evaluation.tasks.{task}", f"no such task; use {', '.join(TASKS)}")
     for number, method in enumerate(settings.evaluation.methods):
         key = f"evaluation.methods[{number}]"
         _require(
-            method.kind in (*METHODS, STATIC), key, f"no method {method.kind}; use {', '.join((*METHODS, STATIC))}"
+            method.kind in (*METHODS, STATIC),
+            key,
+            f"no method {method.kind}; use one of {', '.join((*METHODS, STATIC))}",
         )
-        _require(method.tree_rule in TREE_RULES, key, f"no tree_rule {method.tree_rule}")
+        _require(
+            method.tree_rule in TREE_RULES, key, f"no tree_rule {method.tree_rule}; use one of {', '.join(TREE_RULES)}"
+        )
         enough = method.prompts <= settings.prompts.test
-        _require(enough, f"{key}.prompts", f"must be at most prompts.test, {settings.prompts.test}")
+        _require(enough, f"{key}.prompts", f"must be at most prompts.test ({settings.prompts.test})")
         unknown = set(method.tasks) - set(settings.evaluation.tasks)
         _require(not unknown, key, f"no task {', '.join(sorted(unknown))} in evaluation.tasks")
 

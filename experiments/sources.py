@@ -1,4 +1,4 @@
-"""Texts that prompts are made of: the user's folder of questions and meetings, and installed Python code."""
+"""Source texts of the prompts: questions and meetings from the user's folder, and installed Python code."""
 
 import hashlib
 import os
@@ -15,20 +15,21 @@ from longspec.data.records import RecordError, located, parse_record, text_of
 T = TypeVar("T")
 SPLITS = ("train", "validation", "test")
 VALIDATION_SHARE = 20
-"""One of this number of training questions and meetings is for validation."""
+"""One in this number of training questions and meetings is used for validation."""
 HELD_OUT_SHARE = 10
-"""One of this number of packages is for validation, and one for the test."""
+"""One in this number of packages is used for validation, and another one for the test."""
 COPIES = {"__pycache__", "_vendor", "_vendored", "vendor", "vendored", "third_party", "externals", "extern"}
-"""Folders with copies of other packages."""
+"""Names of folders that hold copies of other packages."""
 TESTS = {"test", "tests", "testing", "idle_test"}
 FILE_BYTES = (2_000, 300_000)
+"""Minimum and maximum size of a source file."""
 LONGEST_LINE = 1000
-TELLING_LINE = 30
-"""Characters of a line that is unlikely to be written twice."""
+DISTINCTIVE_LINE = 30
+"""Minimum characters of a distinctive line, one that is unlikely to be written twice independently."""
 COPIED = 0.25
-"""Share of its telling lines in held-out files from which a training file is a copy."""
+"""Maximum share of a training file's distinctive lines that may also occur in held-out files."""
 LEAST_LETTERS = 0.4
-"""Share of letters among visible characters; a file with fewer is a table."""
+"""Minimum share of letters among visible characters; files with fewer are tables of data."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Texts:
     """The user's records of one split."""
 
     questions: list[tuple[str, str]] = field(default_factory=list)
-    """Questions of gsm8k with their worked answers."""
+    """Questions of gsm8k, each with its worked answer."""
     meetings: list[Meeting] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """Problems of AIME 2024."""
@@ -53,36 +54,41 @@ class Texts:
 class CodeFile:
     package: str
     path: str
-    """Relative to the folder that holds the package."""
+    """Path relative to the folder that contains the package."""
     text: str
 
 
 def read_texts(folder: str | None, split: str) -> Texts:
-    """The records of a split; tasks without a file are empty. Raises UserError for a record that cannot be read.
+    """The records of a split. Tasks without a file are empty.
 
-    A task's file is FOLDER/TASK/SPLIT.jsonl, FOLDER/TASK_SPLIT.jsonl or, for the test, FOLDER/TASK.jsonl.
+    A task's file is FOLDER/TASK/SPLIT.jsonl, FOLDER/TASK_SPLIT.jsonl or, for the test, FOLDER/TASK.jsonl. Training and
+    validation share the file of the split train. Raises UserError for an invalid record.
     """
     if folder is None:
         return Texts()
     source = "test" if split == "test" else "train"
     texts = Texts()
+
     for number, question in enumerate(_read_task(folder, "gsm8k", source, _question)):
         if source == "test" or (number % VALIDATION_SHARE == 0) == (split == "validation"):
             texts.questions.append(question)
+
     meetings: dict[str, Meeting] = {}
     for meeting in _read_task(folder, "qmsum", source, _meeting):
-        if meeting.id in meetings:
+        if meeting.id in meetings:  # LongBench has one record per query
             meeting = Meeting(meeting.id, meeting.transcript, (*meetings[meeting.id].queries, *meeting.queries))
         meetings[meeting.id] = meeting
-    chosen = [m for m in meetings.values() if source == "test" or _is_validation(m.id) == (split == "validation")]
-    texts.meetings += chosen
+    for meeting in meetings.values():
+        if source == "test" or _is_validation(meeting.id) == (split == "validation"):
+            texts.meetings.append(meeting)
+
     if split == "test":
         texts.problems = _read_task(folder, "aime24", source, lambda record: text_of(record.get("problem"), "problem"))
     return texts
 
 
 def _read_task(folder: str, task: str, split: str, read: Callable[[dict[str, Any]], T]) -> list[T]:
-    """What `read` makes of each record of a task's file; [] if there is none."""
+    """The records of a task's file, converted by `read`; [] if there is no file."""
     names = [f"{task}/{split}.jsonl", f"{task}_{split}.jsonl"] + ([f"{task}.jsonl"] if split == "test" else [])
     file = next((path for name in names if (path := Path(folder, name)).is_file()), None)
     records = []
@@ -99,7 +105,7 @@ def _question(record: dict[str, Any]) -> tuple[str, str]:
 
 
 def _meeting(record: dict[str, Any]) -> Meeting:
-    """A meeting with its queries, or LongBench's record of one query."""
+    """Convert a record of a meeting with its queries, or LongBench's record of a meeting with one query."""
     transcript = text_of(record.get("context"), "context")
     if isinstance(record.get("queries"), list):
         queries = tuple(text_of(one.get("query"), "queries.query") for one in record["queries"])
@@ -115,23 +121,25 @@ def _is_validation(name: str) -> bool:
 
 
 def _bucket(name: str) -> int:
+    """A 32-bit hash that is the same in every process."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
 
 
 def split_of_package(package: str) -> str:
-    """The split of a package, by its name alone."""
+    """The split of a package, which depends only on its name."""
     return {0: "test", 1: "validation"}.get(_bucket(package) % HELD_OUT_SHARE, "train")
 
 
 def read_code(settings: CodeSettings, seed: int) -> dict[str, list[CodeFile]]:
-    """Source files of the standard library and the installed packages by split; no package is in two of them."""
+    """Source files of the standard library and the installed packages, by split. Splits share no package."""
     paths = sysconfig.get_paths()
-    places = dict.fromkeys(Path(paths[name]) for name in ("stdlib", "purelib", "platlib"))
+    folders = dict.fromkeys(Path(paths[name]) for name in ("stdlib", "purelib", "platlib"))
     chance = random.Random(seed)
-    packages = [entry for place in places for entry in _packages(place)]
+    packages = [package for folder in folders for package in _packages(folder)]
     packages = sorted(chance.sample(packages, min(settings.packages, len(packages))))
-    # A text in several packages counts for the first split, so that no copy of a held-out file is trained on.
+    # Held-out packages come first: a text counts only once, so copies of held-out files are not trained on.
     packages.sort(key=lambda path: SPLITS[::-1].index(split_of_package(path.stem)))
+
     files: dict[str, list[CodeFile]] = {split: [] for split in SPLITS}
     seen: set[bytes] = set()
     for package in packages:
@@ -143,61 +151,69 @@ def read_code(settings: CodeSettings, seed: int) -> dict[str, list[CodeFile]]:
             seen.add(digest)
             relative = str(path.relative_to(package.parent))
             files[split_of_package(package.stem)].append(CodeFile(package.stem, relative, text))
+
     files["train"] = without_copies(files["train"], files["validation"] + files["test"])
     return files
 
 
 def without_copies(files: list[CodeFile], held_out: list[CodeFile]) -> list[CodeFile]:
-    """The files that are no copies of held-out ones, altered or not, as in forks of a package."""
-    known = set().union(*(_telling_lines(file.text) for file in held_out))
-    return [file for file in files if len((lines := _telling_lines(file.text)) & known) <= COPIED * len(lines)]
+    """The files that are not copies of held-out files. Forks of a package contain such copies, often altered."""
+    held_out_lines = set().union(*(_distinctive_lines(file.text) for file in held_out))
+    kept = []
+    for file in files:
+        lines = _distinctive_lines(file.text)
+        if len(lines & held_out_lines) <= COPIED * len(lines):
+            kept.append(file)
+    return kept
 
 
-def _telling_lines(text: str) -> set[str]:
-    return {line for line in map(str.strip, text.split("\n")) if len(line) >= TELLING_LINE}
+def _distinctive_lines(text: str) -> set[str]:
+    return {line for line in map(str.strip, text.split("\n")) if len(line) >= DISTINCTIVE_LINE}
 
 
-def _packages(place: Path) -> list[Path]:
+def _packages(folder: Path) -> list[Path]:
     """Modules and package folders directly in a folder."""
-    if not place.is_dir():
+    if not folder.is_dir():
         return []
     skipped = COPIES | TESTS | {"site-packages", "dist-packages"}
-    found = []
-    with os.scandir(place) as entries:
+    packages = []
+    with os.scandir(folder) as entries:
         for entry in entries:
             name = entry.name
             if name in skipped or name.startswith((".", "_")):
                 continue
             if name.endswith(".py") or (name.isidentifier() and entry.is_dir()):
-                found.append(Path(entry.path))
-    return found
+                packages.append(Path(entry.path))
+    return packages
 
 
 def sample_files(package: Path, settings: CodeSettings, chance: random.Random) -> list[Path]:
-    """Some source files of a package, by a walk in random order that reads a bounded number of entries."""
+    """Source files of a package from a walk in random order that reads a bounded number of directory entries."""
     if package.is_file():
         return [package]
-    found: list[Path] = []
-    folders, entries = [package], 0
-    while folders and len(found) < settings.files_per_package and entries < settings.entries_per_package:
+    files: list[Path] = []
+    folders = [package]
+    entries = 0
+    while folders and len(files) < settings.files_per_package and entries < settings.entries_per_package:
         folder = folders.pop(chance.randrange(len(folders)))
         with os.scandir(folder) as listing:
             inside = sorted(listing, key=lambda entry: entry.name)
         entries += len(inside)
         chance.shuffle(inside)
-        # A folder gives a quarter of the files at most while others wait.
+        # At most a quarter of the files comes from one folder.
         room = max(1, settings.files_per_package // 4)
         for entry in inside:
             if entry.is_dir(follow_symlinks=False):
                 if entry.name not in COPIES | TESTS and not entry.name.startswith("."):
                     folders.append(Path(entry.path))
             elif room and entry.name.endswith(".py") and FILE_BYTES[0] <= entry.stat().st_size <= FILE_BYTES[1]:
-                found.append(Path(entry.path))
+                files.append(Path(entry.path))
                 room -= 1
-    return found[: settings.files_per_package]
+    return files[: settings.files_per_package]
 
 
 def _read(path: Path) -> str | None:
+    """The text of a source file, or None if it is unreadable or not of an allowed size."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -206,7 +222,7 @@ def _read(path: Path) -> str | None:
 
 
 def is_written(text: str) -> bool:
-    """Whether a file was written by hand: no endless lines, mostly letters, no mark of a generator."""
+    """Whether a file is likely handwritten code: no very long lines, enough letters, no generator's notice."""
     if "DO NOT EDIT" in text[:1000] or max(map(len, text.split("\n"))) > LONGEST_LINE:
         return False
     visible = "".join(text.split())

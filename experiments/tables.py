@@ -1,4 +1,4 @@
-"""Figures from samples: pooled ratios with bootstrap standard errors, and tables in Markdown."""
+"""Ratios pooled over samples with bootstrap standard errors, and Markdown tables."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,11 +9,11 @@ from numpy.typing import ArrayLike
 
 BOOTSTRAPS = 1000
 KEY = ["task", "context", "id", "seed"]
-"""Columns that name a prompt of a sample and its random numbers."""
+"""Columns that identify a prompt and the seed of its decoding; methods are compared on equal keys."""
 
 
 class Figure(NamedTuple):
-    """A measured value, its standard error over prompts (nan for fewer than two), and the number of samples."""
+    """A measured value, its standard error over prompts (nan with fewer than two), and its number of samples."""
 
     value: float
     error: float
@@ -29,16 +29,18 @@ NOTHING = Figure(float("nan"), float("nan"), 0)
 
 
 def pooled(columns: Sequence[ArrayLike], prompts: Sequence[str]) -> Figure:
-    """Sum over sum of two columns, or of four the first two's over the last two's, with its bootstrap standard error.
+    """The ratio of two columns' sums, with its bootstrap standard error over prompts.
 
-    prompts: the name of each row's prompt; rows of one prompt are drawn together.
+    With four columns a, b, c, d the value is (sum(a) / sum(b)) / (sum(c) / sum(d)). prompts: the prompt of each row;
+    the bootstrap resamples prompts, so rows of one prompt stay together.
     """
     values = np.stack([np.asarray(column, float) for column in columns])
     if not values.shape[1]:
         return NOTHING
     names = pandas.factorize(pandas.Series(list(prompts)))[0]
     sums = np.stack([np.bincount(names, weights=column) for column in values])
-    prompt_count, error = sums.shape[1], float("nan")
+    prompt_count = sums.shape[1]
+    error = float("nan")
     if prompt_count > 1:
         chances = np.full(prompt_count, 1 / prompt_count)
         draws = np.random.default_rng(0).multinomial(prompt_count, chances, size=BOOTSTRAPS)
@@ -48,26 +50,26 @@ def pooled(columns: Sequence[ArrayLike], prompts: Sequence[str]) -> Figure:
 
 
 def _ratio(sums: np.ndarray) -> np.ndarray:
-    """Along the first axis, of length 2 or 4."""
+    """The ratio (see `pooled`) along the first axis, of length 2 or 4."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = sums[::2] / sums[1::2]
         return ratios[0] / ratios[1] if len(ratios) == 2 else ratios[0]
 
 
 def tokens_per_round(samples: pandas.DataFrame) -> Figure:
-    """Tokens that verification passes emitted, per pass."""
+    """Tokens emitted per verification pass."""
     return pooled([samples["decoded_tokens"], samples["rounds"]], _prompts(samples))
 
 
 def tokens_per_second(samples: pandas.DataFrame) -> Figure:
-    """Decoding speed, prefill apart."""
+    """Decoding speed without prefill."""
     return pooled([samples["decoded_tokens"], samples["decode_s"]], _prompts(samples))
 
 
 def speed_ratio(
     samples: pandas.DataFrame, others: pandas.DataFrame, tokens: str = "decoded_tokens", seconds: str = "decode_s"
 ) -> Figure:
-    """Tokens/s over those of another method, on the prompts that both decoded."""
+    """Tokens/s of `samples` divided by those of `others`, over the prompts that both decoded."""
     both = samples.merge(others, on=KEY, suffixes=("", "_other"))
     return pooled([both[name] for name in (tokens, seconds, f"{tokens}_other", f"{seconds}_other")], _prompts(both))
 
@@ -77,7 +79,7 @@ def _prompts(samples: pandas.DataFrame) -> list[str]:
 
 
 def markdown(frame: pandas.DataFrame) -> str:
-    """A table in Markdown; numbers with three digits after the point, missing values as -."""
+    """A Markdown table. Numbers have at most three decimals; missing values are shown as -."""
     header = [str(name) for name in frame.columns]
     rows = [[_cell(value) for value in row] for row in frame.itertuples(index=False)]
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rows])

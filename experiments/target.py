@@ -1,4 +1,4 @@
-"""The target's files and its tokenizer, without its weights."""
+"""The target's tokenizer and chat format, without its weights."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -6,32 +6,32 @@ from typing import Any
 
 from longspec.data.prompts import conversation_text
 from longspec.data.templates import encode_texts
-from longspec.inference.regenerate import choose_target
+from longspec.inference.registry import choose_target
 from longspec.models.target_files import load_tokenizer, read_config
 
 CHAT_FORMAT = "tokenizer"
 LONGEST_TOKEN = 5
-"""Average characters per token, at most; more text than this is never tokenized to find a length."""
+"""Upper bound on the average number of characters per token, which limits how much text is tokenized."""
 
 
 @dataclass(frozen=True)
 class TargetText:
-    """The target's view of text: chat format and lengths in tokens."""
+    """Formats prompts for the target and measures texts in its tokens."""
 
     path: str
-    """Folder or hub id."""
+    """Folder or hub id of the target."""
     family: str
     tokenizer: Any
 
     @classmethod
     def load(cls, name: str) -> "TargetText":
-        """Raises UserError for a target without files."""
+        """Load the tokenizer of a target as in `longspec.load_pair`. Raises UserError if its files are missing."""
         path = choose_target(name)
         config = read_config(path)
         return cls(path, config.model_type, load_tokenizer(path, config))
 
     def prompt_ids(self, record: dict[str, Any]) -> list[int]:
-        """Token ids of a prompt record: a conversation in the chat format, or the prefix as it is."""
+        """Token ids of a prompt: a record's "messages" in the chat format, or its "prefix" unchanged."""
         if "prefix" in record:
             text = record["prefix"]
         else:
@@ -39,24 +39,24 @@ class TargetText:
         return encode_texts([text], self.tokenizer)[0]
 
     def count(self, text: str) -> int:
-        """Tokens of a text without special tokens around it."""
+        """Number of tokens of a text, without special tokens around it."""
         return len(self._encode(text))
 
     @cached_property
     def chat_overhead(self) -> int:
-        """Tokens of the chat format around one user turn."""
+        """Number of tokens that the chat format adds to one user turn."""
         return self._empty_turns("user")
 
     @cached_property
     def exchange_overhead(self) -> int:
-        """Tokens of the chat format around an earlier user turn and its answer."""
+        """Number of tokens that the chat format adds to an earlier user turn and its answer."""
         return self._empty_turns("user", "assistant", "user") - self.chat_overhead
 
     def _empty_turns(self, *roles: str) -> int:
         return len(self.prompt_ids({"messages": [{"role": role, "content": ""} for role in roles]}))
 
     def head(self, text: str, tokens: int) -> tuple[str, int]:
-        """The first whole lines of `text` with at most this number of tokens, and their number."""
+        """The longest beginning of `text` in whole lines that has at most `tokens` tokens, and its number of tokens."""
         piece = text[: LONGEST_TOKEN * tokens] if tokens > 0 else ""
         encoding = self._encode(piece)
         if len(encoding) <= max(0, tokens):
@@ -65,7 +65,7 @@ class TargetText:
         return cut[: cut.rfind("\n") + 1] or cut, tokens
 
     def tail(self, text: str, tokens: int) -> tuple[str, int]:
-        """The last whole lines of `text` with at most this number of tokens, and their number."""
+        """The longest end of `text` in whole lines that has at most `tokens` tokens, and its number of tokens."""
         piece = text[-LONGEST_TOKEN * tokens :] if tokens > 0 else ""
         encoding = self._encode(piece)
         if len(encoding) <= max(0, tokens):

@@ -1,4 +1,4 @@
-"""Step `train`: the recipe with every seed and the ablation arms, through the real launch line."""
+"""Step `train`: the recipe with every seed, and the ablation arms, by the trainer's own command line."""
 
 import json
 import os
@@ -32,14 +32,18 @@ LAST_LINES = 15
 
 
 def train(settings: Settings, root: Path) -> None:
-    """Train what is missing, the recipe first, and write the table of arms after each run."""
+    """Train the missing runs, the recipe first, and write the table of arms after each of them.
+
+    Raises UserError for invalid settings of any run before the first one starts.
+    """
     target = TargetText.load(settings.target).path
     runs = {(arm, seed): arm_stages(settings, arm) for arm, seed in all_runs(settings)}
-    for stages in runs.values():  # a mistake in the last one is said before the first is trained
+    for stages in runs.values():
         for name, stage in stages.items():
             batches(name, stage)
             answer_files(root, stage.answers, "train")
             answer_files(root, stage.answers, "validation")
+
     for (arm, seed), stages in runs.items():
         if settings.training.only and arm not in settings.training.only:
             continue
@@ -52,7 +56,7 @@ def train(settings: Settings, root: Path) -> None:
 
 
 def all_runs(settings: Settings) -> list[tuple[str, int]]:
-    """(arm, seed) of every run: the recipe with all seeds, then the ablation arms with the first."""
+    """Arm and seed of every run: the recipe with all seeds, then the ablation arms with the first seed."""
     seeds = settings.training.seeds
     return [(RECIPE, seed) for seed in seeds] + [(arm, seeds[0]) for arm in settings.training.arms]
 
@@ -62,13 +66,13 @@ def run_folder(root: Path, arm: str, seed: int) -> Path:
 
 
 def final_draft(settings: Settings, root: Path, arm: str = RECIPE, seed: int | None = None) -> Path:
-    """The draft that a run's last stage leaves."""
+    """Path of the draft after the last stage of a run. seed: None for the first one."""
     seed = settings.training.seeds[0] if seed is None else seed
     return run_folder(root, arm, seed) / list(arm_stages(settings, arm))[-1] / CHECKPOINT
 
 
 def arm_stages(settings: Settings, arm: str) -> dict[str, StageSettings]:
-    """The stages of an arm, in order. Raises UserError for a change of something that stages do not have."""
+    """The stages of an arm, in order. Raises UserError if the arm changes an unknown stage or key."""
     changes = dict(settings.training.arms.get(arm, {}))
     every = changes.pop(EVERY, {})
     if unknown := sorted(set(changes) - set(settings.training.stages)):
@@ -90,7 +94,10 @@ def arm_stages(settings: Settings, arm: str) -> dict[str, StageSettings]:
 def train_stage(
     folder: Path, stage: StageSettings, settings: Settings, root: Path, target: str, draft: Path | None, seed: int
 ) -> None:
-    """One stage from the draft of the one before, or a fresh one; goes on where an earlier launch was stopped."""
+    """Train one stage, starting from `draft` or, if None, from a fresh draft. An interrupted stage resumes.
+
+    Raises UserError if `folder` was made with other settings or the training fails.
+    """
     ranks, micro_batch, accumulation = batches(folder.name, stage)
     overrides: dict[str, Any] = {
         "model_name_or_path": target,
@@ -112,17 +119,22 @@ def train_stage(
         **stage.overrides,
     }
     claim(folder / "settings.json", asdict(stage) | {"seed": seed})
-    if is_finished(folder, overrides["max_steps"]):
+    steps = overrides["max_steps"]  # stage.overrides may replace it
+    if is_finished(folder, steps):
         return
-    seconds = launch(launch_line(stage.config, overrides, ranks), folder, overrides["max_steps"])
-    if not is_finished(folder, overrides["max_steps"]):
-        raise UserError(f"{folder}: training ended without its last step; {folder / 'log.txt'} says why")
+
+    seconds = launch(launch_line(stage.config, overrides, ranks), folder, steps)
+    if not is_finished(folder, steps):
+        raise UserError(f"{folder}: training ended before its last step; see {folder / 'log.txt'}")
     with (folder / "seconds.jsonl").open("a") as times:
         times.write(f"{seconds:.1f}\n")
 
 
 def batches(name: str, stage: StageSettings) -> tuple[int, int, int]:
-    """Ranks, rows per rank and forward pass, and forward passes per step. Raises UserError for an uneven step."""
+    """Number of ranks, rows per micro-batch and micro-batches per step on each rank.
+
+    Raises UserError if tokens_per_step does not divide evenly. name: the stage, for the message.
+    """
     ranks = max(1, torch.cuda.device_count())
     rows, remainder = divmod(stage.tokens_per_step, stage.max_length)
     micro_batch = max(1, min(stage.micro_batch, rows // ranks))
@@ -136,32 +148,33 @@ def batches(name: str, stage: StageSettings) -> tuple[int, int, int]:
 
 
 def answer_files(root: Path, names: list[str], split: str) -> list[str]:
-    """Absolute paths of the answers that there are. Raises UserError if there are none."""
+    """Absolute paths of the existing answer files of the runs `names`. Raises UserError if there are none."""
     files = [answers_file(root, name, split).absolute() for name in names]
-    found = [str(file) for file in files if file.exists()]
-    if not found:
+    existing = [str(file) for file in files if file.exists()]
+    if not existing:
         raise UserError(f"{files[0]}: no such file; run the steps prompts and regenerate first")
-    return found
+    return existing
 
 
 def is_finished(folder: Path, steps: int) -> bool:
-    """Whether the last step was taken and saved."""
+    """Whether step `steps` is done and its checkpoint is saved."""
     metrics = folder / METRICS
     done = read_jsonl(metrics)[-1:] if metrics.exists() else []
     return bool(done) and done[0]["step"] >= steps and (folder / CHECKPOINT).is_dir()
 
 
 def launch_line(config: str, overrides: dict[str, Any], ranks: int) -> list[str]:
-    """The launch line of the README, with these overrides."""
+    """The DeepSpeed command that trains `config` with these overrides on `ranks` ranks, on a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks), "--master_port", str(port)]
-    given = [f"{key}={_hydra_value(value)}" for key, value in overrides.items()]
-    return [*launcher, TRAINER, "-cp", "conf/exp", "-cn", config, *given]
+    arguments = [f"{key}={_hydra_value(value)}" for key, value in overrides.items()]
+    return [*launcher, TRAINER, "-cp", "conf/exp", "-cn", config, *arguments]
 
 
 def _hydra_value(value: Any) -> str:
+    """A value in the syntax of Hydra's overrides; strings are quoted."""
     if value is None:
         return "null"
     if isinstance(value, list):
@@ -172,14 +185,16 @@ def _hydra_value(value: Any) -> str:
 
 
 def launch(command: list[str], folder: Path, steps: int) -> float:
-    """Run a launch line with its output in FOLDER/log.txt and a bar over its steps; returns the seconds it took.
+    """Run a launch command and return its duration in seconds.
 
-    Raises UserError with the end of the log if it fails.
+    Its output is appended to FOLDER/log.txt, and a progress bar counts its steps. Raises UserError with the end of the
+    log if it fails.
     """
     environment = {"OMP_NUM_THREADS": "4"} | os.environ
     if not torch.cuda.is_available():
         environment["DS_ACCELERATOR"] = "cpu"
-    log, began = folder / "log.txt", time.perf_counter()
+    log = folder / "log.txt"
+    began = time.perf_counter()
     options = {"cwd": REPOSITORY, "env": environment, "stderr": subprocess.STDOUT}
     bar = tqdm(total=steps, desc=str(folder.relative_to(folder.parents[1])), unit="step")
     with log.open("a") as output, running(command, stdout=output, **options) as child, bar:
@@ -191,17 +206,18 @@ def launch(command: list[str], folder: Path, steps: int) -> float:
             time.sleep(0.2)
     if child.returncode:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
-        raise UserError(f"{folder}: the launch ended with code {child.returncode}; the end of {log}:\n{tail}")
+        raise UserError(f"{folder}: training ended with code {child.returncode}; the last lines of {log}:\n{tail}")
     return time.perf_counter() - began
 
 
 def _steps(folder: Path) -> int:
+    """Number of steps in the metrics file."""
     metrics = folder / METRICS
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
 def table(settings: Settings, root: Path) -> pandas.DataFrame:
-    """A row per finished stage of every arm and seed: the trainer's own evaluation after its last step."""
+    """The trainer's evaluation after the last step: one row per finished stage of every arm and seed."""
     rows = []
     for arm, seed in all_runs(settings):
         for name, stage in arm_stages(settings, arm).items():
@@ -218,7 +234,7 @@ def table(settings: Settings, root: Path) -> pandas.DataFrame:
 
 
 def write_table(settings: Settings, root: Path) -> None:
-    """The table of arms as JSON and Markdown."""
+    """Write the table of arms as JSON and Markdown."""
     frame = table(settings, root)
     folder = root / "training"
     write_atomically(folder / f"{RECIPE_TABLE}.json", json.dumps(frame.to_dict("records"), indent=1) + "\n")
@@ -226,7 +242,7 @@ def write_table(settings: Settings, root: Path) -> None:
 
 
 def summary(frame: pandas.DataFrame) -> pandas.DataFrame:
-    """Means and standard deviations over seeds, a row per arm and stage."""
+    """Mean over seeds per arm and stage, with the standard deviation of the acceptance length."""
     if frame.empty:
         return frame
     grouped = frame.groupby(["arm", "stage"], sort=False)

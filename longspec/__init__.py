@@ -5,25 +5,29 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from longspec.models.families import FAMILIES
+
 if TYPE_CHECKING:
     from longspec.inference.generate import generate
     from longspec.inference.load_pair import load_pair
     from longspec.models.llama import LlamaGlide
+    from longspec.models.mistral import MistralGlide
     from longspec.models.qwen2 import Qwen2Glide
+    from longspec.models.qwen3 import Qwen3Glide
 
 __version__ = "0.1.0"
-__all__ = ["LlamaGlide", "Qwen2Glide", "generate", "load_pair"]
+__all__ = ["LlamaGlide", "MistralGlide", "Qwen2Glide", "Qwen3Glide", "generate", "load_pair"]
 
+# Modules of the public names.
 _MODULES = {
-    "LlamaGlide": "longspec.models.llama",
-    "Qwen2Glide": "longspec.models.qwen2",
+    **{name: f"longspec.models.{family}" for family, name in FAMILIES.items()},
     "generate": "longspec.inference.generate",
     "load_pair": "longspec.inference.load_pair",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at its first use, so that `longspec --help` does not wait for torch."""
+    """Import a public name at its first use. Importing torch takes seconds, and `longspec --help` does not need it."""
     if name not in _MODULES:
         raise AttributeError(f"module 'longspec' has no attribute {name!r}")
     value = getattr(import_module(_MODULES[name]), name)

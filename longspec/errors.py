@@ -1,4 +1,4 @@
-"""The one exception for bad input, and how the commands show it."""
+"""The exception for bad input, and how commands report it."""
 
 import sys
 from collections.abc import Callable
@@ -9,19 +9,20 @@ T = TypeVar("T")
 
 
 class UserError(ValueError):
-    """Bad input: one line that says what is wrong, where, and what to do."""
+    """Bad input. The message is one line that says what is wrong, where, and what to do."""
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, short enough to stand inside a UserError."""
+    """The first line of another library's error message, to be quoted in a UserError."""
     lines = str(error).strip().splitlines()
+    # A heading says nothing without the line after it.
     if len(lines) > 1 and lines[0].endswith(":"):
         return f"{lines[0]} {lines[1].strip()}"
     return lines[0] if lines else type(error).__name__
 
 
 def reports_user_errors(main: Callable[..., T]) -> Callable[..., T]:
-    """Make a command's `main` print a UserError as one line on stderr and exit with code 2."""
+    """Decorator of a command's `main`, which prints a UserError as one line on stderr and exits with code 2."""
 
     @wraps(main)
     def wrapped(*args: object, **kwargs: object) -> T:

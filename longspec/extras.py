@@ -1,4 +1,4 @@
-"""Error messages that name the extra of pyproject.toml to install when a package is missing."""
+"""Errors for missing optional packages, which name the extra to install."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,15 +7,16 @@ from longspec.errors import UserError
 
 
 class MissingExtra(ModuleNotFoundError, UserError):
-    """A package of an extra is not installed."""
+    """An optional package is not installed."""
 
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Import packages of the extra `name` in the block. Raises MissingExtra where one is not installed."""
+    """Context for imports from the extra `name` of pyproject.toml. Raises MissingExtra if a package is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
+        # A missing module of our own is a bug, not a missing extra.
         if isinstance(error, MissingExtra) or error.name is None or error.name.partition(".")[0] == "longspec":
             raise
         package = error.name.partition(".")[0]

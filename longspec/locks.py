@@ -1,4 +1,4 @@
-"""The lock of an output folder: one run writes to it at a time."""
+"""The lock of an output folder, so that one run at a time writes to it."""
 
 import errno
 import fcntl
@@ -16,25 +16,30 @@ from longspec.errors import UserError
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".lock"
+"""Name of the lock file in the folder."""
 UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
-"""Errors of file systems without locks."""
+"""Error numbers of file systems without locks."""
 
 
 class FolderLock:
     """An exclusive `flock` on a file in an existing folder.
 
-    The kernel releases it when the process ends, however it ends. On NFS it holds across hosts. The file is never
-    removed, because a second run may already have opened it, and it names the holder. On a file system without locks a
-    warning takes its place.
+    The kernel releases it when the process ends, in whatever way. On NFS it is effective across hosts. The file holds
+    the holder's name and is never removed, because a second run may already have opened it. On a file system without
+    locks a warning is logged instead.
     """
 
     def __init__(self, folder: str | Path) -> None:
         """Raises UserError, and changes nothing, if another run holds the lock or the file cannot be written."""
-        self.folder, self.token = Path(folder), secrets.token_hex(8)
-        self.descriptor = self._acquired()
-        os.register_at_fork(after_in_child=self.release)  # a loading process that outlives its rank must not hold it
+        self.folder = Path(folder)
+        self.token = secrets.token_hex(8)
+        """Random text in the file, by which other processes recognize this lock."""
+        self.descriptor = self._acquire()
+        # A loading process that outlives its rank must not hold the lock.
+        os.register_at_fork(after_in_child=self.release)
 
-    def _acquired(self) -> int:
+    def _acquire(self) -> int:
+        """Open and lock the file. Returns its descriptor."""
         file = self.folder / LOCK_NAME
         try:
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
@@ -54,36 +59,38 @@ class FolderLock:
         except BlockingIOError as error:
             holder = _named(os.pread(descriptor, 4096, 0).decode(errors="replace"))
             raise UserError(
-                f"output_dir: another run{holder} is writing to {self.folder}; wait for it, end it, or give another "
+                f"output_dir: another run{holder} is writing to {self.folder}; wait for it, stop it, or give another "
                 "output_dir"
             ) from error
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise UserError(f"output_dir: {file} cannot be locked ({error.strerror})") from error
-            logger.warning("%s cannot be locked (%s): start no second run there", file, error.strerror)
-        holding = {"host": socket.gethostname(), "pid": os.getpid(), "token": self.token}
+            logger.warning("%s cannot be locked (%s); do not start a second run there", file, error.strerror)
+        holder_fields = {"host": socket.gethostname(), "pid": os.getpid(), "token": self.token}
         try:
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(holding).encode(), 0)
+            os.pwrite(descriptor, json.dumps(holder_fields).encode(), 0)
             os.fsync(descriptor)
         except OSError as error:
             raise UserError(f"output_dir: {file} cannot be written ({error.strerror})") from error
 
     def renew(self) -> None:
-        """Before a save: lock the folder again if it was deleted. Raises UserError if another run holds it by now."""
+        """Create and lock the folder again if it was deleted. Raises UserError if another run holds it by now."""
         file = self.folder / LOCK_NAME
         with suppress(FileNotFoundError):
             if os.path.samestat(file.stat(), os.fstat(self.descriptor)):
                 return
-        logger.warning("%s was deleted during the run; this save makes it anew", self.folder)
+        logger.warning("%s was deleted during the run; this save creates it again", self.folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"output_dir: {self.folder} cannot be made ({error.strerror})") from error
-        before, self.descriptor = self.descriptor, self._acquired()
-        os.close(before)
+            raise UserError(f"output_dir: {self.folder} cannot be created ({error.strerror})") from error
+        deleted = self.descriptor
+        self.descriptor = self._acquire()
+        os.close(deleted)
 
     def release(self) -> None:
+        """Release the lock. Later calls do nothing."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -91,7 +98,7 @@ class FolderLock:
 
 @contextmanager
 def locked(folder: str | Path) -> Iterator[None]:
-    """Hold the FolderLock of an existing folder. Raises its UserErrors."""
+    """Hold the lock of an existing folder inside the context. Raises UserError as `FolderLock` does."""
     lock = FolderLock(folder)
     try:
         yield
@@ -100,7 +107,7 @@ def locked(folder: str | Path) -> Iterator[None]:
 
 
 def holder_token(folder: Path) -> str | None:
-    """The token of the lock's last holder; None if this host sees none."""
+    """The token of the folder's last lock; None if this host sees none."""
     try:
         return str(json.loads((folder / LOCK_NAME).read_text())["token"])
     except (OSError, ValueError, LookupError, TypeError):
@@ -108,8 +115,9 @@ def holder_token(folder: Path) -> str | None:
 
 
 def _named(holder: str) -> str:
+    """The holder in a lock file as part of a message; nothing if the file is unreadable."""
     try:
-        found = json.loads(holder)
-        return f" (process {int(found['pid'])} on {str(found['host'])!r})"
+        fields = json.loads(holder)
+        return f" (process {int(fields['pid'])} on {str(fields['host'])!r})"
     except (ValueError, LookupError, TypeError):
         return ""

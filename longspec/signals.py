@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGHUP as requests to stop: the work at hand is finished and saved first."""
+"""SIGTERM, SIGINT and SIGHUP as requests to stop, which let the program finish and save its current work."""
 
 import signal
 import threading
@@ -6,49 +6,53 @@ from types import FrameType
 from typing import Any, Self
 
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
+"""Signals that ask a process to stop, as far as the platform has them."""
 
 
 def exit_code(signal_number: int) -> int:
-    """The exit code of a command that a signal stopped, as shells count it."""
+    """The exit code after a signal, by the convention of shells."""
     return 128 + signal_number
 
 
 class StopSignals:
-    """Context manager that notes the signals that ask a process to end.
+    """Context manager that records requests to stop.
 
     A second SIGINT kills the process. A signal that is ignored on entry stays ignored (`nohup` ignores SIGHUP). Outside
-    the main thread, where Python allows no handlers, nothing changes.
+    the main thread, where Python allows no handlers, the context does nothing.
     """
 
     received: int | None = None
-    """Number of the first signal."""
+    """Number of the first signal; None before it."""
 
     def __init__(self, at_once: bool = False) -> None:
         """at_once: whether the first signal raises SystemExit(exit_code(received)) in the main thread.
 
-        The attribute may change on the way: true while a model is loaded, false once there is something to save.
+        The attribute may be changed inside the context: true while a model loads, false once there is work to save.
         """
         self.at_once = at_once
-        self._before: dict[int, Any] = {}
-        self._ends = False
+        self._handlers: dict[int, Any] = {}
+        """Handlers to restore at the exit."""
+        self._raised = False
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._note)
+                    self._handlers[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)  # None: not set by Python
-        self._before.clear()
+        for number, handler in self._handlers.items():
+            # Python returns None for a handler that C code installed.
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._handlers.clear()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)  # for the second one, which then needs no Python to be heard
+            # The default handler acts on a second SIGINT even while the main thread is inside a C call.
+            signal.signal(number, signal.SIG_DFL)
         if self.received is None:
             self.received = number
-        if self.at_once and not self._ends:
-            self._ends = True
+        if self.at_once and not self._raised:
+            self._raised = True
             raise SystemExit(exit_code(self.received))

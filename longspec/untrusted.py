@@ -1,7 +1,7 @@
-"""Bounded reading of configuration files that come with other people's weights.
+"""Safe reading of configuration files from untrusted sources, such as downloaded checkpoints.
 
-A file is read only if it is regular and small. Links are followed, because the hub's cache consists of links. YAML has
-neither aliases, whose expansion is exponential, nor interpolations, which could read environment variables.
+Only small regular files are read. Links are followed, because the hub's cache consists of links. YAML files may contain
+neither aliases, whose expansion can be exponential, nor interpolations, which could read environment variables.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import yaml
 from longspec.errors import UserError, first_line
 
 CONFIG_BYTES = 2**24
-"""Size limit of a JSON configuration; the largest published ones have about a megabyte."""
+"""Size limit of a JSON configuration. The largest published ones have about a megabyte."""
 YAML_BYTES = 2**20
+"""Size limit of a YAML configuration."""
 SCALAR_CHARACTERS = 2**16
-"""Length limit of a YAML value: PyYAML needs quadratic time for long numbers."""
+"""Length limit of a YAML value. PyYAML needs quadratic time for long numbers."""
 MAX_DEPTH = 32
+"""Depth limit of nested YAML collections."""
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -33,11 +35,11 @@ def check_regular(file: Path, limit: int | None = None) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise UserError(f"{file}: not a regular file")
     if limit is not None and status.st_size > limit:
-        raise UserError(f"{file}: {status.st_size} bytes; a file of this kind has at most {limit}")
+        raise UserError(f"{file}: {status.st_size} bytes, more than the limit of {limit}")
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON configuration. Raises UserError."""
+    """The object in a JSON configuration. Raises UserError if it is unreadable, too large or not an object."""
     try:
         content = json.loads(_read_text(file, CONFIG_BYTES))
     except (ValueError, RecursionError) as error:
@@ -45,12 +47,12 @@ def read_json(file: Path) -> dict[str, Any]:
             raise
         raise UserError(f"{file}: not a readable config ({first_line(error)})") from error
     if not isinstance(content, dict):
-        raise UserError(f"{file}: not a readable config (a {type(content).__name__}, not an object)")
+        raise UserError(f"{file}: not a readable config (must be an object, not a {type(content).__name__})")
     return content
 
 
 def read_yaml(file: Path) -> dict[Any, Any]:
-    """The mapping in a YAML configuration, values as they stand there. Raises UserError."""
+    """The mapping in a YAML configuration. Raises UserError if it is unreadable, too large or not a mapping."""
     text = _read_text(file, YAML_BYTES)
     try:
         _check_events(file, text)
@@ -60,7 +62,7 @@ def read_yaml(file: Path) -> dict[Any, Any]:
             raise
         raise UserError(f"{file}: not a readable configuration ({' '.join(str(error).split())})") from error
     if not isinstance(content, dict):
-        raise UserError(f"{file}: not a readable configuration (a {type(content).__name__}, not a mapping)")
+        raise UserError(f"{file}: not a readable configuration (must be a mapping, not a {type(content).__name__})")
     return content
 
 
@@ -74,7 +76,10 @@ def _read_text(file: Path, limit: int) -> str:
 
 
 def _check_events(file: Path, text: str) -> None:
-    """Refuse YAML whose loading takes more than linear time, and interpolations in the values that YAML decodes."""
+    """Raise UserError for YAML that takes more than linear time to load or contains interpolations.
+
+    Events hold the decoded values, so an escaped interpolation is found, too.
+    """
     depth = 0
     for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, yaml.AliasEvent):
@@ -85,8 +90,12 @@ def _check_events(file: Path, text: str) -> None:
             depth -= 1
         elif isinstance(event, yaml.ScalarEvent):
             if len(event.value) > SCALAR_CHARACTERS:
-                raise UserError(f"{file}: a value of {len(event.value)} characters; at most {SCALAR_CHARACTERS}")
+                raise UserError(
+                    f"{file}: a value of {len(event.value)} characters, more than the limit of {SCALAR_CHARACTERS}"
+                )
             if "${" in event.value:
-                raise UserError(f"{file}: {event.value[:80]!r} is an interpolation; saved configurations have none")
+                raise UserError(
+                    f"{file}: {event.value[:80]!r} is an interpolation, which a saved configuration may not contain"
+                )
         if depth > MAX_DEPTH:
             raise UserError(f"{file}: nested deeper than {MAX_DEPTH} levels")

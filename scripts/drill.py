@@ -1,9 +1,9 @@
-"""`make drill`: harm a training run at random moments of its saves, and go on from what it left.
+"""`make drill`: damage a training run at random moments of its saves, and resume from what is left.
 
-A trial starts or resumes a run of two ranks that saves after every step, waits for a save, and does what its kind
-says (see KINDS in `drill_faults`). After each there must be a checkpoint that loads and is at most one save older than
-the last logged step (two, if the newest was damaged), and no rank may outlive a dead one by a minute. Kinds change
-every second trial, ZeRO-1 and ZeRO-3 alternate.
+A trial starts or resumes a run of two ranks that saves after every step, waits for a save, and applies one fault of
+`drill_faults`. After each trial a checkpoint must load that is at most one save older than the last logged step (two,
+if the newest one was damaged), and no rank may outlive a dead one by more than a minute. Faults change every second
+trial; ZeRO-1 and ZeRO-3 alternate.
 """
 
 import argparse
@@ -36,15 +36,20 @@ SUMMARY = "summary.json"
 
 @dataclass
 class Trial:
-    """One fault and what was found after it."""
+    """One fault and its consequences."""
 
     zero_stage: int
     kind: str
+    """Name of the fault, a key of KINDS."""
     in_a_save: bool
+    """Whether a save was in progress."""
     logged_step: int
     checkpoint_step: int
+    """Step of the newest checkpoint that loads."""
     ended_after_s: float
+    """Seconds from the fault to the end of the last process."""
     problem: str = ""
+    """Reason why the trial failed."""
 
 
 def main() -> int:
@@ -54,7 +59,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("outputs/drill"))
     options = parser.parse_args()
     if options.output.exists() and not (options.output / SUMMARY).is_file():
-        parser.error(f"--output {options.output}: there is something that no drill left; give another folder")
+        parser.error(f"--output {options.output}: not the output of a drill; give another folder")
     shutil.rmtree(options.output, ignore_errors=True)
     target, texts = prepare(options.output.resolve())
     chance = random.Random(options.seed)
@@ -66,12 +71,12 @@ def main() -> int:
     failed = [trial for trial in trials if trial.problem]
     write_json(options.output / SUMMARY, [asdict(trial) for trial in trials])
     in_a_save = sum(trial.in_a_save for trial in trials)
-    print(f"{len(trials)} trials, {in_a_save} of them in a save: {len(failed)} failed")
+    print(f"{len(trials)} trials, {in_a_save} during a save, {len(failed)} failed")
     return 1 if failed else 0
 
 
 def prepare(folder: Path) -> tuple[Path, Path]:
-    """A target that has learnt nothing, and texts to train on."""
+    """Write an untrained target and training texts. Returns their paths."""
     settings, target = tiny("llama"), folder / "target"
     folder.mkdir(parents=True)
     write_corpus(folder, settings.corpus)
@@ -84,7 +89,7 @@ def prepare(folder: Path) -> tuple[Path, Path]:
 
 
 def drill(output: Path, target: Path, texts: Path, zero_stage: int, kind: str, chance: random.Random) -> Trial:
-    """Start or resume the run in `output`, harm it about a save, and look at what is left."""
+    """Start or resume the run in `output`, apply a fault around a save, and check the checkpoints."""
     before = last_step(output)
     act, saves_lost = KINDS[kind]
     trial = Trial(zero_stage, kind, False, -1, -1, -1)
@@ -97,14 +102,14 @@ def drill(output: Path, target: Path, texts: Path, zero_stage: int, kind: str, c
             trial.in_a_save = (output / STATES[0]).exists()
             trial.ended_after_s = round(act(live), 1)
             trial.logged_step = last_step(output)
-            found = find_latest(output)
-            assert found is not None, "no checkpoint at all"
-            with redirect_stdout(StringIO()):  # DeepSpeed prints what it finds there
-                read_draft(found[0])
-            trial.checkpoint_step = found[1].step
-            assert trial.checkpoint_step >= trial.logged_step - saves_lost, "too old"
+            latest = find_latest(output)
+            assert latest is not None, "no checkpoint"
+            with redirect_stdout(StringIO()):  # DeepSpeed prints
+                read_draft(latest[0])
+            trial.checkpoint_step = latest[1].step
+            assert trial.checkpoint_step >= trial.logged_step - saves_lost, "the checkpoint is too old"
             assert trial.ended_after_s < END_LIMIT_S, "ranks outlived a dead one"
-        except Exception as error:  # whatever keeps a checkpoint from loading is what this is for
+        except Exception as error:  # the drill looks for any error
             trial.problem = f"{type(error).__name__}: {error}"
         finally:
             with suppress(ProcessLookupError):
@@ -113,7 +118,7 @@ def drill(output: Path, target: Path, texts: Path, zero_stage: int, kind: str, c
 
 
 def endless_run(output: Path, target: Path, texts: Path, zero_stage: int) -> list[str]:
-    """A run without end that saves after every step."""
+    """The command of an endless run that saves after every step."""
     overrides = {
         "model_name_or_path": target,
         "data.files": f"[{texts}]",
@@ -128,7 +133,7 @@ def endless_run(output: Path, target: Path, texts: Path, zero_stage: int) -> lis
 
 
 def wait_for_a_save(live: Live, before: int) -> float:
-    """Until the run has saved a step of its own and begins to save once more; how long that save took."""
+    """Wait until the run has finished one save and starts the next. Returns the seconds of the first save."""
     began = ended = 0.0
     staged, launched = live.output / STATES[0], time.time()
 
@@ -136,7 +141,8 @@ def wait_for_a_save(live: Live, before: int) -> float:
         nonlocal began, ended
         saving = False
         with suppress(FileNotFoundError):
-            saving = staged.stat().st_ctime > launched  # an older one was left by the trial before
+            # The previous trial may have left an older one.
+            saving = staged.stat().st_ctime > launched
         if saving and not began:
             began = time.monotonic()
         elif began and not saving and not ended:

@@ -1,4 +1,4 @@
-"""The faults of `make drill`: what a trial does to a live run, and what must be true right after it."""
+"""The faults of `make drill`, each applied to a live run, and the checks right after it."""
 
 import json
 import os
@@ -18,13 +18,16 @@ from longspec.train.generations import STATES, find_latest, is_whole
 from longspec.train.logging import METRICS_NAME
 from scripts.pipeline.machine import CPU_RANKS, ROOT, TRAINER, free_port
 
-START_LIMIT_S, END_LIMIT_S = 180, 60
+START_LIMIT_S = 180
+"""Seconds in which a run must come to a save."""
+END_LIMIT_S = 60
+"""Seconds in which all processes must end after a fault."""
 SIGNALS: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
 class Live:
-    """A run that has come to a save."""
+    """A run that is about to save."""
 
     launch: subprocess.Popen
     output: Path
@@ -39,17 +42,18 @@ class Live:
         return psutil.Process(self.launch.pid).children(recursive=True)
 
     def ranks(self) -> list[psutil.Process]:
-        found = [process for process in self.processes() if is_rank(process)]
-        assert len(found) == CPU_RANKS, f"{len(found)} ranks"
-        return found
+        ranks = [process for process in self.processes() if is_rank(process)]
+        assert len(ranks) == CPU_RANKS, f"{len(ranks)} ranks"
+        return ranks
 
     def killed(self, target: Callable[[], object]) -> float:
-        """Call `target`, which is to end the run; the seconds until all of its processes have ended."""
+        """Call `target`, which must end the run. Returns the seconds until all of its processes have ended."""
         processes, start = self.processes(), time.monotonic()
         target()
         with suppress(subprocess.TimeoutExpired):
             self.launch.wait(timeout=2 * END_LIMIT_S)
-        psutil.wait_procs(processes, timeout=END_LIMIT_S)  # ranks that outlive their launcher count
+        # Ranks may outlive their launcher.
+        psutil.wait_procs(processes, timeout=END_LIMIT_S)
         return time.monotonic() - start
 
     def kill(self) -> float:
@@ -65,20 +69,20 @@ def one_rank_killed(live: Live) -> float:
 
 
 def second_run(live: Live) -> float:
-    """Whether it is to resume or to start afresh, it is refused, and the first run goes on."""
-    more = live.chance.choice((["resume=latest"], ["resume=null"]))
-    refused([*live.command, *more], "another run")
+    """A second run in the folder, resumed or new, is refused, and the first run continues."""
+    resume = live.chance.choice((["resume=latest"], ["resume=null"]))
+    refused([*live.command, *resume], "another run")
     step = last_step(live.output)
     wait_until(lambda: last_step(live.output) > step, live)
     return live.kill()
 
 
 def rank_local_disks(live: Live) -> float:
-    """Each rank has a folder of its own under the same relative path."""
+    """Each rank sees a different folder under the same relative path."""
     script = live.output.with_name("local.py")
     script.write_text(
         "import os, sys\n"
-        "from longspec.train.trainer import main\n"
+        "from longspec.train.run import main\n"
         f"folder = os.path.join({str(live.output)!r} + '_local', os.environ['RANK'])\n"
         "os.makedirs(folder, exist_ok=True)\n"
         "os.chdir(folder)\n"
@@ -90,7 +94,7 @@ def rank_local_disks(live: Live) -> float:
 
 
 def full_disk(live: Live) -> float:
-    """No file may grow past 200 kB: a shard is larger, the log and the metrics are not."""
+    """No file may grow beyond 200 kB, which stops a shard but neither the log nor the metrics."""
 
     def fill() -> None:
         for rank in live.ranks():
@@ -98,36 +102,36 @@ def full_disk(live: Live) -> float:
 
     ended = live.killed(fill)
     assert live.launch.returncode == 2, f"exit code {live.launch.returncode} with a full disk"
-    assert "could not be written" in live.log.read_text(), "a full disk was not named"
+    assert "could not be written" in live.log.read_text(), "the log does not name the full disk"
     return ended
 
 
 def file_deleted(live: Live) -> float:
-    return damaged(live, lambda one, _: one.unlink())
+    return damaged(live, lambda file, _: file.unlink())
 
 
 def file_truncated(live: Live) -> float:
-    return damaged(live, lambda one, _: os.truncate(one, live.chance.randrange(one.stat().st_size)))
+    return damaged(live, lambda file, _: os.truncate(file, live.chance.randrange(file.stat().st_size)))
 
 
 def file_swapped(live: Live) -> float:
-    def swap(one: Path, other: Path) -> None:
-        content = one.read_bytes()
-        one.write_bytes(other.read_bytes())
+    def swap(file: Path, other: Path) -> None:
+        content = file.read_bytes()
+        file.write_bytes(other.read_bytes())
         other.write_bytes(content)
 
     return damaged(live, swap)
 
 
-def damaged(live: Live, harm: Callable[[Path, Path], object]) -> float:
-    """Kill the run, then harm a file of its newest state, of which another one is given; an older state must do."""
+def damaged(live: Live, damage: Callable[[Path, Path], object]) -> float:
+    """Kill the run and damage its newest state: `damage` gets two of its shards. The older state must be used."""
     wait_until(lambda: is_whole(live.output / STATES[2]), live)
     ended = live.kill()
-    found = find_latest(live.output)
-    assert found is not None, "no checkpoint at all"
-    one, other = live.chance.sample(sorted(found[0].rglob("*_optim_states.pt")), CPU_RANKS)
-    harm(one, other)
-    assert find_latest(live.output) not in (None, found), f"{one} is damaged, and nobody says so"
+    latest = find_latest(live.output)
+    assert latest is not None, "no checkpoint"
+    file, other = live.chance.sample(sorted(latest[0].rglob("*_optim_states.pt")), CPU_RANKS)
+    damage(file, other)
+    assert find_latest(live.output) not in (None, latest), f"{file} is damaged, but its state is used"
     return ended
 
 
@@ -144,13 +148,13 @@ def rank_signalled(live: Live) -> float:
 
 
 def signalled(live: Live, process: psutil.Process, numbers: Sequence[signal.Signals] = SIGNALS) -> float:
-    """Send a process of the launch one of the signals: every rank ends with the last step saved, and a line says so."""
+    """Send one of the signals to a process of the launch. Every rank must end, and the last step must be saved."""
     number = live.chance.choice(numbers)
     ended = live.killed(lambda: process.send_signal(number))
-    found = find_latest(live.output)
-    assert live.launch.poll() is not None, f"{number.name}: the launch went on"
-    assert "stopped after step" in live.log.read_text(), f"{number.name}: nothing says that the run was stopped"
-    assert found is not None and found[1].step == last_step(live.output), f"{number.name}: the last step is lost"
+    latest = find_latest(live.output)
+    assert live.launch.poll() is not None, f"{number.name}: the launch continued"
+    assert "stopped after step" in live.log.read_text(), f"{number.name}: the log does not say that the run stopped"
+    assert latest is not None and latest[1].step == last_step(live.output), f"{number.name}: the last step is lost"
     return ended
 
 
@@ -167,17 +171,17 @@ KINDS: dict[str, tuple[Callable[[Live], float], int]] = {
     "launch.py signalled": (launcher_signalled, 0),
     "rank signalled": (rank_signalled, 0),
 }
-"""What a trial does to a live run, which returns the seconds until it has ended, and how many saves that may cost."""
+"""Each fault, which returns the seconds until the run has ended, and the number of saves that it may cost."""
 
 
 def environment() -> dict[str, str]:
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    given = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "PYTHONPATH": paths}
-    return os.environ | given
+    settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "PYTHONPATH": paths}
+    return os.environ | settings
 
 
 def refused(command: list[str], reason: str) -> None:
-    """Run a launch line that must end with exit code 2 and one line that gives the reason."""
+    """Run a command that must end with exit code 2 and one error line that contains `reason`."""
     command = [str(free_port()) if before == "--master_port" else part for before, part in pairwise(["", *command])]
     run = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=START_LIMIT_S)
     errors = [line for line in run.stderr.splitlines() if line.startswith("error:")]
@@ -185,7 +189,7 @@ def refused(command: list[str], reason: str) -> None:
 
 
 def last_step(output: Path) -> int:
-    """The last step that the run has logged, 0 before the first."""
+    """The last step that the run has logged, 0 if there is none."""
     metrics = output / METRICS_NAME
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     return json.loads(lines[-1])["step"] if lines else 0
@@ -195,7 +199,7 @@ def wait_until(condition: Callable[[], bool], live: Live) -> None:
     deadline = time.monotonic() + START_LIMIT_S
     while not condition():
         if live.launch.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"the run did not come to a save; see {live.log}")
+            raise SystemExit(f"the run did not save in time; see {live.log}")
         time.sleep(0.005)
 
 

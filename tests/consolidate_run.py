@@ -1,8 +1,7 @@
-"""Run by the launcher: load a run's newest checkpoint and save what the engine holds, gathered in two ways.
+"""A run script for the launcher that loads a run's newest checkpoint and saves the engine's weights in two ways.
 
-The arguments are the launch line's. Writes `gathered.pt` (our draft) and, under ZeRO-3, `consolidated.pt` (DeepSpeed's
-own consolidation of the whole pair) into the output folder.
-"""
+It takes the trainer's arguments. It writes `gathered.pt` (our draft) and, under ZeRO-3, `consolidated.pt` (DeepSpeed's
+own consolidation of the whole pair) into the output folder."""
 
 import sys
 from pathlib import Path
@@ -22,10 +21,10 @@ def main() -> None:
     assert config is not None
     start_ranks()
     config = locate(config)
-    found = from_rank_zero(lambda: find_latest(config.output_dir))
-    assert found is not None
-    engine = build_engine(config, build_pair(config, read_draft(found[0])))
-    load_state(engine, *found)
+    latest = from_rank_zero(lambda: find_latest(config.output_dir))
+    assert latest is not None
+    engine = build_engine(config, build_pair(config, read_draft(latest[0])))
+    load_state(engine, *latest)
     output = Path(config.output_dir)
     gathered = gather_draft(engine.module)
     assert bool(gathered) == (dist.get_rank() == 0)

@@ -1,37 +1,42 @@
-"""Goodness of fit: are these outcomes draws from that distribution?"""
+"""Goodness of fit: tests whether outcomes are samples from a distribution."""
 
 import torch
 from torch import Tensor
 
 
 def p_value(counts: Tensor, law: Tensor) -> float:
-    """Pearson's chi-square test, rows independent of each other and taken together.
+    """p-value of Pearson's chi-square test over all rows, which are independent of each other.
 
-    counts, law: [rows, outcomes], law's rows sum to 1. 0 where an outcome of probability 0 was counted; outcomes that
-    are expected fewer than five times are pooled, as the statistic's own law asks.
+    counts, law: [rows, outcomes]; law holds probabilities, and each row sums to 1. Returns 0.0 if an outcome of
+    probability 0 was counted. Outcomes with an expected count below five are pooled, because the statistic follows the
+    chi-square distribution only for larger counts.
     """
     counts, law = counts.double().cpu(), law.double().cpu()
     if counts[law == 0].any():
         return 0.0
-    statistic, freedom = 0.0, 0
+    statistic, degrees_of_freedom = 0.0, 0
     for observed, expected in zip(counts, law * counts.sum(1, keepdim=True), strict=True):
         rare = expected < 5
         observed = torch.cat([observed[~rare], observed[rare].sum()[None]])
         expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-        there = expected > 0
-        statistic += ((observed - expected)[there].square() / expected[there]).sum().item()
-        freedom += int(there.sum()) - 1
-    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
-    return torch.special.gammaincc(half[0], half[1]).item()
+        possible = expected > 0
+        statistic += ((observed - expected)[possible].square() / expected[possible]).sum().item()
+        degrees_of_freedom += int(possible.sum()) - 1
+    # The survival function of chi-square with k degrees of freedom is the regularized upper gamma Q(k / 2, x / 2).
+    k_half, x_half = torch.tensor([degrees_of_freedom / 2, statistic / 2], dtype=torch.float64)
+    return torch.special.gammaincc(k_half, x_half).item()
 
 
 def hardest_to_see(law: Tensor, distance: float) -> Tensor:
-    """A law [outcomes] at total-variation `distance` whose chi-square from `law` is the least: every probability of one
-    half of the mass grows by the same factor, every other one shrinks."""
+    """The distribution [outcomes] at total-variation distance `distance` that a chi-square test detects least.
+
+    The outcomes are divided into two sets of about equal mass; the probabilities of one set grow by a common factor,
+    those of the other shrink.
+    """
     order = law.argsort(descending=True)
     sign = torch.empty_like(law)
     balance = 0.0
-    for outcome in order.tolist():  # greedily into the lighter half
+    for outcome in order.tolist():  # greedily into the set with less mass
         sign[outcome] = -1.0 if balance > 0 else 1.0
         balance += sign[outcome].item() * law[outcome].item()
     up, down = law[sign > 0].sum(), law[sign < 0].sum()

@@ -1,4 +1,4 @@
-"""Exact integration over chance: a sampler whose every outcome is tried once, with its probability."""
+"""Exact enumeration of a random procedure: every sequence of outcomes is run once, with its probability."""
 
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -13,7 +13,7 @@ Tokens = tuple[int, ...]
 
 
 class EnumeratingSampler(Sampler):
-    """Replays a script of outcomes, and past its end always takes the first one that is possible."""
+    """Replays a script of outcomes. After its end, takes the first outcome that has a positive probability."""
 
     def __init__(self, script: list[int]) -> None:
         super().__init__(temperature=1.0, top_k=0, top_p=1.0)
@@ -31,12 +31,12 @@ class EnumeratingSampler(Sampler):
         return torch.tensor([self._decide([1 - one, one]) == 1 for one in heads]).view(probability.shape)
 
     def exponentials(self, like: Tensor) -> Tensor:
-        raise NotImplementedError("times are continuous")
+        raise NotImplementedError("exponential variables are continuous and cannot be enumerated")
 
     def _decide(self, probabilities: list[float]) -> int:
         possible = [outcome for outcome, probability in enumerate(probabilities) if probability > 0]
-        at = len(self.taken)
-        outcome = self.script[at] if at < len(self.script) else possible[0]
+        draw = len(self.taken)
+        outcome = self.script[draw] if draw < len(self.script) else possible[0]
         self.taken.append(outcome)
         self.options.append(possible)
         self.probability *= probabilities[outcome]
@@ -44,19 +44,19 @@ class EnumeratingSampler(Sampler):
 
 
 def outcomes(run: Callable[[Sampler], Result]) -> Iterator[tuple[float, Result]]:
-    """Every result that `run` can have, path of chance by path of chance, with the path's probability."""
+    """The probability and the result of `run` for every sequence of outcomes that its sampler can draw."""
     scripts: list[list[int]] = [[]]
     while scripts:
         script = scripts.pop()
         sampler = EnumeratingSampler(script)
         result = run(sampler)
         yield sampler.probability, result
-        for at in range(len(script), len(sampler.taken)):
-            scripts += [[*sampler.taken[:at], other] for other in sampler.options[at][1:]]
+        for draw in range(len(script), len(sampler.taken)):
+            scripts += [[*sampler.taken[:draw], other] for other in sampler.options[draw][1:]]
 
 
 class RandomLanguage:
-    """A distribution of the next token, fp64 [V], for every prefix; some tokens have probability 0."""
+    """Random next-token distributions, fp64 [V], one per prefix. Some tokens have probability 0."""
 
     def __init__(self, vocab: int, seed: int, zeros: float = 0.2) -> None:
         self.vocab, self.zeros = vocab, zeros
@@ -66,33 +66,34 @@ class RandomLanguage:
     def __call__(self, prefix: Tokens) -> Tensor:
         if prefix not in self.known:
             weights = torch.rand(self.vocab, generator=self.generator, dtype=torch.float64) ** 2 + 1e-3
-            gone = torch.rand(self.vocab, generator=self.generator) < self.zeros
-            gone[torch.randint(self.vocab, (1,), generator=self.generator)] = False
-            weights[gone] = 0
+            impossible = torch.rand(self.vocab, generator=self.generator) < self.zeros
+            impossible[torch.randint(self.vocab, (1,), generator=self.generator)] = False
+            weights[impossible] = 0
             self.known[prefix] = weights / weights.sum()
         return self.known[prefix]
 
     def sequences(self, length: int, prefix: Tokens = ()) -> dict[Tokens, float]:
-        """The probability of each sequence of `length` tokens that begins with `prefix`, given `prefix`."""
-        found = {prefix: 1.0}
+        """The conditional probability, given `prefix`, of each sequence of `length` tokens that starts with it."""
+        sequences = {prefix: 1.0}
         for _ in range(length - len(prefix)):
-            found = {
-                (*head, token): weight * p
-                for head, weight in found.items()
+            sequences = {
+                (*head, token): probability * p
+                for head, probability in sequences.items()
                 for token, p in enumerate(self(head).tolist())
                 if p > 0
             }
-        return found
+        return sequences
 
 
 Levels = tuple[tuple[Tokens, ...], ...]
 
 
 def sampled_trees(language: RandomLanguage, shape: Tokens) -> dict[tuple[Tokens, ...], float]:
-    """The law of a tree sampled without replacement: its nodes (token paths, level by level, in order) → probability.
+    """Probability of each tree sampled without replacement. A tree is the tuple of its nodes, level by level and in the
+    order of sampling; a node is its token path.
 
-    Complete paths arrive one after another, the next one drawn in proportion to its probability among those that have
-    not come; level d keeps the first shape[d - 1] distinct beginnings, below nodes that are kept.
+    Complete paths are sampled one after another without replacement, each in proportion to its probability among those
+    that remain. Level d keeps the first shape[d - 1] distinct beginnings of length d whose parents are kept.
     """
     leaves = language.sequences(len(shape))
     finished: dict[tuple[Tokens, ...], float] = {}
@@ -101,21 +102,24 @@ def sampled_trees(language: RandomLanguage, shape: Tokens) -> dict[tuple[Tokens,
         grown: dict[Levels, float] = {}
         for levels, probability in growing.items():
             after = {leaf: _add(levels, leaf, shape) for leaf in leaves}
-            matter = {leaf: leaves[leaf] for leaf in leaves if after[leaf] != levels}
-            if not matter:
+            # Paths that leave the tree unchanged do not affect the law of the next change.
+            changing = {leaf: leaves[leaf] for leaf in leaves if after[leaf] != levels}
+            if not changing:
                 finished[sum(levels, ())] = probability
-            for leaf, weight in matter.items():
-                grown[after[leaf]] = grown.get(after[leaf], 0.0) + probability * weight / sum(matter.values())
+            total = sum(changing.values())
+            for leaf, weight in changing.items():
+                grown[after[leaf]] = grown.get(after[leaf], 0.0) + probability * weight / total
         growing = grown
     return finished
 
 
 def _add(levels: Levels, leaf: Tokens, shape: Tokens) -> Levels:
-    found = list(levels)
+    """The tree `levels` after the complete path `leaf` was sampled."""
+    extended = list(levels)
     for depth, width in enumerate(shape):
         node = leaf[: depth + 1]
-        if node not in found[depth]:
-            if len(found[depth]) == width:
+        if node not in extended[depth]:
+            if len(extended[depth]) == width:
                 break
-            found[depth] = (*found[depth], node)
-    return tuple(found)
+            extended[depth] = (*extended[depth], node)
+    return tuple(extended)

@@ -1,4 +1,4 @@
-"""A target with a chat template and texts for the experiment's tests."""
+"""A tiny target with a chat template, and a folder of texts, for the experiment's tests."""
 
 import json
 import random
@@ -16,7 +16,7 @@ IM_END = 4
 
 
 def make_chat_target(folder: Path) -> Path:
-    """A random target of bytes whose greedy answers rarely loop."""
+    """Save a random target with a byte vocabulary whose greedy answers rarely loop."""
     save_target(folder, "llama", vocab_size=VOCAB_SIZE, initializer_range=0.5, eos_token_id=IM_END)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
@@ -25,7 +25,7 @@ def make_chat_target(folder: Path) -> Path:
 
 
 def write_text_folder(folder: Path) -> Path:
-    """Questions and meetings in the two layouts of files that are read."""
+    """Write questions and meetings in both supported file layouts: TASK/SPLIT.jsonl and TASK_SPLIT.jsonl."""
     choice = random.Random(0)
 
     def words(count: int) -> str:

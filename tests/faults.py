@@ -1,4 +1,4 @@
-"""Faults that a sampler of speculative decoding is known for (the published code's among them), to be planted."""
+"""Known faults of speculative sampling, some from the published code, to be planted in tests of losslessness."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,8 +14,8 @@ from longspec.inference.drafting import chain as chain_drafting
 from longspec.inference.drafting import tree as tree_drafting
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.sampling import Sampler
-from longspec.kernels import vocabulary
-from longspec.kernels.vocabulary import Tree
+from longspec.kernels.decoding import vocabulary
+from longspec.kernels.decoding.tree import Tree
 
 follow, reject, accept = acceptance.follow, acceptance.reject, acceptance.accept
 Patch = pytest.MonkeyPatch
@@ -24,14 +24,15 @@ Patch = pytest.MonkeyPatch
 @dataclass(frozen=True)
 class Fault:
     plant: Callable[[Patch], None]
+    """Patches the fault into the code under test."""
     methods: tuple[str, ...]
-    """The methods that it spoils; "tree" and "tree, descend" are the two tree rules."""
+    """Methods whose output the fault changes; "tree" and "tree, descend" are the two tree rules."""
     warp: dict[str, Any] = field(default_factory=dict)
-    """Settings that it takes to show."""
+    """Sampling options without which the fault has no effect."""
 
 
 def probabilities_by_node_number(patch: Patch) -> None:
-    """The target's choice at node number d is taken for that at depth d."""
+    """The target's choice at node number d is used for every node at depth d."""
 
     def faulty(proposal: Proposal, choice: Tensor) -> Accepted:
         return follow(proposal, choice[:, proposal.levels])
@@ -40,7 +41,7 @@ def probabilities_by_node_number(patch: Patch) -> None:
 
 
 def top_k_children_as_samples(patch: Patch) -> None:
-    """The most probable children are judged by p/q, as if the draft had drawn them."""
+    """The draft's most probable children are accepted with min(1, p/q), as if they had been sampled from q."""
 
     def faulty(
         tree: Tree, above: slice, width: int, logits: Tensor, temperature: float, noise: Tensor, q: Tensor, *_: object
@@ -52,7 +53,7 @@ def top_k_children_as_samples(patch: Patch) -> None:
 
 
 def siblings_out_of_order(patch: Patch) -> None:
-    """Sampled siblings are tried in the reverse of the order in which they were drawn."""
+    """Siblings are tried in the reverse of the order in which they were sampled."""
     sampled = tree_drafting.sampled_children
 
     def faulty(tree: Tree, above: slice, width: int, *args: Any) -> None:
@@ -65,18 +66,18 @@ def siblings_out_of_order(patch: Patch) -> None:
     patch.setattr(tree_drafting, "sampled_children", faulty)
 
 
-def nothing_renormalised(patch: Patch) -> None:
-    """After a rejection the next sibling is judged by what is left of p and q as it stands."""
+def no_renormalization(patch: Patch) -> None:
+    """After a rejection, the remaining p and q are not renormalized before the next sibling is tried."""
     patch.setattr(acceptance, "_sums", lambda left, remaining: torch.ones(2, len(left), dtype=torch.float64))
 
 
 def resampling_from_p(patch: Patch) -> None:
-    """After a rejection the token is drawn from p and not from (p - q)₊."""
+    """After a rejection, the token is sampled from p instead of the normalized max(p - q, 0)."""
     patch.setattr(acceptance, "_residual", lambda p, q, ratio: p.double())
 
 
 def temperature_left_out(patch: Patch) -> None:
-    """The target is read at temperature 1, whatever the temperature."""
+    """The target's logits are not divided by the temperature."""
 
     def faulty(proposal: Proposal, logits: Tensor, sampler: Sampler, *_: object) -> Accepted:
         return accept(proposal, logits * sampler.temperature, sampler)
@@ -85,6 +86,7 @@ def temperature_left_out(patch: Patch) -> None:
 
 
 def greedy_first_token(patch: Patch) -> None:
+    """The first token after prefill is the argmax."""
     choose = Sampler.choose
 
     def faulty(self: Sampler, logits: Tensor, *watch: Any) -> Tensor:
@@ -94,7 +96,7 @@ def greedy_first_token(patch: Patch) -> None:
 
 
 def threshold_off_by_one_depth(patch: Patch) -> None:
-    """A token is judged by the target's distribution after it and not by the one before it."""
+    """A token is compared with the target's distribution for the position after it."""
 
     def faulty(proposal: Proposal, q: Tensor, p: Tensor, sampler: Sampler) -> Accepted:
         return reject(proposal, q, torch.cat([p[:, 1:], p[:, -1:]], 1), sampler)
@@ -114,7 +116,7 @@ def one_token_too_many(patch: Patch) -> None:
 
 
 def q_is_not_what_was_sampled_from(patch: Patch) -> None:
-    """The chain is drawn under the temperature, and q is remembered without it."""
+    """The recorded q differs from the distribution from which the chain was sampled, as without its temperature."""
     chain = chain_drafting.chain
 
     def faulty(tokens: Tensor, q: Tensor) -> Proposal:
@@ -124,7 +126,7 @@ def q_is_not_what_was_sampled_from(patch: Patch) -> None:
 
 
 def warpers_in_another_order(patch: Patch) -> None:
-    """top-p before the temperature."""
+    """top-p is applied before the temperature."""
     init = Sampler.__init__
 
     def faulty(self: Sampler, *args: object, **kwargs: object) -> None:
@@ -135,7 +137,7 @@ def warpers_in_another_order(patch: Patch) -> None:
 
 
 def rows_share_their_draws(patch: Patch) -> None:
-    """One uniform number decides for all rows of the batch."""
+    """All rows of the batch share one uniform random number."""
 
     def draw(self: Sampler, probabilities: Tensor) -> Tensor:
         uniform = torch.rand(probabilities.shape[1:-1], generator=self.generator, device=probabilities.device)
@@ -145,7 +147,7 @@ def rows_share_their_draws(patch: Patch) -> None:
 
 
 def rounds_repeat_their_draws(patch: Patch) -> None:
-    """The generator is seeded anew in every round."""
+    """The generator is reseeded with the same number in every round."""
 
     def faulty(proposal: Proposal, logits: Tensor, sampler: Sampler, *_: object) -> Accepted:
         if sampler.generator is not None:
@@ -158,13 +160,13 @@ def rounds_repeat_their_draws(patch: Patch) -> None:
 BY_REJECTION = ("seq", "tree", "magicdec")
 IN_THE_RULE = {
     "probabilities by node number": Fault(probabilities_by_node_number, ("tree, descend",)),
-    "nothing renormalised": Fault(nothing_renormalised, ("tree",)),
+    "no renormalization": Fault(no_renormalization, ("tree",)),
     "resampling from p": Fault(resampling_from_p, BY_REJECTION),
     "threshold off by one depth": Fault(threshold_off_by_one_depth, BY_REJECTION),
     "one token too many": Fault(one_token_too_many, ("seq", "magicdec")),
     "q is not what was sampled from": Fault(q_is_not_what_was_sampled_from, ("seq", "magicdec")),
 }
-"""Seen by integrating the rule over its draws, and in what is generated."""
+"""Faults detected by enumeration of the acceptance rule, and in the distribution of generated text."""
 IN_THE_OUTPUT = IN_THE_RULE | {
     "top-k children as samples of q": Fault(top_k_children_as_samples, ("tree",)),
     "siblings out of order": Fault(siblings_out_of_order, ("tree",)),
@@ -172,9 +174,9 @@ IN_THE_OUTPUT = IN_THE_RULE | {
     "greedy first token": Fault(greedy_first_token, ("seq", "tree, descend", "tree", "magicdec")),
     "warpers in another order": Fault(warpers_in_another_order, ("tree, descend",), {"top_p": 0.8}),
 }
-"""Seen in the distribution of what is generated."""
+"""Faults detected in the distribution of generated text."""
 IN_CORRELATIONS = {
     "rows share their draws": Fault(rows_share_their_draws, ("seq", "tree, descend", "tree", "magicdec")),
     "rounds repeat their draws": Fault(rounds_repeat_their_draws, ("seq", "tree, descend", "tree", "magicdec")),
 }
-"""Seen in what draws have to do with each other."""
+"""Faults detected by correlations between rows or rounds."""

@@ -1,4 +1,4 @@
-"""Run by the launcher in place of the trainer: the same, with the fault that the environment variable FAULT names."""
+"""The trainer with the fault that the environment variable FAULT names. A run script for the launcher."""
 
 import os
 import resource
@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from longspec.train import trainer
+from longspec.train import run, trainer
 from longspec.train.trainer import Trainer
 
 STEP = 3
@@ -40,7 +40,7 @@ def disk_is_full(engine: object, tokenizer: object, config: object, progress: tr
 
 
 def disks_are_local() -> None:
-    """Give each rank a folder of its own under a relative output_dir."""
+    """Change to a folder per rank, so that a relative output_dir is local to each rank."""
     sys.argv[1:] = [os.path.abspath(given) if given.startswith("conf/") else given for given in sys.argv[1:]]
     os.chdir(os.path.join(os.environ["DISKS"], str(rank)))
 
@@ -58,4 +58,4 @@ elif fault == "full":
     trainer.save_checkpoint = disk_is_full  # type: ignore[assignment]
 else:
     sys.exit(f"FAULT: {fault!r} is unknown")
-trainer.main()
+run.main()

@@ -5,8 +5,10 @@ from typing import Any
 
 import gguf
 import numpy as np
-from pairs import _CLASSES, save_target
+from pairs import GLIDE, save_target
 from tiny_tokenizer import byte_tokenizer
+
+from longspec.models.draft_layer import head_dim
 
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -16,6 +18,8 @@ NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
@@ -37,34 +41,40 @@ def write_gguf(
 ) -> Any:
     """Write a random target with the byte tokenizer; the transformers model that the file describes.
 
+    Mistral files are of architecture llama, as those of llama.cpp's converter.
     rope: GGUF metadata of the rotary scaling. without: leaves out the tensors whose names contain this.
     """
     tokenizer = byte_tokenizer()
     vocab = tokenizer.get_vocab()
     sizes = {"hidden_size": 64, "intermediate_size": 96} if quantized else {}
     folder = save_target(file.with_suffix(""), family, vocab_size=len(vocab), **sizes, **overrides)
-    model = _CLASSES[family][1].from_pretrained(folder)
+    model = GLIDE[family].target_class.from_pretrained(folder)
     config = model.config
-    writer = gguf.GGUFWriter(file, architecture or family)
+    written_as = "llama" if family == "mistral" else family
+    writer = gguf.GGUFWriter(file, architecture or written_as)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
+    if (width := head_dim(config)) != config.hidden_size // config.num_attention_heads:
+        writer.add_key_length(width)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if window := getattr(config, "sliding_window", None):
+        writer.add_sliding_window(window)
     for key, value in (rope or {}).items():
         add = writer.add_string if isinstance(value, str) else writer.add_float32
-        add(f"{family}.rope.scaling.{key}", value)
+        add(f"{written_as}.rope.scaling.{key}", value)
     _add_tokenizer(writer, vocab)
     for name, weight in model.state_dict().items():
         if config.tie_word_embeddings and name == "lm_head.weight":
             continue
         array = weight.float().numpy()
-        if family == "llama" and "q_proj" in name:
+        if written_as == "llama" and "q_proj" in name:
             array = _interleaved(array, config.num_attention_heads)
-        if family == "llama" and "k_proj" in name:
+        if written_as == "llama" and "k_proj" in name:
             array = _interleaved(array, config.num_key_value_heads)
         new = _renamed(name)
         if without and without in new:

@@ -1,4 +1,4 @@
-"""A drafter that knows the continuation: right down to a planned depth, then wrong; for trees and chains."""
+"""Drafters that know the target's continuation and propose it correctly down to a planned depth."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -11,12 +11,14 @@ from longspec.inference.cache import TargetCache
 from longspec.inference.drafting.proposal import Drafter, Proposal
 
 Plan = Sequence[Sequence[int]]
-"""plan[round][row]: how many draft tokens shall be accepted; after its last round it starts again."""
+"""plan[round][row] is the number of draft tokens to be accepted. The plan repeats after its last round."""
 
 
 class Oracle:
-    """Wraps a drafter and, where there is a plan, puts right and wrong tokens into its trees, whose branches it keeps.
-    With or without one it records what was accepted."""
+    """Wraps a drafter, records the number of accepted tokens and, given a plan, replaces the tokens of its proposals.
+
+    The shape and the branches of a proposal stay as the drafter chose them.
+    """
 
     def __init__(
         self,
@@ -26,7 +28,7 @@ class Oracle:
         plan: Plan = (),
         vocab: int = 0,
     ) -> None:
-        """truth: each row's continuation from its first new token on, as far as any round looks ahead."""
+        """truth: the continuation of each row from its first new token, as long as any round looks ahead."""
         self.drafter = drafter
         self.depth, self.nodes, self.kind, self.start = drafter.depth, drafter.nodes, drafter.kind, drafter.start
         self.reads_hidden, self.reserve = drafter.reads_hidden, drafter.reserve
@@ -34,7 +36,7 @@ class Oracle:
         self.random = Random(5)
         self.rounds = 0
         self.accepted: list[list[int]] = [[] for _ in prompt_lengths]
-        """By row: how many draft tokens each of its passes accepted."""
+        """Number of draft tokens that each pass accepted, by row."""
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
         proposal = self.drafter.propose(root, cache)
@@ -46,9 +48,10 @@ class Oracle:
         return proposal
 
     def _plant(self, proposal: Proposal, row: int, ahead: Sequence[int], planned: int) -> None:
-        """Put `ahead`, the true tokens from the root's on, on the path to a random node of level `planned`.
+        """Put `ahead`, the true tokens starting at the root's, on the path to a random node of level `planned`.
 
-        Every other child of that path is wrong; what hangs below these is right or wrong by chance, and out of reach.
+        Every other child of a node on the path is wrong. Tokens further from the path are right or wrong at random;
+        acceptance never reaches them.
         """
         levels, parents = proposal.levels.tolist(), proposal.parents[row].tolist()
         node = self.random.choice([node for node, level in enumerate(levels) if level == planned])
@@ -68,8 +71,10 @@ class Oracle:
 
 
 class DeviceOracle:
-    """As `Oracle`, made of tensor operations alone, so that its rounds can be captured in a CUDA graph: the last node
-    of the planned level gets the true path, every other node a wrong token."""
+    """A variant of `Oracle` made of tensor operations, so that its rounds can be captured in a CUDA graph.
+
+    The path to the last node of the planned level has the true tokens; all other nodes have wrong tokens.
+    """
 
     def __init__(
         self,
@@ -80,7 +85,7 @@ class DeviceOracle:
         plan: Plan,
         vocab: int,
     ) -> None:
-        """shape: of the drafter's trees; truth: LongTensor [B, tokens]."""
+        """shape: nodes per level of the drafter's trees; truth: LongTensor [B, tokens]."""
         self.drafter, self.truth, self.vocab = drafter, truth, vocab
         self.depth, self.nodes, self.kind = drafter.depth, drafter.nodes, drafter.kind
         self.reads_hidden = drafter.reads_hidden
@@ -104,15 +109,19 @@ class DeviceOracle:
 
 
 def passes_of(accepted: Iterable[int], length: int, depth: int) -> tuple[list[int], list[int]]:
-    """The first of the passes `accepted` that bring a row from its first token to `length`, and how many of them emit
-    at least 1, 2, … `depth` draft tokens."""
-    passes, by_depth, at = [], [0] * depth, 1
+    """The passes of a row that has `length` new tokens, and how many of them emit at least 1, 2, ..., `depth` draft
+    tokens.
+
+    accepted: draft tokens accepted per pass. Passes after the one that reaches `length` are dropped. The row starts
+    with one token, which prefill chose.
+    """
+    passes, by_depth, tokens = [], [0] * depth, 1
     for count in accepted:
-        if at == length:
+        if tokens == length:
             break
         passes.append(count)
-        emitted = min(count + 1, length - at)
-        at += emitted
+        emitted = min(count + 1, length - tokens)
+        tokens += emitted
         for d in range(min(count, emitted)):
             by_depth[d] += 1
     return passes, by_depth

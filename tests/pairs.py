@@ -1,4 +1,4 @@
-"""Tiny targets with drafts, for tests: random weights, both families, any head layout."""
+"""Tiny targets with drafts, for tests: random weights, every family, any head layout."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from torch import nn
+from transformers import PreTrainedConfig
 
+from longspec.models import families
 from longspec.models.draft_layer import PUBLISHED, DraftOptions
 from longspec.models.glide import GlideMixin
-from longspec.models.llama import LlamaGlide
-from longspec.models.qwen2 import Qwen2Glide
 
-FAMILIES = ("llama", "qwen2")
+FAMILIES = tuple(families.FAMILIES)
+GLIDE: dict[str, Any] = {family: families.class_of(family) for family in FAMILIES}
+"""The pair class of each family."""
 OPTIONS = {
     "published": PUBLISHED,
     "kv_layers": DraftOptions(kv_layers=(1, 0)),
@@ -21,13 +23,11 @@ OPTIONS = {
     "both": DraftOptions(kv_layers=(1,), target_feature=True),
 }
 """Drafts for the targets of 3 layers."""
-_CLASSES = {
-    "llama": (LlamaConfig, LlamaForCausalLM, LlamaGlide),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, Qwen2Glide),
-}
+OWN_SETTINGS: dict[str, dict[str, Any]] = {"qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}}
+"""Settings of a family's tiny config. Qwen3's heads are wider than hidden_size / heads, as in the real ones."""
 
 
-def tiny_config(family: str, **overrides: Any) -> LlamaConfig | Qwen2Config:
+def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
     """3 layers, GQA 4/2; wide initial weights, so that logits differ clearly between tokens."""
     settings: dict[str, Any] = {
         "vocab_size": 61,
@@ -43,13 +43,17 @@ def tiny_config(family: str, **overrides: Any) -> LlamaConfig | Qwen2Config:
         "eos_token_id": None,
         "pad_token_id": 0,
     }
-    return _CLASSES[family][0](**(settings | overrides))
+    return GLIDE[family].target_class.config_class(**(settings | OWN_SETTINGS.get(family, {}) | overrides))
 
 
 def save_target(folder: Path, family: str, seed: int = 0, **overrides: Any) -> Path:
-    """A random target in transformers' own form."""
+    """A random target in transformers' own form; weights of norms over heads differ from 1."""
     torch.manual_seed(seed)
-    _CLASSES[family][1](tiny_config(family, **overrides)).save_pretrained(folder)
+    target = GLIDE[family].target_class(tiny_config(family, **overrides))
+    for name, weight in target.named_parameters():
+        if "q_norm" in name or "k_norm" in name:
+            nn.init.uniform_(weight, 0.5, 1.5)
+    target.save_pretrained(folder)
     return folder
 
 
@@ -64,7 +68,7 @@ def make_pair(
     """A random target with a random draft, which decoding takes for a trained one."""
     save_target(folder, family, seed, **overrides)
     torch.manual_seed(seed + 1)
-    model = _CLASSES[family][2].from_pretrained(folder, torch_dtype=dtype, **asdict(options))
+    model = GLIDE[family].from_pretrained(folder, torch_dtype=dtype, **asdict(options))
     model.draft_is_trained = True
     return model
 

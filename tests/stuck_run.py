@@ -1,9 +1,8 @@
-"""Run for each rank: rank 1 ends or stops as FAULT says; the others are in a call that no signal ends.
+"""A rank of a run in which rank 1 dies or stops as FAULT says, and the others are in a call that no signal ends.
 
-As a rank does that waits for its device: in C, without the interpreter's lock.
+The call is in C and does not hold the GIL, like that of a rank that waits for its device.
 """
 
-import atexit
 import ctypes
 import os
 import signal
@@ -31,7 +30,4 @@ with Termination() as termination, peers.watched(termination) as watch:
         os.kill(os.getpid(), signal.SIGKILL)
     if dist.get_rank() == 1 and os.environ["FAULT"] == "stops":
         os.kill(os.getpid(), signal.SIGSTOP)
-    if dist.get_rank() == 1:
-        atexit.register(wait_for_ever)  # as what still runs on a device may keep a process from ending
-        raise ValueError("this rank has had enough")
     wait_for_ever()

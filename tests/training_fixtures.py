@@ -1,4 +1,4 @@
-"""What the training tests run on: a tiny target with a byte tokenizer, JSONL files, and the real launcher."""
+"""Fixtures of the training tests: a tiny target with a byte tokenizer, JSONL files, and the real launcher."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import deepspeed
@@ -16,13 +17,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.utils import groups
+from forked_ranks import Rank, exit_code, start_forked
 from packaging.version import Version
 from pairs import Handed, save_target
 from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 from torch import Tensor
 
 from longspec.train import distributed
-from longspec.train.config import MUON_FROM, TrainConfig
+from longspec.train.config_checks import MUON_FROM
+from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import start_ranks
 from longspec.train.engine import build_pair, cosine_with_warmup
 from longspec.train.inputs import read_inputs
@@ -48,7 +51,7 @@ def make_target(folder: Path, family: str = "llama", **overrides: Any) -> Path:
 
 
 def write_texts(path: Path, count: int = 40, words: int = 60, seed: int = 0) -> Path:
-    """Plain text records of uneven lengths."""
+    """Write plain text records of uneven lengths."""
     choice = random.Random(seed)
     texts = [" ".join(choice.choices(WORDS, k=choice.randint(words // 4, words))) for _ in range(count)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -56,7 +59,7 @@ def write_texts(path: Path, count: int = 40, words: int = 60, seed: int = 0) -> 
 
 
 def write_answers(path: Path, count: int = 40) -> Path:
-    """Records with a prompt and an answer, of uneven lengths."""
+    """Write records with a prompt and an answer, of uneven lengths."""
     choice = random.Random(1)
 
     def text() -> str:
@@ -68,7 +71,7 @@ def write_answers(path: Path, count: int = 40) -> Path:
 
 
 def one_rank_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ranks as the launcher starts them, but one, in this process; the body of a fixture."""
+    """A process group of one rank in this process; the body of a fixture."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in alone.items():
         monkeypatch.setenv(name, value)
@@ -80,36 +83,61 @@ def one_rank_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 TRAINER = "./trainer_base_ds_mul_fs_tp.py"
+LIMIT_S = 600
 
 
 def launch_line(experiment: str, *overrides: str, ranks: int = 2, script: str = TRAINER) -> list[str]:
-    """The launch line of the README, or another script with the same arguments."""
+    """The documented launch command, or another script with the same arguments."""
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
     return [*launcher, "--master_port", str(free_port()), script, "-cp", "conf/exp/", "-cn", experiment, *overrides]
 
 
 def launch_environment(device: str = "cpu", **more: str) -> dict[str, str]:
-    """Ranks on the CPU, whatever there is, or on as many GPUs."""
+    """The environment of a launch, on the CPU or on GPUs."""
     chosen = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if device == "cpu" else {}
     return {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", **chosen, **more}
 
 
-def launch(
+def deepspeed_launch(
     experiment: str, *overrides: str, ranks: int = 2, script: str = TRAINER, device: str = "cpu", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a launch line, whatever it returns."""
+    """Run a launch command and return its result, whatever the exit code."""
     return subprocess.run(
         launch_line(experiment, *overrides, ranks=ranks, script=script),
         cwd=ROOT,
         env=launch_environment(device, **environment),
         text=True,
         capture_output=True,
-        timeout=600,
+        timeout=LIMIT_S,
     )
 
 
+def start_ranks_of(
+    experiment: str, *overrides: str, log: Path, ranks: int = 2, script: str = TRAINER, **environment: str
+) -> list[Rank]:
+    """Start what a launch line starts on the CPU, without the launcher; stderr goes to `log`, stdout next to it."""
+    arguments = ["-cp", "conf/exp/", "-cn", experiment, *overrides]
+    stdout = log.with_name(f"{log.name}.stdout")
+    stdout.touch()
+    log.touch()
+    return start_forked(script, arguments, ranks, free_port(), launch_environment(**environment), stdout, log)
+
+
+def launch(
+    experiment: str, *overrides: str, ranks: int = 2, script: str = TRAINER, device: str = "cpu", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run ranks, whatever they return: by the launcher on GPUs, forked on the CPU, where its start takes longest."""
+    if device != "cpu":
+        return deepspeed_launch(experiment, *overrides, ranks=ranks, script=script, device=device, **environment)
+    with TemporaryDirectory() as folder:
+        log = Path(folder) / "stderr"
+        running = start_ranks_of(experiment, *overrides, log=log, ranks=ranks, script=script, **environment)
+        code = exit_code(running, LIMIT_S)
+        return subprocess.CompletedProcess([], code, log.with_name("stderr.stdout").read_text(), log.read_text())
+
+
 def launched(experiment: str, *overrides: str, ranks: int = 2, script: str = TRAINER, device: str = "cpu") -> str:
-    """What a launch that must succeed says on stderr."""
+    """The stderr of a launch that must succeed."""
     result = launch(experiment, *overrides, ranks=ranks, script=script, device=device)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
     return result.stderr
@@ -120,8 +148,8 @@ def metrics(output: Path) -> list[dict[str, float]]:
 
 
 def plain_training(config: TrainConfig, steps: int, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and draft of the base variant, as `ranks` train it, by one process, a batch a step, torch's own losses on
-    whole logits, and torch's own optimizer."""
+    """Losses and draft of the base variant after training like `ranks` ranks in one process: one batch per step,
+    torch's losses on whole logits, and torch's optimizers."""
     inputs = read_inputs(config)
     model: Any = build_pair(config, None)
     draft, factor = list(model.draft_model.parameters()), cosine_with_warmup(steps, config.warmup_ratio)
@@ -151,12 +179,12 @@ def plain_training(config: TrainConfig, steps: int, ranks: int) -> tuple[list[fl
 
 
 def _mean_loss(loss: str, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: Any) -> Tensor:
-    wanted = labels[:, 1:].flatten()
+    targets = labels[:, 1:].flatten()
     logits = lm_head(hidden[:, :-1]).flatten(0, 1)
-    ce = F.cross_entropy(logits, wanted, ignore_index=-100)
+    ce = F.cross_entropy(logits, targets, ignore_index=-100)
     if target_hidden is None:
         return ce
-    kept = wanted != -100
-    teacher = lm_head(target_hidden[:, :-1]).flatten(0, 1)[kept]
-    kl = F.kl_div(logits[kept].log_softmax(-1), teacher.log_softmax(-1), reduction="batchmean", log_target=True)
+    scored = targets != -100
+    teacher = lm_head(target_hidden[:, :-1]).flatten(0, 1)[scored]
+    kl = F.kl_div(logits[scored].log_softmax(-1), teacher.log_softmax(-1), reduction="batchmean", log_target=True)
     return kl if loss == "distill" else (ce + kl) / 2

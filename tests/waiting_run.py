@@ -1,12 +1,11 @@
-"""Run by the launcher in place of the trainer: the same, but rank 0 reads the FIFO that WAITS_FOR names before step 1.
+"""The trainer, in which rank 0 reads the FIFO WAITS_FOR before step 1. A run script for the launcher.
 
-The other ranks wait for it in a collective, which no signal interrupts.
-"""
+The other ranks wait for rank 0 in a collective, which no signal interrupts."""
 
 import os
 from pathlib import Path
 
 from longspec.train.distributed import from_rank_zero
-from longspec.train.trainer import main
+from longspec.train.run import main
 
 main(before_steps=lambda: from_rank_zero(lambda: Path(os.environ["WAITS_FOR"]).read_text()))  # type: ignore[arg-type]

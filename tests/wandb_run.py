@@ -1,4 +1,4 @@
-"""Run by a test: the log of a run of three steps, in the folder that is the argument."""
+"""The log of a run of three steps in the folder that is the argument. Run by a test."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Run by the launcher in place of the trainer: the same, and then each rank makes sure that only the draft moved."""
+"""The trainer, after which each rank checks that only the draft has changed. A run script for the launcher."""
 
 import hashlib
 
@@ -6,14 +6,15 @@ import deepspeed
 import torch
 from torch import nn
 
-from longspec.signals import Termination
-from longspec.train.trainer import Trainer, main
+from longspec.train.distributed import Termination
+from longspec.train.run import main
+from longspec.train.trainer import Trainer
 
 run = Trainer.run
 
 
 def frozen_bytes(pair: nn.Module) -> str:
-    """A digest of the target: all that the pair holds beside the draft, buffers included."""
+    """A digest of the target: all parameters and buffers of the pair except the draft's."""
     digest = hashlib.blake2b()
     for name, tensor in (*pair.named_parameters(), *pair.named_buffers()):
         if name.startswith("draft_model."):

@@ -1,4 +1,4 @@
-"""The command `longspec`. No torch is imported before a command needs it, so help and completion are fast."""
+"""The command `longspec`. torch is not imported before a command needs it, so help and completion are fast."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         typer.echo(f"longspec {longspec.__version__}")
         raise typer.Exit
 
@@ -44,7 +44,8 @@ def _options(
     """Lossless speculative decoding for long contexts."""
 
 
-USE, TRAIN = "Use a pair", "Train and prepare a draft"
+USE = "Use a pair"
+TRAIN = "Train and prepare a draft"
 app.command(
     rich_help_panel=USE,
     epilog=examples(
@@ -86,10 +87,10 @@ app.command(
 
 @reports_user_errors
 def main() -> None:
-    """Run the command line. A stop signal ends a command with 128 + its number, after the work at hand is saved."""
+    """Run the command line. A stop signal ends a command with 128 + its number, after its current work is saved."""
     with StopSignals(at_once=True):
         try:
             app(prog_name="longspec")
-        except BrokenPipeError:  # the reader of the output has closed it, as `head` does
+        except BrokenPipeError:  # the reader of the output closed it, as `head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(1) from None

@@ -1,4 +1,4 @@
-"""Answering many prompts: batches of similar length, with answers that do not depend on interruptions."""
+"""Answers to many prompts, in batches of similar length. Interruptions do not change the answers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from longspec.cli.pair import LoadedPair, Sampling
 from longspec.cli.prompts import Prompt
 from longspec.cli.results import Results
 from longspec.errors import UserError
-from longspec.inference.decoder import GenerationStats
+from longspec.inference.device import device_name
 from longspec.inference.methods import GLIDE_METHODS
-from longspec.inference.report import device_name, pool
-from longspec.inference.tree_shapes import draft_fingerprint
+from longspec.inference.shape_cache import draft_fingerprint
+from longspec.inference.stats import GenerationStats, pool
 from longspec.models.content import target_digest
 from longspec.signals import StopSignals
 
-WINDOW = 16
-"""Number of batches whose prompts are sorted by length together, and whose lines may wait for an earlier one."""
+SORTED_BATCHES = 16
+"""Number of batches whose prompts are sorted by length together. At most this many batches wait to be written."""
 
 
 @dataclass
@@ -42,21 +42,20 @@ class Job:
 
     def __post_init__(self) -> None:
         """Raises UserError for a prompt that leaves no room for its answer."""
-        contents = [prompt.content for prompt in self.prompts]
-        self.token_ids = self.pair.encode(
-            [[{"role": "user", "content": one}] if self.chat and isinstance(one, str) else one for one in contents]
-        )
+        turns = [prompt.as_turn() if self.chat else prompt.content for prompt in self.prompts]
+        self.token_ids = self.pair.encode(turns)
         for prompt, ids in zip(self.prompts, self.token_ids, strict=True):
             if not ids or len(ids) + self.sampling.max_new_tokens > self.pair.positions:
                 raise UserError(
-                    f"{prompt.where}: {len(ids)} tokens + --max_new_tokens {self.sampling.max_new_tokens}; "
+                    f"{prompt.location}: {len(ids)} tokens + --max_new_tokens {self.sampling.max_new_tokens}; "
                     f"the target has {self.pair.positions} positions"
                 )
 
     @property
     def run(self) -> str:
-        """A digest of what decides about the answers, apart from the prompts."""
-        pair, greedy = self.pair, self.sampling.temperature == 0
+        """A digest of everything that determines the answers, apart from the prompts."""
+        pair = self.pair
+        is_greedy = self.sampling.temperature == 0
         facts = {
             "target": target_digest(str(pair.model.config.name_or_path), pair.model.config),
             "draft": draft_fingerprint(pair.model) if pair.method in GLIDE_METHODS else None,
@@ -65,25 +64,30 @@ class Job:
             "chat_format": pair.chat_format,
             "chat": self.chat,
             "sampling": vars(self.sampling),
-            "drawn": None if greedy else (self.seed, self.batch_size),
+            "drawn": None if is_greedy else (self.seed, self.batch_size),
         }
         return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     def batches(self) -> Iterator[list[int]]:
-        """The numbers of the prompts of each batch, window by window, in each the longest prompts first."""
-        for first in range(0, len(self.prompts), WINDOW * self.batch_size):
-            rows = range(first, min(first + WINDOW * self.batch_size, len(self.prompts)))
+        """The numbers of each batch's prompts. Within SORTED_BATCHES batches the longest prompts come first."""
+        sorted_prompts = SORTED_BATCHES * self.batch_size
+        for first in range(0, len(self.prompts), sorted_prompts):
+            rows = range(first, min(first + sorted_prompts, len(self.prompts)))
             by_length = sorted(rows, key=lambda row: len(self.token_ids[row]), reverse=True)
-            yield from (by_length[at : at + self.batch_size] for at in range(0, len(rows), self.batch_size))
+            for start in range(0, len(rows), self.batch_size):
+                yield by_length[start : start + self.batch_size]
 
 
 def answer_prompts(job: Job, results: Results, stop: StopSignals) -> dict[str, Any]:
-    """Answer the prompts without a line, up to a stop signal; a summary.
+    """Answer the prompts without a line, until all are answered or a stop signal arrives. Returns a summary.
 
-    A batch's composition and seed do not depend on the batches before it, so a continued run draws what an
-    uninterrupted one would have drawn.
+    The prompts and the seed of a batch do not depend on earlier batches, so a continued run draws the same tokens as an
+    uninterrupted one.
     """
-    pair, earlier, pooled, new_tokens = job.pair, results.done, GenerationStats(), 0
+    pair = job.pair
+    earlier = results.done
+    pooled = GenerationStats()
+    new_tokens = 0
     with tqdm(total=len(job.prompts), initial=earlier, unit="prompt", disable=not sys.stderr.isatty()) as progress:
         for number, batch in enumerate(job.batches()):
             if stop.received is not None:
@@ -92,10 +96,10 @@ def answer_prompts(job: Job, results: Results, stop: StopSignals) -> dict[str, A
                 continue
             output = pair.generate([job.token_ids[row] for row in batch], job.sampling, seed=job.seed + number)
             pooled = pool([pooled, output.stats])
-            for row, tokens in zip(batch, (tokens.tolist() for tokens in output.new_tokens), strict=True):
+            for row, row_tokens in zip(batch, output.new_tokens, strict=True):
                 if row >= earlier:
-                    new_tokens += len(tokens)
-                    results.add(row, _answer(pair, tokens))
+                    new_tokens += len(row_tokens)
+                    results.add(row, _answer(pair, row_tokens.tolist()))
             progress.update(results.done - progress.n)
     return {
         "model": pair.name,
@@ -113,6 +117,7 @@ def answer_prompts(job: Job, results: Results, stop: StopSignals) -> dict[str, A
 
 
 def _answer(pair: LoadedPair, tokens: list[int]) -> dict[str, Any]:
+    """The fields of an answer in a line of results."""
     finished = tokens[-1] in pair.stop_ids
     text = pair.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return {"text": text, "new_tokens": len(tokens), "finish_reason": "stop" if finished else "length"}

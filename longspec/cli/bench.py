@@ -1,4 +1,4 @@
-"""`longspec bench`: the options of a comparison of methods; `longspec.cli.comparison` runs it."""
+"""The command `longspec bench`. `longspec.cli.comparison` runs the comparison."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def bench(
         str | None,
         typer.Option(
             "--prompts",
-            help="File of prompts, .txt or .jsonl.",
-            show_default="four built-in ones",
+            help="File with prompts, .txt or .jsonl.",
+            show_default="four built-in prompts",
             rich_help_panel=PROMPTS,
         ),
     ] = None,
@@ -64,8 +64,9 @@ def bench(
     from longspec.cli.results import check_folder
 
     check_folder(png, "--png")
-    name, sampling = choose_model(pair, model), Sampling(max_new_tokens, temperature)
-    asked = [prompt.content for prompt in read_prompts([prompts] if prompts else DEFAULT_PROMPTS)]
+    name = choose_model(pair, model)
+    sampling = Sampling(max_new_tokens, temperature)
+    asked = read_prompts([prompts] if prompts else DEFAULT_PROMPTS)
     loaded = open_pair(name, draft, "vanilla", dtype, device)
     console = Console(stderr=True, highlight=False)
     with console.status("measuring") as status:

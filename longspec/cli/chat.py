@@ -1,4 +1,4 @@
-"""`longspec chat`: the options of a conversation in the terminal; `longspec.cli.session` holds it."""
+"""The command `longspec chat`. `longspec.cli.session` runs the conversation."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from longspec.cli.options import (
     MethodOption,
     ModelOption,
     TemperatureOption,
+    TemplateOption,
     TopKOption,
     TopPOption,
 )
@@ -32,6 +33,7 @@ def chat(
     method: MethodOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = "auto",
+    chat_template_kwargs: TemplateOption = None,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     top_k: TopKOption = 0,
@@ -56,7 +58,8 @@ def chat(
     from longspec.cli.pair import Sampling, choose_model, note_plain_format, open_pair
     from longspec.cli.session import Session
 
-    name, sampling = choose_model(pair, model), Sampling(max_new_tokens, temperature, top_p, top_k)
-    loaded = open_pair(name, draft, method, dtype, device)
+    name = choose_model(pair, model)
+    sampling = Sampling(max_new_tokens, temperature, top_p, top_k)
+    loaded = open_pair(name, draft, method, dtype, device, chat_template_kwargs)
     note_plain_format(loaded)
     Session(loaded, sampling, Console(highlight=False), system, seed).run()

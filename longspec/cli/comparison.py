@@ -1,4 +1,4 @@
-"""The methods of a pair on the same prompts and device: tokens per second, acceptance, time to first token."""
+"""The comparison of a pair's methods on the same prompts: tokens per second, acceptance, time to first token."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 from rich.table import Table
 
 from longspec.cli.pair import LoadedPair, Sampling
-from longspec.data.aligners import Turn
+from longspec.cli.prompts import Prompt
 from longspec.errors import UserError
 from longspec.extras import extra
+from longspec.inference.device import device_name
 from longspec.inference.methods import AUTO, GLIDE_METHODS
-from longspec.inference.report import device_name, pool
+from longspec.inference.stats import pool
 
 METHODS: dict[str, dict[str, Any]] = {
     "vanilla": {"method": "vanilla"},
@@ -21,19 +22,22 @@ METHODS: dict[str, dict[str, Any]] = {
     "tree": {"method": "tree"},
     "tree auto": {"method": "tree", "tree_shape": AUTO},
 }
-"""Label -> arguments of `longspec.generate`."""
+"""The arguments of `longspec.generate` by label."""
 COLORS = {"vanilla": "#999999", "lookup": "#e69f00", "tree": "#56b4e9", "tree auto": "#0072b2"}
 WARM_UP_TOKENS = 16
+"""New tokens of the warm-up."""
 SEED = 0
 
 
 def compare(
-    pair: LoadedPair, contents: Sequence[str | list[Turn]], sampling: Sampling, report: Callable[[str], object]
+    pair: LoadedPair, prompts: Sequence[Prompt], sampling: Sampling, report: Callable[[str], object]
 ) -> dict[str, Any]:
-    """Measure each method that the pair has a draft for; a summary. report: gets the label of each as it starts."""
+    """Measure each method that the pair has a draft for. Returns a summary.
+
+    report: called with the label of each method before it runs.
+    """
     has_template = pair.chat_format != "plain"
-    turns = [[{"role": "user", "content": one}] if has_template and isinstance(one, str) else one for one in contents]
-    prompts = pair.encode(turns)  # type: ignore[arg-type]
+    token_ids = pair.encode([prompt.as_turn() if has_template else prompt.content for prompt in prompts])
     methods: dict[str, Any] = {}
     skipped: dict[str, str] = {}
     for label, arguments in METHODS.items():
@@ -41,7 +45,7 @@ def compare(
             skipped[label] = f"{pair.name} has no trained draft"
             continue
         report(label)
-        methods[label] = measure(pair, prompts, sampling, arguments)
+        methods[label] = measure(pair, token_ids, sampling, arguments)
     for figures in methods.values():
         figures["speedup"] = figures["tokens_per_second"] / methods["vanilla"]["tokens_per_second"]
     return {
@@ -49,7 +53,7 @@ def compare(
         "device": device_name(pair.model.device),
         "dtype": str(pair.model.dtype).removeprefix("torch."),
         "prompts": len(prompts),
-        "prompt_tokens": sum(map(len, prompts)),
+        "prompt_tokens": sum(len(ids) for ids in token_ids),
         **vars(sampling),
         "methods": methods,
         "skipped": skipped,
@@ -59,13 +63,11 @@ def compare(
 def measure(
     pair: LoadedPair, prompts: Sequence[list[int]], sampling: Sampling, arguments: dict[str, Any]
 ) -> dict[str, Any]:
-    """Figures of a method over all prompts, one at a time, after a warm-up."""
+    """The figures of a method over all prompts, which run one at a time after a warm-up."""
     settings = {**arguments, "eos_token_id": (), "seed": SEED}
     warm_up = Sampling(min(WARM_UP_TOKENS, sampling.max_new_tokens), sampling.temperature)
-    outputs = []
     pair.generate([max(prompts, key=len)], warm_up, **settings)
-    for prompt in prompts:
-        outputs.append(pair.generate([prompt], sampling, **settings))
+    outputs = [pair.generate([prompt], sampling, **settings) for prompt in prompts]
     stats = pool([output.stats for output in outputs])
     return {
         "tokens_per_second": stats.tokens_per_second,
@@ -76,19 +78,24 @@ def measure(
 
 
 def result_table(summary: dict[str, Any]) -> Table:
-    """The summary's figures, a row per method."""
+    """A table of the summary's figures, one row per method."""
     title = f"{summary['model']} on {summary['device']}, {summary['dtype']}, {summary['prompts']} prompts"
     table = Table("method", title=title)
     for heading in ("tokens/s", "speedup", "tokens per pass", "first token"):
         table.add_column(heading, justify="right")
     for label, row in summary["methods"].items():
-        speed, gain, length = row["tokens_per_second"], row["speedup"], row["mean_acceptance_length"]
-        table.add_row(label, f"{speed:.1f}", f"{gain:.2f}x", f"{length:.2f}", f"{1000 * row['ttft_s']:.0f} ms")
+        table.add_row(
+            label,
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['speedup']:.2f}x",
+            f"{row['mean_acceptance_length']:.2f}",
+            f"{1000 * row['ttft_s']:.0f} ms",
+        )
     return table
 
 
 def draw(summary: dict[str, Any], path: Path) -> None:
-    """Bars of tokens per second, a PNG. Raises UserError for a path that cannot be written."""
+    """Draw tokens per second as bars in a PNG. Raises UserError for a path that cannot be written."""
     with extra("demo"):
         import matplotlib
 

@@ -1,4 +1,4 @@
-"""`longspec generate`: answers to prompts as JSONL."""
+"""The command `longspec generate`: answers to prompts as JSONL."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from longspec.cli.options import (
     MethodOption,
     ModelOption,
     TemperatureOption,
+    TemplateOption,
     TopKOption,
     TopPOption,
 )
@@ -49,6 +50,7 @@ def generate(
     method: MethodOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = "auto",
+    chat_template_kwargs: TemplateOption = None,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     top_k: TopKOption = 0,
@@ -57,7 +59,7 @@ def generate(
         int, typer.Option("--seed", min=0, max=LARGEST_SEED, help="Seed of the answers.", rich_help_panel=SAMPLING)
     ] = 0,
     batch_size: Annotated[
-        int, typer.Option("--batch_size", min=1, help="Prompts that are answered together.", rich_help_panel=OUTPUT)
+        int, typer.Option("--batch_size", min=1, help="Number of prompts to answer together.", rich_help_panel=OUTPUT)
     ] = 8,
     output: Annotated[
         Path | None,
@@ -69,11 +71,11 @@ def generate(
         ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start anew in the output file.", rich_help_panel=OUTPUT)
+        bool, typer.Option("--overwrite", help="Replace the output file.", rich_help_panel=OUTPUT)
     ] = False,
     json_file: JsonOption = None,
 ) -> None:
-    """Answer prompts, and write a JSON line per prompt in their order."""
+    """Answer prompts, and write one JSON line per prompt in the same order."""
     from longspec.cli.batches import Job, answer_prompts
     from longspec.cli.pair import Sampling, note_plain_format, open_pair
     from longspec.cli.prompts import read_prompts
@@ -82,20 +84,23 @@ def generate(
     from longspec.signals import StopSignals, exit_code
 
     check_folder(json_file, "--json")
-    sampling, asked = Sampling(max_new_tokens, temperature, top_p, top_k), read_prompts(prompts or [])
+    sampling = Sampling(max_new_tokens, temperature, top_p, top_k)
+    asked = read_prompts(prompts or [])
     with StopSignals(at_once=True) as stop, open_results(output, asked) as results:
-        pair = open_pair(model, draft, method, dtype, device)
+        pair = open_pair(model, draft, method, dtype, device, chat_template_kwargs)
         has_template = pair.chat_format != "plain"
         if chat and not has_template:
             raise UserError(f"--chat: {pair.name} has no chat template; use --raw")
         if any(not isinstance(prompt.content, str) for prompt in asked):
             note_plain_format(pair)
-        job = Job(pair, asked, sampling, batch_size, seed, has_template if chat is None else chat)
+        uses_template = has_template if chat is None else chat
+        job = Job(pair, asked, sampling, batch_size, seed, uses_template)
         results.resume(job.run, overwrite)
         stop.at_once = False
         summary = answer_prompts(job, results, stop)
         write_summary(summary, json_file)
         if stop.received is not None:
-            name, again = signal.Signals(stop.received).name, "" if output is None else "; the same command continues"
+            name = signal.Signals(stop.received).name
+            again = "" if output is None else "; the same command continues"
             print(f"stopped by {name} after {results.done} of {len(asked)} prompts{again}", file=sys.stderr)
             raise SystemExit(exit_code(stop.received))

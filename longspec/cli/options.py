@@ -1,4 +1,4 @@
-"""Options that several commands share, with their help text, limits and groups. Imports no torch."""
+"""Options that several commands share, with their help texts, limits and groups. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ EMBEDDED_PAIR = "smollm2-135m"
 Method = Literal["vanilla", "seq", "tree", "magicdec", "lookup"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 LARGEST_SEED = 2**63 - 1
-"""Leaves room for the numbers of turns and batches, which are added to a seed."""
+"""torch takes larger seeds, but the number of a turn or batch is added to a seed."""
 
-PAIR, SAMPLING, PROMPTS, OUTPUT = "Pair", "Sampling", "Prompts", "Output"
+# Groups of options in the help.
+PAIR = "Pair"
+SAMPLING = "Sampling"
+PROMPTS = "Prompts"
+OUTPUT = "Output"
 MODEL_HELP = "Pair by name, hub id, folder or .gguf file."
 
 ModelOption = Annotated[
@@ -37,6 +41,15 @@ MethodOption = Annotated[
         rich_help_panel=PAIR,
     ),
 ]
+TemplateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--chat_template_kwargs",
+        help='Variables of the chat template, as JSON: {"enable_thinking": false}.',
+        show_default="none",
+        rich_help_panel=PROMPTS,
+    ),
+]
 DeviceOption = Annotated[
     str | None,
     typer.Option("--device", help="cpu, cuda or cuda:N.", show_default="cuda if present", rich_help_panel=PAIR),
@@ -49,7 +62,7 @@ TemperatureOption = Annotated[
     float, typer.Option("--temperature", min=0.0, help="0 is greedy.", rich_help_panel=SAMPLING)
 ]
 TopPOption = Annotated[
-    float, typer.Option("--top_p", min=0.0, max=1.0, help="Nucleus mass; 1 keeps all.", rich_help_panel=SAMPLING)
+    float, typer.Option("--top_p", min=0.0, max=1.0, help="Nucleus mass; 1 keeps all tokens.", rich_help_panel=SAMPLING)
 ]
 TopKOption = Annotated[int, typer.Option("--top_k", min=0, help="0 keeps all tokens.", rich_help_panel=SAMPLING)]
 MaxNewTokensOption = Annotated[
@@ -62,5 +75,5 @@ JsonOption = Annotated[
 
 
 def examples(*lines: str) -> str:
-    """A help epilog that keeps one command per line."""
+    """A help epilog with one command per line."""
     return "Examples:\n\n" + "\n\n".join(f"`{line}`" for line in lines)

@@ -1,4 +1,4 @@
-"""The pair that a command works with: loaded by any of its names, with a method that it can use."""
+"""The pair of a command: loaded by name or path, with a method that it supports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from longspec.models.target_files import context_window
 
 @dataclass(frozen=True)
 class Sampling:
-    """The options of an answer, with the meaning and the range that `longspec.generate` gives them."""
+    """The sampling options of an answer. Meanings and ranges are those of `longspec.generate`."""
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -39,7 +39,7 @@ class Sampling:
 
 @dataclass
 class LoadedPair:
-    """A pair, the method in use, and how the target reads conversations."""
+    """A pair with its decoding method and its chat format."""
 
     name: str
     model: GlideMixin
@@ -52,11 +52,11 @@ class LoadedPair:
 
     @property
     def positions(self) -> int:
-        """Number of tokens that a prompt and its answer may have together."""
+        """Context length: the largest number of tokens of a prompt with its answer."""
         return context_window(self.model.config)
 
     def encode(self, prompts: list[str | list[Turn]]) -> list[list[int]]:
-        """Token ids of each prompt. Plain text is encoded as it is, a conversation in the chat format."""
+        """Token ids of each prompt. Text is encoded as it is, a conversation in the chat format."""
         texts = [prompt if isinstance(prompt, str) else self._conversation(prompt) for prompt in prompts]
         return encode_texts(texts, self.tokenizer)
 
@@ -64,24 +64,31 @@ class LoadedPair:
         return conversation_text(turns, self.model.config.model_type, self.tokenizer, self.chat_format)
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, **options: Any) -> GenerationOutput:
-        """`longspec.generate` on token ids; `options` are its other arguments."""
+        """Call `longspec.generate` on token ids. options: its other arguments."""
         rows = [torch.tensor(prompt) for prompt in prompts]
+        row_masks = [torch.ones_like(row) for row in rows]
         pad = torch.nn.utils.rnn.pad_sequence
-        mask = pad([torch.ones_like(row) for row in rows], batch_first=True)
+        mask = pad(row_masks, batch_first=True)
         settings = {"method": self.method, "eos_token_id": self.stop_ids, **vars(sampling), **options}
         return generate(self.model, pad(rows, batch_first=True), mask, **settings)
 
 
 def open_pair(
-    name: str | None, draft: str | None, method: str | None, dtype: str = "auto", device: str | None = None
+    name: str | None,
+    draft: str | None,
+    method: str | None,
+    dtype: str = "auto",
+    device: str | None = None,
+    chat_template_kwargs: str | None = None,
 ) -> LoadedPair:
     """Load a pair by name, hub id, folder or GGUF file; None is the embedded pair.
 
-    method: None is tree, or lookup for a pair without a trained draft, which a line on stderr says. Raises UserError.
+    method: None is tree, or lookup for a pair without a trained draft, which a line on stderr says.
+    chat_template_kwargs: a JSON object. Raises UserError.
     """
     name = name or SMOLLM2
     transformers.utils.logging.disable_progress_bar()
-    model, tokenizer = load_pair(name, draft=draft, dtype=dtype, device=device)
+    model, tokenizer = load_pair(name, draft, dtype, device, chat_template_kwargs=chat_template_kwargs)
     if method in GLIDE_METHODS and not model.draft_is_trained:
         raise UserError(f"--method {method}: needs a trained draft of {name}; give its --draft, or --method lookup")
     if method is None:
@@ -95,13 +102,13 @@ def open_pair(
 
 
 def note_plain_format(pair: LoadedPair) -> None:
-    """Say on stderr that conversations are plain text, if they are."""
+    """If the pair has no chat template, say on stderr that prompts are plain text."""
     if pair.chat_format == "plain":
         _note(f"{pair.name}: its tokenizer has no chat template, so prompts are plain text")
 
 
 def choose_model(positional: str | None, option: str | None) -> str | None:
-    """The pair that an argument or --model names. Raises UserError if both do."""
+    """The pair, which the command takes as an argument or as --model. Raises UserError for both."""
     if positional is not None and option is not None:
         raise UserError(f"{positional}, --model {option}: give the pair once")
     return positional or option

@@ -1,4 +1,4 @@
-"""`longspec evaluate` and `longspec regenerate`: commands with a parser of their own, which gets all arguments."""
+"""`longspec evaluate` and `longspec regenerate`, which pass all arguments on to the parsers of these commands."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ PASSED_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options":
 
 def evaluate(context: typer.Context) -> None:
     """Measure a pair on LongBench tasks and AIME24 (`longspec evaluate --help`)."""
-    from longspec.inference.command import main
+    from longspec.longbench.command import main
 
     main(context.args, prog="longspec evaluate")
 
 
 def regenerate(context: typer.Context) -> None:
     """Write training text with the target (`longspec regenerate --help`)."""
-    from longspec.inference.regenerate_command import main
+    from longspec.regenerate.command import main
 
     main(context.args, prog="longspec regenerate")

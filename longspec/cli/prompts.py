@@ -12,14 +12,16 @@ from longspec.data.aligners import Turn, common_form_aligner
 from longspec.data.records import WHERE, Record, RecordError, located, parse_record, text_of
 from longspec.errors import UserError
 
-TEXT, JSONL, STDIN = ".txt", ".jsonl", "-"
+TEXT = ".txt"
+JSONL = ".jsonl"
+STDIN = "-"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as it was given."""
+    """A prompt as the user wrote it."""
 
-    where: str
+    location: str
     """File and line, or the number of the argument."""
     content: str | list[Turn]
     """Text, or a conversation that ends with a user turn."""
@@ -28,26 +30,33 @@ class Prompt:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The fields that identify it in a line of results."""
-        named = {} if self.id is None else {"id": self.id}
-        return named | {"prompt" if isinstance(self.content, str) else "messages": self.content}
+        """The fields that identify the prompt in a line of results."""
+        fields = {} if self.id is None else {"id": self.id}
+        return fields | {"prompt" if isinstance(self.content, str) else "messages": self.content}
+
+    def as_turn(self) -> list[Turn]:
+        """The conversation; text becomes a user turn."""
+        return [{"role": "user", "content": self.content}] if isinstance(self.content, str) else self.content
 
 
 def read_prompts(sources: Sequence[str]) -> list[Prompt]:
-    """The prompts of all sources in order: .txt and .jsonl files, "-" for stdin, and any other source as it is.
+    """The prompts of all sources in order. A source is a .txt or .jsonl file, "-" for stdin, or a prompt itself.
 
-    Files of text and stdin have a prompt per line; blank lines are left out. Without a source, stdin is read.
-    Raises UserError for what is not there or not a prompt, with its place.
+    Text files and stdin have one prompt per line; blank lines are skipped. Without a source, stdin is read. Raises
+    UserError for a missing file and for a line that is not a prompt, with its location.
     """
     if not sources and sys.stdin.isatty():
         raise UserError("no prompts: give them as arguments, as .txt or .jsonl files, or on stdin")
-    prompts = [prompt for number, source in enumerate(sources or [STDIN], 1) for prompt in _read(source, number)]
+    prompts: list[Prompt] = []
+    for number, source in enumerate(sources or [STDIN], 1):
+        prompts += _read(source, number)
     if not prompts:
         raise UserError(f"no prompts in {', '.join(sources) or 'stdin'}: all lines are blank")
     return prompts
 
 
 def _read(source: str, number: int) -> Iterator[Prompt]:
+    """The prompts of one source. number: of the source, from 1."""
     suffix = Path(source).suffix if "\n" not in source else ""
     if source == STDIN:
         yield from _text_lines("stdin", sys.stdin.buffer.read())
@@ -83,21 +92,19 @@ def _records(name: str, content: bytes) -> Iterator[Prompt]:
 
 def _content(record: Record) -> str | list[Turn]:
     """The text in `prompt`, or the turns in `messages`. Raises RecordError."""
-    given = [name for name in ("prompt", "messages") if record.get(name) is not None]
-    if len(given) != 1:
-        problem = "is missing, and so is 'messages'" if not given else "must not be given along with 'messages'"
+    fields = [name for name in ("prompt", "messages") if record.get(name) is not None]
+    if len(fields) != 1:
+        problem = "is missing, and so is 'messages'" if not fields else "must not be given along with 'messages'"
         raise RecordError("prompt", problem)
-    if given == ["prompt"]:
+    if fields == ["prompt"]:
         text = text_of(record["prompt"], "prompt")
         if not text:
             raise RecordError("prompt", "is empty")
         return text
     turns = record["messages"]
-    if (
-        not isinstance(turns, list)
-        or not turns
-        or (isinstance(turns[-1], dict) and turns[-1].get("role") == "assistant")
-    ):
+    is_list = isinstance(turns, list) and len(turns) > 0
+    if not is_list or (isinstance(turns[-1], dict) and turns[-1].get("role") == "assistant"):
         raise RecordError("messages", "must be a list of turns that ends with a user turn")
-    asked = {"id": "", WHERE: record[WHERE], "messages": [*turns, {"role": "assistant", "content": ""}]}
-    return common_form_aligner()(asked)["prompt"]
+    # The aligner reads training records, which end with an answer.
+    with_answer = {"id": "", WHERE: record[WHERE], "messages": [*turns, {"role": "assistant", "content": ""}]}
+    return common_form_aligner()(with_answer)["prompt"]

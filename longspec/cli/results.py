@@ -1,4 +1,4 @@
-"""JSONL output of `longspec generate`, in prompt order; an interrupted file is continued."""
+"""The JSONL output of `longspec generate`, in prompt order. An interrupted file is continued."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from longspec.errors import UserError
 
 
 class Results:
-    """Lines by prompt number, each written as soon as all earlier ones are."""
+    """Writes the line of each prompt as soon as the lines of all earlier prompts are written."""
 
     def __init__(self, path: Path | None, stream: IO[bytes], prompts: Sequence[Prompt]) -> None:
         """path: None is stdout, where there is nothing to continue. Use `open_results`."""
-        self.path, self.prompts = path, prompts
+        self.path = path
+        self.prompts = prompts
         self.done = 0
-        """Number of lines that are written."""
+        """Number of written lines."""
         self._stream = stream
         self._waiting: dict[int, dict[str, Any]] = {}
         self._run = ""
 
     def resume(self, run: str, overwrite: bool = False) -> None:
-        """Keep the complete lines that are there, and cut off what follows the last one; or all with `overwrite`.
+        """Keep the complete lines of an earlier run, and remove the rest; with `overwrite` remove all.
 
-        run: a digest of what decides about the answers. Raises UserError for lines of other prompts or another run.
+        run: a digest of everything that determines the answers. Raises UserError for lines of other prompts or of a
+        different run.
         """
         self._run = run
         if self.path is None:
@@ -44,11 +46,12 @@ class Results:
                 raise UserError(
                     f"--output {self.path}, line {number}: {problem}; give another file, or --overwrite to replace it"
                 )
-            self.done, size = number, size + len(raw)
+            self.done = number
+            size += len(raw)
         self._stream.truncate(size)
 
     def _problem(self, raw: bytes) -> str | None:
-        """Why a line is not the next one of this run."""
+        """The reason why a line is not the next one of this run; None if it is."""
         try:
             line = json.loads(raw)
         except ValueError:
@@ -64,7 +67,7 @@ class Results:
         return {"index": self.done, **self.prompts[self.done].record}
 
     def add(self, number: int, answer: dict[str, Any]) -> None:
-        """Take in the answer to a prompt, and write all lines that are next. Raises UserError on a full disk."""
+        """Take the answer to a prompt, and write all lines whose turn it is. Raises UserError on a full disk."""
         self._waiting[number] = answer
         while self.done in self._waiting:
             line = self._head() | self._waiting.pop(self.done) | {"run": self._run}
@@ -82,7 +85,7 @@ class Results:
 
 @contextmanager
 def open_results(path: Path | None, prompts: Sequence[Prompt]) -> Iterator[Results]:
-    """The lines in a file, which one process at a time may write, or on stdout. Raises UserError."""
+    """Results in a file, locked against other processes, or on stdout. Raises UserError if it cannot be written."""
     if path is None:
         yield Results(None, sys.stdout.buffer, prompts)
         return
@@ -102,13 +105,16 @@ def open_results(path: Path | None, prompts: Sequence[Prompt]) -> Iterator[Resul
 
 
 def check_folder(path: Path | None, option: str) -> None:
-    """Raise UserError for a file that an option names in a folder that does not exist."""
+    """Raise UserError if the folder of a file that an option names does not exist."""
     if path is not None and not path.absolute().parent.is_dir():
         raise UserError(f"{option} {path}: there is no folder {path.parent}")
 
 
 def write_summary(summary: dict[str, Any], path: Path | None) -> None:
-    """One line of JSON: to a file, whole or not at all, or to stderr for "-". None writes nothing. Raises UserError."""
+    """Write one line of JSON to a file, whole or not at all, or to stderr for "-". None writes nothing.
+
+    Raises UserError for a file that cannot be written.
+    """
     if path is None:
         return
     line = json.dumps(summary, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""A conversation in the terminal: reading lines, running commands, printing answers as they are generated."""
+"""A conversation in the terminal: reads lines, runs commands, prints answers while they are generated."""
 
 from __future__ import annotations
 
@@ -22,24 +22,27 @@ HELP = """\
 /reset  forget the conversation
 /help   this list
 /quit   end the chat, as Ctrl-D does
-Ctrl-C  stop the answer; what it has so far stays in the conversation"""
+Ctrl-C  stop the answer; its text so far stays in the conversation"""
 
 
 class Session:
-    """A chat with one pair. The conversation is sent whole with each turn."""
+    """A chat with one pair. Each turn sends the whole conversation."""
 
     def __init__(
         self, pair: LoadedPair, sampling: Sampling, console: Console, system: str | None = None, seed: int | None = None
     ) -> None:
-        """seed: turn n of the session is drawn with seed + n; None draws from torch's global generator."""
-        self.pair, self.sampling, self.console, self.seed = pair, sampling, console, seed
+        """seed: turn n uses seed + n; None draws from torch's global generator."""
+        self.pair = pair
+        self.sampling = sampling
+        self.console = console
+        self.seed = seed
         self.opening: list[Turn] = [] if system is None else [{"role": "system", "content": system}]
         self.turns = list(self.opening)
         self.answers: list[Answer] = []
         self.commands = {"/help": self.help, "/stats": self.stats, "/reset": self.reset}
 
     def run(self) -> None:
-        """Answer line after line up to /quit or the end of the input."""
+        """Answer lines until /quit or the end of the input."""
         pair = self.pair
         self.console.print(
             f"{escape(pair.name)} on {pair.model.device}, method {pair.method}. /help lists the commands."
@@ -50,11 +53,11 @@ class Session:
             with suppress(ImportError):
                 importlib.import_module("readline")  # line editing and history in `input`
         with _sigint_interrupts():
-            while (line := self._read()) not in (None, "/quit"):
-                self.take(str(line))
+            while (line := self._read()) is not None and line != "/quit":
+                self.handle_line(line)
 
-    def take(self, line: str) -> None:
-        """Run a command or answer a message. A UserError costs the turn, not the chat."""
+    def handle_line(self, line: str) -> None:
+        """Run a command or answer a message. A UserError ends the turn, not the chat."""
         try:
             if line in self.commands:
                 self.commands[line]()
@@ -66,13 +69,13 @@ class Session:
             self.console.print(f"error: {error}", markup=False)
 
     def answer(self, text: str) -> None:
-        """Generate the next turn and add both turns to the conversation, the answer as far as it came."""
+        """Generate an answer and add both turns to the conversation. A stopped answer is added as far as it came."""
         turns: list[Turn] = [*self.turns, {"role": "user", "content": text}]
         (prompt,) = self.pair.encode([turns])
-        room = self.pair.positions - len(prompt)
-        if room < 1:
+        free_positions = self.pair.positions - len(prompt)
+        if free_positions < 1:
             raise UserError(f"the conversation has {len(prompt)} tokens, the target {self.pair.positions}; /reset it")
-        sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, room))
+        sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, free_positions))
         seed = None if self.seed is None else self.seed + len(self.answers)
         stream = AnswerStream(self.console, self.pair.tokenizer)
         try:
@@ -120,7 +123,7 @@ class Session:
 
 @contextmanager
 def _sigint_interrupts() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, as Python's own handler has it, whatever handler the command has."""
+    """Install Python's own handler, so that SIGINT raises KeyboardInterrupt. The command has another one."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

@@ -1,4 +1,4 @@
-"""An answer on its way to the terminal: text piece by piece, colored by origin, and its figures."""
+"""Printing an answer while it is generated: text piece by piece, colored by origin, and its figures."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ LEGEND = {
     "lookup": f"Plain text: the target's own tokens. [{STYLES['lookup']}]Orange: accepted tokens of prompt lookup.[/]",
     **dict.fromkeys(("tree", "seq", "magicdec"), _DRAFT_LEGEND),
 }
-"""By method; vanilla needs none."""
+"""Explanations of the colors by method; vanilla needs none."""
 CONTROL_CHARACTERS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-"""Translation table that takes terminal control codes out of a text."""
+"""Translation table that removes terminal control codes from a text."""
 
 
 @dataclass
 class Answer:
-    """An answer as far as it was generated. Times are those that the reader sees, in seconds."""
+    """An answer as far as it is generated. Times are in seconds, as the reader sees them."""
 
     text: str = ""
     prompt_tokens: int = 0
@@ -41,7 +41,7 @@ class Answer:
     rounds: int = 0
     ttft_s: float = 0.0
     decode_s: float = 0.0
-    """From the first token to the last."""
+    """Time from the first token to the last."""
 
     @property
     def tokens(self) -> int:
@@ -52,7 +52,8 @@ class AnswerStream:
     """A streamer of `longspec.generate` that prints each token in the color of its origin."""
 
     def __init__(self, console: Console, tokenizer: Any) -> None:
-        self.console, self.answer = console, Answer()
+        self.console = console
+        self.answer = Answer()
         self.pieces = Detokenizer(tokenizer)
         self.stopped = False
         self._start = time.perf_counter()
@@ -60,14 +61,15 @@ class AnswerStream:
         self._ended = False
 
     def put(self, value: Tensor) -> None:
-        """The prompt, LongTensor [1, P]."""
+        """Take the prompt, LongTensor [1, P]."""
         self.answer.prompt_tokens = value.numel()
 
     def put_from(self, value: Tensor, origin: Origin) -> None:
-        """A new token, LongTensor [1]. Raises KeyboardInterrupt once SIGINT has asked for the end of the answer."""
+        """Take a new token, LongTensor [1]. Raises KeyboardInterrupt after a SIGINT."""
         if self.stopped:
             raise KeyboardInterrupt
-        answer, since_start = self.answer, time.perf_counter() - self._start
+        answer = self.answer
+        since_start = time.perf_counter() - self._start
         if not answer.tokens:
             answer.ttft_s = since_start
         elif self._previous == "target":  # a round ends with a token of the target
@@ -106,9 +108,11 @@ class AnswerStream:
 
 
 def describe(answers: Sequence[Answer], whole: bool = False) -> str:
-    """One line of figures for answers of at least one token each; whole adds token origins and times."""
-    tokens, rounds = sum(answer.tokens for answer in answers), sum(answer.rounds for answer in answers)
-    decoded, seconds = tokens - len(answers), sum(answer.decode_s for answer in answers)  # not the first of each
+    """One line of figures for answers of at least one token each. `whole` adds token origins and times."""
+    tokens = sum(answer.tokens for answer in answers)
+    rounds = sum(answer.rounds for answer in answers)
+    seconds = sum(answer.decode_s for answer in answers)
+    decoded = tokens - len(answers)  # the first token of an answer comes from prefill
     parts = [f"{tokens} tokens"]
     if rounds and seconds:
         parts += [f"{decoded / seconds:.1f} tokens/s", f"{decoded / rounds:.2f} tokens per pass"]

@@ -1,4 +1,4 @@
-"""`longspec train`: the launch line of the trainer for a configuration by name."""
+"""The command `longspec train`: runs the trainer on a configuration by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAUNCH = "Launch"
 def train(
     config: Annotated[str, typer.Argument(help="Name of a file in the configuration folder, without .yaml.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Values that replace those of the file: key=value.")
+        list[str] | None, typer.Argument(help="Values that replace those of the configuration: key=value.")
     ] = None,
     num_gpus: Annotated[
         int | None,
@@ -56,8 +56,9 @@ def train(
 
 
 def launch_line(config: str, overrides: list[str], options: list[str], config_dir: Path | None = None) -> list[str]:
-    """The argument list of a training run; options: those of DeepSpeed's launcher. Raises UserError."""
-    trainer, folder = ROOT / TRAINER, (config_dir or ROOT / CONFIGS).absolute()
+    """The command line of a training run. options: those of DeepSpeed's launcher. Raises UserError."""
+    trainer = ROOT / TRAINER
+    folder = (config_dir or ROOT / CONFIGS).absolute()
     if not trainer.is_file():
         raise UserError(f"{trainer}: not found; training runs from a clone of the repository (pip install -e .)")
     if not (folder / f"{config}.yaml").is_file():

@@ -1,4 +1,4 @@
-"""`longspec extract` and `longspec split`: weight files in another form."""
+"""The commands `longspec extract` and `longspec split`, which convert weight files."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import typer
 
 
 def extract(
-    checkpoint: Annotated[Path, typer.Argument(help="last_ds or last_2ds folder of a run.")],
-    output: Annotated[Path, typer.Argument(help=".pth file, or folder, to write.")],
-    hf: Annotated[bool, typer.Option("--hf", help="Write a folder in Hugging Face form.")] = False,
+    checkpoint: Annotated[Path, typer.Argument(help="Folder last_ds or last_2ds of a run.")],
+    output: Annotated[Path, typer.Argument(help="File .pth or folder to write.")],
+    hf: Annotated[bool, typer.Option("--hf", help="Write a folder in Hugging Face format.")] = False,
 ) -> None:
-    """Take the draft out of a DeepSpeed checkpoint."""
+    """Extract the draft from a DeepSpeed checkpoint."""
     from longspec.train.extraction import extract_draft
 
     print(f"{extract_draft(checkpoint, output, hf)} weights of {checkpoint} written to {output}")
@@ -21,7 +21,7 @@ def extract(
 
 def split(
     target: Annotated[str, typer.Option("--target", help="Target: folder or hub id.")],
-    tp_size: Annotated[int, typer.Option("--tp_size", min=2, help="Number of ranks that share it.")],
+    tp_size: Annotated[int, typer.Option("--tp_size", min=2, help="Number of ranks that share the target.")],
     output: Annotated[Path, typer.Option("--output", help="Folder to write; it must not exist.")],
 ) -> None:
     """Split a target for tensor-parallel training."""

@@ -1,8 +1,9 @@
-"""Aligners: functions record -> record that bring every kind of record to one form.
+"""Aligners: functions record -> record that convert every kind of record to the common form.
 
-Each public function here makes an aligner, so a Hydra list of `_target_`s composes them. The last one of a list has to
-be `common_form_aligner`: its records {id, kind, prompt, answer} are what templates read. Where each (article, abstract)
-pair of a record is to be a sample of its own, the lists are split right before it; earlier aligners see the lists.
+Each public function here returns an aligner, so that a Hydra list of `_target_`s composes them. The last aligner of a
+list must be `common_form_aligner`. Templates read its records {id, kind, prompt, answer}. If each (article, abstract)
+pair of a record becomes a sample of its own, the lists are split right before the last aligner; earlier ones see the
+lists.
 """
 
 from collections.abc import Callable
@@ -26,20 +27,23 @@ ROLES = {
     "human": "user",
     "gpt": "assistant",
 }
-"""Role names in records (OpenAI's, and ShareGPT's `from`) -> the roles that chat templates know."""
+"""Role names in records (OpenAI's, and ShareGPT's `from`) -> roles of chat templates."""
 
 Aligner = Callable[[Record], Record]
 
 
 class Turn(TypedDict):
+    """One turn of a conversation. The role is one of the values of ROLES."""
+
     role: str
     content: str
 
 
-class Sample(TypedDict):
-    """The common form: plain text has no prompt, a conversation's prompt is all turns before the last answer.
+class AlignedRecord(TypedDict):
+    """A record in the common form.
 
-    A record of several (article, abstract) pairs is a conversation, too: article by article, each with its abstract.
+    Plain text has no prompt. The prompt of a conversation is all turns before its last answer. A record with several
+    (article, abstract) pairs is a conversation that alternates articles and abstracts.
     """
 
     id: str
@@ -49,23 +53,23 @@ class Sample(TypedDict):
 
 
 def add_id_aligner(field: str = "id") -> Aligner:
-    """Give a record without `field` the name "file:line"; an id that is there stays, as a string."""
+    """Set the id to the value of `field` as a string, or to "file:line" if that is missing."""
     return partial(_add_id, field=field)
 
 
 def rename_fields_aligner(names: dict[str, str]) -> Aligner:
-    """Rename fields, old name -> new name, so that records with other names fit one of the known kinds."""
+    """Rename fields, old name -> new name, so that the record fits one of the known kinds."""
     return partial(_rename_fields, names=dict(names))
 
 
 def common_form_aligner() -> Aligner:
-    """Any kind of record to {id, kind, prompt, answer}; ill-typed or missing fields raise RecordError."""
+    """Convert any kind of record to {id, kind, prompt, answer}. Raises RecordError for a missing or ill-typed field."""
     return _common_form
 
 
 def _add_id(record: Record, field: str) -> Record:
-    given = record.get(field)
-    return {**record, "id": record[WHERE] if given is None else str(given)}
+    value = record.get(field)
+    return {**record, "id": record[WHERE] if value is None else str(value)}
 
 
 def _rename_fields(record: Record, names: dict[str, str]) -> Record:
@@ -94,15 +98,18 @@ def _common_form(record: Record) -> Record:
 
 
 def _pairs(record: Record) -> tuple[list[Turn], str]:
-    """Turns up to the last article, and its abstract. Pairs with an empty abstract are left out."""
-    pairs = [
-        (text_of(pair["article"], f"article[{number}]"), text_of(pair["abstract"], f"abstract[{number}]"))
-        for number, pair in enumerate(split_pairs(record))
-    ]
-    kept = [pair for pair in pairs if pair[1].strip()] or pairs[:1]
+    """The turns up to the last article, and its abstract. Pairs with an empty abstract are skipped."""
+    pairs = []
+    for number, pair in enumerate(split_pairs(record)):
+        article = text_of(pair["article"], f"article[{number}]")
+        abstract = text_of(pair["abstract"], f"abstract[{number}]")
+        pairs.append((article, abstract))
+    # A record without any abstract keeps one pair, and its empty answer is counted later.
+    kept = [(article, abstract) for article, abstract in pairs if abstract.strip()] or pairs[:1]
     turns: list[Turn] = []
     for article, abstract in kept:
-        turns += [{"role": "user", "content": article}, {"role": "assistant", "content": abstract}]
+        turns.append({"role": "user", "content": article})
+        turns.append({"role": "assistant", "content": abstract})
     return turns[:-1], turns[-1]["content"]
 
 
@@ -113,32 +120,35 @@ def _turns(value: object, field: str) -> list[Turn]:
 
 
 def _turn(turn: object, field: str) -> Turn:
-    """One turn, from {role, content} or ShareGPT's {from, value}. Raises RecordError for what has no text."""
+    """One turn, from {role, content} or ShareGPT's {from, value}. Raises RecordError if it has no text."""
     if not isinstance(turn, dict):
         raise RecordError(field, f"must be an object with role and content, not {type(turn).__name__}")
-    role_key, content_key = ("from", "value") if "from" in turn and "role" not in turn else ("role", "content")
-    given = text_of(turn.get(role_key), f"{field}.{role_key}")
-    if given not in ROLES:
-        raise RecordError(f"{field}.{role_key}", f"is '{given}'; the roles that can be read are {', '.join(ROLES)}")
-    if calls := next((key for key in ("tool_calls", "function_call") if turn.get(key)), None):
+    is_sharegpt = "from" in turn and "role" not in turn
+    role_key, content_key = ("from", "value") if is_sharegpt else ("role", "content")
+    role = text_of(turn.get(role_key), f"{field}.{role_key}")
+    if role not in ROLES:
+        raise RecordError(f"{field}.{role_key}", f"is '{role}'; use one of {', '.join(ROLES)}")
+    calls = next((key for key in ("tool_calls", "function_call") if turn.get(key)), None)
+    if calls is not None:
         raise RecordError(f"{field}.{calls}", "holds a tool call, which has no text; leave this record out")
-    return {"role": ROLES[given], "content": _content(turn.get(content_key), f"{field}.{content_key}")}
+    return {"role": ROLES[role], "content": _content(turn.get(content_key), f"{field}.{content_key}")}
 
 
 def _content(content: object, field: str) -> str:
-    """A turn's text: a string, or OpenAI's list of text parts, which are joined without anything between them."""
+    """A turn's text: a string, or the concatenation of OpenAI's list of text parts."""
     if not isinstance(content, list):
         return text_of(content, field)
     texts = []
     for number, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise RecordError(f"{field}[{number}]", f"is of type '{kind}'; only parts of type 'text' can be read")
+            raise RecordError(f"{field}[{number}]", f"is of type '{kind}'; only parts of type 'text' are supported")
         texts.append(text_of(part.get("text"), f"{field}[{number}].text"))
     return "".join(texts)
 
 
 def _last_answer(turns: list[Turn], field: str) -> tuple[list[Turn], str]:
+    """The turns before the last answer, and that answer. Later turns are dropped."""
     answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
     if not answers:
         raise RecordError(field, "has no turn with role 'assistant'")
@@ -146,3 +156,4 @@ def _last_answer(turns: list[Turn], field: str) -> tuple[list[Turn], str]:
 
 
 DEFAULT_ALIGNERS = (add_id_aligner(), common_form_aligner())
+"""Aligners for records of known kinds."""

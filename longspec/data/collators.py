@@ -1,4 +1,4 @@
-"""Rows of segments to a micro-batch of tensors."""
+"""Collation of rows into a micro-batch of tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,53 +7,57 @@ from typing import Any, TypedDict
 import numpy as np
 import torch
 
-IGNORED = -100  # labels with this value are not in the loss
+IGNORED = -100
+"""Label of tokens that are not in the loss."""
 
 
 class Segment(TypedDict):
-    """One sample of a row: its token ids [T], and how many of the first ones are prompt."""
+    """One sample of a row, or a piece of one."""
 
     input_ids: Any
+    """Token ids, integers [T]."""
     prompt_length: int
+    """Number of leading tokens that belong to the prompt."""
 
 
 @dataclass(frozen=True)
 class Collator:
-    """Makes a micro-batch of rows, each a list of segments that must not see one another.
+    """A function from rows to a micro-batch. A row is a list of segments that do not attend to each other.
 
-    Stage 1 and long context (`nomask`) have every real token in the loss, long CoT (`answer_only`) the answers alone.
-    Rows are padded on the right to `pad_to` tokens, or to the longest row of the batch.
-
-    Returns `input_ids` and `labels`, Long [B, T], and `cu_seqlens`, int32 [S + 1], over the flattened B * T tokens.
-    Labels are not shifted; the first token of each segment and all padding are -100. What is padding goes by length,
-    not by id, so an EOS that is also the pad token is learnt. A row's padding is a segment of its own.
+    It returns `input_ids` and `labels`, LongTensor [B, T], and `cu_seqlens`, int32 [S + 1], over the flattened B·T
+    tokens. Labels are not shifted. The first token of each segment and all padding have the label -100. Padding is
+    recognized by position and not by id, so that an EOS with the id of the pad token is learned. The padding of a row
+    is a segment of its own.
     """
 
     pad_token_id: int
     answer_only: bool = False
+    """Whether only answers are in the loss (long CoT), or every real token."""
     pad_to: int | None = None
+    """Length of padded rows in tokens; None for the longest row of the batch."""
 
     def __call__(self, rows: Sequence[Sequence[Segment]]) -> dict[str, torch.Tensor]:
         length = self._padded_length(rows)
         input_ids = torch.full((len(rows), length), self.pad_token_id, dtype=torch.long)
         labels = torch.full_like(input_ids, IGNORED)
-        bounds = [0]
-        for number, row in enumerate(rows):
+        borders = [0]
+        for row_number, row in enumerate(rows):
             start = 0
             for segment in row:
                 ids = torch.tensor(np.asarray(segment["input_ids"]), dtype=torch.long)
                 end = start + len(ids)
-                learnt_from = max(1, int(segment["prompt_length"]) if self.answer_only else 1)
-                input_ids[number, start:end] = ids
-                labels[number, start + learnt_from : end] = ids[learnt_from:]
-                bounds.append(number * length + end)
+                # Nothing in the segment predicts its first token.
+                first_label = max(1, int(segment["prompt_length"]) if self.answer_only else 1)
+                input_ids[row_number, start:end] = ids
+                labels[row_number, start + first_label : end] = ids[first_label:]
+                borders.append(row_number * length + end)
                 start = end
             if start < length:
-                bounds.append((number + 1) * length)
+                borders.append((row_number + 1) * length)
         return {
             "input_ids": input_ids,
             "labels": labels,
-            "cu_seqlens": torch.tensor(bounds, dtype=torch.int32),
+            "cu_seqlens": torch.tensor(borders, dtype=torch.int32),
         }
 
     def _padded_length(self, rows: Sequence[Sequence[Segment]]) -> int:

@@ -1,4 +1,4 @@
-"""Short samples into sequences of a fixed length, with as little padding as can be had quickly."""
+"""Packing of short samples into rows of a fixed length."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,18 @@ import numpy as np
 from longspec.extras import extra
 
 with extra("train"):
-    from datasets.utils.tqdm import tqdm  # silent on the ranks where tokenising is
+    # Unlike tqdm's own, it is silent where `datasets.disable_progress_bars` was called.
+    from datasets.utils.tqdm import tqdm
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Which samples lie in which row: row r holds `samples[starts[r]:starts[r + 1]]`."""
+    """Sample numbers of each row. Row r holds `samples[starts[r]:starts[r + 1]]`."""
 
-    samples: np.ndarray  # int64 [samples]
-    starts: np.ndarray  # int64 [rows + 1]
+    samples: np.ndarray
+    """Sample numbers in order of rows, int64 [samples]."""
+    starts: np.ndarray
+    """Start of each row in `samples`, and the end of the last one, int64 [rows + 1]."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -26,43 +29,45 @@ class Rows:
 
 
 def pack(lengths: np.ndarray, max_length: int) -> Rows:
-    """Best fit decreasing: each sample, longest first, goes where it leaves the least room.
+    """Pack by best fit decreasing: each sample, longest first, goes into the row where it leaves the least room.
 
-    `lengths` [samples] in tokens, all in 1 … max_length (ValueError otherwise). Rows come in the order in which they
-    were begun, and only a sampler should draw them in another: two permutations can undo each other.
+    lengths: [samples] in tokens, all in 1 … max_length, otherwise ValueError. Rows are in the order in which they were
+    opened. Do not shuffle them here: the sampler shuffles, and two permutations can undo each other.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if len(lengths) and (lengths.min() < 1 or lengths.max() > max_length):
-        raise ValueError(f"sample lengths must lie in 1 … {max_length}, not {lengths.min()} … {lengths.max()}")
+        raise ValueError(f"sample lengths must be in 1 … {max_length}, not {lengths.min()} … {lengths.max()}")
     order = np.argsort(-lengths, kind="stable")
-    row_of, count = _best_fit(lengths[order].tolist(), max_length)
-    starts = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=count))])
+    row_of, row_count = _best_fit(lengths[order].tolist(), max_length)
+    starts = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=row_count))])
     return Rows(order[np.argsort(row_of, kind="stable")], starts)
 
 
 def _best_fit(lengths: list[int], max_length: int) -> tuple[np.ndarray, int]:
-    """The row of each length, and how many rows there are.
+    """The row of each sample, int64 [samples], and the number of rows.
 
-    Open rows are kept by the room left in them. Bit r of `rooms` is set while some row has exactly r tokens left, so
-    the best fit for a length is the lowest bit that is set from there on.
+    Open rows are grouped by their room, the number of tokens that still fit. Bit r of `rooms` is set while some row has
+    room for exactly r tokens, so the best fit for a length is the lowest set bit from there on.
     """
-    by_room: list[list[int]] = [[] for _ in range(max_length + 1)]
+    rows_by_room: list[list[int]] = [[] for _ in range(max_length + 1)]
     rooms = 0
     row_of = np.empty(len(lengths), dtype=np.int64)
-    count = 0
+    row_count = 0
     for sample, length in enumerate(tqdm(lengths, desc="Packing", unit=" samples")):
         fitting = rooms >> length
         if fitting:
+            # x & -x isolates the lowest set bit.
             room = length + (fitting & -fitting).bit_length() - 1
-            row = by_room[room].pop()
-            if not by_room[room]:
+            row = rows_by_room[room].pop()
+            if not rows_by_room[room]:
                 rooms ^= 1 << room
         else:
-            room, row = max_length, count
-            count += 1
-        left = room - length
-        if left and not by_room[left]:
-            rooms |= 1 << left
-        by_room[left].append(row)
+            room = max_length
+            row = row_count
+            row_count += 1
+        room_left = room - length
+        if room_left and not rows_by_room[room_left]:
+            rooms |= 1 << room_left
+        rows_by_room[room_left].append(row)
         row_of[sample] = row
-    return row_of, count
+    return row_of, row_count

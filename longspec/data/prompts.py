@@ -1,4 +1,4 @@
-"""Prompts that a target answers: read from records, or begun by its chat template; and the records of its answers."""
+"""Prompts for a target, read from records or started by its chat template, and the records of its answers."""
 
 from __future__ import annotations
 
@@ -25,9 +25,14 @@ from longspec.data.records import (
 from longspec.data.templates import BARE, COMPOSITIONS, CONTINUED_KINDS, render
 from longspec.errors import UserError
 
-LOOP_NGRAM, LOOP_SHARE, LOOP_TAIL = 4, 0.5, 128
-"""A text loops if fewer than LOOP_SHARE of its n-grams are distinct, in all of it or in its last LOOP_TAIL tokens."""
+LOOP_NGRAM = 4
+"""Length of the n-grams that are counted, in tokens."""
+LOOP_SHARE = 0.5
+"""Share of distinct n-grams below which a text is a repetition loop."""
+LOOP_TAIL = 128
+"""Tokens at the end of a text in which a loop is also looked for."""
 PLACEHOLDER = "USER-TURN"
+"""Text that marks the content of a user turn in the output of a chat template."""
 
 
 @dataclass(frozen=True)
@@ -35,27 +40,31 @@ class Prompt:
     """A prompt without its answer."""
 
     source_id: str
-    """Id of the record that it comes from."""
+    """Id of its record."""
     turns: list[Turn]
-    """A conversation that ends with a user turn; empty for text that the target continues."""
+    """Conversation up to a user turn; empty if the target continues plain text."""
     text: str
-    """The prompt as the target reads it."""
+    """Prompt text in the chat format."""
 
 
 class _Line(NamedTuple):
+    """The location of a record."""
+
     path: str
     number: int
+    """Line number, from 1."""
     start: int
-    """Byte offset."""
+    """Byte offset in the file."""
 
 
 class PromptFiles:
-    """The records of JSONL files, in order, each checked when the files are opened."""
+    """The prompts in JSONL files. All records are checked when the files are opened."""
 
     def __init__(self, files: Files) -> None:
-        """Raises UserError for a missing file, and for a record without a prompt (with its file, line and field)."""
+        """Raises UserError for a missing file, and for a record without a prompt, with its file, line and field."""
         self.lines: list[_Line] = []
         self.digests: dict[str, str] = {}
+        """SHA-256 of each file's bytes, by path."""
         for path in data_files(files):
             self._index(path)
         if not self.lines:
@@ -65,7 +74,7 @@ class PromptFiles:
         return len(self.lines)
 
     def read(self, start: int, end: int, family: str, tokenizer: Any, chat_format: str) -> list[Prompt]:
-        """The prompts of records start … end - 1; a record with a list of articles gives one for each."""
+        """The prompts of records `start` … `end` - 1. A record with a list of articles has one prompt per article."""
         prompts = []
         for line in self.lines[start:end]:
             with open(line.path, "rb") as handle:
@@ -73,11 +82,13 @@ class PromptFiles:
                 record = parse_record(line.path, line.number, handle.readline())
             with located(line.path, line.number):
                 for source_id, turns, text in _prompts(record):
-                    shown = conversation_text(turns, family, tokenizer, chat_format) if turns else text
-                    prompts.append(Prompt(source_id, turns, shown))
+                    if turns:
+                        text = conversation_text(turns, family, tokenizer, chat_format)
+                    prompts.append(Prompt(source_id, turns, text))
         return prompts
 
     def _index(self, path: str) -> None:
+        """Check the records of a file and note where they start."""
         digest, start = hashlib.sha256(), 0
         with open(path, "rb") as handle:
             for number, raw in enumerate(handle, 1):
@@ -91,30 +102,30 @@ class PromptFiles:
 
 
 def conversation_text(turns: list[Turn], family: str, tokenizer: Any, chat_format: str) -> str:
-    """All turns in the chat format, ready for the assistant's next words."""
+    """The text of all turns in the chat format, and the start of the assistant's next turn."""
     return render({"id": "", "kind": TURN_KINDS[0], "prompt": turns, "answer": ""}, family, tokenizer, chat_format)[0]
 
 
 def _prompts(record: Record) -> list[tuple[str, list[Turn], str]]:
-    """(id, turns, "") of each prompt of a record, or (id, [], text) where the text itself is continued."""
+    """Each prompt of a record, as (id, turns, "") or, for text to be continued, (id, [], text)."""
     if isinstance(record.get("context"), str) and isinstance(record.get("input"), str):
-        # A document and a query on it, in LongBench's fields.
+        # LongBench's fields for a document and a question about it.
         content = "\n\n".join(part for part in (record["context"], record["input"]) if part.strip())
         record = {"id": record.get("id", record.get("_id")), WHERE: record[WHERE], **_as_turns(content)}
     prompts = []
-    for sample in split_pairs(_with_answer(record)):
+    for part in split_pairs(_with_answer(record)):
         for aligner in DEFAULT_ALIGNERS:
-            sample = aligner(sample)
-        prompt, kind = sample["prompt"], sample["kind"]
+            part = aligner(part)
+        source_id, kind, prompt = part["id"], part["kind"], part["prompt"]
         if prompt is None:
             raise RecordError("text", "is plain text, without a prompt that a target could answer")
         if not isinstance(prompt, str):
-            prompts.append((sample["id"], prompt, ""))
+            prompts.append((source_id, prompt, ""))
         elif kind in CONTINUED_KINDS:
-            prompts.append((sample["id"], [], prompt))
+            prompts.append((source_id, [], prompt))
         else:
             content = COMPOSITIONS.get(kind, BARE).fill(prompt)
-            prompts.append((sample["id"], _as_turns(content)["messages"], ""))
+            prompts.append((source_id, _as_turns(content)["messages"], ""))
     return prompts
 
 
@@ -123,7 +134,7 @@ def _as_turns(content: str) -> dict[str, list[Turn]]:
 
 
 def _with_answer(record: Record) -> Record:
-    """`record`, with an empty answer if it has none: only its prompt counts."""
+    """`record` with an empty answer if it has none, so that it has a kind. The answer is not used."""
     record = {name: value for name, value in record.items() if value is not None}
     for name in TURN_KINDS:
         turns = record.get(name)
@@ -142,19 +153,19 @@ def _with_answer(record: Record) -> Record:
 
 
 def user_turn_marks(tokenizer: Any) -> tuple[str, str]:
-    """The chat template's text before and after the first user turn. Raises UserError for a template without one."""
+    """The chat template's text before and after a user turn. Raises UserError if there is no such text."""
     try:
         text = tokenizer.apply_chat_template([{"role": "user", "content": PLACEHOLDER}], tokenize=False)
     except ValueError as error:
         raise UserError("the tokenizer has no chat template, so the target cannot write user turns") from error
-    before, found, after = text.partition(PLACEHOLDER)
-    if not found or not before or not after:
-        raise UserError("the chat template puts no marks around user turns, so the target cannot write them")
+    before, placeholder, after = text.partition(PLACEHOLDER)
+    if not placeholder or not before or not after:
+        raise UserError("the chat template does not mark user turns, so the target cannot write them")
     return before, after
 
 
 def answered(prompt: Prompt, answer: str, **provenance: Any) -> Record:
-    """The record of an answer, of a kind that training reads: `messages`, or `prefix` and `suffix`."""
+    """A training record of a prompt and its answer: `messages`, or `prefix` and `suffix`."""
     if prompt.turns:
         body: Record = {"messages": [*prompt.turns, {"role": "assistant", "content": answer}]}
     else:
@@ -163,14 +174,14 @@ def answered(prompt: Prompt, answer: str, **provenance: Any) -> Record:
 
 
 def prompt_key(record: Record) -> bytes:
-    """A digest of the prompt of an `answered` record that ignores case and spaces: duplicates share it."""
+    """A digest of the prompt of an `answered` record, independent of case and spacing, to find duplicates."""
     turns = [turn["content"] for turn in record["messages"][:-1]] if "messages" in record else [record["prefix"]]
     words = [" ".join(text.casefold().split()) for text in turns]
     return hashlib.blake2b(json.dumps(words).encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Whether a text repeats itself, all of it or its end."""
+    """Whether a text is a repetition loop, as a whole or at its end."""
     return any(_distinct_share(part) < LOOP_SHARE for part in (tokens, tokens[-LOOP_TAIL:]))
 
 

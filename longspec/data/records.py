@@ -1,4 +1,4 @@
-"""From JSONL files to records: the lines of each file, their content digests, and each record's kind."""
+"""Records of JSONL files: their lines, content digests and kinds."""
 
 from __future__ import annotations
 
@@ -20,15 +20,20 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 Files = str | Path | Iterable[str | Path]
+"""One or more files, folders or glob patterns."""
 
 SUFFIXES = (".jsonl", ".json")
-VERSION = 1  # of the table of lines: raised when its columns change
-WHERE = "_where"  # the key under which a record carries "file:line"
+"""Suffixes of the data files in a folder."""
+VERSION = 1
+"""Version of the cached table of lines. Increase it when the columns change."""
+WHERE = "_where"
+"""Key of a record's origin, "file:line"."""
 LINE_COLUMNS = {"file": "string", "line": "int64", "start": "int64", "digest": "int64"}
+"""Columns of the table of lines (see `index_lines`)."""
 
 
 class RecordError(UserError):
-    """What is wrong with one record, as (field, problem); `located` adds the file and the line."""
+    """A problem of one record, as (field, problem). `located` adds the file and the line."""
 
     def __str__(self) -> str:
         field, problem = self.args
@@ -36,15 +41,18 @@ class RecordError(UserError):
 
 
 class Kind(NamedTuple):
-    """A kind of record: the field of its prompt (None = plain text) and the field of its answer."""
+    """A kind of record, recognized by its fields."""
 
     name: str
     prompt_field: str | None
+    """Field of the prompt; None for plain text and conversations."""
     answer_field: str
 
 
 TURN_KINDS = ("messages", "conversation", "conversations")
-# The first kind whose fields are all present counts. Alpaca's own records repeat prompt and answer as `text`.
+"""Kinds whose only field is a list of turns."""
+# A record has the first kind whose fields are all present. Alpaca comes before plain text, because its records repeat
+# prompt and answer as `text`.
 KINDS = (
     Kind("instruction", "instruction", "output"),
     Kind("text", None, "text"),
@@ -60,50 +68,54 @@ KINDS = (
     Kind("problem", "problem", "solution"),
     Kind("prompt", "prompt", "completion"),
 )
-# What published records carry in `source` to say where they come from; such a word is no prompt.
 SOURCE_TAGS = ("code", "book", "arxiv", "tulu-v2", "gov-report", "multi-news", "meetingbank")
+"""Values of `source` in published records that name a corpus and are not prompts."""
 
 
 def data_files(files: Files) -> list[str]:
-    """The data files named by `files`: a file, a folder (searched in depth), a glob pattern, or several of these.
+    """The data files that `files` names: a file, a folder (searched recursively), a glob pattern, or a list of these.
 
-    Raises UserError for a name that matches no file.
+    Raises UserError for a name that matches no file and for a file that cannot be read.
     """
     names = [files] if isinstance(files, str | Path) else list(files)
     if not names:
         raise UserError("no data files given: name at least one .jsonl file, folder or pattern")
-    found: list[str] = []
+    paths: list[str] = []
     for name in map(str, names):
-        if os.path.isfile(name):
-            matches = [name]
-        elif os.path.isdir(name):
-            inside = sorted(Path(name).rglob("*"))
-            matches = [str(path) for path in inside if path.suffix in SUFFIXES and path.is_file()]
-        else:
-            matches = sorted(path for path in glob.glob(name, recursive=True) if os.path.isfile(path))
+        matches = _matching_files(name)
         if not matches:
             raise UserError(f"no data file at '{name}': give a .jsonl file, a folder of them, or a pattern")
-        found += matches
-    for path in found:
+        paths += matches
+    for path in paths:
         if not os.access(path, os.R_OK):
             raise UserError(f"data file '{path}' cannot be read: check its permissions")
-    return found
+    return paths
+
+
+def _matching_files(name: str) -> list[str]:
+    if os.path.isfile(name):
+        return [name]
+    if os.path.isdir(name):
+        inside = sorted(Path(name).rglob("*"))
+        return [str(path) for path in inside if path.suffix in SUFFIXES and path.is_file()]
+    return sorted(path for path in glob.glob(name, recursive=True) if os.path.isfile(path))
 
 
 class FileDigest(NamedTuple):
     """One data file and the digest of its content."""
 
     path: str
-    """Absolute path, symbolic links not resolved."""
+    """Absolute path, without resolving symbolic links."""
     digest: str
     """BLAKE2b of the file's bytes, 128 bits as 32 hex digits."""
 
 
 def content_digests(files: Files) -> list[FileDigest]:
-    """The digest of each data file's bytes, in the order of `data_files(files)`.
+    """The digest of each data file, in the order of `data_files(files)`.
 
-    Every byte is read; neither size nor modification time is trusted. Two lists hold the same data if their `digest`s
-    are equal in order, whatever the paths. Raises UserError for a missing or unreadable file.
+    Every byte is read, because neither size nor modification time proves that a file is unchanged. Two lists describe
+    the same data if their digests are equal in order, whatever the paths. Raises UserError for a missing or unreadable
+    file.
     """
     paths = [os.path.abspath(path) for path in data_files(files)]
     return list(map(FileDigest, paths, file_digests(paths)))
@@ -113,9 +125,9 @@ def index_lines(digests: Sequence[FileDigest], num_proc: int = 1, cache_dir: str
     """A memory-mapped table of all non-blank lines of the files that `content_digests` returned.
 
     Columns: `file`, `line` (from 1), `start` (byte offset) and `digest`, 64 bits over path, line number and the line's
-    bytes. Lines end at b"\\n" only, because a JSON string may contain U+2028, U+0085 and the like. The table is cached
-    by the files' paths and content digests. Raises UserError if no line is found, a file has changed since it was
-    digested, or the package datasets is missing.
+    bytes. Only b"\\n" ends a line, because a JSON string may contain other line separators, such as U+2028. The table
+    is cached by the files' paths and content digests. Raises UserError if all lines are blank, a file has changed since
+    it was digested, or the package datasets is missing.
     """
     with extra("train"):
         from datasets import Dataset, Features, Value
@@ -123,8 +135,9 @@ def index_lines(digests: Sequence[FileDigest], num_proc: int = 1, cache_dir: str
 
     from longspec.data.cache import cache_folder, cached_table
 
-    if not any(True for _ in _lines([FileDigest(one.path, "") for one in digests])):
-        names = ", ".join(one.path for one in digests[:3])
+    unverified = [FileDigest(file.path, "") for file in digests]
+    if next(_lines(unverified), None) is None:
+        names = ", ".join(file.path for file in digests[:3])
         raise UserError(f"no record in {names}{' …' if len(digests) > 3 else ''}: all lines are blank")
     workers = min(num_proc, len(digests))
 
@@ -147,7 +160,10 @@ def index_lines(digests: Sequence[FileDigest], num_proc: int = 1, cache_dir: str
 
 
 def _lines(files: list[FileDigest]) -> Iterator[Record]:
-    """The lines of `files`; UserError at a file's end if its bytes are not those of its digest ("": not compared)."""
+    """The non-blank lines of `files`, as rows of LINE_COLUMNS.
+
+    Raises UserError at the end of a file whose bytes do not have the digest. An empty digest is not compared.
+    """
     for path, expected in files:
         whole = content_hash()
         with open(path, "rb") as handle:
@@ -172,9 +188,9 @@ def _changed(path: str) -> UserError:
 
 
 def read_lines(index: dict[str, list]) -> Iterator[tuple[str, int, bytes]]:
-    """(file, line number, bytes) of a batch of `index_lines` rows; a file stays open while its lines follow.
+    """File, line number and bytes of each row in a batch of `index_lines` rows.
 
-    Raises UserError for a line whose bytes are no longer those that were indexed.
+    Raises UserError for a line that has changed since it was indexed.
     """
     handle = None
     columns = (index[name] for name in ("file", "line", "start", "digest"))
@@ -183,7 +199,7 @@ def read_lines(index: dict[str, list]) -> Iterator[tuple[str, int, bytes]]:
             if handle is None or handle.name != path:
                 if handle is not None:
                     handle.close()
-                handle = open(path, "rb")  # noqa: SIM115 (closed below, kept over several rows)
+                handle = open(path, "rb")  # noqa: SIM115 (kept open for the next rows of this file)
             handle.seek(start)
             raw = handle.readline()
             if _line_digest(path, number, raw) != digest:
@@ -196,7 +212,7 @@ def read_lines(index: dict[str, list]) -> Iterator[tuple[str, int, bytes]]:
 
 @contextmanager
 def located(path: str, line: int) -> Iterator[None]:
-    """Turn a RecordError of the block into a UserError that names file, line and field."""
+    """Convert a RecordError inside the context to a UserError with file, line and field."""
     try:
         yield
     except RecordError as error:
@@ -204,73 +220,83 @@ def located(path: str, line: int) -> Iterator[None]:
 
 
 def parse_record(path: str, line: int, raw: bytes) -> Record:
-    """The JSON object on one line, plus where it stands. Raises UserError if the line is anything else."""
+    """The JSON object on one line, with its origin under WHERE. Raises UserError if the line is anything else."""
+    # A byte order mark.
     if line == 1:
         raw = raw.removeprefix(b"\xef\xbb\xbf")
     try:
         record = json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}, line {line}: not a JSON line ({error}); put one JSON object on each line") from error
     if not isinstance(record, dict):
-        raise UserError(f"{path}, line {line}: a {type(record).__name__} where a JSON object with named fields must be")
+        raise UserError(f"{path}, line {line}: must be a JSON object with named fields, not {type(record).__name__}")
     return {**record, WHERE: f"{path}:{line}"}
 
 
 def is_list_of_pairs(record: Record) -> bool:
-    """Whether the record is of the kind article and holds several (article, abstract) pairs, as two lists."""
+    """Whether the record is of the kind article and holds its (article, abstract) pairs as two lists."""
     lists = isinstance(record.get("article"), list) or isinstance(record.get("abstract"), list)
     return lists and record_kind(record).name == "article"
 
 
 def split_pairs(record: Record) -> list[Record]:
-    """One record per pair where `is_list_of_pairs`, else the record itself.
+    """One record per (article, abstract) pair; the record itself if it is not a list of pairs.
 
-    Two empty lists are one pair of empty texts. The pair's number is appended to its id (if there is one) and to WHERE.
+    Two empty lists are one pair of empty texts. The pair's number is appended to WHERE and to the id, if there is one.
     Raises RecordError for lists of different lengths, or a list next to a string.
     """
     if not is_list_of_pairs(record):
         return [record]
-    article, abstract = record["article"], record["abstract"]
-    if not isinstance(article, list) or not isinstance(abstract, list):
-        lone = "abstract" if isinstance(article, list) else "article"
-        raise RecordError(lone, f"must be a list, as its partner is, not {_type_name(record[lone])}")
-    if len(article) != len(abstract):
-        raise RecordError("abstract", f"has {len(abstract)} items where 'article' has {len(article)}")
-    pairs = list(zip(article, abstract, strict=True)) or [("", "")]
-    names = [name for name in ("id", WHERE) if name in record]
-    return [
-        {**record, "article": one, "abstract": other, **{name: f"{record[name]}#{number}" for name in names}}
-        for number, (one, other) in enumerate(pairs)
-    ]
+    articles, abstracts = record["article"], record["abstract"]
+    if not isinstance(articles, list) or not isinstance(abstracts, list):
+        wrong = "abstract" if isinstance(articles, list) else "article"
+        raise RecordError(wrong, f"must be a list like its partner, not {_type_name(record[wrong])}")
+    if len(articles) != len(abstracts):
+        raise RecordError("abstract", f"has {len(abstracts)} items where 'article' has {len(articles)}")
+
+    pairs = list(zip(articles, abstracts, strict=True)) or [("", "")]
+    name_keys = [key for key in ("id", WHERE) if key in record]
+    records = []
+    for number, (article, abstract) in enumerate(pairs):
+        names = {key: f"{record[key]}#{number}" for key in name_keys}
+        records.append({**record, "article": article, "abstract": abstract, **names})
+    return records
 
 
 def record_kind(record: Record) -> Kind:
-    """The record's kind as its fields tell it; a null field counts as absent. Raises RecordError if there is none."""
+    """The kind of a record, by its fields. A null field counts as missing. Raises RecordError if no kind fits."""
     present = {name for name, value in record.items() if value is not None}
     if record.get("source") in ("", *SOURCE_TAGS):
         present.discard("source")
     for kind in KINDS:
         if kind.answer_field in present and (kind.prompt_field is None or kind.prompt_field in present):
             return kind
+    raise _no_kind(record, present)
+
+
+def _no_kind(record: Record, present: set[str]) -> RecordError:
+    """The error for a record without a kind, which names the missing answer if there is a prompt."""
     for kind in KINDS:
         if kind.prompt_field in present:
             answers = [other.answer_field for other in KINDS if other.prompt_field == kind.prompt_field]
-            raise RecordError("' or '".join(answers), f"is missing or null, and '{kind.prompt_field}' needs it")
+            return RecordError("' or '".join(answers), f"is missing or null, and '{kind.prompt_field}' needs it")
     known = dict.fromkeys(
         f"{kind.prompt_field} + {kind.answer_field}" if kind.prompt_field else kind.answer_field for kind in KINDS
     )
     names = ", ".join(sorted(set(record) - {WHERE})) or "none"
-    raise RecordError("text", f"is missing or null; this record has {names}; wanted is one of: {', '.join(known)}")
+    return RecordError("text", f"is missing or null; this record has {names}; use one of: {', '.join(known)}")
 
 
 def text_of(value: Any, field: str) -> str:
-    """`value`, which must be a string that has a UTF-8 form. Raises RecordError otherwise."""
+    """`value`, if it is a string that UTF-8 can encode. Raises RecordError otherwise."""
     if not isinstance(value, str):
         raise RecordError(field, f"must be a string, not {_type_name(value)}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise RecordError(field, "holds half of a surrogate pair (\\ud800 … \\udfff), which is no text") from None
+        raise RecordError(
+            field, "holds half of a surrogate pair (\\ud800 … \\udfff), which is not valid text"
+        ) from None
     return value
 
 

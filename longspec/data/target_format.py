@@ -1,4 +1,4 @@
-"""The chat format and the special tokens of a target: the published ones for a published target, else its own."""
+"""The chat format and special tokens of a target: the published ones for a published pair, otherwise its own."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ CHAT_FORMAT_CHOICES = (AUTO, *CHAT_FORMATS)
 
 @dataclass(frozen=True)
 class PublishedTarget:
-    """A target with a published draft, and the token ids that the draft was trained with (None: the target's own)."""
+    """Token ids that a published draft was trained with. None stands for the target's own."""
 
     eos_token_id: int | None = None
     pad_token_id: int | None = None
@@ -29,22 +29,22 @@ PUBLISHED_TARGETS = {
     "gradientai/Llama-3-8B-Instruct-262k": PublishedTarget(128009, 128001),
     "Qwen/QwQ-32B-Preview": PublishedTarget(151645, 151643),
 }
-"""Hub id -> what is published for it. A copy at another path is a target like any other."""
+"""Published token ids by hub id. A copy of a target at another path uses its own."""
 
 
 def published_target(target: str) -> PublishedTarget:
-    """What is published for `target`; of any other target, nothing."""
+    """The published token ids of `target`; those of an unpublished target are None."""
     return PUBLISHED_TARGETS.get(target, PublishedTarget())
 
 
 def resolve_chat_format(
     chat_format: str, target: str, family: str, tokenizer: Any, say: Callable[[str], object] = lambda line: None
 ) -> str:
-    """One of CHAT_FORMATS for "auto" (or the given one, if the target can have it).
+    """The chat format of a target, one of CHAT_FORMATS. A format other than "auto" is checked and returned.
 
-    "auto" is "published" for a published target, "tokenizer" for a tokenizer with a chat template, and "plain" for the
-    rest, which are base models; `say` gets a line about the last case. Raises UserError for a format that does not
-    exist or that the target cannot have.
+    "auto" is "published" for a published target, "tokenizer" for a tokenizer with a chat template, and "plain" for
+    other targets, which are base models. say: called with a line about the last case. Raises UserError for an unknown
+    format or one that the target does not support.
     """
     if chat_format not in CHAT_FORMAT_CHOICES:
         raise UserError(f"unknown chat_format '{chat_format}': use one of {', '.join(CHAT_FORMAT_CHOICES)}")
@@ -58,16 +58,16 @@ def resolve_chat_format(
 
 
 def stop_tokens(tokenizer: Any, generation_eos: Sequence[int]) -> list[int]:
-    """The token ids that end an answer: those of the target's generation config, and the tokenizer's EOS."""
+    """The token ids that end an answer: those of the generation config, then the tokenizer's EOS."""
     own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     return list(dict.fromkeys((*generation_eos, *own)))
 
 
 def answer_end(tokenizer: Any, generation_eos: Sequence[int], chat_format: str) -> int | None:
-    """The token that a training answer ends with, one of `stop_tokens`; None if there is none.
+    """The token that ends answers in training, one of `stop_tokens`; None if there is none.
 
-    By the tokenizer's chat template it is the token that the template writes after an answer (Llama-3's <|eot_id|>,
-    ChatML's <|im_end|>), else the tokenizer's EOS, else the first one of the generation config.
+    In the format "tokenizer" it is the token that the chat template writes after an answer (Llama-3's <|eot_id|>,
+    ChatML's <|im_end|>). Otherwise it is the tokenizer's EOS, or the first stop token of the generation config.
     """
     stops = stop_tokens(tokenizer, generation_eos)
     candidates = [_template_end(tokenizer)] if chat_format == "tokenizer" else []
@@ -76,7 +76,7 @@ def answer_end(tokenizer: Any, generation_eos: Sequence[int], chat_format: str) 
 
 
 def _template_end(tokenizer: Any) -> int | None:
-    """The first token that the chat template writes after an answer; None where it writes or takes none."""
+    """The first token that the chat template writes after an answer; None if there is none or the template fails."""
     answer = "An answer."
     turns = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": answer}]
     try:

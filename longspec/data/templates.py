@@ -1,4 +1,4 @@
-"""From the common form to text, and from text to token ids: what the target reads before it answers."""
+"""Prompt templates and chat formats: aligned records as text, and text as token ids."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,25 +7,30 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from longspec.data.aligners import Sample, Turn
+from longspec.data.aligners import AlignedRecord, Turn
 from longspec.data.records import KINDS, TURN_KINDS, RecordError
 from longspec.errors import UserError
 
 CHAT_FORMATS = ("published", "tokenizer", "plain")
-"""Turns as the published drafts saw them, by the tokenizer's chat template, or as text without marks around them."""
+"""The format of the published drafts, the tokenizer's chat template, and plain text without role markers."""
 PLAIN_BREAK = "\n\n"
-"""Separator of turns in the format plain; the one before an answer belongs to the answer."""
+"""Separator of turns in the format plain. The one before an answer belongs to the answer."""
 PUBLISHED_ROLES = ("system", "user", "assistant")
+"""Roles in the formats published and plain."""
 SYSTEM_TURN: Turn = {"role": "system", "content": "You are a helpful assistant"}
+"""First turn in the published format, unless the conversation has its own."""
 
 
 @dataclass(frozen=True)
 class TurnFormat:
-    """How one family's published drafts were shown a turn: marks around it, and whether answers have a lead-in."""
+    """The published format of a turn for one model family."""
 
     before: str
+    """Text before the role."""
     after: str
+    """Text after the content."""
     leads_in_answers: bool
+    """Whether some answers start with a lead-in word (see `Composition.answer_prefix`)."""
 
     def turn(self, role: str, content: str) -> str:
         return f"{self.before}{role}\n{content}{self.after}\n"
@@ -39,10 +44,12 @@ TURN_FORMATS = {
 
 @dataclass(frozen=True)
 class Composition:
-    """The units that make up a user's turn, and the word that opens the answer to it in the published format."""
+    """The text of a user turn around a prompt."""
 
     units: tuple[str, ...]
+    """Paragraphs, of which one holds {prompt}."""
     answer_prefix: str = ""
+    """Lead-in word of the answer in the published format."""
 
     def fill(self, prompt: str) -> str:
         return "\n\n".join(self.units).format(prompt=prompt)
@@ -72,36 +79,37 @@ COMPOSITIONS = {
         "Summary:",
     ),
 }
-CONTINUED_KINDS = ("prefix",)  # the answer goes on where the prompt stops, without a chat around them
+CONTINUED_KINDS = ("prefix",)
+"""Kinds whose answer continues the prompt directly, without a chat format."""
 TEMPLATE_KINDS = tuple(
     dict.fromkeys(kind.name for kind in KINDS if kind.prompt_field and kind.name not in CONTINUED_KINDS)
 )
-"""Kinds of records whose prompt is put into a template."""
+"""Kinds of records whose prompt is inserted into a template."""
 
 
 def check_template(text: object, fields: Sequence[str], where: str) -> str:
-    """`text`, which must be a format string that quotes some of `fields` by name and nothing else.
+    """`text`, if it is a format string that contains at least one of `fields` by name and nothing else.
 
-    Raises UserError that begins with `where`.
+    Raises UserError that starts with `where`.
     """
     if not isinstance(text, str):
         raise UserError(f"{where}: must be text with {_braced(fields)}, not {type(text).__name__}")
     try:
         quoted = [(name, spec, conversion) for _, name, spec, conversion in Formatter().parse(text) if name is not None]
     except ValueError as error:
-        raise UserError(f"{where}: {error}; a brace that is no field is written twice") from error
+        raise UserError(f"{where}: {error}; double each brace that is not a field") from error
     for name, spec, conversion in quoted:
         if name not in fields:
-            raise UserError(f"{where}: no field {{{name}}}; it may quote {_braced(fields)}, other braces are doubled")
+            raise UserError(f"{where}: no field {{{name}}}; use {_braced(fields)} and double other braces")
         if spec or conversion:
-            raise UserError(f"{where}: a field is quoted only by its name, as {{{name}}}")
+            raise UserError(f"{where}: a field has only a name, such as {{{name}}}, without a format")
     if not quoted:
-        raise UserError(f"{where}: quotes no field; it needs {_braced(fields)}")
+        raise UserError(f"{where}: contains no field; use {_braced(fields)}")
     return text
 
 
 def check_templates(templates: Mapping[str, object], where: str) -> dict[str, str]:
-    """`templates`, which must map kinds of TEMPLATE_KINDS to text with {prompt}. Raises UserError with `where`."""
+    """`templates`, if it maps TEMPLATE_KINDS to text with {prompt}. Raises UserError that starts with `where`."""
     for kind in templates:
         if kind not in TEMPLATE_KINDS:
             raise UserError(f"{where}.{kind}: no such kind of record; use {', '.join(TEMPLATE_KINDS)}")
@@ -119,7 +127,7 @@ def chat_prompt(
     chat_format: str,
     answer_prefix: str = "",
 ) -> str:
-    """The text that a model of `family` is asked with: chat format around `user_prompt`, then `answer_prefix`.
+    """The prompt text for a model of `family`: `user_prompt` in the chat format, then `answer_prefix`.
 
     Raises UserError for an unknown family or format, or a tokenizer without a template.
     """
@@ -127,43 +135,53 @@ def chat_prompt(
 
 
 def lead_in(word: str, family: str, chat_format: str) -> str:
-    """`word` if the published format of `family` opens answers with one, else nothing."""
+    """`word` if the published format of `family` has lead-in words, otherwise an empty string."""
     return word if chat_format == "published" and TURN_FORMATS[family].leads_in_answers else ""
 
 
 def render(
-    sample: Sample, family: str, tokenizer: Any, chat_format: str, templates: Mapping[str, str] | None = None
+    record: AlignedRecord,
+    family: str,
+    tokenizer: Any,
+    chat_format: str,
+    templates: Mapping[str, str] | None = None,
 ) -> tuple[str, str]:
-    """(prompt text, answer text) of a sample; the prompt is empty for plain text. The answer has no EOS yet.
+    """The prompt text and the answer text of a record, without EOS. The prompt of plain text is empty.
 
-    `templates` replace the built-in text around prompts by kind; answers to them have no lead-in word.
+    templates: text around prompts by kind, instead of the built-in one. Answers to them have no lead-in word.
     """
-    kind, prompt, answer = sample["kind"], sample["prompt"], sample["answer"]
+    kind, prompt, answer = record["kind"], record["prompt"], record["answer"]
     if prompt is None:
         return "", answer
     if kind in CONTINUED_KINDS and isinstance(prompt, str):
         return prompt, answer
-    own = (templates or {}).get(kind)
-    composition = COMPOSITIONS.get(kind, BARE) if own is None else Composition((own,))
+
+    template = (templates or {}).get(kind)
+    composition = COMPOSITIONS.get(kind, BARE) if template is None else Composition((template,))
     prefix = lead_in(composition.answer_prefix, family, chat_format)
 
-    def after_prefix(text: str) -> str:
-        return f" {text.lstrip()}" if prefix else text
-
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    _check_roles(prompt, kind, chat_format)
+    turns: list[Turn] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    _check_roles(turns, kind, chat_format)
+    # The turns of a conversation are complete. Other kinds need their template.
     if kind not in TURN_KINDS:
-        prompt = [
-            {"role": role, "content": composition.fill(text) if role == "user" else prefix + after_prefix(text)}
-            for role, text in ((turn["role"], turn["content"]) for turn in prompt)
-        ]
-    text = _conversation(prompt, family, tokenizer, chat_format) + prefix
-    return text, PLAIN_BREAK + answer if chat_format == "plain" else after_prefix(answer)
+        turns = [_composed_turn(turn, composition, prefix) for turn in turns]
+    text = _conversation(turns, family, tokenizer, chat_format) + prefix
+    return text, PLAIN_BREAK + answer if chat_format == "plain" else _after_prefix(answer, prefix)
+
+
+def _composed_turn(turn: Turn, composition: Composition, prefix: str) -> Turn:
+    if turn["role"] == "user":
+        return {"role": "user", "content": composition.fill(turn["content"])}
+    return {"role": turn["role"], "content": prefix + _after_prefix(turn["content"], prefix)}
+
+
+def _after_prefix(text: str, prefix: str) -> str:
+    """`text` as it follows a lead-in word, separated by one space."""
+    return f" {text.lstrip()}" if prefix else text
 
 
 def check_chat_format(family: str, tokenizer: Any, chat_format: str) -> None:
-    """Raises UserError for a format that does not exist or cannot be had with this family or tokenizer."""
+    """Raise UserError for an unknown format or one that this family or tokenizer does not support."""
     if chat_format not in CHAT_FORMATS:
         raise UserError(f"unknown chat_format '{chat_format}': use one of {', '.join(CHAT_FORMATS)}")
     if chat_format == "published" and family not in TURN_FORMATS:
@@ -173,19 +191,19 @@ def check_chat_format(family: str, tokenizer: Any, chat_format: str) -> None:
 
 
 def _check_roles(turns: list[Turn], field: str, chat_format: str) -> None:
-    """Raise RecordError for a role that only a chat template could show."""
+    """Raise RecordError for a role that only a chat template can format."""
     if chat_format == "tokenizer":
         return
     for number, turn in enumerate(turns):
         if turn["role"] not in PUBLISHED_ROLES:
             raise RecordError(
                 f"{field}[{number}].role",
-                f"is '{turn['role']}', which chat_format '{chat_format}' has no form for; leave this record out",
+                f"is '{turn['role']}', which chat_format '{chat_format}' does not support; leave this record out",
             )
 
 
 def _conversation(turns: list[Turn], family: str, tokenizer: Any, chat_format: str) -> str:
-    """All turns, ready for the assistant's next words."""
+    """The text of all turns and the start of the assistant's next turn."""
     check_chat_format(family, tokenizer, chat_format)
     if chat_format == "plain":
         return PLAIN_BREAK.join(turn["content"] for turn in turns)
@@ -193,7 +211,7 @@ def _conversation(turns: list[Turn], family: str, tokenizer: Any, chat_format: s
         try:
             return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
-            raise RecordError("role", f"is one the tokenizer's chat template refuses here ({error})") from error
+            raise RecordError("role", f"is rejected by the tokenizer's chat template ({error})") from error
     if not turns or turns[0]["role"] != "system":
         turns = [SYSTEM_TURN, *turns]
     form = TURN_FORMATS[family]
@@ -201,11 +219,12 @@ def _conversation(turns: list[Turn], family: str, tokenizer: Any, chat_format: s
 
 
 def encode_texts(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    """Token ids of each text as a target expects them: one BOS in front if the tokenizer uses it, never two, no EOS."""
+    """Token ids of each text, without EOS. They start with exactly one BOS if the tokenizer adds one."""
     if not texts:
         return []
     encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     bos = tokenizer.bos_token_id
     if bos is None or tokenizer("")["input_ids"][:1] != [bos]:
         return encoded
+    # A chat template may have written the BOS already.
     return [ids if ids[:1] == [bos] else [bos, *ids] for ids in encoded]

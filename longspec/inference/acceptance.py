@@ -9,8 +9,8 @@ from torch import Tensor
 
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.sampling import Sampler
-from longspec.kernels.backend import runs_triton
-from longspec.kernels.watch import Watch
+from longspec.kernels.shared.device import runs_triton
+from longspec.kernels.shared.watch import Watch
 
 
 @dataclass
@@ -43,7 +43,7 @@ def follow(proposal: Proposal, choice: Tensor) -> Accepted:
     the target's own choice, so the rule is exact for any tree that was built without knowing the draws.
     """
     if runs_triton(choice):
-        from longspec.kernels.descent import follow_choices
+        from longspec.kernels.decoding.descent import follow_choices
 
         return Accepted(*follow_choices(proposal.tokens, proposal.parents, choice, proposal.depth))
 
@@ -63,7 +63,7 @@ def reject(proposal: Proposal, q: Tensor, p: Tensor, sampler: Sampler) -> Accept
     (arXiv 2211.17192); for siblings sampled without replacement it is the recursion of arXiv 2402.14160.
     """
     if runs_triton(p):
-        from longspec.kernels.rejection import reject_children
+        from longspec.kernels.decoding.rejection import reject_children
 
         uniforms = sampler.uniforms(proposal.tokens)
         path, count, residual = reject_children(proposal.tokens, proposal.parents, q, p, uniforms, proposal.depth)

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `generate`. Each misuse raises a UserError that starts with the argument's name."""
+"""Checks of the arguments of `generate`. Each raises a UserError that starts with the name of the argument."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from longspec.models.glide import GlideMixin
 from longspec.models.target_files import context_window
 
 MAX_NODES = 1024
-"""Largest number of tokens that one verification may read, the root included."""
+"""Largest number of nodes per verification pass, the root included."""
 LARGEST_SEED = 2**64 - 1
-"""Upper end of the range of torch's generators."""
+"""Largest seed of torch's generators."""
 _FP32 = torch.finfo(torch.float32)
 
 
 def prompt_batch(input_ids: Any, attention_mask: Any) -> tuple[Tensor, Tensor | None]:
-    """Token ids [B, P] and their mask, also from a tokenizer's output passed as input_ids."""
+    """Token ids and their mask, [B, P] each. input_ids may be a tokenizer's output, which contains both."""
     if isinstance(input_ids, Mapping):
         if "input_ids" not in input_ids:
             raise UserError(f"input_ids: a mapping without the key input_ids, only {', '.join(map(str, input_ids))}")
-        attention_mask = input_ids.get("attention_mask") if attention_mask is None else attention_mask
+        if attention_mask is None:
+            attention_mask = input_ids.get("attention_mask")
         input_ids = input_ids["input_ids"]
     check_token_ids(input_ids)
     if attention_mask is not None:
@@ -57,31 +58,37 @@ def check_token_ids(input_ids: Any) -> None:
 
 
 def prompt_rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
-    """Each prompt without its padding, LongTensor [length]."""
+    """Each prompt without its padding, LongTensor [length]. Raises UserError for an empty one."""
     if attention_mask is None:
         return list(input_ids.long())
-    keeps = attention_mask.bool().to(input_ids.device)
-    rows = [ids[keep] for ids, keep in zip(input_ids.long(), keeps, strict=True)]
-    if empty := [row for row, ids in enumerate(rows) if len(ids) == 0]:
-        raise UserError(f"attention_mask: row {empty[0]} has no real token; a prompt needs at least one")
+    mask = attention_mask.bool().to(input_ids.device)
+    rows = [row_ids[row_mask] for row_ids, row_mask in zip(input_ids.long(), mask, strict=True)]
+    for number, row in enumerate(rows):
+        if len(row) == 0:
+            raise UserError(f"attention_mask: row {number} has no real token; a prompt needs at least one")
     return rows
 
 
 def check_rows(model: GlideMixin, rows: Sequence[Tensor], max_new_tokens: int) -> None:
-    """Raise UserError for token ids outside the vocabulary and for prompts that leave too few positions."""
+    """Raise UserError for token ids outside the vocabulary, and for prompts that leave too few positions."""
     vocab_size = model.config.vocab_size
-    for token in (min(int(row.min()) for row in rows), max(int(row.max()) for row in rows)):
+    lowest_id = min(int(row.min()) for row in rows)
+    highest_id = max(int(row.max()) for row in rows)
+    for token in (lowest_id, highest_id):
         if not 0 <= token < vocab_size:
             raise UserError(f"input_ids: token id {token}, the target has {vocab_size}; use the target's own tokenizer")
-    longest, limit = max(len(row) for row in rows), context_window(model.config)
-    if longest + max_new_tokens > limit:
+
+    longest = max(len(row) for row in rows)
+    max_positions = context_window(model.config)
+    if longest + max_new_tokens > max_positions:
         raise UserError(
-            f"prompt of {longest} tokens + max_new_tokens {max_new_tokens}: more than the target's {limit} positions"
+            f"prompt of {longest} tokens + max_new_tokens {max_new_tokens}: more than the target's {max_positions} "
+            "positions"
         )
 
 
 def check_trained(model: GlideMixin, method: str, allow_untrained_draft: bool) -> None:
-    """Raise UserError for a method that needs a trained draft on a model that has a fresh one."""
+    """Raise UserError if the method needs a trained draft and the model's draft is fresh."""
     if method in GLIDE_METHODS and not (model.draft_is_trained or allow_untrained_draft):
         raise UserError(
             f"method: {method!r} needs a trained draft, and this model has a fresh one; load one with "
@@ -90,7 +97,7 @@ def check_trained(model: GlideMixin, method: str, allow_untrained_draft: bool) -
 
 
 def check_drafting(method: str, tree_shape: Sequence[int] | str, gamma: int, tree_rule: str, vocab_size: int) -> None:
-    """Raise UserError for an unknown method or tree rule, or a tree shape or gamma that cannot be drafted."""
+    """Raise UserError for an unknown method or tree rule, and for a tree shape or gamma outside its range."""
     for name, value, known in (("method", method, METHODS), ("tree_rule", tree_rule, TREE_RULES)):
         if value not in known:
             raise UserError(f"{name}: {value!r} is unknown; choose one of {', '.join(known)}")
@@ -101,27 +108,30 @@ def check_drafting(method: str, tree_shape: Sequence[int] | str, gamma: int, tre
 
 
 def check_draft_window(method: str, tree_shape: Sequence[int] | str, gamma: int, window: int) -> None:
-    """Raise UserError for a draft whose self-attention window, in tokens, is too small for the method's depth."""
+    """Raise UserError if the draft's window, in tokens, is too small for the method's depth."""
     if method == "seq":
         check_window(window, gamma, "gamma")
     elif method == "tree":
-        check_window(window, min(map(len, CANDIDATES)) if tree_shape == AUTO else len(tree_shape), "tree_shape")
+        # With "auto", candidates that are too deep for the draft are skipped.
+        depth = min(len(shape) for shape in CANDIDATES) if tree_shape == AUTO else len(tree_shape)
+        check_window(window, depth, "tree_shape")
 
 
 def _check_tree_shape(tree_shape: Any, vocab_size: int) -> None:
+    """Raise UserError unless tree_shape is a list of level sizes within the limits."""
     is_sequence = isinstance(tree_shape, Sequence) and not isinstance(tree_shape, str)
     if not is_sequence or not all(_is_integer(width) for width in tree_shape):
         raise UserError(f"tree_shape: {tree_shape!r}; give the nodes of each level, as in 4 16 16 16 16, or {AUTO!r}")
     if not tree_shape:
         raise UserError("tree_shape: empty; give the number of nodes of each level, as in 4 16 16 16 16")
     if not all(1 <= width <= vocab_size for width in tree_shape):
-        raise UserError(f"tree_shape: {list(tree_shape)}; each level needs 1 … {vocab_size} (vocabulary) nodes")
+        raise UserError(f"tree_shape: {list(tree_shape)}; each level needs 1 to {vocab_size} (vocabulary) nodes")
     if 1 + sum(tree_shape) > MAX_NODES:
         raise UserError(f"tree_shape: {1 + sum(tree_shape)} nodes with the root; a tree has at most {MAX_NODES}")
 
 
 def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k: int) -> None:
-    """Raise UserError for sampling settings of the wrong type or outside their range."""
+    """Raise UserError for sampling settings of a wrong type or outside their range."""
     _check_integer("max_new_tokens", max_new_tokens, 1)
     _check_integer("top_k", top_k, 0)
     for name, value in (("temperature", temperature), ("top_p", top_p)):
@@ -142,7 +152,7 @@ def check_seed(seed: int | None) -> None:
 
 
 def seeded_generator(seed: int | None, device: torch.device) -> torch.Generator | None:
-    """A generator of its own for a seed; None stands for torch's global one."""
+    """A new generator with this seed; None for torch's global generator."""
     check_seed(seed)
     if seed is None:
         return None
@@ -150,7 +160,7 @@ def seeded_generator(seed: int | None, device: torch.device) -> torch.Generator 
 
 
 def check_streamer(streamer: Any, batch: int) -> None:
-    """Raise UserError for an object that is no streamer, and for a batch that one cannot take."""
+    """Raise UserError for an object that is not a streamer, and for a streamer with a batch of several rows."""
     if streamer is None:
         return
     if not (callable(getattr(streamer, "put", None)) and callable(getattr(streamer, "end", None))):
@@ -160,7 +170,7 @@ def check_streamer(streamer: Any, batch: int) -> None:
 
 
 def check_stopping(criteria: Any) -> None:
-    """Raise UserError unless criteria is None or a list of callables."""
+    """Raise UserError unless `criteria` is None or a list of callables."""
     if criteria is not None and not (isinstance(criteria, Sequence) and all(map(callable, criteria))):
         raise UserError(
             f"stopping_criteria: a {type(criteria).__name__}; give a list of transformers' StoppingCriteria"
@@ -168,7 +178,7 @@ def check_stopping(criteria: Any) -> None:
 
 
 def end_tokens(eos_token_id: Any) -> set[int]:
-    """The ids in None, an id, or a collection or tensor of ids."""
+    """The ids in an argument that is None, an id, or a collection or tensor of ids."""
     if eos_token_id is None:
         return set()
     ids = eos_token_id.flatten().tolist() if isinstance(eos_token_id, Tensor) else eos_token_id
@@ -179,7 +189,7 @@ def end_tokens(eos_token_id: Any) -> set[int]:
 
 
 def pad_token(model: GlideMixin, pad_token_id: Any) -> int:
-    """The id that fills rows up: the given one, else the model's own, else 0."""
+    """The id to pad rows with: pad_token_id, else the model's own, else 0."""
     candidates = (pad_token_id, model.generation_config.pad_token_id, model.config.pad_token_id)
     value = next((candidate for candidate in candidates if candidate is not None), 0)
     value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
@@ -197,6 +207,7 @@ def _is_real(value: Any) -> bool:
 
 
 def _check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raise UserError unless `value` is an integer from `least` to `most`."""
     if not _is_integer(value) or value < least or (most is not None and value > most):
-        wanted = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
-        raise UserError(f"{name}: {value!r}; it must be {wanted}")
+        valid = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
+        raise UserError(f"{name}: {value!r}; it must be {valid}")

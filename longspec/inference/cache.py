@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 
-from longspec.kernels import reference
-from longspec.kernels.backend import runs_triton
-from longspec.kernels.watch import Watch
+from longspec.kernels.decoding import tree_reference
+from longspec.kernels.shared.device import runs_triton
+from longspec.kernels.shared.watch import Watch
 from longspec.models.draft_layer import head_dim
 
 
@@ -84,9 +84,9 @@ class TargetCache:
             whole.keep(F.pad(path, (0, 0, *others)), F.pad(counts, others))
             return
         if runs_triton(self.keys):
-            from longspec.kernels.compaction import compact
+            from longspec.kernels.decoding.compaction import compact
         else:
-            compact = reference.compact
+            compact = tree_reference.compact
         compact(self.keys, self.values, self.lengths, path, counts)
         self.lengths += counts
 

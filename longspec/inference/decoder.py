@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -14,6 +13,7 @@ from longspec.errors import UserError
 from longspec.inference.cache import Fault
 from longspec.inference.capture import capture_round, warm_up
 from longspec.inference.engine import Engine, Round
+from longspec.inference.stats import GenerationStats
 
 Stops = Callable[[int, Sequence[int]], bool]
 """Given a row number and its new tokens, whether the row ends here. EOS and the token limit are checked apart."""
@@ -33,38 +33,6 @@ class Streamer(Protocol):
     def put(self, value: Tensor) -> None: ...
 
     def end(self) -> None: ...
-
-
-@dataclass
-class GenerationStats:
-    """Counts and times of a generation. A row counts while it is unfinished; prefill and its token are not included."""
-
-    rounds: int = 0
-    """Number of verification passes, summed over rows."""
-    row_rounds: list[int] = field(default_factory=list)
-    """Number of verification passes of each row."""
-    decoded_tokens: int = 0
-    """Number of tokens emitted by verification passes, bonus tokens included."""
-    accepted_by_depth: list[int] = field(default_factory=list)
-    """Entry d - 1: number of passes that emitted at least d draft tokens."""
-    ttft_s: float = 0.0
-    """Time to first token, in seconds: prefill, or the recording of a round's graph if that takes longer."""
-    decode_s: float = 0.0
-    """Time of all rounds, in seconds."""
-    peak_memory_bytes: int = 0
-    """Peak of memory allocated on the CUDA device during the call; 0 on a CPU."""
-    tree_shape: tuple[int, ...] = ()
-    """Number of nodes in each level of the drafted trees; empty for other methods."""
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Tokens emitted per verification pass; nan before the first pass."""
-        return self.decoded_tokens / self.rounds if self.rounds else float("nan")
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Decoding speed over all rows; nan before the first pass."""
-        return self.decoded_tokens / self.decode_s if self.decode_s else float("nan")
 
 
 class Decoder:

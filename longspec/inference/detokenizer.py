@@ -5,35 +5,40 @@ from __future__ import annotations
 from typing import Any
 
 REPLACEMENT = "\ufffd"
-"""What decoding gives for bytes that are not a whole character yet."""
+"""The character that a tokenizer decodes incomplete bytes to."""
 
 
 class Detokenizer:
-    """Turns a row's tokens into pieces of text; the pieces together are the text of all tokens.
+    """Turns a row's tokens into pieces of text. Together the pieces are the text of all tokens.
 
-    A piece is held back while its last character is incomplete. Only the tokens since the last two pieces are decoded
-    again, because a tokenizer may drop the space of the first token that it decodes.
+    A piece is held back while its last character is incomplete. Only the tokens of the last two pieces are decoded
+    again, because a tokenizer may drop the space in front of the first token that it decodes.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._tokens: list[int] = []
-        self._shown = 0
-        """The first `_shown` of the tokens are part of an earlier piece."""
+        """The tokens of the last piece, then those that came after it."""
+        self._emitted = 0
+        """Number of `_tokens` that belong to the last piece."""
 
     def add(self, token: int) -> str:
         """The text that the token completes; empty for special tokens and parts of characters."""
         self._tokens.append(token)
-        before, text = self._decode(self._tokens[: self._shown]), self._decode(self._tokens)
+        before = self._decode(self._tokens[: self._emitted])
+        text = self._decode(self._tokens)
         if len(text) <= len(before) or text.endswith(REPLACEMENT):
             return ""
-        self._tokens, self._shown = self._tokens[self._shown :], len(self._tokens) - self._shown
+        self._tokens = self._tokens[self._emitted :]
+        self._emitted = len(self._tokens)
         return text[len(before) :]
 
     def end(self) -> str:
-        """The text that was held back: bytes without the rest of their character."""
-        before, text = self._decode(self._tokens[: self._shown]), self._decode(self._tokens)
-        self._tokens, self._shown = [], 0
+        """The text that was held back: the bytes of an incomplete character."""
+        before = self._decode(self._tokens[: self._emitted])
+        text = self._decode(self._tokens)
+        self._tokens = []
+        self._emitted = 0
         return text[len(before) :]
 
     def _decode(self, tokens: list[int]) -> str:

@@ -1,20 +1,24 @@
-"""The device and the dtype that a model is loaded with."""
+"""The device and the dtype to load a model with, and the facts about them that results name."""
 
 from __future__ import annotations
+
+import importlib.metadata
+import platform
 
 import torch
 from transformers import PreTrainedConfig
 
+from longspec import __version__
 from longspec.errors import UserError
 from longspec.models.pretrained import checked_dtype
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
-    """The CPU or a CUDA device; None is CUDA where there is one. Raises UserError for any other."""
+    """The CPU or a CUDA device; None is CUDA if there is one. Raises UserError for any other device."""
     try:
         chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except (RuntimeError, TypeError) as error:
-        raise UserError(f"device: {device!r} is no device; use cpu, cuda or cuda:N") from error
+        raise UserError(f"device: {device!r} is not a device; use cpu, cuda or cuda:N") from error
     if chosen.type not in ("cpu", "cuda"):
         raise UserError(f"device: {device!r} is not supported; use cpu, cuda or cuda:N")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
@@ -24,8 +28,25 @@ def choose_device(device: str | torch.device | None) -> torch.device:
 
 def choose_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
     """The dtype by name; "auto" is the target's own on CUDA and float32 on a CPU. Raises UserError."""
-    if isinstance(checked := checked_dtype(dtype), torch.dtype):
+    checked = checked_dtype(dtype)
+    if isinstance(checked, torch.dtype):
         return checked
     if device.type == "cpu":
         return torch.float32
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float16
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the GPU, or the architecture of the CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
+
+
+def versions() -> dict[str, str | None]:
+    """The versions that figures depend on; None for a package that is not installed."""
+    by_name: dict[str, str | None] = {"python": platform.python_version(), "longspec": __version__}
+    for package in ("torch", "transformers", "triton"):
+        try:
+            by_name[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            by_name[package] = None
+    return by_name

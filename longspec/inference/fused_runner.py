@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longspec.inference.cache import DraftCache, TargetCache
 from longspec.inference.runner import Runner
-from longspec.kernels.elementwise import gather_rows
+from longspec.kernels.shared.elementwise import gather_rows
 from longspec.models.draft_layer import head_dim
 from longspec.models.fused import FusedDraftLayer, FusedTargetLayer, Place, RopeTable, rope_table
 from longspec.models.glide import GlideMixin

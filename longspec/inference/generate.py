@@ -25,12 +25,13 @@ from longspec.inference.arguments import (
     prompt_rows,
     seeded_generator,
 )
-from longspec.inference.decoder import Decoder, GenerationStats, Origin, Stops, Streamer
+from longspec.inference.decoder import Decoder, Origin, Stops, Streamer
 from longspec.inference.engine import Engine
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE, make_drafter
 from longspec.inference.options import REFUSED, STOPPING, WARPERS, build_warpers, refuse_options
 from longspec.inference.sampling import Sampler
 from longspec.inference.select_runner import make_runner
+from longspec.inference.stats import GenerationStats
 from longspec.inference.tree_shapes import choose_shape
 from longspec.models.glide import GlideMixin, check_pair
 from longspec.models.target_files import context_window

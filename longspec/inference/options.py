@@ -1,7 +1,7 @@
 """Options of transformers' `generate`: those that decoding applies, those without effect, and those it refuses.
 
-Warpers that depend on one row of logits alone are applied to the target and to the draft, so every acceptance rule
-stays exact. Options that depend on earlier tokens, and other ways to decode, are refused by name.
+A warper that depends on one row of logits alone is applied to target and draft alike, so every acceptance rule stays
+exact. Options that depend on earlier tokens and options of other decoding algorithms are refused by name.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ WARPERS: dict[str, tuple[Callable[[float], LogitsProcessor], float]] = {
     "typical_p": (TypicalLogitsWarper, 1.0),
     "epsilon_cutoff": (EpsilonLogitsWarper, 0.0),
 }
-"""In transformers' order, after top-p: each option's warper and the value at which it does nothing."""
+"""The warper of each option and the value at which it has no effect, in transformers' order after top-p."""
 STOPPING = ("max_time", "stop_strings")
-"""Options that only `model.generate` applies, as stopping criteria."""
+"""Options that only `model.generate` supports, as stopping criteria."""
 NEUTRAL: dict[str, Any] = {
     "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
@@ -35,7 +35,8 @@ NEUTRAL: dict[str, Any] = {
     "num_beams": 1,
     "num_beam_groups": 1,
 }
-"""Values without effect. Every other option has none if it is None, 0, False or empty."""
+"""Values at which an option has no effect. Other options have none at None, 0, False or an empty value."""
+# Options that decoding applies, and those that change no token.
 _APPLIED = {
     *WARPERS,
     *STOPPING,
@@ -55,34 +56,37 @@ REFUSED = tuple(
     for name in vars(GenerationConfig())
     if not name.startswith("_") and name not in _APPLIED and name not in _WITHOUT_EFFECT
 )
-"""Options that must have a neutral value, among them those that later versions of transformers add."""
+"""Options that must have a neutral value. They include all that later versions of transformers add."""
 
 
-def refuse_options(given: Mapping[str, Any], config: GenerationConfig, names: Sequence[str] = REFUSED) -> None:
+def refuse_options(arguments: Mapping[str, Any], config: GenerationConfig, names: Sequence[str] = REFUSED) -> None:
     """Raise UserError for an option that decoding cannot apply.
 
-    given: arguments by name, which override the model's generation config. names: the options that are refused.
+    arguments: override the model's generation config. names: the options to refuse.
     """
     for name in names:
-        value = given[name] if name in given else getattr(config, name, None)
-        if value is None or (len(value) == 0 if isinstance(value, Sized) else value == NEUTRAL.get(name, 0)):
+        value = arguments[name] if name in arguments else getattr(config, name, None)
+        if value is None:
             continue
-        where = name if name in given else f"generation_config.{name}"
-        fault = "applies to model.generate only" if name in STOPPING else "is not supported with speculative decoding"
-        raise UserError(f"{where}: {value!r} {fault}; leave it out or pass {name}={NEUTRAL.get(name)!r}")
+        is_neutral = len(value) == 0 if isinstance(value, Sized) else value == NEUTRAL.get(name, 0)
+        if is_neutral:
+            continue
+        source = name if name in arguments else f"generation_config.{name}"
+        problem = "applies to model.generate only" if name in STOPPING else "is not supported with speculative decoding"
+        raise UserError(f"{source}: {value!r} {problem}; leave it out or pass {name}={NEUTRAL.get(name)!r}")
 
 
-def build_warpers(given: Mapping[str, Any], config: GenerationConfig) -> list[LogitsProcessor]:
-    """The warpers of the options in WARPERS; UserError for values outside their range.
+def build_warpers(arguments: Mapping[str, Any], config: GenerationConfig) -> list[LogitsProcessor]:
+    """The warpers of the options in WARPERS. Raises UserError for a value outside its range.
 
-    given: arguments by name, which override the model's generation config.
+    arguments: override the model's generation config.
     """
     warpers = []
     for name, (warper, neutral) in WARPERS.items():
-        value = given[name] if name in given else getattr(config, name, None)
+        value = arguments[name] if name in arguments else getattr(config, name, None)
         if value is None or value == neutral:
             continue
-        # transformers' other two warpers do not take 1, at which no token would be left.
+        # typical_p and epsilon_cutoff exclude 1, at which no token would be left.
         if not isinstance(value, Real) or not 0 < float(value) <= 1 or (value == 1 and name != "min_p"):
             end = "at most 1" if name == "min_p" else "less than 1"
             raise UserError(f"{name}: {value!r}; it must be greater than 0 and {end}")

@@ -1,4 +1,4 @@
-"""The pairs that have a name. Importing them loads neither torch nor transformers."""
+"""The pairs that have a name. This module loads neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from longspec.models.target_cache import SMOLLM2
 
 @dataclass(frozen=True)
 class Pair:
-    """A target with the draft trained for it; None leaves a value to the target's own files."""
+    """A target and the draft that was trained for it. Where a value is None, the target's own files determine it."""
 
     name: str
+    """Name in results."""
     target: str
     """Folder or hub id."""
     draft: str | None
-    window: int | None = None
-    """Context window in tokens."""
+    """A .pth file, a folder or a hub id; None for a target without a draft."""
+    max_positions: int | None = None
+    """Context length in tokens."""
     eos_token_id: int | list[int] | None = None
     """The tokens that end an answer."""
     pad_token_id: int | None = None
 
 
-def _published(name: str, target: str, window: int) -> Pair:
-    draft, ids = "sail/longspec-" + target.split("/")[1], PUBLISHED_TARGETS[target]
-    return Pair(name, target, draft, window, ids.eos_token_id, ids.pad_token_id)
+def _published(name: str, target: str, max_positions: int) -> Pair:
+    draft = "sail/longspec-" + target.split("/")[1]
+    token_ids = PUBLISHED_TARGETS[target]
+    return Pair(name, target, draft, max_positions, token_ids.eos_token_id, token_ids.pad_token_id)
 
 
 PUBLISHED_PAIRS = {
@@ -40,4 +43,4 @@ PUBLISHED_PAIRS = {
     )
 }
 PAIRS = PUBLISHED_PAIRS | {SMOLLM2: Pair(SMOLLM2, SMOLLM2, None)}
-"""The pairs that have a name; the target of smollm2-135m comes from an installed wheel."""
+"""All pairs by name. The target of smollm2-135m comes from an installed wheel."""

@@ -1,4 +1,4 @@
-"""Which target and draft a run uses: the published pairs by name, or any pair by path."""
+"""The target and the draft that a run uses: a pair by name, or any target and draft by path."""
 
 from __future__ import annotations
 
@@ -20,44 +20,63 @@ SMOLLM2_DRAFT = "smollm2-135m-instruct"
 
 
 def embedded_draft(name: str) -> str | None:
-    """The folder of a draft that comes with the project; None if it is absent."""
-    return next((str(folder / name) for folder in DRAFT_FOLDERS if (folder / name).is_dir()), None)
+    """The folder of a draft that the project includes; None if it is absent."""
+    for folder in DRAFT_FOLDERS:
+        if (folder / name).is_dir():
+            return str(folder / name)
+    return None
 
 
 def choose_pair(model_name: str | None, target: str | None, draft: str | None) -> Pair:
-    """The pair that the command's options name; a draft given by path replaces the pair's own.
+    """The pair that the command's options name, either by model_name or by target.
 
-    The target of the result is a folder or a hub id: GGUF files are converted (see `resolve_target`).
-    A published target is the same pair by its hub id as by its name, except that no draft is chosen for it.
+    A draft that is passed in replaces the pair's own. The target of the result is a folder or a hub id: GGUF files are
+    converted (see `resolve_target`). A published target named by its hub id is the published pair without its draft.
     """
     if (model_name is None) == (target is None):
         raise UserError("name the target either by --model_name or by --target PATH (with --draft PATH)")
     if draft == "":
         raise UserError("--draft: empty; give a .pth file, a folder or a hub id, or leave it out")
-    if target is not None and draft is None and os.path.isfile(Path(target, DRAFT_FOLDER, "config.json")):
-        draft = target  # a folder that a pair's save_pretrained wrote
     if target is not None:
-        name = target.rstrip("/").split("/")[-1].removesuffix(SUFFIX)
-        published = next((pair for pair in PUBLISHED_PAIRS.values() if pair.target == target), None)
-        pair = published or Pair(name, resolve_target(target), None)
-        return replace(pair, name=name, draft=draft)
+        return _pair_of_target(target, draft)
+
     pair = PAIRS[str(model_name)]
     if pair.name == SMOLLM2:
         pair = replace(pair, target=resolve_target(SMOLLM2), draft=embedded_draft(SMOLLM2_DRAFT))
     return pair if draft is None else replace(pair, draft=draft)
 
 
+def _pair_of_target(target: str, draft: str | None) -> Pair:
+    """A pair by the name, folder or file of its target."""
+    if draft is None and os.path.isfile(Path(target, DRAFT_FOLDER, "config.json")):
+        draft = target  # a folder that a pair's save_pretrained wrote
+    name = target.rstrip("/").split("/")[-1].removesuffix(SUFFIX)
+    for published in PUBLISHED_PAIRS.values():
+        if published.target == target:
+            return replace(published, name=name, draft=draft)
+    return Pair(name, resolve_target(target), draft)
+
+
+def choose_target(name: str) -> str:
+    """The folder or hub id of a target, by the name of its pair or by its own."""
+    pair = choose_pair(name, None, None) if name in PAIRS else choose_pair(None, name, None)
+    return pair.target
+
+
 def check_draft_tokenizer(draft: str, target: str, tokenizer: Any) -> None:
-    """Raise UserError if a tokenizer lies beside the draft and gives ids another meaning than the target's does."""
-    place = resolve_draft(draft)
-    folder = place if place.is_dir() else place.parent
+    """Raise UserError if the draft's folder has a tokenizer that assigns other tokens to ids than the target's."""
+    path = resolve_draft(draft)
+    folder = path if path.is_dir() else path.parent
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return
-    other = read_tokenizer(folder, "the tokenizer of the draft does not load")
-    theirs, ours = ({number: token for token, number in one.get_vocab().items()} for one in (other, tokenizer))
-    if differing := sorted(number for number in theirs.keys() & ours.keys() if theirs[number] != ours[number]):
+    draft_tokenizer = read_tokenizer(folder, "the tokenizer of the draft does not load")
+    draft_tokens = {number: token for token, number in draft_tokenizer.get_vocab().items()}
+    target_tokens = {number: token for token, number in tokenizer.get_vocab().items()}
+    common = sorted(draft_tokens.keys() & target_tokens.keys())
+    differing = [number for number in common if draft_tokens[number] != target_tokens[number]]
+    if differing:
         first = differing[0]
         raise UserError(
             f"{draft}: its tokenizer is not the target's: {len(differing)} ids differ, such as {first}, "
-            f"{theirs[first]!r} there and {ours[first]!r} in {target}"
+            f"{draft_tokens[first]!r} there and {target_tokens[first]!r} in {target}"
         )

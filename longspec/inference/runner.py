@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from longspec.inference.cache import DraftCache, SlotWriter, TargetCache
-from longspec.kernels.attention import decoding_attention
+from longspec.kernels.decoding.attention import decoding_attention
 from longspec.models.draft_layer import head_dim
 from longspec.models.glide import GlideMixin
 from longspec.models.target_attention import Attend, QueryAttend, run_backbone

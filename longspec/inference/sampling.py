@@ -14,9 +14,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from longspec.kernels.vocabulary import argmax
-from longspec.kernels.vocabulary import probabilities as softmax
-from longspec.kernels.watch import Watch
+from longspec.kernels.decoding.vocabulary import argmax
+from longspec.kernels.decoding.vocabulary import probabilities as softmax
+from longspec.kernels.shared.watch import Watch
 
 
 class Sampler:

@@ -1,6 +1,6 @@
-"""`model.generate`: speculative decoding with transformers' arguments, preparation and results.
+"""`model.generate`: speculative decoding with the arguments and results of transformers' `generate`.
 
-transformers merges the generation configs, prepares prompts, masks and lengths, and then calls `decode` instead of its
+transformers merges the generation configs, prepares prompts, masks and lengths, and then calls `decode` in place of its
 own decoding loop.
 """
 
@@ -18,16 +18,18 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from longspec.errors import UserError
 from longspec.inference.arguments import check_stopping, check_token_ids
-from longspec.inference.decoder import GenerationStats, Streamer
+from longspec.inference.decoder import Streamer
 from longspec.inference.generate import generate
 from longspec.inference.methods import DEFAULT_SHAPE
 from longspec.inference.options import REFUSED, STOPPING, WARPERS, refuse_options
+from longspec.inference.stats import GenerationStats
 from longspec.models.glide import GlideMixin
 
 _REFUSED_ARGUMENTS = (
     *("prefix_allowed_tokens_fn", "synced_gpus", "assistant_model", "assistant_tokenizer", "negative_prompt_ids"),
     *("negative_prompt_attention_mask", "custom_generate", "inputs_embeds", "position_ids", "past_key_values"),
 )
+"""Arguments of transformers' `generate` that are not part of a generation config."""
 
 
 @dataclass
@@ -58,35 +60,35 @@ def generate_as_transformers(
     """transformers' `generate` with speculative decoding; for the other arguments see `longspec.generate`.
 
     Defaults come from `generation_config` or the model's own. Returns LongTensor [B * num_return_sequences, length]:
-    the prompts as given and the new tokens, padded right; or a `SpeculativeOutput` with return_dict_in_generate.
-    stopping_criteria and stop_strings (which need `tokenizer`) end each row on its own. Raises UserError for beam
-    search, assistants, logits processors and every other option that decoding cannot apply (see `options`).
+    the prompts as passed in and the new tokens, padded on the right; with return_dict_in_generate a
+    `SpeculativeOutput`. stopping_criteria and stop_strings (which need `tokenizer`) end each row independently.
+    Raises UserError for beam search, assistants, logits processors and every other option that decoding cannot apply
+    (see `options`).
     """
     if isinstance(inputs, Mapping):
         kwargs = {**inputs, **kwargs}
         inputs = None
-    given = kwargs.get("input_ids") if inputs is None else inputs
-    if given is not None:
-        check_token_ids(given)
-    for name in _REFUSED_ARGUMENTS:
-        value = kwargs.pop(name, None)
-        if value is not None and value is not False:
-            raise UserError(f"{name}: not supported with speculative decoding; leave it out")
-    if logits_processor:
-        names = ", ".join(type(processor).__name__ for processor in logits_processor)
-        raise UserError(f"logits_processor: {names} is not supported with speculative decoding; leave it out")
+    input_ids = kwargs.get("input_ids") if inputs is None else inputs
+    if input_ids is not None:
+        check_token_ids(input_ids)
+    _refuse_arguments(kwargs, logits_processor)
     check_stopping(stopping_criteria)
-    base = GenerationConfig() if generation_config is None else generation_config
-    chosen = {name: value for name in (*REFUSED, "stop_strings") if (value := getattr(base, name, None)) is not None}
-    chosen |= {name: kwargs[name] for name in (*REFUSED, "stop_strings") if name in kwargs}
-    refuse_options(chosen, self.generation_config)
+
+    # The options that are set, by arguments or else by the generation config that is passed in.
+    config = GenerationConfig() if generation_config is None else generation_config
+    names = (*REFUSED, "stop_strings")
+    options = {name: value for name in names if (value := getattr(config, name, None)) is not None}
+    options |= {name: kwargs[name] for name in names if name in kwargs}
+    refuse_options(options, self.generation_config)
+
     criteria = list(stopping_criteria or ())
     tokenizer = kwargs.pop("tokenizer", None)
-    if stop_strings := chosen.get("stop_strings", self.generation_config.stop_strings):
+    stop_strings = options.get("stop_strings", self.generation_config.stop_strings)
+    if stop_strings:
         if tokenizer is None:
             raise UserError("stop_strings: pass tokenizer= as well")
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
-        # transformers hands no tokenizer on to a decoding loop of ours, so it must not see the stop strings.
+        # transformers passes no tokenizer to `decode`, so it must not see the stop strings.
         kwargs.pop("stop_strings", None)
         if generation_config is not None:
             generation_config = copy(generation_config)
@@ -104,7 +106,7 @@ def generate_as_transformers(
     ) -> Tensor | SpeculativeOutput:
         timers = [criterion for criterion in stopping_criteria if isinstance(criterion, MaxTimeCriteria)]
         pad_token_id = _pad_token_id(generation_config)
-        # Checked above or among the criteria; the model's own config must not count again.
+        # These are checked above or are among the criteria, so the model's own config must not count again.
         neutral: dict[str, Any] = dict.fromkeys((*REFUSED, *STOPPING))
         out = generate(
             model,
@@ -137,8 +139,19 @@ def generate_as_transformers(
     )
 
 
+def _refuse_arguments(kwargs: dict[str, Any], logits_processor: LogitsProcessorList | None) -> None:
+    """Raise UserError for an argument that decoding cannot apply, and remove those at a neutral value from kwargs."""
+    for name in _REFUSED_ARGUMENTS:
+        value = kwargs.pop(name, None)
+        if value is not None and value is not False:
+            raise UserError(f"{name}: not supported with speculative decoding; leave it out")
+    if logits_processor:
+        names = ", ".join(type(processor).__name__ for processor in logits_processor)
+        raise UserError(f"logits_processor: {names} is not supported with speculative decoding; leave it out")
+
+
 def _sampling(config: GenerationConfig) -> dict[str, Any]:
-    """`longspec.generate`'s sampling settings, from a config that transformers has completed."""
+    """The sampling settings of `longspec.generate`, from a config that transformers has completed."""
     if not config.do_sample:
         return {"temperature": 0.0}
     settings = {
@@ -150,7 +163,7 @@ def _sampling(config: GenerationConfig) -> dict[str, Any]:
 
 
 def _pad_token_id(config: GenerationConfig) -> int:
-    """The id that fills finished rows up; as in transformers the first EOS where there is no pad token."""
+    """The id to pad finished rows with: the pad token, else the first EOS as in transformers, else 0."""
     ids = config.pad_token_id if config.pad_token_id is not None else config.eos_token_id
     return 0 if ids is None else int(torch.as_tensor(ids).flatten()[0])
 

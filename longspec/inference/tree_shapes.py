@@ -1,18 +1,12 @@
-"""`tree_shape="auto"`: the tree that emits most tokens a second for a model on a device, found once and cached."""
+"""`tree_shape="auto"`: the tree that emits the most tokens per second, measured once per model, device and context."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median, stdev
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +17,7 @@ from longspec.inference.engine import Engine, Round
 from longspec.inference.methods import DEFAULT_SHAPE, make_drafter
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
-from longspec.models.glide import GlideMixin
-
-logger = logging.getLogger(__name__)
+from longspec.inference.shape_cache import cache_file, cache_key, load_shape, store_shape
 
 CANDIDATES: tuple[tuple[int, ...], ...] = (
     DEFAULT_SHAPE,
@@ -39,44 +31,50 @@ CANDIDATES: tuple[tuple[int, ...], ...] = (
     (12, 16, 16, 16, 16),
     (16, 32, 32, 32, 32),
 )
-"""From chains to wide and deep trees. The first that the vocabulary has tokens for is the default."""
-PLACES = 8
-"""Of the prompts, from which every candidate decodes: one place may begin a loop, where drafts are all accepted."""
+"""From chains to wide and deep trees. The default is the first one that the vocabulary has enough tokens for."""
+PREFIXES = 8
+"""Number of prefixes of the prompts from which every candidate decodes. A single one could be the start of a loop, in
+which any draft is accepted."""
 TOKENS = 32
-"""That each candidate emits for every row from each place. At temperature 0 all of them emit the same ones, so they are
-compared on the same text."""
+"""Number of tokens per row that each candidate emits after each prefix. At temperature 0 all candidates emit the same
+tokens, so they are compared on the same text."""
 STANDARD_ERRORS = 2
-"""By more than so many a candidate must be faster than the default to be taken."""
-FORMAT = 2
-"""Of the cache's files."""
+"""Minimum lead over the default shape, in standard errors, for a candidate to be selected."""
 
 Clock = Callable[[], float]
+"""Returns the time in seconds."""
 
 
 @dataclass(frozen=True)
 class MeasuredShape:
-    """A candidate on the calibration's tokens; the lists have an entry a place."""
+    """Figures of a candidate. Each list has an entry per prefix."""
 
     shape: tuple[int, ...]
+    """Number of nodes in each level."""
     tokens: list[int]
-    """Emitted, over all rows."""
+    """Number of emitted tokens, summed over rows."""
     rounds: list[int]
-    """Counted for each row."""
+    """Number of rounds, summed over rows."""
     round_s: list[float]
-    """The median round's time, in seconds."""
+    """Median time of a round in seconds."""
 
-    def speed(self, places: Iterable[int]) -> float:
-        """Tokens a second and row over these places."""
-        emitted, seconds = zip(*((self.tokens[at], self.rounds[at] * self.round_s[at]) for at in places), strict=True)
-        return sum(emitted) / sum(seconds)
+    def speed(self, prefixes: Iterable[int]) -> float:
+        """Tokens per second and row over the prefixes with these numbers."""
+        tokens = 0
+        seconds = 0.0
+        for number in prefixes:
+            tokens += self.tokens[number]
+            seconds += self.rounds[number] * self.round_s[number]
+        return tokens / seconds
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens per second and row over all prefixes."""
         return self.speed(range(len(self.tokens)))
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens a row and round."""
+        """Tokens per row and round."""
         return sum(self.tokens) / sum(self.rounds)
 
 
@@ -86,46 +84,54 @@ def choose_shape(
     prompt_lengths: Sequence[int],
     sampler: Sampler,
     tree_rule: str,
-    limit: int,
+    max_positions: int,
     clock: Clock = time.perf_counter,
 ) -> tuple[int, ...]:
-    """The default, or the fastest of the CANDIDATES that are surely faster for prompts of this length.
+    """The fastest of the CANDIDATES for prompts of this length, or the default if none is surely faster.
 
-    From the cache, or else measured on these prompts.
+    The shape comes from the cache, or is measured on these prompts and cached. The measurement has an engine and a
+    random generator of its own, so it does not change the tokens that are generated afterwards.
 
-    prompts: LongTensor [B, P], padded right. The calibration reads them once, decodes with every candidate and throws
-    its tokens away; it draws from a generator of its own, so what is generated afterwards is the same with it and
-    without. limit: positions that the target has.
+    prompts: LongTensor [B, P], padded on the right; max_positions: context length of the target.
     """
-    key = _key(runner, prompts, sampler, tree_rule)
-    path = cache_folder() / f"{_digest(key)}.json"
-    shape = _cached(path, key)
+    key = cache_key(runner, prompts, sampler, tree_rule, CANDIDATES)
+    path = cache_file(key)
+    shape = load_shape(path, CANDIDATES)
     if shape is None:
-        tokens = min(TOKENS, limit - max(prompt_lengths))
+        tokens = min(TOKENS, max_positions - max(prompt_lengths))
         measured = measure_shapes(runner, prompts, prompt_lengths, sampler, tree_rule, tokens, clock)
         shape = surely_fastest(measured)
-        _store(path, key, shape, measured)
+        figures = [asdict(candidate) | {"tokens_per_second": candidate.tokens_per_second} for candidate in measured]
+        store_shape(path, key, shape, figures)
     return shape
 
 
 def surely_fastest(measured: Sequence[MeasuredShape]) -> tuple[int, ...]:
-    """The fastest of those that are faster than the first by more than STANDARD_ERRORS; the first if none is."""
+    """The fastest of the candidates that lead the first one by more than STANDARD_ERRORS; the first if none does."""
     default, *others = measured
-    surer = [row for row in others if (gain := gain_over(row, default))[0] > STANDARD_ERRORS * gain[1]]
-    return max([default, *surer], key=lambda row: row.tokens_per_second).shape
+    selected = [default]
+    for candidate in others:
+        gain, standard_error = gain_over(candidate, default)
+        if gain > STANDARD_ERRORS * standard_error:
+            selected.append(candidate)
+    return max(selected, key=lambda candidate: candidate.tokens_per_second).shape
 
 
-def gain_over(row: MeasuredShape, default: MeasuredShape) -> tuple[float, float]:
-    """log(speed / the default's speed), and its standard error by the jackknife over places: inf for a single one."""
-    places = range(len(row.tokens))
+def gain_over(candidate: MeasuredShape, default: MeasuredShape) -> tuple[float, float]:
+    """log(speed / speed of the default) and its standard error, which is infinite for a single prefix."""
+    prefixes = range(len(candidate.tokens))
 
     def gain(chosen: Sequence[int]) -> float:
-        return math.log(row.speed(chosen) / default.speed(chosen))
+        return math.log(candidate.speed(chosen) / default.speed(chosen))
 
-    if len(places) == 1:
-        return gain(places), math.inf
-    without = [gain([at for at in places if at != left_out]) for left_out in places]
-    return gain(places), stdev(without) * (len(places) - 1) / math.sqrt(len(places))
+    if len(prefixes) == 1:
+        return gain(prefixes), math.inf
+    # The jackknife: the spread of the gain when each prefix in turn is left out.
+    without_one = []
+    for left_out in prefixes:
+        without_one.append(gain([number for number in prefixes if number != left_out]))
+    standard_error = stdev(without_one) * (len(prefixes) - 1) / math.sqrt(len(prefixes))
+    return gain(prefixes), standard_error
 
 
 @torch.no_grad()
@@ -138,42 +144,56 @@ def measure_shapes(
     tokens: int,
     clock: Clock,
 ) -> list[MeasuredShape]:
-    """Every candidate that the vocabulary has tokens for, over `tokens` tokens a row from each place.
+    """Measure every candidate that the vocabulary has enough tokens for, over `tokens` tokens per row and prefix.
 
-    The places are the prompts' ends and others before them, back to their middles. One prefill reads for all: from the
-    last place to the first, what a round writes lies behind its place. Candidates take turns at each place, so that a
-    device which slows down or speeds up does so for all; so they are all in memory at once, with what their trees were
-    sampled from, 0.2 GiB a row in a vocabulary of 128k.
+    The prefixes are the whole prompts and shorter ones, down to half of each prompt. One prefill serves all: from the
+    longest prefix to the shortest, the entries that a round writes come after every prefix that is still to be used.
+    Candidates take turns at each prefix, so that a device which slows down or speeds up affects all of them. They are
+    in memory together, including the distributions that their trees are sampled from: 0.2 GiB per row with a
+    vocabulary of 128k.
     """
     generator = torch.Generator(prompts.device).manual_seed(0)
     sampler = Sampler(sampler.temperature, sampler.top_k, sampler.top_p, generator, sampler.extra_warpers)
     window = runner.model.draft_model.window
     shapes = [shape for shape in CANDIDATES if max(shape) <= runner.config.vocab_size and len(shape) < window]
     drafters = [make_drafter("tree", runner, len(prompts), sampler, shape, 1, tree_rule) for shape in shapes]
-    # The cache has room for the most nodes, and for the depth that a row may go beyond its tokens.
-    most_nodes, deepest = max(drafters, key=lambda drafter: drafter.nodes), max(map(len, shapes))
+
+    # The cache must have room for the largest tree, and for the deepest one to pass the limit in its last round.
+    most_nodes = max(drafters, key=lambda drafter: drafter.nodes)
+    deepest = max(drafter.depth for drafter in drafters)
     engine = Engine(runner, most_nodes, sampler, prompts, prompt_lengths, tokens + deepest)
+    first_tokens = engine.prefill()
+
+    # The root after a prefix is the prompt's next token, and after the whole prompt the first new token.
     ends = torch.tensor(prompt_lengths, device=prompts.device)[:, None]
-    roots = torch.cat([prompts, prompts[:, :1]], 1).scatter(1, ends, engine.prefill()[:, None])
-    plays = [_playable(engine, drafter) for drafter in drafters]
-    found = [MeasuredShape(shape, [], [], []) for shape in shapes]
-    for place in _places(prompt_lengths):
-        lengths = torch.tensor(place, device=prompts.device)[:, None]
-        for row, drafter, play_round in zip(found, drafters, plays, strict=True):
+    roots = torch.cat([prompts, prompts[:, :1]], 1).scatter(1, ends, first_tokens[:, None])
+    rounds = [_playable_round(engine, drafter) for drafter in drafters]
+    measured = [MeasuredShape(shape, [], [], []) for shape in shapes]
+    for prefix_lengths in _prefix_lengths(prompt_lengths):
+        lengths = torch.tensor(prefix_lengths, device=prompts.device)
+        root = roots.gather(1, lengths[:, None])[:, 0]
+        for candidate, drafter, play_round in zip(measured, drafters, rounds, strict=True):
             engine.switch_drafter(drafter)
-            engine.rewind(lengths[:, 0], roots.gather(1, lengths)[:, 0])
-            _measure(row, play_round, [tokens] * len(prompts), prompts.device, clock)
-    return found
+            engine.rewind(lengths, root)
+            _measure(candidate, play_round, [tokens] * len(prompts), prompts.device, clock)
+    return measured
 
 
-def _places(prompt_lengths: Sequence[int]) -> list[list[int]]:
-    """The rows' lengths at each of PLACES, the prompts' own first, then back to half of them; none is twice there."""
-    places = [[length - length * number // (2 * PLACES) for length in prompt_lengths] for number in range(PLACES)]
-    return [list(place) for place in dict.fromkeys(map(tuple, places))]
+def _prefix_lengths(prompt_lengths: Sequence[int]) -> list[list[int]]:
+    """The lengths of all rows at each prefix, from the whole prompts down to their halves, without duplicates."""
+    prefixes = []
+    for number in range(PREFIXES):
+        lengths = [length - length * number // (2 * PREFIXES) for length in prompt_lengths]
+        if lengths not in prefixes:
+            prefixes.append(lengths)
+    return prefixes
 
 
-def _playable(engine: Engine, drafter: Drafter) -> Round:
-    """The engine's round with this drafter, captured where decoding captures it; else the engine has to have it set."""
+def _playable_round(engine: Engine, drafter: Drafter) -> Round:
+    """The engine's round with a drafter, captured if the runner allows it.
+
+    A round that is not captured uses the engine's current drafter, whichever that is when it is called.
+    """
     engine.switch_drafter(drafter)
     if not engine.runner.capturable:
         return engine.round
@@ -181,85 +201,26 @@ def _playable(engine: Engine, drafter: Drafter) -> Round:
     return capture_round(engine)
 
 
-def _measure(row: MeasuredShape, play_round: Round, left: list[int], device: torch.device, clock: Clock) -> None:
-    """Rounds until every row has the tokens that are left for it; a row that has them sits the others' rounds out."""
-    active = torch.ones(len(left), dtype=torch.bool, device=device)
-    times, emitted, row_rounds = [], 0, 0
-    while max(left) > 0:
+def _measure(
+    candidate: MeasuredShape, play_round: Round, remaining: list[int], device: torch.device, clock: Clock
+) -> None:
+    """Play rounds until every row has its `remaining` tokens, and append the figures to the candidate's.
+
+    A row that has them is inactive in the rounds that others still need.
+    """
+    active = torch.ones(len(remaining), dtype=torch.bool, device=device)
+    seconds = []
+    tokens = 0
+    rounds = 0
+    while max(remaining) > 0:
         start = clock()
-        counts = play_round(active)[1].tolist()
-        times.append(clock() - start)
-        emitted += sum(counts)
-        row_rounds += sum(count > 0 for count in counts)
-        left = [rest - count for rest, count in zip(left, counts, strict=True)]
-        active.copy_(torch.tensor([rest > 0 for rest in left]))
-    row.tokens.append(emitted)
-    row.rounds.append(row_rounds)
-    row.round_s.append(median(times))
-
-
-def cache_folder() -> Path:
-    """Where shapes are kept: below $XDG_CACHE_HOME, or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longspec" / "tree_shapes"
-
-
-def _key(runner: Runner, prompts: Tensor, sampler: Sampler, tree_rule: str) -> dict[str, Any]:
-    """What a shape was measured for."""
-    config = runner.config.to_dict()
-    unrelated = ("_name_or_path", "transformers_version", "architectures")
-    device = runner.device
-    return {
-        "target": _digest({name: value for name, value in config.items() if name not in unrelated}),
-        "draft": draft_fingerprint(runner.model),
-        "window": runner.model.draft_model.window,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "attention": runner.attention.name,
-        "captured": runner.capturable,
-        "dtype": str(runner.dtype),
-        "rows": len(prompts),
-        "context": 1 << (prompts.shape[1] - 1).bit_length(),
-        "tree_rule": "greedy" if sampler.greedy else tree_rule,
-        "candidates": CANDIDATES,
-        "format": FORMAT,
-    }
-
-
-def draft_fingerprint(model: GlideMixin) -> str:
-    """Tells drafts apart: the sums of the bits of their weights, in integers, so that every device adds up the same."""
-    widths = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = {
-        name: int(weight.detach().contiguous().view(widths[weight.element_size()]).sum(dtype=torch.int64))
-        for name, weight in model.draft_model.named_parameters()
-    }
-    return _digest(sums)
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def _cached(path: Path, key: dict[str, Any]) -> tuple[int, ...] | None:
-    """The shape in a file of the cache; None where there is none, or none that can be read."""
-    try:
-        shape = tuple(json.loads(path.read_text())["shape"])
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError):
-        logger.warning("%s: a damaged tree shape; it is measured again", path)
-        return None
-    if shape not in key["candidates"]:
-        logger.warning("%s: %s is no candidate; the tree shape is measured again", path, shape)
-        return None
-    return shape
-
-
-def _store(path: Path, key: dict[str, Any], shape: tuple[int, ...], measured: list[MeasuredShape]) -> None:
-    """Write the file whole or not at all; a cache that cannot be written costs a calibration in every process."""
-    rows = [asdict(row) | {"tokens_per_second": row.tokens_per_second} for row in measured]
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps({"key": key, "shape": shape, "measured": rows}, indent=2) + "\n")
-        os.replace(unfinished, path)
-    except OSError as error:
-        logger.warning("%s: the tree shape is not kept (%s)", path, error)
+        _, counts = play_round(active)
+        emitted = counts.tolist()  # waits for the round
+        seconds.append(clock() - start)
+        tokens += sum(emitted)
+        rounds += sum(count > 0 for count in emitted)
+        remaining = [left - count for left, count in zip(remaining, emitted, strict=True)]
+        active.copy_(torch.tensor([left > 0 for left in remaining]))
+    candidate.tokens.append(tokens)
+    candidate.rounds.append(rounds)
+    candidate.round_s.append(median(seconds))

@@ -1,4 +1,13 @@
-"""The operations of decoding and training, as Triton kernels and in torch. Importing the package loads neither."""
+"""The operations of decoding and training as Triton kernels, each with a plain torch reference.
+
+- `decoding`: attention over the KV cache, growth and acceptance of token trees, matrix products of few rows.
+- `training`: attention over packed segments, the loss.
+- `shared`: what both use.
+
+Shape letters in all docstrings are those of CONTRIBUTING.md: B batch, N tree nodes, H query heads, K KV heads, D head
+dim, S cache slots, V vocabulary, L layers. A file that needs further letters defines them at its top. Importing this
+package loads neither torch nor triton.
+"""
 
 BACKENDS = ("flash", "triton", "sdpa")
-"""Backends of decoding's attention, fastest first."""
+"""Backends of decoding attention, fastest first."""

@@ -1,35 +1,43 @@
-"""The families of targets, and the class of pairs for each: the one place that lists them."""
+"""The families of targets and the pair class of each. No other module lists them."""
 
 from __future__ import annotations
 
-from transformers import PreTrainedConfig
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from longspec.errors import UserError
-from longspec.models.glide import GlideMixin
-from longspec.models.llama import LlamaGlide
-from longspec.models.qwen2 import Qwen2Glide
 
-FAMILIES: dict[str, type[GlideMixin]] = {"llama": LlamaGlide, "qwen2": Qwen2Glide}
-"""By the target's `model_type`."""
-PAIR_TARGETS: dict[str, type[GlideMixin]] = {
-    f"{module}.{pair.__name__}.from_pretrained": pair
-    for family, pair in FAMILIES.items()
-    for module in (f"longspec.train.models.{family}_glide", pair.__module__, "longspec")
-}
-"""Accepted values of the config key `model._target_`. A name from a config file is looked up here, never imported."""
+if TYPE_CHECKING:  # `import longspec` reads this table and must not wait for torch
+    from transformers import PreTrainedConfig
+
+    from longspec.models.glide import GlideMixin
+
+FAMILIES = {"llama": "LlamaGlide", "qwen2": "Qwen2Glide", "qwen3": "Qwen3Glide", "mistral": "MistralGlide"}
+"""Name of the pair class by the target's `model_type`, which also names the class's module in `longspec.models`."""
+PUBLISHED_MODULES = {"llama": "longspec.train.models.llama_glide", "qwen2": "longspec.train.models.qwen2_glide"}
+"""Modules that the configs of the published drafts name."""
+
+
+def class_of(family: str) -> type[GlideMixin]:
+    """The pair class of a family of FAMILIES."""
+    return getattr(import_module(f"longspec.models.{family}"), FAMILIES[family])
 
 
 def family_class(config: PreTrainedConfig, target: str) -> type[GlideMixin]:
-    """The pair class for a target with `config`; UserError for a family without one."""
+    """The pair class for a target with `config`. Raises UserError for a family that is not supported."""
     if config.model_type not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise UserError(f"{target}: a {config.model_type} target; the supported families are {known}")
-    return FAMILIES[config.model_type]
+        raise UserError(f"{target}: a {config.model_type} target; the supported families are {', '.join(FAMILIES)}")
+    return class_of(config.model_type)
 
 
 def pair_class(target: str) -> type[GlideMixin]:
-    """The class that `model._target_` names. Raises UserError for anything but the `from_pretrained` of a pair."""
-    if target not in PAIR_TARGETS:
-        known = ", ".join(name for name in PAIR_TARGETS if name.startswith("longspec.train."))
-        raise UserError(f"config key model._target_: must be one of {known}, not {target!r}")
-    return PAIR_TARGETS[target]
+    """The class named by the config key `model._target_`: the `from_pretrained` of a pair class.
+
+    The name comes from a file, so it is compared with known names and never imported. Raises UserError.
+    """
+    for family, name in FAMILIES.items():
+        modules = {"longspec", f"longspec.models.{family}", PUBLISHED_MODULES.get(family)}
+        if target in {f"{module}.{name}.from_pretrained" for module in modules}:
+            return class_of(family)
+    known = ", ".join(f"longspec.{name}.from_pretrained" for name in FAMILIES.values())
+    raise UserError(f"config key model._target_: must be one of {known}, not {target!r}")

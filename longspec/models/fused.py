@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from longspec.kernels.elementwise import rms_norm, rotate_and_store, rotate_queries
+from longspec.kernels.shared.elementwise import HeadNorms, rms_norm, rotate_and_store, rotate_queries
 from longspec.models.draft_layer import DraftCrossAttention, GlideDecoderLayer
 from longspec.models.residual import ResidualStream, linear
 from longspec.models.target_attention import QueryAttend
@@ -37,9 +37,9 @@ class Place(NamedTuple):
     slots: Tensor
     """int [B, N]; a token with a negative one is not stored."""
 
-    def take(self, qkv: Tensor) -> Tensor:
+    def take(self, qkv: Tensor, norms: HeadNorms | None = None) -> Tensor:
         """Store the keys and values of a merged projection [B, N, …]; its rotated queries [B, Hq, N, D]."""
-        return rotate_and_store(qkv, self.positions, self.rope, self.keys, self.values, self.slots)
+        return rotate_and_store(qkv, self.positions, self.rope, self.keys, self.values, self.slots, norms)
 
 
 def can_fuse(model: Any) -> bool:
@@ -140,13 +140,21 @@ class _FusedMLP:
         stream.add_product(stream.project_gated(self.norm, self.gate_up.weight), self.down, last)
 
 
+def _head_norms(attention: Any) -> HeadNorms | None:
+    """The norms of a target's queries and keys; None for a family without them, and for a draft."""
+    if not hasattr(attention, "q_norm"):
+        return None
+    return HeadNorms(attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
+
+
 class _FusedSelfAttention:
     def __init__(self, norm: Any, attention: Any) -> None:
         self.norm, self.output = norm.weight, attention.o_proj.weight
         self.qkv = MergedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.head_norms = _head_norms(attention)
 
     def add_to(self, stream: ResidualStream, place: Place, attend: QueryAttend) -> None:
-        q = place.take(stream.project(self.norm, self.qkv.weight, self.qkv.bias))
+        q = place.take(stream.project(self.norm, self.qkv.weight, self.qkv.bias), self.head_norms)
         stream.add_product(_heads_last(attend(q)), self.output)
 
 

@@ -1,4 +1,4 @@
-"""Conversion of a Llama or Qwen2 GGUF file into a target folder: config, safetensors and tokenizer."""
+"""Conversion of a GGUF file into a target folder: config, safetensors and tokenizer."""
 
 from __future__ import annotations
 
@@ -11,23 +11,15 @@ import numpy as np
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import GenerationConfig, PreTrainedConfig
 
 from longspec.errors import UserError, first_line
+from longspec.models.families import class_of
 from longspec.models.gguf_tokenizer import write_tokenizer
 
 MAGIC = b"GGUF"
-ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], Any]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-}
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""Supported values of `general.architecture`, each the name of a family. Mistral files say "llama"."""
 GGUF_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, NotImplementedError)
 """Exceptions that `gguf` and numpy raise for files that are cut off or malformed."""
 OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -36,6 +28,8 @@ LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
@@ -51,8 +45,8 @@ MAX_SHARD = "4GB"
 def convert_gguf(file: Path, folder: Path) -> None:
     """Write the model in a GGUF file to an existing `folder`, in the form that transformers loads.
 
-    Quantized weights become bfloat16, unquantized ones keep their type. Raises UserError for a file that cannot be
-    read, and for an architecture other than Llama and Qwen2.
+    Quantized weights become bfloat16, unquantized ones keep their type. A Mistral file becomes a Llama target, which
+    computes the same. Raises UserError for a file that cannot be read, and for another architecture.
     """
     with file.open("rb") as handle:
         if handle.read(len(MAGIC)) != MAGIC:
@@ -64,12 +58,13 @@ def convert_gguf(file: Path, folder: Path) -> None:
         metadata = {name: field.contents for name, field in reader.fields.items()}
         architecture = metadata["general.architecture"]()
         if architecture not in ARCHITECTURES:
-            known = " and ".join(ARCHITECTURES)
+            known = ", ".join(ARCHITECTURES)
             raise UserError(f"a GGUF file of architecture {architecture!r}; supported are {known}")
+        model_class = class_of(architecture).target_class
         tensors = {tensor.name: tensor for tensor in reader.tensors}
-        config = _config(architecture, metadata, tensors)
+        config = _config(model_class, metadata, tensors)
         state = _state(config, tensors)
-        _check_complete(ARCHITECTURES[architecture][1], config, state)
+        _check_complete(model_class, config, state)
         write_tokenizer(folder, metadata, config.max_position_embeddings)
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
@@ -82,24 +77,30 @@ def convert_gguf(file: Path, folder: Path) -> None:
     save_torch_state_dict(state, folder, max_shard_size=MAX_SHARD)
 
 
-def _config(architecture: str, metadata: Mapping[str, Callable[..., Any]], tensors: dict[str, Any]) -> PreTrainedConfig:
+def _config(model_class: Any, metadata: Mapping[str, Callable[..., Any]], tensors: dict[str, Any]) -> PreTrainedConfig:
+    """transformers' config for a `model_class` target with a file's metadata."""
+    architecture = model_class.config_class.model_type
+
     def value(key: str, default: Any = None) -> Any:
         return metadata[key]() if key in metadata else default
 
     def required(key: str) -> int:
         return int(metadata[f"{architecture}.{key}"]())
 
+    if window := value(f"{architecture}.attention.sliding_window"):
+        raise UserError(f"a sliding attention window of {window} tokens; the draft needs full attention")
     heads, hidden = required("attention.head_count"), required("embedding_length")
     ends = [value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     ends = list(dict.fromkeys(number for number in ends if number is not None))
     settings = {
-        "architectures": [ARCHITECTURES[architecture][1].__name__],
+        "architectures": [model_class.__name__],
         "vocab_size": len(tensors["token_embd.weight"].data),
         "hidden_size": hidden,
         "intermediate_size": required("feed_forward_length"),
         "num_hidden_layers": required("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": int(value(f"{architecture}.attention.head_count_kv", heads)),
+        "head_dim": int(value(f"{architecture}.attention.key_length", hidden // heads)),
         "max_position_embeddings": required("context_length"),
         # The shortest decimal for the file's fp32: 1e-05, not 9.999999747378752e-06.
         "rms_norm_eps": float(str(np.float32(metadata[f"{architecture}.attention.layer_norm_rms_epsilon"]()))),
@@ -109,11 +110,10 @@ def _config(architecture: str, metadata: Mapping[str, Callable[..., Any]], tenso
         "pad_token_id": value("tokenizer.ggml.padding_token_id"),
         "dtype": _dtype(tensors["blk.0.attn_q.weight"].tensor_type.name),
     }
-    if architecture == "llama":
-        settings["head_dim"] = int(value("llama.attention.key_length", hidden // heads))
+    settings["rope_parameters"] = _rope(architecture, value, tensors, settings["head_dim"])
+    if hasattr(model_class.config_class(), "attention_bias"):  # Qwen2 always has biases
         settings["attention_bias"] = "blk.0.attn_q.bias" in tensors
-    settings["rope_parameters"] = _rope(architecture, value, tensors, settings.get("head_dim", hidden // heads))
-    return ARCHITECTURES[architecture][0](**settings)
+    return model_class.config_class(**settings)
 
 
 def _dtype(kind: str) -> torch.dtype:

@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from longspec.errors import UserError
-from longspec.kernels.attention import resolve_attention
-from longspec.kernels.segments import Segments
-from longspec.kernels.varlen import block_attention, varlen_attention
+from longspec.kernels.training.segments import Segments
+from longspec.kernels.training.varlen import block_attention, resolve_attention, varlen_attention
 from longspec.models.draft_files import DraftSettings, check_draft, draft_settings
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.parallel import gather_heads
@@ -42,8 +41,7 @@ def check_pair(model: object) -> None:
     """Raise UserError unless `model` is a pair of a target and a draft."""
     if not isinstance(model, GlideMixin):
         raise UserError(
-            f"model: a {type(model).__name__}, not a pair of target and draft; load one with "
-            "LlamaGlide.from_pretrained or Qwen2Glide.from_pretrained"
+            f"model: a {type(model).__name__}, not a pair of target and draft; load one with longspec.load_pair"
         )
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspec.kernels.elementwise import rms_norm, swiglu
-from longspec.kernels.skinny_product import MAX_ROWS, skinny_product, split_product
-from longspec.kernels.vector_product import vector_product
+from longspec.kernels.decoding.skinny_product import MAX_ROWS, skinny_product, split_product
+from longspec.kernels.decoding.vector_product import vector_product
+from longspec.kernels.shared.elementwise import rms_norm, swiglu
 
 LIBRARY_ROWS = 16
 """Above this many tokens the library's product is as fast where neither a gate nor a split is to be fused."""

@@ -15,8 +15,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from longspec.kernels.attention import Attend
-from longspec.kernels.backend import runs_triton
+from longspec.kernels.decoding.attention_interface import Attend
+from longspec.kernels.shared.device import runs_triton
 from longspec.models.draft_layer import Rope, rotate
 
 ATTENTION_NAME = "longspec"
@@ -97,12 +97,26 @@ def last_keys_values(
         keeping = partial(attend_and_keep, layer=number)
         hidden = layer(hidden, position_ids=positions, position_embeddings=rope, attend=keeping)
     attention, hidden = last.self_attn, last.input_layernorm(hidden)
-    keys, values = attention.k_proj(hidden), attention.v_proj(hidden)
-    values = values.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
-    if runs_triton(keys):
-        from longspec.models.target_kernels import rotated
-
-        keys = rotated(keys, rope)
-    else:
-        keys = rotate(keys.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2), rope)
+    keys = projected_heads(attention, "k", hidden)
+    values = projected_heads(attention, "v", hidden).transpose(1, 2)
+    keys = rotated_by_kernel(keys, rope) if runs_triton(keys) else rotate(keys.transpose(1, 2), rope)
     return [(keys, values), *kept.kept.values()]
+
+
+def projected_heads(attention: Any, name: str, hidden: Tensor) -> Tensor:
+    """Heads [B, T, H, D] of the queries, keys or values (`name`: q, k, v) of hidden states [B, T, hidden].
+
+    Each head is normalized where the family does so. Modules are called, so that hooks on them run.
+    """
+    heads = getattr(attention, f"{name}_proj")(hidden).unflatten(-1, (-1, attention.head_dim))
+    norm = getattr(attention, f"{name}_norm", None)
+    return heads if norm is None else norm(heads)
+
+
+def rotated_by_kernel(heads: Tensor, rope: Rope) -> Tensor:
+    """Rotary embedding of heads [B, T, H, D] by the Triton kernel: [B, H, T, D]."""
+    from longspec.kernels.shared.elementwise import rotate_queries  # imports Triton
+
+    cos, sin = (table.expand(*heads.shape[:2], -1).flatten(0, 1).contiguous() for table in rope)
+    rows = torch.arange(len(cos), device=heads.device).view(heads.shape[:2])
+    return rotate_queries(heads.flatten(2).contiguous(), rows, (cos, sin), heads.shape[-1])

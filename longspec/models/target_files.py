@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -37,6 +39,8 @@ LFS_POINTER = b"version https://git-lfs"
 TOKENIZER_BYTES = 2**26
 """Size limit of a tokenizer file; the largest published ones have about 35 MB."""
 MAX_LAYERS = 1024
+TemplateArguments = Mapping[str, Any] | str | None
+"""Variables of a chat template with their values: a mapping, or a JSON object as the commands take it."""
 CONFIG_NAMES = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 RESCALED_BY_LENGTH = ("dynamic", "longrope")
 
@@ -160,8 +164,10 @@ def check_target(config: PreTrainedConfig, path: str | Path) -> None:
     """Raise UserError for a target whose cached keys a draft cannot share."""
     if not 1 <= config.num_hidden_layers <= MAX_LAYERS:
         raise UserError(f"{path}: a target with {config.num_hidden_layers} layers; at most {MAX_LAYERS} are supported")
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise UserError(f"{path}: a target with sliding-window attention layers; the draft needs full attention")
+    layer_types = getattr(config, "layer_types", None) or ()
+    for layer, layer_type in enumerate(layer_types):
+        if layer_type != "full_attention":
+            raise UserError(f"{path}: layer {layer} of this target has {layer_type}; the draft needs full_attention")
     kind = (config.rope_parameters or {}).get("rope_type")
     if kind in RESCALED_BY_LENGTH:
         # Its frequencies change with the longest position of a call, so cached keys would not fit later queries.
@@ -199,8 +205,11 @@ def check_start(file: Path) -> None:
             raise UserError(f"{file}: a Git LFS pointer, not the weights; fetch them with git lfs pull")
 
 
-def load_tokenizer(target: str, config: PreTrainedConfig) -> Any:
-    """The target's tokenizer; UserError where there is none, or where it has more tokens than the target."""
+def load_tokenizer(target: str, config: PreTrainedConfig, chat_template_kwargs: TemplateArguments = None) -> Any:
+    """The target's tokenizer, its chat template with `chat_template_kwargs` (see `set_template_arguments`).
+
+    Raises UserError where there is none, or where it has more tokens than the target.
+    """
     tokenizer = read_tokenizer(target, "no tokenizer that loads; it must be in the folder of the weights")
     # Tokens added later, such as a pad token, may lie past the embeddings as long as no prompt holds them.
     vocab = tokenizer.get_vocab()
@@ -210,4 +219,30 @@ def load_tokenizer(target: str, config: PreTrainedConfig) -> Any:
             f"{target}: its tokenizer has token ids up to {highest}, its model only {config.vocab_size} embeddings; "
             "this tokenizer is not the target's"
         )
+    set_template_arguments(tokenizer, chat_template_kwargs)
     return tokenizer
+
+
+def set_template_arguments(tokenizer: Any, arguments: TemplateArguments) -> None:
+    """Fix variables of a tokenizer's chat template, such as Qwen3's {"enable_thinking": false}.
+
+    The values become part of the template, so that every use of the tokenizer has them, and a cache that is keyed by
+    the template notices a change. Raises UserError for a value that is not a number, text or a boolean, and for a
+    variable that the template does not mention.
+    """
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise UserError(f"chat_template_kwargs: not JSON ({error})") from error
+    if not isinstance(arguments, Mapping | None):
+        raise UserError('chat_template_kwargs: must be a JSON object, such as {"enable_thinking": false}')
+    template, assignments = getattr(tokenizer, "chat_template", None), ""
+    for name, value in (arguments or {}).items():
+        if not isinstance(template, str) or not re.search(rf"\b{re.escape(name)}\b", template):
+            raise UserError(f"chat_template_kwargs: the target's chat template has no variable {name}")
+        if not isinstance(value, bool | int | float | str):
+            raise UserError(f"chat_template_kwargs: {name} must be true, false, a number or text, not {value!r}")
+        assignments += f"{{% set {name} = {json.dumps(value)} %}}"
+    if assignments:
+        tokenizer.chat_template = f"{assignments}{template}"

@@ -7,8 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from longspec.kernels.backend import upload
-from longspec.kernels.segments import Segments
+from longspec.kernels.shared.device import upload
+from longspec.kernels.training.segments import Segments
 from longspec.models.target_attention import KeysValues
 
 Passed = tuple[Tensor | None, list[KeysValues]]

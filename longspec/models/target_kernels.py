@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from longspec.kernels.elementwise import rms_norm, rotate_queries, swiglu
+from longspec.kernels.shared.elementwise import rms_norm, swiglu
 from longspec.models.draft_layer import GlideDecoderLayer, Rope
+from longspec.models.target_attention import projected_heads, rotated_by_kernel
 
 
 def use_kernels(backbone: Any, family: type[GlideDecoderLayer]) -> None:
     """Let the layers and the last norm of a target run on the kernels, from now on; `family` names its modules."""
-    norms = [norm for layer in backbone.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-    for norm in (*norms, backbone.norm):
-        if type(norm) is family.norm_class:
-            norm.forward = MethodType(_norm, norm)
+    for module in backbone.modules():
+        if type(module) is family.norm_class:
+            module.forward = MethodType(_norm, module)
     for layer in backbone.layers:
         layer.self_attn.forward = MethodType(_attention, layer.self_attn)
         if type(layer.mlp) is family.mlp_class and isinstance(layer.mlp.act_fn, nn.SiLU | SiLUActivation):
@@ -53,17 +53,10 @@ def _attention(
     if attend is None or _learns(hidden_states):
         given = {"position_embeddings": position_embeddings, "past_key_values": past_key_values, **kwargs}
         return type(module).forward(module, hidden_states, **given)
-    queries = rotated(module.q_proj(hidden_states), position_embeddings)
-    keys = rotated(module.k_proj(hidden_states), position_embeddings)
-    values = module.v_proj(hidden_states).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+    queries = rotated_by_kernel(projected_heads(module, "q", hidden_states), position_embeddings)
+    keys = rotated_by_kernel(projected_heads(module, "k", hidden_states), position_embeddings)
+    values = projected_heads(module, "v", hidden_states).transpose(1, 2)
     if past_key_values is not None:
         keys, values = past_key_values.update(keys, values, module.layer_idx)
     heads = attend(queries, keys, values, module.scaling)
     return module.o_proj(heads.transpose(1, 2).flatten(2)), None
-
-
-def rotated(x: Tensor, rope: Rope) -> Tensor:
-    """Heads [B, H, T, D] of a projection x [B, T, H·D], rotated."""
-    cos, sin = (table.expand(*x.shape[:2], -1).flatten(0, 1).contiguous() for table in rope)
-    places = torch.arange(len(cos), device=x.device).view(x.shape[:2])
-    return rotate_queries(x.contiguous(), places, (cos, sin), cos.shape[-1])

@@ -29,7 +29,7 @@ from longspec.models.target_files import WEIGHT_ERRORS, read_config, weight_prob
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")
 VOCABULARY = ("embed_tokens", "lm_head")
-WHOLE = ("norm", "input_layernorm", "post_attention_layernorm", "rotary_emb")
+WHOLE = ("norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "rotary_emb")
 SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 """Config, generation config and tokenizer, in any of its forms."""
 
@@ -86,7 +86,7 @@ def is_added_once(name: str) -> bool:
 def part_of(name: str, shape: tuple[int, ...], rank: int, world: int) -> tuple[slice, ...]:
     """What of the weight `name` a rank holds.
 
-    Raises UserError for a weight that is in no Llama or Qwen2 target, such as a quantised one's.
+    Raises UserError for a weight that no supported target has, such as a quantized one.
     """
     *_, module, kind = name.split(".")
     if module in VOCABULARY and kind == "weight":
@@ -98,7 +98,7 @@ def part_of(name: str, shape: tuple[int, ...], rank: int, world: int) -> tuple[s
         return slice(None), _share(shape[1], rank, world)
     if module in WHOLE or is_added_once(name):
         return (slice(None),)
-    raise UserError(f"weight {name}: no part of a plain Llama or Qwen2 target, so it cannot be split")
+    raise UserError(f"weight {name}: not a weight of a supported target, so it cannot be split")
 
 
 def _share(size: int, rank: int, world: int) -> slice:

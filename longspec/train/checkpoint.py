@@ -1,4 +1,7 @@
-"""Saving and loading a run's checkpoints. Global rank 0 writes (not local rank 0); see `generations`."""
+"""Saving and loading the checkpoints of a run (see `generations` for the folders).
+
+Only global rank 0 writes shared files. Several hosts have a local rank 0 each.
+"""
 
 import errno
 import json
@@ -21,7 +24,8 @@ from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_of_pair, save_
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.target_cache import resolve_target
 from longspec.models.target_files import read_config
-from longspec.train.config import CONFIG_NAME, TrainConfig, is_checkpoint, read_config_file, to_yaml
+from longspec.train.config import CONFIG_NAME, is_checkpoint, read_config_file, to_yaml
+from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import from_every_rank, from_rank_zero
 from longspec.train.generations import BEST, DRAFTS, STATES, settle
 from longspec.train.seals import Progress, Run, damage, describe, read_seal, seal
@@ -30,47 +34,49 @@ from longspec.train.shards import MASTERS, Shards, adopt
 logger = logging.getLogger(__name__)
 
 EVALUATION_NAME = "evaluation.json"
-"""What `checkpoint-best` was chosen for."""
+"""File in `checkpoint-best` with the metrics of its evaluation."""
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a full disk or an exhausted quota."""
 
 
 def save_checkpoint(
     engine: Any, tokenizer: Any, config: TrainConfig, progress: Progress, output_dir: str | Path, run: Run | None = None
 ) -> None:
-    """Save `run` as the newest generation. Every rank takes part; global rank 0 writes all but the others' shards.
+    """Save the newest generation of `run`. All ranks call it; each writes its shard and rank 0 everything else.
 
-    It is sealed from every rank's own report of what it wrote. Raises UserError if a file cannot be written, or if
-    rank 0 does not see one of another rank; then the generations before stay as they are.
+    Rank 0 seals the folders from every rank's report of the files that it wrote. Raises UserError if a file cannot be
+    written or rank 0 does not see a file of another rank. The earlier generations stay as they are in that case.
     """
     output = Path(output_dir)
-    state, draft_folder = output / STATES[0], output / DRAFTS[0]
+    state_folder, draft_folder = output / STATES[0], output / DRAFTS[0]
 
-    def clear() -> None:
-        with _writing(output, progress):
+    def clear_staging() -> None:
+        with _write_errors(output, progress):
             settle(output)
 
     def complete() -> None:
-        with _writing(output, progress):
+        with _write_errors(output, progress):
             _write_draft(draft_folder, draft, config.model.draft_options, tokenizer)
-            _write_config(state, config)
+            _write_config(state_folder, config)
             _write_config(draft_folder, config)
-            seal(state, progress, run, reports)
+            # The seal of the draft folder comes last, because it makes the whole generation valid.
+            seal(state_folder, progress, run, reports)
             seal(draft_folder, progress, run)
             settle(output)
 
-    from_rank_zero(clear)
-    with _writing(output, progress):
-        with _recorded(engine) as written:
-            engine.save_checkpoint(str(state), tag=f"step{progress.step}", exclude_frozen_parameters=True)
-        report = describe(state, written)
+    from_rank_zero(clear_staging)
+    with _write_errors(output, progress):
+        with _recorded_paths(engine) as written:
+            engine.save_checkpoint(str(state_folder), tag=f"step{progress.step}", exclude_frozen_parameters=True)
+        report = describe(state_folder, written)
     reports = from_every_rank(report)
     draft = gather_draft(engine.module)
     from_rank_zero(complete)
 
 
 @contextmanager
-def _recorded(engine: Any) -> Iterator[list[Path]]:
-    """Collect the paths that this rank's DeepSpeed engine saves inside the context."""
+def _recorded_paths(engine: Any) -> Iterator[list[Path]]:
+    """Collect the paths that this rank's DeepSpeed engine saves in this context."""
     written: list[Path] = []
     save = engine.checkpoint_engine.save
 
@@ -93,12 +99,12 @@ def save_best(
     metrics: dict[str, float],
     run: Run | None = None,
 ) -> None:
-    """Keep the present draft as `checkpoint-best`, and in it the `metrics` it was chosen for. Every rank takes part."""
+    """Save the current draft as `checkpoint-best`, with the `metrics` of its evaluation. All ranks call it."""
     output = Path(config.output_dir)
     draft = gather_draft(model)
 
     def write() -> None:
-        with _writing(output, progress):
+        with _write_errors(output, progress):
             settle(output)
             folder = output / BEST[0]
             _write_draft(folder, draft, config.model.draft_options, tokenizer)
@@ -111,33 +117,47 @@ def save_best(
 
 
 def read_best(config: TrainConfig, run: Run | None = None) -> float:
-    """The held-out acceptance length of the draft in `checkpoint-best`, which a better one is to replace.
+    """The held-out acceptance length of the draft in `checkpoint-best`; -inf if there is none.
 
-    -inf, and a warning, where another run or evaluation chose it or it is not as it was saved; -inf if there is none.
+    Also -inf, with a warning, if the draft is damaged, is of another run or was evaluated on other rows.
     """
     folder = Path(config.output_dir) / BEST[1]
     if not folder.exists():
         return -math.inf
-    problem, saved = damage(folder), read_seal(folder)
-    if problem is None and saved is not None:
-        if run is not None and saved.run.id != run.id:
-            problem = f"{folder} is of another run"
-        elif not _same_held_out_rows(folder, saved.run, config, run):
-            problem = f"{folder} was the best on other held-out rows"
-        else:
-            return json.loads((folder / EVALUATION_NAME).read_text())["eval_acceptance_length"]
+    problem = _best_problem(folder, config, run)
+    if problem is None:
+        return json.loads((folder / EVALUATION_NAME).read_text())["eval_acceptance_length"]
     logger.warning("%s; the next evaluation chooses a new %s", problem, BEST[1])
     return -math.inf
 
 
-def _same_held_out_rows(folder: Path, saved: Run, config: TrainConfig, run: Run | None) -> bool:
-    """Whether a best draft was chosen on the rows that `config` holds out: by content where both runs know it."""
-    before, now = read_config_file(folder / CONFIG_NAME).evaluation, absolute_paths(config).evaluation
-    if before.rows != now.rows:
+def _best_problem(folder: Path, config: TrainConfig, run: Run | None) -> str | None:
+    """The reason why the draft in `folder` cannot be compared with those of `run`; None if it can."""
+    if problem := damage(folder):
+        return problem
+    saved = read_seal(folder)
+    if saved is None:
+        return f"{folder} is no longer readable"
+    if run is not None and saved.run.id != run.id:
+        return f"{folder} is of another run"
+    if not _same_held_out_rows(folder, saved.run, config, run):
+        return f"{folder} was the best on other held-out rows"
+    return None
+
+
+def _same_held_out_rows(folder: Path, saved_run: Run, config: TrainConfig, run: Run | None) -> bool:
+    """Whether the best draft was evaluated on the rows that `config` holds out.
+
+    Files are compared by content if both runs know their digests, otherwise by path.
+    """
+    saved = read_config_file(folder / CONFIG_NAME).evaluation
+    current = absolute_paths(config).evaluation
+    if saved.rows != current.rows:
         return False
-    if saved.contents is None or run is None or run.contents is None:
-        return before.files == now.files
-    return [digest for _, digest in saved.contents.held_out] == [digest for _, digest in run.contents.held_out]
+    if saved_run.contents is None or run is None or run.contents is None:
+        return saved.files == current.files
+    saved_digests = [digest for _, digest in saved_run.contents.held_out]
+    return saved_digests == [digest for _, digest in run.contents.held_out]
 
 
 def _write_draft(folder: Path, draft: dict[str, Tensor], options: DraftOptions, tokenizer: Any) -> None:
@@ -151,31 +171,31 @@ def _write_config(folder: Path, config: TrainConfig) -> None:
 
 
 @contextmanager
-def _writing(output: Path, progress: Progress) -> Iterator[None]:
+def _write_errors(output: Path, progress: Progress) -> Iterator[None]:
     """Convert errors of a full, read-only or lost disk to a UserError.
 
-    torch hides the errno and tokenizers the exception type.
+    torch hides the errno, and tokenizers raise a plain Exception, so both are recognized by their messages.
     """
     try:
         yield
-    except Exception as error:  # tokenizers raises nothing more special
+    except Exception as error:
         signs = ("inline_container", *(f"(os error {number})" for number in FULL_DISK))
         if not (isinstance(error, OSError) or any(sign in str(error) for sign in signs)):
             raise
         try:
-            free = f"{shutil.disk_usage(output).free / 2**20:.0f} MiB are free there"
-        except OSError as gone:
-            free = f"the folder: {gone.strerror}"
+            free = f"{shutil.disk_usage(output).free / 2**20:.0f} MiB are free"
+        except OSError as disk_error:
+            free = f"the folder: {disk_error.strerror}"
         raise UserError(
             f"{output}: the checkpoint of step {progress.step} could not be written ({first_line(error)}; {free}); "
-            "the ones before it stay. Make room or mend the folder, then go on with resume=latest"
+            "earlier checkpoints are kept; free space or repair the folder, then continue with resume=latest"
         ) from error
 
 
 def gather_draft(model: nn.Module) -> dict[str, Tensor]:
-    """The draft's weights on the CPU, without prefix, on global rank 0; {} on the others, which must call it too.
+    """The draft's weights on the CPU, without prefix, on global rank 0; {} on the other ranks. All ranks call it.
 
-    Under ZeRO-3 one parameter at a time is gathered, and none of the target's.
+    Under ZeRO-3 one parameter at a time is gathered. DeepSpeed's consolidation would also gather the frozen target.
     """
     state: dict[str, Tensor] = {}
     for name, parameter in model.draft_model.named_parameters():  # type: ignore[union-attr, operator]
@@ -186,63 +206,68 @@ def gather_draft(model: nn.Module) -> dict[str, Tensor]:
 
 
 def read_draft(folder: str | Path) -> dict[str, Tensor]:
-    """The draft's weights from a saved DeepSpeed state (`last_ds`), equal to `gather_draft` at that step.
+    """The draft's weights in a saved DeepSpeed state (`last_ds`), equal to those of `gather_draft` at that step.
 
-    Needs neither the target nor as many ranks as saved it. Raises UserError for anything but a whole state.
+    Works without the target and on one process. Raises UserError unless the state is complete and undamaged.
     """
     folder = Path(folder)
     if not (folder / "latest").is_file():
-        raise UserError(f"{folder}: no DeepSpeed checkpoint of ours; give the {STATES[1]} folder of a run")
+        raise UserError(f"{folder}: not a DeepSpeed checkpoint of a training run; give its {STATES[1]} folder")
     if problem := damage(folder):
         raise UserError(f"{problem}; give the {STATES[1]} or {STATES[2]} folder of a run")
     return saved_draft(folder)
 
 
 def saved_draft(folder: Path) -> dict[str, Tensor]:
-    """The draft's weights in a DeepSpeed state that is known to be whole: the optimizer's masters, rounded as by it."""
+    """The draft's weights in an undamaged DeepSpeed state: its fp32 master weights in the model's dtype."""
     dtype = getattr(torch, read_config_file(folder / CONFIG_NAME).model.torch_dtype)
     return {name: weight.to(dtype) for name, weight in Shards(folder).parameters(MASTERS)}
 
 
 def load_state(engine: Any, folder: Path, progress: Progress) -> None:
-    """Put a saved state into an engine that has not stepped yet and has its draft (see `saved_draft`)."""
+    """Load a saved state into an engine that has not stepped yet and was built with the state's `saved_draft`."""
     adopt(engine, Shards(folder))
     engine.global_steps = progress.step
 
 
 def locate(config: TrainConfig) -> TrainConfig:
-    """`config` with `model_name_or_path` a target, where it was one of our checkpoint folders.
+    """`config` with `model_name_or_path` resolved to a target if it is a checkpoint folder or a saved pair.
 
-    The target is then the one that checkpoint's run had, and the draft the one in it unless `config` names another. A
-    saved pair, in a folder or on the hub, brings its draft, too.
-    Raises UserError for a folder of DeepSpeed's state, one that is not whole, or one with an unreadable configuration.
+    A checkpoint folder stands for the target of its run and for its draft. A saved pair, in a folder or on the hub,
+    also brings its draft. A `draft_model_name_or_path` in `config` takes precedence.
+
+    Raises UserError for a damaged folder, an unreadable configuration, or a folder with DeepSpeed's state.
     """
-    if not is_checkpoint(config):
-        if config.draft_model_name_or_path is None:
-            target = resolve_target(config.model_name_or_path)
-            read_config(target)  # first, so that a wrong name is reported as one
-            saved = draft_of_pair(target)
-            return replace(config, draft_model_name_or_path=None if saved is None else str(saved))
+    draft = config.draft_model_name_or_path
+    if is_checkpoint(config):
+        folder = Path(config.model_name_or_path)
+        if (folder / "latest").is_file():
+            raise UserError(f"{folder}: DeepSpeed's state, not a target; give {DRAFTS[1]} or {DRAFTS[2]} of the run")
+        if problem := damage(folder):
+            raise UserError(f"{problem}; give {DRAFTS[1]} or {DRAFTS[2]} of a run")
+        target = read_config_file(folder / CONFIG_NAME).model_name_or_path
+        return replace(
+            config, model_name_or_path=target, draft_model_name_or_path=draft or str(folder / DRAFT_WEIGHTS_NAME)
+        )
+    if draft is not None:
         return config
-    folder = Path(config.model_name_or_path)
-    if (folder / "latest").is_file():
-        raise UserError(f"{folder}: DeepSpeed's state, not a target; give {DRAFTS[1]} (or {DRAFTS[2]}) beside it")
-    if problem := damage(folder):
-        raise UserError(f"{problem}; give {DRAFTS[1]} or {DRAFTS[2]} of a run")
-    target = read_config_file(folder / CONFIG_NAME).model_name_or_path
-    draft = config.draft_model_name_or_path or str(folder / DRAFT_WEIGHTS_NAME)
-    return replace(config, model_name_or_path=target, draft_model_name_or_path=draft)
+    resolved = resolve_target(config.model_name_or_path)
+    # Raises the error for a wrong name, before the draft is looked for.
+    read_config(resolved)
+    saved = draft_of_pair(resolved)
+    return replace(config, draft_model_name_or_path=None if saved is None else str(saved))
 
 
 def absolute_paths(config: TrainConfig) -> TrainConfig:
-    """Local paths made absolute, so that the saved configuration is true wherever it is read."""
+    """`config` with absolute local paths, so that the saved configuration is valid in any working directory."""
 
     def absolute(path: str) -> str:
         return str(Path(path).absolute()) if Path(path).exists() else path
 
     draft = config.draft_model_name_or_path
     held_out = config.evaluation.files
-    held_out = None if held_out is None else [absolute(file) for file in held_out]
+    if held_out is not None:
+        held_out = [absolute(file) for file in held_out]
     return replace(
         config,
         data=replace(config.data, files=[absolute(file) for file in config.data.files]),

@@ -1,164 +1,34 @@
-"""What a training run can be told: the typed schema, the composed Hydra config merged into it, and cross-checks."""
+"""Reading the configuration of a training run: from the command line through Hydra, or from a checkpoint."""
 
 import difflib
-import math
-import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import deepspeed
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
-from packaging.version import Version
-from pydantic import ValidationError
 from yaml import YAMLError
 
-from longspec.data.dataset import OVERFLOWS
-from longspec.data.records import data_files
-from longspec.data.target_format import CHAT_FORMAT_CHOICES
-from longspec.data.templates import check_templates
 from longspec.errors import UserError
-from longspec.kernels.attention import resolve_attention
-from longspec.models.draft_files import checked_options
-from longspec.models.draft_layer import WINDOW, DraftOptions
 from longspec.models.families import pair_class
 from longspec.train.command import launch_parser
-from longspec.train.loss import LOSSES
-from longspec.train.positions import BLOCK_LAGS, VARIANTS
+from longspec.train.config_checks import DTYPES, check, check_choice
+from longspec.train.config_schema import TrainConfig
 from longspec.untrusted import read_yaml
 
 CONFIG_NAME = "training_config.yaml"
-"""The configuration in a checkpoint folder."""
-DTYPES = ("float32", "bfloat16")
-OPTIMIZERS = ("adamw", "muon")
-MUON_FROM = "0.19.8"
-"""The oldest DeepSpeed whose Muon was tried; those before it know none for bf16."""
-LARGEST_NUMBER = 2**64 - 1
-"""Upper end of the range of torch's seeds, and the limit of all other integers."""
-WANDB_MODES = ("auto", "online", "offline", "disabled")
+"""File of the configuration in a checkpoint folder."""
 UNKNOWN_KEY = (ConfigAttributeError, ConfigKeyError)
-"""OmegaConf's errors for a key that the schema does not have."""
-
-POSITIVE = (
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "save_steps"),
-    *("learning_rate", "max_grad_norm", "data.num_proc", "tp_size", "evaluation.steps", "evaluation.rows"),
-    *("model.window", "data.max_length"),
-)
-NOT_NEGATIVE = ("seed", "weight_decay", "data.num_workers", "variant.max_offset")
-
-
-@dataclass
-class ModelConfig:
-    """The keyword arguments of `_target_`, a `from_pretrained` of ours."""
-
-    _target_: str = MISSING
-    torch_dtype: str = MISSING
-    attn_implementation: str | None = MISSING
-    gradient_checkpointing: bool = MISSING
-    pad_token_id: int | None = MISSING
-    ignore_mismatched_sizes: bool = MISSING
-    window: int = WINDOW
-    kv_layers: list[int] = field(default_factory=list)  # the defaults let configurations of older checkpoints load
-    target_feature: bool = False
-
-    @property
-    def draft_options(self) -> DraftOptions:
-        """The draft's architecture. Raises UserError."""
-        stated = {"window": self.window, "kv_layers": self.kv_layers, "target_feature": self.target_feature}
-        return checked_options(stated, "config key model.")
-
-
-@dataclass
-class DataConfig:
-    """Arguments of `longspec.data.dataset.build_dataset`; `num_workers` processes load on each rank."""
-
-    files: Any = MISSING
-    max_length: int = MISSING
-    pack: bool = MISSING
-    overflow: str = MISSING
-    answer_only: bool = MISSING
-    chat_format: str = MISSING
-    aligners: list[Any] = MISSING
-    num_proc: int = MISSING
-    num_workers: int = MISSING
-    cache_dir: str | None = MISSING
-    templates: dict[str, Any] = field(default_factory=dict)  # checkpoints of earlier versions have none
-
-
-@dataclass
-class DeepSpeedConfig:
-    """DeepSpeed's own section; what else goes into its configuration follows from the other keys."""
-
-    zero_optimization: dict[str, Any] = MISSING
-
-
-@dataclass
-class VariantConfig:
-    """base, or sinkpi-slicing with its `max_offset` of positions and its largest lag `depth`."""
-
-    name: str = MISSING
-    max_offset: int = MISSING
-    depth: int = MISSING
-
-
-@dataclass
-class EvaluationConfig:
-    """See `longspec.train.evaluation`; `files` may be None: no evaluation."""
-
-    files: Any = MISSING
-    steps: int = MISSING
-    rows: int | None = MISSING
-    keep_best: bool = MISSING
-
-
-@dataclass
-class WandbConfig:
-    project: str = MISSING
-    mode: str = MISSING
-
-
-@dataclass
-class TrainConfig:
-    """Every key of a training run. The values lie in `conf/` alone, so here nothing has a default."""
-
-    model: ModelConfig = MISSING
-    data: DataConfig = MISSING
-    deepspeed: DeepSpeedConfig = MISSING
-    variant: VariantConfig = MISSING
-    evaluation: EvaluationConfig = MISSING
-    wandb: WandbConfig = MISSING
-    model_name_or_path: str = MISSING
-    draft_model_name_or_path: str | None = MISSING
-    eos_token_id: int | None = MISSING
-    output_dir: str = MISSING
-    resume: str | None = MISSING
-    overwrite_output_dir: bool = False  # the default lets configurations of older checkpoints load
-    seed: int = MISSING
-    loss: str = MISSING
-    log_target_loss: bool = MISSING
-    optimizer: str = "adamw"  # so that a checkpoint of before has one
-    learning_rate: float = MISSING
-    warmup_ratio: float = MISSING
-    weight_decay: float = MISSING
-    adam_betas: list[float] = MISSING
-    max_grad_norm: float = MISSING
-    per_device_train_batch_size: int = MISSING
-    gradient_accumulation_steps: int = MISSING
-    num_train_epochs: float = MISSING
-    max_steps: int | None = MISSING
-    save_steps: int = MISSING
-    tp_size: int = MISSING
+"""OmegaConf's errors for a key that is not in the schema."""
 
 
 def load_config(argv: Sequence[str]) -> TrainConfig | None:
-    """The run that the launch line asks for; None if `--cfg job` only wanted to see it (it is printed then).
+    """The configuration of the run that the command-line arguments describe, checked.
 
-    Raises UserError, with the key's full name, for anything wrong in it.
+    With `--cfg job` it is printed, and the result is None. Raises UserError with the full name of a wrong key.
     """
     args = launch_parser().parse_intermixed_args(argv)
     composed = compose_config(args.config_path, args.config_name, args.overrides)
@@ -166,37 +36,43 @@ def load_config(argv: Sequence[str]) -> TrainConfig | None:
         print(OmegaConf.to_yaml(composed), end="")
         return None
     config = typed(composed)
-    given = {override.lstrip("+").partition("=")[0] for override in args.overrides}
-    if "model_name_or_path" in given and "draft_model_name_or_path" not in given and is_checkpoint(config):
-        config.draft_model_name_or_path = None  # the experiment's default gives way to the checkpoint's own draft
+    overridden = {override.lstrip("+").partition("=")[0] for override in args.overrides}
+    if "model_name_or_path" in overridden and "draft_model_name_or_path" not in overridden and is_checkpoint(config):
+        # The checkpoint's own draft takes precedence over the draft that the experiment names.
+        config.draft_model_name_or_path = None
+    config.data.files = _as_list(config.data.files)
+    if config.evaluation.files is not None:
+        config.evaluation.files = _as_list(config.evaluation.files)
     check(config)
     return config
 
 
 def compose_config(folder: str | Path, name: str, overrides: Sequence[str] = ()) -> DictConfig:
-    """Hydra's composition of `folder`/`name`.yaml, without Hydra's working folders and log files."""
+    """Compose `folder`/`name`.yaml with Hydra, without its working folders and log files. Raises UserError."""
     if not Path(folder).is_dir():
         raise UserError(f"config path {folder}: no such folder; run from the repository's root or give its full path")
     if not (Path(folder) / f"{name.removesuffix('.yaml')}.yaml").is_file():
         raise UserError(f"config name {name}: no such experiment; choose one of the .yaml files in {folder}")
     try:
         with initialize_config_dir(str(Path(folder).absolute()), version_base=None):
-            # Templates have free keys, which Hydra adds only to `++`.
-            given = [f"++{one}" if one.startswith("data.templates.") else one for one in overrides]
-            return compose(name.removesuffix(".yaml"), overrides=given)
+            # Any kind of record may have a template, and Hydra adds new keys only with `++`.
+            prefixed = [f"++{text}" if text.startswith("data.templates.") else text for text in overrides]
+            return compose(name.removesuffix(".yaml"), overrides=prefixed)
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
-        if isinstance(error.__cause__, UNKNOWN_KEY):  # Hydra's own message suggests `+key`, which `typed` refuses
+        if isinstance(error.__cause__, UNKNOWN_KEY):
+            # Hydra's own message suggests `+key`, which `typed` rejects.
             raise _unknown_key(str(error.__cause__.full_key)) from error
         raise UserError(f"config {name}: {_one_line(error)}") from error
 
 
 def typed(composed: DictConfig) -> TrainConfig:
-    """`composed` as a TrainConfig. UserError for an unknown, missing or ill-typed key."""
+    """`composed` as a TrainConfig. Raises UserError for an unknown or missing key or a value of the wrong type."""
     merged = OmegaConf.structured(TrainConfig)
     key = ""
     try:
-        given: Any = OmegaConf.to_container(composed, resolve=True)
-        for key, value in given.items():
+        values: Any = OmegaConf.to_container(composed, resolve=True)
+        # Merged one by one, so that an error without a key can be attributed to one.
+        for key, value in values.items():
             merged = OmegaConf.merge(merged, {key: value})
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
@@ -210,13 +86,14 @@ def _unknown_key(key: str) -> UserError:
     known = list(_keys(TrainConfig))
     same_name = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
     similar = same_name or difflib.get_close_matches(key, known)
-    near = [name for name in similar if not any(other.startswith(f"{name}.") for other in similar)]
-    hint = f"did you mean {' or '.join(near)}?" if near else "--cfg job prints all keys"
+    # A key is a better suggestion than the section that holds it.
+    suggestions = [name for name in similar if not any(other.startswith(f"{name}.") for other in similar)]
+    hint = f"did you mean {' or '.join(suggestions)}?" if suggestions else "--cfg job prints all keys"
     return UserError(f"config key {key}: no such key; {hint}")
 
 
 def _keys(section: type, prefix: str = "") -> Iterator[str]:
-    """The full names of a config class's keys, those of its sections included."""
+    """The full names of all keys of a config class, including those of its sections."""
     for key in fields(section):
         yield prefix + key.name
         if isinstance(key.type, type) and is_dataclass(key.type):
@@ -224,132 +101,34 @@ def _keys(section: type, prefix: str = "") -> Iterator[str]:
 
 
 def read_config_file(file: Path) -> TrainConfig:
-    """The configuration in a checkpoint folder; it may be a stranger's.
+    """The configuration of a checkpoint, whose origin may not be trusted.
 
-    Nothing in it is resolved, imported or called. Raises UserError.
+    Nothing in it is resolved, imported or called. Raises UserError if it is not a valid configuration.
     """
     content = read_yaml(file)
     try:
         config = typed(OmegaConf.create(content))
         pair_class(config.model._target_)
-        _choice("model.torch_dtype", config.model.torch_dtype, DTYPES)
-        config.model.draft_options  # noqa: B018 (checks them)
+        check_choice("model.torch_dtype", config.model.torch_dtype, DTYPES)
+        config.model.draft_options  # noqa: B018 (raises UserError)
     except (OmegaConfBaseException, UserError) as error:
         raise UserError(f"{file}: not a readable training configuration ({_one_line(error)})") from error
     return config
 
 
 def _one_line(error: Exception) -> str:
-    """The message without OmegaConf's footer of full_key, object_type and the like."""
+    """The error's message in one line, without OmegaConf's footer (full_key, object_type, reference_type)."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type=")))
 
 
 def is_checkpoint(config: TrainConfig) -> bool:
-    """Whether `model_name_or_path` is a folder that a run of ours saved, and no target."""
+    """Whether `model_name_or_path` is a checkpoint folder of a training run instead of a target."""
     return (Path(config.model_name_or_path) / CONFIG_NAME).is_file()
 
 
-def check(config: TrainConfig) -> None:
-    """What types alone do not say; makes the output folder. Raises UserError with the key's name."""
-    values = OmegaConf.structured(config)
-    for key in (*POSITIVE, *NOT_NEGATIVE):
-        value = OmegaConf.select(values, key)
-        if value is None:  # max_steps, evaluation.rows: not wanted
-            continue
-        if isinstance(value, int):
-            _require(value <= LARGEST_NUMBER, key, "must be at most 2^64 - 1", value)
-        else:
-            _require(math.isfinite(value), key, "must be finite", value)
-        if key in POSITIVE:
-            _require(value > 0, key, "must be positive", value)
-        else:
-            _require(value >= 0, key, "must not be negative", value)
-    _require(0 <= config.warmup_ratio <= 1, "warmup_ratio", "must lie in 0 … 1", config.warmup_ratio)
-    two_betas = len(config.adam_betas) == 2 and all(0 <= beta < 1 for beta in config.adam_betas)
-    _require(two_betas, "adam_betas", "must be two numbers in [0, 1)", config.adam_betas)
-    _choice("loss", config.loss, LOSSES)
-    _choice("optimizer", config.optimizer, OPTIMIZERS)
-    _choice("resume", config.resume, (None, "latest"))
-    contradict = config.overwrite_output_dir and config.resume is not None
-    _require(not contradict, "overwrite_output_dir", "must be false with resume", config.overwrite_output_dir)
-    _choice("variant.name", config.variant.name, VARIANTS)
-    _choice("data.chat_format", config.data.chat_format, CHAT_FORMAT_CHOICES)
-    _choice("data.overflow", config.data.overflow, OVERFLOWS)
-    check_templates(config.data.templates, "config key data.templates")
-    _choice("model.torch_dtype", config.model.torch_dtype, DTYPES)
-    _choice("wandb.mode", config.wandb.mode, WANDB_MODES)
-    if config.variant.name != "base":
-        _require(config.variant.depth > 0, "variant.depth", "must be positive", config.variant.depth)
-    depth = BLOCK_LAGS if config.variant.name == "base" else config.variant.depth
-    window = config.model.draft_options.window
-    if window <= depth:
-        raise UserError(f"config key model.window: {window}; it must be greater than the largest trained lag, {depth}")
-    resolve_attention(config.model.attn_implementation)
-    _check_zero(config.deepspeed.zero_optimization)
-    if config.optimizer == "muon":
-        _check_muon(config)
-    _check_paths(config)
-
-
-def _check_zero(section: dict[str, Any]) -> None:
-    _choice("deepspeed.zero_optimization.stage", section.get("stage"), (1, 2, 3))
-    if offload := section.get("offload_optimizer"):
-        _choice("deepspeed.zero_optimization.offload_optimizer.device", offload.get("device"), ("cpu",))
-    try:
-        DeepSpeedZeroConfig(**section)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, ("deepspeed.zero_optimization", *first["loc"])))
-        raise UserError(f"config key {key}: {first['msg']}, not {first['input']!r}") from error
-
-
-def _check_muon(config: TrainConfig) -> None:
-    """Elsewhere DeepSpeed clips Muon's update, whose norm is the same in every step, and not the gradient."""
-    zero = config.deepspeed.zero_optimization
-    plain = zero["stage"] == 1 and not zero.get("offload_optimizer") and config.tp_size == 1
-    fits = plain and config.model.torch_dtype == "bfloat16"
-    if not fits:
-        raise UserError("config key optimizer: muon needs ZeRO-1 without offload, bfloat16 and tp_size=1")
-    new_enough = Version(deepspeed.__version__) >= Version(MUON_FROM)
-    _require(new_enough, "optimizer", f"must be adamw with deepspeed < {MUON_FROM}", "muon")
-
-
-def _check_paths(config: TrainConfig) -> None:
-    config.data.files, trained_on = _check_files("data.files", config.data.files)
-    evaluation = config.evaluation
-    _require(evaluation.files is not None or not evaluation.keep_best, "evaluation.keep_best", "needs files", True)
-    if evaluation.files is not None:
-        evaluation.files, held_out = _check_files("evaluation.files", evaluation.files)
-        if both := sorted(held_out & trained_on):
-            raise UserError(
-                f"config key evaluation.files: {both[0]} is in data.files, too; what is held out must not be"
-            )
-    _require(config.output_dir.strip() != "", "output_dir", "must name a folder", config.output_dir)
-    output = Path(config.output_dir)
-    try:
-        _require(not output.exists() or output.is_dir(), "output_dir", "is a file", config.output_dir)
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"config key output_dir: {output} cannot be made ({error.strerror})") from error
-    _require(os.access(output, os.W_OK), "output_dir", "cannot be written", config.output_dir)
-
-
-def _check_files(key: str, files: Any) -> tuple[list[str], set[str]]:
-    """`files` as a list, and the files that it stands for, by their real paths."""
-    files = [files] if isinstance(files, str) else files
-    _require(isinstance(files, list), key, "must be a path or a list of paths", files)
-    return files, {os.path.realpath(file) for file in data_files(files)}
-
-
-def _require(condition: bool, key: str, problem: str, value: object) -> None:
-    if not condition:
-        raise UserError(f"config key {key}: {problem}, not {value!r}")
-
-
-def _choice(key: str, value: object, allowed: Sequence[object]) -> None:
-    names = ", ".join("null" if choice is None else str(choice) for choice in allowed)
-    _require(value in allowed, key, f"must be one of {names}", value)
+def _as_list(files: Any) -> Any:
+    return [files] if isinstance(files, str) else files
 
 
 def to_yaml(config: TrainConfig) -> str:

@@ -1,10 +1,11 @@
-"""Authenticated connections between the ranks of a run: every rank has one to rank 0."""
+"""Authenticated TCP connections between rank 0 and every other rank of a run."""
 
 import os
 import secrets
 import socket
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 
 import torch.distributed as dist
@@ -14,90 +15,130 @@ from longspec.train.distributed import from_every_rank, from_rank_zero
 
 SECRET_BYTES = 16
 GREETING_BYTES = SECRET_BYTES + 4
-"""The launch's secret and the caller's rank."""
+"""Size of a greeting: the secret of the launch and the caller's rank."""
 CONNECT_S = 60
-"""Seconds in which all ranks must connect once all of them have started."""
+"""Seconds in which all ranks must connect."""
 GREETING_S = 5
-"""Seconds in which a caller must send its greeting; it holds up nobody else meanwhile."""
+"""Seconds in which a caller must send its greeting. Rank 0 serves the others meanwhile."""
 SEND_S = 5
+"""Time limit in seconds of one send or receive."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""A host without power closes nothing: its connections end after 30 s without an answer."""
+"""Socket options that end a connection after 30 s without an answer. A host without power closes nothing itself."""
 
 
 def connect_ranks() -> dict[socket.socket, int]:
-    """Rank 0's connections to all others, another rank's to rank 0; each with the peer's rank.
+    """Connect all ranks to rank 0. Returns each connection of this rank with the peer's rank.
 
-    Rank 0 listens on MASTER_ADDR's interface only, for as long as the others connect. They show a secret of this launch
-    that rank 0 sends them through the process group. Raises UserError if a rank does not get through.
+    Rank 0 listens on the interface of MASTER_ADDR until all others have connected. Each of them authenticates with a
+    secret that rank 0 sends through the process group. Raises UserError if a rank cannot connect.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     # Use the address that the last rank resolves. On rank 0's host its own name often resolves to loopback.
     host = from_every_rank(str(socket.getaddrinfo(os.environ["MASTER_ADDR"], None)[0][4][0]))[-1]
-    listening: list[socket.socket] = []
+    servers: list[socket.socket] = []
 
     def listen() -> tuple[int, bytes]:
-        family = socket.getaddrinfo(host, None)[0][0]
-        try:
-            listening.append(socket.create_server((host, 0), family=family, backlog=ranks))
-        except OSError as error:
-            raise UserError(
-                f"MASTER_ADDR: rank 0 cannot listen on {host} ({error}); give an address of its host"
-            ) from error
-        return listening[0].getsockname()[1], secrets.token_bytes(SECRET_BYTES)
+        servers.append(_listen(host, world_size))
+        return servers[0].getsockname()[1], secrets.token_bytes(SECRET_BYTES)
 
     port, secret = from_rank_zero(listen)
-    if rank:
-        try:
-            peer = socket.create_connection((host, port), timeout=CONNECT_S)
-            peer.sendall(secret + rank.to_bytes(4, "big"))
-        except OSError as error:
-            raise UserError(f"rank {rank} does not reach rank 0 at {host}, port {port}: {error}") from error
-        found = {peer: 0}
+    if rank == 0:
+        with servers[0] as server:
+            peers = accept_ranks(server, secret, world_size - 1)
     else:
-        with listening[0] as server:
-            found = greeted(server, secret, ranks - 1)
-    for connection in found:
-        connection.settimeout(SEND_S)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in KEEPALIVE.items():
-            if hasattr(socket, name):  # as on Linux
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return found
+        peers = {_connect(host, port, secret, rank): 0}
+    for connection in peers:
+        _configure(connection)
+    return peers
 
 
-def greeted(server: socket.socket, secret: bytes, count: int) -> dict[socket.socket, int]:
-    """The first `count` callers that send `secret`, with their ranks. All others are dropped.
+def _listen(host: str, world_size: int) -> socket.socket:
+    family = socket.getaddrinfo(host, None)[0][0]
+    try:
+        return socket.create_server((host, 0), family=family, backlog=world_size)
+    except OSError as error:
+        raise UserError(
+            f"MASTER_ADDR: rank 0 cannot listen on {host} ({error}); give an address of its host"
+        ) from error
+
+
+def _connect(host: str, port: int, secret: bytes, rank: int) -> socket.socket:
+    try:
+        connection = socket.create_connection((host, port), timeout=CONNECT_S)
+        connection.sendall(secret + rank.to_bytes(4, "big"))
+    except OSError as error:
+        raise UserError(f"rank {rank} does not reach rank 0 at {host}, port {port}: {error}") from error
+    return connection
+
+
+def _configure(connection: socket.socket) -> None:
+    connection.settimeout(SEND_S)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):  # Linux has all of them
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+@dataclass
+class _Caller:
+    """A connection that has not sent its whole greeting yet."""
+
+    deadline: float
+    greeting: bytes = b""
+
+    def receive(self, connection: socket.socket) -> bool:
+        """Read more of the greeting. Returns whether more of it is expected."""
+        part = b""
+        with suppress(OSError):
+            part = connection.recv(GREETING_BYTES - len(self.greeting))
+        self.greeting += part
+        return bool(part) and len(self.greeting) < GREETING_BYTES
+
+    def rank(self, secret: bytes) -> int | None:
+        """The caller's rank; None if the greeting does not start with `secret`."""
+        if not secrets.compare_digest(self.greeting[:SECRET_BYTES], secret):
+            return None
+        return int.from_bytes(self.greeting[SECRET_BYTES:], "big")
+
+
+def accept_ranks(server: socket.socket, secret: bytes, count: int) -> dict[socket.socket, int]:
+    """Accept `count` callers that send `secret`, and return them with their ranks. All others are dropped.
 
     Raises UserError if fewer have come after CONNECT_S seconds.
     """
-    found: dict[socket.socket, int] = {}
-    callers: dict[socket.socket, tuple[float, bytes]] = {}  # when the greeting must be complete, and its first bytes
+    ranks: dict[socket.socket, int] = {}
+    callers: dict[socket.socket, _Caller] = {}
     server.setblocking(False)
     deadline = time.monotonic() + CONNECT_S
-    while len(found) < count and time.monotonic() < deadline:
+    while len(ranks) < count and time.monotonic() < deadline:
         ready = wait([server, *callers], timeout=0.2)
-        for caller in [one for one in callers if one in ready]:
-            until, greeting = callers.pop(caller)
-            part = b""
-            with suppress(OSError):
-                part = caller.recv(GREETING_BYTES - len(greeting))
-            greeting += part
-            if part and len(greeting) < GREETING_BYTES:
-                callers[caller] = until, greeting
-            elif secrets.compare_digest(greeting[:SECRET_BYTES], secret):
-                found[caller] = int.from_bytes(greeting[SECRET_BYTES:], "big")
+        for connection in [connection for connection in callers if connection in ready]:
+            caller = callers[connection]
+            if caller.receive(connection):
+                continue
+            del callers[connection]
+            rank = caller.rank(secret)
+            if rank is None:
+                connection.close()
             else:
-                caller.close()
+                ranks[connection] = rank
         if server in ready:
-            with suppress(OSError):  # a caller that hung up again
-                caller, _ = server.accept()
-                caller.setblocking(False)
-                callers[caller] = time.monotonic() + GREETING_S, b""
-        for caller in [one for one, (until, _) in callers.items() if until < time.monotonic()]:
-            del callers[caller]
-            caller.close()
-    for caller in callers:
-        caller.close()
-    if len(found) < count:
-        raise UserError(f"{count - len(found)} of {count} ranks did not connect to rank 0 within {CONNECT_S} s")
-    return found
+            # The caller may have hung up already.
+            with suppress(OSError):
+                connection, _ = server.accept()
+                connection.setblocking(False)
+                callers[connection] = _Caller(time.monotonic() + GREETING_S)
+        _drop_late(callers)
+    for connection in callers:
+        connection.close()
+    if len(ranks) < count:
+        raise UserError(f"{count - len(ranks)} of {count} ranks did not connect to rank 0 within {CONNECT_S} s")
+    return ranks
+
+
+def _drop_late(callers: dict[socket.socket, _Caller]) -> None:
+    """Close the connections whose greeting took too long."""
+    now = time.monotonic()
+    for connection in [connection for connection, caller in callers.items() if caller.deadline < now]:
+        del callers[connection]
+        connection.close()

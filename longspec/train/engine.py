@@ -1,4 +1,4 @@
-"""The DeepSpeed engine around a pair: optimizer, learning rate, precision."""
+"""The DeepSpeed engine of a pair: optimizer, learning rate and precision."""
 
 import logging
 import math
@@ -15,22 +15,22 @@ from torch import Tensor, nn
 from transformers.integrations import HfDeepSpeedConfig
 
 from longspec.errors import UserError
-from longspec.kernels import varlen_flash
-from longspec.kernels.backend import runs_triton
+from longspec.kernels.shared.device import runs_triton
+from longspec.kernels.training import varlen_flash
 from longspec.models.draft_files import DRAFT_PREFIX
 from longspec.models.draft_layer import head_dim
 from longspec.models.parallel import model_parallel_place
 from longspec.models.target_graph import TargetGraphs
-from longspec.train.config import TrainConfig
+from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import ReplicatedDraft, keep_drafts_equal
 
 MUON_MOMENTUM = 0.95
 
 
 def cosine_with_warmup(total_steps: int, warmup_ratio: float) -> Callable[[int], float]:
-    """The factor on the learning rate of step 0, 1, … `total_steps` - 1: a linear rise to 1, then half a cosine.
+    """The factor of the learning rate in steps 0 … `total_steps` - 1: a linear warm-up to 1, then half a cosine.
 
-    The rise takes ceil(total_steps · warmup_ratio) steps, and no step has a learning rate of 0.
+    The warm-up takes ceil(total_steps · warmup_ratio) steps. The factor is positive in every step.
     """
     warmup = math.ceil(total_steps * warmup_ratio)
 
@@ -44,13 +44,14 @@ def cosine_with_warmup(total_steps: int, warmup_ratio: float) -> Callable[[int],
 
 
 def engine_config(config: TrainConfig) -> dict[str, Any]:
-    """DeepSpeed's configuration: our `deepspeed` section, and what follows from the other keys."""
+    """DeepSpeed's configuration: the `deepspeed` section, and values derived from the other keys."""
     offload = config.deepspeed.zero_optimization.get("offload_optimizer") is not None
     optimizer: dict[str, Any] = {
         "lr": config.learning_rate,
         "betas": config.adam_betas,
         "weight_decay": config.weight_decay,
-        "torch_adam": not offload,  # offloaded states are stepped by DeepSpeedCPUAdam
+        # DeepSpeedCPUAdam steps offloaded states.
+        "torch_adam": not offload,
     }
     if config.optimizer == "muon":
         optimizer |= {"momentum": MUON_MOMENTUM, "ns_method": "standard"}
@@ -63,18 +64,22 @@ def engine_config(config: TrainConfig) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": offload,
     }
     if config.model.torch_dtype == "bfloat16":
-        # Over 128 micro-batches a sum in bf16 loses the small gradients.
+        # A bf16 sum over 128 micro-batches would lose small gradients.
         settings |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     return settings
 
 
 def build_pair(config: TrainConfig, draft: dict[str, Tensor] | None) -> nn.Module:
-    """The target with `draft`, or with a fresh one that is the same on all ranks. Raises the pair's own UserErrors."""
+    """The target with the weights `draft`, or with a fresh draft that is the same on all ranks.
+
+    Raises UserError if target or draft cannot be loaded.
+    """
     torch.manual_seed(config.seed)
     try:
         with built_in_shards(config):
             return hydra.utils.call(config.model, config.model_name_or_path, state_dict=draft)
     except InstantiationException as error:
+        # Hydra wraps the pair's own error in one without its message.
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from None
         raise
@@ -82,12 +87,13 @@ def build_pair(config: TrainConfig, draft: dict[str, Tensor] | None) -> nn.Modul
 
 @contextmanager
 def built_in_shards(config: TrainConfig) -> Iterator[None]:
-    """Under ZeRO-3 targets are built in shards here: rank 0 reads the weights, and no rank ever holds them all.
+    """Build targets in shards in this context, under ZeRO-3: rank 0 reads the weights, and no rank holds all of them.
 
-    Not where ranks share a target, of which each reads its own part, to shard it afterwards.
+    With tensor parallelism each rank reads its own part instead, which the engine shards afterwards.
     """
     sharded = config.deepspeed.zero_optimization["stage"] == 3 and config.tp_size == 1
-    setting = HfDeepSpeedConfig(engine_config(config)) if sharded else None  # heeded by transformers while it lives
+    # Transformers keeps a weak reference to this object and builds in shards as long as it exists.
+    setting = HfDeepSpeedConfig(engine_config(config)) if sharded else None
     try:
         yield
     finally:
@@ -95,64 +101,88 @@ def built_in_shards(config: TrainConfig) -> Iterator[None]:
 
 
 def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
-    """The engine; its optimizer holds the draft's parameters alone. It has no schedule: see `set_learning_rate`.
+    """The engine of a pair. Its optimizer holds the draft's parameters only, and `set_learning_rate` sets its rate.
 
-    Of the ranks that share a target only the first one's engine writes checkpoints.
+    If ranks share a target, only the engine of the first one writes checkpoints.
     """
     deepspeed_logger.setLevel(logging.WARNING)
-    rank, world = model_parallel_place()
-    if world > 1:
+    tp_rank, tp_size = model_parallel_place()
+    if tp_size > 1:
         keep_drafts_equal(model.draft_model)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
         config=engine_config(config),
-        mpu=ReplicatedDraft() if world > 1 else None,
+        mpu=ReplicatedDraft() if tp_size > 1 else None,
     )
-    if config.optimizer == "muon":  # DeepSpeed would compile its update for longer than a short run takes
+    if config.optimizer == "muon":
+        # DeepSpeed would compile Muon's update, which takes longer than a short run.
         engine.step = torch.compiler.set_stance("force_eager")(engine.step)
     for group in engine.optimizer.param_groups:
         scale = muon_scale(model.config.hidden_size) if group.get("use_muon") else 1.0
-        group["rate_scale"], group["weight_decay"] = scale, config.weight_decay / scale
+        group["rate_scale"] = scale
+        # The optimizer multiplies the decay by the scaled rate.
+        group["weight_decay"] = config.weight_decay / scale
     engine.module.register_state_dict_post_hook(_keep_draft)
-    if rank > 0:
+    if tp_rank > 0:
         engine.save_non_zero_checkpoint = engine.save_zero_checkpoint = False
     _restore_rotary(engine.module.model)
     if runs_triton(next(engine.module.model.parameters())):
-        from longspec.models.target_kernels import use_kernels
-
-        use_kernels(engine.module.model, engine.module.draft_layer_class)
-        weight, alone = engine.module.lm_head.weight, config.deepspeed.zero_optimization["stage"] < 3 and world == 1
-        if alone and varlen_flash.runs(weight.device, weight.dtype, head_dim(model.config)):
-            layer_weights = sum(weight.numel() for weight in engine.module.model.layers[0].parameters())
-            engine.module.target_pass = TargetGraphs(engine.module.run_target, layer_weights)
+        whole_target = config.deepspeed.zero_optimization["stage"] < 3 and tp_size == 1
+        _use_kernels(engine.module, whole_target)
     return engine
 
 
-def _restore_rotary(target: Any) -> None:
-    """Compute the rotary frequencies anew, in fp32; cast to bf16 they move far positions.
+def _use_kernels(module: Any, whole_target: bool) -> None:
+    """Run the target with Triton kernels, and as CUDA graphs where possible.
 
-    ZeRO-3's construction in shards casts them with some versions of transformers, old DeepSpeeds cast all buffers.
+    whole_target: whether this rank holds all weights of the target.
+    """
+    from longspec.models.target_kernels import use_kernels
+
+    use_kernels(module.model, module.draft_layer_class)
+    weight = module.lm_head.weight
+    # A graph has fixed addresses, so it cannot read gathered weights, and its attention must read segment borders on
+    # the device.
+    if whole_target and varlen_flash.runs(weight.device, weight.dtype, head_dim(module.config)):
+        layer_weights = sum(weight.numel() for weight in module.model.layers[0].parameters())
+        module.target_pass = TargetGraphs(module.run_target, layer_weights)
+
+
+def _restore_rotary(target: Any) -> None:
+    """Recompute the rotary frequencies in fp32. Cast to bf16 they would shift distant positions.
+
+    Some versions of transformers cast them when ZeRO-3 builds the target in shards, and old versions of DeepSpeed cast
+    all buffers.
     """
     rotary = target.rotary_emb
-    for name, frequencies in type(rotary)(target.config).to(rotary.inv_freq.device).named_buffers():
+    fresh = type(rotary)(target.config).to(rotary.inv_freq.device)
+    for name, frequencies in fresh.named_buffers():
         setattr(rotary, name, frequencies)
 
 
 def _keep_draft(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
-    """Take the target out of a state dict: `exclude_frozen_parameters` forgets the second name of tied embeddings."""
+    """Remove the target from a state dict, in place.
+
+    DeepSpeed's `exclude_frozen_parameters` misses the second name of tied embeddings.
+    """
     for name in [name for name in state if not name.startswith(DRAFT_PREFIX)]:
         del state[name]
 
 
-def muon_scale(hidden: int) -> float:
-    """What Muon's rate is multiplied by, so that a matrix moves as far as under AdamW. (arXiv 2502.16982, equation 4.
-    For tall matrices DeepSpeed's update has the further factor in it; one that is wider than `hidden` moves less, by
-    sqrt(hidden / columns).)"""
-    return 0.2 * math.sqrt(hidden)
+def muon_scale(hidden_size: int) -> float:
+    """Muon's learning rate as a multiple of AdamW's, such that both change a matrix by the same amount.
+
+    0.2 · sqrt(hidden_size), arXiv 2502.16982, equation 4. DeepSpeed's update already has the further factor for tall
+    matrices. A matrix with more than `hidden_size` columns changes less, by sqrt(hidden_size / columns).
+    """
+    return 0.2 * math.sqrt(hidden_size)
 
 
-def set_learning_rate(engine: Any, rate: float) -> None:
-    """For the next step. Set anew each time, it needs no saved state and a resumed run may have another length."""
+def set_learning_rate(engine: Any, learning_rate: float) -> None:
+    """Set the learning rate of the next step.
+
+    It is set before each step, so that checkpoints need no schedule and a resumed run may have another length.
+    """
     for group in engine.optimizer.param_groups:
-        group["lr"] = rate * group["rate_scale"]
+        group["lr"] = learning_rate * group["rate_scale"]

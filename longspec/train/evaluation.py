@@ -1,8 +1,9 @@
-"""Evaluation in training: what the present draft does on held-out rows. It leaves no trace in what training does next.
+"""Evaluation of the current draft on held-out rows. It changes nothing that training reads afterwards.
 
-A row is read once by the target and drafted at every lag that training covers, with positions as training has them;
-the row's own number seeds their offsets, so that evaluations compare. A chain of depth D from root position n is right
-at depth d if the query at n + d - 1, lagging by d, ranks the text's token at n + d first.
+The target reads each row once, and the draft predicts it at every lag that training covers, with the position ids of
+training. The row number seeds the position offsets, so evaluations at different steps are comparable. In a chain of
+depth D from root position n, depth d is correct if the query at n + d - 1, lagging by d, ranks the text's token at
+n + d first.
 """
 
 import time
@@ -14,28 +15,28 @@ from torch import Tensor, nn
 
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError
-from longspec.kernels.backend import upload
-from longspec.train.config import TrainConfig
-from longspec.train.distributed import Termination, data_parallel_place, summed
+from longspec.train.config_schema import TrainConfig
+from longspec.train.distributed import Termination, data_parallel_rank_and_size, summed_by_name
 from longspec.train.inputs import Inputs
-from longspec.train.loss import Objective
-from longspec.train.positions import BLOCK_LAGS, micro_step_generator, variant_positions
+from longspec.train.loss import DraftLoss
+from longspec.train.micro_batches import batch_positions, engine_inputs
+from longspec.train.positions import BLOCK_LAGS, micro_step_generator
 
 
 @dataclass(frozen=True)
-class Scores:
-    """What an objective scores instead of the loss it would minimise; see `Objective.score`."""
+class DraftScores:
+    """The objective of an evaluation: metrics and correct tokens instead of a loss (see `DraftLoss.score`)."""
 
-    objective: Objective
+    loss: DraftLoss
 
     @property
     def reads_target(self) -> bool:
-        return self.objective.reads_target
+        return self.loss.reads_target
 
     def __call__(
         self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: nn.Module
     ) -> tuple[dict[str, Tensor], Tensor]:
-        return self.objective.score(hidden, target_hidden, labels, lm_head)
+        return self.loss.score(hidden, target_hidden, labels, lm_head)
 
 
 def trained_depth(config: TrainConfig) -> int:
@@ -43,87 +44,111 @@ def trained_depth(config: TrainConfig) -> int:
     return BLOCK_LAGS if config.variant.name == "base" else config.variant.depth
 
 
-def rows_held_out(config: TrainConfig, inputs: Inputs) -> int:
-    """How many rows an evaluation reads; 0 without held-out data. UserError if not one chain fits into them."""
+def held_out_row_count(config: TrainConfig, inputs: Inputs) -> int:
+    """The number of rows that an evaluation reads, 0 without held-out data.
+
+    Raises UserError if the rows are too short for a single chain.
+    """
     if inputs.held_out is None:
         return 0
-    count, depth = min(len(inputs.held_out), config.evaluation.rows or len(inputs.held_out)), trained_depth(config)
-    if not any(chain_roots(inputs.collate([inputs.held_out[row]])["labels"], depth).any() for row in range(count)):
-        raise UserError(
-            f"config key evaluation.files: none of the first {count} rows has {depth + 1} consecutive tokens in the "
-            "loss, so no chain can be drafted on them; give longer samples, or more rows"
-        )
-    return count
+    count = min(len(inputs.held_out), config.evaluation.rows or len(inputs.held_out))
+    depth = trained_depth(config)
+    for row in range(count):
+        labels = inputs.collate([inputs.held_out[row]])["labels"]
+        if chain_roots(labels, depth).any():
+            return count
+    raise UserError(
+        f"config key evaluation.files: none of the first {count} rows has {depth + 1} consecutive tokens in the loss, "
+        "which a chain needs; give longer samples or more rows"
+    )
 
 
 def chain_roots(labels: Tensor, depth: int) -> Tensor:
-    """Where chains begin, bool [B, T - depth]: the token and the `depth` after it are one segment's and in the loss."""
+    """Where a chain can start, bool [B, T - depth].
+
+    The token and the `depth` tokens after it must be in the loss and in the same segment.
+    """
     if labels.shape[1] <= depth:
         return labels.new_zeros(len(labels), 0, dtype=torch.bool)
-    return (labels != IGNORED).unfold(1, depth + 1, 1).all(-1)  # a segment's first token never is
+    # The first token of a segment is never in the loss, so no run of labels crosses a border.
+    return (labels != IGNORED).unfold(1, depth + 1, 1).all(-1)
 
 
-def chain_runs(hits: Tensor, labels: Tensor) -> Tensor:
-    """How many of its first depths each chain has right, Long [chains], each in 0 … D.
+def correct_depths(hits: Tensor, labels: Tensor) -> Tensor:
+    """The number of leading depths that each chain predicts correctly, LongTensor [chains], each in 0 … D.
 
-    hits: bool [D, B, T], hits[d - 1, b, j] whether the query that lags by d ranks the token at j first; labels [B, T].
+    hits: bool [D, B, T]; hits[d - 1, b, j] is true if the query that lags by d ranks the token at j first.
+    labels: [B, T].
     """
-    depth, roots = len(hits), chain_roots(labels, len(hits))
+    depth = len(hits)
+    roots = chain_roots(labels, depth)
+    # Depth d of the chain from root n is about the token at n + d.
     at_depth = [hits[d - 1, :, d : d + roots.shape[1]] for d in range(1, depth + 1)]
     return torch.stack(at_depth).long().cumprod(0).sum(0)[roots]
 
 
 class Evaluation:
-    """The held-out rows of one run and how they are scored. Every rank has one, and all run theirs together."""
+    """Scores the held-out rows of a run. Every rank has one, and all ranks run theirs together."""
 
-    def __init__(self, config: TrainConfig, engine: Any, inputs: Inputs, objective: Objective, count: int) -> None:
-        """`count`: of `rows_held_out`, not 0."""
-        self.config, self.engine, self.inputs, self.count = config, engine, inputs, count
-        self.scores, self.depth = Scores(objective), trained_depth(config)
+    def __init__(self, config: TrainConfig, engine: Any, inputs: Inputs, loss: DraftLoss, rows: int) -> None:
+        """rows: the number of rows to score, from `held_out_row_count`, > 0."""
+        self.config = config
+        self.engine = engine
+        self.inputs = inputs
+        self.rows = rows
+        self.scores = DraftScores(loss)
+        self.depth = trained_depth(config)
 
     def run(self, termination: Termination) -> dict[str, float]:
-        """Means over the held-out rows of all ranks, the same on each; {} if SIGTERM came before the end.
+        """Means over the held-out rows of all ranks, the same on each; {} if a request to stop came first.
 
-        `eval_loss` and the objective's other terms are means over tokens and lags; `eval_top1_lag_d` is the share of
-        tokens that the draft ranks first when it lags by d. `eval_acceptance_length` is what a chain of the trained
-        depth would emit a round on this text: as many tokens as are right from its start, and the bonus token.
+        `eval_loss` and the other terms of the loss are means over tokens and lags. `eval_top1_lag_d` is the share of
+        tokens that the draft ranks first when it lags by d. `eval_acceptance_length` is the mean number of tokens per
+        round of a chain of the trained depth on this text: its correct leading tokens and the bonus token.
         """
-        began = time.perf_counter()
-        rank, world = data_parallel_place()
-        tallies = []
+        start = time.perf_counter()
+        rank, world_size = data_parallel_rank_and_size()
+        row_sums = []
         self.engine.eval()
-        # As many rows on every rank, if not all of them real: under ZeRO-3 all take part in each forward pass.
-        for start in range(0, self.count, world):
+        # Every rank runs the same number of rows, some of them without labels: under ZeRO-3 each forward pass is a
+        # collective.
+        for first_row in range(0, self.rows, world_size):
             if termination.agreed():
                 break
-            tallies.append(self.tally(start + rank))
+            row_sums.append(self.score_row(first_row + rank))
         self.engine.train()
-        if len(tallies) * world < self.count:
+        if len(row_sums) * world_size < self.rows:
             return {}
-        sums = {name: torch.stack([tally[name] for tally in tallies]).sum() for name in tallies[0]}
-        totals = dict(zip(sums, summed(torch.stack(list(sums.values()))).tolist(), strict=True))
-        tokens, chains, right = (totals.pop(name) for name in ("tokens", "chains", "right"))
-        means = {f"eval_{name}": value / tokens for name, value in totals.items()}
-        return means | {"eval_acceptance_length": 1 + right / chains, "eval_seconds": time.perf_counter() - began}
+
+        sums = summed_by_name(row_sums)
+        tokens, chains, correct = sums.pop("tokens"), sums.pop("chains"), sums.pop("correct")
+        means = {f"eval_{name}": value / tokens for name, value in sums.items()}
+        means["eval_acceptance_length"] = 1 + correct / chains
+        means["eval_seconds"] = time.perf_counter() - start
+        return means
 
     @torch.no_grad()
-    def tally(self, row: int) -> dict[str, Tensor]:
-        """Sums over one row, fp64; 0 for a row past the last."""
+    def score_row(self, row: int) -> dict[str, Tensor]:
+        """Sums over the tokens of one row by name, fp64 scalars; zeros for a row after the last."""
         assert self.inputs.held_out is not None
-        batch = self.inputs.collate([self.inputs.held_out[row if row < self.count else 0]])
-        segments, variant = batch.pop("cu_seqlens"), self.config.variant
-        if row >= self.count:
+        exists = row < self.rows
+        batch = self.inputs.collate([self.inputs.held_out[row if exists else 0]])
+        if not exists:
             batch["labels"].fill_(IGNORED)
+
         generator = micro_step_generator(self.config.seed, row, 0)
-        shape = (1, batch["labels"].shape[1])
-        positions = variant_positions(variant.name, segments, shape, variant.max_offset, self.inputs.window, generator)
-        lags = torch.arange(1, self.depth + 1)[:, None].expand(-1, len(segments) - 1)
-        ids, positions = (upload(x, self.engine.device) for x in (batch["input_ids"], positions))
-        given = {"labels": batch["labels"], "cu_seqlens": segments, "lags": lags, "objective": self.scores}
-        found = self.engine(input_ids=ids, position_ids=positions, **given)
-        terms, hits = [metrics for metrics, _ in found], torch.stack([hits for _, hits in found])
-        runs = chain_runs(hits, batch["labels"])
-        sums = {name: torch.stack([metrics[name] for metrics in terms]).mean() for name in terms[0]}
-        sums |= {f"top1_lag_{lag}": hits[lag - 1].sum() for lag in range(1, self.depth + 1)}
-        sums |= {"tokens": (batch["labels"] != IGNORED).sum(), "chains": torch.tensor(len(runs)), "right": runs.sum()}
+        positions = batch_positions(batch, self.config.variant, self.inputs.max_positions, generator)
+        segments = len(batch["cu_seqlens"]) - 1
+        lags = torch.arange(1, self.depth + 1)[:, None].expand(-1, segments)
+        results = self.engine(**engine_inputs(batch, positions, lags, self.scores, self.engine.device))
+        terms_by_lag = [terms for terms, _ in results]
+        hits = torch.stack([lag_hits for _, lag_hits in results])
+
+        correct = correct_depths(hits, batch["labels"])
+        sums = {name: torch.stack([terms[name] for terms in terms_by_lag]).mean() for name in terms_by_lag[0]}
+        for lag in range(1, self.depth + 1):
+            sums[f"top1_lag_{lag}"] = hits[lag - 1].sum()
+        sums["tokens"] = (batch["labels"] != IGNORED).sum()
+        sums["chains"] = torch.tensor(len(correct))
+        sums["correct"] = correct.sum()
         return {name: value.to(self.engine.device, torch.float64) for name, value in sums.items()}

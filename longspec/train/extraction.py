@@ -1,4 +1,4 @@
-"""The draft of a training checkpoint, without its target and without starting any ranks."""
+"""Extraction of the draft from a training checkpoint, in one process and without the target."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from longspec.train.config import CONFIG_NAME, read_config_file
 
 
 def extract_draft(checkpoint: Path, output: Path, hf: bool = False) -> int:
-    """Write the draft of a run's `last_ds` or `last_2ds` folder; the number of its weights.
+    """Write the draft in a run's `last_ds` or `last_2ds` folder. Returns the number of its parameters.
 
-    output: a .pth file, a folder for DRAFT_WEIGHTS_NAME, or with `hf` a folder in Hugging Face form. Raises UserError.
+    output: a .pth file, a folder for DRAFT_WEIGHTS_NAME, or with `hf` a folder in Hugging Face form. Raises UserError
+    for a damaged checkpoint.
     """
     draft = read_draft(checkpoint)
     run = read_config_file(checkpoint / CONFIG_NAME)

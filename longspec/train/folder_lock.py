@@ -1,4 +1,4 @@
-"""The lock on a run's output folder: one run writes there, and all of its ranks see the same folder."""
+"""The lock of a run's output folder: one run writes there, and all of its ranks see the same folder."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -12,31 +12,36 @@ from longspec.train.distributed import from_every_rank, from_rank_zero
 
 @contextmanager
 def sole_writer(output: Path) -> Iterator[Callable[[], None]]:
-    """Lock the output folder on global rank 0 while it is entered; yields what all ranks call before each save.
+    """Lock the output folder on global rank 0 inside the context. Yields a function that all ranks call before a save.
 
-    One error line ends all ranks if another run holds the lock, or if a rank sees another folder under that path, as
-    with disks that are local to each host.
+    All ranks end with one error line if another run holds the lock, or if a rank sees a different folder under this
+    path, as with disks that are local to each host.
     """
-    held: list[FolderLock] = []
+    locks: list[FolderLock] = []
 
     def acquire() -> str:
-        held.append(FolderLock(output))
-        return held[0].token
+        locks.append(FolderLock(output))
+        return locks[0].token
+
+    def renew() -> None:
+        from_rank_zero(lambda: locks[0].renew())
 
     try:
         token = from_rank_zero(acquire)
-        seen = from_every_rank((holder_token(output) == token, socket.gethostname()))
-
-        def check() -> None:
-            blind = [f"{rank} (on {host})" for rank, (sees, host) in enumerate(seen) if not sees]
-            if blind:
-                raise UserError(
-                    f"output_dir: {output} is not one folder: rank {', '.join(blind)} does not see what "
-                    "rank 0 writes there; give a path on a disk that all hosts share"
-                )
-
-        from_rank_zero(check)
-        yield lambda: from_rank_zero(lambda: held[0].renew())
+        # The lock file holds the token, so a rank that reads it sees the folder of rank 0.
+        views = from_every_rank((holder_token(output) == token, socket.gethostname()))
+        from_rank_zero(lambda: _check_shared(output, views))
+        yield renew
     finally:
-        for lock in held:
+        for lock in locks:
             lock.release()
+
+
+def _check_shared(output: Path, views: list[tuple[bool, str]]) -> None:
+    """Raise UserError unless every rank sees the lock. views: per rank, whether it sees it, and its host."""
+    others = [f"{rank} (on {host})" for rank, (sees_lock, host) in enumerate(views) if not sees_lock]
+    if others:
+        raise UserError(
+            f"output_dir: {output} is not one folder: rank {', '.join(others)} does not see what rank 0 writes there; "
+            "give a path on a disk that all hosts share"
+        )

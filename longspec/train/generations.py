@@ -1,17 +1,17 @@
-"""A run's checkpoints on disk: two generations, each whole or not there at all.
+"""The checkpoint folders of a run: two generations, each of them complete or absent.
 
 An output folder holds, newest first,
 
     last_ds,  checkpoint-last       DeepSpeed's state without the frozen target, and the draft for users
-    last_2ds, checkpoint-2last      the same one save earlier
-    checkpoint-best                 the draft of the best evaluation, if the run was told to keep it
-    checkpoint-earlier-1, -2, …     drafts of earlier runs in this folder, which no rotation removes
+    last_2ds, checkpoint-2last      the same of the save before
+    checkpoint-best                 the draft of the best evaluation, if evaluation.keep_best is set
+    checkpoint-earlier-1, -2, …     drafts of earlier runs in this folder, which are never removed
 
-A save writes into `saving_*` folders and seals each as its last act (see `seals`). The marker of `saving_checkpoint`
-decides: with it the save is whole and only renames are left, which `settle` finishes after a crash; without it the
-save never was. So at any moment at least one generation is whole.
+A save writes into `saving_*` folders and seals each of them at its end (see `seals`). The marker of `saving_checkpoint`
+decides whether the save counts. If it exists, only renames are left, which `settle` completes even after a crash. If
+not, the save is discarded. At least one generation is therefore complete at any moment after the first save.
 
-Only the run that holds the folder's lock (see `folder_lock`) calls `settle`. All other functions here only read.
+Only the run that holds the folder's lock (see `folder_lock`) calls `settle`. The other functions only read.
 """
 
 import logging
@@ -26,20 +26,25 @@ from longspec.train.seals import MARKER, Progress, Run, Seal, damage, is_whole, 
 logger = logging.getLogger(__name__)
 
 STATES = ("saving_ds", "last_ds", "last_2ds")
-BEST = ("saving_best", "checkpoint-best")
+"""Folders of DeepSpeed's state: staged, newest and second newest."""
 DRAFTS = ("saving_checkpoint", "checkpoint-last", "checkpoint-2last")
+"""Folders of the draft: staged, newest and second newest."""
+BEST = ("saving_best", "checkpoint-best")
+"""Folders of the best draft: staged and current."""
 EARLIER = "checkpoint-earlier"
+"""Prefix of the folders with drafts of earlier runs."""
 
 
 def settle(output: Path) -> None:
-    """Finish the renames of whole saves and remove unfinished ones. Safe to call again after a crash.
+    """Complete the renames of finished saves and remove unfinished ones. Can be repeated after a crash.
 
-    Checkpoints of another run are not rotated: their drafts are kept as `checkpoint-earlier-*`, or removed if the run
-    that saved was allowed to overwrite them.
+    Checkpoints of another run are not rotated. Their drafts are kept as `checkpoint-earlier-*`, or removed if the run
+    that saves may overwrite them.
     """
     staged_draft, staged_best = output / DRAFTS[0], output / BEST[0]
     if is_whole(staged_draft):
         new = _seal_of(staged_draft)
+        # The state comes first: the staged draft marks the save as complete until its own rename.
         for names in (STATES, DRAFTS):
             _rotate(output, names, new)
         if new.run.overwrites and _is_superseded(output / BEST[1], new):
@@ -57,7 +62,7 @@ def settle(output: Path) -> None:
 
 
 def _rotate(output: Path, names: tuple[str, str, str], new: Seal) -> None:
-    """Make the staged folder of `names` the newest one and the newest one the second."""
+    """Rename the staged folder of `names` to the newest one, and the newest one to the second newest."""
     staged, last, second = (output / name for name in names)
     if not staged.exists():
         return
@@ -71,14 +76,17 @@ def _rotate(output: Path, names: tuple[str, str, str], new: Seal) -> None:
         _remove(second)
         last.rename(second)
     elif names is DRAFTS and not new.run.overwrites and (last / DRAFT_WEIGHTS_NAME).exists():
-        _keep(last)  # a draft that somebody copied there without its marker
+        # A draft that a user copied there without its marker.
+        _keep(last)
     _remove(last)
     staged.rename(last)
 
 
 def _is_superseded(folder: Path, new: Seal) -> bool:
-    """Whether the launch that saved `new` did not go on from `folder`: it is of another run, or newer than the step
-    from which the launch started, as when its state is damaged."""
+    """Whether `folder` is not part of the history of the launch that saved `new`.
+
+    It is of another run, or of a later step than the one from which the launch started, because its state was damaged.
+    """
     if not is_whole(folder):
         return False
     old = _seal_of(folder)
@@ -87,11 +95,12 @@ def _is_superseded(folder: Path, new: Seal) -> bool:
 
 
 def _seal_of(folder: Path) -> Seal:
-    """The seal of a folder, that of an unknown run if its marker is damaged."""
+    """The seal of a folder; that of an unknown run if its marker is invalid."""
     return read_seal(folder) or Seal(Progress(0, 0), Run(id="unknown"))
 
 
 def _keep(folder: Path) -> None:
+    """Rename a draft folder to the next free `checkpoint-earlier-*`."""
     number = 1
     while os.path.lexists(kept := folder.with_name(f"{EARLIER}-{number}")):
         number += 1
@@ -100,80 +109,85 @@ def _keep(folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder; of a symbolic link the link alone, since its target may hold more."""
+    """Remove a folder, or only the link if it is a symbolic link, whose target may hold other files."""
     if folder.is_symlink():
         folder.unlink()
     elif folder.exists():
-        (folder / MARKER).unlink(missing_ok=True)  # first: a folder that is half gone must not look whole
+        # Marker first, so that a partly removed folder does not look complete.
+        (folder / MARKER).unlink(missing_ok=True)
         shutil.rmtree(folder)
 
 
 def states(output: Path) -> list[Path]:
-    """DeepSpeed states in an output folder, newest first, whole or not."""
+    """Folders with DeepSpeed state in an output folder, newest first, damaged or not."""
+    # A staged state counts as soon as the staged draft is sealed.
     names = STATES if is_whole(output / DRAFTS[0]) else STATES[1:]
     return [output / name for name in names if (output / name).exists()]
 
 
 def drafts(output: Path) -> list[Path]:
-    """Drafts in an output folder that a run finished to save, newest first."""
+    """Draft folders of finished saves in an output folder, newest first."""
     earlier = sorted(output.glob(f"{EARLIER}-*"), key=lambda path: (len(path.name), path.name), reverse=True)
     folders = [*(output / name for name in (*DRAFTS, *BEST)), *earlier]
     return [folder for folder in folders if is_whole(folder)]
 
 
 def check_folders(output: Path) -> None:
-    """Raise UserError for a checkpoint that is a dangling link or no folder."""
+    """Raise UserError if a checkpoint's name is a dangling link or not a folder."""
     for folder in (output / name for name in (*STATES, *DRAFTS, *BEST)):
         if folder.is_symlink() and not folder.exists():
             raise UserError(
-                f"{folder}: a link to {os.readlink(folder)}, which is not there; mount it or remove the link"
+                f"{folder}: a link to {os.readlink(folder)}, which does not exist; mount it or remove the link"
             )
         if folder.exists() and not folder.is_dir():
-            raise UserError(f"{folder}: a checkpoint's name, but not a folder; move it away")
+            raise UserError(f"{folder}: the name of a checkpoint, but not a folder; move it away")
 
 
 def find_latest(output_dir: str | Path) -> tuple[Path, Progress] | None:
     """The newest undamaged DeepSpeed state in an output folder; None if there is no state.
 
-    Warns if that is the older one. Raises UserError if there are states but all of them are damaged.
+    Logs a warning if it is the older generation. Raises UserError if all states are damaged.
     """
     output = Path(output_dir)
-    problems: list[str] = []
-    for folder in states(output):
-        problem = damage(folder)
-        saved = None if problem else read_seal(folder)
-        if saved is None:
-            problems.append(problem or f"{folder} is not readable any more")
-            continue
-        if folder.name == STATES[2]:
+    latest, problems = _first_undamaged(states(output))
+    if latest is not None:
+        if latest[0].name == STATES[2]:
             reason = problems[0] if problems else f"{output / STATES[1]} is missing"
-            logger.warning("%s: going back to the older checkpoint %s", reason, folder)
-        return folder, saved.progress
+            logger.warning("%s: going back to the older checkpoint %s", reason, latest[0])
+        return latest
     if problems:
         raise UserError(
-            f"{output}: no checkpoint there can be loaded: {'; '.join(problems)}; restore {STATES[1]} or {STATES[2]}, "
-            "remove them to start anew from the draft that was saved with them, or train into another output_dir"
+            f"{output}: no checkpoint can be loaded: {'; '.join(problems)}; restore {STATES[1]} or {STATES[2]}, "
+            "remove them to start from the draft that was saved with them, or train into another output_dir"
         )
     return None
 
 
 def find_draft(output_dir: str | Path) -> tuple[Path, Progress] | None:
-    """The newest undamaged draft in an output folder; None if none was ever saved.
+    """The newest undamaged draft in an output folder; None if there is no draft.
 
-    Raises UserError if there are drafts but all of them are damaged.
+    Logs a warning if newer ones are damaged. Raises UserError if all drafts are damaged.
     """
+    newest, problems = _first_undamaged(drafts(Path(output_dir)))
+    if newest is not None:
+        if problems:
+            logger.warning("%s: going back to the older draft %s", problems[0], newest[0])
+        return newest
+    if problems:
+        raise UserError(
+            f"{output_dir}: no draft can be loaded: {'; '.join(problems)}; restore one of them, or give "
+            "overwrite_output_dir=true to start a new run"
+        )
+    return None
+
+
+def _first_undamaged(folders: list[Path]) -> tuple[tuple[Path, Progress] | None, list[str]]:
+    """The first undamaged folder with its progress, and the problems of those before it."""
     problems: list[str] = []
-    for folder in drafts(Path(output_dir)):
+    for folder in folders:
         problem = damage(folder)
         saved = None if problem else read_seal(folder)
         if saved is not None:
-            if problems:
-                logger.warning("%s: going back to the older draft %s", problems[0], folder)
-            return folder, saved.progress
-        problems.append(problem or f"{folder} is not readable any more")
-    if problems:
-        raise UserError(
-            f"{output_dir}: no draft there can be loaded: {'; '.join(problems)}; restore one of them, or give "
-            "overwrite_output_dir=true to train anew"
-        )
-    return None
+            return (folder, saved.progress), problems
+        problems.append(problem or f"{folder} is no longer readable")
+    return None, problems

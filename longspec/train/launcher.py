@@ -1,4 +1,4 @@
-"""Whether the processes that started this rank still run."""
+"""The processes that started this rank, and whether they still run."""
 
 import os
 from itertools import pairwise
@@ -6,36 +6,43 @@ from itertools import pairwise
 import psutil
 
 LAUNCH = "deepspeed.launcher.launch"
+"""Module of `launch.py`, as it stands in its command line."""
 STARTED = "CROSS_RANK"
 """Environment variable that `launch.py` sets for its ranks."""
 
 
 class Launcher:
-    """DeepSpeed's `launch.py`, the parent of the ranks, and on a single host the `deepspeed` command, its parent.
+    """DeepSpeed's `launch.py`, the parent of the ranks, and on a single host its parent, the `deepspeed` command.
 
-    They can be killed without the ranks being told: the command has no signal handlers. On several hosts `launch.py` is
-    started by a remote shell and only it is watched. A rank that something else started has nothing to watch.
+    Both can be killed without a message to the ranks, because the command has no signal handlers. On several hosts a
+    remote shell starts `launch.py`, and only `launch.py` is watched. A rank that was started otherwise watches nothing.
     """
 
     def __init__(self) -> None:
         process = psutil.Process()
-        line = [process, *process.parents()]
-        place = next((place for place, one in enumerate(line) if LAUNCH in _command(one)), None)
-        self._line = [] if place is None else line[: place + 1]
-        self._was_gone = place is None and STARTED in os.environ
-        if place is None or any(part.startswith("--node_rank") for part in _command(line[place])):
+        ancestry = [process, *process.parents()]
+        index = next((index for index, ancestor in enumerate(ancestry) if LAUNCH in _command(ancestor)), None)
+        self._watched: list[psutil.Process] = []
+        """Child, parent, grandparent, … of which each must keep its parent."""
+        self._was_gone = index is None and STARTED in os.environ
+        if index is None:
             return
-        above = line[place + 1] if place + 1 < len(line) else None
-        if above is not None and _session(above) == _session(line[place]):
-            if "python" in os.path.basename(next(iter(_command(above)), "")):  # no shell: it may end before its jobs
-                self._line.append(above)
-        else:
-            self._was_gone = True  # `launch.py` has been adopted
+        self._watched = ancestry[: index + 1]
+        launch = ancestry[index]
+        if any(part.startswith("--node_rank") for part in _command(launch)):
+            return
+        parent = ancestry[index + 1] if index + 1 < len(ancestry) else None
+        if parent is None or _session(parent) != _session(launch):
+            # `launch.py` has been adopted, so the command has ended.
+            self._was_gone = True
+        elif _is_python(parent):
+            # Other parents are shells, which may end before their jobs.
+            self._watched.append(parent)
 
     def is_gone(self) -> bool:
-        """Whether one of these processes has ended; a child whose parent ends gets another one."""
+        """Whether one of the processes has ended. The operating system gives its children another parent."""
         try:
-            return self._was_gone or any(child.ppid() != parent.pid for child, parent in pairwise(self._line))
+            return self._was_gone or any(child.ppid() != parent.pid for child, parent in pairwise(self._watched))
         except psutil.NoSuchProcess:
             return True
 
@@ -45,6 +52,10 @@ def _command(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
+
+
+def _is_python(process: psutil.Process) -> bool:
+    return "python" in os.path.basename(next(iter(_command(process)), ""))
 
 
 def _session(process: psutil.Process) -> int | None:

@@ -1,4 +1,4 @@
-"""What a run says while it goes: a line and a bar on the terminal, `metrics.jsonl`, Weights & Biases."""
+"""The log of a run: lines and a progress bar on the terminal, `metrics.jsonl`, and Weights & Biases."""
 
 import json
 import logging
@@ -19,27 +19,28 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from longspec.errors import UserError, first_line
-from longspec.train.config import TrainConfig
+from longspec.train.config_schema import TrainConfig
 from longspec.train.seals import sync
 
 logger = logging.getLogger(__name__)
 METRICS_NAME = "metrics.jsonl"
+"""File with one JSON line per step."""
 WANDB_S = 60
-"""How long W&B may take to begin, and to upload the rest at the end: its files stay for `wandb sync`."""
+"""Seconds that W&B may take to start, and to finish its upload. Files that are not uploaded stay for `wandb sync`."""
 
 
 def setup_logging(rank: int) -> None:
-    """Rank 0 reports what happens; the others only warn, with their rank on the line."""
-    place = "" if rank == 0 else f"rank {rank} "
+    """Configure Python's logging. Rank 0 logs at level INFO; the others log warnings, with their rank in the line."""
+    prefix = "" if rank == 0 else f"rank {rank} "
     logging.basicConfig(
         level=logging.WARNING,
         stream=sys.stderr,
-        format=f"%(asctime)s {place}%(message)s",
+        format=f"%(asctime)s {prefix}%(message)s",
         datefmt="%H:%M:%S",
         force=True,
     )
     logging.getLogger("longspec").setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    # DeepSpeed calls collectives by names that torch is about to retire.
+    # DeepSpeed calls collectives by names that torch has deprecated.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     if rank != 0:
         datasets.disable_progress_bars()
@@ -47,66 +48,78 @@ def setup_logging(rank: int) -> None:
 
 
 class RunLog:
-    """The log of one run, on global rank 0; on other ranks every method does nothing."""
+    """The log of one run on global rank 0. On other ranks every method does nothing."""
 
-    def __init__(self, config: TrainConfig, rank: int, start: int, total: int) -> None:
-        """Steps up to `start` are kept in an existing metrics file; later ones belong to a run that was cut off.
+    def __init__(self, config: TrainConfig, rank: int, start_step: int, total_steps: int) -> None:
+        """Open the metrics file and start W&B.
 
-        The file of an earlier run is kept as `metrics-earlier-*.jsonl`. Raises UserError if it cannot be written.
+        An existing metrics file keeps the steps up to `start_step`; later ones were lost with an unsaved state. The
+        file of an earlier run is kept as `metrics-earlier-*.jsonl`. Raises UserError if the file cannot be written.
         """
         self.active = rank == 0
         if not self.active:
             return
         folder = Path(config.output_dir)
-        self.path, self.unwritten = folder / METRICS_NAME, b""
+        self.path = folder / METRICS_NAME
+        self.unwritten = b""
+        """Lines that did not fit on the disk yet."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.last = _cut(self.path, start)
+            self.last_metrics = _cut(self.path, start_step)
         except OSError as error:
             raise UserError(
-                f"{self.path}: cannot be written ({error.strerror}); make room or mend the folder"
+                f"{self.path}: cannot be written ({error.strerror}); free space or repair the folder"
             ) from error
         self.wandb = _start_wandb(folder, config)
-        self.bar = tqdm(total=total, initial=start, unit="step", disable=None)
-        self.total = total
+        self.bar = tqdm(total=total_steps, initial=start_step, unit="step", disable=None)
+        self.total_steps = total_steps
 
     def step(self, metrics: dict[str, Any]) -> None:
-        """Report one optimizer step; `metrics` holds `step` and plain numbers."""
+        """Log one optimizer step. `metrics` holds `step` and plain numbers."""
         if not self.active:
             return
         self._write(metrics)
         self._tell_wandb(lambda: self.wandb.log(metrics, step=metrics["step"]))
         values = " ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name != "step")
         with logging_redirect_tqdm():
-            logger.info("step %d/%d %s", metrics["step"], self.total, values)
+            logger.info("step %d/%d %s", metrics["step"], self.total_steps, values)
         self.bar.update()
 
     def repeat(self, metrics: dict[str, Any]) -> None:
-        """Add `metrics` to the step that the run resumed from, in a second line of it."""
+        """Log `metrics` of the step that the run resumed from, in a second line for that step."""
         if not self.active:
             return
-        self._write({**self.last, **metrics})
+        self._write({**self.last_metrics, **metrics})
         self._tell_wandb(lambda: self.wandb.log(metrics, step=metrics["step"]))
         logger.info("step %d evaluated on resume: %s", metrics["step"], metrics)
 
     def close(self) -> None:
+        """Finish the progress bar and W&B's upload."""
         if self.active:
             self.bar.close()
             self._tell_wandb(lambda: self.wandb.finish())
 
     def _write(self, metrics: dict[str, Any]) -> None:
-        """Append a line. On a full disk lines wait for the next step: training goes on, and nothing written is lost."""
-        full, self.unwritten = bool(self.unwritten), self.unwritten + json.dumps(metrics).encode() + b"\n"
+        """Append a line. If the disk is full, training continues, and the line is written with the next one."""
+        was_full = bool(self.unwritten)
+        self.unwritten += json.dumps(metrics).encode() + b"\n"
         try:
+            # Unbuffered, so that the number of written bytes is known after an error.
             with self.path.open("ab", buffering=0) as file:
                 while self.unwritten:
-                    self.unwritten = self.unwritten[file.write(self.unwritten) :]
+                    written = file.write(self.unwritten)
+                    self.unwritten = self.unwritten[written:]
         except OSError as error:
-            if not full:
-                logger.warning("%s cannot be written (%s); its lines wait for the next step", self.path, error.strerror)
+            if not was_full:
+                logger.warning(
+                    "%s cannot be written (%s); its lines are kept for the next step", self.path, error.strerror
+                )
 
     def _tell_wandb(self, tell: Callable[[], object]) -> None:
-        """W&B works in a process of its own, which a SIGTERM to all ends first; no step depends on it."""
+        """Call W&B, and stop using it after an error.
+
+        It runs in its own process, which a SIGTERM to the process group ends early. No step depends on it.
+        """
         if self.wandb is None:
             return
         try:
@@ -117,44 +130,61 @@ class RunLog:
 
 
 def _cut(path: Path, last_step: int) -> dict[str, Any]:
-    """Drop unreadable lines and those after `last_step` from the metrics file; return its last line.
+    """Drop unreadable lines and steps after `last_step` from the metrics file. Returns its last line, or {}.
 
-    The rest is written to a new file that replaces the old one, so a full disk leaves the old one. A run that starts
-    at step 0 keeps the file of the run before under another name.
+    A run that starts at step 0 renames the file of an earlier run instead.
     """
     if not path.exists():
         return {}
     text = path.read_bytes()
     if text and not last_step:
-        number = 1
-        while (kept := path.with_name(f"{path.stem}-earlier-{number}{path.suffix}")).exists():
-            number += 1
-        path.rename(kept)
+        _set_aside(path)
         return {}
     lines: list[bytes] = []
-    last: dict[str, Any] = {}
+    last_metrics: dict[str, Any] = {}
     for line in text.splitlines(keepends=True):
-        try:
-            metrics = json.loads(line)
-            if not line.endswith(b"\n") or metrics["step"] > last_step:
-                continue
-        except (ValueError, LookupError, TypeError):
-            continue
-        lines.append(line)
-        last = metrics
+        metrics = _metrics_up_to(line, last_step)
+        if metrics is not None:
+            lines.append(line)
+            last_metrics = metrics
     if sum(map(len, lines)) < len(text):
+        # A new file replaces the old one, so that the old one survives a full disk.
         unfinished = path.with_name(f"{path.name}.tmp")
         unfinished.write_bytes(b"".join(lines))
         sync(unfinished)
         unfinished.replace(path)
-    return last
+    return last_metrics
+
+
+def _set_aside(path: Path) -> None:
+    """Rename the metrics file to the next free `metrics-earlier-*.jsonl`."""
+    number = 1
+    while (kept := path.with_name(f"{path.stem}-earlier-{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(kept)
+
+
+def _metrics_up_to(line: bytes, last_step: int) -> dict[str, Any] | None:
+    """The metrics in a line; None if it is incomplete or its step is after `last_step`."""
+    try:
+        metrics = json.loads(line)
+        if line.endswith(b"\n") and metrics["step"] <= last_step:
+            return metrics
+    except (ValueError, LookupError, TypeError):
+        pass
+    return None
 
 
 def _start_wandb(folder: Path, config: TrainConfig) -> Any:
     mode: Any = os.environ.get("WANDB_MODE") or config.wandb.mode
     settings = wandb.Settings(console="off", silent=True, init_timeout=WANDB_S, finish_timeout=WANDB_S)
-    arguments: dict[str, Any] = {"project": config.wandb.project, "name": folder.name, "dir": folder}
-    arguments |= {"config": asdict(config), "settings": settings}
+    arguments: dict[str, Any] = {
+        "project": config.wandb.project,
+        "name": folder.name,
+        "dir": folder,
+        "config": asdict(config),
+        "settings": settings,
+    }
     try:
         return wandb.init(mode=_reachable_mode() if mode == "auto" else mode, **arguments)
     except (wandb.errors.CommError, wandb.errors.UsageError) as error:
@@ -163,9 +193,9 @@ def _start_wandb(folder: Path, config: TrainConfig) -> Any:
 
 
 def _reachable_mode() -> Literal["online", "offline"]:
-    """online if somebody is logged in and the server answers, else offline, without a question or a long wait."""
+    """online if a user is logged in and the server answers, else offline. It asks no question and waits at most 5 s."""
     if not wandb.login(prompt=False, verify=False):
-        logger.info("W&B: nobody is logged in, so this run is logged offline (`wandb login`, later `wandb sync`)")
+        logger.info("W&B: nobody is logged in, so this run is logged offline (run `wandb login`, later `wandb sync`)")
         return "offline"
     address = urlparse(wandb.setup().settings.base_url)
     port = address.port or (443 if address.scheme == "https" else 80)

@@ -1,7 +1,7 @@
-"""The training objectives. None of them ever holds [tokens, vocabulary] logits.
+"""The training losses. None of them holds logits of shape [tokens, vocabulary].
 
-Where several ranks share a target, each has the logits of its own part of the vocabulary: the ranks exchange one
-log-sum-exp a token, then sums of the loss and of the hidden states' gradient, and no logits.
+If several ranks share a target, each holds the logits of its own part of the vocabulary. The ranks exchange one
+log-sum-exp per token, the sums of the loss and the gradient of the hidden states, but no logits.
 """
 
 import math
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError
-from longspec.kernels.backend import runs_triton, upload
+from longspec.kernels.shared.device import runs_triton, upload
 from longspec.models.parallel import (
     first_token,
     log_sum_exp_over_ranks,
@@ -31,95 +31,117 @@ from longspec.train.distributed import from_every_rank, from_rank_zero
 
 LOSSES = ("ce", "distill", "mixed")
 TEACHER_SHARE = {"ce": 0.0, "distill": 1.0, "mixed": 0.5}
-"""How much of the token to be predicted comes from the target's distribution; the rest is the label's."""
+"""Weight of the target's distribution in each loss. The label has the remaining weight."""
 CHUNK_LOGITS = 2**27
-"""Logits of the draft that exist at a time, on all ranks that share a target: those of 1024 tokens of 128k, or of 8192
-of 16k; 0.25 GiB in bf16."""
+"""Logits of the draft per chunk, counted over all ranks that share a target: 1024 tokens of a 128k vocabulary or 8192
+of a 16k one, 0.25 GiB in bf16."""
 TERMS = ("loss", "ce", "kl", "target_loss")
+"""Names of the summed terms, in their order in a tensor of sums."""
 
 
 @dataclass(frozen=True)
-class Objective:
-    """The objective (draft hidden, target hidden [B, T, hidden], labels [B, T], lm_head) -> (summed loss, metrics).
+class DraftLoss:
+    """A training loss: (draft hidden, target hidden [B, T, hidden], labels [B, T], lm_head) -> (sum, metrics).
 
-    Labels lie on the host, where it is known at once which tokens count.
+    `ce` is the cross-entropy with the next token, `distill` the KL divergence from the target's distribution to the
+    draft's, `mixed` their mean. The hidden state at i predicts labels[i + 1]; labels of -100 do not count. Labels are
+    on the host, where the scored tokens can be selected without waiting for the device.
 
-    `ce` is the cross-entropy with the next token, `distill` the KL divergence of the draft from the target's own
-    distribution, `mixed` the mean of the two. Hidden state i is scored on labels[i + 1]; labels of -100 do not count.
-    The loss (fp32, or fp64 for fp64 input) is a sum over tokens, to be divided by the number of tokens of all ranks.
-    metrics holds detached sums over the same tokens: `loss`, the terms `ce` and `kl` where they are in it, and
+    The sum (fp32, or fp64 for fp64 input) is over tokens; the caller divides it by the number of tokens of all ranks.
+    metrics holds detached sums over the same tokens: `loss`, `ce` and `kl` if they are part of the loss, and
     `target_loss`, the target's own cross-entropy, if `log_target_loss`.
     """
 
     loss: str
+    """One of LOSSES."""
     log_target_loss: bool = False
+    """Whether metrics include the target's own cross-entropy."""
     chunk_logits: int = CHUNK_LOGITS
+    """Largest number of logits in a chunk."""
 
     @property
-    def share(self) -> float:
+    def teacher_share(self) -> float:
+        """Weight of the target's distribution, in 0 … 1."""
         return TEACHER_SHARE[self.loss]
 
     @property
     def reads_target(self) -> bool:
-        """Whether the target's hidden states are read; else they may be None."""
-        return self.share > 0 or self.log_target_loss
+        """Whether the target's hidden states are needed. Otherwise they may be None."""
+        return self.teacher_share > 0 or self.log_target_loss
 
     def __call__(
         self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: nn.Module
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        student, teacher, wanted = self._scored(hidden, target_hidden, labels)
-        wanted = wanted - first_token(lm_head)
-        with gathered(lm_head) as weight:
-            total, sums = ChunkedLoss.apply(student, teacher, wanted, weight, self.share, self._chunk(lm_head))
-        return total, self._named(sums)
+        student, teacher, targets = self._select_scored(hidden, target_hidden, labels)
+        targets = targets - first_token(lm_head)
+        chunk = self._chunk_tokens(lm_head)
+        with gathered_weight(lm_head) as weight:
+            total, sums = ChunkedLoss.apply(student, teacher, targets, weight, self.teacher_share, chunk)
+        return total, self._metrics(sums)
 
     @torch.no_grad()
     def score(
         self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: nn.Module
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """metrics as above, and bool [B, T], where labels lie: which one counts and is the draft's likeliest token."""
-        student, teacher, wanted = self._scored(hidden, target_hidden, labels)
-        wanted = wanted - first_token(lm_head)
-        sums, right = _no_sums(student), torch.empty_like(wanted, dtype=torch.bool)
-        with gathered(lm_head) as weight:
-            for span, logits, teacher_logits in _chunks(student, teacher, weight, self._chunk(lm_head)):
-                right[span] = _ranked_first(logits, wanted[span])
-                _chunk_terms(logits, teacher_logits, wanted[span], self.share, sums)
-        sum_over_ranks(sums)
-        hits = labels != IGNORED
-        hits[:, 0] = False
-        return self._named(sums), hits.masked_scatter(hits, right.to(hits.device))
+        """The metrics without gradients, and bool [B, T]: whether the draft ranks the label at [b, t] first.
 
-    def _scored(
+        The flags are False for labels that do not count. They are on the same device as `labels`.
+        """
+        student, teacher, targets = self._select_scored(hidden, target_hidden, labels)
+        targets = targets - first_token(lm_head)
+        sums = _zero_sums(student)
+        correct = torch.empty_like(targets, dtype=torch.bool)
+        with gathered_weight(lm_head) as weight:
+            for span, logits, teacher_logits in _chunks(student, teacher, weight, self._chunk_tokens(lm_head)):
+                correct[span] = _ranked_first(logits, targets[span])
+                _chunk_terms(logits, teacher_logits, targets[span], self.teacher_share, sums)
+        sum_over_ranks(sums)
+
+        # The first column has no hidden state before it.
+        scored = labels != IGNORED
+        scored[:, 0] = False
+        return self._metrics(sums), scored.masked_scatter(scored, correct.to(scored.device))
+
+    def _select_scored(
         self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Of the N labels that count: the draft's and target's hidden states [N, hidden] before them, and they [N]."""
-        following = F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
-        places = (following != IGNORED).nonzero().squeeze(1)
-        wanted, places = (upload(x, hidden.device) for x in (following[places], places))
-        student, teacher = hidden.flatten(0, 1).index_select(0, places), None
+        """The tokens that count, N in all: draft and target hidden states [N, hidden] and the next tokens [N]."""
+        next_tokens = F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
+        indices = (next_tokens != IGNORED).nonzero().squeeze(1)
+        targets = upload(next_tokens[indices], hidden.device)
+        indices = upload(indices, hidden.device)
+
+        student = hidden.flatten(0, 1).index_select(0, indices)
+        teacher = None
         if self.reads_target:
             assert target_hidden is not None
-            teacher = target_hidden.flatten(0, 1).index_select(0, places)
-        return student, teacher, wanted
+            teacher = target_hidden.flatten(0, 1).index_select(0, indices)
+        return student, teacher, targets
 
-    def _chunk(self, lm_head: nn.Module) -> int:
-        """Tokens of a chunk, the same on all ranks."""
+    def _chunk_tokens(self, lm_head: nn.Module) -> int:
+        """Tokens per chunk, the same on all ranks."""
         return max(1, self.chunk_logits // vocabulary_size(lm_head))
 
-    def _named(self, sums: Tensor) -> dict[str, Tensor]:
-        wanted = (True, self.share < 1, self.share > 0, self.log_target_loss)
-        return {name: value for name, value, shown in zip(TERMS, sums, wanted, strict=True) if shown}
+    def _metrics(self, sums: Tensor) -> dict[str, Tensor]:
+        """The reported terms of `sums` by name."""
+        reported = {
+            "loss": True,
+            "ce": self.teacher_share < 1,
+            "kl": self.teacher_share > 0,
+            "target_loss": self.log_target_loss,
+        }
+        return {name: value for name, value in zip(TERMS, sums, strict=True) if reported[name]}
 
 
 @contextmanager
-def gathered(lm_head: nn.Module) -> Iterator[Tensor]:
-    """The head's whole weight [V, hidden], of which each rank holds a part under ZeRO-3.
+def gathered_weight(lm_head: nn.Module) -> Iterator[Tensor]:
+    """The head's whole weight [V, hidden]. Under ZeRO-3 each rank holds only a part of it.
 
-    One gather for all chunks: ranks differ in their number of tokens, so a gather for each chunk would leave some of
-    them waiting for one another.
+    The weight is gathered once for all chunks. Ranks differ in their number of tokens and hence of chunks, so a gather
+    per chunk would be a collective that some ranks never join.
     """
-    (weight,) = lm_head.parameters()  # read as `lm_head.weight`, DeepSpeed would keep it gathered up to backward's end
+    # Reading the attribute `lm_head.weight` would make DeepSpeed keep it gathered until the end of backward.
+    (weight,) = lm_head.parameters()
     with deepspeed.zero.GatheredParameters(weight):
         yield weight
 
@@ -127,38 +149,40 @@ def gathered(lm_head: nn.Module) -> Iterator[Tensor]:
 def _chunks(
     hidden: Tensor, teacher: Tensor | None, weight: Tensor, chunk: int
 ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """The draft's and the target's logits of `chunk` tokens at a time, and which tokens they are of."""
+    """Slices of `chunk` tokens, each with the draft's and the target's logits [chunk, V]."""
     for start in range(0, len(hidden), chunk):
         span = slice(start, start + chunk)
-        yield span, hidden[span] @ weight.T, None if teacher is None else teacher[span] @ weight.T
+        logits = hidden[span] @ weight.T
+        teacher_logits = None if teacher is None else teacher[span] @ weight.T
+        yield span, logits, teacher_logits
 
 
-def _no_sums(hidden: Tensor) -> Tensor:
-    """Sums of TERMS to begin with, in the accuracy that `hidden` is scored in."""
+def _zero_sums(hidden: Tensor) -> Tensor:
+    """Zeros [4] for the sums of TERMS, fp32 or fp64."""
     return hidden.new_zeros(len(TERMS), dtype=torch.promote_types(hidden.dtype, torch.float32))
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Sum of the loss over tokens; the gradient of a chunk's hidden states is taken while its logits are there.
+    """The loss summed over tokens. Forward also computes the gradient, chunk by chunk, from the same logits.
 
-    The head is frozen, so nothing but that gradient, [N, hidden], is kept for backward: no second pass over the
-    vocabulary, and no need for the head's weight after forward.
+    The head is frozen, so only the gradient of the hidden states [N, hidden] is kept for backward. This saves a second
+    pass over the vocabulary, and the head's weight is not needed after forward.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, teacher: Tensor | None, labels: Tensor, weight: Tensor, share: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
-        """hidden, teacher [N, hidden]; labels [N]; weight [V, hidden] -> (sum of the loss, TERMS summed [4]).
+        """hidden, teacher [N, hidden]; labels [N]; weight [V, hidden] -> (sum of the loss, sums of TERMS [4]).
 
-        V is this rank's part of the vocabulary and labels count from its first token, so on one of the ranks a label
-        lies in 0 … V - 1 and on the others it does not.
+        V is the size of this rank's part of the vocabulary and labels are relative to its first token. A label is in
+        0 … V - 1 on exactly one of the ranks that share a target.
         """
         gradient = torch.empty_like(hidden)
-        sums = _no_sums(hidden)
+        sums = _zero_sums(hidden)
         for span, logits, teacher_logits in _chunks(hidden, teacher, weight, chunk):
-            wrong = _chunk_terms(logits, teacher_logits, labels[span], share, sums)
-            torch.mm(wrong.to(hidden.dtype), weight, out=gradient[span])
+            logits_gradient = _chunk_terms(logits, teacher_logits, labels[span], share, sums)
+            torch.mm(logits_gradient.to(hidden.dtype), weight, out=gradient[span])
         sum_over_ranks(sums)
         sum_over_ranks(gradient)
         ctx.save_for_backward(gradient)
@@ -172,29 +196,36 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def _ranked_first(logits: Tensor, labels: Tensor) -> Tensor:
-    """bool [N]: whether a label has the largest logit of all ranks' parts of the vocabulary, [N, V] each."""
-    here = (labels >= 0) & (labels < logits.shape[1])
-    picked = logits.gather(1, labels.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+    """Whether each label has the largest logit in the whole vocabulary, bool [N].
+
+    logits: [N, V], this rank's part of the vocabulary.
+    """
+    on_this_rank = (labels >= 0) & (labels < logits.shape[1])
+    label_logits = logits.gather(1, labels.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
     largest = max_over_ranks(logits.amax(-1))
-    return sum_over_ranks((here & (picked == largest)).int()) > 0
+    return sum_over_ranks((on_this_rank & (label_logits == largest)).int()) > 0
 
 
 def _chunk_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, share: float, sums: Tensor) -> Tensor:
-    """Add a chunk's TERMS to `sums`, in place; return the loss's gradient with respect to `logits` [N, V].
+    """Add this rank's part of a chunk's TERMS to `sums` in place, and return the loss's gradient by `logits` [N, V].
 
-    With q the draft's distribution, p the target's, y the label: loss = (1 - share) · -log q(y) + share · KL(p ‖ q),
-    whose gradient is q - (1 - share) · onehot(y) - share · p. Of each sum over tokens this adds the V of this rank.
-    The gradient may lie where the logits were.
+    With the draft's distribution q, the target's p and the label y:
+
+        loss = (1 - share) · -log q(y) + share · KL(p ‖ q)
+        d loss / d logits = q - (1 - share) · onehot(y) - share · p
+
+    The gradient may reuse the memory of `logits`.
     """
-    terms, gradient = (_kernel_terms if runs_triton(logits) else _plain_terms)(logits, teacher_logits, labels, share)
+    compute = _kernel_terms if runs_triton(logits) else _plain_terms
+    terms, gradient = compute(logits, teacher_logits, labels, share)
     ce, kl, target_ce = terms.sum(0).to(sums.dtype)
     sums += torch.stack([(1 - share) * ce + share * kl, ce, kl, target_ce])
     return gradient
 
 
 def _kernel_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """As `_plain_terms`; the gradient lies where the logits were."""
-    from longspec.kernels.divergence import log_sum_exp, terms_and_gradient
+    """`_plain_terms` as a Triton kernel. The gradient overwrites the logits."""
+    from longspec.kernels.training.divergence import log_sum_exp, terms_and_gradient
 
     norm = log_sum_exp_over_ranks(log_sum_exp(logits))
     teacher_norm = None if teacher_logits is None else log_sum_exp_over_ranks(log_sum_exp(teacher_logits))
@@ -202,42 +233,48 @@ def _kernel_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor,
 
 
 def _plain_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """Cross-entropy, KL and the target's own cross-entropy, [N, 3], and the loss's gradient [N, V], in fp32 or fp64."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    here = ((labels >= 0) & (labels < logits.shape[1])).to(wide)[:, None]
-    picked = labels.clamp(0, logits.shape[1] - 1)[:, None]
-    log_q = vocabulary_log_softmax(logits, wide)
+    """Cross-entropy, KL and the target's cross-entropy [N, 3], and the loss's gradient [N, V], in fp32 or fp64."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    on_this_rank = ((labels >= 0) & (labels < logits.shape[1])).to(dtype)[:, None]
+    label_index = labels.clamp(0, logits.shape[1] - 1)[:, None]
+    log_q = vocabulary_log_softmax(logits, dtype)
     terms = log_q.new_zeros(len(logits), 3)
-    terms[:, 0] = -(here * log_q.gather(1, picked))[:, 0]
+    terms[:, 0] = -(on_this_rank * log_q.gather(1, label_index))[:, 0]
+
     p = None
     if teacher_logits is not None:
-        log_p = vocabulary_log_softmax(teacher_logits, wide)
-        terms[:, 2] = -(here * log_p.gather(1, picked))[:, 0]
+        log_p = vocabulary_log_softmax(teacher_logits, dtype)
+        terms[:, 2] = -(on_this_rank * log_p.gather(1, label_index))[:, 0]
         if share:
             p = log_p.exp()
-            # In place, as below: each pass over the chunk is some GB.
+            # KL(p ‖ q) = Σ p · (log p - log q), where p = 0 contributes 0. In place: a chunk takes some GB.
             terms[:, 1] = log_p.sub_(log_q).mul_(p).masked_fill_(p == 0, 0).sum(1)
+
     gradient = log_q.exp_()
     if p is not None:
         gradient.sub_(p, alpha=share)
-    return terms, gradient.scatter_add_(1, picked, -(1 - share) * here)
+    return terms, gradient.scatter_add_(1, label_index, -(1 - share) * on_this_rank)
 
 
 def stop_at_broken_loss(
     step: int, loss: float, norm: float, losses: Sequence[Tensor], samples: Sequence[Sequence[str]]
 ) -> None:
-    """End all ranks with a line that names the samples of the micro-batches whose loss is not finite, or all of them.
+    """Stop all ranks with an error that lists the samples of the micro-batches with a NaN or infinite loss.
 
-    losses, samples: of each micro-batch of this rank, its loss and the names of its samples.
+    If all losses are finite and only the gradient is not, all samples of the step are listed.
+
+    losses, samples: the loss and the sample ids of each micro-batch of this rank.
     """
-    broken = [batch for batch, one in zip(samples, losses, strict=True) if not math.isfinite(one)]
-    found = from_every_rank((list(chain.from_iterable(broken)), list(chain.from_iterable(samples))))
+    broken = [ids for ids, micro_loss in zip(samples, losses, strict=True) if not math.isfinite(micro_loss)]
+    reports = from_every_rank((list(chain.from_iterable(broken)), list(chain.from_iterable(samples))))
 
-    def complain() -> None:
-        names = [name for mine, _ in found for name in mine] or [name for _, all_of in found for name in all_of]
+    def stop() -> None:
+        broken_ids = [sample for rank_broken, _ in reports for sample in rank_broken]
+        all_ids = [sample for _, rank_all in reports for sample in rank_all]
+        names = ", ".join(dict.fromkeys(broken_ids or all_ids))
         raise UserError(
-            f"step {step}: the loss is {loss}, the gradient's norm {norm}; training stops and this step is not "
-            f"saved. Samples: {', '.join(dict.fromkeys(names))}"
+            f"step {step}: the loss is {loss} and the gradient norm {norm}; training stops without saving this step. "
+            f"Samples: {names}"
         )
 
-    from_rank_zero(complain)
+    from_rank_zero(stop)

@@ -1,16 +1,16 @@
-"""A thread in every rank that notices what the main thread cannot: signals, lost ranks and a lost launcher.
+"""A watching thread in every rank, which notices signals, lost ranks and a lost launcher.
 
-A rank that waits for its device in a collective sees neither a signal nor the death of the peer that it waits for.
-DeepSpeed's launcher gives the ranks of its own host 30 s each to end and knows nothing of other hosts; the `deepspeed`
-command itself dies of a signal and leaves `launch.py` and the ranks running. Each rank's thread therefore watches:
+The main thread cannot: while it waits for its device in a collective, it sees neither a signal nor the death of a peer.
+DeepSpeed's launcher gives the ranks of its own host 30 s to end and knows nothing of other hosts. The `deepspeed`
+command dies of a signal and leaves `launch.py` and the ranks running. Each rank's thread therefore watches:
 
 - signals, through Python's wakeup socket, which is written even while the main thread is inside a C call;
 - the launcher: `launch.py` and the `deepspeed` command above it;
-- the other ranks, through a connection to rank 0, over which both sides send a message every second. The system closes
-  it when a process ends; a process that is stopped, or a host without power, falls silent.
+- the other ranks, through a connection to rank 0 with one message per second in each direction. The operating system
+  closes it when a process ends. A stopped process, or a host without power, falls silent.
 
 A signal or the end of the launcher asks all ranks to stop (`Termination`). A lost rank ends the others: the main thread
-has `END_S` seconds to end by itself, then the process prints its stack and ends.
+has `END_S` seconds to end by itself, then the process prints its stack and exits.
 """
 
 import faulthandler
@@ -36,39 +36,46 @@ from longspec.train.launcher import Launcher
 logger = logging.getLogger(__name__)
 
 TICK_S = 1
+"""Seconds between two messages to a peer."""
 SILENT_S = 120
-"""Seconds without a message after which a rank counts as stopped. A C call that holds Python's lock is silent, too."""
+"""Seconds without a message after which a rank is considered stopped. A long C call that holds the GIL is silent."""
 END_S = 15
 """Seconds that the main thread has to end after a peer is lost."""
 QUIET_S = 2
-"""Seconds in which ranks that end together say nothing about each other."""
+"""Seconds before a lost peer is logged. Ranks that end together do not report each other."""
 AT_ONCE_S = 5
-"""Seconds that the main thread has to end if a stop is asked for before the first step."""
+"""Seconds that the main thread has to end after a request to stop before the first step."""
 MESSAGE = struct.Struct("!II")
+"""Format of a message: its kind and a number."""
 BEAT, STOP, GONE, SILENT = range(4)
-"""Kinds of message; their second number is the sender's rank, a signal's number, or the lost rank."""
-HOW = {GONE: "is gone", SILENT: "does not answer"}
+"""Kinds of message. The number is 0 in a beat, the signal in STOP, and the lost rank in the other two."""
+LOSSES = {GONE: "is gone", SILENT: "does not answer"}
+"""Kinds of message that report a lost rank, and how it was lost."""
 
 
 @contextmanager
 def watched(termination: Termination) -> Iterator["Watch"]:
-    """Watch signals and the launcher and, once `connect` was called on all ranks, the other ranks.
+    """Watch signals, the launcher and, after `Watch.connect`, the other ranks.
 
-    A rank that dies or leaves the context by an exception ends the others within half a minute, one that is stopped
-    (SIGSTOP) within SILENT_S more.
+    A rank that dies or leaves the context by an exception ends the others within half a minute, a stopped one (SIGSTOP)
+    within SILENT_S more.
     """
     watch = Watch(termination)
     broken = False
     try:
         yield watch
+        # A barrier. From here on a rank may end without being lost.
         if watch.peers:
-            from_every_rank(None)  # From here on a rank may end.
+            from_every_rank(None)
     except (UserError, SystemExit):
-        raise  # The error line is already printed. Do not cut off W&B's upload.
+        # The error line is already printed. Do not cut off W&B's upload.
+        raise
     except BaseException:
-        if termination.at_once and termination.received is not None:  # the others have ended already
+        # The error follows from the end of the other ranks.
+        if termination.at_once and termination.received is not None:
             raise SystemExit(exit_code(termination.received)) from None
-        broken = True  # what this rank leaves on the device may keep it from ending
+        # Work that is queued on the device may keep this rank from ending.
+        broken = True
         raise
     finally:
         watch.close()
@@ -84,11 +91,16 @@ class Watch:
     def __init__(self, termination: Termination) -> None:
         self.termination = termination
         self.peers: dict[socket.socket, int] = {}
-        self._heard: dict[int, float] = {}
+        """Rank of the peer at each connection."""
+        self._last_heard: dict[int, float] = {}
+        """Time of the last message of each peer."""
         self._launcher = Launcher()
-        self._over = threading.Event()
-        self._asked = self._interrupted = False
-        self._last_resort: threading.Timer | None = None
+        self._closed = threading.Event()
+        self._stopping = False
+        """Whether a request to stop was handled."""
+        self._interrupted = False
+        """Whether a SIGINT was received."""
+        self._exit_timer: threading.Timer | None = None
         self._inbox, self._outbox = socket.socketpair()
         self._inbox.setblocking(False)
         self._outbox.setblocking(False)
@@ -100,115 +112,131 @@ class Watch:
     def connect(self) -> None:
         """Watch the other ranks from now on. All ranks call this together."""
         if dist.get_world_size() > 1:
-            found = connect_ranks()
-            self._heard = dict.fromkeys(found.values(), time.monotonic())
-            self.peers = found
+            peers = connect_ranks()
+            self._last_heard = dict.fromkeys(peers.values(), time.monotonic())
+            # Last, because the thread reads it.
+            self.peers = peers
             self._wake()
 
     def close(self) -> None:
-        self._over.set()
+        """End the thread and the connections."""
+        self._closed.set()
         self._wake()
         self._thread.join()
-        if self._last_resort:
-            self._last_resort.cancel()
+        if self._exit_timer:
+            self._exit_timer.cancel()
         signal.set_wakeup_fd(self._wakeup_before)
         for connection in self.peers:
             with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # also where a child process still has it
+                # Unlike `close`, this takes effect even if a child process has a copy of the socket.
+                connection.shutdown(socket.SHUT_RDWR)
         self._close_sockets()
 
     def _leave(self) -> None:
-        """In a forked child: a loading process that outlives its rank must not keep the connections open."""
-        if not self._over.is_set():
+        """Close the sockets in a forked child. A loading process that outlives its rank must not keep them open."""
+        if not self._closed.is_set():
             signal.set_wakeup_fd(-1)
             self._close_sockets()
 
     def _close_sockets(self) -> None:
-        for one in (*self.peers, self._inbox, self._outbox):
-            one.close()
+        for connection in (*self.peers, self._inbox, self._outbox):
+            connection.close()
 
     def _wake(self) -> None:
+        """Make the thread look at its state now."""
         with suppress(BlockingIOError):
             self._outbox.send(b"\0")
 
     def _run(self) -> None:
+        """The loop of the thread, until it is closed or a peer is lost."""
         last_beat = time.monotonic()
         while True:
             ready = wait([self._inbox, *self.peers], TICK_S)
             if self._inbox in ready:
                 self._hear_signals(self._inbox.recv(1024))
-            if self._over.is_set():
+            if self._closed.is_set():
                 return
-            lost = [news for peer in [*self.peers] if peer in ready and (news := self._hear_peer(peer))]
+            losses = [loss for peer in [*self.peers] if peer in ready and (loss := self._hear_peer(peer))]
             now = time.monotonic()
             if now - last_beat >= TICK_S:
-                if now - last_beat > SILENT_S / 2:  # this rank was stopped itself, maybe with all others
-                    self._heard = dict.fromkeys(self._heard, now)
+                losses += self._beat(now, since=last_beat)
                 last_beat = now
-                self._tell(BEAT, 0)
-                lost += [(SILENT, rank) for rank, heard in self._heard.items() if now - heard > SILENT_S]
-                if self._launcher.is_gone():
-                    self._stop(signal.SIGTERM, "the launcher is gone")
-            if lost:
-                return self._end(*lost[0])
+            if losses:
+                return self._end(*losses[0])
+
+    def _beat(self, now: float, since: float) -> list[tuple[int, int]]:
+        """Send a message to the peers and check the launcher. Returns the silent peers as (SILENT, rank)."""
+        # After a long gap this rank was stopped itself, possibly together with the others.
+        if now - since > SILENT_S / 2:
+            self._last_heard = dict.fromkeys(self._last_heard, now)
+        self._tell(BEAT, 0)
+        if self._launcher.is_gone():
+            self._stop(signal.SIGTERM, "the launcher is gone")
+        return [(SILENT, rank) for rank, heard in self._last_heard.items() if now - heard > SILENT_S]
 
     def _hear_signals(self, numbers: bytes) -> None:
-        """Bytes of the wakeup socket: the numbers of the signals that this process received, and those of `_wake`."""
+        """Handle bytes of the wakeup socket: the numbers of received signals, and zeros from `_wake`."""
         for number in numbers:
-            if number == signal.SIGINT and self._interrupted:  # the main thread is in a call that never returns
+            # A second SIGINT ends the process even if the main thread is in a call that never returns.
+            if number == signal.SIGINT and self._interrupted:
                 os._exit(exit_code(number))
             self._interrupted |= number == signal.SIGINT
             if number in STOP_SIGNALS:
                 self._stop(number)
 
     def _hear_peer(self, peer: socket.socket) -> tuple[int, int] | None:
-        """Read one message; how a rank was lost and which, if that is the news."""
-        rank, message = self.peers[peer], b""
+        """Read one message. Returns (GONE or SILENT, rank) if it means that a rank is lost."""
+        rank = self.peers[peer]
+        message = b""
         with suppress(OSError):
             while len(message) < MESSAGE.size and (part := peer.recv(MESSAGE.size - len(message))):
                 message += part
         if len(message) < MESSAGE.size:
-            if not (self._asked and self.termination.at_once):
+            if not (self._stopping and self.termination.at_once):
                 return GONE, rank
-            del self.peers[peer], self._heard[rank]  # it ends at once, as this rank does
+            # Before the first step ranks end immediately after a request to stop.
+            del self.peers[peer], self._last_heard[rank]
             return None
-        self._heard[rank] = time.monotonic()
+        self._last_heard[rank] = time.monotonic()
         kind, number = MESSAGE.unpack(message)
         if kind == STOP:
             self._stop(number)
-        return (kind, number) if kind in HOW else None
+        return (kind, number) if kind in LOSSES else None
 
     def _tell(self, kind: int, number: int) -> None:
+        """Send a message to all peers."""
         for peer in self.peers:
             with suppress(OSError):
                 peer.sendall(MESSAGE.pack(kind, number))
 
     def _stop(self, number: int, cause: str | None = None) -> None:
         """Ask this rank to stop, and all others through rank 0."""
-        if self._asked:
+        if self._stopping:
             return
-        self._asked = True
+        self._stopping = True
         self._tell(STOP, number)
-        asked = self.termination
-        asked.cause = cause
-        if asked.received is None:
-            asked.received = number
-        if asked.at_once:
-            if launched_rank() == 0:  # it speaks for all
-                logger.warning("%s: stopped before the first step", asked)
-            self._last_resort = threading.Timer(AT_ONCE_S, os._exit, [exit_code(asked.received)])
-            self._last_resort.daemon = True
-            self._last_resort.start()
-            os.kill(os.getpid(), signal.SIGTERM)  # makes the main thread end if it can
+        termination = self.termination
+        termination.cause = cause
+        if termination.received is None:
+            termination.received = number
+        if termination.at_once:
+            # One line for all ranks.
+            if launched_rank() == 0:
+                logger.warning("%s: stopped before the first step", termination)
+            self._exit_timer = threading.Timer(AT_ONCE_S, os._exit, [exit_code(termination.received)])
+            self._exit_timer.daemon = True
+            self._exit_timer.start()
+            # The handler of this signal ends the main thread, unless it is stuck in a C call.
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    def _end(self, how: int, rank: int) -> None:
-        """A rank is lost: tell the others, and give the main thread END_S seconds."""
-        self._tell(how, rank)
+    def _end(self, loss: int, rank: int) -> None:
+        """Report a lost rank to the others, and give the main thread END_S seconds to end."""
+        self._tell(loss, rank)
         _end_soon()
-        if not self._over.wait(QUIET_S):
-            logger.warning("rank %d %s: this one ends, too, within %d s", rank, HOW[how], END_S)
+        if not self._closed.wait(QUIET_S):
+            logger.warning("rank %d %s; this rank ends within %d s", rank, LOSSES[loss], END_S)
 
 
 def _end_soon() -> None:
-    """Without Python, whose lock a stuck main thread might hold."""
+    """Exit after END_S seconds from a C thread, because a stuck main thread might hold the GIL."""
     faulthandler.dump_traceback_later(END_S, exit=True)

@@ -1,7 +1,7 @@
-"""What a micro-batch's tokens are told about where they are: position ids, and lags behind the target's keys.
+"""Position ids and lags of a micro-batch, as the two training variants define them.
 
-Everything random here comes from a generator that is a function of (seed, micro-step, rank), so a resumed run draws
-what the uninterrupted one would have drawn.
+All random numbers come from a generator that is a function of (seed, micro-step, rank). A resumed run therefore draws
+the same numbers as an uninterrupted one.
 """
 
 import numpy as np
@@ -10,22 +10,26 @@ from torch import Tensor
 
 VARIANTS = ("base", "sinkpi-slicing")
 SINKS = 4
+"""Tokens at the start of a segment that keep positions 0 to 3 and serve as attention sinks."""
 BLOCK_LAGS = 4
-"""The largest lag of the base variant: its blocks of 4 make the query at i lag by i % 4 + 1."""
-SHORT = 1200
-"""Segments of up to this many tokens get anchor-offset positions."""
-HEADROOM = 1000
-"""Positions at the end of the target's range that no offset reaches."""
+"""Largest lag of the base variant. In its blocks of 4 tokens the query at i lags by i % 4 + 1."""
+MAX_OFFSET_TOKENS = 1200
+"""Longest segment in tokens that gets anchor-offset positions."""
+RESERVED_POSITIONS = 1000
+"""Positions at the end of the target's range that offsets leave unused."""
 
 
 def micro_step_generator(seed: int, micro_step: int, rank: int) -> torch.Generator:
-    """A CPU generator whose stream depends on all three numbers, each >= 0, and on nothing else."""
+    """A CPU generator whose stream depends only on these three numbers, each >= 0."""
     state = np.random.SeedSequence([seed, micro_step, rank]).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0]))
 
 
 def contiguous_positions(cu_seqlens: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Position ids, Long `shape` = [B, T]: 0, 1, 2, … from the start of each segment of `cu_seqlens`, int [S + 1]."""
+    """Position ids that count 0, 1, 2, … in each segment. LongTensor of `shape` = [B, T].
+
+    cu_seqlens: int32 [S + 1], the borders of the segments in the flattened B·T tokens.
+    """
     lengths = cu_seqlens.diff().long()
     starts = cu_seqlens[:-1].long().repeat_interleave(lengths)
     return (torch.arange(len(starts)) - starts).view(shape)
@@ -35,22 +39,27 @@ def anchor_offset_positions(
     cu_seqlens: Tensor,
     shape: tuple[int, int],
     max_offset: int,
-    context_window: int,
+    max_positions: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """Position ids, Long `shape` = [B, T], with a jump after the attention sinks of each short segment.
+    """Position ids that jump after the attention sinks of each short segment. LongTensor of `shape` = [B, T].
 
-    In a segment of at most 1200 tokens tokens 0..3 keep positions 0..3 and token j >= 4 gets o + j, with o uniform in
-    0 … max(0, min(max_offset, context_window - 1000) - length). Longer segments stay contiguous. `context_window` is
-    how many positions the target serves: max_position_embeddings, or more where its rotary scaling stretches it.
+    In a segment of T <= 1200 tokens, tokens 0 to 3 keep positions 0 to 3 and token j >= 4 gets position o + j, with o
+    uniform in 0 … max(0, min(max_offset, max_positions - 1000) - T). Longer segments stay contiguous.
+
+    max_positions: the target's context length, including the effect of rotary scaling.
     """
     lengths = cu_seqlens.diff().long()
-    largest = (min(max_offset, context_window - HEADROOM) - lengths).clamp(min=0)
-    largest[lengths > SHORT] = 0
+    largest = (min(max_offset, max_positions - RESERVED_POSITIONS) - lengths).clamp(min=0)
+    # A long segment already covers distant positions.
+    largest[lengths > MAX_OFFSET_TOKENS] = 0
+
     uniform = torch.rand(len(lengths), generator=generator, dtype=torch.float64)
     offsets = (uniform * (largest + 1)).long()
+    token_offsets = offsets.repeat_interleave(lengths).view(shape)
+
     positions = contiguous_positions(cu_seqlens, shape)
-    return positions + torch.where(positions < SINKS, 0, offsets.repeat_interleave(lengths).view(shape))
+    return positions + torch.where(positions < SINKS, 0, token_offsets)
 
 
 def variant_positions(
@@ -58,15 +67,19 @@ def variant_positions(
     cu_seqlens: Tensor,
     shape: tuple[int, int],
     max_offset: int,
-    context_window: int,
+    max_positions: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """Position ids, Long `shape` = [B, T], as training with `variant` has them; see the two functions above."""
+    """Position ids of a training variant, LongTensor of `shape` = [B, T]."""
     if variant == "base":
         return contiguous_positions(cu_seqlens, shape)
-    return anchor_offset_positions(cu_seqlens, shape, max_offset, context_window, generator)
+    return anchor_offset_positions(cu_seqlens, shape, max_offset, max_positions, generator)
 
 
 def random_lags(segments: int, depth: int, generator: torch.Generator) -> Tensor:
-    """One lag for each segment, Long [segments], uniform in 1 … depth: how stale the target's keys are."""
+    """One lag per segment, LongTensor [segments], uniform in 1 … depth.
+
+    In decoding, the query that proposes level d reads a target cache that is d tokens old. Training on lags 1 … depth
+    covers all levels of a tree of that depth.
+    """
     return torch.randint(1, depth + 1, (segments,), generator=generator)

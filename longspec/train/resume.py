@@ -1,4 +1,4 @@
-"""Where a run starts: from a saved state, from a draft whose state is gone, or from nothing."""
+"""The start of a run: from a saved state, from a draft whose state is gone, or from nothing."""
 
 import logging
 import math
@@ -12,9 +12,10 @@ from longspec.errors import UserError
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_settings
 from longspec.models.draft_layer import PUBLISHED
 from longspec.train.checkpoint import absolute_paths
-from longspec.train.config import CONFIG_NAME, TrainConfig, read_config_file
+from longspec.train.config import CONFIG_NAME, read_config_file
+from longspec.train.config_schema import TrainConfig
 from longspec.train.contents import Contents, changes, contents_of
-from longspec.train.distributed import data_parallel_place
+from longspec.train.distributed import data_parallel_rank_and_size
 from longspec.train.generations import check_folders, drafts, find_draft, find_latest, states
 from longspec.train.seals import Progress, Run, read_seal
 
@@ -24,85 +25,102 @@ RESUMED_KEYS = (
     *("seed", "loss", "variant.name", "variant.max_offset", "variant.depth", "eos_token_id", "optimizer"),
     *("learning_rate", "warmup_ratio", "weight_decay", "adam_betas", "max_grad_norm"),
     *("data.max_length", "data.pack", "data.overflow", "data.answer_only", "data.chat_format", "data.aligners"),
-    "data.templates",
+    *("data.templates", "data.chat_template_kwargs"),
     *("model.torch_dtype", "model.window"),
 )
-"""Keys that must have the values of the run that is resumed; with others it would be another run."""
+"""Keys that must have the same values as in the run that is resumed."""
 PATH_KEYS = ("data.files", "model_name_or_path")
-"""Compared where a checkpoint has no digests of what was there."""
+"""Keys that are compared if a checkpoint has no digests of the data and the target."""
 LENGTH_KEYS = ("max_steps", "num_train_epochs")
-"""May change: a run can be extended."""
+"""Keys that may change, because a run can be extended."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a launch starts. `state` is the saved state that it goes on from, `draft` a draft to warm-start from."""
+    """The point from which a launch starts."""
 
     run: Run
     state: Path | None = None
+    """DeepSpeed state to load; None to start at step 0."""
     progress: Progress = field(default_factory=lambda: Progress(0, 0))
     draft: str | None = None
+    """Draft file to start from without its optimizer state; None for the configured one."""
 
 
 def where_to_start(config: TrainConfig, target: str) -> Start:
-    """Reads the output folder and changes nothing there; for rank 0, which holds its lock.
+    """The start of a run, from what its output folder holds. Reads only. For rank 0, which holds the folder's lock.
 
-    target: the folder or hub id that `config.model_name_or_path` stands for.
-
-    Raises UserError if the launch line, the data or the target differ from the checkpoint's.
+    target: the folder or hub id that `config.model_name_or_path` resolves to. Raises UserError if the configuration,
+    the data or the target differ from those of the checkpoint.
     """
-    output, launch = Path(config.output_dir), secrets.token_hex(8)
+    output = Path(config.output_dir)
+    launch = secrets.token_hex(8)
     check_folders(output)
-    if config.resume is None and not config.overwrite_output_dir and (held := [*drafts(output), *states(output)]):
-        saved = read_seal(held[0]) if drafts(output) else None
-        step = f" of step {saved.progress.step}" if saved else ""
-        raise UserError(
-            f"config key output_dir: {output} holds a checkpoint{step} ({held[0].name}); give resume=latest to go on "
-            "from it, another output_dir, or overwrite_output_dir=true to replace it"
-        )
+    if config.resume is None and not config.overwrite_output_dir:
+        _check_unused(output)
     state = find_latest(output) if config.resume else None
-    draft = find_draft(output) if config.resume and not state else None
     contents = contents_of(config, target)
     if state is None:
+        draft = find_draft(output) if config.resume else None
         run = Run(launch, launch, overwrites=config.overwrite_output_dir, contents=contents)
-        return _without_state(config, run, draft)
+        return _start_without_state(config, run, draft)
+
     folder, progress = state
     saved = read_seal(folder)
-    before = saved.run if saved else Run()
-    check_same_run(config, folder, progress, data_parallel_place()[1], (before.contents, contents))
-    return Start(Run(before.id, launch, progress.step, contents=contents), folder, progress)
+    saved_run = saved.run if saved else Run()
+    _, world_size = data_parallel_rank_and_size()
+    check_same_run(config, folder, progress, world_size, saved_run.contents, contents)
+    return Start(Run(saved_run.id, launch, progress.step, contents=contents), folder, progress)
 
 
-def _without_state(config: TrainConfig, run: Run, draft: tuple[Path, Progress] | None) -> Start:
+def _check_unused(output: Path) -> None:
+    """Raise UserError if `output` holds a checkpoint, which a new run would replace."""
+    saved_drafts = drafts(output)
+    checkpoints = [*saved_drafts, *states(output)]
+    if not checkpoints:
+        return
+    saved = read_seal(checkpoints[0]) if saved_drafts else None
+    step = f" of step {saved.progress.step}" if saved else ""
+    raise UserError(
+        f"config key output_dir: {output} holds a checkpoint{step} ({checkpoints[0].name}); give resume=latest to "
+        "continue it, another output_dir, or overwrite_output_dir=true to replace it"
+    )
+
+
+def _start_without_state(config: TrainConfig, run: Run, draft: tuple[Path, Progress] | None) -> Start:
     if draft is None:
         if config.resume:
-            logger.warning("resume: no checkpoint in %s yet, so this run starts at step 0", config.output_dir)
+            logger.warning("resume: no checkpoint in %s yet; this run starts at step 0", config.output_dir)
         return Start(run)
     folder, progress = draft
     logger.warning(
-        "resume: %s holds a draft of step %d (%s) but no DeepSpeed state; this run starts from that draft at step 0, "
+        "resume: %s holds a draft of step %d (%s) but no DeepSpeed state; this run starts from that draft at step 0 "
         "with a new schedule and optimizer, and keeps the old draft as checkpoint-earlier-*",
-        *(config.output_dir, progress.step, folder.name),
+        config.output_dir,
+        progress.step,
+        folder.name,
     )
     return Start(run, draft=str(folder / DRAFT_WEIGHTS_NAME))
 
 
 def with_draft_options(config: TrainConfig, state: Path | None, draft: str | None) -> TrainConfig:
-    """`config` with `model.kv_layers` and `model.target_feature` of the saved run or draft that training goes on from.
+    """`config` with the `model.kv_layers` and `model.target_feature` of the state or draft that training starts from.
 
-    Raises UserError where `config` asks for others; the published ones, which are its defaults, ask for nothing.
+    Raises UserError if `config` sets other values than the saved ones. The default values are always accepted.
     """
     if state is not None:
-        source, saved = str(state), read_config_file(state / CONFIG_NAME).model.draft_options
+        source = str(state)
+        saved = read_config_file(state / CONFIG_NAME).model.draft_options
     elif draft is not None:
-        source, saved = draft, draft_settings(draft).options
+        source = draft
+        saved = draft_settings(draft).options
     else:
         return config
-    asked = config.model.draft_options
+    configured = config.model.draft_options
     for name in ("kv_layers", "target_feature"):
-        now, was = getattr(asked, name), getattr(saved, name)
-        if now not in (getattr(PUBLISHED, name), was):
-            raise UserError(f"config key model.{name}: {now}, but the draft at {source} has {was}; leave it out")
+        value, saved_value = getattr(configured, name), getattr(saved, name)
+        if value not in (getattr(PUBLISHED, name), saved_value):
+            raise UserError(f"config key model.{name}: {value}, but the draft at {source} has {saved_value}; omit it")
     model = replace(config.model, kv_layers=list(saved.kv_layers), target_feature=saved.target_feature)
     return replace(config, model=model)
 
@@ -112,60 +130,75 @@ def check_same_run(
     folder: Path,
     progress: Progress,
     world_size: int,
-    contents: tuple[Contents | None, Contents | None] = (None, None),
+    saved_contents: Contents | None = None,
+    contents: Contents | None = None,
 ) -> None:
-    """Raise UserError if `config` differs from the run in `folder` in one of RESUMED_KEYS, or its data or target in
-    contents; it names each that does.
+    """Raise UserError with all differences if `config` is not a continuation of the run saved in `folder`.
 
-    The number of ranks, the micro-batch and the ZeRO stage may change if each step takes as many rows as before. The
-    run may have another length.
+    RESUMED_KEYS and the contents of data and target must be equal. The number of ranks, the micro-batch size and the
+    ZeRO stage may change if the number of rows per step stays the same. The length of the run may change.
 
-    contents: digests of data and target when the checkpoint was saved (None in older checkpoints) and now.
+    saved_contents: digests from the checkpoint, None in older checkpoints. contents: digests of the current files.
     """
-    saved, now = (absolute_paths(c) for c in (read_config_file(folder / CONFIG_NAME), config))
+    saved = absolute_paths(read_config_file(folder / CONFIG_NAME))
+    current = absolute_paths(config)
     keys: tuple[str, ...] = RESUMED_KEYS
-    changed: list[str] = []
-    if contents[0] is None or contents[1] is None:
+    problems: list[str] = []
+    if saved_contents is None or contents is None:
         logger.info("resume: %s has no digests of its data and target; only their paths are compared", folder)
         keys = (*RESUMED_KEYS, *PATH_KEYS)
     else:
-        changed = changes(contents[0], contents[1])
-    before, after = (OmegaConf.structured(run) for run in (saved, now))
-    pairs = {key: (OmegaConf.select(before, key), OmegaConf.select(after, key)) for key in (*keys, *LENGTH_KEYS)}
-    cuts = [
-        (run.per_device_train_batch_size, run.gradient_accumulation_steps, ranks)
-        for run, ranks in ((saved, progress.world_size), (now, world_size))
-    ]
-    pairs["rows a step (micro-batch x accumulation x ranks)"] = (math.prod(cuts[0]), math.prod(cuts[1]))
-    differing = {key: f"{key} was {old}, is {new}" for key, (old, new) in pairs.items() if old != new}
-    longer = [text for key, text in differing.items() if key in LENGTH_KEYS]
-    if problems := [*(text for key, text in differing.items() if key not in LENGTH_KEYS), *changed]:
+        problems = changes(saved_contents, contents)
+    problems = [*_differences(saved, current, keys), *problems]
+
+    saved_split = _batch_split(saved, progress.world_size)
+    split = _batch_split(current, world_size)
+    if math.prod(saved_split) != math.prod(split):
+        problems.append(
+            f"rows per step (micro-batch x accumulation x ranks) was {math.prod(saved_split)}, is {math.prod(split)}"
+        )
+    if problems:
         raise UserError(f"config key resume: {folder} is of another run: {'; '.join(problems)}; make them equal")
-    if longer:
+
+    if longer := _differences(saved, current, LENGTH_KEYS):
         logger.warning(
             "resume: %s; from step %d on the learning rate follows the schedule of the new length",
-            *("; ".join(longer), progress.step + 1),
+            "; ".join(longer),
+            progress.step + 1,
         )
-    if cuts[0] != cuts[1]:
+    if saved_split != split:
         logger.warning(
-            "resume: micro-batch x accumulation x ranks was %d x %d x %d, is %d x %d x %d. Kept: the draft, the "
-            "optimizer's master weights and moments, the step, the learning rate, the order of the data. Not kept: the "
-            "lags and offsets that would have been drawn",
-            *(*cuts[0], *cuts[1]),
+            "resume: micro-batch x accumulation x ranks was %s, is %s. The draft, the optimizer state, the step, the "
+            "learning rate and the order of the data are kept; the random lags and offsets are not",
+            " x ".join(map(str, saved_split)),
+            " x ".join(map(str, split)),
         )
 
 
-def last_step(config: TrainConfig, rows: int, start: int) -> int:
-    """The number of the run's last step. Raises UserError if the run is to start after it."""
-    total = config.max_steps or math.ceil(config.num_train_epochs * rows / rows_a_step(config))
-    if start > total:
+def _differences(saved: TrainConfig, current: TrainConfig, keys: tuple[str, ...]) -> list[str]:
+    """One phrase for each of `keys` whose values differ."""
+    saved_values, values = OmegaConf.structured(saved), OmegaConf.structured(current)
+    pairs = {key: (OmegaConf.select(saved_values, key), OmegaConf.select(values, key)) for key in keys}
+    return [f"{key} was {old}, is {new}" for key, (old, new) in pairs.items() if old != new]
+
+
+def _batch_split(config: TrainConfig, world_size: int) -> tuple[int, int, int]:
+    """Rows per micro-batch, micro-batches per step, and ranks. Their product is the number of rows per step."""
+    return config.per_device_train_batch_size, config.gradient_accumulation_steps, world_size
+
+
+def last_step(config: TrainConfig, rows: int, start_step: int) -> int:
+    """The number of the run's last step. Raises UserError if that is before `start_step`."""
+    total_steps = config.max_steps or math.ceil(config.num_train_epochs * rows / rows_per_step(config))
+    if start_step > total_steps:
         raise UserError(
-            f"config key resume: the checkpoint in {config.output_dir} is of step {start}, this run ends with step "
-            f"{total}; give more max_steps or num_train_epochs"
+            f"config key resume: the checkpoint in {config.output_dir} is of step {start_step}, but this run ends with "
+            f"step {total_steps}; raise max_steps or num_train_epochs"
         )
-    return total
+    return total_steps
 
 
-def rows_a_step(config: TrainConfig) -> int:
-    """Rows that all ranks together train on in an optimizer step."""
-    return config.per_device_train_batch_size * config.gradient_accumulation_steps * data_parallel_place()[1]
+def rows_per_step(config: TrainConfig) -> int:
+    """Rows per optimizer step, over all ranks."""
+    _, world_size = data_parallel_rank_and_size()
+    return math.prod(_batch_split(config, world_size))

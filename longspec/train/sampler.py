@@ -1,4 +1,4 @@
-"""Which rows each rank trains on, and when."""
+"""The order in which ranks read the rows of the data set."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,20 +12,26 @@ from longspec.train.distributed import ignore_stop_signals
 
 
 class ResumableSampler(Sampler[list[int]]):
-    """Batches of row numbers for one rank, a function of the micro-step alone, so a run can start at any of them.
+    """Row numbers of one rank's micro-batches. They depend only on the micro-step, so a run can start at any step.
 
-    All ranks walk one endless sequence: the rows in a new order each epoch. Micro-step m takes the next
-    `batch_size` · `world_size` of it, rank after rank. An epoch's last rows share an optimizer step with the next
-    epoch's first ones, so every step has its full batch and no row is skipped or padded.
+    All ranks read one endless sequence of rows, reshuffled each epoch. Micro-step m takes the next `batch_size` ·
+    `world_size` rows, in order of rank. The last rows of an epoch share an optimizer step with the first rows of the
+    next one, so every step has a full batch and no row is skipped or padded.
     """
 
     def __init__(
         self, rows: int, batch_size: int, rank: int, world_size: int, seed: int, start: int, stop: int
     ) -> None:
-        """Micro-steps `start` … `stop` - 1 of a dataset with `rows` rows (> 0)."""
-        self.rows, self.batch_size, self.rank, self.world_size = rows, batch_size, rank, world_size
-        self.seed, self.start, self.stop = seed, start, stop
-        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+        """Sample micro-steps `start` … `stop` - 1 of a data set with `rows` rows (> 0)."""
+        self.rows = rows
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.start = start
+        self.stop = stop
+        self._epoch = -1
+        self._order = np.empty(0, dtype=np.int64)
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -36,30 +42,42 @@ class ResumableSampler(Sampler[list[int]]):
     def batch(self, micro_step: int) -> list[int]:
         """This rank's row numbers in `micro_step`."""
         first = (micro_step * self.world_size + self.rank) * self.batch_size
-        return [self._row(place) for place in range(first, first + self.batch_size)]
+        return [self._row(index) for index in range(first, first + self.batch_size)]
 
-    def _row(self, place: int) -> int:
-        epoch, index = divmod(place, self.rows)
+    def _row(self, index: int) -> int:
+        """The row number at `index` of the endless sequence."""
+        epoch, index_in_epoch = divmod(index, self.rows)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.rows)
-        return int(self._order[index])
+            self._epoch = epoch
+            self._order = np.random.default_rng([self.seed, epoch]).permutation(self.rows)
+        return int(self._order[index_in_epoch])
 
 
 def loader(
-    rows: Any, collate: Callable[[Any], dict[str, Tensor]], sampler: ResumableSampler, num_workers: int, ahead: int
+    rows: Any,
+    collate: Callable[[Any], dict[str, Tensor]],
+    sampler: ResumableSampler,
+    num_workers: int,
+    accumulation: int,
 ) -> DataLoader:
-    """Micro-batches as NumPy arrays by name. `num_workers` processes keep at least `ahead` of them ready."""
+    """Micro-batches as NumPy arrays by name.
+
+    accumulation: micro-batches per optimizer step. The `num_workers` processes together keep at least one step ready.
+    """
+    prefetch_factor = None
+    if num_workers:
+        # A step takes all of its micro-batches at once, so the next step is loaded while this one trains.
+        prefetch_factor = -(-accumulation // num_workers) + 1
     return DataLoader(
         rows,
         batch_sampler=sampler,
         collate_fn=partial(_as_arrays, collate),
         num_workers=num_workers,
-        # A step takes its whole window at once: while one trains, the next is loaded.
-        prefetch_factor=-(-ahead // num_workers) + 1 if num_workers else None,
+        prefetch_factor=prefetch_factor,
         worker_init_fn=ignore_stop_signals,
     )
 
 
 def _as_arrays(collate: Callable[[Any], dict[str, Tensor]], rows: Any) -> dict[str, np.ndarray]:
-    """A micro-batch that goes through a pipe: each tensor would hold a file open until its window is over."""
+    """Collate `rows` to arrays, which pickle by value. A tensor would hold a shared-memory file open."""
     return {name: tensor.numpy() for name, tensor in collate(rows).items()}

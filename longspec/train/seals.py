@@ -1,6 +1,6 @@
-"""Seals: a marker in a checkpoint folder lists its files with their digests and names the run that they belong to.
+"""Seals: the marker of a checkpoint folder, which lists its files with their digests and names its run.
 
-Every rank describes the files that it wrote itself; rank 0 checks that it sees them all before it seals the folder.
+Each rank describes the files that it wrote. Rank 0 checks that it sees all of them before it seals the folder.
 """
 
 import hashlib
@@ -22,23 +22,27 @@ Files = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Progress:
-    """The step of a checkpoint, the number of data-parallel ranks, and whether its evaluation was interrupted."""
+    """The progress of a run at a checkpoint."""
 
     step: int
     world_size: int
+    """Number of data-parallel ranks."""
     evaluation_due: bool = False
+    """Whether a request to stop interrupted the evaluation after this step."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """The run that wrote a checkpoint. A resumed run keeps its `id`; each launch of it has its own `launch`."""
+    """The identity of the run that wrote a checkpoint."""
 
     id: str = ""
+    """Id of the run, kept when it is resumed."""
     launch: str = ""
+    """Id of the launch, different each time the run is started or resumed."""
     start: int = 0
     """Step from which the launch started."""
     overwrites: bool = False
-    """Whether the user allowed the launch to replace the checkpoints of earlier runs."""
+    """Whether the launch may replace the checkpoints of earlier runs."""
     contents: Contents | None = None
     """Digests of data and target; None in checkpoints of older versions."""
 
@@ -53,32 +57,32 @@ class Seal:
 
 
 def describe(folder: Path, files: Iterable[Path]) -> Files:
-    """Size and digest of `files`, all in `folder`, once they are on the disk."""
+    """Size and digest of each of `files`, all in `folder`, after syncing them to disk."""
     files = list(files)
     with ThreadPoolExecutor() as pool:
-        descriptions = pool.map(_settled, files)
+        descriptions = pool.map(_synced_description, files)
         return {str(file.relative_to(folder)): entry for file, entry in zip(files, descriptions, strict=True)}
 
 
 def seal(folder: Path, progress: Progress, run: Run | None = None, reports: Sequence[Files] = ()) -> None:
-    """Mark `folder` as whole, as its last file.
+    """Write the marker, the last file of a complete checkpoint folder.
 
-    reports: what each rank wrote there (see `describe`). This process describes all other files itself. Raises
-    UserError if a reported file is not visible here, as with an output folder that is local to each host.
+    reports: each rank's description of the files that it wrote. This function describes all other files in the folder.
+    Raises UserError if a reported file is missing here, as with an output folder that is local to each host.
     """
+    files: Files = {}
     for rank, report in enumerate(reports):
-        for name, entry in report.items():
-            file = folder / name
-            if not file.is_file() or file.stat().st_size != entry["bytes"]:
-                raise UserError(
-                    f"{file}: written by rank {rank}, but rank 0 does not see it as written; "
-                    "output_dir must be one folder that all hosts share"
-                )
-    files: Files = {name: entry for report in reports for name, entry in report.items()}
-    mine = (path for path in sorted(folder.rglob("*")) if path.is_file() and str(path.relative_to(folder)) not in files)
-    files |= describe(folder, mine)
-    for inner in (path for path in folder.rglob("*") if path.is_dir()):
-        sync(inner)
+        _check_visible(folder, rank, report)
+        files |= report
+    others = [
+        path for path in sorted(folder.rglob("*")) if path.is_file() and str(path.relative_to(folder)) not in files
+    ]
+    files |= describe(folder, others)
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync(path)
+
+    # After a power failure the marker is either complete or missing.
     unfinished = folder / f"{MARKER}.tmp"
     unfinished.write_text(json.dumps(asdict(progress) | {"run": asdict(run or Run()), "files": files}))
     sync(unfinished)
@@ -86,13 +90,23 @@ def seal(folder: Path, progress: Progress, run: Run | None = None, reports: Sequ
     sync(folder)
 
 
+def _check_visible(folder: Path, rank: int, report: Files) -> None:
+    for name, entry in report.items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size != entry["bytes"]:
+            raise UserError(
+                f"{file}: written by rank {rank}, but rank 0 does not see it as written; output_dir must be one folder "
+                "that all hosts share"
+            )
+
+
 def is_whole(folder: Path) -> bool:
-    """Whether a save into `folder` was finished. `damage` checks its files."""
+    """Whether `folder` has a marker, so that the save was finished. `damage` checks the files."""
     return (folder / MARKER).is_file()
 
 
 def read_seal(folder: Path) -> Seal | None:
-    """The seal of a folder; None if its marker is not one of ours. Raises OSError."""
+    """The seal of a folder; None if its marker is invalid. Raises OSError."""
     try:
         marker = json.loads((folder / MARKER).read_text())
         progress = Progress(int(marker["step"]), int(marker["world_size"]), bool(marker.get("evaluation_due")))
@@ -106,10 +120,14 @@ def read_seal(folder: Path) -> Seal | None:
 
 
 def _run(saved: dict[str, Any]) -> Run:
+    """The run in a marker. Older versions wrote fewer fields."""
     contents = saved.get("contents")
     if contents is not None:
-        lists = (contents[name] for name in ("data", "held_out", "target"))
-        contents = Contents(*([[str(file), str(digest)] for file, digest in digests] for digests in lists))
+        contents = Contents(
+            data=_digests(contents["data"]),
+            held_out=_digests(contents["held_out"]),
+            target=_digests(contents["target"]),
+        )
     return Run(
         id=str(saved.get("id", "")),
         launch=str(saved.get("launch", "")),
@@ -119,37 +137,52 @@ def _run(saved: dict[str, Any]) -> Run:
     )
 
 
+def _digests(saved: Any) -> list[list[str]]:
+    return [[str(file), str(digest)] for file, digest in saved]
+
+
 def damage(folder: Path) -> str | None:
-    """The first thing in `folder` that is not as it was saved; None if all is."""
+    """A description of the first file in `folder` that differs from what was saved; None if there is none."""
     if not is_whole(folder):
         return f"{folder} was not saved whole (no {MARKER})"
     try:
         saved = read_seal(folder)
         if saved is None:
-            return f"{folder / MARKER} is no marker of ours"
-        for name, entry in saved.files.items():
-            file = folder / name
-            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                return f"{folder / MARKER} names {name}, a file outside the folder"
-            if not file.is_file():
-                return f"{file} is missing"
-            if file.stat().st_size != entry["bytes"]:
-                return f"{file} has {file.stat().st_size} bytes, {entry['bytes']} were saved"
-        for file in sorted(folder.rglob("*_states.pt")):
-            if str(file.relative_to(folder)) not in saved.files:
-                return f"{file} does not belong to the checkpoint"
-        for name, entry in saved.files.items():
-            if _description(folder / name) != entry:
-                return f"{folder / name} is not the file that was saved"
+            return f"{folder / MARKER} is not a valid marker"
+        return _size_damage(folder, saved.files) or _content_damage(folder, saved.files)
     except ValueError as error:  # a name with a null byte
-        return f"{folder / MARKER} names a file that cannot be ({error})"
+        return f"{folder / MARKER} names an impossible file ({error})"
     except OSError as error:
         return f"{error.filename or folder} cannot be read ({error.strerror})"
+
+
+def _size_damage(folder: Path, files: Files) -> str | None:
+    """The first missing, resized or added file. Cheap, so it comes before the digests."""
+    for name, entry in files.items():
+        file = folder / name
+        # The marker may come from a stranger.
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            return f"{folder / MARKER} names {name}, a file outside the folder"
+        if not file.is_file():
+            return f"{file} is missing"
+        if file.stat().st_size != entry["bytes"]:
+            return f"{file} has {file.stat().st_size} bytes, {entry['bytes']} were saved"
+    # Shards are found by their names, so a further one would be loaded.
+    for file in sorted(folder.rglob("*_states.pt")):
+        if str(file.relative_to(folder)) not in files:
+            return f"{file} does not belong to the checkpoint"
+    return None
+
+
+def _content_damage(folder: Path, files: Files) -> str | None:
+    for name, entry in files.items():
+        if _description(folder / name) != entry:
+            return f"{folder / name} is not the file that was saved"
     return None
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
+    """Wait until a file or folder is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -157,7 +190,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _settled(file: Path) -> dict[str, Any]:
+def _synced_description(file: Path) -> dict[str, Any]:
     sync(file)
     return _description(file)
 

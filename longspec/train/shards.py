@@ -1,9 +1,10 @@
-"""DeepSpeed's sharded optimizer state, put together parameter by parameter and cut anew for the ranks that go on.
+"""DeepSpeed's sharded optimizer state: reading it per parameter, and loading it on any number of ranks.
 
-Each rank saved flat fp32 tensors of its share of the draft: master weights, and AdamW's two moments or, of those that
-Muon trains, which are a group of their own, its one. Under ZeRO-1 and 2 the share is a piece of all of a group's
-parameters laid end to end, and the file says what of it is whose. Under ZeRO-3 it is a piece of each parameter, all
-ranks' equally long, the last one's padded.
+Each rank saves flat fp32 tensors with its share of the draft: the master weights and the optimizer's moments. AdamW has
+two moments. Parameters that Muon trains form their own group and have one.
+
+- ZeRO-1 and 2: a group's parameters are concatenated and cut into one piece per rank. The file maps pieces to names.
+- ZeRO-3: each parameter is cut into equally long pieces, one per rank, and the last piece is padded.
 """
 
 import math
@@ -25,43 +26,48 @@ from torch import Tensor
 from longspec.errors import UserError
 from longspec.models.draft_files import DRAFT_PREFIX
 from longspec.models.target_files import WEIGHT_ERRORS, weight_problem
-from longspec.train.distributed import data_parallel_place
+from longspec.train.distributed import data_parallel_rank_and_size
 
 MASTERS = "master weights"
+"""Kind of state that is not a moment: the fp32 weights."""
 ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
 MUON_MOMENT = "momentum_buffer"
 
 
 def enum_member(kind: Any, name: str) -> int:
-    """Stands for `getattr`, by which Python 3.11.0 to 3.11.2 pickles the members of an enumeration."""
+    """Restricted `getattr` for unpickling. Python 3.11.0 to 3.11.2 pickle enum members as attributes of their class."""
     if kind is not zero_stage or name not in ZeroStageEnum.__members__:
-        raise UnpicklingError(f"{name} of {kind}, which is no member of ZeroStageEnum")
+        raise UnpicklingError(f"{name} of {kind} is not a member of ZeroStageEnum")
     return int(ZeroStageEnum[name])
 
 
-# The name under which torch's loader looks it up.
-enum_member.__module__, enum_member.__name__, enum_member.__qualname__ = "builtins", "getattr", "getattr"
+# torch's loader looks allowed functions up by module and name.
+enum_member.__module__ = "builtins"
+enum_member.__name__ = "getattr"
+enum_member.__qualname__ = "getattr"
 
 
 def zero_stage(value: int) -> int:
-    """Stands for ZeroStageEnum, as a number. Members of an enumeration exist once in a process, and torch's loader lets
-    a file set the attributes of every object that it may create."""
+    """Replacement for ZeroStageEnum in unpickling, which returns a plain number.
+
+    A pickle may set attributes on every object that it creates, and enum members are shared by the whole process.
+    """
     return int(ZeroStageEnum(value))
 
 
-# The name under which torch's loader looks it up.
-zero_stage.__module__, zero_stage.__qualname__ = ZeroStageEnum.__module__, ZeroStageEnum.__qualname__
+zero_stage.__module__ = ZeroStageEnum.__module__
+zero_stage.__qualname__ = ZeroStageEnum.__qualname__
 zero_stage.__name__ = ZeroStageEnum.__name__
 
 SAVED_CLASSES = [LossScaler, zero_stage, enum_member, fragment_address]
-"""Classes in DeepSpeed's files other than tensors and numbers. A file with any other one is refused, not run."""
+"""Classes and functions in DeepSpeed's files besides tensors and numbers. Files with others are rejected."""
 
 
 class Shards:
-    """The optimizer state in a saved DeepSpeed state (`last_ds`), read as far as it is asked for."""
+    """The optimizer state in a saved DeepSpeed state (`last_ds`). Tensors are read from disk when they are used."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises UserError as `load_plain` does."""
+        """Raises UserError for files that are not plain state (see `load_plain`)."""
         states = folder / (folder / "latest").read_text().strip()
         files = sorted(states.glob("*_optim_states.pt"), key=_rank)
         self.ranks: list[dict[str, Any]] = [load_plain(file)["optimizer_state_dict"] for file in files]
@@ -69,25 +75,29 @@ class Shards:
         self.shapes: dict[str, torch.Size] = {
             name.removeprefix(DRAFT_PREFIX): shape for group in groups for name, shape in group.items()
         }
-        self.by_parameter = "fp32_flat_groups" in self.ranks[0]  # ZeRO-3
+        self.is_zero3 = "fp32_flat_groups" in self.ranks[0]
 
     @property
     def step(self) -> int:
-        """How many steps AdamW has taken."""
+        """The number of steps that AdamW has taken."""
         return next(int(state["step"]) for state in self._states(self.ranks[0]) if "step" in state)
 
     def parameters(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """(name, without `draft_model.`; fp32 tensor of its shape on the CPU) of the MASTERS or moment of each
-        parameter that has one."""
-        pieces = self._pieces_by_parameter(kind) if self.by_parameter else self._pieces_end_to_end(kind)
+        """Name and fp32 tensor of each parameter that has state of `kind`: MASTERS or the name of a moment.
+
+        Names are without the prefix `draft_model.`. Tensors have the parameter's shape and are on the CPU.
+        """
+        pieces = self._zero3_pieces(kind) if self.is_zero3 else self._concatenated_pieces(kind)
         for name, shape in self.shapes.items():
             if name in pieces:
+                # ZeRO-3 pads the last piece.
                 yield name, torch.cat(pieces[name])[: shape.numel()].view(shape)
 
-    def _pieces_end_to_end(self, kind: str) -> dict[str, list[Tensor]]:
+    def _concatenated_pieces(self, kind: str) -> dict[str, list[Tensor]]:
+        """The pieces of each parameter in order of rank, under ZeRO-1 and 2."""
         pieces = defaultdict(list)
         for rank in self.ranks:
-            for flat, addresses in zip(self._flats(rank, kind), rank["param_slice_mappings"], strict=True):
+            for flat, addresses in zip(self._flat_tensors(rank, kind), rank["param_slice_mappings"], strict=True):
                 if flat is None:
                     continue
                 for name, address in addresses.items():
@@ -95,27 +105,32 @@ class Shards:
                     pieces[name.removeprefix(DRAFT_PREFIX)].append(piece)
         return pieces
 
-    def _pieces_by_parameter(self, kind: str) -> dict[str, list[Tensor]]:
+    def _zero3_pieces(self, kind: str) -> dict[str, list[Tensor]]:
+        """The pieces of each parameter in order of rank, under ZeRO-3; {} if there is no state of `kind`."""
         lengths = [math.ceil(shape.numel() / len(self.ranks)) for shape in self.shapes.values()]
-        flats = [[flat for flat in self._flats(rank, kind) if flat is not None] for rank in self.ranks]
-        if not all(flats):
-            return {}
-        cut = [torch.cat(mine).split(lengths) for mine in flats]
-        return dict(zip(self.shapes, map(list, zip(*cut, strict=True)), strict=True))
+        pieces: dict[str, list[Tensor]] = {name: [] for name in self.shapes}
+        for rank in self.ranks:
+            flat_tensors = [flat for flat in self._flat_tensors(rank, kind) if flat is not None]
+            if not flat_tensors:
+                return {}
+            for name, piece in zip(self.shapes, torch.cat(flat_tensors).split(lengths), strict=True):
+                pieces[name].append(piece)
+        return pieces
 
-    def _flats(self, rank: dict[str, Any], kind: str) -> list[Tensor | None]:
-        """Group by group; None for a group that has no such moment."""
+    def _flat_tensors(self, rank: dict[str, Any], kind: str) -> list[Tensor | None]:
+        """A rank's flat tensor of each group; None for a group without state of `kind`."""
         if kind == MASTERS:
-            return rank["fp32_flat_groups" if self.by_parameter else "single_partition_of_fp32_groups"]
+            return rank["fp32_flat_groups" if self.is_zero3 else "single_partition_of_fp32_groups"]
         return [state.get(kind) for state in self._states(rank)]
 
     def _states(self, rank: dict[str, Any]) -> list[dict[str, Any]]:
-        states = rank["optimizer_state_dict" if self.by_parameter else "base_optimizer_state"]["state"]
+        """A rank's optimizer state of each group."""
+        states = rank["optimizer_state_dict" if self.is_zero3 else "base_optimizer_state"]["state"]
         return [states[number] for number in sorted(states)]
 
 
 def load_plain(file: Path) -> dict[str, Any]:
-    """What DeepSpeed saved, its tensors left on the disk until they are used. UserError for a file with more in it."""
+    """The content of a DeepSpeed file, with tensors memory-mapped. Raises UserError if it could run code."""
     try:
         with torch.serialization.safe_globals(SAVED_CLASSES):
             return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
@@ -124,39 +139,55 @@ def load_plain(file: Path) -> dict[str, Any]:
 
 
 def _rank(file: Path) -> int:
-    found = re.search(r"pp_rank_(\d+)", file.name)
-    return int(found[1]) if found else 0
+    """The rank in a file's name, which text order would sort as 0, 1, 10, 2."""
+    match = re.search(r"pp_rank_(\d+)", file.name)
+    return int(match[1]) if match else 0
 
 
 def adopt(engine: Any, shards: Shards) -> None:
-    """Put saved master weights, moments and step count into an engine that has not stepped yet, on any number of ranks.
+    """Load saved master weights, moments and step count into an engine that has not stepped yet.
 
-    Which of them lie where is the engine's affair: it lets one write whole master weights, so each moment goes there
-    first and is copied from there to its own place.
+    The number of ranks may differ from that of the save. Before the first step, DeepSpeed can write a whole parameter
+    only into the sharded master weights. Each moment is therefore written there first and copied to its own tensors;
+    the master weights themselves come last.
     """
     parameters = dict(engine.module.draft_model.named_parameters())
     optimizer = engine.optimizer.optimizer
-    groups = optimizer.param_groups
-    muons = [flat for group in groups if group.get("use_muon") for flat in group["params"]]
-    adamws = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3 tells AdamW of them step by step
-    if adamws is None:
-        adamws = [flat for group in groups if not group.get("use_muon") for flat in group["params"]]
+    muon_flats, adamw_flats = _flat_parameters(engine)
+    flats_by_kind = {MUON_MOMENT: muon_flats, MASTERS: []}
     for kind in (*ADAMW_MOMENTS, MUON_MOMENT, MASTERS):
         for name, value in shards.parameters(kind):
             _set_master(parameters[name], value)
-        for flat in {MUON_MOMENT: muons, MASTERS: []}.get(kind, adamws):
+        for flat in flats_by_kind.get(kind, adamw_flats):
             optimizer.state[flat][kind] = flat.detach().clone()
-    adamw = getattr(optimizer, "aux_optimizer", optimizer)  # Muon's own, for what it does not train
-    step, is_torchs = shards.step, isinstance(adamw, torch.optim.AdamW)  # DeepSpeed's own counts in plain numbers
-    for flat in adamws:
-        optimizer.state[flat]["step"] = torch.tensor(float(step)) if is_torchs else step
+
+    # Muon trains the other parameters with an AdamW of its own. torch's AdamW counts steps in a tensor, DeepSpeed's in
+    # a number.
+    adamw = getattr(optimizer, "aux_optimizer", optimizer)
+    in_tensor = isinstance(adamw, torch.optim.AdamW)
+    step = shards.step
+    for flat in adamw_flats:
+        optimizer.state[flat]["step"] = torch.tensor(float(step)) if in_tensor else step
+
+
+def _flat_parameters(engine: Any) -> tuple[list[Any], list[Any]]:
+    """The flat master weights that Muon trains and those that AdamW trains, by group."""
+    groups = engine.optimizer.optimizer.param_groups
+    muon_flats = [flat for group in groups if group.get("use_muon") for flat in group["params"]]
+    # ZeRO-3 fills AdamW's groups only during a step.
+    adamw_flats = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)
+    if adamw_flats is None:
+        adamw_flats = [flat for group in groups if not group.get("use_muon") for flat in group["params"]]
+    return muon_flats, adamw_flats
 
 
 def _set_master(parameter: Any, value: Tensor) -> None:
+    """Write a whole parameter into its sharded master weights."""
     if not hasattr(parameter, "ds_tensor"):
         safe_set_full_fp32_param(parameter, value)
         return
-    length = parameter.ds_tensor.numel()  # DeepSpeed's own cut leaves no room for the last rank's padding
-    start = data_parallel_place()[0] * length
-    mine = value.flatten()[start : start + length]
-    safe_set_local_fp32_param(parameter, F.pad(mine, (0, length - len(mine))))
+    # ZeRO-3. DeepSpeed's own function for whole parameters does not pad the last rank's piece.
+    length = parameter.ds_tensor.numel()
+    rank, _ = data_parallel_rank_and_size()
+    piece = value.flatten()[rank * length : (rank + 1) * length]
+    safe_set_local_fp32_param(parameter, F.pad(piece, (0, length - len(piece))))

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from longspec.inference.tasks import TASKS
+from longspec.longbench.tasks import TASKS
 from scripts.pipeline.files import ANSWERS, HELD_OUT_TEXTS, LONG_TEXTS, TEXTS, write_jsonl
 from scripts.pipeline.sources import (
     HELD_OUT,

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from longspec.inference.report import SAMPLES_NAME, SUMMARY_NAME
+from longspec.longbench.report import SAMPLES_NAME, SUMMARY_NAME
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME
 from longspec.models.glide import GlideMixin
 from longspec.models.llama import LlamaGlide

@@ -11,7 +11,7 @@ from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
-from longspec.kernels.watch import Watch
+from longspec.kernels.shared.watch import Watch
 from longspec.models.glide import GlideMixin
 
 

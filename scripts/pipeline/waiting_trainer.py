@@ -6,7 +6,7 @@ Its stdin is a socket (`machine.run` with a turn): it writes a byte when all is 
 import os
 import sys
 
-from longspec.train.trainer import main
+from longspec.train.run import main
 
 
 def await_turn() -> None:

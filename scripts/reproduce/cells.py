@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longspec.inference.tree_shapes import DEFAULT_SHAPE
+from longspec.inference.methods import DEFAULT_SHAPE
 
 CELLS = "cells.jsonl"
 CELL_FIELDS = ("name", "temperature", "task", "context", "seed")

@@ -14,8 +14,9 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from longspec import generate
-from longspec.inference.report import device_name, versions
-from longspec.inference.tree_shapes import DEFAULT_SHAPE, draft_fingerprint
+from longspec.inference.device import device_name, versions
+from longspec.inference.methods import DEFAULT_SHAPE
+from longspec.inference.shape_cache import draft_fingerprint
 from scripts.pipeline.files import write_json
 from scripts.reproduce.baselines import BASELINES, LOOKUP_TOKENS, BaselineFailed, Transformers
 from scripts.reproduce.cells import CELLS, Budget, Cell, CellLog, Measurement

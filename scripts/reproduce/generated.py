@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from longspec import generate
-from longspec.models.families import FAMILIES
+from longspec.models.families import family_class
 from longspec.models.target_files import load_tokenizer, read_config
 from scripts.pipeline.files import TEXTS, read_jsonl, write_jsonl
 from scripts.pipeline.machine import gpus
@@ -33,7 +33,8 @@ def write_generated(folder: Path, corpus: Path, target: Path, settings: Generati
     config = read_config(str(target))
     tokenizer: Any = load_tokenizer(str(target), config)
     device, dtype = ("cuda", torch.bfloat16) if gpus() else ("cpu", torch.float32)
-    pair: Any = FAMILIES[config.model_type].from_pretrained(target, torch_dtype=dtype)
+    family: Any = family_class(config, str(target))
+    pair = family.from_pretrained(target, torch_dtype=dtype)
     model = pair.to(device).eval()
     write_jsonl(folder / TEXTS, ({"text": text} for text in generated(model, tokenizer, corpus, settings)))
 

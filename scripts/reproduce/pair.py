@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspec.inference.tasks import Question, encode_question
-from longspec.models.families import FAMILIES
-from longspec.models.glide import GlideMixin
+from longspec.longbench.prompts import Question, encode_question
+from longspec.models.families import family_class
 from longspec.models.target_files import load_tokenizer, read_config
 from scripts.pipeline.files import read_jsonl
 from scripts.pipeline.quality import distinct_share
@@ -51,7 +50,7 @@ def load_pair(target: Path, draft: Path) -> LoadedPair:
     """bf16 on a CUDA device, else fp32 on the CPU."""
     cuda = torch.cuda.is_available()
     config = read_config(str(target))
-    family: type[GlideMixin] = FAMILIES[config.model_type]
+    family = family_class(config, str(target))
     dtype = torch.bfloat16 if cuda else torch.float32
     model: Any = family.from_pretrained(target, glide_path=draft, torch_dtype=dtype)
     return LoadedPair(model.to("cuda" if cuda else "cpu").eval(), load_tokenizer(str(target), config))

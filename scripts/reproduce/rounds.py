@@ -13,7 +13,8 @@ from torch import Tensor
 
 from benchmarks.ceilings import captured_ms, measure_ceilings
 from longspec.inference.select_runner import make_runner
-from longspec.kernels.attention import DecodingAttention, decoding_attention
+from longspec.kernels.decoding.attention import decoding_attention
+from longspec.kernels.decoding.attention_interface import DecodingAttention
 from longspec.models.draft_layer import head_dim
 from scripts.reproduce.pair import LoadedPair
 

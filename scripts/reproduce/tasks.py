@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from longspec.inference.tasks import TASKS, Task
+from longspec.longbench.tasks import TASKS, Task
 from scripts.pipeline.files import write_jsonl
 from scripts.pipeline.machine import threads
 from scripts.pipeline.sources import SourceFile, by_package, heading, line_after, whole_lines

@@ -1,7 +1,7 @@
 """However a step's rows are cut over ranks, shards and micro-batches, the draft's training is the same.
 
-Twelve steps of four rows on the same tiny pair and the same order of data, on the real launcher, each against one rank
-with ZeRO-1 in fp32 and the four rows in one micro-batch. The base variant, for lags are drawn for each micro-batch and
+Twelve steps of four rows on the same tiny pair and the same order of data, each against one rank with ZeRO-1 in fp32
+and the four rows in one micro-batch. The base variant, for lags are drawn for each micro-batch and
 rank. Every run goes through tests/watched_run.py: on each rank only the draft has gradients, and not a byte of the
 target changes. (The row "fused or plain loss" needs no launcher: tests/unit/test_trainer.py.)
 
@@ -23,7 +23,8 @@ from training_fixtures import NEEDS_MUON, ROOT, launched, make_target, metrics, 
 
 from longspec.models.draft_files import load_draft
 from longspec.models.target_split import split_target
-from longspec.train.config import TrainConfig, load_config
+from longspec.train.config import load_config
+from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import build_pair, cosine_with_warmup
 
 pytestmark = pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Evaluation on the real launcher: training does not notice it, a resumed run repeats it, the best draft is kept."""
+"""Evaluation during training on two ranks: it leaves training unchanged, resumes repeat it, the best draft is kept."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The real launch line on two CPU ranks: what it computes, leaves behind, and goes on from."""
+"""Training on two CPU ranks: what it computes, leaves behind, and goes on from. The first test has the launcher."""
 
 import math
 import shutil
@@ -10,7 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from training_fixtures import ROOT, launch, launched, make_target, metrics, plain_training, write_answers, write_texts
+from training_fixtures import (
+    ROOT,
+    deepspeed_launch,
+    launch,
+    launched,
+    make_target,
+    metrics,
+    plain_training,
+    write_answers,
+    write_texts,
+)
 
 from longspec.models.draft_files import load_draft
 from longspec.train.config import load_config
@@ -29,7 +39,8 @@ def test_two_ranks_train_as_one_plain_loop_does(tmp_path: Path) -> None:
     config = load_config(["-cp", str(ROOT / "conf/exp"), "-cn", STAGES[0], *overrides])
     assert config is not None
     losses, weights = plain_training(config, steps=3, ranks=2)
-    launched(STAGES[0], *overrides)
+    result = deepspeed_launch(STAGES[0], *overrides)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
     logged = metrics(tmp_path / "out")
     assert [line["step"] for line in logged] == [1, 2, 3]
     assert [line["loss"] for line in logged] == pytest.approx(losses, rel=1e-5)

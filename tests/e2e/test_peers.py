@@ -1,4 +1,4 @@
-"""Ranks in a device call, without a launcher: what they do when one is missing, dies, throws or is stopped."""
+"""Ranks in a device call, without a launcher: what they do when one is missing, dies or is stopped."""
 
 import subprocess
 import sys
@@ -12,9 +12,9 @@ RANKS = 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["dies", "throws", "stops"])
+@pytest.mark.parametrize("fault", ["dies", "stops"])
 def test_ranks_that_hear_nothing_end_soon_after_one_that_is_lost(fault: str) -> None:
-    """Each names the lost rank and prints its own stack; the one that throws ends, too, though its end is stuck.
+    """Each names the lost rank and prints its own stack.
 
     Before the others are started, the first rank says once that it waits for them.
     """
@@ -43,7 +43,6 @@ def test_ranks_that_hear_nothing_end_soon_after_one_that_is_lost(fault: str) -> 
         for rank in ranks:
             rank.kill()
     assert all(rank.returncode for rank in ranks)
-    assert fault != "throws" or "ValueError: this rank has had enough" in said_by_lost
     assert "waits for the others" not in said_by_lost
     how = "rank 1 does not answer" if fault == "stops" else "rank 1 is gone"
     for other in said:

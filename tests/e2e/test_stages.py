@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Lock
 
+import pytest
 from training_fixtures import NEEDS_MUON, make_target, metrics, write_texts
 
 from longspec.train.config import CONFIG_NAME, read_config_file
@@ -16,6 +17,7 @@ LOADED = "end bf16_ optimizer"
 """What DeepSpeed prints when the engine is there."""
 
 
+@pytest.mark.slow
 @NEEDS_MUON
 def test_a_stage_trains_in_its_turn(tmp_path: Path) -> None:
     """As one rank, whatever the machine has, with Muon, from a warm start; all is loaded by then, no step taken. The

@@ -1,4 +1,4 @@
-"""The real launch line with `tp_size=2`: the run that whole targets would give, from its losses to its files."""
+"""Training with `tp_size=2`: the run that whole targets would give, from its losses to its files."""
 
 import shutil
 from dataclasses import dataclass
@@ -109,5 +109,5 @@ def test_ranks_that_make_no_groups_are_one_line(run: Run) -> None:
     result = launch(EXPERIMENT, *run.arguments("refused", True), ranks=1)
     errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
     assert result.returncode == 2 and len(errors) == 1, result.stderr[-3000:]
-    assert "config key tp_size: 1 ranks make no groups of 2" in errors[0]
+    assert "config key tp_size: 1 ranks cannot form groups of 2" in errors[0]
     assert "Traceback" not in result.stderr

@@ -28,7 +28,7 @@ from longspec.cli.app import app
 from longspec.cli.session import Session
 from longspec.cli.stream import STYLES, AnswerStream
 from longspec.errors import UserError
-from longspec.inference import tree_shapes
+from longspec.inference import shape_cache, tree_shapes
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -129,7 +129,7 @@ def test_prompts_that_leave_no_room_are_named_before_anything_is_generated(targe
 
 
 def test_bench_measures_what_the_pair_can_do(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_shapes, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(shape_cache, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(tree_shapes, "CANDIDATES", ((2, 2), (1, 1)))
     given = ["--max_new_tokens", 3, "--png", tmp_path / "a.png"]
     result = invoke("bench", target, *given)
@@ -153,7 +153,7 @@ def opened(target: Path) -> pairs.LoadedPair:
 def said(session: Session, *messages: str) -> str:
     """What the terminal shows for some lines of input."""
     for message in messages:
-        session.take(message)
+        session.handle_line(message)
     return session.console.file.getvalue()  # type: ignore[attr-defined]
 
 

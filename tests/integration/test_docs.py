@@ -14,8 +14,8 @@ import pytest
 import typer
 
 from longspec.cli.app import app
-from longspec.inference import regenerate_command
-from longspec.inference.command import parse_options
+from longspec.longbench.command import parse_options
+from longspec.regenerate import command as regenerate_command
 from longspec.train.config import compose_config, typed
 
 ROOT = Path(__file__).parents[2]

@@ -120,3 +120,12 @@ def test_draft_cache_does_not_grow_with_the_prompt(tmp_path: Path) -> None:
     short.start(torch.zeros(1, 3, dtype=torch.long), torch.tensor([3]))
     long.start(torch.zeros(1, 3000, dtype=torch.long), torch.tensor([3000]))
     assert short.draft.cache.keys.shape == long.draft.cache.keys.shape == (1, 2, WINDOW + 1 + sum(SHAPE), 8)
+
+
+def test_a_drafter_too_large_for_the_cache_is_refused(tmp_path: Path) -> None:
+    model = make_pair(tmp_path)
+    runner = Runner(model)
+    prompts = torch.zeros(1, 3, dtype=torch.long)
+    engine = Engine(runner, TreeDrafter(runner, 1, SHAPE, GREEDY, "descend"), GREEDY, prompts, [3], max_new_tokens=8)
+    with pytest.raises(ValueError, match=f"no room for {1 + engine.capacity} nodes"):
+        engine.switch_drafter(TreeDrafter(runner, 1, (1, engine.capacity - 1), GREEDY, "descend"))

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from longspec import generate
 from longspec.errors import UserError
-from longspec.inference.answering import Answerer, Request
 from longspec.inference.methods import GLIDE_METHODS, METHODS
 from longspec.models.glide import GlideMixin
+from longspec.regenerate.answering import Answerer, Request
 
 SETTINGS = {"tree_shape": (2, 3), "gamma": 3, "max_new_tokens": 12, "seed": 0}
 RULES = [*({"method": method} for method in METHODS), {"method": "tree", "tree_rule": "descend"}]

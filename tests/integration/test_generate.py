@@ -34,8 +34,7 @@ def padded(rows: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("family", "side"), zip(FAMILIES, ("left", "right", "left", "right"), strict=True))
 def test_greedy_tokens_are_the_targets_own(tmp_path: Path, method: str, family: str, side: str, device: str) -> None:
     model = make_pair(tmp_path, family, num_key_value_heads=1 if side == "left" else 4).to(device)
     rows = prompts(1, 7, 30)
@@ -315,7 +314,7 @@ def test_same_seed_same_samples(tmp_path: Path, settings: dict) -> None:
         ({"streamer": print}, "streamer"),
         ({"attention": "fast"}, "attention"),
         ({"stopping_criteria": print}, "stopping_criteria"),
-        ({"do_sample": True}, "do_sample: no argument"),
+        ({"do_sample": True}, "do_sample: not an argument"),
         ({"repetition_penalty": 1.3}, "repetition_penalty: 1.3"),
         ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size: 2"),
         ({"bad_words_ids": [[3]]}, "bad_words_ids"),

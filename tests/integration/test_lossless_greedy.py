@@ -12,12 +12,12 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from oracles import Oracle, Plan, passes_of
-from pairs import FAMILIES, OPTIONS, tiny_config
+from pairs import FAMILIES, GLIDE, OPTIONS, tiny_config
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from longspec import LlamaGlide, Qwen2Glide, generate
+from longspec import generate
 from longspec.inference import engine as engine_module
 from longspec.inference import generate as generate_module
 from longspec.inference.drafting import magicdec
@@ -28,7 +28,6 @@ from longspec.models.glide import GlideMixin
 
 TIE = 1e-5
 """Logits closer than this may change places between two ways to compute them."""
-GLIDE = {"llama": LlamaGlide, "qwen2": Qwen2Glide}
 
 
 @dataclass(frozen=True)
@@ -261,8 +260,7 @@ def test_an_extended_draft_is_lossless(method: str) -> None:
     assert set(seen) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("method", METHODS[1:])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "method"), zip(FAMILIES, METHODS[1:], strict=True))
 def test_every_accepted_length_meets_every_place_of_eos(family: str, method: str) -> None:
     """In both rows, at different times; the tokens are distinct, so that EOS comes where it is put."""
     case = Case(Target(family, vocab=499), method, lengths=(9, 4), max_new_tokens=12, tree_shape=(2, 4, 3, 2), gamma=4)

@@ -4,6 +4,7 @@ A vocabulary of 4 and three tokens: 64 outcomes, whose exact probabilities the t
 family-wise level of 1e-3 over all of them; what they can see is itself tested.
 """
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from distributions import hardest_to_see, p_value
 from faults import IN_CORRELATIONS, IN_THE_OUTPUT
-from pairs import make_pair
+from pairs import FAMILIES, make_pair
 from torch import Tensor
 from transformers import (
     EpsilonLogitsWarper,
@@ -38,11 +39,15 @@ METHODS: dict[str, dict[str, Any]] = {
     "lookup": {"method": "lookup", "gamma": 2},
 }
 TEMPERATURES = (0.6, 1.0, 1.5)
-WARPS: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.8}, {"top_k": 3})
 EXTRA_WARPS: tuple[dict[str, Any], ...] = tuple(
     {"temperature": 1.5} | warp for warp in ({"min_p": 0.25}, {"typical_p": 0.8}, {"epsilon_cutoff": 0.15})
 )
-CASES = [(method, {"temperature": t} | warp) for method in METHODS for t in TEMPERATURES for warp in WARPS]
+# Each method under each warper; each method meets each temperature, and each warper does.
+CASES = [
+    (method, {"temperature": TEMPERATURES[(row + column) % 3]} | warp)
+    for row, method in enumerate(METHODS)
+    for column, warp in enumerate(({}, {"top_p": 0.8}, {"top_k": 3}))
+]
 CASES += [(method, warp) for method in METHODS for warp in EXTRA_WARPS]
 # One setting a method in the fast tests, each temperature and each warper once.
 FAST_WARPS: tuple[dict[str, Any], ...] = (
@@ -56,25 +61,25 @@ FAST_WARPS: tuple[dict[str, Any], ...] = (
 FAST = list(zip(METHODS, FAST_WARPS, strict=True))
 FAST += zip(("seq", "tree", "tree, descend"), EXTRA_WARPS, strict=True)
 LEVEL = 1e-3 / (len(CASES) + len(FAST))
-TRIALS = 2**17
-DISTANCE = 0.02
-"""Total-variation error that TRIALS rows show, and an eighth of them in the fast tests if it is three times that."""
+TRIALS = 2**16
+DISTANCE = 0.028
+"""Total-variation error that TRIALS rows show, and a quarter of them in the fast tests if it is twice that."""
 BATCH_1_LEVEL, BATCH_1_TRIALS, BATCH_1_DISTANCE = 1e-3 / len(METHODS), 2000, 0.1
 PROMPTS = torch.tensor([[0, 0, 0, 0, 0, 0, 2], [3, 1, 0, 2, 2, 1, 3]])
 MASK = torch.tensor([[0, 0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 1, 1]])
 
 
-@pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GlideMixin:
+@pytest.fixture(params=["llama"])
+def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GlideMixin:
     """Drafts are often wrong; windows are short, so that the draft's ring turns and magicdec leaves keys out."""
     monkeypatch.setattr(magicdec, "SINK", 1)
     monkeypatch.setattr(magicdec, "RECENT", 2)
-    return small_pair(tmp_path, DraftOptions(window=8))
+    return small_pair(tmp_path, DraftOptions(window=8), request.param)
 
 
-def small_pair(folder: Path, options: DraftOptions) -> GlideMixin:
+def small_pair(folder: Path, options: DraftOptions, family: str = "llama") -> GlideMixin:
     layout = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_key_value_heads": 1}
-    return make_pair(folder, vocab_size=VOCAB, num_attention_heads=2, seed=1, options=options, **layout)
+    return make_pair(folder, family, vocab_size=VOCAB, num_attention_heads=2, seed=1, options=options, **layout)
 
 
 def samples(model: GlideMixin, method: str, warp: dict[str, Any], rows: int, count: int, seed: int = 0) -> Tensor:
@@ -121,7 +126,7 @@ def law_of_three(model: GlideMixin, warp: dict[str, Any]) -> Tensor:
 def test_extra_warps_change_the_law(model: GlideMixin, warp: dict) -> None:
     """By more than the test sees, and several continuations remain."""
     plain, warped = law_of_three(model, {"temperature": warp["temperature"]}), law_of_three(model, warp)
-    assert ((plain - warped).abs().sum(1) / 2 > 3 * DISTANCE).all() and ((warped > 0.02).sum(1) > 3).all()
+    assert ((plain - warped).abs().sum(1) / 2 > 2 * DISTANCE).all() and ((warped > 0.02).sum(1) > 3).all()
 
 
 def count_threes(tokens: Tensor) -> Tensor:
@@ -136,11 +141,12 @@ def fit(model: GlideMixin, method: str, warp: dict[str, Any], trials: int) -> fl
 
 
 @pytest.mark.parametrize(
-    ("method", "warp", "trials"),
+    ("model", "method", "warp", "trials"),
     [
-        *((method, warp, TRIALS // 8) for method, warp in FAST),
-        *(pytest.param(method, warp, TRIALS, marks=pytest.mark.slow) for method, warp in CASES),
+        *((family, method, warp, TRIALS // 4) for family, (method, warp) in zip(cycle(FAMILIES), FAST, strict=False)),
+        *(pytest.param("llama", method, warp, TRIALS, marks=pytest.mark.slow) for method, warp in CASES),
     ],
+    indirect=["model"],
 )
 def test_three_tokens_follow_the_targets_law(
     model: GlideMixin, method: str, warp: dict, trials: int, device: str
@@ -151,7 +157,7 @@ def test_three_tokens_follow_the_targets_law(
 
 def test_tokens_of_an_extended_draft_follow_the_targets_law(tmp_path: Path, device: str) -> None:
     pair = small_pair(tmp_path, DraftOptions(window=8, kv_layers=(0,), target_feature=True))
-    assert fit(pair.to(device), "tree", {"temperature": 1.0}, TRIALS // 8) > LEVEL
+    assert fit(pair.to(device), "tree", {"temperature": 1.0}, TRIALS // 4) > LEVEL
 
 
 @pytest.mark.slow
@@ -174,7 +180,7 @@ def test_the_test_sees_small_errors(model: GlideMixin, warp: dict) -> None:
     laws = law_of_three(model, warp)
     for rows, trials, level, distance in (
         (laws, TRIALS // len(PROMPTS), LEVEL, DISTANCE),
-        (laws, TRIALS // 8 // len(PROMPTS), LEVEL, 3 * DISTANCE),
+        (laws, TRIALS // 4 // len(PROMPTS), LEVEL, 2 * DISTANCE),
         (laws[1:], BATCH_1_TRIALS, BATCH_1_LEVEL, BATCH_1_DISTANCE),
     ):
         wrong = torch.stack([hardest_to_see(law, distance) for law in rows])
@@ -191,9 +197,9 @@ def test_the_test_sees_small_errors(model: GlideMixin, warp: dict) -> None:
     ("name", "method"), [(name, method) for name, fault in IN_THE_OUTPUT.items() for method in fault.methods]
 )
 def test_planted_faults_are_seen(model: GlideMixin, name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first test fails for each of them, with an eighth of the rows already."""
+    """The first test fails for each of them, with a quarter of the rows already."""
     IN_THE_OUTPUT[name].plant(monkeypatch)
-    assert fit(model, method, {"temperature": 1.5} | IN_THE_OUTPUT[name].warp, TRIALS // 8) < LEVEL
+    assert fit(model, method, {"temperature": 1.5} | IN_THE_OUTPUT[name].warp, TRIALS // 4) < LEVEL
 
 
 def correlations(model: GlideMixin, method: str) -> dict[str, float]:
@@ -223,7 +229,9 @@ def correlations(model: GlideMixin, method: str) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(one, marks=[] if one in ("seq", "tree") else pytest.mark.slow) for one in METHODS]
+)
 def test_draws_have_nothing_to_do_with_each_other(model: GlideMixin, method: str, device: str) -> None:
     """16,384 rows of 8 tokens: no standard score above 5.5, of 80 whose chance is 4e-8 each."""
     scores = correlations(model.to(device), method)

@@ -11,11 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from longspec.models.llama import LlamaGlide
+from longspec.models.mistral import MistralGlide
 from longspec.models.qwen2 import Qwen2Glide
+from longspec.models.qwen3 import Qwen3Glide
 from longspec.models.target_split import split_target
 from longspec.train.distributed import keep_drafts_equal
-from longspec.train.evaluation import Scores
-from longspec.train.loss import Objective
+from longspec.train.evaluation import DraftScores
+from longspec.train.loss import DraftLoss
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "GQA": (LlamaGlide, {"vocab_size": 61}),
@@ -23,6 +25,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "biases of all products": (LlamaGlide, {"attention_bias": True, "mlp_bias": True}),
     "head_dim": (Qwen2Glide, {"head_dim": 16, "hidden_size": 48, "vocab_size": 62}),
     "pad token of the other rank": (Qwen2Glide, {"tie_word_embeddings": True, "pad_token_id": 60}),
+    "norms of heads": (Qwen3Glide, {"vocab_size": 62}),
+    "Mistral": (MistralGlide, {"head_dim": 6, "tie_word_embeddings": True}),
 }
 LENGTHS = torch.tensor([0, 9, 20, 40], dtype=torch.int32)
 
@@ -46,11 +50,11 @@ def outcome(model: Any) -> dict[str, Tensor]:
     for labelled, labels in (("all", tokens), ("some", some), ("none", torch.full_like(tokens, -100))):
         for loss, lags in (("ce", None), ("distill", torch.tensor([1, 3, 5])), ("mixed", None)):
             model.draft_model.zero_grad()
-            objective = Objective(loss, log_target_loss=lags is not None, chunk_logits=7 * model.config.vocab_size)
+            objective = DraftLoss(loss, log_target_loss=lags is not None, chunk_logits=7 * model.config.vocab_size)
             given = {"labels": labels, "position_ids": positions, "cu_seqlens": LENGTHS, "lags": lags}
             total, terms = model(tokens, objective=objective, **given)
             total.backward()
-            scores, hits = model(tokens, objective=Scores(objective), **given)
+            scores, hits = model(tokens, objective=DraftScores(objective), **given)
             found |= {f"{loss} {labelled} {name}": term for name, term in terms.items()}
             found |= {f"{loss} {labelled} score {name}": term for name, term in scores.items()}
             found[f"{loss} {labelled} hits"] = hits

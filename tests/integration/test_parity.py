@@ -60,7 +60,10 @@ ROPES = {
         "original_max_position_embeddings": 256,
     },
     "qwen2": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+    "qwen3": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512},
+    "mistral": {"rope_type": "linear", "factor": 4.0},
 }
+MHA = {"num_key_value_heads": 4, "head_dim": 16}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -75,9 +78,19 @@ def test_draft_uses_the_targets_scaled_rotary_embedding(tmp_path: Path, family: 
     assert not torch.allclose(table[0], plain[0])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("overrides", [{}, {"num_key_value_heads": 4, "head_dim": 16}], ids=["gqa", "mha"])
-@pytest.mark.parametrize("window", [WINDOW, 48])
+@pytest.mark.parametrize(
+    ("family", "overrides", "window"),
+    [
+        ("llama", {}, WINDOW),
+        ("llama", MHA, 48),
+        ("qwen2", {}, 48),
+        ("qwen2", MHA, WINDOW),
+        ("qwen3", {}, 48),
+        ("qwen3", MHA, WINDOW),
+        ("mistral", {}, WINDOW),
+        ("mistral", MHA, 48),
+    ],
+)
 @torch.no_grad()
 def test_chain_logits_equal_training_logits_at_the_same_lag(
     tmp_path: Path, family: str, overrides: dict, window: int, device: str
@@ -102,8 +115,16 @@ def test_chain_logits_equal_training_logits_at_the_same_lag(
 
 
 @pytest.mark.parametrize("variant", ["base", "sinkpi-slicing"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        *(("llama", options) for options in OPTIONS.values()),
+        ("qwen2", OPTIONS["both"]),
+        ("qwen3", OPTIONS["published"]),
+        ("qwen3", OPTIONS["both"]),
+        ("mistral", OPTIONS["both"]),
+    ],
+)
 @torch.no_grad()
 def test_drafts_of_every_kind_draft_as_either_variant_trains(
     tmp_path: Path, family: str, options: DraftOptions, variant: str, device: str
@@ -124,8 +145,15 @@ def test_drafts_of_every_kind_draft_as_either_variant_trains(
             torch.testing.assert_close(logits[b], expected, **TOLERANCE, msg=f"root {n}, step {step}")
 
 
-@pytest.mark.parametrize("options", [OPTIONS["published"], OPTIONS["both"]], ids=["published", "both"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", OPTIONS["published"]),
+        ("qwen2", OPTIONS["both"]),
+        ("qwen3", OPTIONS["both"]),
+        ("mistral", OPTIONS["published"]),
+    ],
+)
 @torch.no_grad()
 def test_tree_logits_equal_training_logits_along_each_path(
     tmp_path: Path, family: str, options: DraftOptions, device: str

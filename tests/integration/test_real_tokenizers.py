@@ -7,8 +7,8 @@ import pytest
 import torch
 from real_tokenizers import SHAPES, make_real_target
 
-from longspec.inference.command import main
 from longspec.inference.registry import choose_pair
+from longspec.longbench.command import main
 from longspec.models.families import family_class
 from longspec.models.target_files import load_tokenizer, read_config
 
@@ -16,6 +16,7 @@ STOPS = {
     "vicuna": ["</s>"],
     "llama3": ["<|end_of_text|>", "<|eot_id|>"],
     "qwen": ["<|im_end|>", "<|endoftext|>"],
+    "qwen3": ["<|im_end|>", "<|endoftext|>"],
 }
 
 
@@ -45,7 +46,7 @@ def test_a_target_speaks_its_own_format(tmp_path: Path, shape: str, capsys: pyte
 
 def test_a_published_target_by_its_hub_id_is_the_published_pair() -> None:
     by_name, by_id = choose_pair("qwq", None, None), choose_pair(None, "Qwen/QwQ-32B-Preview", "mine.pth")
-    assert (by_id.eos_token_id, by_id.pad_token_id, by_id.window) == (151645, 151643, by_name.window)
+    assert (by_id.eos_token_id, by_id.pad_token_id, by_id.max_positions) == (151645, 151643, by_name.max_positions)
     assert by_id.draft == "mine.pth" and by_id.name == "QwQ-32B-Preview"
     copy = choose_pair(None, "/models/Qwen/QwQ-32B-Preview/", None)
-    assert (copy.eos_token_id, copy.pad_token_id, copy.window, copy.draft) == (None, None, None, None)
+    assert (copy.eos_token_id, copy.pad_token_id, copy.max_positions, copy.draft) == (None, None, None, None)

@@ -16,9 +16,11 @@ from training_fixtures import make_target
 from longspec import generate, load_pair
 from longspec.data.prompts import PromptFiles, loops, prompt_key, user_turn_marks
 from longspec.errors import UserError
-from longspec.inference.answering import Answerer, Request
-from longspec.inference.regenerate import Settings, Shards, regenerate, shard_seed
-from longspec.inference.regenerate_command import main
+from longspec.regenerate.answering import Answerer, Request
+from longspec.regenerate.command import main
+from longspec.regenerate.run import regenerate
+from longspec.regenerate.settings import Settings, shard_seed
+from longspec.regenerate.shards import Shards
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"

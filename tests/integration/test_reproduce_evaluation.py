@@ -10,7 +10,7 @@ import torch
 from small_run import CONTEXTS, SHAPE, small_run, small_settings
 
 from longspec import generate
-from longspec.kernels.attention import SdpaAttention
+from longspec.kernels.decoding.sdpa_attention import SdpaAttention
 from scripts.reproduce import evaluate as module
 from scripts.reproduce import plan
 from scripts.reproduce.baselines import BASELINES, LOOKUP_TOKENS, Transformers
@@ -20,6 +20,8 @@ from scripts.reproduce.pair import Prompt, load_pair
 from scripts.reproduce.report import report
 from scripts.reproduce.rounds import dense_attention, dense_mask, random_layers
 from scripts.reproduce.summary import sameness, samples_of
+
+pytestmark = pytest.mark.slow
 
 PLAN = (
     Measurement("vanilla", prompts=2),
@@ -33,7 +35,7 @@ PLAN = (
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("longspec.inference.tree_shapes.TOKENS", 2)
-    monkeypatch.setattr("longspec.inference.tree_shapes.PLACES", 2)
+    monkeypatch.setattr("longspec.inference.tree_shapes.PREFIXES", 2)
 
 
 def test_cells_hold_what_generate_says(tmp_path: Path) -> None:

@@ -18,12 +18,14 @@ from scripts.reproduce.plan import EvaluationSettings
 from scripts.reproduce.report import PAGE, SUMMARY, main, report
 from scripts.reproduce.run import Run, Trained
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("longspec.inference.tree_shapes.TOKENS", 2)
-    monkeypatch.setattr("longspec.inference.tree_shapes.PLACES", 2)
+    monkeypatch.setattr("longspec.inference.tree_shapes.PREFIXES", 2)
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from test_command import ROOT, arguments, draft_of, lines_of, make_target, refusal, write_records
 
-from longspec.inference import measurement
-from longspec.inference.command import main, parse_options
 from longspec.inference.generate import GenerationOutput, generate
-from longspec.inference.plan import make_plan
 from longspec.locks import LOCK_NAME, locked
+from longspec.longbench import measurement
+from longspec.longbench.command import main, parse_options
+from longspec.longbench.plan import make_plan
 
 SAMPLED = ("--method", "seq", "--max_gen_len", "6", "--temperature", "1", "--batch_size", "2")
 COUNTS = ("samples", "mean_acceptance_length", "accepted_by_depth", "rounds", "decoded_tokens", "new_tokens")

@@ -19,7 +19,8 @@ from longspec.inference.drafting.chain import ChainDrafter
 from longspec.inference.drafting.proposal import Proposal, chain
 from longspec.inference.options import build_warpers
 from longspec.inference.sampling import Sampler
-from longspec.kernels.vocabulary import new_tree, sampled_children
+from longspec.kernels.decoding.tree import new_tree
+from longspec.kernels.decoding.vocabulary import sampled_children
 
 VOCAB = 3
 SHAPES = [(1,), (3,), (2, 2), (2, 3), (3, 1), (1, 2, 1)]

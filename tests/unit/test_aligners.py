@@ -1,4 +1,4 @@
-"""Aligners bring every kind of record to {id, kind, prompt, answer}."""
+"""Aligners, which convert every kind of record to {id, kind, prompt, answer}."""
 
 import copy
 
@@ -145,7 +145,7 @@ def test_ids_are_kept_as_text_or_made_from_the_place():
 
 
 def test_aligners_compose_from_a_config():
-    """A Hydra list of `_target_`s makes a pipeline, here one for records with other names."""
+    """A Hydra list of `_target_`s builds a pipeline, here one for records with other field names."""
     module = "longspec.data.aligners"
     config = OmegaConf.create(
         [

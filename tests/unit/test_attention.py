@@ -7,14 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspec.kernels.attention import (
-    DecodingAttention,
-    SdpaAttention,
-    decoding_attention,
-    masked_attention,
-)
-from longspec.kernels.backend import Gpu
-from longspec.kernels.reference import attention_with_lse
+from longspec.kernels.decoding import attention_reference
+from longspec.kernels.decoding.attention import decoding_attention
+from longspec.kernels.decoding.attention_interface import DecodingAttention
+from longspec.kernels.decoding.sdpa_attention import SdpaAttention, masked_sdpa
+from longspec.kernels.shared.device import Gpu
+from longspec.kernels.shared.reference import attention_with_lse
 
 FLASH = importlib.util.find_spec("fa3_fwd_interface") is not None
 INTERPRETED = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs interpreter")
@@ -35,16 +33,16 @@ SHAPES = [(2, 1, 1, 64), (2, 4, 69, 64), (1, 5, 5, 128), (1, 8, 40, 80)]
 
 @pytest.fixture
 def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[DecodingAttention, str]:
-    """A backend and its device; short prefixes are split too, and FlashAttention-3 takes caches of any size."""
+    """A backend and its device. Short prefixes are split too, and FlashAttention-3 takes caches of any size."""
     backend, device = request.param.split()
     if backend == "sdpa":
         return SdpaAttention(), device
-    from longspec.kernels import triton_attention
+    from longspec.kernels.decoding import flash_attention, triton_attention
 
     monkeypatch.setattr(
-        triton_attention, "count_splits", lambda programs, capacity, places: 1 + min(4, places // programs)
+        triton_attention, "count_splits", lambda programs, capacity, at_once: 1 + min(4, at_once // programs)
     )
-    monkeypatch.setattr(triton_attention, "FLASH_FROM", (0, 0, 0))
+    monkeypatch.setattr(flash_attention, "FLASH_FROM", (0, 0, 0))
     if device == "cpu":
         return triton_attention.TritonAttention(Gpu(16, 160 * 1024, overlaps=False)), device
     return decoding_attention(backend, torch.device(device), torch.bfloat16, 64), device
@@ -59,7 +57,7 @@ def takes(attend: DecodingAttention, device: str, dtype: torch.dtype) -> bool:
 def make_cache(
     lengths: list[int], kv_heads: int, group: int, nodes: int, head_dim: int, new: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q (a view of [B, N, Hq, D]), k, v, lengths; slots past lengths[b] + new are NaN."""
+    """q (a view of [B, N, H, D]), k, v, lengths. Slots past lengths[b] + new are NaN."""
     generator = torch.Generator().manual_seed(nodes)
     slots = max(lengths) + new + 11
     q = torch.randn(len(lengths), nodes, kv_heads * group, head_dim, generator=generator).transpose(1, 2)
@@ -126,7 +124,7 @@ def test_prefix_equals_dense_attention(
     lengths: list[int],
     attend: tuple[DecodingAttention, str],
 ) -> None:
-    """Row lengths as int64 too; a row without a prefix gives 0."""
+    """With lengths in int32 and int64; a sequence without a prefix gives 0."""
     backend, device = attend
     dtype = torch.bfloat16 if backend.name == "flash" else torch.float32
     q, k, v, n = (x.to(dtype) for x in make_cache(lengths, kv_heads, group, nodes, head_dim, 0))
@@ -144,7 +142,7 @@ def test_prefix_equals_dense_attention(
 def test_window_sees_the_ring_by_position_and_nodes_by_the_mask(
     nodes: int, head_dim: int, level: int, attend: tuple[DecodingAttention, str]
 ) -> None:
-    """Against a list of positions, written out: roots before, at, and behind the first turn of the ring."""
+    """Against explicit positions, with roots before, at and after the first turn of the ring."""
     backend, device = attend
     window, tree, roots = 40, 21, [0, 7, 40, 41, 133]
     dtype = torch.bfloat16 if backend.name == "flash" else torch.float32
@@ -193,7 +191,7 @@ def test_cpu_takes_every_float_dtype(dtype: torch.dtype) -> None:
 def test_masked_equals_dense_attention(
     kv_heads: int, group: int, nodes: int, head_dim: int, attend: tuple[DecodingAttention, str]
 ) -> None:
-    """Over all slots, more than one block of them and fewer; a query that sees nothing gets 0."""
+    """Over several blocks of slots and over less than one; a query that sees no key gets 0."""
     backend, device = attend
     dtype = torch.bfloat16 if backend.name == "flash" else torch.float32
     for slots in (9, 130):
@@ -209,14 +207,14 @@ def test_masked_equals_dense_attention(
 
 
 @pytest.mark.parametrize("nodes", [3, 69])
-def test_masked_attention_gives_zero_and_a_clean_gradient_where_nothing_is_visible(nodes: int, device: str) -> None:
+def test_masked_sdpa_gives_zero_and_a_clean_gradient_where_nothing_is_visible(nodes: int, device: str) -> None:
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 4, nodes, 64, generator=generator)
     k, v = torch.randn(2, 2, 2, 50, 64, generator=generator)
     mask = torch.rand(2, nodes, 50, generator=generator) < 0.5
     mask[0, 1] = False
     leaves = [x.to(device).requires_grad_() for x in (q, k, v)]
-    got = masked_attention(*leaves, mask.to(device), 0.1)
+    got = masked_sdpa(*leaves, mask.to(device), 0.1)
     torch.testing.assert_close(got.detach().cpu().double(), dense(q, k, v, mask, 0.1), atol=1e-5, rtol=1e-5)
     assert got[0, :, 1].eq(0).all()
     got.square().sum().backward()
@@ -233,12 +231,14 @@ def test_reference_gradient_is_clean_where_nothing_is_visible() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_parts_of_a_row_for_flash_attention_are_its_whole_blocks_in_equal_shares(device: str) -> None:
-    """By part, then by row: the row, its first slot and its end; a row of fewer blocks than parts has empty parts."""
-    from longspec.kernels.triton_attention import split_blocks
+def test_split_blocks_gives_equal_shares_of_the_whole_blocks_of_each_row(device: str) -> None:
+    """Ordered by part, then by row: the row, its first slot and its end. Rows with few blocks have empty parts."""
+    from longspec.kernels.decoding.flash_attention import split_blocks
 
     lengths = torch.tensor([1000, 175, 353], device=device)
-    rows, begins, ends = split_blocks(lengths, 3, 176).unflatten(1, (3, 3)).cpu()
+    shares = split_blocks(lengths, 3, 176)
+    assert torch.equal(shares, attention_reference.split_blocks(lengths, 3, 176))
+    rows, begins, ends = shares.unflatten(1, (3, 3)).cpu()
     assert rows.tolist() == [[0, 1, 2]] * 3
     assert begins.T.tolist() == [[0, 176, 528], [0, 0, 0], [0, 0, 176]]
     assert ends.T.tolist() == [[176, 528, 880], [0, 0, 0], [0, 176, 352]]
@@ -251,7 +251,7 @@ CUDA_BACKENDS = ["triton", pytest.param("flash", marks=pytest.mark.skipif(not FL
 @pytest.mark.parametrize("backend", CUDA_BACKENDS)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_hybrid_over_a_long_prefix_on_the_gpu(dtype: torch.dtype, backend: str) -> None:
-    """32k slots, 69 nodes, 32 heads over 8, a ragged batch; rows one by one against dense fp32 arithmetic."""
+    """32k slots, 69 nodes, 32 heads over 8, a ragged batch; each row against dense attention in fp32."""
     if backend == "flash" and dtype != torch.bfloat16:
         pytest.skip("not for this dtype")
     lengths, nodes = torch.tensor([32768, 20011], device="cuda"), 69
@@ -261,7 +261,7 @@ def test_hybrid_over_a_long_prefix_on_the_gpu(dtype: torch.dtype, backend: str) 
     tree_mask = torch.ones(2, nodes, nodes, dtype=torch.bool, device="cuda").tril()
     attend = decoding_attention(backend, torch.device("cuda"), dtype, 128).hybrid(lengths, tree_mask)
     got = attend(q, k, v, 128**-0.5)
-    torch.testing.assert_close(attend(q, k, v, 128**-0.5), got, rtol=0, atol=0)  # as in the next layer
+    torch.testing.assert_close(attend(q, k, v, 128**-0.5), got, rtol=0, atol=0)  # the next layer
     for row, length in enumerate(lengths.tolist()):
         used = slice(0, length + nodes)
         visible = torch.nn.functional.pad(tree_mask[row, None], (length, 0), value=True)
@@ -276,10 +276,10 @@ def test_hybrid_over_a_long_prefix_on_the_gpu(dtype: torch.dtype, backend: str) 
 def test_a_captured_call_follows_lengths_masks_and_keys(
     backend: str, nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One CUDA graph of all calls, replayed after every input has changed, equals eager calls; none of them waits."""
-    from longspec.kernels import triton_attention
+    """One CUDA graph of all calls, replayed after all inputs have changed, equals eager calls. None of them waits."""
+    from longspec.kernels.decoding import flash_attention
 
-    monkeypatch.setattr(triton_attention, "FLASH_FROM", (0, 0, 0))
+    monkeypatch.setattr(flash_attention, "FLASH_FROM", (0, 0, 0))
     dtype = torch.bfloat16 if backend == "flash" else torch.float16
     attend = decoding_attention(backend, torch.device("cuda"), dtype, 128)
     generator = torch.Generator("cuda").manual_seed(0)

@@ -1,4 +1,4 @@
-"""Which attention runs where another was asked for, and what is said about it."""
+"""Selection of the attention backend, and the warnings about replaced or missing ones."""
 
 import logging
 import subprocess
@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from longspec.errors import UserError
-from longspec.kernels import attention
-from longspec.kernels.attention import decoding_attention, resolve_attention
+from longspec.kernels.decoding import attention
+from longspec.kernels.decoding.attention import decoding_attention
+from longspec.kernels.training import varlen
+from longspec.kernels.training.varlen import resolve_attention
 
 
-def test_unknown_backends_and_those_that_cannot_run_are_named() -> None:
+def test_unknown_and_unsupported_backends_raise_an_error_that_names_them() -> None:
     for name, problem in [("fast", "unknown backend 'fast'"), ("triton", "CUDA"), ("flash", "CUDA")]:
         with pytest.raises(UserError, match=problem):
             decoding_attention(name, torch.device("cpu"), torch.bfloat16, 128)
@@ -36,7 +38,7 @@ def test_a_gpu_before_ampere_runs_on_sdpa(monkeypatch: pytest.MonkeyPatch) -> No
         ((), torch.float16, "sdpa", ["triton"]),
     ],
 )
-def test_auto_takes_the_fastest_backend_and_says_once_what_is_missing(
+def test_auto_selects_the_fastest_backend_and_logs_missing_packages_once(
     installed: tuple[str, ...],
     dtype: torch.dtype,
     used: str,
@@ -44,7 +46,7 @@ def test_auto_takes_the_fastest_backend_and_says_once_what_is_missing(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a Hopper GPU: a package that would not run the dtype is not missed."""
+    """On a Hopper GPU. A package that does not take the dtype is not logged."""
     attention._log_missing.cache_clear()
     monkeypatch.setattr(attention, "_installed", lambda module: module in installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -56,17 +58,17 @@ def test_auto_takes_the_fastest_backend_and_says_once_what_is_missing(
     assert len(caplog.records) == len(named) and all(module in caplog.text for module in named)
 
 
-def test_flash_attention_falls_back_to_sdpa_and_says_so_once(
+def test_flash_attention_falls_back_to_sdpa_and_logs_it_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    attention._log_replacement.cache_clear()
+    varlen._log_replacement.cache_clear()
     names = [resolve_attention("flash_attention_2") for _ in range(3)]
     assert names == ["sdpa"] * 3
     assert len(caplog.records) == 1 and "flash_attention_2" in caplog.text and "sdpa" in caplog.text
 
 
-def test_other_attention_names_pass_and_unknown_ones_are_named() -> None:
+def test_other_attention_names_are_kept_and_unknown_ones_raise_an_error() -> None:
     assert [resolve_attention(name) for name in (None, "sdpa", "eager")] == ["sdpa", "sdpa", "eager"]
     with pytest.raises(UserError, match="flash_atention"):
         resolve_attention("flash_atention")
@@ -77,8 +79,8 @@ def test_cpu_decoding_needs_no_triton() -> None:
         import sys
         sys.modules["triton"] = None  # importing it now fails
         import torch
-        from longspec.kernels.attention import decoding_attention
-        from longspec.kernels.varlen import varlen_attention
+        from longspec.kernels.decoding.attention import decoding_attention
+        from longspec.kernels.training.varlen import varlen_attention
         x = torch.ones(1, 1, 2, 16)
         mask = torch.ones(1, 1, 1, dtype=torch.bool)
         attend = decoding_attention("auto", torch.device("cpu"), torch.float32, 16)

@@ -1,4 +1,4 @@
-"""The error of verification attention against dense fp64 arithmetic: torch path, Triton's interpreter, GPU."""
+"""The error of verification attention relative to fp64: on torch, in Triton's interpreter and on the GPU."""
 
 import importlib.util
 import os
@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspec.kernels.attention import SdpaAttention, decoding_attention
+from longspec.kernels.decoding.attention import decoding_attention
+from longspec.kernels.decoding.sdpa_attention import SdpaAttention
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LOGITS = [
@@ -23,14 +24,14 @@ LOGITS = [
 ]
 HUGE = 1e4
 U32 = 2.0**-24
-"""Unit roundoff of fp32, in which every path accumulates."""
+"""Unit roundoff of fp32, in which all backends accumulate."""
 
 Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
 
 def offsets(logits: str, length: int, nodes: int, generator: torch.Generator) -> Tensor:
-    """What `logits` adds to the score of each used slot, prefix first."""
+    """Offsets that the case `logits` adds to the scores of the used slots, prefix first."""
     prefix, tree = torch.zeros(length + nodes).split([length, nodes])
     match logits:
         case "huge of either sign":
@@ -51,7 +52,7 @@ def offsets(logits: str, length: int, nodes: int, generator: torch.Generator) ->
 def make_case(
     logits: str, lengths: list[int], kv_heads: int, group: int, nodes: int, head_dim: int, device: str
 ) -> Case:
-    """q, k, v, lengths, tree_mask, scale; slots past lengths[b] + nodes are NaN. Dimension 0 carries the offsets."""
+    """q, k, v, lengths, tree_mask, scale. Slots past lengths[b] + nodes are NaN. Dimension 0 produces the offsets."""
     generator = torch.Generator().manual_seed(nodes)
     on_device = torch.Generator(device).manual_seed(nodes)
     scale, batch = head_dim**-0.5, len(lengths)
@@ -71,7 +72,7 @@ def make_case(
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tree_mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The fp64 output, and per query the score magnitude sum_j p_j (1 - p_j) |s_j|; one KV head at a time."""
+    """The output in fp64 and the score magnitude sum_j p_j (1 - p_j) |s_j| of each query, one KV head at a time."""
     batch, heads, nodes, head_dim = q.shape
     kv_heads = k.shape[1]
     out = torch.empty(batch, kv_heads, heads // kv_heads, nodes, head_dim, dtype=torch.float64, device=q.device)
@@ -88,12 +89,13 @@ def exact(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tree_mask: Tensor, s
 
 
 def check(attend: Attention, case: Case, dtype: torch.dtype) -> None:
-    """Every query's error norm, relative to the norm of its exact output, stays below the bound.
+    """The error of each query, relative to the norm of its exact output, is within the bound.
 
-    With u the dtype's unit roundoff: the softmax weights are rounded to the dtype once and so is the output, 2u = eps.
-    The rest is fp32, its roundings of random sign. A score s sums head_dim products: ds is sqrt(head_dim / 3) U32 |s|,
-    here three times that, and moves the output by sum_j p_j ds_j (v_j - out), where |v_j - out| <= (1 - p_j) 2 max|v|.
-    The sum over the keys costs sqrt(keys) U32, and the hardware's exp2 two ulp, 4 U32.
+    The softmax weights and the output are rounded to the dtype once each, 2 u = eps with its unit roundoff u. The rest
+    is fp32 with roundings of random sign. A score s is the sum of head_dim products: its error ds is about
+    sqrt(head_dim / 3) U32 |s|; three times that is allowed. It moves the output by sum_j p_j ds_j (v_j - out), where
+    |v_j - out| <= (1 - p_j) 2 max|v|. The sum over the keys adds sqrt(keys) U32, and exp2 of the hardware two ulp, 4
+    U32.
     """
     q, k, v, lengths, tree_mask, scale = case
     q, k, v = (x.to(dtype) for x in (q, k, v))
@@ -138,10 +140,10 @@ def test_interpreted_kernels_are_as_exact_as_their_dtype(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The kernels as they are composed on CUDA, with as many splits as asked for."""
+    """The kernels in the composition of CUDA, with a given number of splits."""
     pytest.importorskip("triton")
-    from longspec.kernels import triton_attention
-    from longspec.kernels.backend import Gpu
+    from longspec.kernels.decoding import triton_attention
+    from longspec.kernels.shared.device import Gpu
 
     monkeypatch.setattr(triton_attention, "count_splits", lambda *shape: splits)
     attend = triton_attention.TritonAttention(Gpu(16, 160 * 1024, overlaps=False))
@@ -160,10 +162,10 @@ NEEDS_FLASH = pytest.mark.skipif(not importlib.util.find_spec("fa3_fwd_interface
 def test_gpu_attention_is_as_exact_as_its_dtype(
     length: int, nodes: int, logits: str, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from longspec.kernels import triton_attention
+    from longspec.kernels.decoding import flash_attention
 
     if backend == "flash" and dtype != torch.bfloat16:
         pytest.skip("not for this dtype")
-    monkeypatch.setattr(triton_attention, "FLASH_FROM", (0, 0, 0))
+    monkeypatch.setattr(flash_attention, "FLASH_FROM", (0, 0, 0))
     attend = decoding_attention(backend, torch.device("cuda"), dtype, 128)
     check(attend.hybrid, make_case(logits, [length], 8, 4, nodes, 128, "cuda"), dtype)

@@ -1,4 +1,4 @@
-"""Rotation of checkpoints: a crash between any two acts of a save leaves a whole pair, and the newest one is found."""
+"""Rotation of checkpoints. A crash at any point of a save leaves a complete pair, and the newest one is used."""
 
 import errno
 import math
@@ -14,7 +14,8 @@ from training_fixtures import ROOT, one_rank_alone
 from longspec.errors import UserError
 from longspec.train import generations, seals
 from longspec.train.checkpoint import locate, read_best, read_draft, save_checkpoint
-from longspec.train.config import CONFIG_NAME, TrainConfig, compose_config, to_yaml, typed
+from longspec.train.config import CONFIG_NAME, compose_config, to_yaml, typed
+from longspec.train.config_schema import TrainConfig
 from longspec.train.generations import BEST, DRAFTS, STATES, find_draft, find_latest, settle
 from longspec.train.resume import check_same_run
 from longspec.train.seals import MARKER, Progress, Run, describe, is_whole, seal
@@ -53,11 +54,11 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Crash(Exception):
-    """Stands for a process that dies."""
+    """The death of a process."""
 
 
 def crash_at(act: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Die before the `act`-th change of the file system, or half way through it if it removes a folder."""
+    """Crash before the `act`-th change of the file system, or halfway through the removal of a folder."""
     acts = iter(range(1000))
 
     def wrapped(change, before):  # type: ignore[no-untyped-def]
@@ -91,7 +92,7 @@ def test_saves_rotate_newest_to_last(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("act", range(9))
 def test_a_crash_in_rotation_loses_nothing(act: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 acts: 2 to remove, 2 to rename, for each of the two kinds of folder; the ninth never comes."""
+    """There are 8 changes: 2 removals and 2 renames for each of the two kinds of folder."""
     for names in (STATES, DRAFTS):
         for name, step in zip(names, (3, 2, 1), strict=True):
             write(tmp_path / name, step)
@@ -105,8 +106,8 @@ def test_a_crash_in_rotation_loses_nothing(act: int, tmp_path: Path, monkeypatch
     for names in (STATES, DRAFTS):
         assert any(is_whole(tmp_path / name) and step_of(tmp_path / name) >= 2 for name in names)
     before = contents(tmp_path)
-    found = find_latest(tmp_path)
-    assert found is not None and found[0].name in STATES[:2] and found[1] == progress(3)
+    latest = find_latest(tmp_path)
+    assert latest is not None and latest[0].name in STATES[:2] and latest[1] == progress(3)
     assert contents(tmp_path) == before, "looking changes nothing"
     settle(tmp_path)
     assert find_latest(tmp_path) == (tmp_path / "last_ds", progress(3))
@@ -117,7 +118,7 @@ def test_a_crash_in_rotation_loses_nothing(act: int, tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("act", range(4))
 def test_a_crash_in_keeping_the_best_loses_nothing(act: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """2 acts to remove the one before, 1 to rename; the fourth never comes. What is not whole never replaces it."""
+    """There are 3 changes: 2 to remove the previous one and 1 rename. An incomplete draft never replaces it."""
     staged, best = (tmp_path / name for name in BEST)
     write(best, 1)
     write(staged, 2)
@@ -136,7 +137,8 @@ def test_a_crash_in_keeping_the_best_loses_nothing(act: int, tmp_path: Path, mon
 def test_the_best_so_far_is_read_back_unless_it_cannot_be_compared(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """-inf lets the next evaluation replace a draft that is damaged or was the best on other rows."""
+    """The result is -inf if the draft is damaged or was the best on other rows, so that the next evaluation replaces
+    it."""
     given = {"output_dir": str(tmp_path), "evaluation.files": "[held_out.jsonl]"}
     assert read_best(stored_config(**given)) == -math.inf and not caplog.text
     best = tmp_path / BEST[1]
@@ -183,7 +185,7 @@ def test_a_damaged_newest_never_pushes_out_the_whole_older_one(tmp_path: Path) -
 
 
 def test_nothing_is_not_the_same_as_nothing_whole(tmp_path: Path) -> None:
-    """An empty folder is a fresh run; states without a whole one among them must never restart at 0."""
+    """An empty folder means a new run. If all states are damaged, the run must not restart at 0."""
     assert find_latest(tmp_path) is None and find_latest(tmp_path / "absent") is None
     write(tmp_path / "last_ds", 4, whole=False)
     with pytest.raises(UserError, match="last_ds was not saved whole"):
@@ -194,8 +196,8 @@ DAMAGES = {
     "truncated": (lambda file: file.write_text("4" * 3), "content has 3 bytes, 4 were saved"),
     "foreign": (lambda file: file.write_text("5555"), "content is not the file that was saved"),
     "gone": (Path.unlink, "content is missing"),
-    "marker": (lambda file: (file.parents[1] / MARKER).write_text('{"step": '), f"{MARKER} is no marker of ours"),
-    "no step": (lambda file: rename(file, '"step"', '"stop"'), f"{MARKER} is no marker of ours"),
+    "marker": (lambda file: (file.parents[1] / MARKER).write_text('{"step": '), f"{MARKER} is not a valid marker"),
+    "no step": (lambda file: rename(file, '"step"', '"stop"'), f"{MARKER} is not a valid marker"),
     "absolute": (lambda file: rename(file, "sub/content", "/etc/hosts"), "names /etc/hosts, a file outside"),
     "outside": (lambda file: rename(file, "sub/", "../last_2ds/sub/"), "names ../last_2ds/sub/content, a file outside"),
     "stray": (lambda file: (file.parent / "zero_optim_states.pt").touch(), "zero_optim_states.pt does not belong"),
@@ -203,15 +205,15 @@ DAMAGES = {
 
 
 def rename(file: Path, one: str, other: str) -> None:
-    """Change what the marker says."""
+    """Change text in a marker."""
     marker = file.parents[1] / MARKER
     marker.write_text(marker.read_text().replace(one, other))
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_skipped(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A launch that goes on from the older state replaces the damaged one and keeps the draft that was newer. With
-    both damaged, both are named."""
+    """A launch that resumes from the older state replaces the damaged one and keeps the newer draft. If both are
+    damaged, the error names both."""
     damage, said = DAMAGES[kind]
     for names in (STATES, DRAFTS):
         write(tmp_path / names[1], 4444, run=Run("run", "first"))
@@ -232,7 +234,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(kind: str, tmp_path: Path, ca
 
 
 def save_twice(output: Path, first: int, run: Run) -> None:
-    """Two saves of a draft with its state, as a launch makes them."""
+    """Save a draft with its state twice, as one launch."""
     for step in (first, first + 1):
         for names in (STATES, DRAFTS):
             write(output / names[0], step, run=run)
@@ -241,7 +243,8 @@ def save_twice(output: Path, first: int, run: Run) -> None:
 
 @pytest.mark.parametrize("overwrites", [False, True])
 def test_rotation_never_pushes_out_the_draft_of_an_earlier_run(overwrites: bool, tmp_path: Path) -> None:
-    """Neither the last ones nor the best one, unless the user said so; and then only once the new run has saved."""
+    """Neither the last drafts nor the best one are removed, unless the user allowed it, and then only after the new
+    run's save."""
     save_twice(tmp_path, 19, Run("old", "old"))
     write(tmp_path / BEST[1], 12, run=Run("old", "old"))
     shutil.rmtree(tmp_path / "last_ds")
@@ -261,7 +264,7 @@ def test_rotation_never_pushes_out_the_draft_of_an_earlier_run(overwrites: bool,
 
 @pytest.mark.parametrize("overwrites", [False, True])
 def test_a_draft_without_its_marker_is_kept_unless_the_user_said_so(overwrites: bool, tmp_path: Path) -> None:
-    """As when somebody copies the weights alone into a folder of that name."""
+    """A user may copy only the weights into a folder of that name."""
     (tmp_path / "checkpoint-last").mkdir()
     (tmp_path / "checkpoint-last" / DRAFT_FILE).write_text("copied")
     save_twice(tmp_path, 1, Run("new", "new", overwrites=overwrites))
@@ -302,15 +305,15 @@ def test_a_linked_generation_rotates_and_what_it_links_to_stays(tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["dangling", "file"])
 def test_a_dangling_link_is_refused(kind: str, tmp_path: Path) -> None:
-    place = tmp_path / "last_ds"
-    place.symlink_to(tmp_path / "gone") if kind == "dangling" else place.touch()
+    state = tmp_path / "last_ds"
+    state.symlink_to(tmp_path / "gone") if kind == "dangling" else state.touch()
     with pytest.raises(UserError, match=r"last_ds: .*(mount it or remove the link|not a folder)") as error:
         generations.check_folders(tmp_path)
     assert "\n" not in str(error.value)
 
 
 def test_a_seal_has_every_ranks_own_report(tmp_path: Path) -> None:
-    """Here a shard of rank 1 that rank 0 does not see, or sees cut off; then one whose digest is rank 1's own."""
+    """Rank 0 does not see a shard of rank 1, or sees a truncated one, or one with another digest."""
     folder, elsewhere = tmp_path / "here", tmp_path / "there"
     write(folder, 1, whole=False)
     write(elsewhere, 1, whole=False)
@@ -328,7 +331,7 @@ def test_a_seal_has_every_ranks_own_report(tmp_path: Path) -> None:
 
 
 def test_looking_for_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
-    """A file that was only away for a while comes back as it was."""
+    """A file that was missing for a while is used again once it is back."""
     write(tmp_path / "last_ds", 4)
     content = tmp_path / "last_ds" / "sub" / "content"
     content.rename(tmp_path / "away")
@@ -349,7 +352,7 @@ def test_a_file_that_cannot_be_read_is_damage(tmp_path: Path, monkeypatch: pytes
 
 
 class FullDisk:
-    """An engine whose shard fits only in part."""
+    """An engine whose shard does not fit on the disk."""
 
     def __init__(self, error: Exception) -> None:
         self.error, self.checkpoint_engine = error, SimpleNamespace(save=None)
@@ -396,11 +399,11 @@ def test_checkpoint_folder_as_model_names_target_and_draft(tmp_path: Path) -> No
     with pytest.raises(UserError, match="not saved whole"):
         locate(stored_config(model_name_or_path=str(folder)))
     seal(folder, progress(1))
-    found = locate(stored_config(model_name_or_path=str(folder)))
-    assert found.model_name_or_path == "the/target"
-    assert found.draft_model_name_or_path == str(folder / DRAFT_FILE)
-    found = locate(stored_config(model_name_or_path=str(folder), draft_model_name_or_path="mine.pth"))
-    assert (found.model_name_or_path, found.draft_model_name_or_path) == ("the/target", "mine.pth")
+    located = locate(stored_config(model_name_or_path=str(folder)))
+    assert located.model_name_or_path == "the/target"
+    assert located.draft_model_name_or_path == str(folder / DRAFT_FILE)
+    located = locate(stored_config(model_name_or_path=str(folder), draft_model_name_or_path="mine.pth"))
+    assert (located.model_name_or_path, located.draft_model_name_or_path) == ("the/target", "mine.pth")
     given = stored_config(draft_model_name_or_path="mine.pth")
     assert locate(given) == given
     (folder / DRAFT_FILE).write_bytes(b"cut off")
@@ -431,7 +434,8 @@ def test_deepspeed_state_as_model_is_told_to_be_the_folder_beside_it(tmp_path: P
     ],
 )
 def test_going_on_with_other_settings_is_refused_by_key(key: str, value: str, tmp_path: Path) -> None:
-    """Each would change what the steps so far stand for; what only changes how it runs may differ."""
+    """Settings that change the meaning of earlier steps must stay; those that only change how the run executes may
+    differ."""
     (tmp_path / CONFIG_NAME).write_text(to_yaml(stored_config()))
     check_same_run(stored_config(max_steps="9", save_steps="3"), tmp_path, progress(2), world_size=2)
     with pytest.raises(UserError, match=f"of another run: {key}") as error:
@@ -444,7 +448,7 @@ def test_the_same_rows_may_be_cut_otherwise_and_it_is_said_what_is_lost(
 ) -> None:
     before = stored_config(per_device_train_batch_size="2", gradient_accumulation_steps="2")
     (tmp_path / CONFIG_NAME).write_text(to_yaml(before))
-    with pytest.raises(UserError, match=r"rows a step .* was 8, is 16; make"):
+    with pytest.raises(UserError, match=r"rows per step .* was 8, is 16; make"):
         check_same_run(before, tmp_path, progress(2), world_size=4)
     check_same_run(before, tmp_path, progress(2), world_size=2)
     assert not caplog.text

@@ -15,8 +15,8 @@ from longspec.cli.options import EMBEDDED_PAIR, Dtype, Method
 from longspec.cli.prompts import read_prompts
 from longspec.cli.train import ROOT
 from longspec.errors import UserError
-from longspec.inference.command import DTYPES
 from longspec.inference.methods import METHODS
+from longspec.longbench.command import DTYPES
 from longspec.models.target_cache import SMOLLM2
 from longspec.models.target_split import rank_folder
 

@@ -1,4 +1,4 @@
-"""Micro-batches: which tokens are in the loss, where segments end, and that inputs stay as they are."""
+"""Collation: tokens in the loss, borders of segments, and unchanged inputs."""
 
 import copy
 
@@ -45,7 +45,7 @@ def test_types_and_shapes():
 
 @pytest.mark.parametrize("answer_only", [False, True])
 def test_a_row_is_the_same_alone_and_in_a_batch(answer_only):
-    """What a row gives must not depend on its neighbours: random rows, batch of 1 against batch of 5."""
+    """The result for a row must not depend on its neighbors: random rows, in batches of 1 and of 5."""
     random = np.random.default_rng(0)
     rows = [
         [

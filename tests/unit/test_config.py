@@ -1,4 +1,4 @@
-"""All experiments compose to valid runs, and a mistake in one is named by its key."""
+"""All experiments compose to valid configurations, and an error names its key."""
 
 import re
 from dataclasses import is_dataclass, replace
@@ -14,18 +14,18 @@ from pairs import make_pair
 from training_fixtures import NEEDS_MUON, ROOT, write_texts
 
 from longspec.errors import UserError
-from longspec.inference.command import parse_options
+from longspec.longbench.command import parse_options
 from longspec.train.checkpoint import locate
 from longspec.train.config import (
     CONFIG_NAME,
-    TrainConfig,
-    check,
     compose_config,
     load_config,
     read_config_file,
     to_yaml,
     typed,
 )
+from longspec.train.config_checks import check, make_output_dir
+from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import cosine_with_warmup, engine_config
 
 EXP = ROOT / "conf" / "exp"
@@ -42,7 +42,7 @@ CONTRACT = [
 
 @pytest.fixture
 def paths(tmp_path: Path) -> list[str]:
-    """The overrides that the tiny experiments need."""
+    """The overrides that every tiny experiment needs."""
     write_texts(tmp_path / "data.jsonl", count=3)
     return ["model_name_or_path=target", f"data.files={tmp_path}/data.jsonl", f"output_dir={tmp_path}/out"]
 
@@ -70,8 +70,8 @@ def test_every_experiment_composes_and_checks(name: str, paths: list[str]) -> No
 
 
 def test_published_numbers() -> None:
-    """SPEC: lr, batch and length of the three stages; each starts from the draft of the one before. Processes of their
-    own tokenise and load."""
+    """Learning rate, batch size and length of the three published stages. Each stage starts from the draft of the one
+    before, and separate processes tokenize and load."""
     for variant in ("", "_sinkpi-slicing"):
         stages = [typed(compose_config(EXP, name)) for name in CONTRACT if ("sinkpi" in name) == bool(variant)]
         batches = [(c.per_device_train_batch_size, c.gradient_accumulation_steps) for c in stages]
@@ -87,7 +87,7 @@ def test_published_numbers() -> None:
 
 @pytest.mark.parametrize("name", CONTRACT)
 def test_experiments_compose_with_plain_hydra(name: str) -> None:
-    """conf/exp is the config root, so the groups must be found from it without any help of ours."""
+    """conf/exp is the config root, and plain Hydra must find the groups from there."""
     with initialize_config_dir(str(EXP), version_base=None):
         assert compose(name).model_name_or_path == "Qwen/QwQ-32B-Preview"
 
@@ -212,11 +212,19 @@ def test_a_template_is_set_with_or_without_a_plus(paths: list[str]) -> None:
         assert load(TINY, *paths, override).data.templates == {"report": "Sum up: {prompt}"}
 
 
-def test_output_folder_is_made_at_the_check(paths: list[str], tmp_path: Path) -> None:
-    load(TINY, *paths)
+def test_output_folder_is_created_after_the_checks(paths: list[str], tmp_path: Path) -> None:
+    config = load(TINY, *paths)
+    assert not (tmp_path / "out").exists()
+    make_output_dir(config)
     assert (tmp_path / "out").is_dir()
-    with pytest.raises(UserError, match=r"output_dir: .*data\.jsonl/out cannot be made"):
-        load(TINY, *paths, f"output_dir={tmp_path}/data.jsonl/out")
+    config = load(TINY, *paths, f"output_dir={tmp_path}/data.jsonl/out")
+    with pytest.raises(UserError, match=r"output_dir: .*data\.jsonl/out cannot be created"):
+        make_output_dir(config)
+
+
+def test_an_output_folder_that_is_a_file_is_named(paths: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"output_dir: must be a folder, not .*data\.jsonl"):
+        load(TINY, *paths, f"output_dir={tmp_path}/data.jsonl")
 
 
 def test_saved_configuration_reads_back(paths: list[str], tmp_path: Path) -> None:
@@ -241,7 +249,7 @@ def test_saved_configuration_reads_back(paths: list[str], tmp_path: Path) -> Non
 def test_a_strangers_saved_configuration_does_nothing(
     paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, message: str
 ) -> None:
-    """It is not resolved, and what it names is neither imported nor called."""
+    """The configuration is not resolved, and nothing that it names is imported or called."""
     monkeypatch.setenv("SECRET", "hidden")
     text = to_yaml(load(TINY, *paths))
     assert old in text
@@ -281,7 +289,7 @@ def test_a_saved_pair_brings_its_draft_to_training(paths: list[str], tmp_path: P
 
 
 def test_checkpoint_folder_brings_its_own_draft(paths: list[str], tmp_path: Path) -> None:
-    """An experiment's default draft gives way to the one in the checkpoint; one on the launch line does not."""
+    """The checkpoint's draft replaces the experiment's default, but not one given on the command line."""
     (tmp_path / CONFIG_NAME).write_text(to_yaml(load(TINY, *paths)))
     stage2, target = "tiny_glide_stage2_sinkpi-slicing", f"model_name_or_path={tmp_path}"
     assert load(stage2, *paths).draft_model_name_or_path is not None

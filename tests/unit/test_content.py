@@ -1,4 +1,4 @@
-"""Targets and drafts are told apart by content, wherever their files are."""
+"""Targets and drafts are identified by content, independent of their paths."""
 
 import os
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_a_target_is_known_by_its_weights_and_configs(tmp_path: Path) -> None:
 
 
 def test_a_large_weight_file_is_sampled_all_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its header, its end, and a part of each MiB; a file of data is read whole."""
+    """The digest covers the header, the end and a part of each MiB. Data files are read completely."""
     monkeypatch.setattr(digests, "WHOLE_BYTES", 0)
     weights = tmp_path / "model.safetensors"
     size = 4 * STRIDE_BYTES + 100

@@ -1,4 +1,4 @@
-"""From JSONL files to rows: what is tokenised, cut, packed, left out, cached, and what bad input says."""
+"""The data pipeline: tokenization, truncation, packing, filtering, caching and errors."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ EOS = TOKENIZER.eos_token_id
 
 @pytest.fixture
 def build(tmp_path):
-    """Build from records (or raw lines, or whole files) with short defaults."""
+    """Build a data set from records, raw lines or whole files, with short defaults."""
 
     def run(*files, **settings):
         paths = []
@@ -84,7 +84,7 @@ def test_pairs_that_do_not_fit_are_cut_as_overflow_says(build):
 
 
 def test_where_answers_alone_are_learnt_each_pair_is_a_sample(build):
-    """Of a conversation the last answer alone would be learnt."""
+    """In a conversation only the last answer would be in the loss."""
     rows = build(PAIRS, family="qwen2", max_length=400, answer_only=True)
     assert [TOKENIZER.decode(row[0]["input_ids"][row[0]["prompt_length"] :]) for row in rows] == [
         "One.</s>",
@@ -133,7 +133,7 @@ def test_a_given_eos_ends_answers_and_is_not_doubled(build):
 
 
 def test_a_token_across_prompt_and_answer_is_no_prompt(build):
-    """The prompt's length counts the tokens that the prompt alone has too."""
+    """Only tokens that the prompt alone also has count as prompt."""
     tokenizer = byte_tokenizer()
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state["model"]["vocab"]["ab"] = len(state["model"]["vocab"])
@@ -230,15 +230,13 @@ def test_bad_settings_are_named_before_any_reading(build, settings, says):
 
 
 def test_nothing_to_train_on_is_an_error(build):
-    with pytest.raises(UserError, match=r"none of the 2 records can be trained on .*2 with an empty answer"):
+    with pytest.raises(UserError, match=r"none of the 2 records is usable .*2 with an empty answer"):
         build([{"text": ""}, {"source": "q", "target": "\n"}])
 
 
 def test_tokens_come_from_the_cache_unless_something_changed(build, tmp_path):
-    """What a line holds counts, not when its file was written, and what a tokenizer does, not where it lies.
-
-    Settings and aligners count, too.
-    """
+    """The cache depends on the content of lines, the behavior of the tokenizer, settings and aligners, but not on times
+    or paths."""
 
     def tables():
         return {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "longspec").glob("tokens-*")}
@@ -291,11 +289,11 @@ def test_a_damaged_cache_is_built_again_with_one_line(build, tmp_path, caplog, t
         assert tokens(build(records)) == before
         assert tokens(build(records)) == before
     (warning,) = caplog.messages
-    assert str(folder) in warning and "it is built again" in warning
+    assert str(folder) in warning and "it is rebuilt" in warning
 
 
 def test_a_cache_that_was_not_finished_is_not_used(build, tmp_path, monkeypatch):
-    """As after a kill: a folder of another name, or no digests."""
+    """A killed process leaves a folder with another name, or without digests."""
     records = [{"text": "abc"}]
     before = tokens(build(records))
     for digests in (tmp_path / "cache" / "longspec").glob(f"*/{DIGESTS}"):
@@ -305,7 +303,7 @@ def test_a_cache_that_was_not_finished_is_not_used(build, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_one_of_several_builders_builds(tmp_path, damaged):
-    """The others wait for its table, also where all of them found a damaged one."""
+    """The others wait for its table, even if all of them found a damaged one."""
     folder, built, together = tmp_path / "table", [], Barrier(3)
     if damaged:
         cached_table(folder, lambda inner: write_table(inner, 1))
@@ -335,7 +333,7 @@ def write_table(folder, number):
 
 
 def test_no_table_is_pickled_for_a_fingerprint(build, monkeypatch):
-    """Not every pyarrow can pickle all that its tables refer to."""
+    """Some versions of pyarrow cannot pickle everything that their tables refer to."""
 
     def fail(dataset):
         raise TypeError("cannot pickle MonthDayNano")
@@ -346,7 +344,7 @@ def test_no_table_is_pickled_for_a_fingerprint(build, monkeypatch):
 
 
 def test_tokens_stay_on_the_disk(build):
-    """What the table holds in memory is the samples' lengths; 8 MB of tokens are mapped."""
+    """Only the lengths of samples are in memory. The 8 MB of tokens are mapped."""
     before = pyarrow.total_allocated_bytes()
     rows = build([{"text": "0123456789" * 2000}] * 100, max_length=30_000)
     table = rows.samples.data

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from longspec.inference.tasks import TASKS, read_questions
+from longspec.longbench.prompts import read_questions
+from longspec.longbench.tasks import TASKS
 from scripts.demo.corpus import PROMPTS, TASK, CorpusSettings, completion, split, write_corpus
 from scripts.pipeline.files import ANSWERS, HELD_OUT_TEXTS, LONG_TEXTS, TEXTS, read_jsonl
 from scripts.pipeline.sources import HELD_OUT, SourceFile, by_package, library_files

@@ -35,7 +35,7 @@ USED = {
 """Extras that a folder's modules may import; the tests may import those of `dev`, the rest none."""
 ON_DEMAND = {
     "longspec/models/parallel.py": ["train"],  # fairscale, with tensor parallelism
-    "longspec/kernels/triton_attention.py": ["fa3"],
+    "longspec/kernels/decoding/flash_attention.py": ["fa3"],
     "longspec/cli/comparison.py": ["demo"],  # matplotlib, for the picture
 }
 """Extras that a module imports inside a function."""
@@ -101,7 +101,7 @@ for name in longspec.__all__:
 
 from longspec.errors import reports_user_errors
 from longspec.train.command import main as train
-from longspec.inference.command import main as evaluate
+from longspec.longbench.command import main as evaluate
 
 TRAIN_ONLY = ("longspec.train.", "longspec.data.dataset", "longspec.data.packing", "longspec.data.cache")
 SERVE_ONLY = "longspec.inference.server."

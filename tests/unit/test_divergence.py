@@ -1,4 +1,4 @@
-"""An objective's terms and gradient by the kernels, against the plain formulas in fp64."""
+"""The loss kernels against their references in fp64."""
 
 import pytest
 import torch
@@ -6,76 +6,114 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longspec.kernels.divergence import log_sum_exp, terms_and_gradient
+from longspec.kernels.training import reference
+from longspec.kernels.training.divergence import log_sum_exp, terms_and_gradient
 from longspec.train.loss import _plain_terms
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-"""For one rounding of the gradient, which the interpreter does towards 0."""
+"""Error of one rounding of the gradient; the interpreter rounds toward 0."""
 ROWS = 7
 
 
+def exact(logits: Tensor, teacher: Tensor | None, labels: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """Terms and gradient in fp64 by the reference."""
+    gradient = logits.double().clone()
+    wide_teacher = None if teacher is None else teacher.double()
+    norm = gradient.logsumexp(-1)
+    teacher_norm = None if wide_teacher is None else wide_teacher.logsumexp(-1)
+    terms = reference.terms_and_gradient(gradient, wide_teacher, labels, share, norm, teacher_norm)
+    return terms, gradient
+
+
 def logits_of(vocab: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
-    """Some rows sharp, some flat, some far from zero."""
+    """Rows of logits that are sharp, flat, or far from zero."""
     random = torch.randn(ROWS, vocab, generator=torch.Generator().manual_seed(seed))
-    scale, shift = torch.tensor([1.0, 5.0, 0.1, 3.0, 1.0, 8.0, 2.0]), torch.tensor([0.0, 0, 0, -40, 90, 0, -9])
+    scale = torch.tensor([1.0, 5.0, 0.1, 3.0, 1.0, 8.0, 2.0])
+    shift = torch.tensor([0.0, 0, 0, -40, 90, 0, -9])
     return (random * scale[:, None] + shift[:, None]).to(device, dtype)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("vocab", [1, 5, 4096, 9001])
-def test_log_sum_exp_is_torchs(vocab: int, dtype: torch.dtype, device: str) -> None:
+def test_log_sum_exp_equals_its_reference(vocab: int, dtype: torch.dtype, device: str) -> None:
     logits = logits_of(vocab, dtype, device, seed=0)
-    torch.testing.assert_close(log_sum_exp(logits), logits.double().logsumexp(-1).float(), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(log_sum_exp(logits), reference.log_sum_exp(logits), rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(("share", "teacher"), [(0.0, False), (0.0, True), (0.5, True), (1.0, True)])
 @pytest.mark.parametrize("vocab", [5, 4096, 9001])
-def test_terms_and_gradient_are_the_formulas(
+def test_terms_and_gradient_equal_the_reference(
     vocab: int, share: float, teacher: bool, dtype: torch.dtype, device: str
 ) -> None:
-    """With labels that lie in the vocabulary's other parts, too."""
-    logits, target = (logits_of(vocab, dtype, device, seed) for seed in (1, 2))
+    """Including labels in other parts of the vocabulary."""
+    logits = logits_of(vocab, dtype, device, seed=1)
+    teacher_logits = logits_of(vocab, dtype, device, seed=2) if teacher else None
     labels = torch.tensor([0, vocab - 1, 3, -1, vocab, -vocab, 2], device=device)
-    given = target if teacher else None
-    wanted, gradient = _plain_terms(logits.double(), None if given is None else given.double(), labels, share)
-    norm, teacher_norm = log_sum_exp(logits), None if given is None else log_sum_exp(given)
-    terms = terms_and_gradient(logits, given, labels, share, norm, teacher_norm)
-    torch.testing.assert_close(terms.double(), wanted, rtol=1e-4, atol=2e-5)
+    expected, gradient = exact(logits, teacher_logits, labels, share)
+
+    teacher_norm = None if teacher_logits is None else log_sum_exp(teacher_logits)
+    terms = terms_and_gradient(logits, teacher_logits, labels, share, log_sum_exp(logits), teacher_norm)
+    torch.testing.assert_close(terms.double(), expected, rtol=1e-4, atol=2e-5)
     torch.testing.assert_close(logits.double(), gradient, rtol=TOLERANCE[dtype], atol=1e-6)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_the_loss_without_kernels_equals_the_reference(share: float) -> None:
+    logits, teacher = (logits_of(9, torch.float64, "cpu", seed) for seed in (1, 2))
+    labels = torch.tensor([0, 8, 3, -1, 9, 7, 2])
+    torch.testing.assert_close(_plain_terms(logits, teacher, labels, share), exact(logits, teacher, labels, share))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_the_gradient_is_that_of_the_terms(share: float) -> None:
+    """Autograd through the terms of the reference, whose gradient is a formula."""
+    logits = logits_of(9, torch.float64, "cpu", seed=1)
+    teacher = logits_of(9, torch.float64, "cpu", seed=2)
+    labels = torch.tensor([0, 8, 3, 1, 4, 7, 2])
+    _, gradient = exact(logits, teacher, labels, share)
+
+    logits.requires_grad_()
+    log_q, log_p = logits.log_softmax(-1), teacher.log_softmax(-1)
+    ce = torch.nn.functional.nll_loss(log_q, labels, reduction="sum")
+    kl = (log_p.exp() * (log_p - log_q)).sum()
+    ((1 - share) * ce + share * kl).backward()
+    torch.testing.assert_close(gradient, logits.grad)
+
+
 @pytest.mark.parametrize("cut", [1, 4096, 4099])
-def test_parts_of_a_vocabulary_add_up(cut: int, device: str) -> None:
-    """Given the whole's log-sum-exp, the terms of the ranks' parts, of which one may be small, sum to the whole's."""
-    logits, target = (logits_of(4100, torch.float32, device, seed) for seed in (1, 2))
+def test_terms_of_parts_of_a_vocabulary_add_up(cut: int, device: str) -> None:
+    """With the log-sum-exp of the whole vocabulary; a part may be a single token."""
+    logits, teacher = (logits_of(4100, torch.float32, device, seed) for seed in (1, 2))
     labels = torch.tensor([0, 4099, 3, 4098, 7, 4096, 2], device=device)
-    wanted, gradient = _plain_terms(logits.double(), target.double(), labels, 0.5)
-    norm, teacher_norm = log_sum_exp(logits), log_sum_exp(target)
-    total = torch.zeros_like(wanted)
+    expected, gradient = exact(logits, teacher, labels, 0.5)
+
+    norm, teacher_norm = log_sum_exp(logits), log_sum_exp(teacher)
+    total = torch.zeros_like(expected)
     parts = []
     for first, last in ((0, cut), (cut, 4100)):
         part = logits[:, first:last].contiguous()
-        teacher = target[:, first:last].contiguous()
-        total += terms_and_gradient(part, teacher, labels - first, 0.5, norm, teacher_norm)
+        teacher_part = teacher[:, first:last].contiguous()
+        total += terms_and_gradient(part, teacher_part, labels - first, 0.5, norm, teacher_norm)
         parts.append(part)
-    torch.testing.assert_close(total, wanted, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=2e-5)
     torch.testing.assert_close(torch.cat(parts, 1).double(), gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_impossible_for_both_costs_nothing_and_a_broken_teacher_shows(device: str) -> None:
-    logits, target = (logits_of(9, torch.float32, device, seed) for seed in (1, 2))
-    logits[:, 4] = target[:, 4] = -torch.inf
-    target[2, 0] = torch.nan
+def test_tokens_impossible_for_both_add_nothing_and_a_broken_teacher_gives_nan(device: str) -> None:
+    logits, teacher = (logits_of(9, torch.float32, device, seed) for seed in (1, 2))
+    logits[:, 4] = teacher[:, 4] = -torch.inf
+    teacher[2, 0] = torch.nan
     labels = torch.zeros(ROWS, dtype=torch.long, device=device)
-    wanted, gradient = _plain_terms(logits.clone(), target.clone(), labels, 1.0)
-    terms = terms_and_gradient(logits, target, labels, 1.0, log_sum_exp(logits), log_sum_exp(target))
-    assert terms[:, 1].isnan().tolist() == wanted[:, 1].isnan().tolist() == [row == 2 for row in range(ROWS)]
-    torch.testing.assert_close(terms, wanted, rtol=1e-5, atol=1e-6, equal_nan=True)
-    torch.testing.assert_close(logits, gradient, rtol=1e-5, atol=1e-6, equal_nan=True)
+    expected, gradient = exact(logits, teacher, labels, 1.0)
+
+    terms = terms_and_gradient(logits, teacher, labels, 1.0, log_sum_exp(logits), log_sum_exp(teacher))
+    assert terms[:, 1].isnan().tolist() == expected[:, 1].isnan().tolist() == [row == 2 for row in range(ROWS)]
+    torch.testing.assert_close(terms, expected.float(), rtol=1e-5, atol=2e-6, equal_nan=True)
+    torch.testing.assert_close(logits, gradient.float(), rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-def test_a_distribution_equal_to_the_teachers_has_no_divergence(device: str) -> None:
+def test_the_divergence_from_an_equal_distribution_is_zero(device: str) -> None:
     logits = logits_of(4100, torch.bfloat16, device, seed=3)
     norm = log_sum_exp(logits)
     labels = torch.zeros(ROWS, dtype=torch.long, device=device)

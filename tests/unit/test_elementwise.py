@@ -1,16 +1,26 @@
-"""The kernels between the matrix products, and compaction, against transformers' modules and plain torch."""
+"""The elementwise kernels and the compaction kernel against their references, and these against transformers."""
 
 import pytest
 import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from longspec.kernels import reference
-from longspec.kernels.compaction import compact
-from longspec.kernels.elementwise import gather_rows, rms_norm, rotate_and_store, rotate_queries, swiglu
+from longspec.kernels.decoding import tree_reference
+from longspec.kernels.decoding.compaction import compact
+from longspec.kernels.shared import reference
+from longspec.kernels.shared.elementwise import (
+    HeadNorms,
+    gather_rows,
+    rms_norm,
+    rotate_and_store,
+    rotate_queries,
+    swiglu,
+)
 from longspec.models.draft_layer import rotate
 
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}  # two roundings
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}
+"""Error of two roundings."""
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -23,82 +33,109 @@ def test_rms_norm_equals_transformers(width: int, dtype: torch.dtype, device: st
     norm = LlamaRMSNorm(width, eps=1e-5).to(device, dtype)
     norm.weight.data = random(width, seed=1).to(device, dtype)
     x = (3 * random(2, 5, width)).to(device, dtype)
-    close = TOLERANCE[dtype]
-    torch.testing.assert_close(rms_norm(x, norm.weight, 1e-5), norm(x).detach(), rtol=close, atol=close)
+    expected = norm(x).detach()
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(reference.rms_norm(x, norm.weight, 1e-5), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(rms_norm(x, norm.weight, 1e-5), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_rms_norm_first_adds_the_parts_of_a_product_in_place(dtype: torch.dtype, device: str) -> None:
+    x, weight = random(4, 48).to(device, dtype), random(48, seed=1).to(device, dtype)
+    parts = random(2, 4, 48, seed=2).to(device)
+    expected_x = x.clone()
+    expected = reference.rms_norm(expected_x, weight, 1e-6, parts)
+    got = rms_norm(x, weight, 1e-6, parts)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(x, expected_x, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(got, expected, rtol=2 * tolerance, atol=2 * tolerance)
 
 
 def test_gather_rows_is_indexing(device: str) -> None:
     table = random(7, 1500).to(device, torch.float16)
     index = torch.tensor([[6, 0, 3], [3, 1, 6]], device=device)[:, :2]
-    assert torch.equal(gather_rows(table, index), table[index])
-
-
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_rms_norm_adds_the_parts_of_a_product_first(dtype: torch.dtype, device: str) -> None:
-    x, weight = random(4, 48).to(device, dtype), random(48, seed=1).to(device, dtype)
-    parts = random(2, 4, 48, seed=2).to(device)
-    total = (x.float() + parts.sum(0)).to(dtype)
-    expected = rms_norm(total, weight, 1e-6)
-    got = rms_norm(x, weight, 1e-6, parts)
-    torch.testing.assert_close(x, total, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    torch.testing.assert_close(got, expected, rtol=2 * TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
+    assert torch.equal(gather_rows(table, index), reference.gather_rows(table, index))
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("width", [3, 1024, 1500])
-def test_swiglu_equals_plain_torch(width: int, dtype: torch.dtype, device: str) -> None:
-    """Of the halves of one tensor, as a merged projection has them, and of two tensors."""
+def test_swiglu_equals_its_reference(width: int, dtype: torch.dtype, device: str) -> None:
+    """For the halves of one tensor, as a merged projection returns them, and for two tensors."""
     gate, up = random(2, 3, 2 * width).to(device, dtype).chunk(2, -1)
-    expected = (torch.nn.functional.silu(gate.float()) * up.float()).to(dtype)
-    for given in ((gate, up), (gate.contiguous(), up.contiguous())):
-        torch.testing.assert_close(swiglu(*given), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    expected = reference.swiglu(gate, up)
+    for inputs in ((gate, up), (gate.contiguous(), up.contiguous())):
+        torch.testing.assert_close(swiglu(*inputs), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(4, 2, 16), (5, 5, 40), (0, 3, 8), (8, 1, 128)])
-def test_rotate_and_store_equals_rotation_and_index_put(
-    q_heads: int, kv_heads: int, head_dim: int, device: str
-) -> None:
+def test_rotate_and_store_equals_its_reference(q_heads: int, kv_heads: int, head_dim: int, device: str) -> None:
     """A negative slot stores nothing, and no other slot of the cache changes."""
     batch, nodes, capacity = 2, 3, 11
     qkv = random(batch, nodes, (q_heads + 2 * kv_heads) * head_dim).to(device)
     positions = torch.tensor([[0, 4, 4], [8, 9, 2]], device=device)
     slots = torch.tensor([[0, 10, -1], [3, 1, 2]], device=device)
     angle = random(10, head_dim // 2).repeat(1, 2)
-    rope = angle.cos().to(device), angle.sin().to(device)
+    rope = (angle.cos().to(device), angle.sin().to(device))
     keys, values = random(2, batch, kv_heads, capacity, head_dim, seed=2).to(device)
     expected_keys, expected_values = keys.clone(), values.clone()
-    q, k, v = (
-        part.unflatten(-1, (-1, head_dim)).transpose(1, 2)
-        for part in qkv.split([q_heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], -1)
-    )
-    table = rope[0][positions], rope[1][positions]
-    for b, n in (slots >= 0).nonzero().tolist():
-        expected_keys[b, :, slots[b, n]] = rotate(k, table)[b, :, n]
-        expected_values[b, :, slots[b, n]] = v[b, :, n]
+
+    expected = reference.rotate_and_store(qkv, positions, rope, expected_keys, expected_values, slots)
     got = rotate_and_store(qkv, positions, rope, keys, values, slots)
-    torch.testing.assert_close(got, rotate(q, table))
-    assert got.transpose(1, 2).is_contiguous()
+    torch.testing.assert_close(got, expected)
     torch.testing.assert_close(keys, expected_keys)
     torch.testing.assert_close(values, expected_values)
+    assert got.transpose(1, 2).is_contiguous()
+
     if q_heads:
-        torch.testing.assert_close(
-            rotate_queries(qkv[..., : q_heads * head_dim].contiguous(), positions, rope, head_dim), rotate(q, table)
-        )
+        q = qkv[..., : q_heads * head_dim].contiguous()
+        torch.testing.assert_close(rotate_queries(q, positions, rope, head_dim), expected)
+        heads = q.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+        torch.testing.assert_close(expected, rotate(heads, (rope[0][positions], rope[1][positions])))
 
 
-def test_compaction_equals_its_reference_and_touches_nothing_else(device: str) -> None:
-    """Overlapping moves, a row that keeps nothing, one that keeps all of its path, one that keeps its root."""
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(4, 2, 16), (5, 5, 40), (8, 1, 128)])
+def test_heads_are_normalized_before_the_rotation(
+    q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str
+) -> None:
+    """As Qwen3 does it; queries and keys have weights of their own, values stay as they are."""
+    heads, positions = random(1, 3, q_heads + 2 * kv_heads, head_dim).to(device, dtype), torch.tensor([[4, 0, 7]])
+    positions = positions.to(device)
+    angle = random(10, head_dim // 2).repeat(1, 2)
+    rope = angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+    table = rope[0][positions], rope[1][positions]
+    norms = [Qwen3RMSNorm(head_dim, eps=1e-2).to(device, dtype) for _ in range(2)]
+    for number, norm in enumerate(norms):
+        norm.weight.data = random(head_dim, seed=3 + number).to(device, dtype)
+    q, k, v = heads.split([q_heads, kv_heads, kv_heads], 2)
+    expected = [rotate(norm(x).detach().transpose(1, 2), table) for norm, x in zip(norms, (q, k), strict=True)]
+    keys, values = torch.zeros(2, 1, kv_heads, 3, head_dim, dtype=dtype, device=device)
+    weights = HeadNorms(norms[0].weight, norms[1].weight, 1e-2)
+    slots = torch.arange(3, device=device)[None]
+    got = rotate_and_store(heads.flatten(2), positions, rope, keys, values, slots, weights)
+    close = {"rtol": 2 * TOLERANCE[dtype], "atol": 2 * TOLERANCE[dtype]}
+    torch.testing.assert_close([got, keys], expected, **close)
+    assert torch.equal(values, v.transpose(1, 2))
+    plain = torch.zeros_like(keys), torch.zeros_like(values)
+    also = reference.rotate_and_store(heads.flatten(2), positions, rope, *plain, slots, weights)
+    torch.testing.assert_close((also, *plain), (got, keys, values), **close)
+
+
+def test_compaction_equals_its_reference_and_a_loop(device: str) -> None:
+    """Overlapping moves; sequences that keep nothing, their whole path, and only their root. No other slot changes."""
     keys, values = random(2, 3, 4, 2, 30, 24).to(device)
     lengths = torch.tensor([0, 7, 20, 3], dtype=torch.int32, device=device)
     path = torch.tensor([[0, 1, 3, 4], [0, 2, 5, 9], [0, 4, 5, 6], [0, 3, 0, 0]], device=device)
     counts = torch.tensor([0, 4, 3, 1], device=device)
-    expected = keys.clone(), values.clone()
+
+    expected_keys, expected_values = keys.clone(), values.clone()
     for row, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
-        for store, original in zip(expected, (keys, values), strict=True):
-            for step in range(count):
-                store[:, row, :, length + step] = original[:, row, :, length + path[row, step]]
-    plain = keys.clone(), values.clone()
-    reference.compact(*plain, lengths, path, counts)
-    compact(keys, values, lengths, path, counts)
-    for got, also, want in zip((keys, values), plain, expected, strict=True):
-        assert torch.equal(got, want) and torch.equal(also, want)
+        for step in range(count):
+            source = length + path[row, step]
+            expected_keys[:, row, :, length + step] = keys[:, row, :, source]
+            expected_values[:, row, :, length + step] = values[:, row, :, source]
+
+    for function in (tree_reference.compact, compact):
+        got_keys, got_values = keys.clone(), values.clone()
+        function(got_keys, got_values, lengths, path, counts)
+        assert torch.equal(got_keys, expected_keys) and torch.equal(got_values, expected_values)

@@ -1,4 +1,4 @@
-"""Held-out scores against plain formulas on whole logits, and what is no place to draft."""
+"""Held-out scores, compared with plain formulas on whole logits, and rows that are too short for a chain."""
 
 import math
 from collections.abc import Iterator
@@ -15,11 +15,12 @@ from torch import Tensor
 from training_fixtures import ROOT, make_target, one_rank_alone, write_answers, write_texts
 
 from longspec.errors import UserError
-from longspec.train.config import TrainConfig, load_config
+from longspec.train.config import load_config
+from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import build_pair
-from longspec.train.evaluation import Evaluation, chain_roots, chain_runs, rows_held_out
+from longspec.train.evaluation import Evaluation, chain_roots, correct_depths, held_out_row_count
 from longspec.train.inputs import read_inputs
-from longspec.train.loss import Objective
+from longspec.train.loss import DraftLoss
 from longspec.train.positions import micro_step_generator, variant_positions
 
 VOCAB = byte_tokenizer().get_vocab()
@@ -33,7 +34,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def load(tmp_path: Path):  # type: ignore[no-untyped-def]
-    """The tiny first stage with texts to train on and other ones held out."""
+    """The tiny first stage, with separate training and held-out texts."""
     target, data = make_target(tmp_path / "target"), write_texts(tmp_path / "data.jsonl", count=3)
     held_out = write_texts(tmp_path / "held_out.jsonl", count=6, seed=5)
     given = [f"model_name_or_path={target}", f"data.files={data}", f"data.cache_dir={tmp_path}/cache"]
@@ -49,22 +50,22 @@ def load(tmp_path: Path):  # type: ignore[no-untyped-def]
 
 
 def test_runs_end_at_the_first_depth_that_is_wrong() -> None:
-    """Depth d of the chain at root n is the hit on token n + d at lag d; a border or a prompt holds no chain."""
+    """Depth d of the chain at root n is the hit on token n + d at lag d. Chains do not cross borders or prompts."""
     labels = torch.tensor([[-100, 1, 1, 1, 1, -100, 1, 1, 1, 1]])  # two segments of 5 tokens
     assert chain_roots(labels, 2).tolist() == [[False, True, True, False, False, False, True, True]]
     at_lag_1 = torch.tensor([[0, 0, 1, 1, 0, 0, 0, 0, 1, 0]], dtype=torch.bool)
     at_lag_2 = torch.tensor([[0, 0, 0, 1, 0, 0, 0, 0, 1, 1]], dtype=torch.bool)
     # root 1: token 2 at lag 1, token 3 at lag 2; root 2: 3 right, 4 wrong; root 6: 7 wrong at once; root 7: 8, 9
-    assert chain_runs(torch.stack([at_lag_1, at_lag_2]), labels).tolist() == [2, 1, 0, 2]
+    assert correct_depths(torch.stack([at_lag_1, at_lag_2]), labels).tolist() == [2, 1, 0, 2]
 
 
 def test_a_row_too_short_for_a_chain_has_none() -> None:
     labels = torch.tensor([[-100, 1, 1]])
-    assert chain_runs(torch.ones(5, 1, 3, dtype=torch.bool), labels).tolist() == []
+    assert correct_depths(torch.ones(5, 1, 3, dtype=torch.bool), labels).tolist() == []
 
 
 def plain_scores(model: Any, inputs: Any, config: TrainConfig, depth: int, rows: int) -> dict[str, float]:
-    """The metrics by whole logits, one forward pass a lag, and loops over tokens."""
+    """The metrics from whole logits, with one forward pass per lag and loops over tokens."""
     losses: list[Tensor] = []
     right: dict[int, list[bool]] = {lag: [] for lag in range(1, depth + 1)}
     runs = []
@@ -74,14 +75,16 @@ def plain_scores(model: Any, inputs: Any, config: TrainConfig, depth: int, rows:
         generator = micro_step_generator(config.seed, row, 0)
         shape = tuple(labels.shape)
         variant = config.variant
-        positions = variant_positions(variant.name, segments, shape, variant.max_offset, inputs.window, generator)
+        positions = variant_positions(
+            variant.name, segments, shape, variant.max_offset, inputs.max_positions, generator
+        )
         guesses = []
         for lag in right:
             lags = torch.full((len(segments) - 1,), lag)
             head = Handed(lambda hidden, target_hidden, labels, lm_head: lm_head(hidden)[0])
             logits = model(**batch, position_ids=positions, lags=lags, objective=head)
-            wanted = labels[0, 1:]
-            losses.append(F.cross_entropy(logits[:-1], wanted, ignore_index=-100, reduction="none")[wanted != -100])
+            targets = labels[0, 1:]
+            losses.append(F.cross_entropy(logits[:-1], targets, ignore_index=-100, reduction="none")[targets != -100])
             guesses.append(logits.argmax(-1).tolist())
             right[lag] += [guesses[-1][i - 1] == int(labels[0, i]) for i in range(1, shape[1]) if labels[0, i] != -100]
         for root in range(shape[1] - depth):
@@ -101,26 +104,26 @@ def plain_scores(model: Any, inputs: Any, config: TrainConfig, depth: int, rows:
 def test_metrics_are_those_of_whole_logits(
     load: Any, one_rank: None, variant: str, depth: int, options: list[str]
 ) -> None:
-    """Every term; a head that prefers two common bytes makes some chains right and others wrong."""
+    """All terms. The head prefers two common bytes, so that some chains are right and others wrong."""
     config = load(f"variant={variant}", "evaluation.rows=3", *options)
     inputs = read_inputs(config)
     assert inputs.held_out is not None and len(inputs.held_out) >= 3
     model: Any = build_pair(config, None)
     model.lm_head.weight[[VOCAB["e"], VOCAB["t"]]] *= 8
     engine = _Engine(model)
-    count = rows_held_out(config, inputs)
-    found = Evaluation(config, engine, inputs, Objective("ce"), count).run(NEVER)
-    assert found.pop("eval_seconds") > 0 and count == 3
+    count = held_out_row_count(config, inputs)
+    metrics = Evaluation(config, engine, inputs, DraftLoss("ce"), count).run(NEVER)
+    assert metrics.pop("eval_seconds") > 0 and count == 3
     expected = plain_scores(model, inputs, config, depth, count)
-    assert found.keys() == expected.keys()
+    assert metrics.keys() == expected.keys()
     for name, value in expected.items():
-        assert math.isclose(found[name], value, rel_tol=1e-5), name
+        assert math.isclose(metrics[name], value, rel_tol=1e-5), name
     assert engine.modes == ["eval", "train"]
     assert 0 < expected["eval_top1_lag_1"] < 1 and expected["eval_acceptance_length"] > 1
 
 
 class _Engine:
-    """What an evaluation needs of DeepSpeed's engine."""
+    """The part of DeepSpeed's engine that an evaluation uses."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.device, self.modes = model, torch.device("cpu"), []  # type: ignore[var-annotated]
@@ -138,20 +141,20 @@ class _Engine:
 def test_sigterm_ends_it_without_a_result(load: Any, one_rank: None) -> None:
     config = load("evaluation.rows=null")
     inputs = read_inputs(config)
-    asked = iter([False, True])
-    evaluation = Evaluation(config, _Engine(build_pair(config, None)), inputs, Objective("ce"), 2)
-    assert evaluation.run(SimpleNamespace(agreed=lambda: next(asked))) == {}  # type: ignore[arg-type]
+    answers = iter([False, True])
+    evaluation = Evaluation(config, _Engine(build_pair(config, None)), inputs, DraftLoss("ce"), 2)
+    assert evaluation.run(SimpleNamespace(agreed=lambda: next(answers))) == {}  # type: ignore[arg-type]
 
 
 def test_held_out_rows_without_a_chain_are_one_line(load: Any, tmp_path: Path) -> None:
     (tmp_path / "short.jsonl").write_text('{"text": "abc"}\n')
     config = load(f"evaluation.files={tmp_path}/short.jsonl")
     with pytest.raises(UserError, match=r"evaluation\.files: none of the first 1 rows has 6 consecutive tokens"):
-        rows_held_out(config, read_inputs(config))
+        held_out_row_count(config, read_inputs(config))
 
 
 def test_rows_are_the_first_ones_or_all(load: Any, tmp_path: Path) -> None:
     answers = write_answers(tmp_path / "answers.jsonl", count=7)
-    for wanted, count in (("3", 3), ("null", 7), ("100", 7)):
-        config = load(f"evaluation.files={answers}", f"evaluation.rows={wanted}", "data.pack=false")
-        assert rows_held_out(config, read_inputs(config)) == count
+    for limit, count in (("3", 3), ("null", 7), ("100", 7)):
+        config = load(f"evaluation.files={answers}", f"evaluation.rows={limit}", "data.pack=false")
+        assert held_out_row_count(config, read_inputs(config)) == count

@@ -1,4 +1,4 @@
-"""Teacher-forced acceptance and the bound of a tree: against decoding itself, and against a sum over paths."""
+"""Teacher-forced acceptance compared with decoding, and the bound of a tree compared with a sum over paths."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ SHAPE = (8, 8, 8)
 
 
 def decoded(model: GlideMixin, prompt: Tensor, length: int) -> tuple[int, int]:
-    """Rounds and tokens of greedy decoding, as long as a whole tree fits before `length`."""
+    """Number of rounds and tokens of greedy decoding while a whole tree fits before `length`."""
     sampler, runner = Sampler(0.0, 0, 1.0), Runner(model)
     engine = Engine(runner, TreeDrafter(runner, 1, SHAPE, sampler, "descend"), sampler, prompt[None], [len(prompt)], 60)
     engine.prefill()
@@ -32,7 +32,7 @@ def decoded(model: GlideMixin, prompt: Tensor, length: int) -> tuple[int, int]:
 
 @torch.no_grad()
 def test_forced_rounds_on_greedy_text_are_those_of_decoding(tmp_path: Path) -> None:
-    """Rows of a batch, each with a prompt of its own length."""
+    """The rows of the batch have prompts of different lengths."""
     model = make_pair(tmp_path)
     prompts = [torch.arange(3, 23), torch.arange(5, 14)]
     options = {"method": "vanilla", "max_new_tokens": 50, "eos_token_id": ()}
@@ -44,7 +44,7 @@ def test_forced_rounds_on_greedy_text_are_those_of_decoding(tmp_path: Path) -> N
 
 
 def test_the_bound_sums_the_targets_probabilities_over_paths() -> None:
-    """A root with children 5 and 7, a child 2 of the second, and a node without a parent that only fills its level."""
+    """A root with children 5 and 7, a child 2 below 7, and a node without parent that only fills its level."""
     visible = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 1, 1, 0], [0, 0, 0, 0, 1]]
     proposal = Proposal(
         tokens=torch.tensor([[1, 5, 7, 2, 0]]),

@@ -1,4 +1,4 @@
-"""Prompts of the experiment: lengths in tokens, wording, splits without overlap, bounded search for code."""
+"""Prompts of the experiment: lengths in tokens, wording, disjoint splits, bounded search for code."""
 
 import random
 from pathlib import Path
@@ -22,7 +22,7 @@ from experiments.sources import (
 )
 from experiments.target import TargetText
 from longspec.errors import UserError
-from longspec.inference.tasks import TASKS
+from longspec.longbench.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,7 +45,7 @@ def code_files(count: int) -> list[CodeFile]:
 
 @pytest.mark.parametrize("task", ["lcc", "repobench-p", "qmsum", "gsm8k", "chat"])
 @pytest.mark.parametrize("length", [800, 1600])
-def test_prompts_have_the_length_that_is_asked_for(target: TargetText, texts: Path, task: str, length: int) -> None:
+def test_prompts_have_the_requested_length(target: TargetText, texts: Path, task: str, length: int) -> None:
     chats = [
         [{"role": "user", "content": f"{n} " * 20}, {"role": "assistant", "content": "yes " * 15}] for n in range(20)
     ]
@@ -120,7 +120,7 @@ def test_packages_are_split_by_name_and_forks_are_dropped(tmp_path: Path, monkey
     )
 
 
-def test_tables_and_generated_files_are_no_code() -> None:
+def test_tables_and_generated_files_are_not_code() -> None:
     assert is_written("def area(width, height):\n    return width * height\n")
     assert not is_written("# DO NOT EDIT\ndef area(width, height):\n    return width\n")
     assert not is_written("TABLE = [\n" + "    1, 2, 3, 4, 5, 6, 7, 8,\n" * 20 + "]\n")

@@ -1,4 +1,4 @@
-"""Settings of the experiment: typed, with one line for a mistake; ablation arms; samples that are continued."""
+"""Settings of the experiment: one-line errors, ablation arms, launch commands, and resumed evaluations."""
 
 import json
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_arms_change_stages_and_leave_some_out() -> None:
         arm_stages(load("training.arms={ce: {stage1: {stepz: 7}}}"), "ce")
 
 
-def test_mistakes_of_late_runs_are_said_first(tmp_path: Path) -> None:
+def test_all_runs_are_checked_before_the_first_starts(tmp_path: Path) -> None:
     target = make_chat_target(tmp_path / "target")
     for override, message in (
         ("training.arms.late={stage3: {tokens_per_step: 9000}}", "stage3: tokens_per_step 9000 is not a multiple"),
@@ -77,7 +77,7 @@ def test_mistakes_of_late_runs_are_said_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", ["stage1", "stage2", "stage3"])
 def test_the_trainer_takes_the_launch_line_of_every_stage(stage: str, tmp_path: Path) -> None:
-    """Paths with characters that Hydra gives a meaning must arrive as they are."""
+    """Paths with characters that are special to Hydra must reach the trainer unchanged."""
     name = load().training.stages[stage].config
     data = tmp_path / "it's a=b, folder" / "data.jsonl"
     data.parent.mkdir()
@@ -106,8 +106,8 @@ def test_the_table_of_arms_pools_seeds(tmp_path: Path) -> None:
     assert pooled["sd over seeds"] == pytest.approx(0.5**0.5)
 
 
-def test_an_evaluation_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    """A line that was cut off is measured again; samples of other prompts are refused."""
+def test_an_evaluation_resumes(tmp_path: Path) -> None:
+    """A sample with an incomplete line is measured again; samples of other prompts raise an error."""
     prompts = [{"id": f"lcc-test-{n}", "length": 1024, "prefix": f"x = {n}\n"} for n in range(3)]
     file = tmp_path / "prompts" / "test" / "lcc.jsonl"
     file.parent.mkdir(parents=True)

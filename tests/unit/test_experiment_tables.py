@@ -1,4 +1,4 @@
-"""Figures of the experiment's report: pooled ratios, their standard errors, pairing, verdicts, forms of tables."""
+"""Figures of the experiment's report: pooled ratios, standard errors, pairing by prompt, verdicts, tables."""
 
 import math
 from pathlib import Path
@@ -28,7 +28,7 @@ def frame(*lines: dict) -> pandas.DataFrame:
 
 
 def test_a_pooled_ratio_has_the_error_of_its_prompts() -> None:
-    """With equal denominators it is a mean, whose standard error is known."""
+    """With equal denominators, the ratio is a mean, whose standard error is known."""
     tokens = np.random.default_rng(1).normal(4.0, 1.0, size=400)
     figure = pooled([tokens, np.ones(400)], [str(number) for number in range(400)])
     assert figure.value == pytest.approx(tokens.mean())
@@ -36,8 +36,8 @@ def test_a_pooled_ratio_has_the_error_of_its_prompts() -> None:
     assert figure.samples == 400
 
 
-def test_samples_of_one_prompt_are_drawn_together() -> None:
-    """Ten copies of a sample are no more evidence than one."""
+def test_samples_of_one_prompt_are_resampled_together() -> None:
+    """Ten copies of each sample leave the standard error unchanged."""
     tokens = np.random.default_rng(1).normal(4.0, 1.0, size=100)
     once = pooled([tokens, np.ones(100)], [str(number) for number in range(100)])
     often = pooled([np.repeat(tokens, 10), np.ones(1000)], [str(number) for number in np.repeat(np.arange(100), 10)])
@@ -52,7 +52,7 @@ def test_one_prompt_has_no_error_and_none_has_no_value() -> None:
 
 
 def test_speeds_are_compared_on_the_same_prompts() -> None:
-    """q1 was decoded by one method only, so its slow sample must not count."""
+    """Only one method decoded q1, so its slow sample must not count."""
     tree = frame(line(decode_s=0.5), line(number=1, decode_s=100.0))
     assert speed_ratio(tree, frame(line("vanilla"), line("vanilla", 2))).value == pytest.approx(2.0)
     assert speed_ratio(tree, frame(line("vanilla", 2))).samples == 0
@@ -70,11 +70,11 @@ def evaluation() -> Samples:
     lines = []
     for number in range(4):
         for context, rounds in ((1024, 8), (7000, 10)):
-            place = {"context": context, "number": number}
-            lines.append(line(**place, rounds=rounds, decode_s=0.2))
-            lines.append(line(**place, temperature=1.0, rounds=20))
-            lines.append(line("vanilla", **place, rounds=40))
-            lines.append(line("lookup", **place, decode_s=0.5))
+            prompt = {"context": context, "number": number}
+            lines.append(line(**prompt, rounds=rounds, decode_s=0.2))
+            lines.append(line(**prompt, temperature=1.0, rounds=20))
+            lines.append(line("vanilla", **prompt, rounds=40))
+            lines.append(line("lookup", **prompt, decode_s=0.5))
     return Samples(frame(*lines))
 
 
@@ -87,8 +87,8 @@ def test_targets_are_reached_missed_or_not_measured() -> None:
     assert verdicts["Tokens/s, tree over lookup, gsm8k"] == "reached"  # 2.5
 
 
-def test_a_cpu_has_a_target_of_its_own() -> None:
-    """It is about wall-clock time, prefill included."""
+def test_a_cpu_has_its_own_speed_target() -> None:
+    """It concerns wall-clock time, prefill included."""
     pair = {"new_tokens": 64}
     frames = [line(**pair, wall_s=2.0, decode_s=0.1), line("vanilla", **pair, wall_s=4.0, decode_s=0.1)]
     rows = [row for row in targets(Samples(frame(*frames)), on_cpu=True) if "Tokens/s" in row.claim]

@@ -1,4 +1,4 @@
-"""A draft that is taken out of DeepSpeed's state keeps the options it was trained with, in every form."""
+"""A draft extracted from DeepSpeed's state keeps its training options in every output format."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The floors that benchmarks compare with, against figures worked out by hand, and the picture of a round."""
+"""Floors of the benchmarks compared with figures computed by hand, and the plot of a round."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +16,14 @@ TREE = (4, 16, 16, 16, 16)
 
 
 def test_weights_are_those_of_the_published_shape() -> None:
-    """Llama-3-8B: 8.03 billion numbers, of which embedding and lm_head have 0.53 billion each."""
+    """Llama-3-8B has 8.03 billion weights; embedding and lm_head have 0.53 billion each."""
     assert 32 * layer_weights(LLAMA3_8B) == pytest.approx(8.03e9 - 2 * 128256 * 4096, rel=1e-3)
     assert draft_weights(LLAMA3_8B) - layer_weights(LLAMA3_8B) == 2 * 4096 * 4096
 
 
 @pytest.mark.parametrize(("context", "vanilla", "tree"), [(4096, 3.6, 5.6), (32768, 4.5, 7.2), (131072, 7.5, 12.9)])
 def test_floors_of_a_step_and_a_round(context: int, vanilla: float, tree: float) -> None:
-    """15.0 GB of weights and 0.13 MB of KV a token; a verification is bound by arithmetic at long contexts."""
+    """15.0 GB of weights and 0.13 MB of KV per token. At long contexts, arithmetic bounds a verification."""
     assert round_floor_ms(LLAMA3_8B, CEILINGS, [context], (), "glide") == pytest.approx(vanilla, abs=0.05)
     assert round_floor_ms(LLAMA3_8B, CEILINGS, [context], TREE, "glide") == pytest.approx(tree, abs=0.05)
 
@@ -41,9 +41,7 @@ def test_who_drafts_decides_what_a_chain_costs() -> None:
     assert floors["nothing"] < floors["glide"] < floors["target"]
 
 
-def test_a_part_measured_below_nothing_is_not_stacked_on_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_negative_part_is_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {"verify rest": 0.9, "accept + compact": -0.1}
     row = SimpleNamespace(shape="llama", context=2048, batch=1, floor_ms=0.2, parts=parts)
     figures = []

@@ -54,6 +54,7 @@ def test_a_converted_target_computes_what_the_original_does(family: str, tied: b
     original = write_gguf(tmp_path / "tiny.gguf", family, tie_word_embeddings=tied, rms_norm_eps=1e-5)
     folder = Path(resolve_target(str(tmp_path / "tiny.gguf")))
     copy = AutoModelForCausalLM.from_pretrained(folder)
+    assert copy.config.model_type == ("llama" if family == "mistral" else family)
     assert copy.dtype == torch.float32 and copy.config.rms_norm_eps == 1e-5
     torch.testing.assert_close(logits(copy), logits(original), rtol=0, atol=1e-6)
 
@@ -187,7 +188,10 @@ def test_files_that_are_no_target_are_one_line(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(UserError, match="not a GGUF file"):
         resolve_target(str(file))
     write_gguf(file, architecture="gemma")
-    with pytest.raises(UserError, match=r"x.gguf: a GGUF file of architecture 'gemma'; supported are llama and qwen2"):
+    with pytest.raises(UserError, match=r"x.gguf: .* architecture 'gemma'; supported are llama, qwen2, qwen3"):
+        resolve_target(str(file))
+    write_gguf(file, sliding_window=4096)
+    with pytest.raises(UserError, match=r"x.gguf: a sliding attention window of 4096 tokens"):
         resolve_target(str(file))
     write_gguf(file, without="ffn_up")
     with pytest.raises(UserError, match=r"not a whole llama model: 3 weights missing.*up_proj"):

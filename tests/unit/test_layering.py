@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "longspec"
+COMMANDS = ("longbench", "regenerate", "cli")
 FORBIDDEN = {
-    "kernels": ("models", "data", "train", "inference"),
-    "models": ("data", "train", "inference"),
-    "data": ("models", "train", "inference"),
-    "train": ("inference",),
-    "inference": ("train",),
+    "kernels": ("models", "data", "train", "inference", *COMMANDS),
+    "models": ("data", "train", "inference", *COMMANDS),
+    "data": ("models", "train", "inference", *COMMANDS),
+    "train": ("inference", *COMMANDS),
+    "inference": ("train", *COMMANDS),
+    "longbench": ("train",),
+    "regenerate": ("train",),
 }
 
 

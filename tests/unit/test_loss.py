@@ -1,11 +1,11 @@
-"""The chunked objectives against plain full-logits formulas: value and gradient, in fp64."""
+"""The chunked losses, compared with formulas on whole logits: value and gradient in fp64."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspec.train.loss import Objective
+from longspec.train.loss import DraftLoss
 
 B, T, HIDDEN, V = 3, 11, 8, 23
 
@@ -21,12 +21,12 @@ def example(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor,
 
 
 def plain(loss: str, hidden: Tensor, target_hidden: Tensor, labels: Tensor, head: nn.Module) -> Tensor:
-    """The same objective with all logits at once: hidden state i is scored on label i + 1."""
+    """The same loss with all logits at once. The hidden state at i predicts label i + 1."""
     logits, teacher = head(hidden[:, :-1]).flatten(0, 1), head(target_hidden[:, :-1]).flatten(0, 1)
-    wanted = labels[:, 1:].flatten()
-    ce = F.cross_entropy(logits, wanted, ignore_index=-100, reduction="sum")
-    kept = wanted != -100
-    kl = F.kl_div(logits[kept].log_softmax(-1), teacher[kept].log_softmax(-1), reduction="sum", log_target=True)
+    targets = labels[:, 1:].flatten()
+    ce = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+    scored = targets != -100
+    kl = F.kl_div(logits[scored].log_softmax(-1), teacher[scored].log_softmax(-1), reduction="sum", log_target=True)
     return {"ce": ce, "distill": kl, "mixed": (ce + kl) / 2}[loss]
 
 
@@ -34,29 +34,29 @@ def plain(loss: str, hidden: Tensor, target_hidden: Tensor, labels: Tensor, head
 @pytest.mark.parametrize("loss", ["ce", "distill", "mixed"])
 def test_value_and_gradient_equal_the_full_logits_formula(loss: str, chunk: int) -> None:
     hidden, teacher, labels, head = example()
-    value, metrics = Objective(loss, chunk_logits=chunk * V)(hidden, teacher, labels, head)
+    value, metrics = DraftLoss(loss, chunk_logits=chunk * V)(hidden, teacher, labels, head)
     (gradient,) = torch.autograd.grad(value * 0.3, hidden)
     expected = plain(loss, hidden, teacher, labels, head)
-    (wanted,) = torch.autograd.grad(expected * 0.3, hidden)
+    (expected_gradient,) = torch.autograd.grad(expected * 0.3, hidden)
     torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
     assert metrics["loss"] == value.detach() and not metrics["loss"].requires_grad
 
 
 def test_target_loss_is_reported_only_when_asked_for() -> None:
     hidden, teacher, labels, head = example()
-    _, metrics = Objective("ce", log_target_loss=True)(hidden, teacher, labels, head)
+    _, metrics = DraftLoss("ce", log_target_loss=True)(hidden, teacher, labels, head)
     torch.testing.assert_close(metrics["target_loss"], plain("ce", teacher, teacher, labels, head))
-    assert set(Objective("ce")(hidden, teacher, labels, head)[1]) == {"loss", "ce"}
-    assert set(Objective("mixed")(hidden, teacher, labels, head)[1]) == {"loss", "ce", "kl"}
+    assert set(DraftLoss("ce")(hidden, teacher, labels, head)[1]) == {"loss", "ce"}
+    assert set(DraftLoss("mixed")(hidden, teacher, labels, head)[1]) == {"loss", "ce", "kl"}
 
 
 @pytest.mark.parametrize("chunk", [4, 1000])
 @pytest.mark.parametrize("loss", ["ce", "distill", "mixed"])
 def test_scores_are_the_loss_and_which_labels_come_first(loss: str, chunk: int) -> None:
-    """The evaluation's sums are training's own; a label is hit where the hidden state before it ranks it first."""
+    """Evaluation and training have the same sums. A label is a hit if the hidden state before it ranks it first."""
     hidden, teacher, labels, head = example()
-    objective = Objective(loss, log_target_loss=True, chunk_logits=chunk * V)
+    objective = DraftLoss(loss, log_target_loss=True, chunk_logits=chunk * V)
     metrics, hits = objective.score(hidden, teacher, labels, head)
     assert metrics == objective(hidden, teacher, labels, head)[1]
     guessed = head(hidden[:, :-1]).argmax(-1)
@@ -71,28 +71,28 @@ def test_scores_are_the_loss_and_which_labels_come_first(loss: str, chunk: int) 
 def test_a_micro_batch_without_labels_has_loss_zero_and_a_gradient() -> None:
     """A rank whose micro-batch is all prompt must still take part in backward."""
     hidden, teacher, labels, head = example()
-    value, _ = Objective("ce")(hidden, teacher, torch.full_like(labels, -100), head)
+    value, _ = DraftLoss("ce")(hidden, teacher, torch.full_like(labels, -100), head)
     value.backward()
     assert value == 0 and hidden.grad is not None and not hidden.grad.any()
 
 
 @pytest.mark.parametrize("loss", ["ce", "distill", "mixed"])
 def test_bf16_hidden_states_are_scored_in_fp32(loss: str, device: str) -> None:
-    """As the formula scores the same logits, whichever way they are scored there."""
+    """The result equals the formula on the same logits."""
     hidden, teacher, labels, head = example(torch.bfloat16)
     hidden, teacher, head = hidden.detach().to(device).requires_grad_(), teacher.to(device), head.to(device)
-    value, _ = Objective(loss, chunk_logits=5 * V)(hidden, teacher, labels, head)
+    value, _ = DraftLoss(loss, chunk_logits=5 * V)(hidden, teacher, labels, head)
     (gradient,) = torch.autograd.grad(value, hidden)
     assert value.dtype == torch.float32 and gradient.dtype == torch.bfloat16
     wide = [x.detach().float().requires_grad_() for x in (head(hidden), head(teacher))]
     expected = plain(loss, wide[0], wide[1], labels.to(device), nn.Identity())
     torch.testing.assert_close(value, expected)
-    (wanted,) = torch.autograd.grad(expected, wide[0])
-    torch.testing.assert_close(gradient.float(), wanted @ head.weight.float(), rtol=2e-2, atol=5e-3)
+    (expected_gradient,) = torch.autograd.grad(expected, wide[0])
+    torch.testing.assert_close(gradient.float(), expected_gradient @ head.weight.float(), rtol=2e-2, atol=5e-3)
 
 
 def test_never_more_than_a_chunk_of_logits() -> None:
-    """The widest tensor over the vocabulary that is ever made has a chunk's rows, in forward and in backward."""
+    """The largest tensor over the vocabulary has the rows of one chunk, in forward and in backward."""
     rows: list[int] = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -105,6 +105,6 @@ def test_never_more_than_a_chunk_of_logits() -> None:
     hidden, teacher, labels, head = example()
     weight = head.weight.data_ptr()
     with Watch():
-        value, _ = Objective("mixed", log_target_loss=True, chunk_logits=4 * V)(hidden, teacher, labels, head)
+        value, _ = DraftLoss("mixed", log_target_loss=True, chunk_logits=4 * V)(hidden, teacher, labels, head)
         value.backward()
     assert max(rows) == 4

@@ -1,4 +1,4 @@
-"""Commands that steps start: what their end means, and that none of them outlives its time."""
+"""Commands started by the demo's steps: exit codes, time limits, and the end of all child processes."""
 
 import os
 import sys
@@ -32,16 +32,16 @@ time.sleep(60)
 
 
 def left_of(folder: Path) -> list[psutil.Process]:
-    """What still runs of the processes that were given `folder`."""
-    found = [one for one in psutil.process_iter(["cmdline"]) if str(folder) in (one.info["cmdline"] or [])]
-    return [one for one in found if one.status() != psutil.STATUS_ZOMBIE]
+    """Running processes with `folder` in their command line."""
+    started = [one for one in psutil.process_iter(["cmdline"]) if str(folder) in (one.info["cmdline"] or [])]
+    return [one for one in started if one.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_at_its_limit_a_command_is_told_to_stop_and_what_it_started_may_save(tmp_path: Path) -> None:
-    """The launcher ends at once, its rank saves for some time."""
+    """The launcher exits at once; its rank takes 1.5 s to save."""
     line = [sys.executable, "-c", LAUNCHER, str(tmp_path), RANK]
     assert not run(line, tmp_path / "log.txt", {}, limit_s=4)
-    assert (tmp_path / "started").exists(), "too slow a machine for this limit"
+    assert (tmp_path / "started").exists(), "the machine is too slow for this limit"
     assert (tmp_path / "saved").read_text() == "yes"
     assert not left_of(tmp_path)
 
@@ -61,7 +61,7 @@ def test_a_command_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
 
 
 def test_a_command_has_a_group_of_its_own_in_this_session(tmp_path: Path) -> None:
-    """So that a signal to this process alone reaches it through `run`, and what ends the session ends it, too."""
+    """A signal to this process alone reaches the command through `run`, and the end of the session ends it."""
     told = "import os; print(os.getsid(0), os.getpgid(0) == os.getpid())"
     run([sys.executable, "-c", told], tmp_path / "log.txt", {})
     assert (tmp_path / "log.txt").read_text().split() == [str(os.getsid(0)), "True"]
@@ -95,7 +95,7 @@ time.sleep(60)
 
 
 def test_a_command_gets_ready_at_once_and_begins_when_its_turn_is_there(tmp_path: Path) -> None:
-    """The turn is held up to the command's end, a second later, and given back then."""
+    """The turn is held until the command ends a second later, and is released then."""
     turn, log = Lock(), tmp_path / "log.txt"
     with ThreadPoolExecutor(1) as pool:
         with turn:
@@ -111,7 +111,7 @@ def test_a_command_gets_ready_at_once_and_begins_when_its_turn_is_there(tmp_path
 
 
 def test_a_turn_is_not_taken_for_a_command_that_is_not_ready(tmp_path: Path) -> None:
-    """Nor does its limit count: here it ends by itself, a second later."""
+    """The time limit does not start either: the command ends by itself a second later."""
     turn, loading = Lock(), "import time; print('loading', flush=True); time.sleep(1)"
     log = tmp_path / "log.txt"
     with ThreadPoolExecutor(1) as pool:
@@ -131,7 +131,7 @@ def test_a_turn_is_given_back_by_a_command_that_fails_before_it_has_one(tmp_path
 
 
 def test_a_command_that_end_children_ended_has_failed_however_well_it_ended(tmp_path: Path) -> None:
-    """A trainer that is told to stop saves what it has and ends without an error: its stage is not done."""
+    """A trainer that is stopped saves its state and exits with code 0, although its stage is incomplete."""
     saves = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(0)); print(flush=True); time.sleep(60)"
     log = tmp_path / "log.txt"
     with ThreadPoolExecutor(1) as pool:

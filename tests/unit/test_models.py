@@ -1,26 +1,51 @@
 """How a target and its draft are built."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from pairs import FAMILIES, make_pair, save_target, tiny_config
+from pairs import FAMILIES, GLIDE, make_pair, save_target, tiny_config
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GenerationMixin, LlamaForCausalLM, Qwen2ForCausalLM
+from training_fixtures import ROOT
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationMixin,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 
+import longspec
 from longspec.errors import UserError
+from longspec.models.families import pair_class
 from longspec.models.parallel import PretrainedModelParallelPreSplitMixin
 from longspec.models.target_files import context_window
 from longspec.train.models.llama_glide import LlamaGlide, LlamaGlideDecoderLayer
 from longspec.train.models.qwen2_glide import Qwen2Glide, Qwen2GlideDecoderLayer
+from longspec.untrusted import read_yaml
 
-GLIDE = {"llama": LlamaGlide, "qwen2": Qwen2Glide}
+CAUSAL_LM = {
+    "llama": LlamaForCausalLM,
+    "qwen2": Qwen2ForCausalLM,
+    "qwen3": Qwen3ForCausalLM,
+    "mistral": MistralForCausalLM,
+}
 
 
-def test_bases_are_the_contract() -> None:
-    assert issubclass(LlamaGlide, LlamaForCausalLM) and issubclass(Qwen2Glide, Qwen2ForCausalLM)
-    assert issubclass(LlamaGlide, PretrainedModelParallelPreSplitMixin)
-    assert issubclass(Qwen2Glide, PretrainedModelParallelPreSplitMixin)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pair_classes_are_transformers_own_and_public(family: str) -> None:
+    pair = GLIDE[family]
+    assert issubclass(pair, CAUSAL_LM[family]) and issubclass(pair, PretrainedModelParallelPreSplitMixin)
+    assert pair.__name__ in longspec.__all__ and getattr(longspec, pair.__name__) is pair
+    assert pair_class(f"longspec.{pair.__name__}.from_pretrained") is pair
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_a_training_config(family: str) -> None:
+    config = read_yaml(ROOT / f"conf/model/{family}.yaml")
+    assert pair_class(config["model"]["_target_"]) is GLIDE[family]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -102,10 +127,13 @@ def test_state_dict_route_takes_weights_with_and_without_prefix(tmp_path: Path) 
         assert loaded.gradient_checkpointing and loaded.config.pad_token_id == 5
 
 
-def test_decoder_layers_are_importable_where_configs_point() -> None:
-    assert set(dict(LlamaGlideDecoderLayer(tiny_config("llama")).named_parameters())) == set(
-        dict(Qwen2GlideDecoderLayer(tiny_config("qwen2")).named_parameters())
-    )
+def test_every_family_has_the_published_draft() -> None:
+    """The same weights, whatever the target's attention; configs of the published drafts import two of the layers."""
+    assert GLIDE["llama"].draft_layer_class is LlamaGlideDecoderLayer
+    assert GLIDE["qwen2"].draft_layer_class is Qwen2GlideDecoderLayer
+    layers = [GLIDE[family].draft_layer_class(tiny_config(family, head_dim=16)) for family in FAMILIES]
+    shapes = [{name: weight.shape for name, weight in layer.named_parameters()} for layer in layers]
+    assert all(other == shapes[0] for other in shapes)
 
 
 def test_other_family_is_one_clear_line(tmp_path: Path) -> None:
@@ -119,10 +147,26 @@ def test_folder_without_checkpoint_is_one_clear_line(tmp_path: Path) -> None:
         LlamaGlide.from_pretrained(tmp_path)
 
 
-def test_sliding_window_target_is_refused(tmp_path: Path) -> None:
-    save_target(tmp_path, "qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1)
-    with pytest.raises(UserError, match="sliding-window"):
-        Qwen2Glide.from_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("family", "settings", "named"),
+    [
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, "layer 1 of this target"),
+        ("qwen3", {"layer_types": ["full_attention", "full_attention", "sliding_attention"]}, "has sliding_attention"),
+        ("mistral", {"layer_types": ["sliding_attention"] * 3}, "a ministral target"),  # as transformers names it
+        ("mistral", {"sliding_window": 4096}, "a Mistral target with sliding_window 4096"),
+    ],
+)
+def test_targets_with_sliding_windows_are_refused_by_name(
+    tmp_path: Path, family: str, settings: dict[str, Any], named: str
+) -> None:
+    save_target(tmp_path, family, **settings)
+    with pytest.raises(UserError, match=f"{tmp_path}: .*{named}"):
+        GLIDE[family].from_pretrained(tmp_path)
+
+
+def test_windows_that_no_layer_uses_are_accepted(tmp_path: Path) -> None:
+    save_target(tmp_path, "qwen3", use_sliding_window=True, sliding_window=16, max_window_layers=3)
+    GLIDE["qwen3"].from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

@@ -1,4 +1,4 @@
-"""Packing: every sample once, no row too long, little padding, the same result every time, quickly."""
+"""Packing: every sample once, no row too long, little padding, deterministic and fast."""
 
 import sysconfig
 import time
@@ -11,13 +11,13 @@ from longspec.data.packing import Rows, pack
 
 
 def realistic_lengths(count, max_length, seed=0):
-    """Many short documents, a few long ones, and the full pieces that splitting long ones leaves."""
+    """Many short documents, a few long ones, and full pieces of split ones."""
     lengths = np.random.default_rng(seed).lognormal(np.log(max_length * 0.3), 1.0, count).astype(int)
     return np.clip(lengths, 2, max_length)
 
 
 def naive_best_fit(lengths, max_length):
-    """Rows of a best-fit-decreasing packing, by looking at every open row."""
+    """Number of rows of a best-fit-decreasing packing that looks at every open row."""
     room = []
     for length in sorted(lengths, reverse=True):
         fitting = [row for row in range(len(room)) if room[row] >= length]
@@ -54,7 +54,8 @@ def test_realistic_lengths_fill_rows_to_97_percent(max_length):
 
 @pytest.mark.parametrize("short", [0, 3000])
 def test_real_documents_fill_rows_to_97_percent(short):
-    """The standard library's sources, 4 bytes a token, cut at 1024 as stage 1 cuts them, alone and among short ones."""
+    """The sources of the standard library at 4 bytes per token, cut at 1024 as in stage 1, alone and among short
+    samples."""
     sizes = [file.stat().st_size // 4 for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
     pieces = [min(1024, size - start) for size in sizes for start in range(0, size, 1024)]
     lengths = np.array([length for length in pieces if length > 1] + [5 + number % 60 for number in range(short)])
@@ -79,7 +80,7 @@ def test_full_and_single_rows():
 
 @pytest.mark.parametrize("length", [0, 9])
 def test_lengths_out_of_range_are_refused(length):
-    with pytest.raises(ValueError, match="must lie in 1 … 8"):
+    with pytest.raises(ValueError, match="must be in 1 … 8"):
         pack(np.array([4, length]), 8)
 
 

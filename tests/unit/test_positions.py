@@ -1,4 +1,4 @@
-"""What positions and lags a micro-batch gets: contract of the two variants, and that resume draws the same."""
+"""Position ids and lags of the two variants."""
 
 import torch
 
@@ -38,7 +38,7 @@ def test_sinks_stay_and_the_rest_of_a_segment_jumps_as_one() -> None:
 
 
 def test_offsets_are_uniform_from_zero_to_the_largest_inclusive() -> None:
-    """T = 6, max_offset 10: o in 0 … 4, each about equally often, both ends included."""
+    """With T = 6 and max_offset 10, o is uniform in 0 … 4, both ends included."""
     offsets = torch.stack([segment[4] - 4 for segment in draw([6] * 5000, 10, 4096)])
     counts = offsets.bincount()
     assert len(counts) == 5
@@ -46,7 +46,7 @@ def test_offsets_are_uniform_from_zero_to_the_largest_inclusive() -> None:
 
 
 def test_offsets_leave_headroom_before_the_last_position() -> None:
-    """min(max_offset, context_window - 1000) - T bounds them, never below 0."""
+    """The largest offset is min(max_offset, max_positions - 1000) - T, or 0 if that is negative."""
     longest = max(int(segment[4]) - 4 for segment in draw([8] * 2000, 15000, 1100))
     assert longest == 1100 - 1000 - 8
     assert all(int(segment[4]) == 4 for segment in draw([8] * 50, 15000, 1004))

@@ -1,4 +1,4 @@
-"""The split-KV prefix kernel against its torch reference, in Triton's interpreter and on the GPU."""
+"""The prefix kernel against its reference, in Triton's interpreter and on the GPU; its tiles and splits."""
 
 import os
 
@@ -8,9 +8,16 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longspec.kernels import reference
-from longspec.kernels.prefix_attention import prefix_attention
-from longspec.kernels.tiles import LONG_CACHE, Tiles, count_splits, fit_shared_memory, prefix_tiles, programs_at_once
+from longspec.kernels.decoding import attention_reference
+from longspec.kernels.decoding.attention_tiles import (
+    LONG_CACHE,
+    Tiles,
+    count_splits,
+    fit_shared_memory,
+    prefix_tiles,
+    programs_at_once,
+)
+from longspec.kernels.decoding.prefix_attention import prefix_attention
 
 DEVICES = [
     pytest.param(
@@ -19,14 +26,14 @@ DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 HOPPER, AMPERE, CONSUMER = 227 * 1024, 163 * 1024, 99 * 1024
-"""Bytes of shared memory that a program can have."""
+"""Bytes of shared memory that a program can use."""
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def make_case(
     lengths: list[int], kv_heads: int, group: int, nodes: int, head_dim: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, lengths; K and V differ in strides and hold NaN and inf behind each row's length."""
+    """q, k, v, lengths. k and v have different strides and hold NaN and inf after the length of each sequence."""
     generator = torch.Generator().manual_seed(sum(lengths) + nodes)
     batch, slots = len(lengths), max(lengths) + 70
     q = torch.randn(batch, nodes, kv_heads * group, head_dim, generator=generator).transpose(1, 2)
@@ -41,9 +48,10 @@ def make_case(
 def check(case: tuple[Tensor, ...], num_splits: int, device: str, scale: float = 0.2) -> tuple[Tensor, Tensor]:
     q, k, v, lengths = (x.to(device) for x in case)
     tiles = prefix_tiles(q.shape[1] // k.shape[1] * q.shape[2], q.shape[3], q.dtype, HOPPER)
-    out, lse, block, _ = prefix_attention(q, k, v, lengths, scale, num_splits, tiles, overlap=False)
+    inputs = (q, k, v, lengths, scale, num_splits, tiles, False)
+    out, lse, block, _ = prefix_attention(*inputs)
     assert block == tiles.block_n
-    expected_out, expected_lse = reference.prefix_attention(q, k, v, lengths, scale, num_splits, tiles)
+    expected_out, expected_lse, _, _ = attention_reference.prefix_attention(*inputs)
     tolerance = TOLERANCE[q.dtype]
     torch.testing.assert_close(out, expected_out, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse, expected_lse, atol=tolerance, rtol=tolerance)
@@ -65,7 +73,7 @@ def check(case: tuple[Tensor, ...], num_splits: int, device: str, scale: float =
 def test_equals_the_reference_over_ragged_lengths(
     lengths: list[int], kv_heads: int, group: int, nodes: int, head_dim: int, num_splits: int, device: str
 ) -> None:
-    """Each partial by itself; slots behind the last whole block hold NaN and inf at some point and never count."""
+    """Each part by itself. Slots after the last whole block, where there are NaN and inf, have no effect."""
     check(make_case(lengths, kv_heads, group, nodes, head_dim), num_splits, device)
 
 
@@ -98,7 +106,7 @@ def test_a_long_prefix_on_the_gpu(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 def test_offsets_past_two_to_the_31_on_the_gpu() -> None:
-    """The second row of this cache starts beyond 2**31 elements."""
+    """The second sequence of this cache starts after 2**31 elements."""
     store = torch.zeros(2, 1, 2**31 // 128 + 256, 128, dtype=torch.float16, device="cuda")
     small = make_case([100, 100], 1, 4, 5, 128, torch.float16)
     k, v = store, store.flip(0)
@@ -115,14 +123,14 @@ def test_offsets_past_two_to_the_31_on_the_gpu() -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_tiles_fit_the_shared_memory_of_every_gpu(dtype: torch.dtype, head_dim: int, shared_memory: int) -> None:
-    """Queries and every stage of keys and values, whatever the number of rows."""
+    """The queries and all stages of keys and values, for any number of rows."""
     for rows in (1, 20, 64, 69, 276):
         tiles = prefix_tiles(rows, head_dim, dtype, shared_memory)
         slots = tiles.block_m + 2 * tiles.num_stages * tiles.block_n
         assert slots * head_dim * dtype.itemsize <= shared_memory and tiles.block_n >= 16
 
 
-def test_tiles_give_up_stages_before_rows() -> None:
+def test_stages_are_reduced_before_rows() -> None:
     tiles = Tiles(128, 64, 8, 3)
     assert fit_shared_memory(tiles, 256, 128 * 1024) == tiles
     assert fit_shared_memory(tiles, 256, 127 * 1024) == Tiles(128, 64, 8, 2)
@@ -130,20 +138,21 @@ def test_tiles_give_up_stages_before_rows() -> None:
 
 
 def test_two_programs_of_many_rows_share_a_multiprocessor_where_their_tiles_fit_twice() -> None:
-    """At head_dim 128 in 16 bits: on Hopper, not on Ampere; few rows are bound by memory and take deeper pipelines."""
+    """At head_dim 128 in 16 bits they do on Hopper, not on Ampere. Few rows are limited by memory and use more
+    stages."""
     for rows, shared_memory, at_once in [(69, HOPPER, 2), (276, HOPPER, 2), (276, AMPERE, 1), (64, HOPPER, 1)]:
         tiles = prefix_tiles(rows, 128, torch.bfloat16, shared_memory)
         assert programs_at_once(tiles, 128, torch.bfloat16, shared_memory) == at_once
 
 
 def test_splits_fill_the_device_in_one_wave_or_evenly_in_several() -> None:
-    assert count_splits(programs=24, capacity=4096, places=132) == 5
-    assert count_splits(programs=24, capacity=LONG_CACHE, places=132) == 11  # two waves, none idle
-    assert count_splits(programs=32, capacity=LONG_CACHE, places=132) == 4  # one wave, four idle
-    assert count_splits(programs=40, capacity=LONG_CACHE, places=264) == 13  # two waves, eight of 528 idle
-    assert count_splits(programs=8, capacity=1024, places=132) == 8
-    assert count_splits(programs=3, capacity=3000, places=132) == 8  # of 13 that the capacity is worth: a power of two
-    assert count_splits(programs=3, capacity=9000, places=132) == 16
-    assert count_splits(programs=3, capacity=LONG_CACHE, places=132) == 32  # of 44 that would fill the device
-    assert count_splits(programs=500, capacity=LONG_CACHE, places=132) == 1
-    assert count_splits(programs=1, capacity=10, places=132) == 1
+    assert count_splits(programs=24, capacity=4096, at_once=132) == 5
+    assert count_splits(programs=24, capacity=LONG_CACHE, at_once=132) == 11  # two waves, none idle
+    assert count_splits(programs=32, capacity=LONG_CACHE, at_once=132) == 4  # one wave, four idle
+    assert count_splits(programs=40, capacity=LONG_CACHE, at_once=264) == 13  # two waves, eight of 528 idle
+    assert count_splits(programs=8, capacity=1024, at_once=132) == 8
+    assert count_splits(programs=3, capacity=3000, at_once=132) == 8  # of 13 that the capacity is worth: a power of two
+    assert count_splits(programs=3, capacity=9000, at_once=132) == 16
+    assert count_splits(programs=3, capacity=LONG_CACHE, at_once=132) == 32  # of 44 that would fill the device
+    assert count_splits(programs=500, capacity=LONG_CACHE, at_once=132) == 1
+    assert count_splits(programs=1, capacity=10, at_once=132) == 1

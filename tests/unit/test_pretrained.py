@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import HfApi, constants
-from pairs import FAMILIES, make_pair, save_target, tiny_config
+from pairs import FAMILIES, GLIDE, make_pair, save_target, tiny_config
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
@@ -23,9 +23,6 @@ from longspec.models.draft_layer import PUBLISHED, DraftOptions
 from longspec.models.glide import GlideMixin, check_pair
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
 from longspec.models.pretrained import DRAFT_FOLDER
-from longspec.models.qwen2 import Qwen2Glide
-
-GLIDE = {"llama": LlamaGlide, "qwen2": Qwen2Glide}
 
 
 def weights_equal(one: nn.Module, other: nn.Module) -> bool:

@@ -1,13 +1,14 @@
-"""Matrix-vector and skinny products, with what rides along, against plain torch in fp64."""
+"""Matrix products of one row and of a few, with the operations fused into them, against their references in fp64."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from longspec.kernels import skinny_product as skinny
-from longspec.kernels.backend import describe_gpu
-from longspec.kernels.skinny_product import count_parts, skinny_product, split_product
-from longspec.kernels.vector_product import vector_product
+from longspec.kernels.decoding import product_reference
+from longspec.kernels.decoding import skinny_product as skinny
+from longspec.kernels.decoding.skinny_product import count_parts, skinny_product, split_product
+from longspec.kernels.decoding.vector_product import vector_product
+from longspec.kernels.shared.device import describe_gpu
 from longspec.models.residual import ResidualStream
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -34,56 +35,60 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(("rows", "width"), [(12, 32), (10, 32), (6, 2100), (4, 4096), (2, 1)])
 @pytest.mark.parametrize("gated", [False, True])
-def test_vector_product_equals_plain_torch(rows: int, width: int, gated: bool, dtype: torch.dtype, device: str) -> None:
-    x, weight = random(1, 1, width).to(device, dtype), (random(rows, width, seed=1) / width**0.5).to(device, dtype)
-    product = x.double() @ weight.double().t()
-    bias, start = None, random(1, 1, rows, seed=4).to(device, dtype)
-    if not gated:
-        bias = random(rows, seed=3).to(device, dtype)
-        product = product + bias.double()
-    expected = gate(product) if gated else product
+def test_vector_product_equals_its_reference(
+    rows: int, width: int, gated: bool, dtype: torch.dtype, device: str
+) -> None:
+    x = random(1, 1, width).to(device, dtype)
+    weight = (random(rows, width, seed=1) / width**0.5).to(device, dtype)
+    bias = None if gated else random(rows, seed=3).to(device, dtype)
     close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
-    got = vector_product(x, weight, bias, gated)
-    torch.testing.assert_close(got.double(), expected, **close)
-    start = start[..., : expected.shape[-1]].contiguous()
-    total = start.double() + expected
+    expected = product_reference.vector_product(x, weight, bias, gated)
+    torch.testing.assert_close(vector_product(x, weight, bias, gated), expected, **close)
+
+    start = random(*expected.shape, seed=4).to(device, dtype)
+    expected_sum = product_reference.vector_product(x, weight, bias, gated, add_to=start.clone())
     assert vector_product(x, weight, bias, gated, add_to=start) is start
-    torch.testing.assert_close(start.double(), total, **close)
+    torch.testing.assert_close(start, expected_sum, **close)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("tokens", [2, 16, 17, 64, 65, 69, 80])
 @pytest.mark.parametrize(("rows", "width"), [(70, 96), (128, 256), (96, 512), (2, 40)])
-def test_skinny_products_equal_plain_torch(
+def test_skinny_products_equal_their_references(
     tokens: int, rows: int, width: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a bias, gated, and in two or four parts; sizes with and without remainders."""
+    """With a bias, gated, and in two or four parts; for sizes that are multiples of the blocks and others."""
     skip_what_the_interpreter_cannot(dtype, device)
-    monkeypatch.setattr(skinny, "describe_gpu", lambda device: describe_gpu(device)._replace(multiprocessors=132))
-    x, weight = random(tokens, width).to(device, dtype), (random(rows, width, seed=1) / width**0.5).to(device, dtype)
+    for module in (skinny, product_reference):
+        monkeypatch.setattr(module, "describe_gpu", lambda device: describe_gpu(device)._replace(multiprocessors=132))
+    x = random(tokens, width).to(device, dtype)
+    weight = (random(rows, width, seed=1) / width**0.5).to(device, dtype)
     bias = random(rows, seed=2).to(device, dtype)
-    product = x.double() @ weight.double().t()
     close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
-    torch.testing.assert_close(skinny_product(x, weight, bias).double(), product + bias.double(), **close)
-    torch.testing.assert_close(skinny_product(x, weight, gated=True).double(), gate(product), **close)
-    parts = split_product(x, weight)
-    assert parts.dtype == torch.float32 and len(parts) == (4 if width == 512 else 2)
-    torch.testing.assert_close(parts.sum(0).double(), product, **close)
+
+    expected = product_reference.skinny_product(x, weight, bias)
+    torch.testing.assert_close(skinny_product(x, weight, bias), expected, **close)
+    expected = product_reference.skinny_product(x, weight, gated=True)
+    torch.testing.assert_close(skinny_product(x, weight, gated=True), expected, **close)
+
+    parts, expected_parts = split_product(x, weight), product_reference.split_product(x, weight)
+    assert parts.dtype == torch.float32 and len(parts) == len(expected_parts) == (4 if width == 512 else 2)
+    torch.testing.assert_close(parts.sum(0), expected_parts.sum(0), **close)
 
 
 def test_a_small_weight_gets_more_parts_each_of_whole_blocks() -> None:
-    assert count_parts(4096, 14336, multiprocessors=132) == 2  # 64 programs in a part
+    assert count_parts(4096, 14336, multiprocessors=132) == 2  # 64 programs per part
     assert count_parts(768, 1536, multiprocessors=132) == 4
-    assert count_parts(768, 64 * 7, multiprocessors=132) == 2  # neither 4 nor 3 divide its seven blocks
+    assert count_parts(768, 64 * 7, multiprocessors=132) == 2  # neither 4 nor 3 divides seven blocks
     assert count_parts(768, 64 * 9, multiprocessors=132) == 3
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(("batch", "nodes"), [(1, 1), (2, 3), (2, 50)])
-def test_stream_sums_its_branches_whatever_the_number_of_tokens(
+def test_the_residual_stream_equals_plain_sums_for_any_number_of_tokens(
     batch: int, nodes: int, dtype: torch.dtype, device: str
 ) -> None:
-    """Two branches and a last one, each way of adding them, against the plain sum."""
+    """Two branches and a last one, which are added in different ways."""
     skip_what_the_interpreter_cannot(dtype, device)
     hidden, width = random(batch, nodes, 24).to(device, dtype), 24
     norm = random(width, seed=1).to(device, dtype)

@@ -1,4 +1,4 @@
-"""What the watching thread of a rank does: a limit to the time that the rank has to end, and requests to stop."""
+"""The watching thread of a rank: time limits for ending, and requests to stop."""
 
 import faulthandler
 import os
@@ -36,7 +36,7 @@ def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
 def test_only_what_breaks_limits_the_time_a_rank_has_to_end(
     error: BaseException, limited: bool, other: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An end in one line is every rank's own, and its log may still be on its way, though a peer has ended before."""
+    """After an error line every rank ends by itself, and its log may still be uploading although a peer has ended."""
     limits: list[str] = []
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda seconds, exit: limits.append("set"))
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", limits.clear)
@@ -50,7 +50,7 @@ def test_only_what_breaks_limits_the_time_a_rank_has_to_end(
 def test_a_silent_rank_is_named_and_limits_the_time_too(
     other: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As one that is stopped by SIGSTOP; its connection stays open."""
+    """A rank stopped by SIGSTOP is silent, but its connection stays open."""
     monkeypatch.setattr(peers, "SILENT_S", 0.1)
     limits: list[str] = []
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda seconds, exit: limits.append("set"))
@@ -61,7 +61,7 @@ def test_a_silent_rank_is_named_and_limits_the_time_too(
         raise RuntimeError("what the main thread gets of it")
     faulthandler.cancel_dump_traceback_later()
     assert [record.getMessage() for record in caplog.records] == [
-        f"rank 1 does not answer: this one ends, too, within {peers.END_S} s"
+        f"rank 1 does not answer; this rank ends within {peers.END_S} s"
     ]
     messages = list(peers.MESSAGE.iter_unpack(other.recv(2**16)))
     assert (peers.BEAT, 0) in messages and messages[-1] == (peers.SILENT, 1)
@@ -73,7 +73,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_step_may_be_finished_for_a_while(one_rank: None) -> None:
-    """`train_step` asks with patience inside a step and without before one."""
+    """`train_step` passes a patience inside a step and 0 before it."""
     termination = Termination()
     assert not termination.agreed() and not termination.agreed(0)
     termination.received = signal.SIGINT
@@ -97,7 +97,8 @@ def test_before_the_ranks_connect_rank_0_alone_names_the_signal(
 def test_a_request_to_stop_reaches_all_ranks(
     source: str, at_once: bool, other: socket.socket, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The peer hears of this rank's signal. Before the first step the rank ends at once, with the peer's number."""
+    """The peer is told about this rank's signal. Before the first step the rank ends immediately with the peer's
+    signal."""
     told = False
     with (
         pytest.raises(SystemExit, match="129") if at_once else nullcontext(),

@@ -1,4 +1,4 @@
-"""Reading JSONL: which lines, where they lie, what kind each record is, and what is said about bad ones."""
+"""Records of JSONL files: their lines, kinds and errors."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def test_files_folders_and_patterns_are_found_in_order(tmp_path):
 
 
 def test_content_digests_follow_the_bytes_alone(tmp_path):
-    """A rewrite with the same size and time changes the digest; a copy at another path has the same one."""
+    """Rewriting a file with the same size and time changes its digest. A copy at another path has the same digest."""
     (tmp_path / "in").mkdir()
     for name, text in (("a", "one\n"), ("b", "two\n")):
         (tmp_path / "in" / f"{name}.jsonl").write_text(text)
@@ -77,7 +77,7 @@ def test_no_files_and_only_blank_lines_are_errors(tmp_path):
 
 
 def test_lines_end_at_newline_only(tmp_path):
-    """Python's and Unicode's other line ends may stand raw inside a JSON string."""
+    """A JSON string may contain the other line separators of Python and Unicode."""
     text = "a\u2028b\u2029c\x85d"
     file = tmp_path / "odd.jsonl"
     lines = [json.dumps({"text": text}, ensure_ascii=False), "", json.dumps({"text": "second"}) + "\r", "   "]
@@ -110,7 +110,7 @@ def test_a_changed_file_is_read_again(tmp_path):
 
 
 def test_a_file_that_changes_after_it_was_digested_is_named(tmp_path):
-    """Before its lines are listed, or between that and their tokens; also where size and time stay the same."""
+    """The change happens before the lines are listed, or before they are tokenized, and may keep size and time."""
     file = tmp_path / "data.jsonl"
     file.write_text('{"text": "one"}\n{"text": "two"}\n')
     stamp, digests = file.stat().st_mtime_ns, content_digests(file)
@@ -131,8 +131,8 @@ def test_a_file_that_changes_after_it_was_digested_is_named(tmp_path):
         (b'{"text": "a"', "not a JSON line"),
         (b"[", "not a JSON line"),
         (b'{"text": "\xff"}', "not a JSON line.*utf-8"),
-        (b'["text"]', "a list where a JSON object"),
-        (b"3", "a int where a JSON object"),
+        (b'["text"]', "must be a JSON object with named fields, not list"),
+        (b"3", "must be a JSON object with named fields, not int"),
         (b"[" * 100_000, "not a JSON line"),
     ],
 )
@@ -183,7 +183,7 @@ def test_the_fields_tell_the_kind(record, kind):
         ({"prefix": "a"}, "field 'suffix' is missing"),
         ({"prompt": "a"}, "field 'completion' is missing"),
         ({"instruction": "a", "input": "b"}, "field 'output' is missing"),
-        ({"source": "code", "body": "x"}, "field 'text' is missing or null; this record has body, source; wanted"),
+        ({"source": "code", "body": "x"}, "field 'text' is missing or null; this record has body, source; use one of"),
         ({}, "this record has none"),
     ],
 )

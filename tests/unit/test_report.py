@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from longspec.errors import UserError
-from longspec.inference.decoder import GenerationStats
-from longspec.inference.report import RUN_NAME, SAMPLES_NAME, SUMMARY_NAME, Report, SampleResult, pool, table
+from longspec.inference.stats import GenerationStats, pool
+from longspec.longbench.report import RUN_NAME, SAMPLES_NAME, SUMMARY_NAME, Report, SampleResult, table
 
 CPU = torch.device("cpu")
 FACTS = {"method": "tree", "model": "tiny", "task": "lcc", "config": {"gamma": 4}}
@@ -105,11 +105,10 @@ def test_a_cut_report_continues_after_its_last_complete_line(tmp_path: Path, lin
     whole = path.read_bytes().splitlines(keepends=True)
     kept = b"".join(whole[:lines])
     path.write_bytes(kept + whole[lines][:cut])
-    report = Report(tmp_path)
+    report = Report(tmp_path, record={})
     assert report.done == set(range(lines)) and path.read_bytes() == kept + whole[lines][:cut], (
         "reading changes nothing"
     )
-    report.begin({})
     if lines < 2:
         report.add([result("a", 5), result("b", 7)], stats([1, 3], 10, [3, 2], 2.0, ttft=1.0), 0)
     report.add([result("c", 3)], stats([2], 2, [0, 0], 1.0, ttft=4.0), 2)
@@ -119,9 +118,8 @@ def test_a_cut_report_continues_after_its_last_complete_line(tmp_path: Path, lin
 
 def test_earlier_results_go_only_if_told_and_only_for_a_new_one(tmp_path: Path) -> None:
     two_batches(tmp_path)
-    report = Report(tmp_path, resume=False)
+    report = Report(tmp_path, resume=False, record={"run": {"seed": 1}})
     assert report.done == set() and len(lines_of(tmp_path)) == 3
-    report.begin({"run": {"seed": 1}})
     assert len(lines_of(tmp_path)) == 3 and (tmp_path / SUMMARY_NAME).exists()
     report.add([result("c", 3)], stats([2], 2, [0, 0], 1.0, ttft=4.0), 0)
     assert len(lines_of(tmp_path)) == 1 and not (tmp_path / SUMMARY_NAME).exists()

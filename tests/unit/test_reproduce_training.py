@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from longspec.train.config import TrainConfig, compose_config, typed
+from longspec.train.config import compose_config, typed
+from longspec.train.config_schema import TrainConfig
 from scripts.pipeline.files import LONG_TEXTS
 from scripts.pipeline.machine import CommandFailed, run
 from scripts.pipeline.stages import StageSettings, launch_overrides
@@ -19,6 +20,8 @@ from scripts.reproduce.corpus import DRAFT_ANSWERS, DRAFT_TEXTS, HELD_OUT_LONG
 from scripts.reproduce.run import VARIANTS, Run
 from scripts.reproduce.settings import PRESETS
 from scripts.reproduce.training import ABLATIONS, scored, side_by_side, train_arms, train_pairs
+
+pytestmark = pytest.mark.slow
 
 
 def config_of(stage: StageSettings, folder: Path) -> TrainConfig:

@@ -1,4 +1,4 @@
-"""What a launch makes of the folder that it is given: refused, resumed, or started from the draft there."""
+"""The start of a launch in a folder with content: refused, resumed, or started from the draft in it."""
 
 import json
 import logging
@@ -18,14 +18,16 @@ from longspec.errors import UserError
 from longspec.locks import LOCK_NAME, FolderLock
 from longspec.models.content import target_digests
 from longspec.models.draft_files import load_draft
-from longspec.train.config import CONFIG_NAME, TrainConfig, load_config, read_config_file
+from longspec.train.config import CONFIG_NAME, load_config, read_config_file
+from longspec.train.config_schema import TrainConfig
 from longspec.train.contents import Contents, changes
 from longspec.train.distributed import Termination
 from longspec.train.evaluation import Evaluation
 from longspec.train.generations import find_latest
 from longspec.train.logging import RunLog
+from longspec.train.run import train
 from longspec.train.seals import MARKER, read_seal
-from longspec.train.trainer import Trainer, train
+from longspec.train.trainer import Trainer
 
 STEPS = 2
 
@@ -49,7 +51,7 @@ def configured(work: Path, *overrides: str) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps that saved each, with its target and data."""
+    """A run of two steps that saved each of them, with its target and data."""
     work = tmp_path_factory.mktemp("finished")
     make_target(work / "target")
     for name in ("texts", "held_out"):
@@ -63,18 +65,18 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def work(finished: Path, tmp_path: Path) -> Path:
-    """A copy of its own. Its saved paths are those of the first."""
+    """A copy of the finished run. Its saved paths are those of the original."""
     return shutil.copytree(finished, tmp_path / "work", symlinks=True)
 
 
 def tree(folder: Path) -> dict[str, Any]:
-    """All of a folder but the lock's file."""
+    """The content of all files in a folder except the lock."""
     files = {path: path.stat() for path in sorted(folder.rglob("*")) if path.name != LOCK_NAME}
     return {str(path): (stat.st_mtime_ns, stat.st_size, stat.st_ino) for path, stat in files.items()}
 
 
 def refusal(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that a launch ends with; it has changed nothing then."""
+    """The single error line of a launch, which must not change anything."""
     before = tree(Path(config.output_dir))
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
@@ -93,7 +95,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def test_a_draft_without_its_state_is_started_from_and_kept(
     work: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Through more saves than there are generations; a fresh launch is refused."""
+    """The old draft survives more saves than there are generations. A new launch is refused."""
     output = work / "out"
     for state in ("last_ds", "last_2ds"):
         shutil.rmtree(output / state)
@@ -159,7 +161,7 @@ def swapped_texts(work: Path) -> Path:
 
 @pytest.mark.parametrize("change", [changed_weights, swapped_texts])
 def test_changed_contents_are_refused_by_name(change: Any, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also if nothing else tells: neither path, size nor time."""
+    """The path, size and time of a changed file may be the same."""
     file = change(work)
     assert f"the contents of {file.name} changed" in refusal(
         configured(work, "resume=latest", "max_steps=3"), capsys
@@ -167,7 +169,7 @@ def test_changed_contents_are_refused_by_name(change: Any, work: Path, capsys: p
 
 
 def test_the_same_contents_at_another_path_resume(work: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And a longer run is told that its schedule changed."""
+    """A warning says that a longer run has another schedule."""
     (work / "elsewhere").mkdir()
     (work / "texts.jsonl").rename(work / "elsewhere" / "data.jsonl")
     (work / "target").rename(work / "elsewhere" / "target")
@@ -180,7 +182,7 @@ def test_the_same_contents_at_another_path_resume(work: Path, caplog: pytest.Log
 def test_a_gguf_target_is_saved_and_resumed_by_the_users_name(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder of the conversion is that of one machine: the run goes on where the cache is another one."""
+    """The converted folder exists on one machine only, so the run must resume with another cache."""
     pytest.importorskip("gguf")
     from gguf_files import write_gguf
 
@@ -207,7 +209,7 @@ def test_a_checkpoint_of_an_older_version_resumes(finished: Path, work: Path, ca
 def test_a_second_run_is_refused_while_the_first_one_has_the_folder(
     work: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With checkpoints in the folder, and with none yet. The lock ends with the first run."""
+    """With and without checkpoints in the folder. The lock ends with the first run."""
     for output in (work / "out", work / "empty"):
         config = configured(work, f"output_dir={output}", "resume=latest", "seed=7")
         lock = FolderLock(output)
@@ -248,32 +250,32 @@ def test_a_loading_process_that_is_left_does_not_hold_the_lock(tmp_path: Path) -
 def test_an_interrupted_evaluation_is_repeated_on_resume(
     work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At a step within the run, which SIGTERM ends, and at its last one; the best draft is that of the straight run."""
+    """SIGTERM interrupts evaluations in the middle and at the end. The best draft is that of an uninterrupted run."""
     caplog.set_level(logging.INFO)
     given = [f"evaluation.files={work}/held_out.jsonl", "evaluation.steps=1", "evaluation.keep_best=true"]
     straight, cut = work / "straight", work / "cut"
     train(configured(work, *given, f"output_dir={straight}"), Termination())
-    asked: list[int] = []
-    tally = Evaluation.tally
+    rows: list[int] = []
+    score_row = Evaluation.score_row
 
     class Stopping(Termination):
         def agreed(self, patience_s: float = 0) -> bool:
-            if asked:
+            if rows:
                 self.received = signal.SIGTERM
             return self.received is not None
 
     def stop(self: Evaluation, row: int) -> dict[str, torch.Tensor]:
-        asked.append(row)
-        return tally(self, row)
+        rows.append(row)
+        return score_row(self, row)
 
     for step in range(1, STEPS + 1):
         with monkeypatch.context() as patch:
-            patch.setattr(Evaluation, "tally", stop)
+            patch.setattr(Evaluation, "score_row", stop)
             finished = train(configured(work, *given, f"output_dir={cut}", "resume=latest"), Stopping())
             assert not finished and f"SIGTERM: stopped after step {step}, in its evaluation; resume" in caplog.text
-            asked.clear()
-        found = find_latest(cut)
-        assert found is not None and found[1].step == step and found[1].evaluation_due
+            rows.clear()
+        latest = find_latest(cut)
+        assert latest is not None and latest[1].step == step and latest[1].evaluation_due
         if step == 1:
             train(configured(work, *given, f"output_dir={cut}", "resume=latest", "max_steps=1"), Termination())
             assert not find_latest(cut)[1].evaluation_due  # type: ignore[index]
@@ -291,7 +293,7 @@ def test_an_interrupted_evaluation_is_repeated_on_resume(
 def test_a_linked_or_deleted_output_folder_takes_the_checkpoints(
     work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Deleted in the middle of the run, it is made anew."""
+    """A folder that is deleted during the run is created again."""
     disk, output = work / "disk", work / "linked"
     disk.mkdir()
     output.symlink_to(disk)
@@ -311,7 +313,7 @@ def test_a_linked_or_deleted_output_folder_takes_the_checkpoints(
 
 
 def test_a_full_disk_loses_no_line_of_the_metrics(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither where the lines of a lost step are cut off, nor where new ones do not fit."""
+    """The disk is full when lines of a lost step are cut off, or when new lines are written."""
     config, path = configured(work), work / "out" / "metrics.jsonl"
     before = path.read_bytes()
     (work / "out" / "metrics.jsonl.tmp").symlink_to("/dev/full")
@@ -351,12 +353,12 @@ COMMITS = ("a" * 40, "b" * 40)
 )
 def test_changed_files_and_commits_are_named(before: list[str], now: list[str], message: str) -> None:
     old, new = ([line.split() for line in lines] for lines in (before, now))
-    found = changes(Contents([], [], old), Contents([], [], new))
-    assert message in "".join(found) and bool(found) is bool(message)
+    differences = changes(Contents([], [], old), Contents([], [], new))
+    assert message in "".join(differences) and bool(differences) is bool(message)
 
 
 def test_every_file_that_shapes_the_targets_tokens_counts(tmp_path: Path) -> None:
-    """A snapshot in the hub's cache is its commit."""
+    """A snapshot in the hub's cache is identified by its commit."""
     names = ("generation_config.json", "special_tokens_map.json", "added_tokens.json")
     for name in names:
         (tmp_path / name).write_text("{}")

@@ -1,4 +1,4 @@
-"""The order in which ranks see rows: every row once an epoch, and a start at any micro-step."""
+"""The order of rows: every row once per epoch, and a start at any micro-step."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from longspec.train.sampler import ResumableSampler
 
 
 def walk(rows: int, batch: int, world: int, start: int, stop: int, seed: int = 42) -> list[list[list[int]]]:
-    """One list of batches a rank."""
+    """The micro-batches of each rank."""
     return [list(ResumableSampler(rows, batch, rank, world, seed, start, stop)) for rank in range(world)]
 
 
@@ -33,7 +33,7 @@ def test_order_changes_with_epoch_and_seed() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 42])
 def test_no_epoch_follows_the_order_of_the_corpus(seed: int) -> None:
-    """Not in packed rows either, whose order is that of the corpus: a batch should not be of one document."""
+    """Packed rows are in corpus order, too, and a batch should not come from one document."""
     rows = pack(np.full(600, 64), 64)
     samples = np.concatenate([rows[row] for batch in walk(600, 8, 1, 0, 225, seed)[0] for row in batch])
     for epoch in samples.reshape(3, 600):

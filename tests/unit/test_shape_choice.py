@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from longspec.inference.tree_shapes import PLACES, MeasuredShape, _places, gain_over, surely_fastest
+from longspec.inference.tree_shapes import PREFIXES, MeasuredShape, _prefix_lengths, gain_over, surely_fastest
 
 DEFAULT, DEEP, WIDE = (4, 16), (1, 1, 1), (8, 8)
 
@@ -56,8 +56,8 @@ def test_the_standard_error_is_that_of_a_mean_where_the_gain_is_one() -> None:
 
 def test_places_lie_in_the_latter_half_of_every_row() -> None:
     """However long the others are; none is there twice."""
-    short, long = zip(*_places([100, 16384]), strict=True)
+    short, long = zip(*_prefix_lengths([100, 16384]), strict=True)
     assert short[0] == 100 and long[0] == 16384
-    assert len(set(short)) == len(set(long)) == PLACES
+    assert len(set(short)) == len(set(long)) == PREFIXES
     assert min(short) > 50 and min(long) > 8192
-    assert _places([1, 1]) == [[1, 1]] and _places([2]) == [[2]]
+    assert _prefix_lengths([1, 1]) == [[1, 1]] and _prefix_lengths([2]) == [[2]]

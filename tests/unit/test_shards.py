@@ -1,4 +1,4 @@
-"""An optimizer state that is cut anew: what one engine saved, another one with another layout goes on from."""
+"""Sharded optimizer state that is loaded by an engine with another layout."""
 
 import os
 from collections.abc import Iterator
@@ -15,7 +15,8 @@ from training_fixtures import NEEDS_MUON, ROOT, make_target, one_rank_alone, wri
 from longspec.errors import UserError
 from longspec.train import shards
 from longspec.train.checkpoint import saved_draft
-from longspec.train.config import CONFIG_NAME, TrainConfig, load_config, to_yaml
+from longspec.train.config import CONFIG_NAME, load_config, to_yaml
+from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.inputs import read_inputs
 from longspec.train.shards import ADAMW_MOMENTS, MASTERS, MUON_MOMENT, Shards, adopt, load_plain
@@ -45,7 +46,7 @@ def configured(work: Path, *overrides: str) -> TrainConfig:
 
 
 def saved(trainer: Trainer, folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
-    """The steps that AdamW has taken, and its tensors by name."""
+    """The number of AdamW's steps, and the saved tensors by name."""
     trainer.engine.save_checkpoint(str(folder), tag="now", exclude_frozen_parameters=True)
     (folder / CONFIG_NAME).write_text(to_yaml(trainer.config))
     read, kinds = Shards(folder), (MASTERS, *ADAMW_MOMENTS, MUON_MOMENT)
@@ -72,16 +73,24 @@ def test_another_layout_takes_the_same_next_step(
     config, other_config = configured(tmp_path, *before), configured(tmp_path, *after)
     inputs = read_inputs(config)
     batch = inputs.collate([inputs.rows[0]])
-    first = Trainer(config, build_engine(config, build_pair(config, None)), inputs, 0, 3, 0)
+    arrays = {name: tensor.numpy() for name, tensor in batch.items()}
+
+    def take(trainer: Trainer, step: int) -> dict[str, float]:
+        result = trainer.train_step(step, trainer.load_step(step, iter([arrays])), NEVER)
+        assert result is not None
+        return result.metrics
+
+    engine = build_engine(config, build_pair(config, None))
+    first = Trainer(config, engine, inputs, start_step=0, total_steps=3)
     for step in (1, 2):
-        first.train_step(step, [dict(batch)], NEVER)
+        take(first, step)
     steps, state = saved(first, tmp_path / "first")
     assert steps == 2 and all(value.abs().sum() > 0 for value in state.values())
     other_engine = build_engine(other_config, build_pair(other_config, saved_draft(tmp_path / "first")))
     adopt(other_engine, Shards(tmp_path / "first"))
-    second = Trainer(other_config, other_engine, inputs, 0, 3, 0)
+    second = Trainer(other_config, other_engine, inputs, start_step=0, total_steps=3)
     assert saved(second, tmp_path / "adopted")[0] == 2
-    metrics = [trainer.train_step(3, [dict(batch)], NEVER) for trainer in (first, second)]
+    metrics = [take(trainer, 3) for trainer in (first, second)]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-6)
     (steps, state), (again, other) = saved(first, tmp_path / "one"), saved(second, tmp_path / "other")
     assert steps == again == 3
@@ -89,7 +98,7 @@ def test_another_layout_takes_the_same_next_step(
 
 
 def save_state(folder: Path, ranks: list[dict[str, Any]], shapes: dict[str, torch.Size]) -> Shards:
-    """Files as DeepSpeed leaves them, as far as they are read."""
+    """Write the parts of DeepSpeed's files that are read."""
     (folder / "now").mkdir(parents=True)
     (folder / "latest").write_text("now")
     torch.save({"param_shapes": [shapes]}, folder / "now" / "zero_pp_rank_0_mp_rank_00_model_states.pt")
@@ -100,12 +109,12 @@ def save_state(folder: Path, ranks: list[dict[str, Any]], shapes: dict[str, torc
 
 
 def test_shares_that_do_not_divide_are_padded_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ZeRO-3 on 11 ranks, of which the last have nothing but padding; file names must not be sorted as text."""
+    """ZeRO-3 on 11 ranks, the last of which hold only padding. File names must not be sorted as text."""
     values = {"one": torch.arange(1.0, 8).view(7), "two": torch.arange(10.0, 36).view(13, 2)}
     ranks = []
     for number in range(11):
         mine: list[torch.Tensor] = []
-        monkeypatch.setattr(shards, "data_parallel_place", lambda number=number: (number, 11))
+        monkeypatch.setattr(shards, "data_parallel_rank_and_size", lambda number=number: (number, 11))
         monkeypatch.setattr(shards, "safe_set_local_fp32_param", lambda _, value, mine=mine: mine.append(value))
         for value in values.values():
             shards._set_master(SimpleNamespace(ds_tensor=torch.empty(-(-value.numel() // 11))), value)
@@ -115,20 +124,20 @@ def test_shares_that_do_not_divide_are_padded_and_come_back(tmp_path: Path, monk
 
 
 class Command:
-    """What a pickle can be made to run."""
+    """A pickle that runs a command."""
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return os.system, ("false",)
 
 
 class Attribute:
-    """A member of an enumeration as some versions of Python 3.11 write it."""
+    """An enum member as some versions of Python 3.11 pickle it."""
 
-    def __init__(self, *place: Any) -> None:
-        self.place = place
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return getattr, self.place
+        return getattr, self.arguments
 
 
 def test_a_member_of_an_enumeration_is_read_whatever_python_wrote_it(tmp_path: Path) -> None:
@@ -137,7 +146,7 @@ def test_a_member_of_an_enumeration_is_read_whatever_python_wrote_it(tmp_path: P
 
 
 class Alteration:
-    """A member of an enumeration whose attributes the file sets."""
+    """An enum member whose attributes the file sets."""
 
     def __init__(self, how: Any, *arguments: Any) -> None:
         self.made = how, arguments, {"altered": True}
@@ -154,9 +163,11 @@ def test_a_file_cannot_alter_a_member_of_an_enumeration(made: tuple[Any, ...], t
     assert not hasattr(ZeroStageEnum.weights, "altered")
 
 
-@pytest.mark.parametrize("place", [(LossScaler, "__init__"), (ZeroStageEnum, "__new__"), (ZeroStageEnum, "nowhere")])
-def test_no_other_attribute_is(place: tuple[Any, str], tmp_path: Path) -> None:
-    torch.save(Attribute(*place), tmp_path / "state.pt")
+@pytest.mark.parametrize(
+    "arguments", [(LossScaler, "__init__"), (ZeroStageEnum, "__new__"), (ZeroStageEnum, "nowhere")]
+)
+def test_no_other_attribute_is(arguments: tuple[Any, str], tmp_path: Path) -> None:
+    torch.save(Attribute(*arguments), tmp_path / "state.pt")
     with pytest.raises(UserError, match="not a file of plain state"):
         load_plain(tmp_path / "state.pt")
 

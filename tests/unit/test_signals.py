@@ -1,4 +1,4 @@
-"""Signals that ask a process to stop: which are noted, and when they act at once."""
+"""Requests to stop: the recorded signals, and when they take effect."""
 
 import signal
 
@@ -19,7 +19,7 @@ def test_the_first_signal_is_noted_and_the_old_handlers_come_back(number: int) -
 
 
 def test_at_once_ends_on_the_first_signal_only() -> None:
-    """The second must not cut short what the first one's SystemExit cleans up."""
+    """A second signal must not interrupt the cleanup after the first one's SystemExit."""
     with StopSignals(at_once=True) as stop, pytest.raises(SystemExit) as end:
         try:
             signal.raise_signal(signal.SIGHUP)
@@ -30,7 +30,7 @@ def test_at_once_ends_on_the_first_signal_only() -> None:
 
 
 def test_an_ignored_signal_stays_ignored() -> None:
-    """As under nohup."""
+    """`nohup` ignores SIGHUP."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopSignals() as stop:
@@ -41,7 +41,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
 
 
 def test_a_second_sigint_kills() -> None:
-    """The system does it, so it also works while the main thread waits for a device."""
+    """The kernel kills the process, even while the main thread waits for a device."""
     with StopSignals() as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.received == signal.SIGINT and signal.getsignal(signal.SIGINT) is signal.SIG_DFL

@@ -1,4 +1,4 @@
-"""The environment that a launcher gives a rank, and the launcher itself: what is missing is one line."""
+"""The environment of a rank, and the processes that launched it. Each error is one line."""
 
 import os
 import socket
@@ -34,11 +34,11 @@ def test_an_environment_of_no_launch_is_one_line(
 
 
 def test_a_port_in_use_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of another run on the same host."""
+    """Another run on the same host may use the port."""
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
-        place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        for name, value in place.items():
+        environment = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in environment.items():
             monkeypatch.setenv(name, str(value))
         with pytest.raises(UserError, match=f"rank 0 of 2 did not reach the others at 127.0.0.1:{port}: .*in use"):
             start_ranks()
@@ -47,7 +47,7 @@ def test_a_port_in_use_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 RANK = """
 import runpy, sys
 launcher = runpy.run_path("longspec/train/launcher.py")["Launcher"]()
-print(launcher.is_gone(), len(launcher._line), flush=True)
+print(launcher.is_gone(), len(launcher._watched), flush=True)
 sys.stdin.readline()
 print(launcher.is_gone(), flush=True)
 """
@@ -55,7 +55,7 @@ PARENT = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[int(sys.argv[
 
 
 def parent(*arguments: str) -> list[str]:
-    """The command of a process that runs what follows, with `arguments` on its command line."""
+    """A command that runs the following command as its child, with `arguments` on its own command line."""
     return [sys.executable, "-S", "-c", PARENT, str(2 + len(arguments)), *arguments]
 
 
@@ -69,7 +69,7 @@ def parent(*arguments: str) -> list[str]:
     ],
 )
 def test_the_end_of_the_launcher_is_seen(above: list[str], watched: int, told: bool) -> None:
-    """The outermost process is killed; only DeepSpeed's command counts."""
+    """The outermost process is killed. Only the end of DeepSpeed's processes counts."""
     run = subprocess.Popen(
         [*above, sys.executable, "-c", RANK],
         cwd=ROOT,
@@ -90,7 +90,7 @@ def test_the_end_of_the_launcher_is_seen(above: list[str], watched: int, told: b
 
 @pytest.mark.parametrize("launch", [[], parent("deepspeed.launcher.launch")])
 def test_a_launcher_that_ended_before_the_rank_looked_is_seen(launch: list[str]) -> None:
-    """`launch.py` is gone, or was adopted by another session's process when the `deepspeed` command ended."""
+    """`launch.py` has ended, or was adopted by another session after the `deepspeed` command ended."""
     waits = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass\nos.execv(sys.argv[2], sys.argv[2:])"
     rank = [*launch, sys.executable, "-c", RANK]
     script = (

@@ -1,4 +1,4 @@
-"""Chat format, EOS and pad of tokenizers as real targets have them, and what is published for the published ones."""
+"""Chat format, EOS and pad token of realistic tokenizers and of the published targets."""
 
 import logging
 from pathlib import Path
@@ -33,6 +33,12 @@ OWN = {
         ["<|im_end|>", "<|endoftext|>"],
         "<|im_end|>",
     ),
+    "qwen3": (
+        "tokenizer",
+        "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n",
+        ["<|im_end|>", "<|endoftext|>"],
+        "<|im_end|>",
+    ),
 }
 """Shape of target -> its chat format, a prompt as its tokens decode, its stop tokens, the end of a training answer."""
 
@@ -62,6 +68,35 @@ def test_format_and_ends_are_the_targets_own(targets: Path, shape: str) -> None:
     (ids,) = encode_texts([chat_prompt("Why?", config.model_type, tokenizer, chat_format)], tokenizer)
     assert tokenizer.decode(ids) == prompt
     assert ids.count(tokenizer.bos_token_id) == (0 if tokenizer.bos_token_id is None else 1)
+
+
+@pytest.mark.parametrize("given", [{"enable_thinking": False}, '{"enable_thinking": false}'])
+def test_a_templates_variables_can_be_set(targets: Path, given: dict[str, bool] | str) -> None:
+    """Qwen3 without thinking: as transformers renders it when it is given the variable itself."""
+    config, plain = read(targets / "qwen3")
+    tokenizer = load_tokenizer(str(targets / "qwen3"), config, given)
+    turns = [{"role": "user", "content": "Why?"}]
+    expected = plain.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    prompt = chat_prompt("Why?", "qwen3", tokenizer, "tokenizer")
+    assert prompt == expected and prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert chat_prompt("Why?", "qwen3", plain, "tokenizer").endswith("<|im_start|>assistant\n")
+    ends = generation_eos(targets / "qwen3", config)
+    assert tokenizer.convert_ids_to_tokens(answer_end(tokenizer, ends, "tokenizer")) == "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("shape", "given", "problem"),
+    [
+        ("qwen3", {"enable_thought": False}, "the target's chat template has no variable enable_thought"),
+        ("vicuna", {"enable_thinking": False}, "the target's chat template has no variable enable_thinking"),
+        ("qwen3", {"enable_thinking": [1]}, r"enable_thinking must be true, false, a number or text, not \[1\]"),
+        ("qwen3", "[1]", "must be a JSON object"),
+        ("qwen3", "enable_thinking", "not JSON"),
+    ],
+)
+def test_bad_template_variables_are_one_line(targets: Path, shape: str, given: Any, problem: str) -> None:
+    with pytest.raises(UserError, match=f"^chat_template_kwargs: {problem}"):
+        load_tokenizer(str(targets / shape), read_config(targets / shape), given)
 
 
 @pytest.mark.parametrize(("target", "eos", "pad"), [(QWQ, 151645, 151643), (LLAMA3, 128009, 128001)])
@@ -98,7 +133,7 @@ def test_old_rope_scaling_stretches_the_window(targets: Path) -> None:
 
 
 def inputs_of(target: Path, folder: Path, experiment: str, *overrides: str) -> Inputs:
-    """What a published experiment reads with `target` in place of its own."""
+    """The inputs of a published experiment with another target."""
     data = folder / "data.jsonl"
     data.write_text('{"instruction": "Why?", "output": "Because."}\n{"text": "A text."}\n')
     paths = [f"model_name_or_path={target}", f"data.files={data}", f"data.cache_dir={folder}", f"output_dir={folder}"]
@@ -113,9 +148,14 @@ def test_a_published_config_trains_another_target_with_its_own_tokens(
     targets: Path, tmp_path: Path, shape: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     experiment = f"{'qwq' if shape == 'qwen' else 'llama8b'}_glide_8gpu_slim6b_longv2-32k-zero3_5e-6-ligce-nomask"
-    with caplog.at_level(logging.INFO, logger="longspec"):
-        inputs = inputs_of(targets / shape, tmp_path, experiment)
     own_format, prompt, _, end = OWN[shape]
+    overrides: list[str] = []
+    if shape == "qwen3":
+        overrides = ["model._target_=longspec.Qwen3Glide.from_pretrained"]
+        overrides += ["data.chat_template_kwargs={enable_thinking: false}"]
+        prompt += "<think>\n\n</think>\n\n"
+    with caplog.at_level(logging.INFO, logger="longspec"):
+        inputs = inputs_of(targets / shape, tmp_path, experiment, *overrides)
     answer = "\n\nBecause." if own_format == "plain" else "Because."
     (asked,), (text,) = inputs.rows[0], inputs.rows[1]
     assert inputs.tokenizer.decode(asked["input_ids"]) == f"{prompt}{answer}{end}"

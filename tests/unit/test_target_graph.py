@@ -8,10 +8,10 @@ import torch
 from pairs import FAMILIES, OPTIONS, make_pair
 from torch import Tensor
 
-from longspec.kernels.segments import Segments
+from longspec.kernels.training.segments import Segments
 from longspec.models import target_graph
 from longspec.models.target_graph import MOST_GRAPHS, MOST_SEGMENTS, MOST_WORK, RUNS_BEFORE, Passed, TargetGraphs
-from longspec.train.loss import Objective
+from longspec.train.loss import DraftLoss
 
 
 def given(rows: int, length: int, segments: int = 1, whole: bool = True) -> tuple[Tensor, Tensor, Segments, bool]:
@@ -124,7 +124,7 @@ def test_training_on_captured_passes_is_training(tmp_path: Path, loss: str, kind
     model: Any = make_pair(tmp_path, "llama", torch.bfloat16, options=OPTIONS[kind]).cuda()
     use_kernels(model.model, model.draft_layer_class)
     graphs, generator = TargetGraphs(model.run_target, layer_weights=1), torch.Generator().manual_seed(0)
-    objective = Objective(loss)
+    objective = DraftLoss(loss)
     for step in range(RUNS_BEFORE + 3):
         tokens = torch.randint(1, 61, (2, 64), generator=generator)
         ids = tokens.cuda()

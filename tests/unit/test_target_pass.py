@@ -12,7 +12,7 @@ from torch import Tensor
 from longspec.models.glide import GlideMixin
 from longspec.models.target_attention import ChosenKV, last_keys_values, run_backbone
 from longspec.models.target_kernels import use_kernels
-from longspec.train.loss import Objective
+from longspec.train.loss import DraftLoss
 
 LAST = "model.layers.2"
 AFTER_LAST_KEYS = (
@@ -43,8 +43,8 @@ def calls(model: Any, objective: Any) -> Counter[str]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cross_entropy_alone_ends_it_at_the_last_keys(tmp_path: Path, family: str) -> None:
     """Of the last layer its norm, keys and values run, once; the layers before it run whole."""
-    counts = calls(make_pair(tmp_path, family), Objective("ce"))
-    assert not [name for name in AFTER_LAST_KEYS if counts[name]]
+    counts = calls(make_pair(tmp_path, family), DraftLoss("ce"))
+    assert not [name for name in (*AFTER_LAST_KEYS, f"{LAST}.self_attn.q_norm") if counts[name]]
     assert all(counts[f"{LAST}.{name}"] == 1 for name in ("input_layernorm", "self_attn.k_proj", "self_attn.v_proj"))
     assert all(counts[f"model.layers.{layer}.mlp"] == counts[f"model.layers.{layer}"] == 1 for layer in (0, 1))
 
@@ -53,15 +53,15 @@ def test_a_further_layer_costs_nothing_and_a_feature_the_whole_pass(tmp_path: Pa
     """Of the target; the gradient reaches every weight of the draft."""
     for kind, is_whole in (("kv_layers", False), ("feature", True), ("both", True)):
         model = make_pair(tmp_path / kind, options=OPTIONS[kind])
-        counts = calls(model, Objective("ce"))
+        counts = calls(model, DraftLoss("ce"))
         assert {counts[name] for name in AFTER_LAST_KEYS if name != "lm_head"} == {int(is_whole)}
         assert all(counts[f"model.layers.{layer}"] == 1 for layer in (0, 1))
         weights = dict(model.draft_model.named_parameters())
         assert all(weight.grad is not None and weight.grad.any() for weight in weights.values())
 
 
-@pytest.mark.parametrize("objective", [Objective("distill"), Objective("mixed"), Objective("ce", log_target_loss=True)])
-def test_what_reads_the_target_has_its_whole_pass(tmp_path: Path, objective: Objective) -> None:
+@pytest.mark.parametrize("objective", [DraftLoss("distill"), DraftLoss("mixed"), DraftLoss("ce", log_target_loss=True)])
+def test_what_reads_the_target_has_its_whole_pass(tmp_path: Path, objective: DraftLoss) -> None:
     counts = calls(make_pair(tmp_path), objective)
     assert all(counts[name] == 1 for name in AFTER_LAST_KEYS if name != "lm_head"), counts
 
@@ -102,9 +102,20 @@ def test_several_lags_share_one_pass_of_the_target(tmp_path: Path) -> None:
     assert all(torch.equal(*pair) for pair in zip(alone, together, strict=True))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("overrides", [{}, {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 20}])
-@pytest.mark.parametrize("reads_target", [False, True])
+ODD_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 20}
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "reads_target"),
+    [
+        ("llama", {}, False),
+        ("llama", ODD_HEADS, True),
+        ("qwen2", {}, True),
+        ("qwen3", {}, False),
+        ("qwen3", ODD_HEADS, True),
+        ("mistral", {}, True),
+    ],
+)
 def test_kernels_between_the_products_change_nothing(
     tmp_path: Path, family: str, overrides: dict[str, Any], reads_target: bool, device: str
 ) -> None:
@@ -126,7 +137,8 @@ def test_kernels_between_the_products_change_nothing(
     (wanted, ran), logits = run(), model(given["input_ids"]).logits
     use_kernels(model.model, model.draft_layer_class)
     forwards = [module for module in model.model.modules() if "forward" in vars(module)]
-    assert len(forwards) == 4 * model.config.num_hidden_layers + 1
+    per_layer = 6 if hasattr(model.model.layers[0].self_attn, "q_norm") else 4
+    assert len(forwards) == per_layer * model.config.num_hidden_layers + 1
     got, ran_now = run()
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
     assert {name: n for name, n in ran.items() if "act_fn" not in name} == ran_now
@@ -142,7 +154,7 @@ def test_the_host_never_waits_for_the_device_in_a_micro_batch(
     model: Any = make_pair(tmp_path, dtype=torch.bfloat16, options=OPTIONS[kind]).cuda()
     use_kernels(model.model, model.draft_layer_class)
     given = {name: x.cuda() if name in ("input_ids", "position_ids") else x for name, x in batch().items()}
-    given |= {"lags": None if variant == "base" else torch.tensor([1, 5, 3]), "objective": Objective(loss)}
+    given |= {"lags": None if variant == "base" else torch.tensor([1, 5, 3]), "objective": DraftLoss(loss)}
     model(**given)[0].backward()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -8,7 +8,8 @@ import pytest
 from tiny_tokenizer import byte_tokenizer
 
 from longspec.errors import UserError
-from longspec.inference.tasks import TASKS, Question, encode_question, read_prompt, read_questions, select_samples
+from longspec.longbench.prompts import Question, encode_question, read_prompt, read_questions, select_prompts
+from longspec.longbench.tasks import TASKS
 
 LONGBENCH = ("gov_report", "qmsum", "multi_news", "lcc", "repobench-p")
 
@@ -132,10 +133,10 @@ def test_prompts_of_the_users_own_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("{", "is no readable JSON file"),
+        ("{", "is not a readable JSON file"),
         ("[]", "has no prompt for lcc"),
         ('{"qmsum": "{context}"}', "has no prompt for lcc"),
-        ('{"lcc": "{code}"}', r"lcc: no field \{code\}; it may quote \{context\} or \{input\}"),
+        ('{"lcc": "{code}"}', r"lcc: no field \{code\}; use \{context\} or \{input\}"),
         ('{"lcc": {"prompt": "{context}"}}', "lcc: must be text with"),
     ],
 )
@@ -144,7 +145,7 @@ def test_a_file_of_prompts_that_does_not_fit_is_named(tmp_path: Path, content: s
     with pytest.raises(UserError, match=f"^--prompt_file: .*prompts.json.*{says}") as error:
         read_prompt(tmp_path / "prompts.json", "lcc")
     assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match=r"--prompt_file: .*nowhere\.json is no readable JSON file"):
+    with pytest.raises(UserError, match=r"--prompt_file: .*nowhere\.json is not a readable JSON file"):
         read_prompt(tmp_path / "nowhere.json", "lcc")
 
 
@@ -152,8 +153,8 @@ def test_kept_prompts_are_longer_than_the_minimum_and_at_most_the_maximum() -> N
     """1200 < n <= window - 2000: the lower end is left out, the upper one kept."""
     shortest, longest = prompt_length("x" * 20), prompt_length("x" * 30)
     questions = questions_of(19, 20, 21, 30, 31, 90)
-    selection = select_samples("lcc", questions, "qwen2", byte_tokenizer(), "published", 0, shortest, longest)
-    assert [sample.id for sample in selection.samples] == ["2", "3"]
+    selection = select_prompts("lcc", questions, "qwen2", byte_tokenizer(), "published", 0, shortest, longest)
+    assert [sample.id for sample in selection.prompts] == ["2", "3"]
     assert (selection.too_short, selection.too_long, selection.not_reached) == (2, 2, 0)
     line = selection.describe("lcc", shortest, longest)
     assert line == (
@@ -164,28 +165,28 @@ def test_kept_prompts_are_longer_than_the_minimum_and_at_most_the_maximum() -> N
 def test_test_length_counts_kept_prompts() -> None:
     shortest = prompt_length("x" * 20)
     questions = questions_of(5, 30, 6, 31, 32, 33)
-    selection = select_samples("lcc", questions, "qwen2", byte_tokenizer(), "published", 2, shortest, 10_000)
-    assert [sample.id for sample in selection.samples] == ["1", "3"]
+    selection = select_prompts("lcc", questions, "qwen2", byte_tokenizer(), "published", 2, shortest, 10_000)
+    assert [sample.id for sample in selection.prompts] == ["1", "3"]
     assert (selection.too_short, selection.not_reached) == (2, 2)
     assert "2 not reached" in selection.describe("lcc", shortest, 10_000)
 
 
 def test_aime24_keeps_every_length() -> None:
     questions = questions_of(1, 5000)
-    selection = select_samples("aime24", questions, "llama", byte_tokenizer(), "published", 0, 1200, 2000)
-    assert len(selection.samples) == 2
+    selection = select_prompts("aime24", questions, "llama", byte_tokenizer(), "published", 0, 1200, 2000)
+    assert len(selection.prompts) == 2
 
 
 def test_a_run_without_prompts_is_refused() -> None:
     with pytest.raises(UserError, match="0 prompts kept, 2 left out"):
-        select_samples("lcc", questions_of(1, 2), "llama", byte_tokenizer(), "published", 0, 1200, 2000)
+        select_prompts("lcc", questions_of(1, 2), "llama", byte_tokenizer(), "published", 0, 1200, 2000)
 
 
 @pytest.mark.parametrize(
     ("lines", "complaint"),
     [
         ([record(), '{"input": "x", '], r"lcc\.jsonl, line 2: not a JSON line"),
-        ([record(), "", [1]], r"lcc\.jsonl, line 3: a list"),
+        ([record(), "", [1]], r"lcc\.jsonl, line 3: must be a JSON object"),
         ([{"input": "x", "_id": "a"}], r"lcc\.jsonl, line 1: field 'context'"),
         ([record(context=7)], r"line 1: field 'context' must be a string"),
         ([{"context": "x"}], r"line 1: field '_id' is missing"),

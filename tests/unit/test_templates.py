@@ -1,4 +1,4 @@
-"""Prompts to the letter of the published formats, and token ids with exactly one BOS."""
+"""Prompts in the published formats, and token ids with exactly one BOS."""
 
 import pytest
 from tiny_tokenizer import byte_tokenizer
@@ -129,12 +129,12 @@ def test_a_role_that_only_a_chat_template_can_show_is_named(chat_format):
     ("text", "says"),
     [
         (7, "must be text with {context} or {input}, not int"),
-        ("Sum up.", "quotes no field; it needs {context} or {input}"),
-        ("Sum up {prompt}.", "no field {prompt}; it may quote {context} or {input}"),
+        ("Sum up.", "contains no field; use {context} or {input}"),
+        ("Sum up {prompt}.", "no field {prompt}; use {context} or {input}"),
         ("Sum up {}.", "no field {}"),
         ("Sum up {context.__class__}.", "no field {context.__class__}"),
-        ("Sum up {context!r}.", "only by its name"),
-        ("Sum up {context.", "a brace that is no field is written twice"),
+        ("Sum up {context!r}.", "a field has only a name"),
+        ("Sum up {context.", "double each brace that is not a field"),
     ],
 )
 def test_a_template_that_quotes_anything_but_its_fields_is_refused(text, says):

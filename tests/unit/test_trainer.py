@@ -1,4 +1,4 @@
-"""What the trainer hands to the model, and what it must not do to the target, on one rank."""
+"""The trainer on one rank: the engine's inputs, the order of a step, and the unchanged target."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,28 +11,30 @@ import torch
 from training_fixtures import ROOT, make_target, one_rank_alone, plain_training, write_texts
 
 from longspec.errors import UserError
-from longspec.kernels.segments import Segments
+from longspec.kernels.training.segments import Segments
 from longspec.models.draft_layer import GlideDecoderLayer
 from longspec.models.target_graph import TargetGraphs
+from longspec.train import distributed, resume
 from longspec.train import engine as engine_module
-from longspec.train import resume
 from longspec.train import trainer as trainer_module
 from longspec.train.checkpoint import gather_draft
-from longspec.train.config import TrainConfig, load_config
+from longspec.train.config import load_config
+from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.inputs import Inputs, read_inputs
 from longspec.train.loss import LOSSES
+from longspec.train.micro_batches import take_micro_batches
 from longspec.train.positions import anchor_offset_positions, micro_step_generator, random_lags
 from longspec.train.resume import last_step
 from longspec.train.trainer import Trainer
 
 SEGMENTS = torch.tensor([0, 9, 16, 32], dtype=torch.int32)
-WINDOW = 4096
+MAX_POSITIONS = 4096
 
 
 @pytest.fixture
 def load(tmp_path: Path):  # type: ignore[no-untyped-def]
-    """The tiny first stage on a target and data of its own."""
+    """The tiny first stage with its own target and data."""
     target, data = make_target(tmp_path / "target"), write_texts(tmp_path / "data.jsonl", count=4)
     given = [f"model_name_or_path={target}", f"data.files={data}", f"data.cache_dir={tmp_path}/cache"]
 
@@ -48,28 +50,23 @@ def load(tmp_path: Path):  # type: ignore[no-untyped-def]
 def handed_over(config: TrainConfig, rank: int, micro_step: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The engine's arguments for one micro-batch of 2 x 16 tokens on `rank`."""
 
-    class Engine:
-        device = torch.device("cpu")
-
-        def __call__(self, **given: Any) -> dict[str, Any]:
-            return given
-
-    monkeypatch.setattr(trainer_module, "data_parallel_place", lambda: (rank, 2))
-    inputs = Inputs([[]], None, lambda rows: {}, None, None, WINDOW)  # type: ignore[arg-type]
+    monkeypatch.setattr(trainer_module, "data_parallel_rank_and_size", lambda: (rank, 2))
+    inputs = Inputs([[]], None, lambda rows: {}, None, None, MAX_POSITIONS)  # type: ignore[arg-type]
     tokens = torch.arange(32).view(2, 16)
     batch = {"input_ids": tokens, "labels": tokens + 1, "cu_seqlens": SEGMENTS}
-    return Trainer(config, Engine(), inputs, 0, 1, held_out=0).forward(micro_step, batch)  # type: ignore[return-value]
+    trainer = Trainer(config, SimpleNamespace(device=torch.device("cpu")), inputs, start_step=0, total_steps=1)
+    return trainer.micro_batch_inputs(micro_step, batch)
 
 
 def test_slicing_draws_positions_and_lags_by_seed_step_and_rank(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offsets jump behind the sinks, lags cover 1 … 5, and each micro-step of each rank has its own."""
+    """Positions jump after the sinks, lags cover 1 … 5, and each micro-step of each rank has its own draw."""
     config = load("seed=3")
     lags, offsets, streams = set(), set(), set()
     for rank in (0, 1):
         for micro_step in range(30):
             given = handed_over(config, rank, micro_step, monkeypatch)
             generator = micro_step_generator(3, micro_step, rank)
-            positions = anchor_offset_positions(SEGMENTS, (2, 16), 15000, WINDOW, generator)
+            positions = anchor_offset_positions(SEGMENTS, (2, 16), 15000, MAX_POSITIONS, generator)
             assert torch.equal(given["position_ids"], positions)
             assert torch.equal(given["lags"], random_lags(3, 5, generator))
             assert torch.equal(given["labels"], given["input_ids"] + 1) and given["cu_seqlens"] is SEGMENTS
@@ -92,8 +89,8 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_bf16_keeps_rotary_frequencies_and_master_weights_in_fp32(load: Any, one_rank: None) -> None:
-    """Frequencies in bf16, as ZeRO-3's construction leaves them with some versions of transformers, would move far
-    positions; without fp32 masters a small step rounds to nothing."""
+    """Some versions of transformers leave frequencies in bf16 under ZeRO-3, which would shift distant positions.
+    Without fp32 master weights a small step would be rounded away."""
     config = load("model.torch_dtype=bfloat16")
     pair: Any = build_pair(config, None)
     frequencies = pair.model.rotary_emb.inv_freq.clone()
@@ -121,7 +118,7 @@ def test_the_target_runs_as_graphs_where_it_is_whole_and_its_attention_reads_bor
 
 
 def test_a_fresh_draft_is_the_same_in_every_dtype(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawn in bf16 it would be another one; on some machines alone, so that the draws are watched, too."""
+    """Random numbers drawn in bf16 would differ, on some machines only, so the dtype of the draws is checked, too."""
     drawn: set[torch.dtype] = set()
     reset = GlideDecoderLayer.reset_parameters
 
@@ -137,52 +134,51 @@ def test_a_fresh_draft_is_the_same_in_every_dtype(load: Any, monkeypatch: pytest
 
 
 def test_under_zero_3_the_target_is_built_in_shards(load: Any, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is never whole before the engine takes it; weights, buffers and the fresh draft are what they are without."""
+    """No rank holds the whole target. Weights, buffers and the fresh draft are the same as without ZeRO-3."""
     monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)  # DeepSpeed replaces it for good
     whole: Any = build_pair(load(), None)
     pair: Any = build_pair(load("deepspeed=zero3"), None)
     frozen = {name: weight for name, weight in pair.named_parameters() if not weight.requires_grad}
     assert len(frozen) == 30 and not any(weight.numel() for weight in frozen.values())
     for name, weight in whole.named_parameters():
-        found = pair.get_parameter(name)
-        with deepspeed.zero.GatheredParameters(found, enabled=name in frozen):
-            assert torch.equal(found.cpu(), weight), name
+        sharded = pair.get_parameter(name)
+        with deepspeed.zero.GatheredParameters(sharded, enabled=name in frozen):
+            assert torch.equal(sharded.cpu(), weight), name
     for name, buffer in whole.named_buffers():
         assert torch.equal(pair.get_buffer(name).cpu(), buffer), name
     assert not any(hasattr(weight, "ds_id") for weight in build_pair(load(), None).parameters())
 
 
 def test_a_run_that_goes_on_after_its_last_step_is_refused(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 rows a step: 20 rows are 2.5 steps."""
-    monkeypatch.setattr(trainer_module, "data_parallel_place", lambda: (0, 1))
-    monkeypatch.setattr(resume, "data_parallel_place", lambda: (0, 1))
-    assert last_step(load("num_train_epochs=2"), 20, start=5) == 5
+    """With 8 rows per step, 20 rows are 2.5 steps."""
+    monkeypatch.setattr(trainer_module, "data_parallel_rank_and_size", lambda: (0, 1))
+    monkeypatch.setattr(resume, "data_parallel_rank_and_size", lambda: (0, 1))
+    assert last_step(load("num_train_epochs=2"), 20, start_step=5) == 5
     for ends in ("num_train_epochs=2", "max_steps=5"):
-        with pytest.raises(UserError, match="is of step 6, this run ends with step 5"):
-            last_step(load(ends), 20, start=6)
+        with pytest.raises(UserError, match="is of step 6, but this run ends with step 5"):
+            last_step(load(ends), 20, start_step=6)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_a_window_is_loaded_while_the_one_before_trains(
-    load: Any, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
-    """The loading processes may be one window ahead, none idles meanwhile, and what they send keeps no file open."""
+def test_a_step_is_loaded_while_the_one_before_trains(load: Any, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    """The loading processes run one step ahead, none of them idles, and their batches keep no file open."""
     config = load(f"data.num_workers={workers}", "gradient_accumulation_steps=16")
-    monkeypatch.setattr(trainer_module, "data_parallel_place", lambda: (0, 1))
-    monkeypatch.setattr(resume, "data_parallel_place", lambda: (0, 1))
-    inputs = Inputs([[]], None, lambda rows: {"labels": torch.ones(4)}, None, None, WINDOW)  # type: ignore[arg-type]
+    monkeypatch.setattr(trainer_module, "data_parallel_rank_and_size", lambda: (0, 1))
+    monkeypatch.setattr(resume, "data_parallel_rank_and_size", lambda: (0, 1))
+    inputs = Inputs([[]], None, lambda rows: {"labels": torch.ones(4)}, None, None, MAX_POSITIONS)  # type: ignore[arg-type]
     engine = SimpleNamespace(device=torch.device("cpu"))
-    trainer = Trainer(config, engine, inputs, 0, 1, held_out=0)
+    trainer = Trainer(config, engine, inputs, start_step=0, total_steps=1)
     assert trainer.loader.num_workers * trainer.loader.prefetch_factor >= 16 + trainer.loader.num_workers
-    window = trainer.window(iter(trainer.loader))
-    assert len(window) == 16 and not any(batch["labels"].is_shared() for batch in window)
+    micro_batches, _ = take_micro_batches(iter(trainer.loader), 16)
+    assert len(micro_batches) == 16 and not any(batch["labels"].is_shared() for batch in micro_batches)
 
 
 @pytest.mark.parametrize(("loss", "whole"), [("ce", False), ("distill", True)])
 def test_the_target_goes_on_to_the_next_micro_batch_before_the_optimizer_steps(
     load: Any, monkeypatch: pytest.MonkeyPatch, loss: str, whole: bool
 ) -> None:
-    """Also to the next step's first one, with what the engine is then given, and as far as the loss reads it."""
+    """This includes the next step's first micro-batch. The engine then gets the same inputs, and the pass is as long as
+    the loss needs."""
     done: list[tuple[str, Any]] = []
 
     def begin(ids: torch.Tensor, positions: torch.Tensor, segments: Segments, whole: bool) -> None:
@@ -203,18 +199,20 @@ def test_the_target_goes_on_to_the_next_micro_batch_before_the_optimizer_steps(
         step=lambda: done.append(("step", None)),
         get_global_grad_norm=lambda: 1.0,
     )
-    monkeypatch.setattr(trainer_module, "data_parallel_place", lambda: (0, 1))
-    monkeypatch.setattr(resume, "data_parallel_place", lambda: (0, 1))
-    monkeypatch.setattr(trainer_module, "summed", lambda values: values)
-    inputs = Inputs([[]], None, lambda rows: {}, None, None, WINDOW)  # type: ignore[arg-type]
+    monkeypatch.setattr(trainer_module, "data_parallel_rank_and_size", lambda: (0, 1))
+    monkeypatch.setattr(resume, "data_parallel_rank_and_size", lambda: (0, 1))
+    for module in (trainer_module, distributed):
+        monkeypatch.setattr(module, "summed", lambda values: values)
+    inputs = Inputs([[]], None, lambda rows: {}, None, None, MAX_POSITIONS)  # type: ignore[arg-type]
     patience: list[float] = []
     config, never = load("gradient_accumulation_steps=2", f"loss={loss}"), SimpleNamespace(agreed=patience.append)
-    trainer = Trainer(config, engine, inputs, 0, 2, held_out=0)
+    trainer = Trainer(config, engine, inputs, start_step=0, total_steps=2)
     tokens = [torch.arange(32).view(2, 16) + number for number in range(4)]
     batches = iter([{"input_ids": x.numpy(), "labels": x.numpy(), "cu_seqlens": SEGMENTS.numpy()} for x in tokens])
-    trainer.train_step(1, trainer.window(batches), never, batches)  # type: ignore[arg-type]
-    trainer.train_step(2, trainer.upcoming, never)  # type: ignore[arg-type]
-    assert trainer.upcoming == []
+    first = trainer.train_step(1, trainer.load_step(1, batches), never, batches)  # type: ignore[arg-type]
+    assert first is not None and first.next_batches is not None
+    second = trainer.train_step(2, first.next_batches, never)  # type: ignore[arg-type]
+    assert second is not None and second.next_batches is None
     assert patience == [0, trainer_module.FINISH_S] * 2
     one = ["forward", "backward", "begin", "step"]
     assert [name for name, _ in done] == [*one * 3, "forward", "backward", "step"]
@@ -226,23 +224,24 @@ def test_the_target_goes_on_to_the_next_micro_batch_before_the_optimizer_steps(
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_chunked_losses_train_as_plain_ones_on_whole_logits(load: Any, one_rank: None, loss: str) -> None:
-    """The row "fused or plain loss" of the equivalence matrix (tests/e2e/test_equivalence.py), curve and draft."""
+    """The row "fused or plain loss" of the equivalence matrix (tests/e2e/test_equivalence.py): loss curve and draft."""
     config = load(f"loss={loss}", "variant=base", "learning_rate=1e-3", "per_device_train_batch_size=2")
     inputs, steps, never = read_inputs(config), 6, SimpleNamespace(agreed=lambda *_: False)
-    trainer = Trainer(config, build_engine(config, build_pair(config, None)), inputs, 0, steps, held_out=0)
-    batches = iter(trainer.loader)
+    engine = build_engine(config, build_pair(config, None))
+    trainer = Trainer(config, engine, inputs, start_step=0, total_steps=steps)
+    arrays = iter(trainer.loader)
     losses = []
     for step in range(1, steps + 1):
-        found = trainer.train_step(step, trainer.window(batches), never)  # type: ignore[arg-type]
-        assert found is not None
-        losses.append(found["loss"])
-    wanted, draft = plain_training(config, steps, ranks=1)
-    assert losses == pytest.approx(wanted, rel=1e-6)
+        result = trainer.train_step(step, trainer.load_step(step, arrays), never)  # type: ignore[arg-type]
+        assert result is not None
+        losses.append(result.metrics["loss"])
+    expected, draft = plain_training(config, steps, ranks=1)
+    assert losses == pytest.approx(expected, rel=1e-6)
     torch.testing.assert_close(gather_draft(trainer.engine.module), dict(draft), rtol=1e-5, atol=1e-6)
 
 
 def test_a_pair_that_does_not_load_says_why(load: Any, tmp_path: Path) -> None:
-    """The pair's own UserError must come through Hydra as it is."""
+    """Hydra must not hide the pair's own UserError."""
     config = load()
     (tmp_path / "target" / "model.safetensors").write_bytes(b"cut off")
     with pytest.raises(UserError, match="weights do not load"):

@@ -1,4 +1,4 @@
-"""The training benchmark: its arithmetic against a count by hand, and all of it on a tiny shape."""
+"""The training benchmark: FLOP counts by hand, and a run on a tiny shape."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ from longspec.errors import UserError
 
 
 def test_flops_of_llama_3_8b_at_32k_are_those_worked_out_by_hand() -> None:
-    """One segment of T = 32768 tokens, a layer of 218.1M numbers, a pair of tokens 4 · 32 · 128 operations."""
+    """One segment of T = 32768 tokens, layers of 218.1M weights, and 4 · 32 · 128 operations per pair of tokens."""
     tokens, pair = 32768, 4 * 32 * 128
     layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
     causal = pair * tokens * (tokens + 1) / 2
@@ -43,7 +43,7 @@ def test_segments_do_not_see_one_another() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_rows_are_full_and_all_that_can_be_is_in_the_loss(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No table is pickled for a fingerprint: not every pyarrow can pickle all that its tables refer to."""
+    """No table is pickled for a fingerprint, because some versions of pyarrow cannot pickle all of it."""
 
     def fail(dataset: object) -> None:
         raise TypeError("cannot pickle MonthDayNano")

@@ -1,4 +1,4 @@
-"""Files of strangers: none of their code runs, nothing leaves this machine, nothing hangs; each gives one line."""
+"""Untrusted files: no code runs, nothing is sent, nothing hangs, and each error is one line."""
 
 import json
 import os
@@ -33,7 +33,7 @@ Weights = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target with tokenizer, and its draft in the folder `run` as a training run leaves it."""
+    """A target with tokenizer, and its draft in the folder `run` as a training run saves it."""
     place = tmp_path_factory.mktemp("pair")
     model = make_pair(place / "target", vocab_size=VOCAB_SIZE)
     save_tokenizer(place / "target")
@@ -44,7 +44,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(pair: Path, tmp_path: Path) -> Path:
-    """A copy of the run's folder, to damage."""
+    """A copy of the run's folder, to be damaged."""
     return Path(shutil.copytree(pair / "run", tmp_path / "run"))
 
 
@@ -73,7 +73,7 @@ def use_draft(folder: Path) -> Any:
 
 
 def refusal(use: Callable[[], Any], file: Path | str) -> str:
-    """The one line, which names `file`; it comes in seconds and is not long."""
+    """The error line, which names `file` and comes within seconds."""
     began = time.monotonic()
     with pytest.raises(UserError) as error:
         use()
@@ -84,7 +84,7 @@ def refusal(use: Callable[[], Any], file: Path | str) -> str:
 
 
 def special(kind: str, file: Path) -> None:
-    """A file that a reader would wait for, or read without end."""
+    """A file on which a reader would block or never finish."""
     file.unlink(missing_ok=True)
     if kind == "fifo":
         os.mkfifo(file)
@@ -117,7 +117,7 @@ def test_only_regular_files_are_read_of_a_target(target: Path, kind: str, name: 
 
 
 def test_files_behind_links_are_read(run: Path, tmp_path: Path) -> None:
-    """The hub's cache consists of links that lead out of the folder."""
+    """The hub's cache consists of links that point out of the folder."""
     (tmp_path / "links").mkdir()
     for file in run.iterdir():
         (tmp_path / "links" / file.name).symlink_to(file)
@@ -191,7 +191,7 @@ def test_only_aligners_are_called(tmp_path: Path) -> None:
 
 
 def test_code_next_to_a_target_or_draft_never_runs(run: Path, target: Path, tmp_path: Path) -> None:
-    """A custom config or tokenizer class, as trust_remote_code would run it; nobody is asked either."""
+    """Custom config or tokenizer classes, which trust_remote_code would run, are ignored without a prompt."""
     code = f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\nclass Evil: pass\n"
     stranger = tmp_path / "stranger"
     stranger.mkdir()
@@ -285,7 +285,7 @@ def test_safetensors_are_preferred_to_a_pickle(run: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/missing/target", "missing/of/many/parts", "./missing", "~/missing", "x" * 3000])
 def test_a_missing_folder_is_called_one(path: str) -> None:
-    """Not a repo id that "must be in the form …"."""
+    """The error does not call it a malformed repo id."""
     assert "no such folder" in refusal(lambda: read_config(path), path)
     assert "no such draft" in refusal(lambda: resolve_draft(path), path)
 
@@ -320,7 +320,7 @@ def test_a_target_that_git_lfs_has_not_fetched_says_so(target: Path) -> None:
 
 
 def test_a_target_with_absurdly_many_layers_is_refused(tmp_path: Path) -> None:
-    """Its modules alone would take hours to build."""
+    """Building its modules alone would take hours."""
     save_target(tmp_path, "llama")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))

@@ -1,14 +1,17 @@
-"""Training attention: values and gradients against a dense-mask fp64 reference."""
+"""Training attention: values and gradients against the reference, dense attention under a mask, in fp64."""
 
+from collections.abc import Callable
 from itertools import accumulate
 
 import pytest
 import torch
 from torch import Tensor
 
-from longspec.kernels.reference import attention_with_lse
-from longspec.kernels.segments import Segments
-from longspec.kernels.varlen import block_attention, varlen_attention
+from longspec.kernels.training import reference
+from longspec.kernels.training.segments import Segments
+from longspec.kernels.training.varlen import block_attention, varlen_attention
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -23,42 +26,19 @@ def make_inputs(lengths: list[int], heads: int = 4, kv_heads: int = 2, head_dim:
     return [torch.randn(tokens, h, head_dim, generator=generator) for h in (heads, kv_heads, kv_heads)]
 
 
-def offsets_of(lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """Offset of each token in its segment, and its segment's number."""
-    offsets = torch.cat([torch.arange(length) for length in lengths])
-    return offsets, torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-
-
-def causal_mask(lengths: list[int], window: int | None = None, lags: list[int] | None = None) -> Tensor:
-    offsets, segments = offsets_of(lengths)
-    lag = torch.tensor(lags or [0] * len(lengths))[segments][:, None]
-    i, j = offsets[:, None], offsets[None]
-    mask = (segments[:, None] == segments[None]) & (j <= i - lag)
-    return mask if window is None else mask & (j >= i - window)
-
-
-def block_mask(lengths: list[int], block: int) -> Tensor:
-    offsets, segments = offsets_of(lengths)
-    return (segments[:, None] == segments[None]) & (offsets[None] // block < offsets[:, None] // block)
-
-
-def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    batched = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return attention_with_lse(*batched, mask[None], scale)[0][0].transpose(0, 1)
-
-
-def check(inputs: list[Tensor], attend, mask: Tensor, device: str = "cpu") -> None:
-    """`attend(q, k, v)` in fp32 and its gradients equal dense attention in fp64."""
+def check(inputs: list[Tensor], attend: Attention, expected: Attention, device: str = "cpu") -> None:
+    """`attend(q, k, v)` in fp32 on the device and its gradients equal `expected(q, k, v)` in fp64 on the CPU."""
     exact = [x.double().requires_grad_() for x in inputs]
     leaves = [x.clone().to(device).requires_grad_() for x in inputs]
-    expected, got = dense(*exact, mask, 0.3), attend(*leaves)
-    torch.testing.assert_close(got.cpu().double(), expected, atol=1e-5, rtol=1e-5)
-    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9))
-    (expected * weight).sum().backward()
+    truth, got = expected(*exact), attend(*leaves)
+    torch.testing.assert_close(got.cpu().double(), truth, atol=1e-5, rtol=1e-5)
+
+    weight = torch.randn(truth.shape, generator=torch.Generator().manual_seed(9))
+    (truth * weight).sum().backward()
     (got * weight.to(device)).sum().backward()
-    for leaf, truth in zip(leaves, exact, strict=True):
+    for leaf, exact_leaf in zip(leaves, exact, strict=True):
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad  # None: no query saw any key
-        torch.testing.assert_close(gradient.cpu().double(), truth.grad, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(gradient.cpu().double(), exact_leaf.grad, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -80,11 +60,11 @@ def test_values_and_gradients_equal_dense_attention(
     lengths: list[int], window: int | None, lags: list[int] | None, device: str
 ) -> None:
     """Packed segments, single tokens, segments shorter than their lag, windows narrower than the lag."""
-    segments = segments_of(lengths, lags, device)
+    segments, cpu_segments = segments_of(lengths, lags, device), segments_of(lengths, lags)
     check(
         make_inputs(lengths),
         lambda q, k, v: varlen_attention(q, k, v, segments, 0.3, window),
-        causal_mask(lengths, window, lags),
+        lambda q, k, v: reference.varlen_attention(q, k, v, cpu_segments, 0.3, window),
         device,
     )
 
@@ -92,17 +72,17 @@ def test_values_and_gradients_equal_dense_attention(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("lengths", [[512], [513], [514, 513], [1100, 3]])
 def test_the_drafts_window_equals_dense_attention(lengths: list[int], device: str) -> None:
-    segments = segments_of(lengths, device=device)
+    segments, cpu_segments = segments_of(lengths, device=device), segments_of(lengths)
     check(
         make_inputs(lengths, 2, 1),
         lambda q, k, v: varlen_attention(q, k, v, segments, 0.3, window=512),
-        causal_mask(lengths, 512),
+        lambda q, k, v: reference.varlen_attention(q, k, v, cpu_segments, 0.3, window=512),
         device,
     )
 
 
 def test_a_window_of_512_sees_513_keys() -> None:
-    """Zero queries average the visible values; a mark on one key shows where the window ends."""
+    """A query of zeros averages the visible values, so a mark on one value shows where the window ends."""
     q, k, v = (torch.zeros(1200, 1, 16) for _ in range(3))
     v[100] = 1.0
     out = varlen_attention(q, k, v, segments_of([1200]), 1.0, window=512)[:, 0, 0]
@@ -113,16 +93,16 @@ def test_a_window_of_512_sees_513_keys() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("lengths", "block"), [([1, 3, 4, 5, 9, 70], 4), ([9, 33], 3), ([1100, 600], 4), ([4], 4)])
 def test_block_attention_equals_dense_attention(lengths: list[int], block: int, device: str) -> None:
-    segments = segments_of(lengths, device=device)
+    segments, cpu_segments = segments_of(lengths, device=device), segments_of(lengths)
     check(
         make_inputs(lengths),
         lambda q, k, v: block_attention(q, k, v, segments, 0.3, block),
-        block_mask(lengths, block),
+        lambda q, k, v: reference.block_attention(q, k, v, cpu_segments, 0.3, block),
         device,
     )
 
 
-def test_queries_that_see_nothing_give_zero_and_no_gradient() -> None:
+def test_queries_that_see_no_key_give_zero_and_no_gradient() -> None:
     q, k, v = (x.requires_grad_() for x in make_inputs([3, 2]))
     out = varlen_attention(q, k, v, segments_of([3, 2], [3, 5]), 0.3)
     assert out.eq(0).all()
@@ -137,7 +117,7 @@ def test_bounds_that_miss_tokens_are_refused() -> None:
 
 
 def saved_bytes(attend, tokens: int) -> int:
-    """Bytes of the distinct storages kept for backward."""
+    """Bytes of the distinct storages that autograd saves for backward."""
     storages: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:
@@ -146,8 +126,10 @@ def saved_bytes(attend, tokens: int) -> int:
 
     q, k, v = (x.requires_grad_() for x in make_inputs([tokens], 1, 1))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        kept = attend(q, k, v, [tokens])  # alive while the storages are counted
-    return sum(storages.values()) + 0 * kept.shape[0]
+        out = attend(q, k, v, [tokens])
+    total = sum(storages.values())
+    del out  # it kept the storages, and so their addresses, alive until here
+    return total
 
 
 @pytest.mark.parametrize(

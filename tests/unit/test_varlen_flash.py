@@ -1,4 +1,4 @@
-"""What is handed to FlashAttention, and what is made of its parts; on the CPU dense attention stands in for it."""
+"""The calls of FlashAttention and the merge of their results; on the CPU dense attention stands in for its kernels."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_varlen import block_mask, causal_mask, check, dense, make_inputs, segments_of
+from test_varlen import check, make_inputs, segments_of
 from torch import Tensor
 
-from longspec.kernels import varlen_flash
-from longspec.kernels.varlen import block_attention, varlen_attention
+from longspec.kernels.training import reference, varlen_flash
+from longspec.kernels.training.varlen import block_attention, varlen_attention
 
 CASES = [
     ([7], None, None),
@@ -25,7 +25,7 @@ BLOCKS = [([1, 3, 4, 5, 9, 70], 4), ([9, 33], 3), ([8], 4), ([12, 7], 2)]
 
 
 def visible(query_bounds: list[int], key_bounds: list[int], reach: int) -> Tensor:
-    """bool [N, keys]: FlashAttention's causal mask, which aligns the ends of a segment's queries and keys."""
+    """FlashAttention's causal mask, bool [N, keys], which aligns the ends of the queries and keys of each segment."""
     mask = torch.zeros(query_bounds[-1], key_bounds[-1], dtype=torch.bool)
     for number in range(len(query_bounds) - 1):
         (q0, q1), (k0, k1) = query_bounds[number : number + 2], key_bounds[number : number + 2]
@@ -36,7 +36,7 @@ def visible(query_bounds: list[int], key_bounds: list[int], reach: int) -> Tenso
 
 
 def scores_of(q: Tensor, k: Tensor, call: Any) -> Tensor:
-    """[Hq, N, keys], minus infinity where nothing is seen."""
+    """Scores [H, N, keys], -inf where a key is invisible."""
     assert call.query_bounds.dtype == call.key_bounds.dtype == torch.int32
     assert call.max_queries == call.query_bounds.diff().max() and call.max_keys == call.key_bounds.diff().max()
     mask = visible(call.query_bounds.tolist(), call.key_bounds.tolist(), call.reach)
@@ -47,7 +47,7 @@ def scores_of(q: Tensor, k: Tensor, call: Any) -> Tensor:
 def stand_in_forward(q: Tensor, k: Tensor, v: Tensor, call: Any) -> tuple[Tensor, ...]:
     scores = scores_of(q, k, call)
     lse = scores.logsumexp(-1)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # as the kernel says that a query saw nothing
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # the kernel's LSE of a query without keys
     values = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     return torch.einsum("hnk,khd->nhd", (scores - lse[..., None]).exp(), values), lse, torch.empty(0), torch.empty(0)
 
@@ -55,15 +55,15 @@ def stand_in_forward(q: Tensor, k: Tensor, v: Tensor, call: Any) -> tuple[Tensor
 def stand_in_backward(
     upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: Any, call: Any
 ) -> tuple[Tensor, ...]:
-    """The published formulas of FlashAttention's backward, from `out` and `lse` as they are given."""
+    """The published formulas of FlashAttention's backward, computed from the `out` and `lse` that are passed."""
     assert lse.is_contiguous() and len(state) == 2
     group = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
     weights = (scores_of(q, k, call) - lse[..., None]).exp()
-    slopes = torch.einsum("nhd,khd->hnk", upstream, values) - (upstream * out).sum(-1).T[..., None]
-    slopes = weights * slopes * call.scale
-    dq = torch.einsum("hnk,khd->nhd", slopes, keys)
-    dk, dv = torch.einsum("hnk,nhd->khd", slopes, q), torch.einsum("hnk,nhd->khd", weights, upstream)
+    dscores = torch.einsum("nhd,khd->hnk", upstream, values) - (upstream * out).sum(-1).T[..., None]
+    dscores = weights * dscores * call.scale
+    dq = torch.einsum("hnk,khd->nhd", dscores, keys)
+    dk, dv = torch.einsum("hnk,nhd->khd", dscores, q), torch.einsum("hnk,nhd->khd", weights, upstream)
     return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
 
 
@@ -74,24 +74,24 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("lengths", "window", "lags"), CASES)
-def test_torchs_own_kernel_gets_lags_and_windows_as_dense_attention_has_them(
+def test_torchs_kernel_with_lags_and_windows_equals_the_reference(
     kernels: None, lengths: list[int], window: int | None, lags: list[int] | None
 ) -> None:
     segments = segments_of(lengths, lags)
     check(
         make_inputs(lengths),
         lambda q, k, v: varlen_flash.attention(q, k, v, segments, 0.3, window, use_flash=False),
-        causal_mask(lengths, window, lags),
+        lambda q, k, v: reference.varlen_attention(q, k, v, segments, 0.3, window),
     )
 
 
 @pytest.mark.parametrize(("lengths", "block"), BLOCKS)
-def test_the_block_pattern_is_a_lagging_call_and_the_keys_nearby(kernels: None, lengths: list[int], block: int) -> None:
+def test_the_block_pattern_equals_the_reference(kernels: None, lengths: list[int], block: int) -> None:
     segments = segments_of(lengths, [block] * len(lengths))
     check(
         make_inputs(lengths),
         lambda q, k, v: varlen_flash.block_attention(q, k, v, segments, 0.3, block),
-        block_mask(lengths, block),
+        lambda q, k, v: reference.block_attention(q, k, v, segments, 0.3, block),
     )
 
 
@@ -99,16 +99,17 @@ def test_the_block_pattern_is_a_lagging_call_and_the_keys_nearby(kernels: None, 
 def test_an_installed_flash_attention_gets_the_same_call(
     monkeypatch: pytest.MonkeyPatch, lengths: list[int], window: int | None, lags: list[int] | None
 ) -> None:
-    def installed(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
-        reach, right = given["window_size"]
-        assert given["causal"] and right == (-1 if reach < 0 else 0)
-        mask = visible(given["cu_seqlens_q"].tolist(), given["cu_seqlens_k"].tolist(), reach)
-        return dense(q, k, v, mask, given["softmax_scale"])
+    def installed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        reach, right = options["window_size"]
+        assert options["causal"] and right == (-1 if reach < 0 else 0)
+        mask = visible(options["cu_seqlens_q"].tolist(), options["cu_seqlens_k"].tolist(), reach)
+        return reference.masked_attention(q, k, v, mask, options["softmax_scale"])
 
     monkeypatch.setattr(varlen_flash, "_installed_varlen", lambda: installed)
     q, k, v = make_inputs(lengths)
-    got = varlen_flash.attention(q, k, v, segments_of(lengths, lags), 0.3, window, use_flash=True)
-    torch.testing.assert_close(got, dense(q, k, v, causal_mask(lengths, window, lags), 0.3))
+    segments = segments_of(lengths, lags)
+    got = varlen_flash.attention(q, k, v, segments, 0.3, window, use_flash=True)
+    torch.testing.assert_close(got, reference.varlen_attention(q, k, v, segments, 0.3, window))
 
 
 @pytest.mark.parametrize(
@@ -123,14 +124,14 @@ def test_an_installed_flash_attention_gets_the_same_call(
         ({"use_flash": True}, "forward only"),
     ],
 )
-def test_the_forward_without_backward_runs_the_targets_pass_alone(
+def test_the_forward_of_fa3_runs_only_the_targets_pass(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], used: str
 ) -> None:
-    """It has no window and no backward, takes bf16, and is the fastest for what is left."""
+    """It has neither window nor backward and takes bf16 only; where it applies, it is the fastest."""
     calls: list[str] = []
 
     def kernel(name: str) -> Callable[..., Tensor]:
-        def run(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+        def run(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
             calls.append(name)
             return q
 
@@ -146,8 +147,8 @@ def test_the_forward_without_backward_runs_the_targets_pass_alone(
     assert calls == [used]
 
 
-def test_torchs_own_kernel_is_called_as_its_schema_says() -> None:
-    """On meta tensors: the operations are there, take these arguments and return what is made of them."""
+def test_torchs_kernel_is_called_with_its_schema() -> None:
+    """On meta tensors: the operations exist, take these arguments and return tensors of the expected shapes."""
     lengths = [30, 4, 50]
     segments = segments_of(lengths, [4, 4, 4])
     q, k, v = (x.to("meta", torch.bfloat16).requires_grad_() for x in make_inputs(lengths))
@@ -164,20 +165,22 @@ def test_torchs_own_kernel_is_called_as_its_schema_says() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float16, 64), (torch.bfloat16, 128), (torch.bfloat16, 40)])
 def test_half_precision_on_the_gpu(dtype: torch.dtype, head_dim: int) -> None:
-    """Values and gradients, lags longer than their segments, and the block pattern's first blocks."""
+    """Values and gradients; lags longer than their segments; the first blocks of the block pattern."""
     agree = partial(agree_on_gpu, dtype=dtype, head_dim=head_dim)
     lengths, lags = [700, 64, 3, 1300, 1], [5, 1, 4, 2, 3]
     for window, lag in [(None, None), (None, lags), (512, None)]:
         segments = segments_of(lengths, lag, "cuda")
         assert varlen_flash.takes(torch.empty(1, 8, head_dim, device="cuda", dtype=dtype), segments, window)
-        mask = causal_mask(lengths, window, lag)
+        mask = reference.causal_mask(segments_of(lengths, lag), window)
         agree(lengths, mask, lambda q, k, v, s=segments, w=window: varlen_attention(q, k, v, s, 0.125, w))
     segments = segments_of(lengths, device="cuda")
-    agree(lengths, block_mask(lengths, 4), lambda q, k, v: block_attention(q, k, v, segments, 0.125))
+    mask = reference.block_mask(segments_of(lengths), 4)
+    agree(lengths, mask, lambda q, k, v: block_attention(q, k, v, segments, 0.125))
     with torch.no_grad():  # the target's pass
         inputs = [x.to(dtype) for x in make_inputs(lengths, 8, 2, head_dim)]
         got = varlen_attention(*(x.cuda() for x in inputs), segments, 0.125)
-        expected = dense(*(x.double() for x in inputs), causal_mask(lengths), 0.125)
+        exact = [x.double() for x in inputs]
+        expected = reference.varlen_attention(*exact, segments_of(lengths), 0.125)
         torch.testing.assert_close(got.cpu().double(), expected, atol=3e-2, rtol=3e-2)
 
 
@@ -187,7 +190,7 @@ def agree_on_gpu(
     inputs = [x.to(dtype) for x in make_inputs(lengths, 8, 2, head_dim)]
     exact = [x.double().requires_grad_() for x in inputs]
     leaves = [x.cuda().requires_grad_() for x in inputs]
-    expected, got = dense(*exact, mask, 0.125), attend(*leaves)
+    expected, got = reference.masked_attention(*exact, mask, 0.125), attend(*leaves)
     tolerance = {"atol": 3e-2, "rtol": 3e-2}
     torch.testing.assert_close(got.cpu().double(), expected, **tolerance)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
@@ -217,8 +220,8 @@ PACKAGE_SHAPES = [([700, 64, 3, 1300, 1], 64), ([33], 128), ([128, 256], 40)]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("lengths", "head_dim"), PACKAGE_SHAPES)
-def test_the_flash_attn_package_equals_dense_attention(lengths: list[int], head_dim: int) -> None:
-    """Values and gradients of the installed package, with lags, a window and neither."""
+def test_the_flash_attn_package_equals_the_reference(lengths: list[int], head_dim: int) -> None:
+    """Values and gradients of the installed package, with lags, with a window, and with neither."""
     package = pytest.importorskip("flash_attn")
     if varlen_flash.installed_flash_attention() == "flash_attention_2":
         assert varlen_flash._installed_varlen() is package.flash_attn_varlen_func
@@ -229,12 +232,13 @@ def test_the_flash_attn_package_equals_dense_attention(lengths: list[int], head_
         def attend(q: Tensor, k: Tensor, v: Tensor, s: Any = segments, reach: int = reach) -> Tensor:
             return varlen_flash._run(package.flash_attn_varlen_func, q, k, v, s, 0.125, reach)
 
-        agree_on_gpu(lengths, causal_mask(lengths, window, lag), attend, torch.bfloat16, head_dim)
+        mask = reference.causal_mask(segments_of(lengths, lag), window)
+        agree_on_gpu(lengths, mask, attend, torch.bfloat16, head_dim)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("lengths", "head_dim"), PACKAGE_SHAPES)
-def test_the_fa3_package_equals_dense_attention_in_the_targets_pass(lengths: list[int], head_dim: int) -> None:
+def test_the_fa3_package_equals_the_reference_in_the_targets_pass(lengths: list[int], head_dim: int) -> None:
     package = pytest.importorskip("fa3_fwd_interface")
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
@@ -242,5 +246,6 @@ def test_the_fa3_package_equals_dense_attention_in_the_targets_pass(lengths: lis
     inputs = [x.bfloat16() for x in make_inputs(lengths, 8, 2, head_dim)]
     segments = segments_of(lengths, device="cuda")
     got = varlen_flash.attention(*(x.cuda() for x in inputs), segments, 0.125, None, use_flash=False)
-    expected = dense(*(x.double() for x in inputs), causal_mask(lengths), 0.125)
+    exact = [x.double() for x in inputs]
+    expected = reference.varlen_attention(*exact, segments_of(lengths), 0.125)
     torch.testing.assert_close(got.cpu().double(), expected, atol=3e-2, rtol=3e-2)

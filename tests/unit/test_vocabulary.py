@@ -1,4 +1,4 @@
-"""A tree's next level: the kernels against the plain version, and both against brute force over the vocabulary."""
+"""Operations over the vocabulary: the kernels against their references, and these against brute force."""
 
 import os
 from collections.abc import Callable
@@ -10,9 +10,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longspec.kernels import choice, level, scan, vocabulary
-from longspec.kernels.vocabulary import Tree, new_tree
-from longspec.kernels.watch import Watch
+from longspec.kernels.decoding import row_argmax, tree_growth, tree_reference, vocabulary
+from longspec.kernels.decoding.tree import Tree, new_tree
+from longspec.kernels.shared import logit_statistics, reference
+from longspec.kernels.shared.watch import Watch
 
 DEVICES = [
     pytest.param(
@@ -21,7 +22,7 @@ DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 SIZES = [
-    # batch, parents, width, vocabulary: the sub-chunks have 256 columns, the chunks 4096
+    # batch, parents, width, vocabulary; a sub-chunk has 256 columns, a chunk 4096
     (1, 1, 4, 4),
     (2, 3, 7, 5),
     (3, 4, 5, 257),
@@ -33,7 +34,7 @@ SIZES = [
 
 
 def half_grown(batch: int, parents: int, width: int, sampled: bool) -> tuple[Tree, slice]:
-    """A tree whose root has two children, below them `parents` nodes and room for `width` more."""
+    """A tree whose root has two children; below them are `parents` nodes, and there is room for `width` more."""
     tree = new_tree(batch, 3 + parents + width, sampled, torch.device("cpu"))
     generator = torch.Generator().manual_seed(width)
     tree.tokens.random_(0, 9, generator=generator)
@@ -57,39 +58,40 @@ def random_logits(batch: int, parents: int, vocab: int, dtype: torch.dtype = tor
 
 
 def check_best(tree: Tree, above: slice, width: int, logits: Tensor, temperature: float, device: str) -> Tree:
-    mine = Tree(*(x.clone().to(device) for x in tree))
-    level.grow_level(*mine, above, width, logits.to(device), temperature)
-    vocabulary.best_children(tree, above, width, logits, temperature)
-    check_same(mine, tree)
-    return mine
+    got = Tree(*(x.clone().to(device) for x in tree))
+    tree_growth.grow_level(got, above, width, logits.to(device), temperature)
+    tree_reference.grow_level(tree, above, width, logits, temperature)
+    check_same(got, tree)
+    return got
 
 
 def check_sampled(tree: Tree, above: slice, width: int, logits: Tensor, temperature: float, device: str) -> Tree:
     noise = torch.empty(logits.shape, dtype=torch.float64)
     noise.exponential_(generator=torch.Generator().manual_seed(5))
     batch, parents, vocab = logits.shape
-    mine = Tree(*(x.clone().to(device) for x in tree))
-    wide_q, q = torch.full((batch, parents + 2, vocab), torch.nan, device=device), torch.empty(logits.shape)
-    level.grow_level(*mine, above, width, logits.to(device), temperature, noise.to(device), wide_q[:, 1:-1])
-    vocabulary.sampled_children(tree, above, width, logits, temperature, noise, q)
-    check_same(mine, tree)
-    torch.testing.assert_close(wide_q[:, 1:-1].cpu(), q, atol=0, rtol=1e-5)
-    assert wide_q[:, 0].isnan().all() and wide_q[:, -1].isnan().all(), "rows of other levels"
-    return mine
+    got = Tree(*(x.clone().to(device) for x in tree))
+    all_q = torch.full((batch, parents + 2, vocab), torch.nan, device=device)  # a row for other levels on each side
+    q = torch.empty(logits.shape)
+    tree_growth.grow_level(got, above, width, logits.to(device), temperature, noise.to(device), all_q[:, 1:-1])
+    tree_reference.grow_level(tree, above, width, logits, temperature, noise, q)
+    check_same(got, tree)
+    torch.testing.assert_close(all_q[:, 1:-1].cpu(), q, atol=0, rtol=1e-5)
+    assert all_q[:, 0].isnan().all() and all_q[:, -1].isnan().all(), "rows of other levels changed"
+    return got
 
 
-def check_same(mine: Tree, plain: Tree) -> None:
+def check_same(got: Tree, expected: Tree) -> None:
     for name in ("tokens", "parents", "visible"):
-        assert torch.equal(getattr(mine, name).cpu(), getattr(plain, name)), name
-    torch.testing.assert_close(mine.scores.cpu(), plain.scores, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(mine.arrivals.cpu(), plain.arrivals, atol=1e-4, rtol=1e-4)
+        assert torch.equal(getattr(got, name).cpu(), getattr(expected, name)), name
+    torch.testing.assert_close(got.scores.cpu(), expected.scores, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got.arrivals.cpu(), expected.arrivals, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_the_best_level_equals_the_plain_one(sizes: tuple[int, ...], temperature: float, device: str) -> None:
-    """Tokens, parents, scores and visible rows, whatever the level's size and the vocabulary's."""
+def test_the_most_probable_level_equals_the_reference(sizes: tuple[int, ...], temperature: float, device: str) -> None:
+    """Tokens, parents, scores and visible nodes, for any size of the level and of the vocabulary."""
     batch, parents, width, vocab = sizes
     tree, above = half_grown(batch, parents, width, sampled=False)
     check_best(tree, above, width, random_logits(batch, parents, vocab), temperature, device)
@@ -98,8 +100,8 @@ def test_the_best_level_equals_the_plain_one(sizes: tuple[int, ...], temperature
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_the_sampled_level_equals_the_plain_one(sizes: tuple[int, ...], temperature: float, device: str) -> None:
-    """With the same noise; arrivals and q too, and nothing is written beside q's rows."""
+def test_the_sampled_level_equals_the_reference(sizes: tuple[int, ...], temperature: float, device: str) -> None:
+    """With equal noise; including arrivals and q, of which no other row changes."""
     batch, parents, width, vocab = sizes
     tree, above = half_grown(batch, parents, width, sampled=True)
     check_sampled(tree, above, width, random_logits(batch, parents, vocab), temperature, device)
@@ -108,7 +110,7 @@ def test_the_sampled_level_equals_the_plain_one(sizes: tuple[int, ...], temperat
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_levels_read_logits_of_half_precision(dtype: torch.dtype, device: str) -> None:
-    """Distinct logits, since the order of equal ones is the kernel's own."""
+    """With distinct logits, because the kernel has its own order of equal ones."""
     values = torch.linspace(-20, 20, 150).to(dtype).unique()
     logits = values[torch.randperm(len(values), generator=torch.Generator().manual_seed(0))].expand(1, 3, -1)
     check_best(*half_grown(1, 3, 7, sampled=False), 7, logits, 0.7, device)
@@ -117,56 +119,58 @@ def test_levels_read_logits_of_half_precision(dtype: torch.dtype, device: str) -
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sampled", [False, True])
-def test_what_only_fills_a_level_has_no_parent(sampled: bool, device: str) -> None:
-    """Three possible tokens below two parents, one of them a filler itself, for a level of five."""
+def test_padding_has_no_parent(sampled: bool, device: str) -> None:
+    """A level of five nodes for three possible tokens below two parents, one of which is padding itself."""
     tree, above = half_grown(2, 2, 5, sampled)
     tree.scores[:, above.start] = -torch.inf
     tree.arrivals[:, above.start] = torch.inf
     logits = torch.full((2, 2, 600), -torch.inf)
     logits[..., [3, 300, 599]] = torch.tensor([0.0, -90.0, 1.0])
     check = check_sampled if sampled else check_best
-    mine = check(tree, above, 5, logits, 1.0, device)
-    here = slice(above.stop, above.stop + 5)
-    assert (mine.parents[:, here] == torch.tensor([4, 4, 4, -1, -1], device=device)).all()
-    assert (mine.visible[:, here][:, 3:].sum(-1) == 1).all(), "a filler sees itself alone"
+    got = check(tree, above, 5, logits, 1.0, device)
+    level = slice(above.stop, above.stop + 5)
+    assert (got.parents[:, level] == torch.tensor([4, 4, 4, -1, -1], device=device)).all()
+    assert (got.visible[:, level][:, 3:].sum(-1) == 1).all(), "padding sees only itself"
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_equal_logits_give_distinct_children(device: str) -> None:
-    """Ties within a sub-chunk, between sub-chunks and between parents: the first ones, none twice."""
+    """Ties within a sub-chunk, between sub-chunks and between parents: the first tokens win, none twice."""
     logits = torch.zeros(1, 2, 700, device=device)
-    found = []
+    runs = []
     for _ in range(2):
         tree, above = half_grown(1, 2, 16, sampled=False)
         tree = Tree(*(x.to(device) for x in tree))
         tree.scores.zero_()
-        level.grow_level(*tree, above, 16, logits, 1.0)
-        found.append(list(zip(tree.parents[0, 5:].tolist(), tree.tokens[0, 5:].tolist(), strict=True)))
-    assert found[0] == found[1] == [(3, token) for token in range(16)]
+        tree_growth.grow_level(tree, above, 16, logits, 1.0)
+        children = zip(tree.parents[0, 5:].tolist(), tree.tokens[0, 5:].tolist(), strict=True)
+        runs.append(list(children))
+    assert runs[0] == runs[1] == [(3, token) for token in range(16)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_race_does_not_lose_improbable_paths(device: str) -> None:
-    """Paths of probability 1e-250, between tokens of which one is all but certain."""
+    """Paths of probability 1e-250 next to one token that is almost certain."""
     tree, above = half_grown(2, 3, 6, sampled=True)
     tree.scores[:, above] -= 500.0
     logits = random_logits(2, 3, 300)
     logits[..., 17] = 80.0
-    mine = check_sampled(tree, above, 6, logits, 1.0, device)
-    assert mine.arrivals[:, above.stop :].isfinite().all()
+    got = check_sampled(tree, above, 6, logits, 1.0, device)
+    assert got.arrivals[:, above.stop :].isfinite().all()
 
 
 Read = Callable[[Tensor, float, Watch], Tensor]
+"""(logits, temperature, watch) -> tokens: an operation that reads logits and records faulty rows."""
 
 
-def read_by_levels(logits: Tensor, temperature: float, watch: Watch, sampled: bool, plain: bool) -> Tensor:
+def read_by_growth(logits: Tensor, temperature: float, watch: Watch, sampled: bool, torch_path: bool) -> Tensor:
     """The tokens of a level grown from logits [B, 2, V]."""
     tree, above = half_grown(len(logits), 2, 1, sampled)
     tree = Tree(*(x.to(logits.device) for x in tree))
     noise = torch.ones(logits.shape, dtype=torch.float64, device=logits.device)
     draws = (noise, torch.empty(logits.shape, device=logits.device)) if sampled else ()
-    if not plain:
-        level.grow_level(*tree, above, 1, logits, temperature, *draws, watch=watch)
+    if not torch_path:
+        tree_growth.grow_level(tree, above, 1, logits, temperature, *draws, watch=watch)
     elif sampled:
         vocabulary.sampled_children(tree, above, 1, logits, temperature, *draws, watch)
     else:
@@ -174,42 +178,40 @@ def read_by_levels(logits: Tensor, temperature: float, watch: Watch, sampled: bo
     return tree.tokens[:, above.stop :]
 
 
-PLAIN: dict[str, Read] = {
+TORCH: dict[str, Read] = {
     "softmax": lambda logits, temperature, watch: vocabulary.probabilities(logits, temperature, watch).argmax(-1),
     "argmax": lambda logits, temperature, watch: vocabulary.argmax(logits / temperature, watch=watch),
-    "best": partial(read_by_levels, sampled=False, plain=True),
-    "sampled": partial(read_by_levels, sampled=True, plain=True),
+    "best": partial(read_by_growth, sampled=False, torch_path=True),
+    "sampled": partial(read_by_growth, sampled=True, torch_path=True),
 }
 KERNELS: dict[str, Read] = {
-    "softmax": lambda logits, temperature, watch: scan.softmax(
-        scan.scan(logits, temperature), logits, temperature, watch
-    ).argmax(-1),
-    "argmax": lambda logits, temperature, watch: choice.argmax(logits / temperature, watch=watch),
-    "best": partial(read_by_levels, sampled=False, plain=False),
-    "sampled": partial(read_by_levels, sampled=True, plain=False),
+    "softmax": lambda logits, temperature, watch: logit_statistics.softmax(logits, temperature, watch).argmax(-1),
+    "argmax": lambda logits, temperature, watch: row_argmax.argmax(logits / temperature, watch=watch),
+    "best": partial(read_by_growth, sampled=False, torch_path=False),
+    "sampled": partial(read_by_growth, sampled=True, torch_path=False),
 }
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("reader", PLAIN)
+@pytest.mark.parametrize("reader", TORCH)
 @pytest.mark.parametrize("vocab", [1, 4100])
 def test_faulty_logits_are_recorded_for_their_sequence(vocab: int, reader: str, device: str) -> None:
-    """NaN, infinity, overflow under the temperature and rows without any token; in kernels as in plain torch, and the
-    tokens stay within the vocabulary. A few logits of -inf are no fault."""
+    """NaN, infinity, overflow by the temperature, and rows without a possible token, in kernels and in torch. The
+    tokens stay within the vocabulary. Some logits of -inf are no fault."""
     for fault in (torch.nan, torch.inf, 3e38, -torch.inf, None):
         logits = random_logits(3, 2, vocab)
         if fault is not None:  # in the second of the last sequence's two rows
             logits[2, 1, slice(None) if fault == -torch.inf else vocab - 1] = fault
-        for read, here in ((PLAIN[reader], logits), (KERNELS[reader], logits.to(device))):
-            watch = Watch(torch.zeros(3, dtype=torch.long, device=here.device), 2)
-            tokens = read(here, 1e-2, watch)
+        for read, own_logits in ((TORCH[reader], logits), (KERNELS[reader], logits.to(device))):
+            watch = Watch(torch.zeros(3, dtype=torch.long, device=own_logits.device), 2)
+            tokens = read(own_logits, 1e-2, watch)
             assert watch.faults.tolist() == [0, 0, 0 if fault is None else 2], fault
             assert tokens.min() >= 0 and tokens.max() < vocab, fault
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_best_children_are_the_global_top_k(dtype: torch.dtype) -> None:
-    """Of all parents × vocabulary by parent log-probability + child log-probability, best first."""
+    """Best first, over all parents and the vocabulary, by the log-probability of the path."""
     tree, above = half_grown(2, 4, 7, sampled=False)
     logits = (3 * torch.randn(2, 4, 11, generator=torch.Generator().manual_seed(0))).to(dtype)
     vocabulary.best_children(tree, above, 7, logits, 1.0)
@@ -223,24 +225,37 @@ def test_best_children_are_the_global_top_k(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 300, 8195])
-def test_softmax_equals_torchs(vocab: int, dtype: torch.dtype, device: str) -> None:
-    """Chunks without a possible token included, and probabilities down to 1e-38."""
+def test_softmax_equals_its_reference(vocab: int, dtype: torch.dtype, device: str) -> None:
+    """Including chunks without a possible token, and probabilities down to 1e-38."""
     logits = random_logits(2, 3, vocab, dtype).to(device)
     logits[0, 0, 4096:] = -torch.inf
     logits[0, 1, 1:] -= 80
-    out = scan.softmax(scan.scan(logits, 0.7), logits, 0.7)
-    torch.testing.assert_close(out, (logits.float() / 0.7).softmax(-1), atol=1e-38, rtol=3e-5)
+    out = logit_statistics.softmax(logits, 0.7)
+    torch.testing.assert_close(out, reference.softmax(logits, 0.7), atol=1e-38, rtol=3e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("vocab", [1, 300, 8195])
+def test_logit_statistics_equal_their_reference(vocab: int, device: str) -> None:
+    """For plain logits and for a race."""
+    logits = random_logits(2, 3, vocab).to(device)
+    logits[0, 0, 4096:] = -torch.inf
+    noise = torch.empty(logits.shape, dtype=torch.float64)
+    noise = noise.exponential_(generator=torch.Generator().manual_seed(1)).to(device)
+    for draws in (None, noise):
+        got = logit_statistics.logit_statistics(logits, 0.7, draws)
+        torch.testing.assert_close(got, reference.logit_statistics(logits, 0.7, draws), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 300, 12300])
-def test_argmax_equals_torchs(vocab: int, dtype: torch.dtype, device: str) -> None:
-    """The first of equal ones, rows with a single possible token included; and of a race the first arrival."""
+def test_argmax_equals_its_reference(vocab: int, dtype: torch.dtype, device: str) -> None:
+    """The first of equal values, rows with a single possible token, and the first arrival of a race."""
     values = random_logits(2, 3, vocab, dtype).to(device)
     values[0, 0, :-1] = -torch.inf
     values[0, 1] = 0
-    assert torch.equal(choice.argmax(values), values.argmax(-1))
+    assert torch.equal(row_argmax.argmax(values), tree_reference.argmax(values))
     noise = torch.empty(values.shape, dtype=torch.float64).exponential_(generator=torch.Generator().manual_seed(1))
     noise, rates = noise.to(device), values.float().softmax(-1)
-    assert torch.equal(choice.argmax(rates, noise), (rates / noise).argmax(-1))
+    assert torch.equal(row_argmax.argmax(rates, noise), tree_reference.argmax(rates, noise))

@@ -13,7 +13,8 @@ from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
-from longspec.kernels.vocabulary import Tree, best_children, new_tree, sampled_children
+from longspec.kernels.decoding.tree import Tree, new_tree
+from longspec.kernels.decoding.vocabulary import best_children, sampled_children
 
 
 class TreeDrafter:

@@ -19,7 +19,7 @@ from longspec.inference.sampling import Sampler
 from longspec.inference.server.requests import Sampling
 from longspec.inference.server.row_sampling import Purpose, RowSampler, RowSettings
 from longspec.inference.server.selective import SelectiveDrafter
-from longspec.kernels.backend import upload
+from longspec.kernels.shared.device import upload
 
 Sampled = Literal["greedy", "sampled", "truncated"]
 """Sampling of a round: all rows greedy; some at a temperature; some with top-k or top-p."""

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from longspec.inference.sampling import Sampler
 from longspec.inference.server.requests import Sampling
-from longspec.kernels.row_noise import row_exponentials, row_uniforms
-from longspec.kernels.vocabulary import argmax
-from longspec.kernels.vocabulary import probabilities as softmax
-from longspec.kernels.watch import Watch
+from longspec.kernels.decoding.row_noise import row_exponentials, row_uniforms
+from longspec.kernels.decoding.vocabulary import argmax
+from longspec.kernels.decoding.vocabulary import probabilities as softmax
+from longspec.kernels.shared.watch import Watch
 
 MOST_DRAWS = 1 << 20
 """Draws of one kind and purpose per round; above the depth of any tree."""

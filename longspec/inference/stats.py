@@ -1,0 +1,52 @@
+"""Counts and times of generations, and their sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+
+@dataclass
+class GenerationStats:
+    """Counts and times of a generation. A row counts while it is unfinished; prefill and its token are not included."""
+
+    rounds: int = 0
+    """Number of verification passes, summed over rows."""
+    row_rounds: list[int] = field(default_factory=list)
+    """Number of verification passes of each row."""
+    decoded_tokens: int = 0
+    """Number of tokens emitted by verification passes, bonus tokens included."""
+    accepted_by_depth: list[int] = field(default_factory=list)
+    """Entry d - 1: number of passes that emitted at least d draft tokens."""
+    ttft_s: float = 0.0
+    """Time to first token, in seconds: prefill, or the recording of a round's graph if that takes longer."""
+    decode_s: float = 0.0
+    """Time of all rounds, in seconds."""
+    peak_memory_bytes: int = 0
+    """Peak of memory allocated on the CUDA device during the call; 0 on a CPU."""
+    tree_shape: tuple[int, ...] = ()
+    """Number of nodes in each level of the drafted trees; empty for other methods."""
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens emitted per verification pass; nan before the first pass."""
+        return self.decoded_tokens / self.rounds if self.rounds else float("nan")
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed over all rows; nan before the first pass."""
+        return self.decoded_tokens / self.decode_s if self.decode_s else float("nan")
+
+
+def pool(batches: Sequence[GenerationStats]) -> GenerationStats:
+    """The sums over several calls of `generate`, so that every verification pass has the same weight."""
+    by_depth = zip_longest(*(stats.accepted_by_depth for stats in batches), fillvalue=0)
+    return GenerationStats(
+        rounds=sum(stats.rounds for stats in batches),
+        decoded_tokens=sum(stats.decoded_tokens for stats in batches),
+        accepted_by_depth=[sum(counts) for counts in by_depth],
+        ttft_s=sum(stats.ttft_s for stats in batches),
+        decode_s=sum(stats.decode_s for stats in batches),
+        peak_memory_bytes=max((stats.peak_memory_bytes for stats in batches), default=0),
+    )

@@ -1,0 +1,84 @@
+"""The entry point of decoding attention: selects the backend that the engine and the draft keep for a run."""
+
+import importlib.util
+import logging
+from functools import cache
+
+import torch
+
+from longspec.errors import UserError
+from longspec.kernels import BACKENDS
+from longspec.kernels.decoding.attention_interface import DecodingAttention
+from longspec.kernels.decoding.sdpa_attention import SdpaAttention
+from longspec.kernels.shared.device import OLDEST_GPU, describe_gpu
+
+logger = logging.getLogger(__name__)
+
+MODULES = {"flash": ("triton", "fa3_fwd_interface"), "triton": ("triton",), "sdpa": ()}
+"""Modules that each backend imports. The package fa3-fwd provides FlashAttention-3."""
+
+
+def decoding_attention(requested: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> DecodingAttention:
+    """The requested backend: "flash" (FlashAttention-3), "triton", "sdpa", or "auto" for the fastest that runs here.
+
+    With "auto", logs once which missing package would provide a faster backend. Raises UserError for an unknown name
+    and for a backend requested by name that cannot run here.
+    """
+    if requested not in ("auto", *BACKENDS):
+        raise UserError(f"attention: unknown backend {requested!r}; choose one of auto, {', '.join(BACKENDS)}")
+
+    if requested == "auto":
+        supported = [name for name in BACKENDS if _unsupported(name, device, dtype, head_dim) is None]
+        name = next(name for name in supported if not _missing_module(name))
+        faster = supported[: supported.index(name)]
+        _log_missing(tuple(faster), name)
+    else:
+        name = requested
+        reason = _unsupported(name, device, dtype, head_dim) or _missing_module(name)
+        if reason:
+            raise UserError(f"attention: {name!r} cannot run here: {reason}")
+
+    # These modules import triton and fa3-fwd, which a machine without a GPU may lack.
+    if name == "flash":
+        from longspec.kernels.decoding.flash_attention import FlashAttention
+
+        return FlashAttention(describe_gpu(device))
+    if name == "triton":
+        from longspec.kernels.decoding.triton_attention import TritonAttention
+
+        return TritonAttention(describe_gpu(device))
+    return SdpaAttention()
+
+
+def _unsupported(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the backend cannot run here with any package installed; None if it can."""
+    if name == "sdpa":
+        return None
+    if device.type != "cuda":
+        return f"it needs a CUDA device, not {device.type}"
+    generation = torch.cuda.get_device_capability(device)[0]
+    if generation < OLDEST_GPU:
+        return "it needs an Ampere GPU or a later one"
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"it does not take {dtype}"
+    if name == "flash" and (dtype != torch.bfloat16 or head_dim > 256 or head_dim % 8):
+        return f"it takes bfloat16 and a head_dim of 8, 16, … 256, not {dtype} and {head_dim}"
+    if name == "flash" and generation != 9:
+        return "it needs a Hopper GPU"
+    return None
+
+
+def _missing_module(name: str) -> str | None:
+    missing = [module for module in MODULES[name] if not _installed(module)]
+    return f"{' and '.join(missing)} cannot be imported" if missing else None
+
+
+@cache
+def _log_missing(faster: tuple[str, ...], used: str) -> None:
+    for name in faster:
+        logger.warning("decoding attention runs on %s; %s would be faster, but %s", used, name, _missing_module(name))
+
+
+@cache
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None

@@ -1,0 +1,63 @@
+"""The interface of decoding attention: the methods of a backend and the types that its kernels exchange.
+
+Shape letters are those of CONTRIBUTING.md; W is the window of the draft, M the number of nodes of its tree so far.
+q is [B, H, N, D]; k and v are [B, K, S, D] with a contiguous last dimension; outputs are [B, H, N, D] in q's dtype.
+`lengths` is int [B]: the prefix of sequence b is in slots 0 … lengths[b] - 1. A query that sees no key gets 0.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""Attention of one layer of a verification pass: (q [B, H, N, D], k, v [B, K, S, D], scale) -> [B, H, N, D]."""
+
+
+class PrefixParts(NamedTuple):
+    """Attention states over P parts of the prefix, together slots 0 … lengths[b] // block * block - 1 of sequence b."""
+
+    outs: Tensor
+    """Attention output of each part, [P, B, H, N, D]."""
+    lses: Tensor
+    """Natural-log LSE of each part, fp32 [P, B, H, N]; -inf for an empty part, whose output may hold anything."""
+    block: int
+    """Number of slots per block; parts consist of whole blocks."""
+    overlap: bool
+    """Whether the kernel that writes the parts lets the next kernel start early (programmatic dependent launch)."""
+
+
+class DecodingAttention(Protocol):
+    """A backend. Slots after the used ones may hold anything, NaN included, without effect on a result."""
+
+    name: str
+    """Kernels that read the prefix: "flash", "triton" or "sdpa"."""
+    capturable: bool
+    """Whether a CUDA graph may capture the calls, because no value of `lengths` is read on the host."""
+
+    def hybrid(self, lengths: Tensor, tree_mask: Tensor) -> Attend:
+        """Attention of a verification pass, to be called once per layer: each node sees the whole prefix of its
+        sequence and, under `tree_mask`, nodes of the tree.
+
+        The keys of the N nodes are already in slots lengths[b] … lengths[b] + N - 1. tree_mask is bool [B, N, N], True
+        where query node i sees key node j. (LongSpec, arXiv 2502.17421: hybrid tree attention.)
+        """
+
+    def prefix(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+        """The draft's cross-attention: each query sees the whole prefix of its sequence, which may be empty."""
+
+    def window(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float
+    ) -> Tensor:
+        """The draft's self-attention: the N nodes of one level see a ring of accepted tokens and nodes of the tree.
+
+        k and v [B, K, W + M, D] are finite. Slot s < W holds the newest position p < lengths[b] with p % W == s, and
+        slot W + j holds node j. The queries are at position lengths[b] + level. They see position p if p >= 0 and
+        p >= lengths[b] + level - W, and node j where tree_mask, bool [B, N, M], is True.
+        """
+
+    def masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """Attention to all S slots, which are finite, where mask, bool [B, N, S], is True."""
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Causal attention of a chunk of the prompt: the N queries belong to the last N of the S slots."""

@@ -1,0 +1,94 @@
+"""The argmax of each row over the vocabulary, with many programs per row.
+
+With exponential noise E the index of the largest w(x) / E(x) is a draw in proportion to w: token x arrives after the
+time E(x) / w(x), and the first arrival is x with probability w(x) / sum(w) (an exponential race).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longspec.kernels.shared.logit_statistics import CHUNK
+from longspec.kernels.shared.watch import Watch, launch_arguments
+
+
+# For chunk c of a row: maximum[c] = max_x y(x) and index[c] = argmax_x y(x), where y is the values, or values / noise
+# if RACE. One program takes one chunk.
+@triton.jit
+def _chunk_kernel(
+    values_ptr, noise_ptr, maximum_ptr, index_ptr, vocab, chunks, CHUNK: tl.constexpr, RACE: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    values = tl.load(values_ptr + row * vocab + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+    if RACE:
+        noise = tl.load(noise_ptr + row * vocab + column, mask=column < vocab, other=1.0)
+        values = values / noise.to(tl.float32)
+
+    # NaN counts as infinity: it wins, so that the row is recognized, and the index stays within the vocabulary.
+    values = tl.where(values < float("inf"), values, float("inf"))
+    maximum, index = tl.max(values, 0, return_indices=True)
+    tl.store(maximum_ptr + row * chunks + chunk, maximum)
+    tl.store(index_ptr + row * chunks + chunk, chunk * CHUNK + index)
+
+
+# out = index[argmax_c maximum[c]]. One program takes one row.
+@triton.jit
+def _row_kernel(
+    maximum_ptr,
+    index_ptr,
+    out_ptr,
+    faults_ptr,
+    fault,
+    chunks,
+    rows_per_sequence,
+    BLOCK_C: tl.constexpr,
+    WATCH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, BLOCK_C)
+    maxima = tl.load(maximum_ptr + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
+    largest, winner = tl.max(maxima, 0, return_indices=True)
+    tl.store(out_ptr + row, tl.load(index_ptr + row * chunks + winner).to(tl.int64))
+    if WATCH:
+        is_finite = (largest > float("-inf")) & (largest < float("inf"))
+        tl.store(faults_ptr + row // rows_per_sequence, fault, mask=is_finite == 0)
+
+
+def argmax(values: Tensor, noise: Tensor | None = None, watch: Watch | None = None) -> Tensor:
+    """Index of the largest of values [..., V] or of values / noise, the first of equal ones: LongTensor [...].
+
+    values: any float dtype but fp64. noise: fp64, in the shape of values. watch: records rows without a finite largest
+    value; values are then logits [B, ..., V].
+    """
+    vocab = values.shape[-1]
+    rows = values.numel() // vocab
+    chunks = triton.cdiv(vocab, CHUNK)
+    maximum = torch.empty(rows, chunks, device=values.device)
+    index = torch.empty(rows, chunks, dtype=torch.int32, device=values.device)
+    out = torch.empty(values.shape[:-1], dtype=torch.long, device=values.device)
+    _chunk_kernel[(rows, chunks)](
+        values.contiguous(),
+        None if noise is None else noise.contiguous(),
+        maximum,
+        index,
+        vocab,
+        chunks,
+        CHUNK=CHUNK,
+        RACE=noise is not None,
+        num_warps=8,
+    )
+    _row_kernel[(rows,)](
+        maximum,
+        index,
+        out,
+        *launch_arguments(watch),
+        chunks,
+        rows // len(values),
+        BLOCK_C=triton.next_power_of_2(chunks),
+        WATCH=watch is not None,
+        num_warps=1,
+    )
+    return out

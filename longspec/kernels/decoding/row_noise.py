@@ -1,0 +1,74 @@
+"""Random numbers that depend on their row alone: a counter-based generator, keyed by seed, position and stream.
+
+A row gets the same numbers whatever the batch it is in. Number i of a row is
+    mix(key + (i + 1) * GAMMA),  key = mix(mix(mix(seed) + (position + 1) * GAMMA) + (stream + 1) * GAMMA)
+in 64-bit integers, where mix is the finalizer of SplitMix64. Triton on CUDA, plain torch elsewhere, with equal bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longspec.kernels.shared.device import runs_triton
+
+GAMMA = 0x9E3779B97F4A7C15
+FIRST_FACTOR = 0xBF58476D1CE4E5B9
+SECOND_FACTOR = 0x94D049BB133111EB
+
+
+def row_uniforms(seeds: Tensor, positions: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
+    """Uniform numbers in [0, 1), fp64 [B, *shape]: multiples of 2^-53.
+
+    seeds: LongTensor [B], all 64 bits count; positions: int [B], at least 0; stream: tells apart several draws at one
+    position.
+    """
+    if runs_triton(seeds):
+        from longspec.kernels.decoding.row_noise_kernel import fill_rows
+
+        return fill_rows(seeds, positions, stream, shape)
+    return (_shift(_bits(seeds, positions, stream, shape), 11)).double() * 2.0**-53
+
+
+def row_exponentials(seeds: Tensor, positions: Tensor, stream: int, shape: Sequence[int], constant: Tensor) -> Tensor:
+    """Exponential numbers of rate 1, fp64 [B, *shape], of a resolution of 2^-53; 1 in rows where `constant`, bool [B].
+
+    Other arguments as in `row_uniforms`.
+    """
+    if runs_triton(seeds):
+        from longspec.kernels.decoding.row_noise_kernel import fill_rows
+
+        return fill_rows(seeds, positions, stream, shape, constant)
+    # The middle of each of 2^52 intervals: neither 0 nor 1, and exact in fp64.
+    uniform = (_shift(_bits(seeds, positions, stream, shape), 12).double() + 0.5) * 2.0**-52
+    return (-uniform.log()).masked_fill(constant.view(-1, *[1] * len(shape)), 1.0)
+
+
+def _bits(seeds: Tensor, positions: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
+    """64 random bits per number, LongTensor [B, *shape]."""
+    key = _mix(_mix(_mix(seeds) + (positions.long() + 1) * _signed(GAMMA)) + stream_offset(stream))
+    number = torch.arange(1, torch.Size(shape).numel() + 1, device=seeds.device)
+    return _mix(key[:, None] + number * _signed(GAMMA)).view(len(seeds), *shape)
+
+
+def stream_offset(stream: int) -> int:
+    """(stream + 1) * GAMMA as an int64."""
+    return _signed((stream + 1) * GAMMA % 2**64)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift(x, 30)) * _signed(FIRST_FACTOR)
+    x = (x ^ _shift(x, 27)) * _signed(SECOND_FACTOR)
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """x >> bits for x as an unsigned number."""
+    return (x >> bits) & (2 ** (64 - bits) - 1)
+
+
+def _signed(x: int) -> int:
+    """The int64 with the bits of an unsigned x."""
+    return x - 2**64 if x >= 2**63 else x

@@ -1,0 +1,106 @@
+"""The product of a matrix and one vector, for decoding one token.
+
+The limit is the time to read the weights, so the operations that follow (bias, SwiGLU, residual) are fused at no cost.
+Arithmetic is in fp32. E is the input size, O the output size.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_N = 4
+"""Rows of the weight per program."""
+BLOCK_K = 2048
+"""Columns per step of the loop."""
+
+
+@triton.jit
+def _load(pointers, inside, EVEN: tl.constexpr):
+    """A masked load, or a plain one if the sizes are EVEN: multiples of the blocks."""
+    if EVEN:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def _sum_by_eight(products):
+    """[n, k] -> [n, k / 8]: adds the products of one 16-byte load at once, which leaves registers free for more
+    loads."""
+    return tl.sum(tl.reshape(products, [products.shape[0], products.shape[1] // 8, 8]), 2)
+
+
+# y[o] = sum_e weight[o, e] * x[e] + bias[o]. If GATED, y = silu(gate) * up, where gate is that sum over the first
+# half of the rows of the weight and up over the second. If ADD, out += y, else out = y. One program takes BLOCK_N
+# outputs.
+@triton.jit
+def _vector_product_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    rows,
+    width,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_rows = row < rows
+    weight_row = weight_ptr + row.to(tl.int64)[:, None] * width
+    up_row = weight_ptr + (row.to(tl.int64) + rows)[:, None] * width
+    acc = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
+    acc_up = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
+    for start in range(0, width, BLOCK_K):
+        column = start + tl.arange(0, BLOCK_K)
+        x = _load(x_ptr + column, column < width, EVEN).to(tl.float32)[None, :]
+        in_tile = in_rows[:, None] & (column < width)[None, :]
+        acc += _sum_by_eight(_load(weight_row + column[None, :], in_tile, EVEN).to(tl.float32) * x)
+        if GATED:
+            acc_up += _sum_by_eight(_load(up_row + column[None, :], in_tile, EVEN).to(tl.float32) * x)
+
+    result = tl.sum(acc, 1)
+    if HAS_BIAS:
+        result += tl.load(bias_ptr + row, mask=in_rows, other=0.0).to(tl.float32)
+    if GATED:
+        result = result * tl.sigmoid(result) * tl.sum(acc_up, 1)
+    if ADD:
+        result += tl.load(out_ptr + row, mask=in_rows, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row, result, mask=in_rows)
+
+
+def vector_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    add_to: Tensor | None = None,
+) -> Tensor:
+    """weight @ x + bias, [..., O], for one contiguous vector x [..., E] with leading dimensions of size 1.
+
+    weight: contiguous [O, E]. bias: [O]. gated: the weight is [2 O, E], with the gates first, and the result is
+    silu(gate) * up. add_to [..., O]: the result is added to it in place, and it is returned.
+    """
+    width = x.shape[-1]
+    rows = weight.shape[0] // 2 if gated else weight.shape[0]
+    out = x.new_empty(*x.shape[:-1], rows) if add_to is None else add_to
+    block_n = BLOCK_N // 2 if gated else BLOCK_N  # a gated program reads two rows of the weight per output
+    block_k = max(8, min(BLOCK_K, triton.next_power_of_2(width)))
+    _vector_product_kernel[(triton.cdiv(rows, block_n),)](
+        x,
+        weight,
+        x if bias is None else bias,
+        out,
+        rows,
+        width,
+        HAS_BIAS=bias is not None,
+        GATED=gated,
+        ADD=add_to is not None,
+        EVEN=rows % block_n == 0 and width % block_k == 0,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=4,
+    )
+    return out

@@ -1,0 +1,87 @@
+"""Decoding's operations over the vocabulary: softmax, argmax, growth of a tree. Triton on CUDA, plain torch elsewhere.
+
+Shape letters are those of CONTRIBUTING.md; n is the number of nodes of one level. Nothing here waits for the device.
+Triton is imported where it runs, because a machine without a GPU may lack it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from longspec.kernels.decoding import tree_reference
+from longspec.kernels.decoding.tree import Tree
+from longspec.kernels.shared import reference
+from longspec.kernels.shared.device import runs_triton
+from longspec.kernels.shared.watch import Watch
+
+
+def probabilities(logits: Tensor, temperature: float, watch: Watch | None = None) -> Tensor:
+    """softmax(logits / temperature) of logits [B, ..., V], in fp32 or wider; `watch` records faulty rows."""
+    if not runs_triton(logits):
+        return reference.softmax(logits, temperature, watch)
+    from longspec.kernels.shared.logit_statistics import softmax
+
+    return softmax(logits.contiguous(), temperature, watch)
+
+
+def argmax(values: Tensor, noise: Tensor | None = None, watch: Watch | None = None) -> Tensor:
+    """Index of the largest of values [..., V], or of values / noise, the first of equal ones: LongTensor [...].
+
+    noise: exponential draws of rate 1, fp64, in the shape of values. The result is then one draw from each distribution
+    proportional to values, namely the first arrival where token x arrives at time noise(x) / values(x).
+    watch: records rows without a finite largest value; values are then logits [B, ..., V].
+    """
+    if not runs_triton(values):
+        return tree_reference.argmax(values, noise, watch)
+    from longspec.kernels.decoding import row_argmax
+
+    return row_argmax.argmax(values, noise, watch)
+
+
+def best_children(
+    tree: Tree, above: slice, width: int, logits: Tensor, temperature: float, watch: Watch | None = None
+) -> None:
+    """Grow the level after `above` by the `width` most probable continuations, best first.
+
+    above: node numbers of the last level. logits [B, n, V]: at each node of that level; divided by the temperature.
+    Candidates are all pairs of a parent and a token; they are ordered by the log-probability of their whole path.
+    """
+    grow_level = _grow_level(logits, width)
+    grow_level(tree, above, width, logits, temperature, watch=watch)
+
+
+def sampled_children(
+    tree: Tree,
+    above: slice,
+    width: int,
+    logits: Tensor,
+    temperature: float,
+    noise: Tensor,
+    q: Tensor,
+    watch: Watch | None = None,
+) -> None:
+    """Grow the level after `above` by `width` continuations sampled without replacement, in the order of the draws, and
+    write the distributions from which they are drawn to `q`.
+
+    Candidates are all pairs of a parent and a token. Each path arrives after an exponential time whose rate is its
+    probability; the first child of a parent arrives with the parent, and by the memorylessness of the exponential
+    distribution the others follow at independent times (the Gumbel top-k trick on a tree, arXiv 1903.06059). Hence the
+    children of one parent, in their order, are draws from its q without replacement, whatever their number.
+
+    logits [B, n, V]: divided by the temperature. noise fp64 [B, n, V]: exponential draws of rate 1; fp32 draws are too
+    coarse near 0 for a large vocabulary (on CUDA none is below 6e-8). q fp32 [B, n, V] with contiguous rows.
+    """
+    grow_level = _grow_level(logits, width)
+    grow_level(tree, above, width, logits, temperature, noise, q, watch)
+
+
+def _grow_level(logits: Tensor, width: int) -> Callable[..., None]:
+    """The kernel if it runs here and takes these sizes, else its reference."""
+    if runs_triton(logits):
+        from longspec.kernels.decoding import tree_growth
+
+        if tree_growth.fits(logits, width):
+            return tree_growth.grow_level
+    return tree_reference.grow_level

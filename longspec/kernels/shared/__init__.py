@@ -1,0 +1,1 @@
+"""Operations that decoding and training both use, and the properties of the device."""

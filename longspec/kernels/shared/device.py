@@ -1,0 +1,54 @@
+"""Properties of the device on which the launches of the kernels depend."""
+
+import importlib.util
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+OLDEST_GPU = 8
+"""Smallest major compute capability for the Triton kernels (Ampere)."""
+SMALLEST_SHARED_MEMORY = 99 * 1024
+"""Bytes of shared memory that a program can use on any such GPU."""
+
+
+class Gpu(NamedTuple):
+    """Properties of a GPU."""
+
+    multiprocessors: int
+    shared_memory: int
+    """Bytes of shared memory that a program can use."""
+    overlaps: bool
+    """Whether a kernel may start before the previous one has ended (programmatic dependent launch)."""
+
+
+def describe_gpu(device: torch.device) -> Gpu:
+    """Properties of the device; for a CPU, where kernels run in Triton's interpreter, those of a small GPU."""
+    if device.type != "cuda":
+        return Gpu(1, SMALLEST_SHARED_MEMORY, overlaps=False)
+    import triton.language as tl
+
+    properties = torch.cuda.get_device_properties(device)
+    # torch 2.6 does not report the shared memory.
+    shared_memory = getattr(properties, "shared_memory_per_block_optin", SMALLEST_SHARED_MEMORY)
+    overlaps = properties.major >= 9 and hasattr(tl.extra.cuda, "gdc_wait")
+    return Gpu(properties.multi_processor_count, shared_memory, overlaps)
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Whether operations on x run as Triton kernels: on a CUDA device with Triton, in any dtype but fp64."""
+    return x.is_cuda and x.dtype != torch.float64 and _triton_runs_on(x.device)
+
+
+@cache
+def _triton_runs_on(device: torch.device) -> bool:
+    installed = importlib.util.find_spec("triton") is not None
+    return installed and torch.cuda.get_device_capability(device)[0] >= OLDEST_GPU
+
+
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """A copy of x on `device`. The host does not wait for the device to finish earlier work."""
+    if device.type == "cuda" and not x.is_cuda:
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)

@@ -1,0 +1,200 @@
+"""One pass over logits that collects the maxima and sums for their softmax and for the selection of large entries.
+
+A row of V columns consists of chunks of CHUNK columns, one program each, and a chunk of sub-chunks of SUB columns.
+Logits are divided by the temperature as they are read; nothing of their size is written. R is the number of rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longspec.kernels.shared.watch import Watch, launch_arguments
+
+SUB = 256
+"""Columns of a sub-chunk."""
+SUBS_PER_CHUNK = 16
+CHUNK = SUB * SUBS_PER_CHUNK
+
+
+class LogitStatistics(NamedTuple):
+    """Statistics of R rows, divided by the temperature.
+
+    For any m, the softmax of a row is exp(logit - m) / sum_c chunk_sums[c] * exp(chunk_maxima[c] - m).
+    """
+
+    best: Tensor
+    """Largest key of each sub-chunk, fp32 [R, sub-chunks]; see `load_keys`."""
+    chunk_maxima: Tensor
+    """Largest logit of each chunk, fp32 [R, chunks]."""
+    chunk_sums: Tensor
+    """sum exp(logit - maximum) of each chunk, fp32 [R, chunks]."""
+
+
+@triton.jit
+def load_keys(logits_ptr, noise_ptr, offsets, mask, inverse_temperature, RACE: tl.constexpr):
+    """Logits divided by the temperature, and the keys that order the entries of a row.
+
+    The keys are the logits. In a race with exponential noise E, they are minus the logarithm of the arrival time
+    E / exp(logit). E may be as small as 1e-16. fp32 resolves its logarithm, unlike E itself, with an error of at most
+    2e-6, which favors no token.
+    """
+    logits = tl.load(logits_ptr + offsets, mask=mask, other=float("-inf")).to(tl.float32) * inverse_temperature
+    if RACE:
+        noise = tl.load(noise_ptr + offsets, mask=mask, other=1.0)
+        keys = logits - tl.log(noise.to(tl.float32))
+    else:
+        keys = logits
+    return logits, keys
+
+
+# For each sub-chunk: best = max key. For each chunk: m = max logit and sum exp(logit - m). One program takes one chunk.
+@triton.jit
+def _statistics_kernel(
+    logits_ptr,
+    noise_ptr,
+    best_ptr,
+    chunk_maxima_ptr,
+    chunk_sums_ptr,
+    inverse_temperature,
+    vocab,
+    subs,
+    chunks,
+    SUB: tl.constexpr,
+    SUBS_PER_CHUNK: tl.constexpr,
+    RACE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    sub = chunk * SUBS_PER_CHUNK + tl.arange(0, SUBS_PER_CHUNK)
+    column = sub[:, None] * SUB + tl.arange(0, SUB)[None, :]
+    logits, keys = load_keys(logits_ptr, noise_ptr, row * vocab + column, column < vocab, inverse_temperature, RACE)
+    tl.store(best_ptr + row * subs + sub, tl.max(keys, 1), mask=sub < subs)
+
+    maximum = tl.max(tl.max(logits, 1), 0)
+    # In a chunk without a possible token, -inf - -inf would be NaN.
+    finite = tl.where(maximum == float("-inf"), 0.0, maximum)
+    total = tl.sum(tl.sum(tl.exp(logits - finite), 1), 0)
+    tl.store(chunk_maxima_ptr + row * chunks + chunk, maximum)
+    tl.store(chunk_sums_ptr + row * chunks + chunk, total)
+
+
+@triton.jit
+def write_softmax_chunk(
+    logits_ptr,
+    chunk_maxima_ptr,
+    chunk_sums_ptr,
+    out_row,
+    row,
+    chunk,
+    inverse_temperature,
+    vocab,
+    chunks,
+    CHUNK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Write the softmax of one chunk of a row; `out_row` points to the first entry of the row.
+
+    Returns sum exp(logit - maximum) over the row, which is NaN if the row defines no distribution.
+    """
+    part = tl.arange(0, BLOCK_C)
+    maxima = tl.load(chunk_maxima_ptr + row * chunks + part, mask=part < chunks, other=float("-inf"))
+    sums = tl.load(chunk_sums_ptr + row * chunks + part, mask=part < chunks, other=0.0)
+    maximum = tl.max(maxima, 0)
+    total = tl.sum(sums * tl.exp(maxima - maximum), 0)
+
+    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    logits = tl.load(logits_ptr + row * vocab + column, mask=column < vocab).to(tl.float32) * inverse_temperature
+    tl.store(out_row + column, tl.exp(logits - maximum) / total, mask=column < vocab)
+    return total
+
+
+# out = exp(logit - m) / sum_c chunk_sums[c] * exp(chunk_maxima[c] - m) with m = max_c chunk_maxima[c]. One program
+# takes one chunk of a row and combines the statistics of all its chunks again.
+@triton.jit
+def _softmax_kernel(
+    logits_ptr,
+    chunk_maxima_ptr,
+    chunk_sums_ptr,
+    out_ptr,
+    faults_ptr,
+    fault,
+    inverse_temperature,
+    vocab,
+    chunks,
+    rows_per_sequence,
+    CHUNK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    WATCH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    total = write_softmax_chunk(
+        logits_ptr,
+        chunk_maxima_ptr,
+        chunk_sums_ptr,
+        out_ptr + row * vocab,
+        row,
+        tl.program_id(1),
+        inverse_temperature,
+        vocab,
+        chunks,
+        CHUNK,
+        BLOCK_C,
+    )
+    if WATCH:
+        tl.store(faults_ptr + row // rows_per_sequence, fault, mask=total != total)
+
+
+def logit_statistics(logits: Tensor, temperature: float, noise: Tensor | None = None) -> LogitStatistics:
+    """Statistics of contiguous logits [..., V] in fp32, fp16 or bf16, divided by the temperature.
+
+    noise: contiguous exponential draws, fp64 in the shape of the logits, for the keys of a race. A row that defines no
+    distribution has NaN among its sums, or -inf as its only maximum.
+    """
+    vocab = logits.shape[-1]
+    rows = logits.numel() // vocab
+    subs, chunks = triton.cdiv(vocab, SUB), triton.cdiv(vocab, CHUNK)
+    best = torch.empty(rows, subs, device=logits.device)
+    chunk_maxima, chunk_sums = torch.empty(2, rows, chunks, device=logits.device)
+    _statistics_kernel[(rows, chunks)](
+        logits,
+        noise,
+        best,
+        chunk_maxima,
+        chunk_sums,
+        1 / temperature,
+        vocab,
+        subs,
+        chunks,
+        SUB=SUB,
+        SUBS_PER_CHUNK=SUBS_PER_CHUNK,
+        RACE=noise is not None,
+        num_warps=8,
+    )
+    return LogitStatistics(best, chunk_maxima, chunk_sums)
+
+
+def softmax(logits: Tensor, temperature: float, watch: Watch | None = None) -> Tensor:
+    """softmax(logits / temperature) in fp32 of contiguous logits [B, ..., V]; `watch` records faulty rows."""
+    statistics = logit_statistics(logits, temperature)
+    vocab = logits.shape[-1]
+    out = torch.empty(logits.shape, device=logits.device)
+    rows, chunks = statistics.chunk_sums.shape
+    _softmax_kernel[(rows, chunks)](
+        logits,
+        statistics.chunk_maxima,
+        statistics.chunk_sums,
+        out,
+        *launch_arguments(watch),
+        1 / temperature,
+        vocab,
+        chunks,
+        rows // len(logits),
+        CHUNK=CHUNK,
+        BLOCK_C=triton.next_power_of_2(chunks),
+        WATCH=watch is not None,
+        num_warps=8,
+    )
+    return out

@@ -1,0 +1,1 @@
+"""Attention over packed segments and the loss, with gradients."""

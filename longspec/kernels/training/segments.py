@@ -1,0 +1,101 @@
+"""The segments of a micro-batch, on the host and, copied once for all attention calls, on the device.
+
+M is the number of segments, N that of their flattened tokens. An offset is the index of a token in its segment.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longspec.kernels.shared.device import upload
+
+BLOCK = 4
+"""Tokens per block in GLIDE's block pattern: the query at offset i sees the keys at offsets j with
+j // BLOCK < i // BLOCK."""
+
+
+class Keys(NamedTuple):
+    """The keys that some query of lagging segments sees: each segment without its last `lag` tokens."""
+
+    rows: Tensor | None
+    """Indices of these keys among the N tokens, LongTensor; None for all tokens."""
+    bounds: Tensor
+    """First key of each segment among `rows`, then the number of rows; int32 [M + 1]."""
+    longest: int
+    """Largest number of keys of a segment."""
+
+
+class Segments:
+    """M segments of N flattened tokens. In a segment with lag s the query at offset i sees the keys up to i - s."""
+
+    def __init__(self, cu_seqlens: Sequence[int], device: torch.device, lags: Sequence[int] | None = None) -> None:
+        """cu_seqlens: first token of each segment, then N. device: where attention runs. lags: per segment, or None
+        for 0."""
+        self.bounds = list(cu_seqlens)
+        self.device = device
+        self.lengths = [end - start for start, end in pairwise(self.bounds)]
+        self.lags = [0] * len(self.lengths) if lags is None else list(lags)
+        if len(self.lags) != len(self.lengths):
+            raise ValueError(f"{len(self.lags)} lags for {len(self.lengths)} segments")
+
+    def lagging(self, lags: Sequence[int]) -> "Segments":
+        """The same segments with other lags."""
+        return Segments(self.bounds, self.device, lags)
+
+    def check(self, tokens: int) -> None:
+        """Raise ValueError unless the segments cover exactly `tokens` tokens."""
+        if self.bounds[0] != 0 or self.bounds[-1] != tokens:
+            raise ValueError(
+                f"cu_seqlens must run from 0 to {tokens} tokens, not from {self.bounds[0]} to {self.bounds[-1]}"
+            )
+
+    @cached_property
+    def longest(self) -> int:
+        """Largest number of tokens of a segment."""
+        return max(self.lengths)
+
+    @cached_property
+    def common_lag(self) -> int | None:
+        """The lag of all segments; None if they differ."""
+        return self.lags[0] if len(set(self.lags)) == 1 else None
+
+    @cached_property
+    def query_bounds(self) -> Tensor:
+        """First token of each segment, then N; int32 [M + 1] on the device."""
+        return upload(torch.tensor(self.bounds, dtype=torch.int32), self.device)
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """Offset of each token in its segment, LongTensor [N] on the device."""
+        return upload(self._host_offsets(), self.device)
+
+    def newest_keys(self, blocks: bool = False) -> Tensor:
+        """Index of the newest key that each query sees, among the N tokens, LongTensor [N] on the device; -1 for none.
+
+        blocks: for the block pattern, which ignores lags.
+        """
+        offsets = self._host_offsets()
+        lags = torch.tensor(self.lags).repeat_interleave(torch.tensor(self.lengths))
+        if blocks:
+            lags = offsets % BLOCK + 1
+        newest = torch.arange(len(offsets)) - lags
+        return upload(newest.where(offsets >= lags, -1), self.device)
+
+    @cached_property
+    def keys(self) -> Keys:
+        """The visible keys, on the device."""
+        counts = [max(0, length - lag) for length, lag in zip(self.lengths, self.lags, strict=True)]
+        if counts == self.lengths:
+            return Keys(None, self.query_bounds, self.longest)
+
+        bounds = torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32)
+        starts = self.bounds[:-1]
+        rows = [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        return Keys(upload(torch.cat(rows), self.device), upload(bounds, self.device), max(counts))
+
+    def _host_offsets(self) -> Tensor:
+        return torch.cat([torch.arange(length) for length in self.lengths])

@@ -1,0 +1,288 @@
+"""Training attention on FlashAttention: flash-attn if it is installed, else FlashAttention-2 as torch builds it.
+
+A lag needs no mask: FlashAttention's causal mask aligns the ends of T queries and T - lag keys, so query i sees the
+keys up to i - lag. On Hopper the target's pass, which has no backward, runs on the forward of FlashAttention-3 (package
+fa3-fwd). Shape letters are those of CONTRIBUTING.md; N counts flattened tokens, M segments.
+"""
+
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longspec.errors import first_line
+from longspec.kernels.shared.device import OLDEST_GPU
+from longspec.kernels.training.segments import Segments
+
+logger = logging.getLogger(__name__)
+
+FLASH_MODULES = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn"}
+"""Modules that provide flash_attn_varlen_func, fastest first."""
+FORWARD_MODULE = "fa3_fwd_interface"
+"""FlashAttention-3 without backward and without windows, in bf16."""
+MAX_HEAD_DIM = 256
+"""Largest head_dim of FlashAttention-2."""
+
+
+def takes(q: Tensor, segments: Segments, window: int | None) -> bool:
+    """Whether FlashAttention takes these queries: half precision on CUDA, and some visible key.
+
+    With a window, all segments must have the same lag, which is at most the window.
+    """
+    lag = segments.common_lag
+    return (
+        runs(q.device, q.dtype, q.shape[-1])
+        and segments.keys.longest > 0
+        and (window is None or (lag is not None and lag <= window))
+    )
+
+
+def runs(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether FlashAttention runs on the device and takes the dtype and head_dim."""
+    return (
+        device.type == "cuda"
+        and _torch_has_flash(device)
+        and dtype in (torch.float16, torch.bfloat16)
+        and head_dim <= MAX_HEAD_DIM
+        and head_dim % 8 == 0
+    )
+
+
+@cache
+def _torch_has_flash(device: torch.device) -> bool:
+    # Before torch 2.7, and in its builds for AMD, the LSE of segments has another layout.
+    lse_is_packed = torch.__version__ >= "2.7" and torch.version.hip is None
+    new_enough = torch.cuda.get_device_capability(device)[0] >= OLDEST_GPU
+    return lse_is_packed and new_enough and torch.backends.cuda.is_flash_attention_available()
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None, use_flash: bool
+) -> Tensor:
+    """See `varlen.varlen_attention`."""
+    plain = window is None and segments.common_lag == 0
+    has_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    flash: Callable[..., Any] | None = None
+    if plain and not has_backward and q.dtype == torch.bfloat16:
+        flash = _forward_only(q.device)
+    if flash is None and use_flash:
+        flash = _installed_varlen()
+    reach = -1 if window is None else window - segments.lags[0]
+    return _run(flash or _torch_varlen, q, k, v, segments, scale, reach)
+
+
+def _run(
+    flash: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, reach: int
+) -> Tensor:
+    """One varlen call; each query sees its newest visible key and the `reach` keys before it (-1: all)."""
+    keys = segments.keys
+    if keys.rows is not None:
+        k, v = k.index_select(0, keys.rows), v.index_select(0, keys.rows)
+    out = flash(
+        q,
+        k,
+        v,
+        cu_seqlens_q=segments.query_bounds,
+        cu_seqlens_k=keys.bounds,
+        max_seqlen_q=segments.longest,
+        max_seqlen_k=keys.longest,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(reach, -1 if reach < 0 else 0),
+    )
+    return out[0] if isinstance(out, tuple) else out
+
+
+def installed_flash_attention() -> str | None:
+    """The installed generation of flash-attn, which training runs on CUDA in half precision; None without one."""
+    return next((name for name, module in FLASH_MODULES.items() if importlib.util.find_spec(module)), None)
+
+
+@cache
+def _installed_varlen() -> Callable[..., Any] | None:
+    name = installed_flash_attention()
+    return importlib.import_module(FLASH_MODULES[name]).flash_attn_varlen_func if name else None
+
+
+@cache
+def _forward_only(device: torch.device) -> Callable[..., Any] | None:
+    if torch.cuda.get_device_capability(device)[0] != 9 or importlib.util.find_spec(FORWARD_MODULE) is None:
+        return None
+    try:
+        return importlib.import_module(FORWARD_MODULE).flash_attn_varlen_func
+    except (ImportError, OSError) as error:
+        logger.warning("%s does not load with this torch: %s", FORWARD_MODULE, first_line(error))
+        return None
+
+
+class _Call(NamedTuple):
+    """Arguments of torch's kernels next to queries, keys and values."""
+
+    query_bounds: Tensor
+    """First query of each segment, then the number of queries, int32 [M + 1]."""
+    key_bounds: Tensor
+    """The same of the keys."""
+    max_queries: int
+    max_keys: int
+    scale: float
+    reach: int = -1
+    """Number of visible keys before the newest one; -1 for all."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        left, right = (None, None) if self.reach < 0 else (self.reach, 0)
+        return {"scale": self.scale, "window_size_left": left, "window_size_right": right}
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output [N, H, D], natural-log LSE fp32 [H, N] (+inf for a query that sees no key), two tensors for backward."""
+    dropout, causal, return_debug_mask = 0.0, True, False
+    inputs = (q, k, v, *call[:4], dropout, causal, return_debug_mask)
+    return torch.ops.aten._flash_attention_forward(*inputs, **call.options)[:4]
+
+
+def _backward(
+    upstream: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    state: Sequence[Tensor],
+    call: _Call,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, where the weight of a key is exp(score - lse) and `out` is the output of all keys.
+
+    state: the two tensors from `_forward`.
+    """
+    dropout, causal = 0.0, True
+    inputs = (upstream.contiguous(), q, k, v, out, lse, *call[:4], dropout, causal, *state)
+    return torch.ops.aten._flash_attention_backward(*inputs, **call.options)
+
+
+class _TorchFlash(torch.autograd.Function):
+    """FlashAttention-2 as torch builds it, with segments and windows, which scaled_dot_product_attention does not
+    pass."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+        out, lse, *state = _forward(q, k, v, call)
+        ctx.save_for_backward(q, k, v, out, lse, *state)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, out, lse, *state = ctx.saved_tensors
+        return *_backward(upstream, q, k, v, out, lse, state, ctx.call), None
+
+
+def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """`_TorchFlash` with the signature of flash_attn_varlen_func, always causal."""
+    call = _Call(
+        query_bounds=options["cu_seqlens_q"],
+        key_bounds=options["cu_seqlens_k"],
+        max_queries=options["max_seqlen_q"],
+        max_keys=options["max_seqlen_k"],
+        scale=options["softmax_scale"],
+        reach=options["window_size"][0],
+    )
+    return _TorchFlash.apply(q, k, v, call)
+
+
+def block_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, block: int) -> Tensor:
+    """See `varlen.block_attention`; `segments` lag by `block`."""
+    return _BlockFlash.apply(q, k, v, segments, scale, block)
+
+
+class _BlockFlash(torch.autograd.Function):
+    """GLIDE's block pattern without a mask, as two parts that are merged by their log-sum-exp.
+
+    Far keys, at a distance of `block` or more, are one causal call with a lag. Near keys are the visible ones at the
+    distances 1 … block - 1, at most one per distance; plain torch operations add them.
+
+    In backward the weight of a key is exp(score - lse) with the LSE of the whole, so each part computes its gradient
+    from the `out` and `lse` of the whole, as the parts of ring attention do (arXiv 2310.01889):
+        dv_j = sum_i w_ij * do_i,  ds_ij = w_ij * (do_i . v_j - do_i . o_i) * scale
+        dq_i = sum_j ds_ij * k_j,  dk_j = sum_i ds_ij * q_i
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, block: int) -> Tensor:
+        keys = segments.keys
+        assert keys.rows is not None
+        far_k, far_v = k.index_select(0, keys.rows), v.index_select(0, keys.rows)
+        call = _Call(segments.query_bounds, keys.bounds, segments.longest, keys.longest, scale)
+        far, far_lse, *state = _forward(q, far_k, far_v, call)
+
+        # LSE per part, [block, N, H]. The first block of a segment sees no key: its LSE is +inf, so all weights are 0.
+        sees_any = (segments.offsets >= block)[:, None]
+        near = [scores for _, scores in _near_scores(q, k, segments.offsets, scale, block)]
+        parts = torch.stack([far_lse.T.masked_fill(~sees_any, -torch.inf), *near])
+        lse = parts.logsumexp(0).masked_fill(~sees_any, torch.inf)
+
+        weights = (parts - lse).exp()[..., None]
+        out = weights[0] * far
+        for distance, weight in enumerate(weights[1:], start=1):
+            out += _per_query_head(v.roll(distance, 0), q) * weight
+        out = out.to(q.dtype)
+
+        ctx.save_for_backward(q, k, v, out, lse.T.contiguous(), *state)
+        ctx.call = call
+        ctx.segments = segments
+        ctx.block = block
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, out, lse, *state = ctx.saved_tensors
+        segments, call = ctx.segments, ctx.call
+        rows = segments.keys.rows
+
+        far_k, far_v = k.index_select(0, rows), v.index_select(0, rows)
+        dq, far_dk, far_dv = _backward(upstream, q, far_k, far_v, out, lse, state, call)
+        dq = dq.to(lse.dtype)
+        dk = torch.zeros_like(k).index_copy_(0, rows, far_dk)
+        dv = torch.zeros_like(v).index_copy_(0, rows, far_dv)
+
+        keys_learn = any(ctx.needs_input_grad[1:3])  # False in training: keys and values are the frozen target's
+        wide = upstream.to(lse.dtype)
+        mean = (wide * out).sum(-1)  # do . o
+        for distance, scores in _near_scores(q, k, segments.offsets, call.scale, ctx.block):
+            weight = (scores - lse.T).exp()
+            near_k = _per_query_head(k.roll(distance, 0), q)
+            near_v = _per_query_head(v.roll(distance, 0), q)
+            ds = (weight * ((wide * near_v).sum(-1) - mean) * call.scale)[..., None]
+            dq += ds * near_k
+            if keys_learn:
+                dk += _per_kv_head(ds * q, k).roll(-distance, 0)
+                dv += _per_kv_head(weight[..., None] * wide, v).roll(-distance, 0)
+        return dq.to(q.dtype), dk, dv, None, None, None
+
+
+def _near_scores(q: Tensor, k: Tensor, offsets: Tensor, scale: float, block: int) -> Iterator[tuple[int, Tensor]]:
+    """Each distance 1 … block - 1 and the scores [N, H] of the keys at that distance, in fp32 or wider.
+
+    The key at that distance is visible to the query at offset i if it is in an earlier block, i % block < distance, and
+    the query is not in the first block. Other scores are -inf.
+    """
+    wide = q.to(torch.promote_types(q.dtype, torch.float32))
+    for distance in range(1, block):
+        scores = (wide * _per_query_head(k.roll(distance, 0), q)).sum(-1) * scale
+        visible = (offsets % block < distance) & (offsets >= block)
+        yield distance, scores.masked_fill(~visible[:, None], -torch.inf)
+
+
+def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
+    """[N, K, D] -> [N, H, D]: the KV head of each query head."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def _per_kv_head(x: Tensor, k: Tensor) -> Tensor:
+    """[N, H, D] -> [N, K, D] in k's dtype: the sum over the query heads of each KV head."""
+    return x.unflatten(1, (k.shape[1], -1)).sum(2).to(k.dtype)

@@ -1,0 +1,1 @@
+"""The command that measures a method on LongBench tasks and AIME24."""

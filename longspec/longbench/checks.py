@@ -1,0 +1,89 @@
+"""Checks of the command's options that need no weights. Each raises a UserError that starts with the option's name."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig
+
+from longspec.errors import UserError
+from longspec.inference.arguments import check_draft_window
+from longspec.inference.methods import AUTO, GLIDE_METHODS
+from longspec.inference.tree_shapes import CANDIDATES
+from longspec.longbench.memory import check_memory
+from longspec.longbench.prompts import TaskPrompt
+from longspec.models.draft_files import draft_settings
+
+SEED_LIMIT = 2**63
+"""Seeds are below this value. torch takes larger ones, but batch numbers are added to a seed."""
+
+
+def check_numbers(options: argparse.Namespace) -> None:
+    """Raise UserError for a number outside its range. `inference.arguments` checks those that `generate` takes."""
+    for name, least in (("test_length", 0), ("batch_size", 1), ("min_prompt_len", 0), ("headroom", 0), ("seed", 0)):
+        if getattr(options, name) < least:
+            raise UserError(f"--{name}: {getattr(options, name)}; it must be at least {least}")
+    for name, limit in (("seed", SEED_LIMIT), ("top_k", SEED_LIMIT)):
+        if getattr(options, name) >= limit:
+            raise UserError(f"--{name}: {getattr(options, name)}; it must be less than {limit}")
+
+
+def check_output(folder: str | None) -> None:
+    """Raise UserError if the output folder surely cannot be created or written. Creates nothing."""
+    path = Path(folder or ".").absolute()
+    try:
+        existing = next(part for part in (path, *path.parents) if part.exists())
+    except OSError as error:
+        raise UserError(f"--output_dir: {folder}: {error.strerror}; give a folder") from error
+    if not existing.is_dir():
+        raise UserError(f"--output_dir: {folder}: {existing} is a file; give a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"--output_dir: {folder}: {existing} cannot be written; give another folder")
+
+
+def check_draft_settings(options: argparse.Namespace, draft: str) -> None:
+    """Raise UserError if the draft is untrained but the method needs it, or if its window is too small."""
+    settings = draft_settings(draft)
+    if options.method in GLIDE_METHODS and not settings.is_trained:
+        raise UserError(
+            f"--draft: {draft} was saved with a fresh, untrained draft; give a trained one, or use --method lookup"
+        )
+    check_draft_window(options.method, options.tree_shape, options.gamma, settings.options.window)
+
+
+def check_batch_memory(
+    options: argparse.Namespace,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    prompts: Sequence[TaskPrompt],
+    max_new_tokens: int,
+) -> None:
+    """Raise UserError if the largest batch surely exceeds the device's memory."""
+    shapes = CANDIDATES if options.tree_shape == AUTO else (options.tree_shape,)
+    largest_tree = max(sum(shape) for shape in shapes)
+    draft_tokens = {"vanilla": 0, "tree": largest_tree}.get(options.method, options.gamma)
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    rows = min(options.batch_size, len(prompts))
+    check_memory(config, dtype, device, rows, longest + max_new_tokens, draft_tokens + 1)
+
+
+def check_prompts(prompts: Sequence[TaskPrompt], max_new_tokens: int, max_positions: int, vocab_size: int) -> None:
+    """Raise UserError for a prompt that leaves no room for its answer or has token ids outside the vocabulary."""
+    for prompt in prompts:
+        length = len(prompt.token_ids)
+        highest = max(prompt.token_ids)
+        if length + max_new_tokens > max_positions:
+            raise UserError(
+                f"sample {prompt.id!r}: prompt of {length} tokens + {max_new_tokens} new tokens (--max_gen_len) "
+                f"are more than the target's {max_positions} positions"
+            )
+        if highest >= vocab_size:
+            raise UserError(
+                f"sample {prompt.id!r}: token id {highest}, the target has {vocab_size} embeddings; "
+                "this tokenizer is not the target's"
+            )

@@ -1,0 +1,156 @@
+"""The command `inference_long-bench.py`: checks options and data first, then loads the weights and measures."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from longspec.data.target_format import AUTO as AUTO_FORMAT
+from longspec.data.target_format import CHAT_FORMAT_CHOICES
+from longspec.errors import UserError, reports_user_errors
+from longspec.inference.methods import AUTO, DEFAULT_SHAPE, METHODS, TREE_RULES
+from longspec.inference.pairs import PAIRS
+from longspec.kernels import BACKENDS
+from longspec.longbench.prompts import DEFAULT_HEADROOM, DEFAULT_MIN_PROMPT_LEN
+from longspec.longbench.tasks import TASKS
+from longspec.signals import StopSignals
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that reports its errors as UserError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see --help)")
+
+
+@reports_user_errors
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> dict[str, Any]:
+    """Run one method on one task and return the summary. An interrupted run continues after its last line.
+
+    Bad input ends the process with exit code 2. A stop signal ends it with 128 + its number: at once during the
+    preparation, after the running batch during the measurement.
+    """
+    with StopSignals(at_once=True) as stop:
+        try:
+            options = parse_options(argv, prog)
+            # Imported here, so that --help and a misspelled option do not wait for torch.
+            from longspec.longbench.measurement import measure
+            from longspec.longbench.plan import make_plan
+            from longspec.longbench.run_folder import open_report
+
+            plan = make_plan(options)
+            for note in plan.notes:
+                print(note)
+            with open_report(plan.output_dir, plan.record, plan.options.overwrite) as report:
+                return measure(plan, report, stop)
+        except SystemExit:
+            if stop.received is not None and stop.at_once:
+                print(f"stopped by {signal.Signals(stop.received).name} before the measurement", file=sys.stderr)
+            raise
+
+
+def parse_options(argv: Sequence[str] | None = None, prog: str | None = None) -> argparse.Namespace:
+    """The options of the command, with their default values in the attribute `defaults`.
+
+    Raises UserError for an option that does not parse.
+    """
+    parser = _Parser(
+        prog=prog,
+        description="Measure a target, alone or with its draft. The options alone define the sampling: the target's "
+        "generation_config.json does not apply.",
+        allow_abbrev=False,
+    )
+    _add_pair_and_data(parser)
+    _add_decoding(parser)
+    _add_run(parser)
+    options = parser.parse_args(argv)
+    options.defaults = {name: parser.get_default(name) for name in vars(options)}
+    options.tree_shape = AUTO if options.tree_shape == [AUTO] else options.tree_shape
+    return options
+
+
+def _add_pair_and_data(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model_name", choices=PAIRS, help="pair of target and draft, by name")
+    add("--target", help="folder, hub id or .gguf file of any target")
+    add("--draft", help="draft of the target: .pth file, folder or hub id (for seq and tree)")
+    add("--task", choices=TASKS, required=True)
+    add("--data_path_prefix", required=True, help="folder that holds <task>.jsonl")
+    add("--test_length", type=int, default=0, help="number of samples to run, 0 for all")
+    add(
+        "--chat_format",
+        choices=CHAT_FORMAT_CHOICES,
+        default=AUTO_FORMAT,
+        help="default: the published one for the published targets, else the tokenizer's template, else plain text",
+    )
+    add(
+        "--chat_template_kwargs",
+        help='variables of the chat template, as JSON: {"enable_thinking": false} for Qwen3 without thinking',
+    )
+    add("--prompt_file", help="JSON file {task: text with {context} and {input}} that replaces the built-in prompts")
+    add(
+        "--min_prompt_len",
+        type=int,
+        default=DEFAULT_MIN_PROMPT_LEN,
+        help="LongBench: leave out prompts of this many tokens or fewer",
+    )
+    add(
+        "--headroom",
+        type=int,
+        default=DEFAULT_HEADROOM,
+        help="LongBench: leave out prompts longer than the target's context length minus this",
+    )
+
+
+def _add_decoding(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--method", choices=METHODS, default="tree")
+    add("--max_gen_len", type=int, help="new tokens per sample; default: that of the task")
+    add("--temperature", type=float, default=0.0, help="0 is greedy")
+    add("--top_p", type=float, default=1.0)
+    add("--top_k", type=int, default=0)
+    add(
+        "--tree_shape",
+        type=_width,
+        nargs="*",
+        default=list(DEFAULT_SHAPE),
+        help="tree: number of nodes in each level, or auto: the fastest shape, measured once per model, GPU and "
+        "context, and cached",
+    )
+    add(
+        "--tree_rule",
+        choices=TREE_RULES,
+        default=TREE_RULES[0],
+        help="how a tree is drafted and accepted above temperature 0",
+    )
+    add("--gamma", type=int, default=4, help="length of the chain (seq, magicdec, lookup)")
+    add("--seed", type=int, default=0)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--batch_size", type=int, default=1)
+    add("--output_dir", help="default: one per configuration, outputs/inference/<model>/<task>/<options>")
+    add("--overwrite", action="store_true", help="replace the results in the output folder, whichever run wrote them")
+    add("--dtype", choices=DTYPES, default="auto", help="auto: that of the target's weights; float32 on a CPU")
+    add("--device", help="default: cuda if there is one")
+    add("--attention", choices=("auto", *BACKENDS), default="auto", help="backend of the attention in decoding")
+    add(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="on CUDA: fused layers, and one CUDA graph per round",
+    )
+
+
+def _width(value: str) -> int | str:
+    """One value of --tree_shape."""
+    try:
+        return AUTO if value == AUTO else int(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid int value: {value!r}, and not {AUTO}") from None

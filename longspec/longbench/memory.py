@@ -1,0 +1,64 @@
+"""The memory that a batch needs, estimated before the weights are loaded."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from longspec.errors import UserError
+from longspec.inference.engine import CAPACITY_STEP
+from longspec.models.draft_layer import head_dim
+
+LOGIT_BYTES = 4
+"""Size of a logit during verification."""
+ACTIVATION_SHARE = 0.1
+"""Share of the memory that the recommended batch size leaves to activations."""
+
+
+def check_memory(
+    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, rows: int, tokens: int, nodes: int
+) -> None:
+    """Raise UserError if the target with the KV cache and logits of a batch surely exceeds the free memory.
+
+    rows: in the largest batch; tokens: of the longest prompt with its continuation; nodes: verified per pass.
+    """
+    weights = weight_bytes(config, dtype)
+    row = row_bytes(config, dtype, tokens, nodes)
+    free = free_bytes(device)
+    needed = weights + rows * row
+    if needed <= free:
+        return
+    problem = (
+        f"the target ({_gib(weights)}) and {rows} rows of {tokens} tokens and {nodes} tree nodes ({_gib(row)} each) "
+        f"need {_gib(needed)}, {device} has {_gib(free)} free"
+    )
+    if weights + row > free:
+        raise UserError(f"{problem}; use fewer tokens (--max_gen_len), a smaller tree or --gamma, or a larger device")
+    fitting_rows = max(1, int((free * (1 - ACTIVATION_SHARE) - weights) / row))
+    raise UserError(f"--batch_size: {problem}; use --batch_size {fitting_rows} or less")
+
+
+def row_bytes(config: PreTrainedConfig, dtype: torch.dtype, tokens: int, nodes: int) -> int:
+    """Size of the KV cache and of the logits of one verification pass, per row."""
+    slots = -(-(tokens + nodes) // CAPACITY_STEP) * CAPACITY_STEP
+    slot_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * dtype.itemsize
+    return slots * slot_bytes + nodes * config.vocab_size * LOGIT_BYTES
+
+
+def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Size of the target's weights; 0 for a quantized target, whose size depends on the quantization method."""
+    if getattr(config, "quantization_config", None) is not None:
+        return 0
+    with torch.device("meta"):
+        target = AutoModelForCausalLM.from_config(config)
+    return sum(weight.numel() for weight in target.parameters()) * dtype.itemsize
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a CUDA device, or of the host for a CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.3g} GiB"

@@ -1,0 +1,238 @@
+"""The plan of a run. Everything that needs no weights is checked before they are loaded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from longspec.data.target_format import resolve_chat_format, stop_tokens
+from longspec.digests import content_hash, file_digest
+from longspec.errors import UserError
+from longspec.inference.arguments import check_drafting, check_sampling
+from longspec.inference.device import choose_device, choose_dtype, device_name, versions
+from longspec.inference.methods import GLIDE_METHODS
+from longspec.inference.options import REFUSED, STOPPING, WARPERS
+from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair
+from longspec.kernels.decoding.attention import decoding_attention
+from longspec.longbench.checks import (
+    check_batch_memory,
+    check_draft_settings,
+    check_numbers,
+    check_output,
+    check_prompts,
+)
+from longspec.longbench.prompts import Selection, read_prompt, read_questions, select_prompts
+from longspec.longbench.run_folder import folder_name
+from longspec.longbench.tasks import TASKS
+from longspec.models.content import state_digest, target_digest
+from longspec.models.draft_files import check_draft, draft_settings, option_entries
+from longspec.models.draft_layer import head_dim
+from longspec.models.families import family_class
+from longspec.models.target_files import check_weights, context_window, generation_eos, load_tokenizer, read_config
+
+SHAPE_OPTIONS = {
+    "vanilla": (),
+    "seq": ("gamma",),
+    "tree": ("tree_shape", "tree_rule"),
+    "magicdec": ("gamma",),
+    "lookup": ("gamma",),
+}
+"""The options that determine each method's proposals."""
+OTHER_OPTIONS = (
+    *("task", "method", "temperature", "top_p", "top_k", "seed", "batch_size"),
+    *("test_length", "min_prompt_len", "headroom", "chat_format", "compile"),
+)
+"""The options of every method that distinguish a run from others."""
+
+
+@dataclass
+class Plan:
+    """A run that has been checked. Only the weights are still to be loaded."""
+
+    options: argparse.Namespace
+    """The options of the command."""
+    pair: Pair
+    config: PreTrainedConfig
+    """The target's configuration."""
+    max_positions: int
+    """Context length of the target in tokens."""
+    tokenizer: Any
+    draft_state: dict[str, Tensor] | None
+    """Weights of the draft; None if no draft is used."""
+    selection: Selection
+    max_new_tokens: int
+    device: torch.device
+    dtype: torch.dtype
+    attention: str
+    """The attention backend: "flash", "triton" or "sdpa"."""
+    notes: list[str] = field(default_factory=list)
+    """Lines for the user: the chat format if it is not obvious, and the prompts that are left out."""
+
+    @property
+    def draft(self) -> str | None:
+        """Path or hub id of the draft; None if the method needs none and the options name none."""
+        return _draft_in_use(self.options, self.pair)
+
+    @property
+    def chat_format(self) -> str:
+        """The chat format of the prompts, one of CHAT_FORMATS."""
+        return resolve_chat_format(self.options.chat_format, self.pair.target, self.config.model_type, self.tokenizer)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments of every call of `generate`, except for the seed."""
+        options = self.options
+        return {
+            "method": options.method,
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+            "top_k": options.top_k,
+            "tree_shape": options.tree_shape,
+            "gamma": options.gamma,
+            "tree_rule": options.tree_rule,
+            "compile": options.compile,
+            "attention": options.attention,
+            "eos_token_id": self.pair.eos_token_id,
+            "pad_token_id": self.pair.pad_token_id,
+            # generation_config.json does not apply: the command's options alone define the distribution.
+            **dict.fromkeys((*REFUSED, *STOPPING, *WARPERS)),
+        }
+
+    @property
+    def data_file(self) -> Path:
+        return Path(self.options.data_path_prefix) / f"{self.options.task}.jsonl"
+
+    @cached_property
+    def configuration(self) -> dict[str, Any]:
+        """Everything that distinguishes this run from others, as JSON values. Input files count by their content."""
+        options = self.options
+        prompts = [[prompt.id, prompt.token_ids] for prompt in self.selection.prompts]
+        return {
+            **{name: getattr(options, name) for name in (*OTHER_OPTIONS, *SHAPE_OPTIONS[options.method])},
+            "max_gen_len": self.max_new_tokens,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "attention": self.attention,
+            "eos_token_id": self.pair.eos_token_id,
+            "pad_token_id": self.pair.pad_token_id,
+            "target": target_digest(self.pair.target, self.config),
+            **self._draft_identity(),
+            "data": file_digest(self.data_file),
+            "prompts": content_hash(json.dumps(prompts).encode()).hexdigest(),
+            "device": device_name(self.device),
+            "versions": versions(),
+        }
+
+    def _draft_identity(self) -> dict[str, Any]:
+        if self.options.method not in GLIDE_METHODS or self.draft is None or self.draft_state is None:
+            return {"draft": None, "draft_window": None}
+        return {"draft": state_digest(self.draft_state), **option_entries(draft_settings(self.draft).options)}
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The content of `run.json`: the configuration, and the paths of the inputs."""
+        return {
+            "run": self.configuration,
+            "target": self.pair.target,
+            "draft": self.draft,
+            "data": str(self.data_file),
+        }
+
+    @property
+    def output_dir(self) -> Path:
+        """The folder of the results; by default one per configuration."""
+        if self.options.output_dir:
+            return Path(self.options.output_dir)
+        model = re.sub(r"[^\w.+-]", "-", self.pair.name).strip(".") or "model"
+        defaults = self.options.defaults | {"max_gen_len": TASKS[self.options.task].max_new_tokens}
+        return Path("outputs", "inference", model, self.options.task, folder_name(self.configuration, defaults))
+
+
+def make_plan(options: argparse.Namespace) -> Plan:
+    """Check everything that can be checked without the weights. Raises UserError."""
+    max_new_tokens = TASKS[options.task].max_new_tokens if options.max_gen_len is None else options.max_gen_len
+    check_sampling(max_new_tokens, options.temperature, options.top_p, options.top_k)
+    check_numbers(options)
+    check_output(options.output_dir)
+    device = choose_device(options.device)
+
+    # The target.
+    pair = choose_pair(options.model_name, options.target, options.draft)
+    config = read_config(pair.target)
+    model_class = family_class(config, pair.target)
+    check_weights(pair.target)
+    check_drafting(options.method, options.tree_shape, options.gamma, options.tree_rule, config.vocab_size)
+    tokenizer = load_tokenizer(pair.target, config, options.chat_template_kwargs)
+    notes: list[str] = []
+    chat_format = resolve_chat_format(options.chat_format, pair.target, config.model_type, tokenizer, notes.append)
+    if pair.eos_token_id is None:
+        stop_ids = stop_tokens(tokenizer, generation_eos(pair.target, config))
+        pair = replace(pair, eos_token_id=stop_ids or None)
+
+    # The draft.
+    draft_state = None
+    draft = _draft_in_use(options, pair)
+    if draft:
+        draft_state = check_draft(draft, config, model_class.draft_layer_class)
+        check_draft_settings(options, draft)
+        check_draft_tokenizer(draft, pair.target, tokenizer)
+
+    # The prompts.
+    max_positions = min(pair.max_positions or sys.maxsize, context_window(config))
+    longest = max_positions - options.headroom
+    selection = _select(options, config.model_type, tokenizer, chat_format, longest)
+    notes.append(selection.describe(options.task, options.min_prompt_len, longest))
+    check_prompts(selection.prompts, max_new_tokens, max_positions, config.vocab_size)
+
+    dtype = choose_dtype(options.dtype, config, device)
+    attention = decoding_attention(options.attention, device, dtype, head_dim(config)).name
+    check_batch_memory(options, config, dtype, device, selection.prompts, max_new_tokens)
+    return Plan(
+        options=options,
+        pair=pair,
+        config=config,
+        max_positions=max_positions,
+        tokenizer=tokenizer,
+        draft_state=draft_state,
+        selection=selection,
+        max_new_tokens=max_new_tokens,
+        device=device,
+        dtype=dtype,
+        attention=attention,
+        notes=notes,
+    )
+
+
+def _draft_in_use(options: argparse.Namespace, pair: Pair) -> str | None:
+    """The draft that the method needs, or that the options name anyway, in which case it is checked as well."""
+    if options.method in GLIDE_METHODS:
+        if pair.draft is None:
+            raise UserError(f"--draft: method {options.method} needs the draft of {pair.target}; give its path")
+        return pair.draft
+    return options.draft
+
+
+def _select(options: argparse.Namespace, family: str, tokenizer: Any, chat_format: str, longest: int) -> Selection:
+    """The prompts of the run. longest: number of tokens that a prompt may have."""
+    prompt = None if options.prompt_file is None else read_prompt(options.prompt_file, options.task)
+    questions = read_questions(options.task, options.data_path_prefix, family, chat_format, prompt)
+    return select_prompts(
+        options.task,
+        questions,
+        family,
+        tokenizer,
+        chat_format,
+        options.test_length,
+        options.min_prompt_len,
+        longest,
+    )

@@ -1,0 +1,152 @@
+"""The prompts of a run: read from a task's file, encoded for the target, and selected by length."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import Formatter
+from typing import Any
+
+from longspec.data.records import Record, RecordError, located, parse_record, text_of
+from longspec.data.templates import chat_prompt, check_template, encode_texts, lead_in
+from longspec.errors import UserError, first_line
+from longspec.longbench.tasks import LONGBENCH_FIELDS, TASKS, Task
+
+DEFAULT_MIN_PROMPT_LEN = 1200
+"""Prompts of this many tokens or fewer are left out."""
+DEFAULT_HEADROOM = 2000
+"""Positions of the target's context that a prompt must leave free."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt before the chat format is applied."""
+
+    id: str
+    """Id of the record."""
+    prompt: str
+    answer_prefix: str = ""
+    """The word that opens the answer."""
+
+
+@dataclass(frozen=True)
+class TaskPrompt:
+    """A prompt as the target reads it."""
+
+    id: str
+    """Id of the record."""
+    token_ids: list[int]
+
+
+@dataclass
+class Selection:
+    """The prompts of a run, and the number of those that it leaves out for each reason."""
+
+    prompts: list[TaskPrompt]
+    too_short: int = 0
+    too_long: int = 0
+    not_reached: int = 0
+    """Number of records after the last one that `--test_length` asks for."""
+
+    def describe(self, task: str, shortest: int, longest: int) -> str:
+        """One line: the number of prompts that are kept, and of those that are left out for each reason."""
+        left_out = self.too_short + self.too_long
+        line = f"{task}: {len(self.prompts)} prompts kept, {left_out} left out"
+        if left_out:
+            line += f" ({self.too_short} of {shortest} tokens or fewer, {self.too_long} of more than {longest} tokens)"
+        if self.not_reached:
+            line += f"; {self.not_reached} not reached, by --test_length"
+        return line
+
+
+def read_prompt(file: str | Path, task: str) -> str:
+    """The prompt of a task in a JSON file {task: prompt}, the format of LongBench's dataset2prompt.json.
+
+    Raises UserError for a file of another format, one without this task, and a prompt that quotes a field that the
+    task does not have.
+    """
+    try:
+        prompts = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"--prompt_file: {file} is not a readable JSON file ({first_line(error)})") from error
+    if not isinstance(prompts, dict) or task not in prompts:
+        raise UserError(f"--prompt_file: {file} has no prompt for {task}; it must be an object {{task: prompt}}")
+    fields = LONGBENCH_FIELDS if "context" in TASKS[task].fields else TASKS[task].fields
+    return check_template(prompts[task], fields, f"--prompt_file: {file}, {task}")
+
+
+def read_questions(
+    name: str, folder: str | Path, family: str = "", chat_format: str = "tokenizer", prompt: str | None = None
+) -> list[Question]:
+    """All records of FOLDER/NAME.jsonl as questions for a target of `family` in `chat_format`.
+
+    prompt: replaces the task's own prompt and has no word that opens the answer. Raises UserError with file, line and
+    field.
+    """
+    task = TASKS[name]
+    path = Path(folder) / f"{name}.jsonl"
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; --data_path_prefix names the folder that holds {name}.jsonl")
+    published_prompt = task.published_prompt if chat_format == "published" else None
+    template = prompt or published_prompt or task.prompt
+    answer_prefix = "" if prompt else lead_in(task.answer_prefix, family, chat_format)
+
+    questions = []
+    with path.open("rb") as handle:
+        for number, raw in enumerate(handle, 1):
+            if raw.strip():
+                record = parse_record(str(path), number, raw)
+                with located(str(path), number):
+                    questions.append(_question(task, record, template, answer_prefix))
+    if not questions:
+        raise UserError(f"{path}: no record, all lines are blank")
+    return questions
+
+
+def _question(task: Task, record: Record, template: str, answer_prefix: str) -> Question:
+    identity = record.get(task.id_field)
+    if not isinstance(identity, str | int):
+        raise RecordError(task.id_field, "is missing; it must be a string or a whole number")
+    fields = {name for _, name, _, _ in Formatter().parse(template) if name}
+    values = {field: text_of(record.get(field), field) for field in fields}
+    return Question(str(identity), template.format(**values), answer_prefix)
+
+
+def encode_question(question: Question, family: str, tokenizer: Any, chat_format: str) -> TaskPrompt:
+    """The prompt in the chat format of the target, as token ids."""
+    text = chat_prompt(question.prompt, family, tokenizer, chat_format, question.answer_prefix)
+    return TaskPrompt(question.id, encode_texts([text], tokenizer)[0])
+
+
+def select_prompts(
+    name: str,
+    questions: Sequence[Question],
+    family: str,
+    tokenizer: Any,
+    chat_format: str,
+    test_length: int = 0,
+    shortest: int = 0,
+    longest: int = 0,
+) -> Selection:
+    """The first `test_length` prompts (0: all) that have n tokens with shortest < n <= longest.
+
+    Tasks that are not filtered keep every length. Raises UserError if no prompt is left.
+    """
+    filtered = TASKS[name].filtered
+    selection = Selection([])
+    for number, question in enumerate(questions):
+        if test_length and len(selection.prompts) == test_length:
+            selection.not_reached = len(questions) - number
+            break
+        prompt = encode_question(question, family, tokenizer, chat_format)
+        if filtered and len(prompt.token_ids) <= shortest:
+            selection.too_short += 1
+        elif filtered and len(prompt.token_ids) > longest:
+            selection.too_long += 1
+        else:
+            selection.prompts.append(prompt)
+    if not selection.prompts:
+        raise UserError(f"{selection.describe(name, shortest, longest)}; see --min_prompt_len and --headroom")
+    return selection

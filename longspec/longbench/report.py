@@ -1,0 +1,251 @@
+"""The results of a run on disk: a JSON line per sample, and a summary that pools them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longspec.errors import UserError
+from longspec.inference.device import device_name, versions
+from longspec.inference.stats import GenerationStats, pool
+
+RUN_NAME = "run.json"
+SAMPLES_NAME = "samples.jsonl"
+SUMMARY_NAME = "summary.json"
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """One prompt and its continuation."""
+
+    id: str
+    """Id of the record."""
+    prompt_tokens: int
+    """Number of tokens in the prompt."""
+    token_ids: list[int]
+    """The new tokens, up to and including EOS."""
+    text: str
+    """The new tokens as text."""
+
+
+class Report:
+    """The results in a run's folder: one line per sample, appended batch by batch, and finally a summary.
+
+    It starts with the complete lines that an interrupted run left. An incomplete last line does not count; its sample
+    runs again. With `resume=False` it starts empty, and the first `add` removes the earlier results.
+    """
+
+    def __init__(self, folder: str | Path, resume: bool = True, record: dict[str, Any] | None = None) -> None:
+        """Read the folder, without changing it. Raises UserError for complete lines that are not a report's.
+
+        record: the run's configuration. The first `add` stores it and removes everything that does not belong to it.
+        Until then the folder does not change, so a run without any result leaves the earlier results in place. None
+        stores nothing and removes nothing.
+        """
+        self.folder = Path(folder)
+        self.resume = resume
+        self.record = record
+        """The configuration that is still to be stored."""
+        self.lines: list[dict[str, Any]] = []
+        """The lines on disk, without texts and token ids."""
+        self.size = 0
+        """Number of bytes in the complete lines on disk."""
+        if resume and (self.folder / SAMPLES_NAME).exists():
+            self._read()
+
+    def _read(self) -> None:
+        path = self.folder / SAMPLES_NAME
+        with path.open("rb") as handle:
+            for number, raw in enumerate(handle, 1):
+                if raw.endswith(b"\n"):
+                    self.lines.append(_parse_line(raw, f"{path}, line {number}"))
+                    self.size += len(raw)
+
+    @property
+    def done(self) -> set[int]:
+        """Indices of the samples that have a line."""
+        return {line["index"] for line in self.lines}
+
+    def add(self, results: Sequence[SampleResult], stats: GenerationStats, first: int) -> None:
+        """Append a line for each row of a batch. Its first row is sample `first` of the run; times are the batch's.
+
+        Rows that have a line already are skipped: a batch that was interrupted while it was written runs again as a
+        whole, because the seed belongs to the batch. Raises UserError if the lines cannot be written; the earlier ones
+        stay intact.
+        """
+        done = self.done
+        lines = []
+        for index, (result, rounds) in enumerate(zip(results, stats.row_rounds, strict=True), first):
+            if index not in done:
+                lines.append(_sample_line(index, result, rounds, len(results), first, stats))
+        content = b"".join(_encoded(line) + b"\n" for line in lines)
+        with self._writing():
+            self._store_record()
+            self._append(content)
+        self.lines += [_without_answer(line) for line in lines]
+        self.size += len(content)
+
+    def _store_record(self) -> None:
+        """Store the run's configuration, once, and remove results that do not belong to it. Raises OSError."""
+        if self.record is None:
+            return
+        samples = self.folder / SAMPLES_NAME
+        if not self.resume:
+            (self.folder / SUMMARY_NAME).unlink(missing_ok=True)
+            samples.unlink(missing_ok=True)
+        if samples.exists():
+            os.truncate(samples, self.size)
+        write_json(self.folder / RUN_NAME, self.record)
+        self.record = None
+
+    def _append(self, content: bytes) -> None:
+        """Append whole lines or nothing. Raises OSError."""
+        with (self.folder / SAMPLES_NAME).open("ab", buffering=0) as handle:
+            try:
+                rest = memoryview(content)
+                while rest:
+                    rest = rest[handle.write(rest) :]
+                os.fsync(handle.fileno())
+            except OSError:
+                handle.truncate(self.size)
+                raise
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn an OSError into a UserError."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"{self.folder}: cannot be written ({error.strerror}); {len(self.lines)} samples are saved; "
+                "the same command continues once this is fixed"
+            ) from error
+
+    def finish(self, device: torch.device, **facts: Any) -> dict[str, Any]:
+        """Write `summary.json`, whole or not at all, and return it: `facts` first, then the pooled figures."""
+        batches = {line["batch"]["first"]: _batch_stats(line) for line in self.lines}
+        pooled = pool(list(batches.values()))
+        samples = len(self.lines)
+        summary = facts | {
+            "samples": samples,
+            "mean_acceptance_length": _number(pooled.mean_acceptance_length),
+            "accepted_by_depth": pooled.accepted_by_depth,
+            "rounds": pooled.rounds,
+            "decoded_tokens": pooled.decoded_tokens,
+            "new_tokens": sum(line["new_tokens"] for line in self.lines),
+            "tokens_per_second": _number(pooled.tokens_per_second),
+            "decode_s": pooled.decode_s,
+            "ttft_s": sum(line["ttft_s"] for line in self.lines) / samples if samples else None,
+            "peak_memory_bytes": pooled.peak_memory_bytes,
+            "device": device_name(device),
+            "versions": versions(),
+        }
+        with self._writing():
+            write_json(self.folder / SUMMARY_NAME, summary)
+        return summary
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` to `path`, whole or not at all. Raises OSError."""
+    unfinished = path.with_name(path.name + ".tmp")
+    try:
+        unfinished.write_bytes(_encoded(content, indent=2) + b"\n")
+        os.replace(unfinished, path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def _encoded(content: dict[str, Any], indent: int | None = None) -> bytes:
+    """JSON in UTF-8. A lone surrogate, which UTF-8 cannot encode, becomes its JSON escape."""
+    return json.dumps(content, indent=indent, ensure_ascii=False).encode("utf-8", "backslashreplace")
+
+
+def table(summary: dict[str, Any]) -> str:
+    """The main figures of a summary, one per line."""
+    memory = summary["peak_memory_bytes"] / 2**30
+    rows = [
+        ("model", summary["model"]),
+        ("task", summary["task"]),
+        ("method", summary["method"]),
+        ("samples", summary["samples"]),
+        ("acceptance length", _shown(summary["mean_acceptance_length"], "{:.3f}")),
+        ("tokens/s", _shown(summary["tokens_per_second"], "{:.1f}")),
+        ("time to first token", _shown(summary["ttft_s"], "{:.3f} s")),
+        ("peak memory", f"{memory:.2f} GiB"),
+        ("device", summary["device"]),
+    ]
+    return "\n".join(f"{name:<20} {value}" for name, value in rows)
+
+
+def _sample_line(
+    index: int, result: SampleResult, rounds: int, rows: int, first: int, stats: GenerationStats
+) -> dict[str, Any]:
+    """The line of a sample. rounds: its passes; rows, first, stats: the size, first sample and figures of its batch."""
+    shape = {"tree_shape": list(stats.tree_shape)} if stats.tree_shape else {}
+    return {
+        "index": index,
+        "id": result.id,
+        "prompt_tokens": result.prompt_tokens,
+        "new_tokens": len(result.token_ids),
+        "batch_rows": rows,
+        # The first token comes from prefill.
+        "acceptance_length": (len(result.token_ids) - 1) / rounds if rounds else None,
+        "rounds": rounds,
+        "ttft_s": stats.ttft_s,
+        "decode_s": stats.decode_s,
+        "tokens_per_second": _number(stats.tokens_per_second),
+        **shape,
+        "batch": {
+            "first": first,
+            "rounds": stats.rounds,
+            "decoded_tokens": stats.decoded_tokens,
+            "accepted_by_depth": stats.accepted_by_depth,
+            "peak_memory_bytes": stats.peak_memory_bytes or _resident_peak(),
+        },
+        "text": result.text,
+        "token_ids": result.token_ids,
+    }
+
+
+def _without_answer(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if name not in ("text", "token_ids")}
+
+
+def _parse_line(raw: bytes, location: str) -> dict[str, Any]:
+    """A complete line of `samples.jsonl` without its answer. Raises UserError with the location for any other line."""
+    try:
+        line = _without_answer(json.loads(raw))
+        _batch_stats(line)
+        return {name: line[name] for name in ("index", "new_tokens")} | line
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{location}: not a line of results; remove it, or all results with --overwrite") from error
+
+
+def _batch_stats(line: dict[str, Any]) -> GenerationStats:
+    """The figures of the whole batch that a line belongs to."""
+    counts = {name: value for name, value in line["batch"].items() if name != "first"}
+    return GenerationStats(**counts, ttft_s=line["ttft_s"], decode_s=line["decode_s"])
+
+
+def _resident_peak() -> int:
+    """Peak resident memory of this process in bytes, for runs on a CPU."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _number(value: float) -> float | None:
+    """`value`, or None for nan, which JSON does not have."""
+    return None if math.isnan(value) else value
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)

@@ -1,0 +1,70 @@
+"""The settings of a run, their checks, and the seeds that follow from them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from longspec.data.target_format import AUTO
+from longspec.errors import UserError
+from longspec.inference.arguments import check_sampling
+
+SPLITS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The text that a run writes. The same settings give the same files on the same kind of device."""
+
+    target: str
+    """Name that `load_pair` takes, folder, hub id or GGUF file."""
+    output_dir: str
+    """Folder of the split's file and its shards."""
+    split: str = "train"
+    """One of SPLITS. Each split has its own random numbers."""
+    files: tuple[str, ...] = ()
+    """JSONL files, folders or patterns with prompts. Without any, the target writes the user turns."""
+    count: int = 0
+    """Number of prompts in all shards. With files, their first `count` records; 0 takes all."""
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
+    """Temperatures to draw from, for each answer."""
+    max_new_tokens: int = 512
+    """Longest answer, in tokens."""
+    max_prompt_tokens: int = 0
+    """Longest prompt, in tokens; longer ones are left out. 0 keeps all that leave room for max_new_tokens."""
+    max_turn_tokens: int = 256
+    """Longest user turn that the target writes, in tokens; longer ones are left out."""
+    batch_size: int = 256
+    """Largest number of rows in a batch."""
+    shard_size: int = 2048
+    """Number of prompts per shard."""
+    seed: int = 0
+    chat_format: str = AUTO
+    chat_template_kwargs: str | None = None
+    """Variables of the tokenizer's chat template, as a JSON object."""
+    exclude: tuple[str, ...] = ()
+    """Files of other splits, whose prompts are left out."""
+
+
+def check_settings(settings: Settings) -> None:
+    """Raise UserError for a value outside its range."""
+    if settings.split not in SPLITS:
+        raise UserError(f"split: {settings.split!r}; use one of {', '.join(SPLITS)}")
+    if not settings.files and settings.count < 1:
+        raise UserError("count: the number of prompts to write is missing; give it, or files with prompts")
+    if not settings.temperatures:
+        raise UserError("temperatures: none; give numbers of 0 (greedy) or more")
+    for temperature in settings.temperatures:
+        check_sampling(settings.max_new_tokens, temperature, 1.0, 0)
+    for name in ("max_turn_tokens", "batch_size", "shard_size"):
+        if getattr(settings, name) < 1:
+            raise UserError(f"{name}: {getattr(settings, name)}; it must be at least 1")
+    for name in ("count", "max_prompt_tokens", "seed"):
+        if getattr(settings, name) < 0:
+            raise UserError(f"{name}: {getattr(settings, name)}; it must not be negative")
+
+
+def shard_seed(settings: Settings, shard: int, use: str) -> int:
+    """The seed of a shard for one use of random numbers. Splits, shards and uses never share a seed."""
+    name = f"{settings.seed}/{settings.split}/{shard}/{use}"
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")

@@ -1,0 +1,133 @@
+"""The shards of a split on disk, and the split's file that they are merged into."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from longspec.data.prompts import prompt_key
+from longspec.data.records import Record, data_files, parse_record
+from longspec.errors import UserError
+from longspec.regenerate.settings import Settings
+from longspec.untrusted import read_yaml
+
+PROVENANCE_NAME = "provenance.yaml"
+
+
+class Shards:
+    """The shards of a split. A shard is written whole or not at all; a run resumes after the shards that exist."""
+
+    def __init__(self, settings: Settings, total: int) -> None:
+        """total: number of prompts in all shards."""
+        self.settings = settings
+        self.total = total
+        self.count = -(-total // settings.shard_size)
+        """Number of shards."""
+        self.folder = Path(settings.output_dir) / f"{settings.split}.shards"
+        self.output = Path(settings.output_dir) / f"{settings.split}.jsonl"
+
+    def range(self, shard: int) -> range:
+        """The numbers of a shard's prompts."""
+        size = self.settings.shard_size
+        return range(shard * size, min((shard + 1) * size, self.total))
+
+    def path(self, shard: int) -> Path:
+        # The name has no suffix, because a folder that is given as training data is searched for .json and .jsonl.
+        return self.folder / f"shard-{shard:05d}-of-{self.count:05d}"
+
+    def claim(self, facts: dict[str, Any]) -> None:
+        """Create the folder with the facts of the run. Raises UserError if it has shards of a different run."""
+        file = self.folder / PROVENANCE_NAME
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if file.exists():
+                _compare(file, _read_facts(file), facts)
+            else:
+                _write(file, yaml.safe_dump(facts, sort_keys=False))
+        except OSError as error:
+            raise UserError(f"{self.folder}: cannot be written ({error.strerror})") from error
+
+    def write(self, shard: int, records: list[Record], dropped: Counter[str]) -> None:
+        """Write a shard: a line with the counts of dropped texts, then a line per record."""
+        lines = [{"dropped": dict(dropped)}, *records]
+        _write(self.path(shard), "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+    def merge(self) -> Path | None:
+        """Write the split's file without duplicate or excluded prompts. None while shards are missing."""
+        if not all(self.path(shard).exists() for shard in range(self.count)):
+            return None
+        seen = _prompt_keys(self.settings.exclude)
+        dropped: Counter[str] = Counter()
+        lines = []
+        new_tokens = 0
+        for shard in range(self.count):
+            head, *records = map(json.loads, self.path(shard).read_bytes().splitlines())
+            dropped.update(head["dropped"])
+            for row, record in enumerate(records):
+                key = prompt_key(record)
+                if key in seen:
+                    dropped["prompts: duplicates or excluded"] += 1
+                    continue
+                seen.add(key)
+                new_tokens += record["new_tokens"]
+                with_id = {"id": f"{self.settings.split}-{shard:05d}-{row:05d}", **record}
+                lines.append(json.dumps(with_id, ensure_ascii=False) + "\n")
+        if not lines:
+            raise UserError(f"{self.folder}: no answer is left ({dict(dropped)})")
+
+        facts = _read_facts(self.folder / PROVENANCE_NAME)
+        facts |= {"records": len(lines), "new_tokens": new_tokens, "dropped": dict(sorted(dropped.items()))}
+        _write(self.output.with_suffix(f".{PROVENANCE_NAME}"), yaml.safe_dump(facts, sort_keys=False))
+        _write(self.output, "".join(lines))
+        return self.output
+
+
+def _read_facts(file: Path) -> dict[Any, Any]:
+    try:
+        return read_yaml(file)
+    except UserError as error:
+        raise UserError(f"{error}; restore this file, or remove {file.parent} to start again") from error
+
+
+def _compare(file: Path, stored: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Raise UserError if the stored facts differ from those of this run. Versions of libraries may differ."""
+    for name, value in facts.items():
+        if name != "versions" and stored.get(name) != value:
+            raise UserError(
+                f"{file.parent}: has shards with {name} {stored.get(name)}, not {value}; "
+                "give another output folder, or remove this one"
+            )
+
+
+def _prompt_keys(files: Sequence[str]) -> set[bytes]:
+    """The keys of all prompts in files that this command wrote."""
+    keys: set[bytes] = set()
+    if not files:
+        return keys
+    for path in data_files(files):
+        for number, raw in enumerate(Path(path).read_bytes().splitlines(), 1):
+            record = parse_record(path, number, raw)
+            if "messages" not in record and "prefix" not in record:
+                raise UserError(f"{path}, line {number}: exclude takes files that this command wrote")
+            keys.add(prompt_key(record))
+    return keys
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file whole or not at all. Raises UserError if it cannot be written."""
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        unfinished.write_bytes(text.encode())
+        os.replace(unfinished, file)
+    except OSError as error:
+        raise UserError(
+            f"{file}: cannot be written ({error.strerror}); the same command continues once this is fixed"
+        ) from error
+    finally:
+        unfinished.unlink(missing_ok=True)

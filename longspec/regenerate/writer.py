@@ -1,0 +1,118 @@
+"""The records of a shard: prompts, the target's answers to them, and the reasons to drop some."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+from longspec.data.aligners import Turn
+from longspec.data.prompts import Prompt, PromptFiles, answered, conversation_text, loops, user_turn_marks
+from longspec.data.records import Record
+from longspec.data.templates import encode_texts
+from longspec.errors import UserError
+from longspec.inference.arguments import end_tokens
+from longspec.models.target_files import context_window
+from longspec.regenerate.answering import Answerer, Progress, Request
+from longspec.regenerate.settings import Settings, shard_seed
+
+TURN_TEMPERATURE = 1.0
+"""Temperature of user turns that the target writes."""
+
+
+class Writer:
+    """Writes shards with one target."""
+
+    def __init__(self, settings: Settings, model: Any, tokenizer: Any, files: PromptFiles | None) -> None:
+        """files: None lets the target write the user turns. Raises UserError for limits beyond the target's."""
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.files = files
+        self.family = model.config.model_type
+        self.answerer = Answerer(model, settings.batch_size)
+        self.stop_ids = sorted(end_tokens(model.generation_config.eos_token_id))
+        self.special_ids = set(tokenizer.all_special_ids)
+
+        max_positions = context_window(model.config)
+        self.longest_prompt = settings.max_prompt_tokens or max_positions - settings.max_new_tokens
+        if self.longest_prompt < 1 or self.longest_prompt + settings.max_new_tokens > max_positions:
+            raise UserError(
+                f"max_prompt_tokens {self.longest_prompt} + max_new_tokens {settings.max_new_tokens}: "
+                f"the target has {max_positions} positions"
+            )
+        if files is None:
+            # The target continues the chat template's opening of a user turn up to the template's end of it.
+            before, after = user_turn_marks(tokenizer)
+            self.turn_opening = encode_texts([before], tokenizer)[0]
+            self.turn_stop_ids = [*self.stop_ids, tokenizer(after, add_special_tokens=False)["input_ids"][0]]
+
+    def write_shard(self, shard: int, rows: range, progress: Progress) -> tuple[list[Record], Counter[str]]:
+        """The records of a shard, whose prompts have the numbers `rows`, and how many were dropped for each reason."""
+        dropped: Counter[str] = Counter()
+        if self.files is None:
+            prompts = self._write_turns(shard, rows, dropped, progress)
+        else:
+            prompts = self.files.read(rows.start, rows.stop, self.family, self.tokenizer, self.settings.chat_format)
+        return self._answer(shard, prompts, dropped, progress), dropped
+
+    def _write_turns(self, shard: int, rows: range, dropped: Counter[str], progress: Progress) -> list[Prompt]:
+        """Prompts whose user turns the target writes."""
+        requests = [Request(self.turn_opening, TURN_TEMPERATURE, self.settings.max_turn_tokens, []) for _ in rows]
+        seed = shard_seed(self.settings, shard, "turns")
+        # Only answers count as finished prompts.
+        self.answerer.answer(requests, self.turn_stop_ids, seed, lambda tokens, finished: progress(tokens, 0))
+
+        prompts = []
+        for row, request in zip(rows, requests, strict=True):
+            is_cut_off = request.answer[-1] not in self.turn_stop_ids
+            reason = "cut off" if is_cut_off else self._defect(request, self.turn_stop_ids)
+            if reason:
+                dropped[f"user turns: {reason}"] += 1
+                continue
+            turns: list[Turn] = [{"role": "user", "content": self._text(request, self.turn_stop_ids)}]
+            text = conversation_text(turns, self.family, self.tokenizer, self.settings.chat_format)
+            prompts.append(Prompt(f"{self.settings.split}-{row}", turns, text))
+        return prompts
+
+    def _answer(self, shard: int, prompts: list[Prompt], dropped: Counter[str], progress: Progress) -> list[Record]:
+        """The records of the answers that are kept."""
+        # Every prompt draws a temperature, also one that is dropped, so that draws do not depend on lengths.
+        generator = random.Random(shard_seed(self.settings, shard, "temperatures"))
+        temperatures = [generator.choice(self.settings.temperatures) for _ in prompts]
+        token_ids = encode_texts([prompt.text for prompt in prompts], self.tokenizer)
+        kept = [row for row, ids in enumerate(token_ids) if 0 < len(ids) <= self.longest_prompt]
+        dropped["prompts: too long or empty"] += len(prompts) - len(kept)
+
+        requests = [Request(token_ids[row], temperatures[row], self.settings.max_new_tokens, []) for row in kept]
+        seed = shard_seed(self.settings, shard, "answers")
+        self.answerer.answer(requests, self.stop_ids, seed, progress)
+
+        records = []
+        for row, request in zip(kept, requests, strict=True):
+            if reason := self._defect(request, self.stop_ids):
+                dropped[f"answers: {reason}"] += 1
+                continue
+            record = answered(
+                prompts[row],
+                self._text(request, self.stop_ids),
+                temperature=request.temperature,
+                finished=request.answer[-1] in self.stop_ids,
+                new_tokens=len(request.answer),
+            )
+            records.append(record)
+        return records
+
+    def _defect(self, request: Request, stop_ids: list[int]) -> str | None:
+        """The reason to drop a text; None for a good one."""
+        if (self.special_ids - set(stop_ids)) & set(request.answer):
+            return "special tokens"
+        if loops(request.answer):
+            return "loops"
+        return None if self._text(request, stop_ids) else "empty"
+
+    def _text(self, request: Request, stop_ids: list[int]) -> str:
+        tokens = request.answer[:-1] if request.answer[-1] in stop_ids else request.answer
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if not text.strip():
+            return ""
+        return text.rstrip("\ufffd")  # a text that reached its limit may end inside a character

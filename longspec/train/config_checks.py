@@ -1,0 +1,175 @@
+"""Checks of a configuration's values. Each raises UserError with the full name of the key."""
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from omegaconf import OmegaConf
+from packaging.version import Version
+from pydantic import ValidationError
+
+from longspec.data.dataset import OVERFLOWS
+from longspec.data.records import data_files
+from longspec.data.target_format import CHAT_FORMAT_CHOICES
+from longspec.data.templates import check_templates
+from longspec.errors import UserError
+from longspec.kernels.training.varlen import resolve_attention
+from longspec.train.config_schema import TrainConfig
+from longspec.train.loss import LOSSES
+from longspec.train.positions import BLOCK_LAGS, VARIANTS
+
+DTYPES = ("float32", "bfloat16")
+OPTIMIZERS = ("adamw", "muon")
+MUON_FROM = "0.19.8"
+"""Oldest supported DeepSpeed version for Muon. Earlier ones have no Muon for bf16."""
+LARGEST_NUMBER = 2**64 - 1
+"""Limit of all integers, and the largest seed that torch accepts."""
+WANDB_MODES = ("auto", "online", "offline", "disabled")
+
+POSITIVE = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "save_steps"),
+    *("learning_rate", "max_grad_norm", "data.num_proc", "tp_size", "evaluation.steps", "evaluation.rows"),
+    *("model.window", "data.max_length"),
+)
+"""Keys with a number > 0."""
+NOT_NEGATIVE = ("seed", "weight_decay", "data.num_workers", "variant.max_offset")
+"""Keys with a number >= 0."""
+
+
+def check(config: TrainConfig) -> None:
+    """Check the values of all keys and that the data files exist. Raises UserError with the key's name."""
+    _check_numbers(config)
+    _check_choices(config)
+    contradict = config.overwrite_output_dir and config.resume is not None
+    _require(not contradict, "overwrite_output_dir", "must be false with resume", config.overwrite_output_dir)
+    check_templates(config.data.templates, "config key data.templates")
+    _check_depth(config)
+    resolve_attention(config.model.attn_implementation)
+    _check_zero(config.deepspeed.zero_optimization)
+    if config.optimizer == "muon":
+        _check_muon(config)
+    _check_data_files(config)
+    _check_output_dir(config.output_dir)
+
+
+def _check_numbers(config: TrainConfig) -> None:
+    values = OmegaConf.structured(config)
+    for key in (*POSITIVE, *NOT_NEGATIVE):
+        value = OmegaConf.select(values, key)
+        if value is None:  # max_steps and evaluation.rows may be null
+            continue
+        if isinstance(value, int):
+            _require(value <= LARGEST_NUMBER, key, "must be at most 2^64 - 1", value)
+        else:
+            _require(math.isfinite(value), key, "must be finite", value)
+        if key in POSITIVE:
+            _require(value > 0, key, "must be positive", value)
+        else:
+            _require(value >= 0, key, "must not be negative", value)
+    _require(0 <= config.warmup_ratio <= 1, "warmup_ratio", "must be in 0 … 1", config.warmup_ratio)
+    two_betas = len(config.adam_betas) == 2 and all(0 <= beta < 1 for beta in config.adam_betas)
+    _require(two_betas, "adam_betas", "must be two numbers in [0, 1)", config.adam_betas)
+
+
+def _check_choices(config: TrainConfig) -> None:
+    check_choice("loss", config.loss, LOSSES)
+    check_choice("optimizer", config.optimizer, OPTIMIZERS)
+    check_choice("resume", config.resume, (None, "latest"))
+    check_choice("variant.name", config.variant.name, VARIANTS)
+    check_choice("data.chat_format", config.data.chat_format, CHAT_FORMAT_CHOICES)
+    check_choice("data.overflow", config.data.overflow, OVERFLOWS)
+    check_choice("model.torch_dtype", config.model.torch_dtype, DTYPES)
+    check_choice("wandb.mode", config.wandb.mode, WANDB_MODES)
+
+
+def _check_depth(config: TrainConfig) -> None:
+    """A chain of the trained depth must fit into the draft's window."""
+    if config.variant.name == "base":
+        depth = BLOCK_LAGS
+    else:
+        depth = config.variant.depth
+        _require(depth > 0, "variant.depth", "must be positive", depth)
+    window = config.model.draft_options.window
+    if window <= depth:
+        raise UserError(f"config key model.window: {window}; it must be greater than the largest trained lag, {depth}")
+
+
+def _check_zero(section: dict[str, Any]) -> None:
+    check_choice("deepspeed.zero_optimization.stage", section.get("stage"), (1, 2, 3))
+    if offload := section.get("offload_optimizer"):
+        check_choice("deepspeed.zero_optimization.offload_optimizer.device", offload.get("device"), ("cpu",))
+    try:
+        DeepSpeedZeroConfig(**section)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, ("deepspeed.zero_optimization", *first["loc"])))
+        raise UserError(f"config key {key}: {first['msg']}, not {first['input']!r}") from error
+
+
+def _check_muon(config: TrainConfig) -> None:
+    """Allow Muon only where DeepSpeed clips the gradient.
+
+    In other settings it clips Muon's update, whose norm is the same in every step.
+    """
+    zero = config.deepspeed.zero_optimization
+    plain = zero["stage"] == 1 and not zero.get("offload_optimizer") and config.tp_size == 1
+    fits = plain and config.model.torch_dtype == "bfloat16"
+    if not fits:
+        raise UserError("config key optimizer: muon needs ZeRO-1 without offload, bfloat16 and tp_size=1")
+    new_enough = Version(deepspeed.__version__) >= Version(MUON_FROM)
+    _require(new_enough, "optimizer", f"must be adamw with deepspeed < {MUON_FROM}", "muon")
+
+
+def _check_data_files(config: TrainConfig) -> None:
+    training_files = _real_files("data.files", config.data.files)
+    evaluation = config.evaluation
+    if evaluation.files is None:
+        _require(not evaluation.keep_best, "evaluation.keep_best", "needs evaluation.files", True)
+        return
+    held_out_files = _real_files("evaluation.files", evaluation.files)
+    if shared := sorted(held_out_files & training_files):
+        raise UserError(
+            f"config key evaluation.files: {shared[0]} is also in data.files; evaluate on files that are not trained on"
+        )
+
+
+def _real_files(key: str, files: Any) -> set[str]:
+    """The real paths of all data files that `files` names."""
+    _require(isinstance(files, list), key, "must be a path or a list of paths", files)
+    return {os.path.realpath(file) for file in data_files(files)}
+
+
+def _check_output_dir(folder: str) -> None:
+    _require(folder.strip() != "", "output_dir", "must name a folder", folder)
+    output = Path(folder)
+    try:
+        exists = output.exists()
+    except OSError as error:
+        raise UserError(f"config key output_dir: {output} cannot be used ({error.strerror})") from error
+    if exists:
+        _require(output.is_dir(), "output_dir", "must be a folder", folder)
+        _require(os.access(output, os.W_OK), "output_dir", "must be writable", folder)
+
+
+def make_output_dir(config: TrainConfig) -> None:
+    """Create the output folder if it is missing. Raises UserError if that fails."""
+    output = Path(config.output_dir)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"config key output_dir: {output} cannot be created ({error.strerror})") from error
+    _require(os.access(output, os.W_OK), "output_dir", "must be writable", config.output_dir)
+
+
+def _require(condition: bool, key: str, problem: str, value: object) -> None:
+    if not condition:
+        raise UserError(f"config key {key}: {problem}, not {value!r}")
+
+
+def check_choice(key: str, value: object, allowed: Sequence[object]) -> None:
+    names = ", ".join("null" if choice is None else str(choice) for choice in allowed)
+    _require(value in allowed, key, f"must be one of {names}", value)

@@ -1,0 +1,118 @@
+"""The keys of a training run and their types."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from longspec.models.draft_files import checked_options
+from longspec.models.draft_layer import WINDOW, DraftOptions
+
+
+@dataclass
+class ModelConfig:
+    """Keyword arguments of `_target_`, the `from_pretrained` of a pair class."""
+
+    _target_: str = MISSING
+    torch_dtype: str = MISSING
+    attn_implementation: str | None = MISSING
+    gradient_checkpointing: bool = MISSING
+    pad_token_id: int | None = MISSING
+    ignore_mismatched_sizes: bool = MISSING
+    # Configurations in older checkpoints lack the keys below.
+    window: int = WINDOW
+    kv_layers: list[int] = field(default_factory=list)
+    target_feature: bool = False
+
+    @property
+    def draft_options(self) -> DraftOptions:
+        """The draft's architecture. Raises UserError for values that no draft can have."""
+        options = {"window": self.window, "kv_layers": self.kv_layers, "target_feature": self.target_feature}
+        return checked_options(options, "config key model.")
+
+
+@dataclass
+class DataConfig:
+    """Arguments of `longspec.data.dataset.build_dataset`, and the number of loading processes per rank."""
+
+    files: Any = MISSING
+    max_length: int = MISSING
+    pack: bool = MISSING
+    overflow: str = MISSING
+    answer_only: bool = MISSING
+    chat_format: str = MISSING
+    aligners: list[Any] = MISSING
+    num_proc: int = MISSING
+    num_workers: int = MISSING
+    cache_dir: str | None = MISSING
+    # Configurations in older checkpoints lack these keys.
+    templates: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class DeepSpeedConfig:
+    """The part of DeepSpeed's configuration that the user sets. The other keys determine the rest of it."""
+
+    zero_optimization: dict[str, Any] = MISSING
+
+
+@dataclass
+class VariantConfig:
+    """The training variant (see `longspec.train.positions`)."""
+
+    name: str = MISSING
+    """base or sinkpi-slicing."""
+    max_offset: int = MISSING
+    """Largest offset of anchor-offset positions."""
+    depth: int = MISSING
+    """Largest lag."""
+
+
+@dataclass
+class EvaluationConfig:
+    """Evaluation on held-out data (see `longspec.train.evaluation`). Without `files` there is none."""
+
+    files: Any = MISSING
+    steps: int = MISSING
+    rows: int | None = MISSING
+    keep_best: bool = MISSING
+
+
+@dataclass
+class WandbConfig:
+    project: str = MISSING
+    mode: str = MISSING
+
+
+@dataclass
+class TrainConfig:
+    """All keys of a training run. Defaults are in `conf/` only, except for keys that older checkpoints lack."""
+
+    model: ModelConfig = MISSING
+    data: DataConfig = MISSING
+    deepspeed: DeepSpeedConfig = MISSING
+    variant: VariantConfig = MISSING
+    evaluation: EvaluationConfig = MISSING
+    wandb: WandbConfig = MISSING
+    model_name_or_path: str = MISSING
+    draft_model_name_or_path: str | None = MISSING
+    eos_token_id: int | None = MISSING
+    output_dir: str = MISSING
+    resume: str | None = MISSING
+    overwrite_output_dir: bool = False
+    seed: int = MISSING
+    loss: str = MISSING
+    log_target_loss: bool = MISSING
+    optimizer: str = "adamw"
+    learning_rate: float = MISSING
+    warmup_ratio: float = MISSING
+    weight_decay: float = MISSING
+    adam_betas: list[float] = MISSING
+    max_grad_norm: float = MISSING
+    per_device_train_batch_size: int = MISSING
+    gradient_accumulation_steps: int = MISSING
+    num_train_epochs: float = MISSING
+    max_steps: int | None = MISSING
+    save_steps: int = MISSING
+    tp_size: int = MISSING

@@ -1,0 +1,65 @@
+"""The micro-batches of an optimizer step and the engine's arguments for them."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longspec.kernels.shared.device import upload
+from longspec.models.glide import Objective
+from longspec.train.config_schema import VariantConfig
+from longspec.train.positions import variant_positions
+
+Batch = dict[str, Tensor]
+"""A collated micro-batch on the host: `input_ids` and `labels`, LongTensor [B, T], and `cu_seqlens`, int32 [S + 1]."""
+Arrays = Iterator[dict[str, np.ndarray]]
+"""Micro-batches as the loader yields them."""
+EngineInputs = dict[str, Any]
+"""Arguments of the engine's forward (see `GlideMixin.draft_forward`)."""
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """The data of one optimizer step on this rank."""
+
+    micro_batches: list[Batch]
+    first_inputs: EngineInputs
+    """Inputs of the first micro-batch. They are prepared early, because its target pass may start early."""
+    wait_s: float
+    """Seconds spent waiting for the loader."""
+
+
+def take_micro_batches(arrays: Arrays, count: int) -> tuple[list[Batch], float]:
+    """The next `count` micro-batches of the loader, and the seconds spent waiting for them."""
+    start = time.perf_counter()
+    taken = [next(arrays) for _ in range(count)]
+    wait_s = time.perf_counter() - start
+    batches = [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in taken]
+    return batches, wait_s
+
+
+def batch_positions(batch: Batch, variant: VariantConfig, max_positions: int, generator: torch.Generator) -> Tensor:
+    """Position ids of a micro-batch, LongTensor [B, T] on the host."""
+    rows, length = batch["input_ids"].shape
+    return variant_positions(
+        variant.name, batch["cu_seqlens"], (rows, length), variant.max_offset, max_positions, generator
+    )
+
+
+def engine_inputs(
+    batch: Batch, positions: Tensor, lags: Tensor | None, objective: Objective, device: torch.device
+) -> EngineInputs:
+    """The engine's arguments for a micro-batch, with token and position ids on `device`."""
+    return {
+        "input_ids": upload(batch["input_ids"], device),
+        "position_ids": upload(positions, device),
+        # The host reads these. A copy back from the device would wait for all kernels that are queued there.
+        "labels": batch["labels"],
+        "cu_seqlens": batch["cu_seqlens"],
+        "lags": lags,
+        "objective": objective,
+    }

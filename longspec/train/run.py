@@ -1,0 +1,117 @@
+"""A training run, from its command-line arguments to the last checkpoint."""
+
+import logging
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from longspec.errors import reports_user_errors
+from longspec.models.target_cache import resolve_target
+from longspec.signals import exit_code
+from longspec.train.checkpoint import load_state, locate, saved_draft
+from longspec.train.config import load_config
+from longspec.train.config_checks import make_output_dir
+from longspec.train.config_schema import TrainConfig
+from longspec.train.distributed import (
+    Termination,
+    from_rank_zero,
+    launched_rank,
+    rank_zero_first,
+    share_targets,
+    start_ranks,
+)
+from longspec.train.engine import build_engine, build_pair
+from longspec.train.evaluation import held_out_row_count
+from longspec.train.folder_lock import sole_writer
+from longspec.train.inputs import read_inputs
+from longspec.train.logging import setup_logging
+from longspec.train.peers import watched
+from longspec.train.resume import last_step, rows_per_step, where_to_start, with_draft_options
+from longspec.train.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+@reports_user_errors
+def main(argv: Sequence[str] | None = None, before_steps: Callable[[], None] | None = None) -> None:
+    """Train as the command line says. Bad input is reported in one line on stderr with exit code 2.
+
+    SIGTERM, SIGINT or SIGHUP to any rank, or the end of the launcher (see `longspec.train.peers`), stops all ranks. The
+    current step is finished if that takes at most `trainer.FINISH_S` seconds, the last finished step is saved, and the
+    exit code is 128 + the signal's number. DeepSpeed's own processes have other exit codes after a signal: the
+    `deepspeed` command dies of it (128 + n in shells); `launch.py` returns 1 after SIGTERM or SIGINT, and 0 after other
+    signals.
+
+    before_steps: called after loading, right before the first step.
+    """
+    setup_logging(launched_rank())
+    with Termination(at_once=True) as termination:
+        with watched(termination) as watch:
+            start_ranks()
+            watch.connect()
+            config = from_rank_zero(lambda: load_config(sys.argv[1:] if argv is None else argv))
+            finished = config is None or train(config, termination, before_steps)
+        dist.destroy_process_group()
+        if not finished:
+            raise SystemExit(exit_code(termination.received or signal.SIGTERM))
+
+
+def train(config: TrainConfig, termination: Termination, before_steps: Callable[[], None] | None = None) -> bool:
+    """Run the whole training on this rank. Returns False if it was stopped before its last step."""
+    share_targets(config.tp_size)
+    from_rank_zero(lambda: make_output_dir(config))
+    located = from_rank_zero(lambda: locate(config))
+    with sole_writer(Path(located.output_dir)) as before_save:
+        return _train_locked(located, termination, before_save, before_steps)
+
+
+def _train_locked(
+    config: TrainConfig,
+    termination: Termination,
+    before_save: Callable[[], None],
+    before_steps: Callable[[], None] | None,
+) -> bool:
+    """`train`, once the output folder is locked."""
+    # Checkpoints name the target as the user did. The folder of a converted target exists on this machine only.
+    target = rank_zero_first(lambda: resolve_target(config.model_name_or_path))
+    start = from_rank_zero(lambda: where_to_start(config, target))
+    # A resumed run has its own draft; the draft of the previous stage may be gone.
+    draft = None if start.state else start.draft or config.draft_model_name_or_path
+    run_config = from_rank_zero(lambda: with_draft_options(config, start.state, draft))
+    local_config = replace(run_config, model_name_or_path=target, draft_model_name_or_path=draft)
+
+    inputs = rank_zero_first(lambda: read_inputs(local_config))
+    start_step = start.progress.step
+    total_steps = from_rank_zero(lambda: last_step(run_config, len(inputs.rows), start_step))
+    held_out_rows = from_rank_zero(lambda: held_out_row_count(run_config, inputs))
+    evaluation_due = start.progress.evaluation_due and held_out_rows > 0
+    if start_step == total_steps and not evaluation_due:
+        logger.info("nothing left to do: %s already holds step %d, the last one", run_config.output_dir, total_steps)
+        return True
+    logger.info(
+        "%d rows, %d per step; steps %d … %d", len(inputs.rows), rows_per_step(run_config), start_step + 1, total_steps
+    )
+    logger.info("target %s, draft %s", run_config.model_name_or_path, start.state or draft or "fresh")
+
+    draft_weights = saved_draft(start.state) if start.state else inputs.draft
+    engine = build_engine(run_config, build_pair(local_config, draft_weights))
+    if start.state:
+        load_state(engine, start.state, start.progress)
+    trainer = Trainer(
+        run_config,
+        engine,
+        inputs,
+        start_step=start_step,
+        total_steps=total_steps,
+        held_out_rows=held_out_rows,
+        evaluation_due=evaluation_due,
+        run=start.run,
+        before_save=before_save,
+    )
+    if before_steps:
+        before_steps()
+    return trainer.run(termination)

@@ -1,0 +1,111 @@
+"""Rounds of rows with settings of their own follow each row's distribution exactly, and planted faults do not pass."""
+
+from typing import Any
+
+import pytest
+import torch
+from distributions import p_value
+from pairs import make_pair
+from torch import Tensor
+
+from longspec.inference.sampling import Sampler
+from longspec.inference.select_runner import make_runner
+from longspec.inference.server import batch as batch_module
+from longspec.inference.server.batch import Batch, Method, Mode
+from longspec.inference.server.requests import Sampling
+from longspec.inference.server.row_sampling import Purpose, RowSampler
+from longspec.inference.server.selective import SelectiveDrafter
+from longspec.models.glide import GlideMixin
+
+VOCAB = 4
+PROMPT = [1, 3, 0, 2, 2]
+SETTINGS = [  # (sampling, speculates)
+    (Sampling(1.0), True),
+    (Sampling(0.6), True),
+    (Sampling(1.5, top_k=3), True),
+    (Sampling(1.0, top_p=0.8), True),
+    (Sampling(1.0), False),
+    (Sampling(0.7, top_p=0.9), False),
+    (Sampling(0.0), True),
+    (Sampling(0.0), False),
+]
+"""Rows that run next to each other."""
+COPIES, REPEATS = 128, 6
+METHODS = {
+    "tree": Method("tree", (2, 3), 0, "reject"),
+    "tree, descend": Method("tree", (2, 3), 0, "descend"),
+    "seq": Method("seq", (), 2, ""),
+}
+LEVEL = 1e-3 / len(METHODS)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> GlideMixin:
+    return make_pair(tmp_path_factory.mktemp("pair"), "qwen2", vocab_size=VOCAB)
+
+
+def laws(model: GlideMixin) -> Tensor:
+    """[settings, VOCAB^3]: the probability of each sequence of three tokens after the prompt."""
+    tokens = torch.cartesian_prod(*[torch.arange(VOCAB)] * 3)
+    with torch.no_grad():
+        logits = model(torch.cat([torch.tensor(PROMPT).expand(len(tokens), -1), tokens], 1)).logits
+    logits = logits[:, len(PROMPT) - 1 : -1]
+    rows = []
+    for sampling, _ in SETTINGS:
+        if sampling.temperature == 0:
+            p = torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).float()
+        else:
+            p = Sampler(sampling.temperature, sampling.top_k, sampling.top_p).probabilities(logits)
+        rows.append(p.gather(2, tokens[..., None])[..., 0].double().prod(1))
+    return torch.stack(rows)
+
+
+@torch.no_grad()
+def outcomes(model: GlideMixin, method: Method) -> Tensor:
+    """Counts [settings, VOCAB^3] of the first three tokens, of COPIES * REPEATS answers per setting."""
+    runner = make_runner(model, "sdpa", False)
+    rows = len(SETTINGS) * COPIES
+    batch = Batch(runner, method, rows, 256)
+    prompt = batch.upload(PROMPT)
+    batch.active.fill_(True)
+    counts = torch.zeros(len(SETTINGS), VOCAB**3)
+    hidden = batch.read_prompt(0, prompt, 0)
+    for row in range(rows):
+        batch.copy_prefix(0, row, len(PROMPT))
+        batch.assign(row, SETTINGS[row % len(SETTINGS)][0], row, SETTINGS[row % len(SETTINGS)][1])
+    batch.drafters["greedy"].start(prompt.expand(rows, -1), torch.full((rows,), len(PROMPT)))
+    for _ in range(REPEATS):
+        batch.settings.seeds += rows
+        batch.cache.lengths.fill_(len(PROMPT))
+        first = RowSampler(batch.settings, True, Purpose.FIRST)
+        batch.root.copy_(first.choose(runner.logits(hidden)[:, 0].expand(rows, -1)))
+        answers = [[token] for token in batch.root.tolist()]
+        while min(map(len, answers)) < 3:
+            report, _ = batch.rounds(Mode(True, "truncated"), rows)(batch.active)
+            for answer, line in zip(answers, report.tolist(), strict=True):
+                answer += map(int, line[: int(line[-2])])
+        for row, (a, b, c, *_) in enumerate(answers):
+            counts[row % len(SETTINGS), (a * VOCAB + b) * VOCAB + c] += 1
+    return counts
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_row_follows_its_own_distribution(model: GlideMixin, name: str) -> None:
+    assert p_value(outcomes(model, METHODS[name]), laws(model)) > LEVEL
+
+
+def test_planted_faults_are_seen(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:
+    law = laws(model)
+
+    def keeps_children(self: Any, root: Tensor, cache: Any) -> Any:
+        """Vanilla rows accept and reject drafts of another sampler's law."""
+        proposal = self.drafter.propose(root, cache)
+        proposal.sampled_from[~self.speculates] = 1 / VOCAB
+        return proposal
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SelectiveDrafter, "propose", keeps_children)
+        assert p_value(outcomes(model, METHODS["tree"]), law) < 1e-6
+    with monkeypatch.context() as patch:  # draft and target draw the same numbers
+        patch.setattr(batch_module.RowSampler, "_next_stream", lambda self, kind: kind)
+        assert p_value(outcomes(model, METHODS["seq"]), law) < 1e-6

@@ -1,0 +1,209 @@
+"""Continuous batching: every request gets the tokens that it would get alone, whatever runs next to it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairs import FAMILIES, OPTIONS, make_pair
+from serving import SMALL, Answer, alone, answers, random_requests, serving
+
+from longspec.inference.server.requests import Request, Sampling, Tree
+from longspec.inference.server.scheduler import Scheduler
+from longspec.models.glide import GlideMixin
+
+VOCAB = 7
+"""Small, so that random drafts get tokens accepted."""
+SIZES = (2**20, 2**21, 2**24)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], GlideMixin]:
+    known: dict[tuple[str, str], GlideMixin] = {}
+
+    def model(family: str, options: str = "published") -> GlideMixin:
+        if (family, options) not in known:
+            folder = tmp_path_factory.mktemp(f"{family}-{options}")
+            known[family, options] = make_pair(folder, family, options=OPTIONS[options], vocab_size=VOCAB)
+        return known[family, options]
+
+    return model
+
+
+Models = Callable[..., GlideMixin]
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "settings"),
+    [
+        ("llama", "published", {}),
+        ("qwen2", "both", {}),
+        ("llama", "published", {"tree_rule": "descend"}),
+        ("qwen2", "published", {"method": "seq"}),
+        ("llama", "published", {"method": "lookup"}),
+        ("qwen2", "published", {"method": "magicdec"}),
+        ("llama", "published", {"method": "vanilla"}),
+    ],
+)
+def test_every_request_is_answered_as_alone(models: Models, family: str, options: str, settings: Any) -> None:
+    model = models(family, options)
+    requests = random_requests(14, VOCAB)
+    with serving(model, max_rows=4, **settings) as scheduler:
+        mixed = answers(scheduler, requests)
+        snapshot = scheduler.snapshot()
+    for request, answer in zip(requests, mixed, strict=True):
+        if request.sampling.temperature == 0:
+            assert answer.ids == alone(model, request)
+    assert sum(len(answer.ids) for answer in mixed) == snapshot.new_tokens
+    assert sum(snapshot.finished.values()) == snapshot.requests == len(requests)
+    if settings.get("method") != "vanilla":
+        assert snapshot.accepted_tokens > 5
+        assert snapshot.decoded_tokens > snapshot.row_rounds
+    with serving(model, max_rows=1, **settings) as scheduler:
+        for request, answer in zip(requests, mixed, strict=True):
+            if request.sampling.temperature > 0:
+                assert answer.ids == answers(scheduler, [request])[0].ids
+
+
+def test_events_of_an_answer(models: Models) -> None:
+    model = models("llama")
+    request = Request([3, 1, 4, 1, 5], 12, logprobs=True, trace=True)
+    with serving(model, max_rows=2) as scheduler:
+        answer = answers(scheduler, [request])[0]
+    ids = answer.ids
+    with torch.no_grad():
+        law = model(torch.tensor([request.prompt + ids])).logits[0].log_softmax(-1)
+    expected = [law[len(request.prompt) - 1 + number, token].item() for number, token in enumerate(ids)]
+    logprobs = [value for event in answer.events for value in event.logprobs or []]
+    assert logprobs == pytest.approx(expected, abs=1e-4)
+    first, *rounds = answer.events
+    assert first.origins == ["target"] and first.tree is None
+    emitted = list(first.ids)
+    for event in rounds:
+        assert isinstance(event.tree, Tree)
+        assert event.tree.tokens[0] == emitted[-1]
+        path = [0, *event.tree.accepted]
+        assert [event.tree.parents[node] for node in path] == [-1, *path[:-1]]
+        proposed = [token for token, origin in zip(event.ids, event.origins, strict=True) if origin == "draft"]
+        assert [event.tree.tokens[node] for node in path[1:]][: len(proposed)] == proposed
+        emitted += event.ids
+    timings = answer.finished.timings
+    assert timings.rounds == len(rounds) and timings.ttft_s > 0 and answer.finished.reason == "length"
+
+
+@pytest.mark.parametrize(("options", "temperature"), [*((options, 0.0) for options in OPTIONS), ("both", 1.0)])
+def test_a_follow_up_reuses_its_row(models: Models, options: str, temperature: float) -> None:
+    """Trees are compared too, as a wrong ring, feature or layer of the draft changes nothing else."""
+    model = models("qwen2", options)
+    sampling = Sampling(temperature, seed=3)
+    first = Request([5, 3, 2, 6] * 10, 20, sampling, trace=True)
+    with serving(model, max_rows=3) as scheduler:
+        opening, other = answers(scheduler, [first, Request([1, 2] * 15, 20, sampling)])
+        second = replace(first, prompt=[*first.prompt, *opening.ids, 4, 4, 1])
+        reused = answers(scheduler, [replace(second, speculate=False), second])[1]
+        branched = answers(scheduler, [replace(first, max_new_tokens=5)])[0]
+    with serving(model, max_rows=3) as scheduler:
+        fresh = answers(scheduler, [second])[0]
+    assert other.finished.timings.cached_prompt_tokens == 0
+    assert reused.finished.timings.cached_prompt_tokens >= len(first.prompt) + len(opening.ids) - 1
+    assert branched.finished.timings.cached_prompt_tokens == len(first.prompt) - 1
+    assert branched.ids == opening.ids[:5]
+    assert reused.ids == fresh.ids
+    assert [event.tree for event in reused.events] == [event.tree for event in fresh.events]
+
+
+def test_running_rows_wait_for_one_chunk_at_most(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[int] = []
+    with serving(models("llama"), max_rows=3) as scheduler:
+        read_prompt, rounds = scheduler.batch.read_prompt, scheduler.batch.rounds
+        lengths_before: list[list[int]] = []
+
+        def read(row: int, tokens: torch.Tensor, start: int) -> torch.Tensor:
+            log.append(tokens.shape[1])
+            others = [other for other in range(3) if other != row]
+            before = scheduler.batch.cache.keys[:, others].clone()
+            hidden = read_prompt(row, tokens, start)
+            assert torch.equal(scheduler.batch.cache.keys[:, others], before)
+            lengths_before.append(scheduler.batch.cache.lengths.tolist())
+            return hidden
+
+        def counted(*mode: Any) -> Any:
+            log.append(0)
+            return rounds(*mode)
+
+        monkeypatch.setattr(scheduler.batch, "read_prompt", read)
+        monkeypatch.setattr(scheduler.batch, "rounds", counted)
+        long = Request([1, 2, 3, 4, 5] * 20, 3)
+        requests = [Request([6, 5], 40), long, replace(long, prompt=long.prompt[::-1]), Request([5], 1)]
+        answers(scheduler, requests)
+    first_round, last_chunk = log.index(0), len(log) - 1 - next(i for i, n in enumerate(log[::-1]) if n)
+    between = [sum(chunk) for chunk in _split(log[first_round:last_chunk])]
+    assert max(between) <= SMALL["prefill_chunk"] and len(between) > 10
+
+
+def _split(log: list[int]) -> list[list[int]]:
+    """The chunks between rounds."""
+    parts: list[list[int]] = [[]]
+    for entry in log:
+        if entry == 0:
+            parts.append([])
+        else:
+            parts[-1].append(entry)
+    return parts
+
+
+def test_a_finished_row_goes_to_the_next_request(models: Models) -> None:
+    """Six short answers and one long one on two rows: the short ones do not wait for the long one."""
+    with serving(models("llama"), max_rows=2) as scheduler:
+        long = Answer(scheduler, Request([1], 200, speculate=False))
+        short = answers(scheduler, [Request([2, number], 4) for number in range(6)])
+        assert long.end is None or long.end.timings.rounds > 24
+        assert long.finished.timings.rounds == 199
+        assert all(answer.finished.timings.rounds <= 3 for answer in short)
+        assert scheduler.snapshot().rounds < 230
+
+
+def test_rounds_are_as_small_as_the_running_rows_allow(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row moves down when those below it finish, and goes on as if nothing had happened."""
+    sizes = []
+    model = models("qwen2", "both")
+    requests = [Request([1, 2], 3), Request([3] * 20, 4), Request([4, 1] * 30, 40, Sampling(1.0, seed=1), trace=True)]
+    with serving(model, max_rows=3, prefill_chunk=512) as scheduler:
+        rounds = scheduler.batch.rounds
+
+        def recorded(mode: Any, rows: int) -> Any:
+            sizes.append(rows)
+            return rounds(mode, rows)
+
+        monkeypatch.setattr(scheduler.batch, "rounds", recorded)
+        moved = answers(scheduler, requests)
+        again = answers(scheduler, [replace(requests[1], prompt=[3] * 21)])[0]
+    assert sizes[0] == 3 and sizes[-1] == 1 and sizes.count(1) > 5
+    assert again.finished.timings.cached_prompt_tokens == 20  # what the row held when it was exchanged
+    with serving(model, max_rows=1) as scheduler:
+        fresh = answers(scheduler, requests[2:])[0]
+    assert moved[2].ids == fresh.ids
+    assert [event.tree for event in moved[2].events] == [event.tree for event in fresh.events]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.gpu
+def test_captured_rounds_answer_as_alone(tmp_path: Path, family: str) -> None:
+    model: GlideMixin = make_pair(tmp_path, family, vocab_size=VOCAB).to("cuda")  # type: ignore[assignment]
+    requests = random_requests(24, VOCAB)
+    with serving(model, max_rows=5) as scheduler:
+        mixed = answers(scheduler, requests)
+        assert scheduler.batch.runner.capturable
+        repeated = answers(scheduler, requests[::-1])[::-1]
+    for request, answer, other in zip(requests, mixed, repeated, strict=True):
+        assert answer.ids == other.ids
+        if request.sampling.temperature == 0:
+            assert answer.ids == alone(model, request)
+
+
+def test_capacity_follows_the_memory(models: Models) -> None:
+    model = models("llama")
+    capacities = [Scheduler(model, **SMALL | {"memory": memory, "max_rows": 2}).batch.capacity for memory in SIZES]
+    assert capacities == [1280, 2560, 4352]  # the last one by the target's 4096 positions

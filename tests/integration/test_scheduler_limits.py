@@ -1,0 +1,216 @@
+"""The scheduler under misuse: refusals, cancellation, failures of one request and of the engine, shutdown, leaks."""
+
+import gc
+import threading
+import weakref
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from pairs import make_pair
+from serving import Answer, alone, answers, random_requests, serving
+
+from longspec.errors import UserError
+from longspec.inference.server.requests import (
+    Event,
+    Finished,
+    NotServing,
+    QueueFull,
+    Request,
+    RequestTooLarge,
+    Sampling,
+)
+from longspec.models.draft_layer import DraftOptions
+from longspec.models.glide import GlideMixin
+
+VOCAB = 7
+POISON = 6
+"""The token that gets an embedding of NaN."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> GlideMixin:
+    options = DraftOptions(target_feature=True)
+    return make_pair(tmp_path_factory.mktemp("pair"), "llama", options=options, vocab_size=VOCAB)
+
+
+def test_refusals(model: GlideMixin) -> None:
+    with serving(model, max_rows=1, memory=2**20, max_queue=2) as scheduler:
+        limit = scheduler.batch.capacity - scheduler.batch.depth - 1 - scheduler.batch.nodes
+        with pytest.raises(RequestTooLarge, match=f"more than the {limit} of a row"):
+            scheduler.submit(Request([1] * (limit - 4), 5), print)
+        for request in (Request([]), Request([VOCAB]), Request([1], sampling=Sampling(-1.0)), Request([1], 0)):
+            with pytest.raises(UserError):
+                scheduler.submit(request, print)
+        with pytest.raises(UserError, match="seed"):
+            scheduler.submit(Request([1], sampling=Sampling(seed=-1)), print)
+        fitting = Answer(scheduler, Request([1] * (limit - 5), 5, Sampling(1.0, seed=2**64 - 1)))
+        assert fitting.finished.reason == "length" and len(fitting.ids) == 5
+        running = Answer(scheduler, Request([1], 200))
+        while not running.events:  # it has left the queue
+            pass
+        queued = [Answer(scheduler, Request([2], 1)) for _ in range(2)]
+        with pytest.raises(QueueFull, match="2 requests are waiting"):
+            scheduler.submit(Request([3], 1), print)
+        assert scheduler.snapshot().queued == 2
+        assert [answer.finished.reason for answer in (running, *queued)] == ["length"] * 3
+
+
+def test_cancellation_frees_the_row_within_one_round(model: GlideMixin) -> None:
+    with serving(model, max_rows=2) as scheduler:
+        steady = Answer(scheduler, Request([1, 2], 60))
+        cancelled = Answer(scheduler, Request([3], 1000), cancel_after=3)
+        queued = Answer(scheduler, Request([4], 1000), cancel_after=0)
+        following = Answer(scheduler, Request([3], 9))
+        assert cancelled.finished.reason == queued.finished.reason == "cancelled"
+        assert len(cancelled.events) <= 4 and not queued.events
+        for answer, request in ((following, Request([3], 9)), (steady, Request([1, 2], 60))):
+            assert answer.finished.reason == "length" and answer.ids == alone(model, request)
+
+
+def test_a_request_in_prefill_can_be_cancelled(model: GlideMixin) -> None:
+    """The part of the prompt that was read is reused."""
+    with serving(model, max_rows=1, prefill_chunk=1) as scheduler:
+        prompt = [1, 2, 3, 4, 5] * 40
+        read, resume = threading.Event(), threading.Event()
+        read_prompt = scheduler.batch.read_prompt
+
+        def paused(row: int, tokens: torch.Tensor, start: int) -> torch.Tensor:
+            if start == 20:
+                read.set()
+                assert resume.wait(60)
+            return read_prompt(row, tokens, start)
+
+        scheduler.batch.read_prompt = paused  # type: ignore[method-assign]
+        cancelled = Answer(scheduler, Request(prompt, 5))
+        assert read.wait(60) and cancelled.ticket is not None
+        scheduler.cancel(cancelled.ticket)
+        resume.set()
+        assert cancelled.finished.reason == "cancelled" and not cancelled.events
+        again = answers(scheduler, [Request(prompt, 5)])[0]
+        assert again.finished.timings.cached_prompt_tokens == 21
+        assert again.ids == alone(model, Request(prompt, 5))
+
+
+def test_a_fault_ends_its_own_request(tmp_path: Path) -> None:
+    """Before, at the same time, and afterwards in the same row, others are answered as alone."""
+    model = make_pair(tmp_path, "qwen2", options=DraftOptions(target_feature=True))
+    with torch.no_grad():
+        model.model.embed_tokens.weight[POISON] = torch.nan
+        model.lm_head.weight[POISON] = 0  # others are far more probable: no answer and no tree holds it
+    good = [Request([1, 2, 3], 30), Request([4, 5], 30, Sampling(1.0, seed=1)), Request([2], 40, speculate=False)]
+    with serving(model, max_rows=1) as scheduler:
+        expected = [answers(scheduler, [request])[0].ids for request in good]
+    with serving(model, max_rows=4) as scheduler:
+        first = [Answer(scheduler, request) for request in good]
+        bad = [Answer(scheduler, Request([1, POISON, 2], 30, sampling)) for sampling in (Sampling(), Sampling(0.8))]
+        later = [Answer(scheduler, request) for request in good * 2]
+        for answer in bad:
+            assert answer.finished.reason == "error"
+            assert answer.finished.message == "position 3: the target's logits are NaN or infinite"
+        assert [answer.finished.reason for answer in first + later] == ["length"] * 9
+        assert [answer.ids for answer in first + later] == expected * 3
+        assert scheduler.snapshot().healthy
+
+
+def test_a_failing_callback_ends_its_own_request(model: GlideMixin) -> None:
+    events: list[Event] = []
+
+    def fail(event: Event) -> None:
+        events.append(event)
+        if not isinstance(event, Finished):
+            raise RuntimeError("the client's code")
+
+    with serving(model, max_rows=2) as scheduler:
+        scheduler.submit(Request([1], 1000), fail)
+        answer = answers(scheduler, [Request([1, 2], 20)])[0]
+        assert scheduler.drain(60)
+    assert answer.ids == alone(model, Request([1, 2], 20))
+    assert isinstance(events[-1], Finished) and len(events) <= 4
+    assert (events[-1].reason, events[-1].message) == ("error", "on_event failed: the client's code")
+
+
+def test_a_failing_prefill_ends_its_own_request(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(model, max_rows=2) as scheduler:
+        read_prompt = scheduler.batch.read_prompt
+
+        def fail(row: int, tokens: torch.Tensor, start: int) -> torch.Tensor:
+            if tokens[0, 0] == 5:
+                raise RuntimeError("no memory")
+            return read_prompt(row, tokens, start)
+
+        monkeypatch.setattr(scheduler.batch, "read_prompt", fail)
+        good = Answer(scheduler, Request([1, 2], 20))
+        bad = Answer(scheduler, Request([5, 2], 20))
+        assert (bad.finished.reason, bad.finished.message) == ("error", "prefill failed: no memory")
+        assert good.finished.reason == "length" and good.ids == alone(model, Request([1, 2], 20))
+
+
+def test_a_failure_of_the_engine_ends_all_requests(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*mode: Any) -> Any:
+        raise RuntimeError("device lost")
+
+    with serving(model, max_rows=2) as scheduler:
+        monkeypatch.setattr(scheduler.batch, "rounds", fail)
+        lost = []
+        for number in range(5):
+            try:
+                lost.append(Answer(scheduler, Request([number], 9)))
+            except NotServing:
+                break
+        assert lost and {answer.finished.reason for answer in lost} == {"error"}
+        assert {answer.finished.message for answer in lost} == {"the engine failed: device lost"}
+        snapshot = scheduler.snapshot()
+        assert (snapshot.healthy, snapshot.error) == (False, "the engine failed: device lost")
+        assert snapshot.running == snapshot.queued == 0
+        with pytest.raises(NotServing, match="device lost"):
+            scheduler.submit(Request([1]), print)
+        assert scheduler.drain(60)
+
+
+def test_shutdown(model: GlideMixin) -> None:
+    with serving(model, max_rows=2) as scheduler:
+        finishing = [Answer(scheduler, Request([1, number], 10)) for number in range(4)]
+        assert scheduler.drain(60)
+        assert [answer.finished.reason for answer in finishing] == ["length"] * 4
+        with pytest.raises(NotServing, match="shutting down"):
+            scheduler.submit(Request([1]), print)
+    with serving(model, max_rows=2) as scheduler:
+        cut_off = [Answer(scheduler, Request([1, number], 3000)) for number in range(4)]
+        assert not scheduler.drain(0.01)
+        scheduler.close()
+        assert [answer.finished.reason for answer in cut_off] == ["cancelled"] * 4
+        assert not scheduler.snapshot().healthy
+
+
+def load(scheduler: Any, count: int, seed: int) -> list[weakref.ref[Any]]:
+    """Requests of which a third is cancelled at random times, some before they start."""
+    random = Random(seed)
+    requests = random_requests(count, VOCAB, seed, longest=20)
+    open_answers = [
+        Answer(scheduler, request, random.choice((None, None, None, 0, 1, 3)) if number else None)
+        for number, request in enumerate(requests)
+    ]
+    assert all(answer.finished.reason != "error" for answer in open_answers)
+    return [weakref.ref(answer.ticket) for answer in open_answers]
+
+
+def test_many_requests_leak_nothing(model: GlideMixin) -> None:
+    process = psutil.Process()
+    with serving(model, max_rows=8, max_queue=1000) as scheduler:
+        load(scheduler, 60, seed=0)
+        gc.collect()
+        threads, resident = threading.active_count(), process.memory_info().rss
+        tickets = load(scheduler, 150, seed=1)
+        assert scheduler.drain(60)
+        gc.collect()
+        snapshot = scheduler.snapshot()
+        assert sum(snapshot.finished.values()) == snapshot.requests == 210
+        assert snapshot.finished["cancelled"] > 20
+        assert snapshot.running == snapshot.queued == 0 and not scheduler.batch.active.any()
+        assert threading.active_count() == threads
+        assert [ticket for ticket in tickets if ticket() is not None] == []
+        assert process.memory_info().rss < 1.02 * resident

@@ -1,0 +1,99 @@
+"""A client of the scheduler for tests: it collects the events of requests."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from random import Random
+from threading import Event as Signal
+from typing import Any
+
+import torch
+
+from longspec import generate
+from longspec.inference.server.requests import Event, Finished, Request, Sampling, Ticket, Tokens
+from longspec.inference.server.scheduler import Scheduler
+from longspec.models.glide import GlideMixin
+
+SMALL: dict[str, Any] = {"tree_shape": (3, 4, 4), "gamma": 3, "memory": 2**27, "prefill_chunk": 16}
+TIMEOUT = 60
+"""Seconds; only a deadlock takes them."""
+
+
+@contextmanager
+def serving(model: GlideMixin, **settings: Any) -> Iterator[Scheduler]:
+    """A scheduler that has started."""
+    scheduler = Scheduler(model, **SMALL | settings)
+    scheduler.start()
+    try:
+        yield scheduler
+    finally:
+        scheduler.close()
+
+
+class Answer:
+    """The events of one request."""
+
+    def __init__(self, scheduler: Scheduler, request: Request, cancel_after: int | None = None) -> None:
+        """cancel_after: number of `Tokens` after which the request is cancelled; 0 cancels it at once."""
+        self.scheduler, self.cancel_after = scheduler, cancel_after
+        self.events: list[Tokens] = []
+        self.end: Finished | None = None
+        self.over = Signal()
+        self.ticket: Ticket | None = None
+        self.ticket = scheduler.submit(request, self.take)
+        if cancel_after == 0:
+            scheduler.cancel(self.ticket)
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, Finished):
+            assert self.end is None
+            self.end = event
+            self.over.set()
+            return
+        assert self.end is None
+        self.events.append(event)
+        if self.ticket is not None and self.cancel_after is not None and len(self.events) >= self.cancel_after:
+            self.scheduler.cancel(self.ticket)
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for event in self.events for token in event.ids]
+
+    @property
+    def finished(self) -> Finished:
+        """Waits for it."""
+        assert self.over.wait(TIMEOUT)
+        assert self.end is not None
+        return self.end
+
+
+def answers(scheduler: Scheduler, requests: Sequence[Request]) -> list[Answer]:
+    """All requests at once; every answer is finished."""
+    found = [Answer(scheduler, request) for request in requests]
+    assert [answer.finished.message for answer in found] == [""] * len(found)
+    return found
+
+
+def alone(model: GlideMixin, request: Request) -> list[int]:
+    """What `generate` answers to a greedy request."""
+    out = generate(
+        model,
+        torch.tensor([request.prompt]),
+        method="vanilla",
+        max_new_tokens=request.max_new_tokens,
+        eos_token_id=sorted(request.stop_ids) or None,
+    )
+    return out.new_tokens[0].tolist()
+
+
+def random_requests(count: int, vocab: int, seed: int = 0, longest: int = 60, **settings: Any) -> list[Request]:
+    """Ragged prompts and limits; a third greedy, a quarter without speculation, some truncated, some with stops."""
+    random = Random(seed)
+    requests = []
+    for number in range(count):
+        prompt = [random.randrange(vocab) for _ in range(random.randint(1, longest))]
+        temperature = 0.0 if number % 3 == 0 else random.choice((0.7, 1.0))
+        top_p, top_k = random.choice(((1.0, 0), (0.9, 0), (1.0, 3)))
+        sampling = Sampling(temperature, top_p, top_k, seed=number)
+        stops = frozenset({1, 2}) if number % 5 == 0 else frozenset()
+        requests.append(Request(prompt, random.randint(1, 30), sampling, stops, speculate=number % 4 != 0, **settings))
+    return requests

@@ -1,0 +1,66 @@
+"""Random numbers per row: the kernel against plain torch, their law, and that a row's numbers are its own."""
+
+import os
+
+import pytest
+import torch
+
+from longspec.kernels.decoding.row_noise import row_exponentials, row_uniforms
+
+DEVICES = [
+    pytest.param(
+        "cpu", marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs interpreter")
+    ),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+SEEDS = torch.tensor([0, 5, -1, 2**62])
+POSITIONS = torch.tensor([0, 3, 7, 100], dtype=torch.int32)
+CONSTANT = torch.tensor([False, True, False, False])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("stream", [0, 1, 5 << 20])
+def test_the_kernel_has_the_bits_of_the_reference(device: str, stream: int) -> None:
+    fill_rows = pytest.importorskip("longspec.kernels.decoding.row_noise_kernel").fill_rows
+    seeds, positions, constant = (x.to(device) for x in (SEEDS, POSITIONS, CONSTANT))
+    uniforms = fill_rows(seeds, positions, stream, (3, 421))
+    assert torch.equal(uniforms.cpu(), row_uniforms(SEEDS, POSITIONS, stream, (3, 421)))
+    exponentials = fill_rows(seeds, positions, stream, (3, 421), constant)
+    expected = row_exponentials(SEEDS, POSITIONS, stream, (3, 421), CONSTANT)
+    torch.testing.assert_close(exponentials.cpu(), expected, rtol=1e-14, atol=0)
+
+
+def test_the_first_number_is_that_of_splitmix64() -> None:
+    """The published generator's first output for state s is mix(s + GAMMA); the reference is computed in Python."""
+
+    def mix(x: int) -> int:
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        return x ^ x >> 31
+
+    gamma = 0x9E3779B97F4A7C15
+    assert mix(1234567 + gamma) == 6457827717110365317  # a published test value
+    seed, position, stream, number = 2**64 - 3, 11, 2, 4
+    key = mix((mix((mix(seed) + (position + 1) * gamma) % 2**64) + (stream + 1) * gamma) % 2**64)
+    expected = (mix((key + (number + 1) * gamma) % 2**64) >> 11) * 2.0**-53
+    numbers = row_uniforms(torch.tensor([seed - 2**64]), torch.tensor([position]), stream, (9,))
+    assert numbers[0, number].item() == expected
+
+
+def test_law_of_the_numbers() -> None:
+    seeds, positions = torch.arange(40) // 8, torch.arange(40) % 8
+    uniforms = row_uniforms(seeds, positions, 0, (2500,))
+    exponentials = row_exponentials(seeds, positions, 1, (2500,), torch.zeros(40, dtype=torch.bool))
+    assert exponentials.min() > 0 and exponentials.isfinite().all()
+    both = torch.cat([uniforms, 1 - (-exponentials).exp()])
+    ordered = both.flatten().sort().values
+    steps = torch.arange(1, len(ordered) + 1) / len(ordered)
+    assert (ordered - steps).abs().max() < 1.95 / len(ordered) ** 0.5  # Kolmogorov-Smirnov at a level of 1e-3
+    correlations = torch.corrcoef(both).triu(1).abs()  # seeds, positions and streams are unrelated
+    assert correlations.max() < 5.2 / 2500**0.5  # 3,160 pairs at a level of 1e-3
+
+
+def test_numbers_depend_on_the_row_alone() -> None:
+    numbers = row_uniforms(SEEDS, POSITIONS, 2, (5, 6))
+    part = row_uniforms(SEEDS[2:3], POSITIONS[2:3], 2, (1, 6))
+    assert torch.equal(numbers[2, :1], part[0])

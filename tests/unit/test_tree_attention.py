@@ -1,0 +1,196 @@
+"""The tree attention kernel against its references, in Triton's interpreter and on the GPU."""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from longspec.kernels.decoding import attention_reference
+from longspec.kernels.decoding.attention_interface import PrefixParts
+from longspec.kernels.decoding.tree_attention import masked_attention, prefix_and_tree_attention, window_attention
+from longspec.kernels.shared.reference import attention_with_lse
+
+DEVICES = [
+    pytest.param(
+        "cpu", marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs interpreter")
+    ),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+BLOCK = 48
+SHARED_MEMORY = 99 * 1024
+
+
+def make_case(
+    lengths: list[int], kv_heads: int, group: int, nodes: int, head_dim: int, parts: int, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """q, k, v, lengths, mask, outputs and LSEs of the parts.
+
+    All strides differ. Slots that the kernel must not read hold NaN, and so does every third part, which is empty.
+    """
+    generator = torch.Generator().manual_seed(nodes + head_dim)
+    batch, slots = len(lengths), max(lengths) + nodes + 7
+    q = torch.randn(batch, nodes, kv_heads * group, head_dim, generator=generator).transpose(1, 2)
+    k = torch.full((batch, kv_heads, slots, head_dim), torch.nan)
+    v = torch.full((slots, batch, kv_heads, head_dim + 3), torch.nan).permute(1, 2, 0, 3)[..., :head_dim]
+    for row, length in enumerate(lengths):
+        used = slice(length // BLOCK * BLOCK, length + nodes)
+        for x in (k, v):
+            x[row, :, used] = torch.randn(kv_heads, used.stop - used.start, head_dim, generator=generator)
+    mask = torch.ones(batch, nodes + 9, nodes + 70, dtype=torch.bool)[:, :nodes, :nodes]
+    mask &= torch.rand(batch, nodes, nodes, generator=generator) < 0.6
+    outs = torch.randn(parts, batch, nodes, kv_heads * group, head_dim, generator=generator).transpose(2, 3)
+    lses = 2 + torch.randn(parts, batch, kv_heads * group, nodes, generator=generator)
+    outs[::3], lses[::3] = torch.nan, -torch.inf
+    return q.to(dtype), k.to(dtype), v.to(dtype), torch.tensor(lengths), mask, outs, lses
+
+
+def check(case: tuple[Tensor, ...], device: str, with_tree: bool = True, tolerance: float | None = None) -> Tensor:
+    q, k, v, lengths, mask, outs, lses = (x.to(device) for x in case)
+    parts = PrefixParts(outs, lses, BLOCK, overlap=False)
+    inputs = (q, k, v, lengths, mask if with_tree else None, 0.2, parts, SHARED_MEMORY)
+    got = prefix_and_tree_attention(*inputs)
+    assert got.dtype == q.dtype and got.transpose(1, 2).is_contiguous()
+    tolerance = tolerance or TOLERANCE[q.dtype]
+    torch.testing.assert_close(
+        got, attention_reference.prefix_and_tree_attention(*inputs), atol=tolerance, rtol=tolerance
+    )
+    return got
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("with_tree", [True, False])
+@pytest.mark.parametrize(
+    ("lengths", "kv_heads", "group", "nodes", "head_dim", "parts"),
+    [
+        ([0, 100], 2, 1, 1, 64, 3),
+        ([47, 48], 1, 8, 1, 128, 1),
+        ([95, 3], 1, 4, 69, 64, 2),
+        ([60], 1, 5, 69, 128, 5),
+        ([7], 2, 8, 5, 80, 2),
+        ([130], 1, 1, 150, 16, 4),
+    ],
+)
+def test_equals_the_reference_over_odd_shapes(
+    lengths: list[int],
+    kv_heads: int,
+    group: int,
+    nodes: int,
+    head_dim: int,
+    parts: int,
+    with_tree: bool,
+    device: str,
+) -> None:
+    """Strides, bounds of the mask, empty parts, and NaN in all slots of the prefix kernel and in unused ones."""
+    check(make_case(lengths, kv_heads, group, nodes, head_dim, parts, torch.float32), device, with_tree)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_half_precision_parts_and_keys_accumulate_in_fp32(device: str) -> None:
+    *case, outs, lses = make_case([60], 1, 4, 21, 64, 2, torch.float16)
+    check((*case, outs.half(), lses), device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_query_that_sees_no_key_gets_zero(device: str) -> None:
+    case = make_case([0, 48], 1, 4, 37, 64, 1, torch.float32)  # the one part is empty
+    case[4][0, 5] = False
+    case[4][1] = False
+    got = check(case, device)
+    assert got[0, :, 5].eq(0).all() and got[1].eq(0).all()
+    assert check(case, device, with_tree=False).eq(0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_first_block_without_visible_keys_gives_no_nan(device: str) -> None:
+    """The running maximum starts at -inf, and its update must not compute -inf - -inf."""
+    case = make_case([0], 1, 1, 100, 64, 1, torch.float32)
+    case[4][:, :, :64] = False
+    case[4][:, :, 64:] = True
+    assert check(case, device).isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("offset", [1000.0, -1000.0])
+def test_parts_with_distant_lses_neither_overflow_nor_vanish(offset: float, device: str) -> None:
+    *case, lses = make_case([20], 1, 2, 9, 64, 3, torch.float32)
+    got = check((*case, lses + offset), device, tolerance=1e-3)  # an LSE of 1000 has an ulp of 6e-5
+    assert got.isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_two_states_are_weighted_by_the_sigmoid_of_their_lse_difference(device: str) -> None:
+    q, k, v, lengths, mask, outs, lses = make_case([0], 2, 1, 3, 64, 2, torch.float32)
+    mask = torch.ones_like(mask)
+    rest, rest_lse = attention_with_lse(q, k[:, :, :3], v[:, :, :3], mask, 0.2)
+    sigma = torch.sigmoid(lses[1] - rest_lse).unsqueeze(-1)
+    inputs = (x.to(device) for x in (q, k, v, lengths, mask))
+    parts = PrefixParts(outs[1:].to(device), lses[1:].to(device), BLOCK, overlap=False)
+    got = prefix_and_tree_attention(*inputs, 0.2, parts, SHARED_MEMORY)
+    torch.testing.assert_close(got.cpu(), sigma * outs[1] + (1 - sigma) * rest)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        pytest.param("cpu", torch.float32, marks=DEVICES[0].marks),
+        *(pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in TOLERANCE),
+    ],
+)
+@pytest.mark.parametrize(
+    ("window", "tree", "kv_heads", "group", "nodes", "head_dim"),
+    [(512, 69, 1, 4, 16, 64), (512, 69, 2, 1, 1, 128), (40, 5, 2, 1, 1, 128), (64, 21, 1, 5, 4, 80)],
+)
+def test_window_equals_the_reference(
+    window: int,
+    tree: int,
+    kv_heads: int,
+    group: int,
+    nodes: int,
+    head_dim: int,
+    device: str,
+    dtype: torch.dtype,
+) -> None:
+    """Windows of several blocks and of one, in each dtype: Triton has miscompiled the loop over one block."""
+    generator = torch.Generator().manual_seed(tree)
+    lengths = torch.tensor([0, 3, window, 3 * window + 5])
+    q = torch.randn(4, nodes, kv_heads * group, head_dim, generator=generator).transpose(1, 2).to(dtype)
+    k, v = torch.randn(2, 4, kv_heads, window + tree, head_dim, generator=generator).to(dtype)
+    mask = torch.rand(4, nodes, tree, generator=generator) < 0.6
+    for level in (0, 1, 5):
+        inputs = (*(x.to(device) for x in (q, k, v, lengths)), level, mask.to(device), 0.2, SHARED_MEMORY)
+        expected = attention_reference.window_attention(*inputs)
+        got = window_attention(*inputs)
+        torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_masked_attention_equals_its_reference(device: str) -> None:
+    q, k, v, _, _, _, _ = (x.to(device) for x in make_case([0], 2, 2, 60, 64, 1, torch.float32))
+    k, v = k[:, :, :60], v[:, :, :60]
+    mask = torch.rand(1, 60, 60, generator=torch.Generator().manual_seed(0)).to(device) < 0.3
+    inputs = (q, k, v, mask, 0.2, SHARED_MEMORY)
+    torch.testing.assert_close(masked_attention(*inputs), attention_reference.masked_attention(*inputs))
+
+
+def test_tensors_that_the_kernel_would_misread_are_refused() -> None:
+    q, k, v, lengths, mask, outs, lses = make_case([30], 2, 2, 4, 64, 1, torch.float32)
+    rest = (lengths, mask, 0.1, PrefixParts(outs, lses, BLOCK, overlap=False), SHARED_MEMORY)
+    with pytest.raises(ValueError, match="contiguous"):
+        prefix_and_tree_attention(q, k.transpose(2, 3).contiguous().transpose(2, 3), v, *rest)
+    with pytest.raises(ValueError, match="dtypes"):
+        prefix_and_tree_attention(q, k.half(), v.half(), *rest)
+    with pytest.raises(ValueError, match="shapes"):
+        prefix_and_tree_attention(q[:, :3], k, v, *rest)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+@pytest.mark.parametrize("group", [1, 5])
+def test_every_dtype_and_group_on_the_gpu(group: int, head_dim: int, dtype: torch.dtype) -> None:
+    for nodes in (1, 69):
+        check(make_case([0, 100, 47], 2, group, nodes, head_dim, 4, dtype), "cuda")
