@@ -72,7 +72,7 @@ def test_console_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
     group = typer.main.get_command(app)
     for call in arguments("longspec"):
         name, *rest = call
-        context = group.commands[name].make_context(name, rest)  # type: ignore[attr-defined]
+        context = group.commands[name].make_context(name, list(rest))  # type: ignore[attr-defined]
         if name == "train":
             config, overrides = context.params["config"], context.params["overrides"]
             typed(compose_config("conf/exp", config, overrides))

@@ -79,7 +79,8 @@ class _Strict(BaseModel):
                 if value is not None:
                     kept[name] = value
             elif name not in IGNORED and value is not None and value not in WITHOUT_EFFECT.get(name, ()):
-                raise PydanticCustomError("unsupported", "not supported by this server", {"field": encodable(str(name)[:64])})
+                field = encodable(str(name)[:64])
+                raise PydanticCustomError("unsupported", "not supported by this server", {"field": field})
         return kept
 
 
@@ -105,7 +106,7 @@ class _Generation(_Strict):
     n: Count = 1
     temperature: float = Field(default=1.0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=-1)
+    top_k: int = Field(default=0, ge=-1, lt=2**31)
     """0 and -1 keep all tokens."""
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     """Choice i of a request is drawn with seed + i."""
