@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 
+import psutil
 import torch
 from transformers import PreTrainedConfig
 
@@ -50,3 +51,8 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             by_name[package] = None
     return by_name
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a CUDA device, or of the host for a CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

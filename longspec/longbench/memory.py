@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import psutil
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from longspec.errors import UserError
+from longspec.inference.device import free_bytes
 from longspec.inference.engine import CAPACITY_STEP
 from longspec.models.draft_layer import head_dim
 
@@ -53,11 +53,6 @@ def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config)
     return sum(weight.numel() for weight in target.parameters()) * dtype.itemsize
-
-
-def free_bytes(device: torch.device) -> int:
-    """Free memory of a CUDA device, or of the host for a CPU."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
 def _gib(size: float) -> str:

@@ -49,8 +49,8 @@ Models = Callable[..., GlideMixin]
 )
 def test_every_request_is_answered_as_alone(models: Models, family: str, options: str, settings: Any) -> None:
     model = models(family, options)
-    requests = random_requests(14, VOCAB)
-    with serving(model, max_rows=4, **settings) as scheduler:
+    requests = random_requests(10, VOCAB)
+    with serving(model, max_rows=3, **settings) as scheduler:
         mixed = answers(scheduler, requests)
         snapshot = scheduler.snapshot()
     for request, answer in zip(requests, mixed, strict=True):
@@ -59,7 +59,7 @@ def test_every_request_is_answered_as_alone(models: Models, family: str, options
     assert sum(len(answer.ids) for answer in mixed) == snapshot.new_tokens
     assert sum(snapshot.finished.values()) == snapshot.requests == len(requests)
     if settings.get("method") != "vanilla":
-        assert snapshot.accepted_tokens > 5
+        assert snapshot.accepted_tokens > 3
         assert snapshot.decoded_tokens > snapshot.row_rounds
     with serving(model, max_rows=1, **settings) as scheduler:
         for request, answer in zip(requests, mixed, strict=True):

@@ -49,7 +49,7 @@ def test_refusals(model: GlideMixin) -> None:
             scheduler.submit(Request([1], sampling=Sampling(seed=-1)), print)
         fitting = Answer(scheduler, Request([1] * (limit - 5), 5, Sampling(1.0, seed=2**64 - 1)))
         assert fitting.finished.reason == "length" and len(fitting.ids) == 5
-        running = Answer(scheduler, Request([1], 200))
+        running = Answer(scheduler, Request([1], 100))
         while not running.events:  # it has left the queue
             pass
         queued = [Answer(scheduler, Request([2], 1)) for _ in range(2)]
@@ -101,7 +101,7 @@ def test_a_fault_ends_its_own_request(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.embed_tokens.weight[POISON] = torch.nan
         model.lm_head.weight[POISON] = 0  # others are far more probable: no answer and no tree holds it
-    good = [Request([1, 2, 3], 30), Request([4, 5], 30, Sampling(1.0, seed=1)), Request([2], 40, speculate=False)]
+    good = [Request([1, 2, 3], 20), Request([4, 5], 20, Sampling(1.0, seed=1)), Request([2], 20, speculate=False)]
     with serving(model, max_rows=1) as scheduler:
         expected = [answers(scheduler, [request])[0].ids for request in good]
     with serving(model, max_rows=4) as scheduler:
@@ -189,7 +189,7 @@ def test_shutdown(model: GlideMixin) -> None:
 def load(scheduler: Any, count: int, seed: int) -> list[weakref.ref[Any]]:
     """Requests of which a third is cancelled at random times, some before they start."""
     random = Random(seed)
-    requests = random_requests(count, VOCAB, seed, longest=20)
+    requests = random_requests(count, VOCAB, seed, longest=20, most_new=6)
     open_answers = [
         Answer(scheduler, request, random.choice((None, None, None, 0, 1, 3)) if number else None)
         for number, request in enumerate(requests)
@@ -201,14 +201,14 @@ def load(scheduler: Any, count: int, seed: int) -> list[weakref.ref[Any]]:
 def test_many_requests_leak_nothing(model: GlideMixin) -> None:
     process = psutil.Process()
     with serving(model, max_rows=8, max_queue=1000) as scheduler:
-        load(scheduler, 60, seed=0)
+        load(scheduler, 40, seed=0)
         gc.collect()
         threads, resident = threading.active_count(), process.memory_info().rss
-        tickets = load(scheduler, 150, seed=1)
+        tickets = load(scheduler, 100, seed=1)
         assert scheduler.drain(60)
         gc.collect()
         snapshot = scheduler.snapshot()
-        assert sum(snapshot.finished.values()) == snapshot.requests == 210
+        assert sum(snapshot.finished.values()) == snapshot.requests == 140
         assert snapshot.finished["cancelled"] > 20
         assert snapshot.running == snapshot.queued == 0 and not scheduler.batch.active.any()
         assert threading.active_count() == threads

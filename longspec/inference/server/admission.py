@@ -7,8 +7,8 @@ from transformers import PreTrainedConfig
 
 from longspec.errors import UserError
 from longspec.inference.arguments import check_sampling, check_seed
+from longspec.inference.device import free_bytes
 from longspec.inference.engine import CAPACITY_STEP
-from longspec.inference.memory import free_bytes
 from longspec.inference.server.requests import Request, RequestTooLarge
 from longspec.models.draft_layer import head_dim
 from longspec.models.target_files import context_window
