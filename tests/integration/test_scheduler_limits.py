@@ -171,6 +171,18 @@ def test_a_failure_of_the_engine_ends_all_requests(model: GlideMixin, monkeypatc
         assert scheduler.drain(60)
 
 
+def test_a_failure_between_queue_and_row_ends_the_request(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*settings: Any) -> None:
+        raise RuntimeError("device lost")
+
+    with serving(model, max_rows=2) as scheduler:
+        monkeypatch.setattr(scheduler.batch, "assign", fail)
+        answer = Answer(scheduler, Request([1], 9))
+        assert answer.over.wait(5), "the request never ended"
+        assert (answer.finished.reason, answer.finished.message) == ("error", "the engine failed: device lost")
+        assert scheduler.snapshot().finished == {"error": 1} and scheduler.drain(60)
+
+
 def test_shutdown(model: GlideMixin) -> None:
     with serving(model, max_rows=2) as scheduler:
         finishing = [Answer(scheduler, Request([1, number], 10)) for number in range(4)]

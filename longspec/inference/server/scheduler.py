@@ -199,11 +199,11 @@ class Scheduler:
     def _end_all(self, reason: FinishReason, message: str) -> None:
         with self._changed:
             self._draining = True
-            waiting = list(self._waiting)
             self._waiting.clear()
-        for ticket in waiting:
-            self._worker.refuse(ticket, reason, message)
         self._worker.end_all(reason, message)
+        ended = {ticket for ticket, event in self._worker.outbox if isinstance(event, Finished)}
+        for ticket in self._open - ended:  # in the queue, or taken from it when the engine failed
+            self._worker.refuse(ticket, reason, message)
         self._deliver()
         with self._changed:
             self._changed.notify_all()
