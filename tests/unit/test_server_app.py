@@ -286,6 +286,12 @@ def test_a_stop_string_ends_the_answer_and_the_row(client: TestClient, script: S
     assert chat(client, **HELLO, stop=["three!"])["choices"][0]["message"]["content"] == "one two three"
 
 
+def test_tokens_after_a_stop_string_are_not_counted(client: TestClient, script: Script) -> None:
+    """A round can emit more tokens than the answer has; vanilla decoding would not generate them."""
+    script.events = [said("one "), said("two three"), Finished("length")]
+    assert chat(client, **HELLO, stop="two")["usage"]["completion_tokens"] == len("one two")
+
+
 def test_chunks_have_openais_form_and_the_extension_on_request(client: TestClient, script: Script) -> None:
     tree = Tree(ids("xhz"), [-1, 0, 0], [1])
     script.events = [

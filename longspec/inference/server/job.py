@@ -61,8 +61,6 @@ class Choice:
     ticket: Ticket
     started: float
     """time.perf_counter() at submission."""
-    tokens: int = 0
-    """Generated tokens, those of a stop string included."""
     newest: float | None = None
     """time.perf_counter() of the newest token."""
     ended: bool = False
@@ -140,7 +138,7 @@ class Job:
 
     @property
     def new_tokens(self) -> int:
-        return sum(choice.tokens for choice in self.choices)
+        return sum(choice.text.tokens for choice in self.choices)
 
     def _receive(self, index: int, event: Event) -> None:
         """Called on the engine's thread."""
@@ -150,7 +148,6 @@ class Job:
         choice, now = self.choices[index], time.perf_counter()
         self.latencies.note(now, choice.started, choice.newest, len(event.ids))
         choice.newest = now
-        choice.tokens += len(event.ids)
         return Delta(index, choice.text.add(event.ids, event.origins, event.logprobs), event.tree)
 
     def _finish(self, index: int, event: Finished) -> Delta:
