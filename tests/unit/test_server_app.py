@@ -151,7 +151,7 @@ def test_a_request_reaches_the_scheduler_with_all_its_settings(client: TestClien
         ({"stop": "a" * 9}, "stop", "limit of 8"),
         ({"seed": 2**63}, "seed", "less than"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
-        ({"max_tokens": POSITIONS}, "messages", "4096 positions"),
+        ({"max_tokens": POSITIONS}, "messages", "room for 4096 tokens"),
         ({"stream_options": {"include_usage": True}}, None, "only with stream"),
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": HELLO["messages"] * 4}, "messages", "limit of 3"),
