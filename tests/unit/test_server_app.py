@@ -230,6 +230,7 @@ def test_fields_without_effect_are_accepted(client: TestClient) -> None:
         (b'{"messages": ' + b"[" * 900, "application/json"),
         (b"\xff\xfe", "application/json"),
         (json.dumps(HELLO).encode(), "text/plain"),
+        (json.dumps(HELLO).encode(), ""),
         (b"", "application/json"),
         (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', "application/json"),
     ],
@@ -442,6 +443,8 @@ def test_a_key_guards_everything_but_health_and_the_page(script: Script) -> None
             assert [client.get(path, headers=headers).status_code for path in paths] == [401] * 3
             refused = client.post("/v1/chat/completions", json=HELLO, headers=headers)
             assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"
+        for body in (b"{", b" " * (LIMITS.max_body_bytes + 1)):  # refused for the key, before the body is read
+            assert client.post("/v1/chat/completions", content=body).status_code == 401
         good = {"Authorization": "Bearer secret"}
         assert [client.get(path, headers=good).status_code for path in paths] == [200] * 3
         assert client.post("/v1/chat/completions", json=HELLO, headers=good).status_code == 200

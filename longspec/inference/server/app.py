@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -18,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from longspec.inference.server.access import KeyCheck
 from longspec.inference.server.errors import ApiError, error_response, validation_error
 from longspec.inference.server.job import Delta, Engine, Job
 from longspec.inference.server.limits import BodyLimit, Limits
@@ -161,17 +161,14 @@ def build_app(
         yield
         service.encoder.shutdown(cancel_futures=True)
 
-    def authorized(http: Request) -> None:
-        sent = http.headers.get("authorization", "")
-        if api_key is not None and not hmac.compare_digest(sent.encode(), f"Bearer {api_key}".encode()):
-            raise ApiError(401, "a valid API key is needed, as the header 'Authorization: Bearer KEY'")
-
     app = FastAPI(title="LongSpec", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.add_middleware(BodyLimit, limits=limits)
+    if api_key is not None:
+        app.add_middleware(KeyCheck, api_key=api_key)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
     app.add_middleware(CountedResponses, metrics=service.metrics)
     _handle_errors(app)
-    _add_routes(app, service, [Depends(authorized)])
+    _add_routes(app, service)
     page, headers = load_page()
 
     @app.get("/")
@@ -181,26 +178,26 @@ def build_app(
     return app
 
 
-def _add_routes(app: FastAPI, service: Service, guarded: list[Any]) -> None:
-    @app.post("/v1/chat/completions", dependencies=guarded)
+def _add_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions")
     async def chat_completions(http: Request, body: ChatRequest) -> Response:
         return await service.answer(http, body)
 
-    @app.post("/v1/completions", dependencies=guarded)
+    @app.post("/v1/completions")
     async def completions(http: Request, body: CompletionRequest) -> Response:
         return await service.answer(http, body)
 
-    @app.get("/v1/models", dependencies=guarded)
+    @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [service.describe()]}
 
-    @app.get("/v1/models/{name:path}", dependencies=guarded)
+    @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
         if name != service.model.name:
             raise ApiError(404, f"the model '{name}' is not served here, only '{service.model.name}'", "model")
         return service.describe()
 
-    @app.get("/metrics", dependencies=guarded)
+    @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
