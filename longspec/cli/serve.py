@@ -92,7 +92,8 @@ def serve(
         )
         try:
             scheduler.start()
-            app = build_app(served, scheduler, Limits(max_seconds=max_seconds), api_key, allowed_hosts(host, api_key))
+            limits = Limits(max_seconds=max_seconds, max_choices=min(Limits.max_choices, max_queue))
+            app = build_app(served, scheduler, limits, api_key, allowed_hosts(host, api_key))
             print(f"{served.name} on {loaded.model.device}, method {loaded.method}", file=sys.stderr)
             http_server(app, drain_seconds).run(sockets=[listening])
         except NotServing as error:

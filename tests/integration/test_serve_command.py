@@ -57,8 +57,11 @@ def test_sigterm_lets_answers_finish_and_ends_with_143(process: subprocess.Popen
 
 
 def test_an_answer_without_a_limit_fits_into_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where memory is short, a row holds fewer tokens than the target has positions."""
-    seen = []
+    """Where memory is short, a row holds fewer tokens than the target has positions.
+
+    Choices that do not fit into the queue together are refused for good: 429 would promise a later answer.
+    """
+    seen, refused = [], []
 
     class Probe:
         def __init__(self, app: FastAPI, drain_seconds: int) -> None:
@@ -70,14 +73,16 @@ def test_an_answer_without_a_limit_fits_into_a_row(tmp_path: Path, monkeypatch: 
                 positions = model["longspec"]["positions"]
                 body = {"messages": [{"role": "user", "content": "a" * (positions - 30)}]}
                 seen.append((positions, client.post("/v1/chat/completions", json=body).json()))
+                refused.append(client.post("/v1/completions", json={"prompt": "a", "n": 4}).json()["error"]["message"])
 
     monkeypatch.setattr(admission, "free_bytes", lambda device: 2**22)
     monkeypatch.setattr(serving, "http_server", Probe)
     monkeypatch.delenv("LONGSPEC_API_KEY", raising=False)
     model = printable_pair(tmp_path)
-    result = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", "0", "--max_rows", "2"])
+    result = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", "0", "--max_rows", "2", "--max_queue", "3"])
     ((positions, answer),) = seen
     assert result.exit_code == 0 and positions < model.config.max_position_embeddings
+    assert refused == ["n: 4 is above this server's limit of 3"]
     assert answer["usage"]["total_tokens"] <= positions and answer["choices"][0]["finish_reason"] in ("stop", "length")
 
 

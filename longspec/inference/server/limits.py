@@ -21,7 +21,7 @@ class Limits:
     max_body_bytes: int = 8 << 20
     max_messages: int = 1024
     max_choices: int = 16
-    """Prompts times `n`."""
+    """Prompts times `n`; they must fit into the queue together."""
     max_stops: int = 16
     max_stop_characters: int = 1024
     default_new_tokens: int = 1024
