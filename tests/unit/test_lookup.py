@@ -52,3 +52,17 @@ def test_proposal_is_what_a_plain_search_finds(vocab: int, device: str) -> None:
             rows[b] += path[b, :count].tolist()
         root = torch.where(counts > 0, torch.randint(vocab, (3,), generator=generator), root)
     assert compared > 20
+
+
+def test_a_proposal_does_not_depend_on_what_a_row_held_before(device: str) -> None:
+    """The match ends at the root, so the chain reads past it."""
+    cache, root = SimpleNamespace(lengths=torch.tensor([3], device=device)), torch.tensor([7], device=device)
+    proposals = []
+    for former in ([], [[5] * POSITIONS]):
+        drafter = LookupDrafter(1, GAMMA, torch.device(device))
+        drafter.reserve(POSITIONS)
+        for prompt in (*former, [7, 7, 7]):
+            tokens = torch.tensor([prompt], device=device)
+            drafter.start(tokens, torch.tensor([len(prompt)], device=device))
+        proposals.append(drafter.propose(root, cache).tokens.tolist())  # type: ignore[arg-type]
+    assert proposals[0] == proposals[1] == [[7, 7, 0, 0, 0]]

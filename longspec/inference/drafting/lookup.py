@@ -30,7 +30,7 @@ class LookupDrafter:
         self.nodes = gamma + 1
         self.kind: Hashable = (type(self), gamma)
         self.history = torch.zeros(batch, 0, dtype=torch.long, device=device)
-        """LongTensor [B, capacity]: the token at each position; undefined after the root."""
+        """LongTensor [B, capacity]: the token at each position; after the root, 0 or the prompts' padding."""
 
     def share(self, rows: slice, sampler: Sampler) -> LookupDrafter:
         part = copy(self)
@@ -43,6 +43,7 @@ class LookupDrafter:
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
         self.history[:, : prompts.shape[1]] = prompts
+        self.history[:, prompts.shape[1] :] = 0  # a chain can read past the root, and a row can have held other tokens
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
         positions = positions.long()
