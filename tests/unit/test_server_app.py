@@ -211,6 +211,14 @@ def test_a_prompt_that_is_none_is_refused(client: TestClient, script: Script, fi
     assert response.status_code in (400, 413) and part in response.json()["error"]["message"] and not script.submitted
 
 
+def test_a_text_without_tokens_is_refused() -> None:
+    """Some tokenizers strip spaces."""
+    served = ServedModel(NAME, "tree", TOKENIZER, lambda prompts: [[] for _ in prompts], frozenset(), POSITIONS, 9)
+    with pytest.raises(ApiError, match="no token") as refused:
+        served.requests(CompletionRequest(prompt=" "), LIMITS)  # type: ignore[arg-type]
+    assert refused.value.status == 400
+
+
 def test_fields_without_effect_are_accepted(client: TestClient) -> None:
     neutral = {
         "presence_penalty": 0,

@@ -71,6 +71,8 @@ class ServedModel:
                 raise ApiError(400, f"messages: {error}", "messages") from error
         prompts = [prompt if isinstance(prompt, list) else self.encode([prompt])[0] for prompt in body.prompt]
         for prompt in prompts:
+            if not prompt:
+                raise ApiError(400, "prompt: the tokenizer makes no token of this text", "prompt")
             if max(prompt) >= self.vocab_size:
                 raise ApiError(400, f"prompt: token {max(prompt)}; the vocabulary has {self.vocab_size}", "prompt")
         return prompts
