@@ -1,144 +1,199 @@
-"""Throughput and latency of the scheduler, compared with `generate` on the same prompts.
+"""The HTTP server under load, against `generate` in one process: throughput, time to first token, and leaks.
 
-`python -m benchmarks.serving` runs the embedded pair, or `--pair NAME`, and prints one JSON line last. Prompts are
-slices of this repository's documents.
+`python -m benchmarks.serving --model llama8b` measures `generate`, starts `longspec serve` on a free port, measures
+that, and ends with one JSON line. Prompts are pieces of a text, so the drafts have something to predict.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import threading
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
+
+from benchmarks.http_load import Client, soak
 from longspec.cli.pair import LoadedPair, Sampling, open_pair
 from longspec.errors import reports_user_errors
-from longspec.inference.server.requests import Event, Finished, Request
-from longspec.inference.server.scheduler import Scheduler
 
-DOCUMENTS = sorted((Path(__file__).resolve().parents[1] / "docs").rglob("*.md"))
+ROOT = Path(__file__).parents[1]
+TARGETS = {
+    "single_over_generate": (">=", 0.95),
+    "concurrent_over_static_batch": (">=", 0.85),
+    "concurrent_over_vanilla_batch": (">=", 1.5),
+    "second_turn_ttft_over_first": ("<=", 0.25),
+    "rss_growth": ("<=", 0.02),
+    "cuda_growth": ("<=", 0.02),
+}
+
+
+@dataclass
+class Load:
+    """The prompts of a measurement, as token ids."""
+
+    single: list[int]
+    ragged: list[list[int]]
+    history: list[int]
+    """The first turn of a conversation; the second turn is this, an answer, and a few more tokens."""
+    tokens: int
+    """Length of each answer."""
+
+
+def make_load(text: str, tokenizer: Any, shortest: int, longest: int, rows: int, tokens: int) -> Load:
+    """Pieces of a text, which is repeated with a number in front where it is too short."""
+    ids: list[int] = []
+    copy = 0
+    while len(ids) < (rows + 2) * longest:
+        ids += tokenizer(f"\n\n{copy}\n\n{text}", add_special_tokens=False)["input_ids"]
+        copy += 1
+    lengths = [shortest + (longest - shortest) * row // max(1, rows - 1) for row in range(rows)]
+    ragged = [ids[row * longest : row * longest + length] for row, length in enumerate(lengths)]
+    return Load(ids[rows * longest :][:shortest], ragged, ids[(rows + 1) * longest :][:longest], tokens)
+
+
+def measure_generate(pair: LoadedPair, load: Load) -> dict[str, float]:
+    """tokens/s of `generate`: one prompt without its prefill, and static batches from start to end."""
+
+    def run(prompts: list[list[int]], method: str) -> tuple[float, float]:
+        for _ in range(2):  # the first run warms up
+            start = perf_counter()
+            stats = pair.generate(prompts, Sampling(load.tokens), method=method, eos_token_id=()).stats
+            seconds = perf_counter() - start
+        return stats.tokens_per_second, len(prompts) * load.tokens / seconds
+
+    return {
+        "single_tokens_per_s": run([load.single], pair.method)[0],
+        "batch_tokens_per_s": run(load.ragged, pair.method)[1],
+        "vanilla_batch_tokens_per_s": run(load.ragged, "vanilla")[1],
+    }
+
+
+def measure_server(client: Client, load: Load) -> dict[str, float]:
+    """The same of the server, and the time to first token of two turns."""
+    client.stream(load.ragged[0][:64], 8)
+    single = client.stream(load.single, load.tokens)
+    with ThreadPoolExecutor(len(load.ragged)) as pool:
+        start = perf_counter()
+        answers = list(pool.map(lambda prompt: client.stream(prompt, load.tokens), load.ragged))
+        seconds = perf_counter() - start
+    first = client.stream(load.history, 32)
+    second = client.stream(load.history + load.single[:32], 32)
+    return {
+        "single_tokens_per_s": single.decode_tokens_per_s,
+        "concurrent_tokens_per_s": sum(answer.tokens for answer in answers) / seconds,
+        "slowest_ttft_s": max(answer.ttft_s for answer in answers),
+        "first_turn_ttft_s": first.ttft_s,
+        "second_turn_ttft_s": second.ttft_s,
+    }
+
+
+def measure_leaks(client: Client, load: Load, requests: int) -> dict[str, Any]:
+    """Memory before and after a soak, and whether a greedy answer is the same before, during and after it."""
+    rows = len(load.ragged)
+    prompts = [prompt[: 16 + 16 * row] for row, prompt in enumerate(load.ragged)]
+    soak(client, prompts, requests // 4, rows, load.tokens, seed=1)  # caches of allocators fill up
+    idle(client)
+    alone, before = client.stream(prompts[-1], load.tokens).text, client.metrics()
+    with ThreadPoolExecutor(1) as pool:
+        kinds = pool.submit(soak, client, prompts, requests, rows - 1, load.tokens)
+        among = [client.stream(prompts[-1], load.tokens).text]
+        while not kinds.done():
+            among.append(client.stream(prompts[-1], load.tokens).text)
+    idle(client)
+    after, last = client.metrics(), client.stream(prompts[-1], load.tokens).text
+    growth = {
+        name: after[key] / before[key] - 1 if before.get(key) else 0.0
+        for name, key in (
+            ("rss_growth", "process_resident_memory_bytes"),
+            ("cuda_growth", "longspec_cuda_memory_bytes"),
+        )
+    }
+    same = {*among, last} == {alone}
+    return {**growth, "kinds": dict(kinds.result()), "seeded_answers": len(among), "seeded_answers_same": same}
+
+
+def idle(client: Client) -> None:
+    while (now := client.metrics())["longspec_running_rows"] or now["longspec_queue_length"]:
+        time.sleep(0.05)
+
+
+@contextmanager
+def served(args: argparse.Namespace) -> Iterator[Client]:
+    """A server of the pair in a process of its own."""
+    options = [f"--{name}={value}" for name in ("draft", "method", "dtype", "device") if (value := getattr(args, name))]
+    command = [sys.executable, "-m", "longspec", "serve", args.model, "--port=0", f"--max_rows={args.rows}", *options]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            for line in process.stderr:
+                print(line, end="", file=sys.stderr)
+                if match := re.search(r"listening on (\S+)", line):
+                    yield Client(match[1])
+                    return
+            raise RuntimeError("the server did not start")
+        finally:
+            process.terminate()
+
+
+def verdicts(base: dict[str, float], server: dict[str, float], leaks: dict[str, Any]) -> dict[str, float]:
+    """The figures that have a target."""
+    return {
+        "single_over_generate": server["single_tokens_per_s"] / base["single_tokens_per_s"],
+        "concurrent_over_static_batch": server["concurrent_tokens_per_s"] / base["batch_tokens_per_s"],
+        "concurrent_over_vanilla_batch": server["concurrent_tokens_per_s"] / base["vanilla_batch_tokens_per_s"],
+        "second_turn_ttft_over_first": server["second_turn_ttft_s"] / server["first_turn_ttft_s"],
+        "rss_growth": leaks["rss_growth"],
+        "cuda_growth": leaks["cuda_growth"],
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m", help="pair by name, hub id or folder")
+    parser.add_argument("--draft", help="default: that of the pair")
+    parser.add_argument("--method", help="default: tree, or lookup for a pair without a trained draft")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", help="default: CUDA where there is one")
+    parser.add_argument("--text", type=Path, default=ROOT / "docs" / "config.md", help="text that prompts are cut from")
+    parser.add_argument("--rows", type=int, default=16, help="concurrent requests")
+    parser.add_argument("--shortest", type=int, default=1024, help="tokens of the shortest prompt")
+    parser.add_argument("--longest", type=int, default=4096, help="tokens of the longest prompt")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of each answer")
+    parser.add_argument("--requests", type=int, default=1000, help="requests of the soak")
+    return parser
 
 
 @reports_user_errors
-def main() -> None:
-    options = parse_options()
-    pair = open_pair(options.pair, options.draft, "tree")
-    prompts = ragged_prompts(pair, options)
-    shape = tuple(options.tree_shape)
-    static = {method: generate_speed(pair, prompts, method, shape, options) for method in ("tree", "vanilla")}
-    single = generate_speed(pair, prompts[:1], "tree", shape, options)
-    scheduler = Scheduler(
-        pair.model, tree_shape=shape, max_rows=options.rows, prefill_chunk=options.prefill_chunk, memory=options.memory
-    )
-    scheduler.start()
-    try:
-        serve(scheduler, prompts[:1], 8)  # warm-up
-        served_single = serve(scheduler, prompts[:1], options.new_tokens)
-        served = serve(scheduler, prompts, options.new_tokens)
-        served_vanilla = serve(scheduler, prompts, options.new_tokens, speculate=False)
-        turns = second_turn(scheduler, ragged_prompts(pair, options, offset=50_000)[-1], options.new_tokens)
-    finally:
-        scheduler.close()
-    results = {
-        "single_tokens_per_s": served_single,
-        "single_over_generate": served_single / single,
-        "concurrent_tokens_per_s": served,
-        "concurrent_over_static_batch": served / static["tree"],
-        "concurrent_over_static_vanilla": served / static["vanilla"],
-        "concurrent_over_served_vanilla": served / served_vanilla,
-        "first_turn_ttft_s": turns[0],
-        "second_turn_ttft_s": turns[1],
-        "second_over_first_ttft": turns[1] / turns[0],
-    }
-    print(json.dumps({"benchmark": "serving", "pair": pair.name, **results, "config": vars(options)}))
-
-
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add = parser.add_argument
-    add("--pair", help="name, hub id or folder; without it the embedded pair")
-    add("--draft")
-    add("--rows", type=int, default=16)
-    add("--shortest", type=int, default=1024, help="tokens of the shortest prompt")
-    add("--longest", type=int, default=4096, help="tokens of the longest prompt")
-    add("--new_tokens", type=int, default=256)
-    add("--tree_shape", type=int, nargs="+", default=[4, 16, 16, 16, 16])
-    add("--prefill_chunk", type=int, default=1024)
-    add("--memory", type=int, help="bytes for the caches")
-    return parser.parse_args()
-
-
-def ragged_prompts(pair: LoadedPair, options: argparse.Namespace, offset: int = 0) -> list[list[int]]:
-    """One prompt per row, of evenly spaced lengths, each from another place of the documents."""
-    text = "\n".join(path.read_text() for path in DOCUMENTS)
-    ids = pair.encode([text])[0]
-    step = (options.longest - options.shortest) // max(1, options.rows - 1)
-    starts = [(offset + 997 * row) % max(1, len(ids) - options.longest) for row in range(options.rows)]
-    return [ids[start : start + options.shortest + step * row] for row, start in enumerate(starts)]
-
-
-def generate_speed(
-    pair: LoadedPair, prompts: list[list[int]], method: str, shape: tuple[int, ...], options: argparse.Namespace
-) -> float:
-    """Tokens/s of a static batch, prefill included."""
-    settings: dict[str, Any] = {"method": method, "tree_shape": shape, "eos_token_id": []}
-    pair.generate(prompts, Sampling(8), **settings)  # warm-up
-    start = perf_counter()
-    output = pair.generate(prompts, Sampling(options.new_tokens), **settings)
-    return sum(map(len, output.new_tokens)) / (perf_counter() - start)
-
-
-class Run:
-    """A request and its answer."""
-
-    def __init__(self, scheduler: Scheduler, request: Request) -> None:
-        self.ids: list[int] = []
-        self.end = Finished("error")
-        self.over = threading.Event()
-        scheduler.submit(request, self.take)
-
-    def take(self, event: Event) -> None:
-        if isinstance(event, Finished):
-            self.end = event
-            self.over.set()
-        else:
-            self.ids += event.ids
-
-    def wait(self) -> None:
-        self.over.wait()
-        if self.end.reason != "length":
-            raise RuntimeError(f"{self.end.reason}: {self.end.message}")
-
-
-def serve(scheduler: Scheduler, prompts: list[list[int]], new_tokens: int, speculate: bool = True) -> float:
-    """Tokens/s of prompts that are submitted at once, prefill included."""
-    forget(scheduler)
-    start = perf_counter()
-    runs = [Run(scheduler, Request(prompt, new_tokens, speculate=speculate)) for prompt in prompts]
-    for run in runs:
-        run.wait()
-    return sum(len(run.ids) for run in runs) / (perf_counter() - start)
-
-
-def forget(scheduler: Scheduler) -> None:
-    """Fill all rows with short prompts, so that nothing is reused."""
-    rows = scheduler.snapshot().max_rows
-    for run in [Run(scheduler, Request([row, row], 2)) for row in range(rows)]:
-        run.wait()
-
-
-def second_turn(scheduler: Scheduler, history: list[int], new_tokens: int) -> list[float]:
-    """TTFT of a turn with `history` as its prompt, and of the next one, which appends 64 tokens to the answer."""
-    forget(scheduler)
-    prompt, times = history, []
-    for _ in range(2):
-        run = Run(scheduler, Request(prompt, new_tokens))
-        run.wait()
-        times.append(run.end.timings.ttft_s)
-        prompt = [*prompt, *run.ids, *history[:64]]
-    return times
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    pair = open_pair(args.model, args.draft, args.method, args.dtype, args.device)
+    load = make_load(args.text.read_text(), pair.tokenizer, args.shortest, args.longest, args.rows, args.tokens)
+    base = measure_generate(pair, load)
+    machine = torch.cuda.get_device_name(pair.model.device) if pair.model.device.type == "cuda" else "cpu"
+    method = pair.method
+    del pair
+    torch.cuda.empty_cache()
+    with served(args) as client:
+        server = measure_server(client, load)
+        leaks = measure_leaks(client, load, args.requests)
+    figures = verdicts(base, server, leaks)
+    for name, (sign, target) in TARGETS.items():
+        met = figures[name] >= target if sign == ">=" else figures[name] <= target
+        print(f"{name:32} {figures[name]:8.3f}  target {sign} {target:<5} {'met' if met else 'missed'}")
+    print(f"seeded answers the same under load: {leaks['seeded_answers_same']}")
+    options = {name: str(value) for name, value in vars(args).items()}
+    result = {"device": machine, "method": method, "generate": base, "server": server, "leaks": leaks}
+    print(json.dumps({**result, "figures": figures, "options": options}))
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def serve(
         int, typer.Option("--max_rows", min=1, help="Requests that are decoded together.", rich_help_panel=LIMITS)
     ] = 16,
     max_queue: Annotated[
-        int, typer.Option("--max_queue", min=0, help="Waiting requests; further ones get 429.", rich_help_panel=LIMITS)
+        int, typer.Option("--max_queue", min=1, help="Waiting requests; further ones get 429.", rich_help_panel=LIMITS)
     ] = 256,
     max_seconds: Annotated[
         float, typer.Option("--max_seconds", min=1, help="Longest time of a request.", rich_help_panel=LIMITS)

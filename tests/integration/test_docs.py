@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 
+from longspec.cli.app import app
 from longspec.longbench.command import parse_options
 from longspec.regenerate import command as regenerate_command
 from longspec.train.config import compose_config, typed
@@ -62,6 +64,20 @@ def test_training_commands_compose(monkeypatch: pytest.MonkeyPatch) -> None:
     for call in arguments("./trainer_base_ds_mul_fs_tp.py"):
         folder, name = call[call.index("-cp") + 1], call[call.index("-cn") + 1]
         typed(compose_config(folder, name, [word for word in call if "=" in word]))
+
+
+def test_console_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a name, options and values that exist; a training command also composes."""
+    monkeypatch.chdir(ROOT)
+    group = typer.main.get_command(app)
+    for call in arguments("longspec"):
+        name, *rest = call
+        context = group.commands[name].make_context(name, list(rest))  # type: ignore[attr-defined]
+        if name == "train":
+            config, overrides = context.params["config"], context.params["overrides"]
+            typed(compose_config("conf/exp", config, overrides))
+        elif name == "regenerate":
+            regenerate_command._parser("regenerate").parse_args(rest)
 
 
 def test_python_examples_import_names_that_exist() -> None:

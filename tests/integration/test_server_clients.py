@@ -18,6 +18,9 @@ from http_server import NAME, Running, chat_tokenizer, printable_pair, serving
 from pairs import target_greedy
 from transformers import AutoModelForCausalLM
 
+from benchmarks.http_load import Client
+from benchmarks.serving import TARGETS, make_load, measure_leaks, measure_server, verdicts
+
 TOKENIZER = chat_tokenizer()
 PROMPTS = [f"{'ab' * length} {number}" for number, length in enumerate((1, 40, 5, 90, 2, 17))]
 LIMIT_S = 60
@@ -158,6 +161,20 @@ def test_a_closed_connection_frees_its_row(server: Running, stream: bool) -> Non
     after = server.scheduler.snapshot()
     assert after.new_tokens - before.new_tokens < 2000
     assert after.finished.get("cancelled", 0) == before.finished.get("cancelled", 0) + 1
+
+
+def test_a_soak_leaks_no_row_and_changes_no_answer(server: Running) -> None:
+    """With abandoned streams, malformed bodies and stop strings, as the load test of GPUs runs it."""
+    load = make_load("the target reads a prompt " * 9, TOKENIZER, 48, 96, rows=3, tokens=12)
+    client = Client(server.url)
+    figures = measure_server(client, load)
+    assert figures["second_turn_ttft_s"] > 0 and figures["concurrent_tokens_per_s"] > 0
+    leaks = measure_leaks(client, load, requests=40)
+    assert leaks["seeded_answers_same"] and sum(leaks["kinds"].values()) == 40 and len(leaks["kinds"]) == 4
+    base = dict.fromkeys(("single_tokens_per_s", "batch_tokens_per_s", "vanilla_batch_tokens_per_s"), 1.0)
+    assert verdicts(base, figures, leaks).keys() == TARGETS.keys()
+    now = server.scheduler.snapshot()
+    assert (now.running, now.queued) == (0, 0) and sum(now.finished.values()) == now.requests
 
 
 def test_lm_eval_scores_as_transformers_does(

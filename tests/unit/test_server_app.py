@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from http_server import EOS, NAME, POSITIONS, chat_tokenizer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from starlette.testclient import TestClient
 from tiny_tokenizer import VOCAB_SIZE
 
@@ -18,6 +20,7 @@ from longspec.data.prompts import conversation_text
 from longspec.data.templates import encode_texts
 from longspec.inference.server.app import build_app
 from longspec.inference.server.limits import BodyLimit, Limits
+from longspec.inference.server.openai_api import WITHOUT_EFFECT, ChatRequest, CompletionRequest
 from longspec.inference.server.requests import (
     Event,
     Finished,
@@ -218,6 +221,23 @@ def test_a_malformed_body_is_a_400(client: TestClient, script: Script, content: 
     """Text that another site's page could send without asking is refused, too: the type must be application/json."""
     response = client.post("/v1/chat/completions", content=content, headers={"content-type": kind})
     assert response.status_code == 400 and response.json()["error"]["message"] and not script.submitted
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(categories=["L", "Cs", "Cc"])),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = sorted(set(ChatRequest.model_fields) | set(CompletionRequest.model_fields) | set(WITHOUT_EFFECT))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=3), VALUES, max_size=3), st.booleans())
+def test_no_body_is_a_server_error(client: TestClient, fields: dict[str, Any], is_chat: bool) -> None:
+    path, body = ("chat/completions", HELLO) if is_chat else ("completions", {"prompt": "a"})
+    content = json.dumps({**body, **fields})
+    response = client.post(f"/v1/{path}", content=content, headers={"content-type": "application/json"})
+    assert response.status_code in (200, 400, 404), response.text
 
 
 def test_a_body_above_the_limit_is_not_read(client: TestClient) -> None:

@@ -29,7 +29,7 @@ class ApiError(Exception):
         """
         super().__init__(message)
         self.status, self.code = status, code
-        self.message, self.param = _encodable(message), param and _encodable(param)
+        self.message, self.param = encodable(message), param and encodable(param)
         self.headers: dict[str, str] = {}
         if retry_after_s is not None:
             self.headers["Retry-After"] = str(retry_after_s)
@@ -44,8 +44,8 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def _encodable(text: str) -> str:
-    """The text without lone surrogates, which a quoted field name may contain."""
+def encodable(text: str) -> str:
+    """The text without lone surrogates, which JSON can escape and no encoding has."""
     return text.encode(errors="replace").decode()
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
 
+from longspec.errors import UserError
 from longspec.inference.server.answer_text import AnswerText, Piece
 from longspec.inference.server.errors import ApiError
 from longspec.inference.server.metrics import Latencies
@@ -101,6 +102,9 @@ class Job:
         except RequestTooLarge as error:
             self.cancel()
             raise ApiError(400, str(error), code="context_length_exceeded") from error
+        except UserError as error:
+            self.cancel()
+            raise ApiError(400, str(error)) from error
         except NotServing as error:
             self.cancel()
             raise ApiError(503, str(error) or "the server is stopping") from error

@@ -6,7 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -74,6 +75,7 @@ class Metrics(Collector):
         self.responses = Counter(
             "longspec_http_responses", "HTTP responses.", ("path", "status"), registry=self._registry
         )
+        ProcessCollector(registry=self._registry)
         self._registry.register(self)
 
     def text(self) -> bytes:
@@ -86,6 +88,7 @@ class Metrics(Collector):
             ("queue_length", "Requests that wait for a row.", now.queued),
             ("running_rows", "Rows that hold a request.", now.running),
             ("max_rows", "Rows of the batch.", now.max_rows),
+            ("cuda_memory_bytes", "Allocated CUDA memory; 0 on a CPU.", torch.cuda.memory_allocated()),
             ("acceptance_length", "Mean tokens per verification pass.", now.decoded_tokens / passes if passes else 0.0),
         ):
             yield GaugeMetricFamily(f"longspec_{name}", text, value)

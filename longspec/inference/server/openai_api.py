@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from longspec.data.aligners import ROLES, Turn
+from longspec.inference.server.errors import encodable
 
 IGNORED = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 """Fields that never change an answer."""
@@ -78,7 +79,8 @@ class _Strict(BaseModel):
                 if value is not None:
                     kept[name] = value
             elif name not in IGNORED and value is not None and value not in WITHOUT_EFFECT.get(name, ()):
-                raise PydanticCustomError("unsupported", "not supported by this server", {"field": str(name)[:64]})
+                field = encodable(str(name)[:64])
+                raise PydanticCustomError("unsupported", "not supported by this server", {"field": field})
         return kept
 
 
@@ -104,7 +106,7 @@ class _Generation(_Strict):
     n: Count = 1
     temperature: float = Field(default=1.0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=-1)
+    top_k: int = Field(default=0, ge=-1, lt=2**31)
     """0 and -1 keep all tokens."""
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     """Choice i of a request is drawn with seed + i."""
