@@ -114,6 +114,14 @@ def test_a_fault_ends_its_own_request(tmp_path: Path) -> None:
         assert [answer.finished.reason for answer in first + later] == ["length"] * 9
         assert [answer.ids for answer in first + later] == expected * 3
         assert scheduler.snapshot().healthy
+    spoiled = Request([1, 2, 3, 4, 5, POISON], 8)
+    with serving(model, max_rows=1) as scheduler:
+        assert Answer(scheduler, spoiled).finished.reason == "error"
+        assert answers(scheduler, good[:1])[0].ids == expected[0]  # shorter: the draft's ring has slots that it skips
+        assert Answer(scheduler, spoiled).finished.reason == "error"
+        with torch.no_grad():
+            model.model.embed_tokens.weight[POISON] = 1.0
+        assert answers(scheduler, [spoiled])[0].ids == alone(model, spoiled)  # nothing of the row is reused
 
 
 def test_a_failing_callback_ends_its_own_request(model: GlideMixin) -> None:
