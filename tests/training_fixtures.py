@@ -84,6 +84,7 @@ def one_rank_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 TRAINER = "./trainer_base_ds_mul_fs_tp.py"
 LIMIT_S = 600
+"""Seconds after which a launch counts as hanging, on the busiest machine."""
 
 
 def launch_line(experiment: str, *overrides: str, ranks: int = 2, script: str = TRAINER) -> list[str]:

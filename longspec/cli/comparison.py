@@ -64,6 +64,7 @@ def measure(
     pair: LoadedPair, prompts: Sequence[list[int]], sampling: Sampling, arguments: dict[str, Any]
 ) -> dict[str, Any]:
     """The figures of a method over all prompts, which run one at a time after a warm-up."""
+    # Without an EOS all methods generate the same number of tokens.
     settings = {**arguments, "eos_token_id": (), "seed": SEED}
     warm_up = Sampling(min(WARM_UP_TOKENS, sampling.max_new_tokens), sampling.temperature)
     pair.generate([max(prompts, key=len)], warm_up, **settings)

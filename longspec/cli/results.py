@@ -121,6 +121,7 @@ def write_summary(summary: dict[str, Any], path: Path | None) -> None:
     if str(path) == "-":
         print(line, file=sys.stderr)
         return
+    # A reader never sees a part of the summary.
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         unfinished.write_text(line + "\n")

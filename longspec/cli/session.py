@@ -87,6 +87,7 @@ class Session:
         except UserError:
             stream.end()
             raise
+        # A stopped answer stays in the conversation as far as it came; an empty one is forgotten with its question.
         if stream.answer.text:
             self.turns = [*turns, {"role": "assistant", "content": stream.answer.text}]
         if stream.answer.tokens:

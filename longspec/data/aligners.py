@@ -79,6 +79,7 @@ def _rename_fields(record: Record, names: dict[str, str]) -> Record:
 def _common_form(record: Record) -> Record:
     kind = record_kind(record)
     prompt: str | list[Turn] | None = None
+    # Only the last answer of a conversation is an answer; earlier ones are part of the prompt.
     if kind.name in TURN_KINDS:
         prompt, answer = _last_answer(_turns(record[kind.answer_field], kind.name), kind.name)
     elif is_list_of_pairs(record):

@@ -52,6 +52,7 @@ class Collator:
                 labels[row_number, start + first_label : end] = ids[first_label:]
                 borders.append(row_number * length + end)
                 start = end
+            # Padding is a segment of its own, which keeps attention inside the samples.
             if start < length:
                 borders.append((row_number + 1) * length)
         return {

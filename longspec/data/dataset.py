@@ -92,6 +92,7 @@ class Tokenize:
 
     def __call__(self, index: dict[str, list]) -> dict[str, list]:
         aligned, texts = self._texts(index)
+        # Encoded as one text, as the target reads it, and the prompt again by itself to find where it ends.
         whole = templates.encode_texts([prompt + answer for prompt, answer in texts], self.tokenizer)
         prompts = iter(templates.encode_texts([prompt for prompt, _ in texts if prompt], self.tokenizer))
         columns: dict[str, list] = {name: [] for name in TOKEN_FEATURES}
@@ -129,6 +130,7 @@ class Tokenize:
 
     def fingerprint(self, index: Dataset) -> str:
         """A hash of everything that determines the tokens: lines, settings, tokenizer and code, aligners included."""
+        # Lines with the same digests have the same path, number and bytes.
         lines = np.asarray(index.data.column("digest")).tobytes()
         modules = [records, templates, aligner_functions, inspect.getmodule(Tokenize)]
         modules += [inspect.getmodule(getattr(aligner, "func", aligner)) for aligner in self.aligners]
@@ -264,6 +266,7 @@ def _rows(lengths: np.ndarray, max_length: int, pack: bool) -> packing.Rows:
     kept = np.flatnonzero(lengths > 0)
     if not pack:
         return packing.Rows(kept, np.arange(len(kept) + 1))
+    # `pack` numbers only the kept samples.
     packed = packing.pack(lengths[kept], max_length)
     return packing.Rows(kept[packed.samples], packed.starts)
 

@@ -186,5 +186,6 @@ def loops(tokens: Sequence[int]) -> bool:
 
 
 def _distinct_share(tokens: Sequence[int]) -> float:
+    # A loop repeats the same few n-grams.
     grams = [tuple(tokens[start : start + LOOP_NGRAM]) for start in range(len(tokens) - LOOP_NGRAM + 1)]
     return len(set(grams)) / len(grams) if grams else 1.0

@@ -265,6 +265,7 @@ def split_pairs(record: Record) -> list[Record]:
 
 def record_kind(record: Record) -> Kind:
     """The kind of a record, by its fields. A null field counts as missing. Raises RecordError if no kind fits."""
+    # Datasets with a common schema write null for the fields that a record lacks.
     present = {name for name, value in record.items() if value is not None}
     if record.get("source") in ("", *SOURCE_TAGS):
         present.discard("source")

@@ -16,7 +16,8 @@ from longspec.inference.engine import Engine, Round
 from longspec.inference.stats import GenerationStats
 
 Stops = Callable[[int, Sequence[int]], bool]
-"""Given a row number and its new tokens, whether the row ends here. EOS and the token limit are checked apart."""
+"""Whether a row ends after its newest token, for other reasons than EOS and the token limit. Called with the row number
+and its new tokens."""
 
 Origin = Literal["target", "draft", "lookup"]
 """The source of an emitted token: the target itself (a row's first token and every bonus token), or an accepted
@@ -72,6 +73,7 @@ class Decoder:
         if self.engine.runner.capturable:
             warm_up(self.engine)
 
+        # The first token comes from prefill and counts for ttft_s only.
         start = time.perf_counter()
         first_tokens, play_round = self._start()
         self.stats.ttft_s = time.perf_counter() - start
@@ -103,6 +105,7 @@ class Decoder:
 
     def note(self, tokens: Tensor, counts: Tensor) -> None:
         """Take the result of a round (see `Engine.round`). This is the only place where the host waits for a round."""
+        # One transfer for tokens, counts and faults.
         result = torch.cat([tokens, counts[:, None], self.engine.cache.faults[:, None]], 1).tolist()
         for row, (*row_tokens, count, fault) in enumerate(result):
             if not self.active[row]:
@@ -128,6 +131,7 @@ class Decoder:
     def _emit(self, row: int, tokens: Sequence[int], accepted: int) -> int:
         """Append tokens to a row until it ends, and return how many it took. The first `accepted` are draft tokens."""
         new_tokens = self.new_tokens[row]
+        # Tokens that the round emitted after the row's end are dropped.
         for number, token in enumerate(tokens, start=1):
             new_tokens.append(token)
             self._stream(token, self.proposed if number <= accepted else "target")

@@ -12,7 +12,7 @@ from longspec.inference.cache import DraftCache, TargetCache
 from longspec.inference.runner import Runner
 from longspec.kernels.shared.elementwise import gather_rows
 from longspec.models.draft_layer import head_dim
-from longspec.models.fused import FusedDraftLayer, FusedTargetLayer, Place, RopeTable, rope_table
+from longspec.models.fused import FusedDraftLayer, FusedTargetLayer, RopeTable, TokenSlots, rope_table
 from longspec.models.glide import GlideMixin
 from longspec.models.residual import ResidualStream, linear
 from longspec.models.target_attention import Attend, QueryAttend
@@ -49,7 +49,7 @@ class FusedRunner(Runner):
             def attend_in_layer(q: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
                 return attend(q, keys, values, self.scale)
 
-            layer.add_to(stream, Place(positions, self.rope, keys, values, slots), attend_in_layer)
+            layer.add_to(stream, TokenSlots(positions, self.rope, keys, values, slots), attend_in_layer)
         return stream.normed(self.backbone.norm.weight)
 
     def draft(
@@ -64,7 +64,7 @@ class FusedRunner(Runner):
     ) -> Tensor:
         stream = self.embed(tokens)
         slots = cache.node_slots[:, first : first + tokens.shape[1]]
-        store = Place(positions, self.rope, cache.keys, cache.values, slots)
+        store = TokenSlots(positions, self.rope, cache.keys, cache.values, slots)
         self.draft_layer.add_to(stream, store, self_attend, cross_attends, feature)
         return stream.hidden
 
@@ -75,5 +75,5 @@ class FusedRunner(Runner):
         # The kernel skips tokens with a negative slot.
         slots = torch.where(valid, positions % cache.window, -1)
         stream = self.embed(tokens)
-        store = Place(positions.clamp(min=0), self.rope, cache.keys, cache.values, slots)
+        store = TokenSlots(positions.clamp(min=0), self.rope, cache.keys, cache.values, slots)
         self.draft_layer.store_keys_values(stream, store)

@@ -95,6 +95,7 @@ def generate(
     or in the generation config (see `options`).
     Raises UserError (a ValueError) for settings that cannot work, and for logits that are NaN or infinite.
     """
+    # All checks come before long work.
     check_pair(model)
     check_drafting(method, tree_shape, gamma, tree_rule, model.config.vocab_size)
     check_trained(model, method, allow_untrained_draft)
@@ -121,6 +122,7 @@ def generate(
     with torch.cuda.device_of(model.lm_head.weight):  # kernels are launched on the current device
         prompts = _pad_right(rows, 0).to(device)
         lengths = [len(row) for row in rows]
+        # "auto" is resolved here, so that the engine below only knows a shape.
         if method == "tree" and tree_shape == AUTO:
             max_positions = context_window(model.config)
             tree_shape = choose_shape(runner, prompts, lengths, sampler, tree_rule, max_positions)
@@ -132,6 +134,7 @@ def generate(
         decoder.stats.tree_shape = shape
         decoder.run()
 
+    # Rows end at different lengths; each output is its prompt without padding and its new tokens.
     new_tokens = [torch.tensor(tokens, dtype=torch.long, device=device) for tokens in decoder.new_tokens]
     sequences = [torch.cat([row.to(device), new]) for row, new in zip(rows, new_tokens, strict=True)]
     return GenerationOutput(_pad_right(sequences, pad_id), new_tokens, decoder.stats)
@@ -149,6 +152,7 @@ def _stops(criteria: Sequence[StoppingCriteria], input_ids: Tensor) -> Stops:
     """Call each criterion on a single row: its prompt as passed in, and its new tokens."""
 
     def stops(row: int, new_tokens: Sequence[int]) -> bool:
+        # transformers' criteria see the padded prompt, as in its own `generate`.
         ids = torch.cat([input_ids[row], input_ids.new_tensor(new_tokens)])[None]
         return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in criteria)  # type: ignore[arg-type]
 

@@ -69,6 +69,7 @@ def check_draft_tokenizer(draft: str, target: str, tokenizer: Any) -> None:
     folder = path if path.is_dir() else path.parent
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return
+    # The two vocabularies may have different sizes, but an id must mean the same token in both.
     draft_tokenizer = read_tokenizer(folder, "the tokenizer of the draft does not load")
     draft_tokens = {number: token for token, number in draft_tokenizer.get_vocab().items()}
     target_tokens = {number: token for token, number in tokenizer.get_vocab().items()}

@@ -16,6 +16,7 @@ def make_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:
 
     A plain runner on a CUDA device despite `compiled` logs the reason, once.
     """
+    # The plain runner resolves the attention backend, which decides whether a round can be captured.
     runner = Runner(model, attention)
     if not compiled or runner.device.type != "cuda":
         return runner

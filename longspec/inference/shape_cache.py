@@ -37,6 +37,7 @@ def cache_key(
     runner: Runner, prompts: Tensor, sampler: Sampler, tree_rule: str, candidates: Sequence[tuple[int, ...]]
 ) -> dict[str, Any]:
     """Everything that the fastest shape depends on. Contexts count by powers of two."""
+    # The same target under another path or another version of transformers has the same fastest shape.
     config = runner.config.to_dict()
     unrelated = ("_name_or_path", "transformers_version", "architectures")
     device = runner.device

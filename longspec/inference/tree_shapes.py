@@ -152,6 +152,7 @@ def measure_shapes(
     in memory together, including the distributions that their trees are sampled from: 0.2 GiB per row with a
     vocabulary of 128k.
     """
+    # The caller's generator must not move, so that "auto" draws the same tokens as the shape that it selects.
     generator = torch.Generator(prompts.device).manual_seed(0)
     sampler = Sampler(sampler.temperature, sampler.top_k, sampler.top_p, generator, sampler.extra_warpers)
     window = runner.model.draft_model.window

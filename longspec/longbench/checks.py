@@ -12,9 +12,9 @@ from transformers import PreTrainedConfig
 
 from longspec.errors import UserError
 from longspec.inference.arguments import check_draft_window
+from longspec.inference.memory import check_memory
 from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.tree_shapes import CANDIDATES
-from longspec.longbench.memory import check_memory
 from longspec.longbench.prompts import TaskPrompt
 from longspec.models.draft_files import draft_settings
 

@@ -132,6 +132,7 @@ class Report:
 
     def finish(self, device: torch.device, **facts: Any) -> dict[str, Any]:
         """Write `summary.json`, whole or not at all, and return it: `facts` first, then the pooled figures."""
+        # The rows of a batch share its figures, so each batch counts once.
         batches = {line["batch"]["first"]: _batch_stats(line) for line in self.lines}
         pooled = pool(list(batches.values()))
         samples = len(self.lines)

@@ -93,6 +93,7 @@ def _check_same_run(folder: Path, configuration: Configuration) -> None:
     stored = _stored_configuration(folder / RUN_NAME)
     if stored is None:
         raise UserError(f"{folder}: holds results without a readable {RUN_NAME}; {advice}")
+    # As JSON stores it: tuples become lists.
     current = json.loads(json.dumps(configuration))
     differing = [name for name in {**stored, **current} if stored.get(name) != current.get(name)]
     if differing:

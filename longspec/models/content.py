@@ -1,4 +1,4 @@
-"""Digests that identify a target and a draft by content, wherever their files are."""
+"""Digests that identify targets and drafts by content, independent of paths."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TARGET_FILES = (
     *(*WEIGHT_FILES, "config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer*", "vocab*", "merges.txt", "chat_template*"),
 )
-"""Files of a target that decide what it generates and what its draft learns."""
+"""Files of a target that affect what it generates and what its draft learns."""
 
 COMMIT = re.compile("[0-9a-f]{40}")
 
@@ -28,7 +28,7 @@ Digests = list[list[str]]
 
 
 def target_digests(target: str, config: PreTrainedConfig) -> Digests:
-    """Names relative to the folder, and digests, of a target's weights, configuration and tokenizer.
+    """Relative names and digests of a target's weights, configuration and tokenizer.
 
     A hub id is identified by its commit, and so is a snapshot folder in the hub's cache. Raises UserError for a file
     that cannot be read.

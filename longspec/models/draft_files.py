@@ -1,4 +1,4 @@
-"""Every form in which draft weights lie on disk, and whether they fit a target."""
+"""Reading, checking and writing draft weights in every file format."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ DEAD_WEIGHTS = {f"cross_attn.{p}_proj.{kind}" for p in "kv" for kind in ("weight
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """Properties of a saved draft that its weights do not show."""
+    """Properties of a saved draft that are not in its weights."""
 
     options: DraftOptions = PUBLISHED
     is_trained: bool = True
 
 
 def resolve_draft(path: str | Path) -> Path:
-    """A local weight file or folder for `path`; anything that is not on disk is taken for a hub id and fetched.
+    """The local weight file or folder of a draft. A path that does not exist is downloaded as a hub id.
 
-    The folder of a saved pair stands for the draft in it. Raises UserError.
+    For the folder of a saved pair it is the subfolder with the draft. Raises UserError.
     """
     local = Path(path)
     if not os.path.exists(local):
@@ -69,13 +69,13 @@ def resolve_draft(path: str | Path) -> Path:
 
 
 def draft_of_pair(target: str | Path, revision: str | None = None) -> Path | None:
-    """The draft that a pair's `save_pretrained` wrote next to its target, if there is one. Raises UserError."""
+    """The draft that `save_pretrained` of a pair wrote next to its target, or None. Raises UserError."""
     folder = Path(target)
     if not os.path.isdir(folder):
         try:
             folder = Path(snapshot_download(str(target), revision=revision, allow_patterns=f"{DRAFT_FOLDER}/*"))
         except HUB_ERRORS as error:
-            raise UserError(f"{target}: cannot be searched for a draft ({first_line(error)})") from error
+            raise UserError(f"{target}: could not look for a draft in this repository ({first_line(error)})") from error
     return folder / DRAFT_FOLDER if (folder / DRAFT_FOLDER / "config.json").exists() else None
 
 
@@ -91,13 +91,14 @@ def load_draft(path: str | Path) -> dict[str, Tensor]:
     return strip_prefix(state)
 
 
-def _weight_files(place: Path) -> list[Path]:
-    if not place.is_dir():
-        return [place]
+def _weight_files(path: Path) -> list[Path]:
+    """The weight files of a draft that is a file or a folder. Raises UserError."""
+    if not path.is_dir():
+        return [path]
     for pattern in WEIGHT_PATTERNS:
-        if files := sorted(place.glob(pattern)):
+        if files := sorted(path.glob(pattern)):
             return files
-    raise UserError(f"{place}: no draft in this folder (*.safetensors, {DRAFT_WEIGHTS_NAME} or pytorch_model*.bin)")
+    raise UserError(f"{path}: no draft in this folder (*.safetensors, {DRAFT_WEIGHTS_NAME} or pytorch_model*.bin)")
 
 
 def strip_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -107,26 +108,27 @@ def strip_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fit_draft(state: Mapping[str, Tensor], layer: nn.Module, source: str) -> dict[str, Tensor]:
-    """`state` without prefix and dead weights, if it fits `layer` (which may lie on the meta device).
+    """`state` without prefix and dead weights, if it fits `layer` (which may be on the meta device).
 
     Raises UserError that names `source` and every missing, unexpected, misshapen or non-finite weight.
     """
-    given = {name: w for name, w in strip_prefix(state).items() if name not in DEAD_WEIGHTS}
-    wanted = layer.state_dict()
-    faults = [f"missing {name}" for name in wanted.keys() - given.keys()]
-    faults += [f"unexpected {_printable(name)}" for name in given.keys() - wanted.keys()]
-    faults += [f"{name} is no floating-point tensor" for name, w in given.items() if not is_plain(w)]
-    faults += [
-        f"{name} is {list(given[name].shape)}, the target needs {list(wanted[name].shape)}"
-        for name in wanted.keys() & given.keys()
-        if is_plain(given[name]) and given[name].shape != wanted[name].shape
-    ]
+    weights = {name: w for name, w in strip_prefix(state).items() if name not in DEAD_WEIGHTS}
+    expected = layer.state_dict()
+
+    faults = [f"missing {name}" for name in expected.keys() - weights.keys()]
+    faults += [f"unexpected {_printable(name)}" for name in weights.keys() - expected.keys()]
+    for name, weight in weights.items():
+        if not is_plain(weight):
+            faults.append(f"{name} is no floating-point tensor")
+        elif name in expected and weight.shape != expected[name].shape:
+            faults.append(f"{name} is {list(weight.shape)}, the target needs {list(expected[name].shape)}")
+
     if faults:
         named = sorted(faults)[:NAMED_FAULTS]
-        more = f"; and {len(faults) - len(named)} more" if len(faults) > len(named) else ""
-        raise UserError(f"{source}: this draft does not fit the target: {'; '.join(named)}{more}")
-    check_finite(given, source)
-    return given
+        rest = f"; and {len(faults) - len(named)} more" if len(faults) > len(named) else ""
+        raise UserError(f"{source}: this draft does not fit the target: {'; '.join(named)}{rest}")
+    check_finite(weights, source)
+    return weights
 
 
 def check_finite(state: Mapping[str, Tensor], source: str) -> None:
@@ -141,20 +143,20 @@ def _printable(name: str) -> str:
 
 
 def check_draft(path: str | Path, config: PreTrainedConfig, layer_class: Any) -> dict[str, Tensor]:
-    """The weights at `path` if they belong to a target with `config`, before that target is loaded.
+    """The weights of the draft at `path`, if it fits a target with `config`. The target need not be loaded.
 
-    Compares family and head layout (where the draft's folder names them), the layers that the draft reads, and every
+    Compares family and head layout (if the draft's folder states them), the layers that the draft reads, and every
     shape. Raises UserError.
     """
-    place = resolve_draft(path)
-    if place.is_dir() and (place / "config.json").exists():
-        _compare_configs(place / "config.json", config)
-    _compare_run(_folder(place) / TRAINING_CONFIG_NAME, layer_class)
-    options = draft_settings(place).options
+    draft = resolve_draft(path)
+    if draft.is_dir() and (draft / "config.json").exists():
+        _compare_configs(draft / "config.json", config)
+    _compare_run(_folder(draft) / TRAINING_CONFIG_NAME, layer_class)
+    options = draft_settings(draft).options
     options.check_target(config, str(path))
     with without_memory(config):
         layer = layer_class(config, options)
-    weights = fit_draft(load_draft(place), layer, str(path))
+    weights = fit_draft(load_draft(draft), layer, str(path))
     return {name: weight.clone() for name, weight in weights.items()}  # no longer mapped from the file
 
 
@@ -166,23 +168,24 @@ def draft_window(path: str | Path) -> int:
 def draft_settings(path: str | Path) -> DraftSettings:
     """Settings of the draft at `path`: from its weight file, else `config.json`, else the training configuration.
 
-    Published drafts state none of them. Raises UserError.
+    Published drafts state none, so they get the defaults. Raises UserError.
     """
-    place = resolve_draft(path)
-    run, config_file = _folder(place) / TRAINING_CONFIG_NAME, _folder(place) / "config.json"
+    draft = resolve_draft(path)
+    run = _folder(draft) / TRAINING_CONFIG_NAME
+    config_file = _folder(draft) / "config.json"
     stated: dict[str, Any] = {}
     if run.exists() and isinstance(model := read_yaml(run).get("model"), dict):
         stated |= {name: model[name] for name in OPTION_KEYS if name in model}
     config = read_json(config_file) if config_file.exists() else {}
-    for source in (config, read_metadata(_weight_files(place)[0])):
+    for source in (config, read_metadata(_weight_files(draft)[0])):
         stated |= {name: source[key] for name, key in OPTION_KEYS.items() if key in source}
     return DraftSettings(checked_options(stated, f"{path}: "), config.get(TRAINED_KEY, True) is not False)
 
 
 def checked_options(stated: Mapping[str, Any], prefix: str = "") -> DraftOptions:
-    """The options that `stated` gives by name, in a file's types or as JSON text; others are the published ones.
+    """Options from `stated`, a mapping of names to values or JSON text; a missing name has the published value.
 
-    prefix: comes before a name in errors. Raises UserError.
+    prefix: precedes names in errors. Raises UserError.
     """
     options = asdict(PUBLISHED) | {name: _parsed(value) for name, value in stated.items()}
     layers, feature = options["kv_layers"], options["target_feature"]
@@ -198,7 +201,7 @@ def checked_options(stated: Mapping[str, Any], prefix: str = "") -> DraftOptions
 
 
 def _parsed(value: Any) -> Any:
-    """safetensors metadata holds text."""
+    """The value of a text, which is JSON in safetensors metadata; anything else as it is."""
     if not isinstance(value, str):
         return value
     try:
@@ -208,7 +211,7 @@ def _parsed(value: Any) -> Any:
 
 
 def option_entries(options: DraftOptions) -> dict[str, Any]:
-    """What a draft's files say of `options`: the window, and whatever differs from the published drafts."""
+    """The entries of `options` in a draft's files: the window, and every option that differs from the published one."""
     published = asdict(PUBLISHED)
     return {
         OPTION_KEYS[name]: list(value) if isinstance(value, tuple) else value
@@ -224,21 +227,21 @@ def checked_window(window: Any, source: str) -> int:
     return window
 
 
-def _folder(place: Path) -> Path:
-    return place if place.is_dir() else place.parent
+def _folder(draft: Path) -> Path:
+    return draft if draft.is_dir() else draft.parent
 
 
 def _compare_configs(file: Path, config: PreTrainedConfig) -> None:
     draft = read_json(file)
     for name in ("model_type", "num_attention_heads", "num_key_value_heads", "head_dim"):
-        wanted = getattr(config, name, None)
-        if wanted is not None and draft.get(name, wanted) not in (None, wanted):
+        own = getattr(config, name, None)
+        if own is not None and draft.get(name, own) not in (None, own):
             stated = _printable(str(draft[name]))
-            raise UserError(f"{file}: a draft for a target with {name} {stated}; this target has {wanted}")
+            raise UserError(f"{file}: a draft for a target with {name} {stated}; this target has {own}")
 
 
 def _compare_run(file: Path, layer_class: type[nn.Module]) -> None:
-    """Our checkpoint folders name the class of the pair that was trained."""
+    """Raise UserError if a checkpoint's training configuration names the pair class of another family."""
     model = read_yaml(file).get("model") if file.exists() else None
     target = model.get("_target_") if isinstance(model, dict) else None
     if not isinstance(target, str):
@@ -251,7 +254,7 @@ def _compare_run(file: Path, layer_class: type[nn.Module]) -> None:
 
 
 def save_draft_file(state: Mapping[str, Tensor], file: str | Path, options: DraftOptions = PUBLISHED) -> None:
-    """Write a `.pth` of plain weights, names without prefix; the options go into the state dict's metadata."""
+    """Write a `.pth` of plain weights without the prefix, with the options in the state dict's metadata."""
     file = Path(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     weights = OrderedDict(strip_prefix(state))
@@ -281,7 +284,7 @@ def save_draft_folder(
 
 @contextmanager
 def _replacing(file: Path) -> Iterator[Path]:
-    """A path to write to, which then takes the place of `file`; a link there is replaced, not followed."""
+    """A path to write to, which is then renamed to `file`; a symbolic link is replaced, not followed."""
     unfinished = file.with_name(f".{file.name}.unfinished")
     yield unfinished
     unfinished.replace(file)

@@ -6,12 +6,15 @@
     h = h + SwiGLU(RMSNorm(h))
     logits = lm_head(h)               frozen, shared with the target; no final norm
 
-Two options extend the published layer (see `DraftOptions`). Further cross-attentions read other layers of the target:
-they take the same normalized input, and their outputs are added. A target feature W·RMSNorm(s) is added to h before the
-cross-attention, where s is the target's last hidden state at the newest token whose keys the query sees.
+The layer is the same for all families. Queries and keys are not normalized even if the target's are (Qwen3), because
+the published drafts have no such weights; the query projection learns the scale of the target's keys.
 
-Which keys a query sees is the caller's business: training passes attention over whole sequences, decoding attention
-over its caches. The layer itself is the same in both.
+Two options extend the published layer (see `DraftOptions`). Additional cross-attentions read other layers of the
+target: they take the same normalized input, and their outputs are added. A target feature W·RMSNorm(s) is added to h
+before the cross-attention, where s is the target's last hidden state at the newest token whose keys the query sees.
+
+The caller decides which keys a query sees: training passes attention over whole sequences, decoding attention over its
+caches. The layer itself is the same in both.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,19 +33,19 @@ MAX_WINDOW = 2**20
 Rope = tuple[Tensor, Tensor]
 """The target's rotary table at the tokens' positions: cos, sin, each [B, T, D]."""
 SelfAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(q [B, Hq, T, D], k, v [B, Hkv, T, D] of the same tokens) -> [B, Hq, T, D]"""
+"""(q [B, H, T, D], k, v [B, K, T, D] of the same tokens) -> [B, H, T, D]"""
 CrossAttend = Callable[[Tensor], Tensor]
-"""(q [B, Hq, T, D]) -> [B, Hq, T, D], over the keys and values of one layer of the target"""
+"""(q [B, H, T, D]) -> [B, H, T, D], over the keys and values of one layer of the target"""
 
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """The choices in a draft's architecture; the defaults are those of the published drafts."""
+    """Options of a draft's architecture; the defaults are those of the published drafts."""
 
     window: int = WINDOW
     """Self-attention window W in tokens."""
     kv_layers: tuple[int, ...] = ()
-    """Further target layers that the cross-attention reads, in 0 … L - 2; the last layer, L - 1, is always read."""
+    """Target layers that the draft reads in addition to the last one (L - 1), which it always reads; in 0 … L - 2."""
     target_feature: bool = False
     """Whether the draft reads the target's last hidden state."""
 
@@ -72,7 +75,7 @@ def check_window(window: int, depth: int, source: str) -> None:
 
 
 def head_dim(config: Any) -> int:
-    """Width of one head: `config.head_dim` where it is set, else hidden_size / heads."""
+    """Width D of one head: `config.head_dim` if it is set, else hidden_size / H."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
@@ -111,7 +114,7 @@ class DraftSelfAttention(_Attention):
         self.v_proj = nn.Linear(config.hidden_size, width, bias=True)
 
     def keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values [B, Hkv, T, D]; they depend on a token's embedding and position alone."""
+        """Rotated keys and values [B, K, T, D]; they depend only on a token's embedding and position."""
         return rotate(self.split_heads(self.k_proj(x)), rope), self.split_heads(self.v_proj(x))
 
     def forward(self, x: Tensor, rope: Rope, attend: SelfAttend) -> Tensor:
@@ -124,7 +127,7 @@ class DraftCrossAttention(_Attention):
 
 
 class GlideDecoderLayer(nn.Module):
-    """One draft layer; a family subclass names its norm and MLP modules."""
+    """One draft layer; the subclass of a family names its norm and MLP classes."""
 
     norm_class: Callable[..., nn.Module]
     mlp_class: Callable[..., nn.Module]
@@ -169,7 +172,7 @@ class GlideDecoderLayer(nn.Module):
                 nn.init.normal_(parameter, std=std)
 
     def keys_values(self, embeddings: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """The self-attention keys and values of tokens with `embeddings` [B, T, hidden]: all that prefill needs."""
+        """Self-attention keys and values of tokens with `embeddings` [B, T, hidden]; prefill needs nothing else."""
         return self.self_attn.keys_values(self.input_layernorm(embeddings), rope)
 
     def feature(self, target_hidden: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Decoder layers for decoding on CUDA: the modules' own parameters, few and large matrix products, one kernel between.
+"""Decoder layers for decoding on CUDA: few, large products on the modules' own parameters, one kernel between two.
 
-Per layer one product makes queries, keys and values, one makes gate and up, and what ends a branch is added to the
-residual stream without a launch of its own (see `models.residual`).
+Each layer computes queries, keys and values in one product, and gate and up in another. The last product of a branch
+is added to the residual stream without a launch of its own (see `models.residual`).
 """
 
 from __future__ import annotations
@@ -22,31 +22,35 @@ RopeTable = tuple[Tensor, Tensor]
 """The target's rotary table at positions 0 … P - 1: cos, sin, each [P, D]."""
 PROJECTIONS = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
 FEATURE = "feature_proj"
-"""The linear that a draft with a target feature has as well."""
+"""Additional linear of a draft with a target feature."""
 
 
-class Place(NamedTuple):
-    """Where a pass's tokens stand in the sequence, and where a layer's keys and values of them go."""
+class TokenSlots(NamedTuple):
+    """Positions of a pass's tokens in the sequence, and their slots in the KV cache of one layer."""
 
     positions: Tensor
     """int [B, N]"""
     rope: RopeTable
     keys: Tensor
-    """[B, Hkv, S, D], as `values`"""
+    """[B, K, S, D], like `values`"""
     values: Tensor
     slots: Tensor
-    """int [B, N]; a token with a negative one is not stored."""
+    """int [B, N]; a token with a negative slot is not stored."""
 
-    def take(self, qkv: Tensor, norms: HeadNorms | None = None) -> Tensor:
-        """Store the keys and values of a merged projection [B, N, …]; its rotated queries [B, Hq, N, D]."""
+    def rotate_and_store(self, qkv: Tensor, norms: HeadNorms | None = None) -> Tensor:
+        """Write the keys and values of a merged projection [B, N, (H + 2K)·D] to the cache.
+
+        Returns the rotated queries [B, H, N, D].
+        """
         return rotate_and_store(qkv, self.positions, self.rope, self.keys, self.values, self.slots, norms)
 
 
 def can_fuse(model: Any) -> bool:
-    """Whether every layer of a pair is what the classes below take it for, and nothing that was put in its place.
+    """Whether the classes below compute every layer of a pair exactly.
 
-    That is: plain linears without hooks in one dtype, biases on q, k and v at most, the family's RMSNorm, a gated SiLU
-    MLP, and weights that own their memory, so that they can become views of merged ones.
+    They need plain linears without hooks in one dtype, biases on q, k and v only, the family's RMSNorm, a gated SiLU
+    MLP, and weights that own their memory, so that they can become views of merged weights. An adapter or a quantized
+    linear rules a pair out.
     """
     layers = (*model.model.layers, model.draft_model)
     return all(_is_plain(layer, model.draft_layer_class.norm_class, model.lm_head.weight.dtype) for layer in layers)
@@ -76,8 +80,10 @@ def _merged_linears(layer: Any) -> list[list[nn.Linear]]:
 
 
 def _can_merge(linears: Sequence[nn.Linear]) -> bool:
-    """Whether all or none have biases, and what they hold lies below one another or each alone: a piece of a trainer's
-    flat buffer must stay in it."""
+    """Whether all or none have biases, and each tensor either owns its memory or is followed by the next one.
+
+    A piece of a trainer's flat buffer does neither and must stay where it is.
+    """
     biases = [linear.bias for linear in linears if linear.bias is not None]
     return len(biases) in (0, len(linears)) and all(
         not parts or _adjacent(parts) or all(part.untyped_storage().nbytes() == part.nbytes for part in parts)
@@ -86,6 +92,7 @@ def _can_merge(linears: Sequence[nn.Linear]) -> bool:
 
 
 def _adjacent(parts: Sequence[Tensor]) -> bool:
+    """Whether each part begins where the one before it ends, in the same storage."""
     end = parts[0].data_ptr()
     for part in parts:
         same_storage = part.untyped_storage().data_ptr() == parts[0].untyped_storage().data_ptr()
@@ -96,15 +103,15 @@ def _adjacent(parts: Sequence[Tensor]) -> bool:
 
 
 def rope_table(rotary_embedding: nn.Module, like: Tensor, positions: int) -> RopeTable:
-    """The table of `positions` positions in the dtype and on the device of `like`."""
+    """The rotary table of positions 0 … `positions` - 1, in the dtype and on the device of `like`."""
     cos, sin = rotary_embedding(like, torch.arange(positions, device=like.device)[None])
     return cos[0].contiguous(), sin[0].contiguous()
 
 
 class MergedLinear:
-    """Several linears of one input as one: weight [sum of outs, in], bias [sum of outs] or None.
+    """Several linears with the same input as one: weight [sum of outs, in], bias [sum of outs] or None.
 
-    Their own weights become views of it, so that the modules stay as they were and no byte is held twice.
+    The linears' own weights become views of the merged one, so the modules still work and nothing is stored twice.
     """
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
@@ -114,7 +121,7 @@ class MergedLinear:
 
 @torch.no_grad()
 def _merged(parts: Sequence[Tensor]) -> Tensor:
-    """The parts below one another in one tensor [rows, …], which they are made views of unless they are already."""
+    """The parts concatenated along the first dimension. They become views of the result unless they already are."""
     if _adjacent(parts):
         rows = sum(len(part) for part in parts)
         return parts[0].detach().as_strided((rows, *parts[0].shape[1:]), parts[0].stride())
@@ -153,8 +160,8 @@ class _FusedSelfAttention:
         self.qkv = MergedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
         self.head_norms = _head_norms(attention)
 
-    def add_to(self, stream: ResidualStream, place: Place, attend: QueryAttend) -> None:
-        q = place.take(stream.project(self.norm, self.qkv.weight, self.qkv.bias), self.head_norms)
+    def add_to(self, stream: ResidualStream, slots: TokenSlots, attend: QueryAttend) -> None:
+        q = slots.rotate_and_store(stream.project(self.norm, self.qkv.weight, self.qkv.bias), self.head_norms)
         stream.add_product(_heads_last(attend(q)), self.output)
 
 
@@ -165,25 +172,25 @@ class FusedTargetLayer:
         self.attention = _FusedSelfAttention(layer.input_layernorm, layer.self_attn)
         self.mlp = _FusedMLP(layer.post_attention_layernorm, layer.mlp)
 
-    def add_to(self, stream: ResidualStream, place: Place, attend: QueryAttend) -> None:
-        """Add the layer's two branches; its keys and values are in place before `attend` runs."""
-        self.attention.add_to(stream, place, attend)
+    def add_to(self, stream: ResidualStream, slots: TokenSlots, attend: QueryAttend) -> None:
+        """Add the layer's two branches. Its keys and values are stored before `attend` runs."""
+        self.attention.add_to(stream, slots, attend)
         self.mlp.add_to(stream)
 
 
 class _FusedCrossAttentions:
-    """All cross-attentions of a draft: one product makes their queries, one ends them."""
+    """All cross-attentions of a draft: one product for their queries, one for their outputs."""
 
     def __init__(self, norm: Any, attentions: Sequence[DraftCrossAttention]) -> None:
         self.norm, self.head_dim = norm.weight, attentions[0].head_dim
         self.queries = MergedLinear([attention.q_proj for attention in attentions])
         outputs = [attention.o_proj.weight for attention in attentions]
-        # Side by side and not below one another, so several are copied.
+        # Concatenated along columns, where they cannot be views; several are therefore copied.
         self.output = outputs[0] if len(outputs) == 1 else torch.cat([weight.detach() for weight in outputs], 1)
 
-    def add_to(self, stream: ResidualStream, place: Place, attends: Sequence[QueryAttend]) -> None:
+    def add_to(self, stream: ResidualStream, slots: TokenSlots, attends: Sequence[QueryAttend]) -> None:
         q = stream.project(self.norm, self.queries.weight, self.queries.bias)
-        q = rotate_queries(q, place.positions, place.rope, self.head_dim)
+        q = rotate_queries(q, slots.positions, slots.rope, self.head_dim)
         heads = [_heads_last(attend(own)) for attend, own in zip(attends, q.chunk(len(attends), 1), strict=True)]
         stream.add_product(heads[0] if len(heads) == 1 else torch.cat(heads, -1), self.output)
 
@@ -201,9 +208,9 @@ class FusedDraftLayer:
         assert merged.bias is not None
         self.kv_weight, self.kv_bias = merged.weight[queries:], merged.bias[queries:]
 
-    def store_keys_values(self, stream: ResidualStream, place: Place) -> None:
-        """Put the self-attention keys and values of tokens in place: all that prefill needs."""
-        place.take(stream.project(self.self_attention.norm, self.kv_weight, self.kv_bias))
+    def store_keys_values(self, stream: ResidualStream, slots: TokenSlots) -> None:
+        """Store the self-attention keys and values of tokens, which is all that prefill needs."""
+        slots.rotate_and_store(stream.project(self.self_attention.norm, self.kv_weight, self.kv_bias))
 
     def feature(self, target_hidden: Tensor, eps: float) -> Tensor:
         """`GlideDecoderLayer.feature` of contiguous [B, 1, hidden]."""
@@ -213,14 +220,14 @@ class FusedDraftLayer:
     def add_to(
         self,
         stream: ResidualStream,
-        place: Place,
+        slots: TokenSlots,
         self_attend: QueryAttend,
         cross_attends: Sequence[QueryAttend],
         feature: Tensor | None = None,
     ) -> None:
         """Add the layer's branches to the tokens' embeddings; arguments as in `GlideDecoderLayer.forward`."""
-        self.self_attention.add_to(stream, place, self_attend)
+        self.self_attention.add_to(stream, slots, self_attend)
         if feature is not None:
             stream.add(feature)
-        self.cross.add_to(stream, place, cross_attends)
+        self.cross.add_to(stream, slots, cross_attends)
         self.mlp.add_to(stream, last=True)

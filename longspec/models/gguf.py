@@ -21,7 +21,7 @@ MAGIC = b"GGUF"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Supported values of `general.architecture`, each the name of a family. Mistral files say "llama"."""
 GGUF_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, NotImplementedError)
-"""Exceptions that `gguf` and numpy raise for files that are cut off or malformed."""
+"""Exceptions that `gguf` and numpy raise for truncated or malformed files."""
 OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -37,7 +37,7 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 ROPE_FACTORS = "rope_freqs.weight"
-"""Llama 3.1's divisors of the rotary frequencies, which its GGUF files hold instead of the settings below."""
+"""Divisors of the rotary frequencies, which GGUF files of Llama 3.1 hold instead of the settings below."""
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 MAX_SHARD = "4GB"
 
@@ -117,12 +117,12 @@ def _config(model_class: Any, metadata: Mapping[str, Callable[..., Any]], tensor
 
 
 def _dtype(kind: str) -> torch.dtype:
-    """The type of converted weights, from the GGUF type of the file's own."""
+    """The dtype of converted weights by the GGUF type of the file's weights."""
     return {"F32": torch.float32, "F16": torch.float16}.get(kind, torch.bfloat16)
 
 
 def _rope(architecture: str, value: Callable[..., Any], tensors: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """transformers' `rope_parameters`. Raises UserError for a scaling without a counterpart there."""
+    """transformers' `rope_parameters`. Raises UserError for a scaling that transformers does not have."""
     prefix = f"{architecture}.rope."
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(value(f"{prefix}freq_base", 10000.0))}
     kind = value(f"{prefix}scaling.type", "none")
@@ -139,7 +139,7 @@ def _rope(architecture: str, value: Callable[..., Any], tensors: dict[str, Any],
 
 
 def _llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
-    """The settings that give these divisors [head_dim / 2]. Raises UserError if Llama 3.1's do not."""
+    """Llama 3.1's settings, if they give these divisors [D / 2]; else raises UserError."""
     largest = float(factors.max())
     low, high, original = LLAMA3_SCALING.values()
     turns = original * theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
@@ -167,7 +167,7 @@ def _state(config: PreTrainedConfig, tensors: dict[str, Any]) -> dict[str, Tenso
 
 
 def _pair_halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Order the rows of each head for a rotation of (i, i + D/2); Llama GGUF files have them for (2i, 2i + 1)."""
+    """Reorder the rows of each head: transformers rotates rows (i, i + D/2), Llama GGUF files pair (2i, 2i + 1)."""
     return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -180,6 +180,7 @@ def _name(name: str) -> str:
 
 
 def _check_complete(model_class: Any, config: PreTrainedConfig, state: dict[str, Tensor]) -> None:
+    """Raise UserError unless `state` has exactly the weights of the model."""
     with torch.device("meta"):
         needed = {name: tuple(weight.shape) for name, weight in model_class(config).state_dict().items()}
     if config.tie_word_embeddings:

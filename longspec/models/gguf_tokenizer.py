@@ -13,13 +13,13 @@ from tokenizers.models import BPE
 from longspec.errors import UserError
 
 CONTROL, USER_DEFINED = 3, 4
-"""GGUF token types: special tokens, and other tokens that are never split."""
+"""GGUF token types: special tokens, and ordinary tokens that are never split."""
 GPT2_SPLIT = pre_tokenizers.ByteLevel(add_prefix_space=False)
 DIGITS_SPLIT = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2_SPLIT])
 
 
 def _byte_level(digits: str) -> pre_tokenizers.PreTokenizer:
-    """The split of Llama 3 and Qwen2, which differ in the length of runs of digits."""
+    """The pre-tokenizer of Llama 3 and Qwen2, which differ in the length of a digit run; digits: its pattern."""
     pattern = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
         r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -44,9 +44,10 @@ SPLITS = {
 
 
 def write_tokenizer(folder: Path, metadata: Mapping[str, Callable[..., Any]], max_length: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json; metadata: GGUF keys -> functions that return their values.
+    """Write tokenizer.json and tokenizer_config.json for a byte-level BPE or a SentencePiece BPE.
 
-    Raises UserError for a kind of tokenizer other than byte-level BPE with a known split, or SentencePiece BPE.
+    metadata: maps GGUF keys to functions that return the values. max_length: in tokens. Raises UserError for another
+    kind of tokenizer and for an unknown pre-tokenizer.
     """
 
     def value(key: str, default: Any = None) -> Any:
@@ -55,7 +56,7 @@ def write_tokenizer(folder: Path, metadata: Mapping[str, Callable[..., Any]], ma
 
     tokens, model = value("ggml.tokens"), value("ggml.model")
     if tokens is None:
-        raise UserError("no tokenizer in it; use the model's own folder")
+        raise UserError("has no tokenizer; use the model's own folder")
     special = {
         name: tokens[number]
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
@@ -102,7 +103,7 @@ def _byte_level_bpe(tokens: list[str], merges: list[str], split: str) -> Tokeniz
 
 
 def _sentencepiece_bpe(tokens: list[str], scores: list[float], unknown: str | None, prefixed: bool) -> Tokenizer:
-    """SentencePiece merges whichever pair gives the token of the highest score."""
+    """A BPE with SentencePiece's merges: the adjacent pair whose token has the highest score is merged first."""
     vocab = {token: number for number, token in enumerate(tokens)}
     merges = []
     for token, score in zip(tokens, scores, strict=True):

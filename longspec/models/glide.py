@@ -27,14 +27,14 @@ from longspec.models.target_graph import TargetGraphs
 
 
 class Objective(Protocol):
-    """What the trainer wants of a draft's forward pass."""
+    """Computes the result of a training forward pass from the draft's hidden states."""
 
     @property
     def reads_target(self) -> bool:
-        """Whether it needs the target's hidden states; without them the target's pass ends at its last keys."""
+        """Whether it needs the target's hidden states. If not, the target's pass ends at its last keys."""
 
     def __call__(self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: nn.Module) -> Any:
-        """hidden, target_hidden [B, T, hidden] (None where not read), labels [B, T] -> whatever the trainer wants."""
+        """hidden, target_hidden [B, T, hidden] (None where not read), labels [B, T] -> the result of the pass."""
 
 
 def check_pair(model: object) -> None:
@@ -46,10 +46,10 @@ def check_pair(model: object) -> None:
 
 
 class GlideMixin(PretrainedPairMixin):
-    """Comes before the family's `…ForCausalLM`; `model` and `lm_head` are frozen, `draft_model` trains."""
+    """First base of a pair class, before `…ForCausalLM`. `model` and `lm_head` are frozen, `draft_model` trains."""
 
     target_pass: TargetGraphs | None = None
-    """What training runs instead of `run_target`."""
+    """Replaces `run_target` in training, if it is set."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class GlideMixin(PretrainedPairMixin):
         quantization_config: Any = None,
         options: DraftOptions | None = None,
     ) -> None:
-        """Load the target from `target_model_path` and the draft from `glide_path`, or start a fresh draft.
+        """Load the target from `target_model_path` and the draft from `glide_path`, or create a fresh draft.
 
         glide_path: a `.pth` file, a folder holding `draft_model_weights.pth`, or a folder or hub id in Hugging Face
         form. torch_dtype: that of the target's weights and of the draft, or "auto". revision, device_map and
@@ -79,7 +79,9 @@ class GlideMixin(PretrainedPairMixin):
         draft_options.check_target(config, str(target_model_path))
         config = copy.deepcopy(config)
         config._attn_implementation = ATTENTION_NAME
-        with without_memory(config):  # the target's modules replace these: nothing is allocated or initialised twice
+        with without_memory(
+            config
+        ):  # replaced by the loaded target's modules, so nothing is allocated or initialized twice
             super().__init__(config)
         resolve_attention(attn_implementation)
         self.use_flash = (attn_implementation or "").startswith("flash")
@@ -119,7 +121,7 @@ class GlideMixin(PretrainedPairMixin):
     ) -> Any:
         """The target's own forward; with `objective`, the draft's training forward (see `draft_forward`).
 
-        transformers' `generate` looks the named arguments up in this signature.
+        The named arguments are listed because transformers' `generate` inspects this signature.
         """
         if objective is not None:
             return self.draft_forward(input_ids, position_ids=position_ids, objective=objective, **kwargs)
@@ -139,7 +141,7 @@ class GlideMixin(PretrainedPairMixin):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Speculative decoding with transformers' arguments: `longspec.inference.transformers_api`.
 
-        That module is imported at the first call and puts its own `generate` in the place of this one.
+        That module is imported at the first call and replaces this method, because models must not import inference.
         """
         import_module("longspec.inference.transformers_api")
         return self.generate(*args, **kwargs)
@@ -147,12 +149,14 @@ class GlideMixin(PretrainedPairMixin):
     def run_target(
         self, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool
     ) -> tuple[Tensor | None, list[KeysValues]]:
-        """The target's hidden states [B, T, hidden] after its final norm; keys and values of its last layer and of the
-        draft's `kv_layers`.
+        """The frozen target's pass in training.
 
-        Unless `whole` the pass ends at the last layer's keys and values, and there are no hidden states.
+        Returns its hidden states [B, T, hidden] after the final norm, and the keys and values of its last layer and of
+        the draft's `kv_layers`. Unless `whole`, the pass ends at the last layer's keys and values, and the hidden
+        states are None.
         """
-        causal, others = partial(self._causal, segments=segments), self.draft_model.options.kv_layers
+        causal = partial(self._causal, segments=segments)
+        others = self.draft_model.options.kv_layers
         if not whole:
             inputs = self.embed(input_ids, position_ids)
             return None, last_keys_values(self.model, *inputs, position_ids, causal, others)
@@ -172,12 +176,12 @@ class GlideMixin(PretrainedPairMixin):
         objective: Objective,
         lags: Tensor | None = None,
     ) -> Any:
-        """Teacher-forced draft over packed segments, and what `objective` makes of its hidden states.
+        """Teacher-forced pass of the draft over packed segments; returns the result of `objective`.
 
-        input_ids, labels, position_ids: LongTensor [B, T]; cu_seqlens: int32 [S + 1], the borders of the segments in
-        the flattened B·T tokens. lags: LongTensor [S] (flash noisy training: a query sees target keys up to its own
-        index minus its segment's lag), or None for GLIDE's block pattern; or [L, S] for a list of L results, one for
-        each row of lags over one pass of the target. labels, cu_seqlens and lags are read on the host.
+        input_ids, labels, position_ids: LongTensor [B, T]. cu_seqlens: int32 [M + 1], the borders of M segments in the
+        flattened B·T tokens. lags: LongTensor [M] for flash noisy training, where a query sees target keys up to its
+        own index minus its segment's lag; None for GLIDE's block pattern; [R, M] for a list of R results from one pass
+        of the target, one per row of lags. labels, cu_seqlens and lags are read on the host.
         """
         segments = Segments(cu_seqlens.tolist(), input_ids.device)
         varlen = partial(varlen_attention, use_flash=self.use_flash)
@@ -214,12 +218,12 @@ class GlideMixin(PretrainedPairMixin):
 
 
 def _rows(hidden: Tensor, numbers: Tensor) -> Tensor:
-    """Rows `numbers`, LongTensor [B·T], of the flattened hidden states [B·T, hidden], 0 for -1: [B, T, hidden]."""
+    """Rows of hidden [B, T, hidden] by their numbers among the B·T tokens, LongTensor [B·T]; 0 for -1."""
     rows = hidden.flatten(0, 1).index_select(0, numbers.clamp(min=0))
     return rows.masked_fill((numbers < 0)[:, None], 0).view_as(hidden)
 
 
 def _on_flat(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Run a varlen attention, which takes flattened tokens [B·T, H, D], on [B, H, T, D] tensors."""
+    """Run a varlen attention on tensors [B, H, T, D]; it takes flattened tokens [B·T, H, D]."""
     flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     return attention(*flat, *args, **kwargs).unflatten(0, (q.shape[0], -1)).transpose(1, 2)

@@ -23,7 +23,7 @@ class MistralGlide(GlideMixin, MistralForCausalLM):
 
     @classmethod
     def check_family(cls, config: PreTrainedConfig, path: str | Path) -> None:
-        """Raise UserError for a target that this class cannot take, such as one whose layers attend to a window."""
+        """Raise UserError for a target that this class cannot take, such as one with a sliding window."""
         super().check_family(config, path)
         if config.sliding_window is not None:
             raise UserError(

@@ -1,8 +1,8 @@
-"""A target over several ranks: fairscale's model-parallel groups around transformers' own modules.
+"""Tensor parallelism for targets: fairscale's model-parallel groups around transformers' own modules.
 
-Each rank holds the heads, MLP columns and vocabulary rows that `target_split` gave it, in modules of that smaller size.
-Where their results are partial sums the ranks add them up: after the embedding, each attention and each MLP. The target
-is frozen, so nothing of this has a backward; outside of a model-parallel group every function here does nothing.
+Each rank holds the heads, MLP columns and vocabulary rows that `target_split` assigned to it, in modules of that size.
+Partial sums are all-reduced after the embedding, each attention and each MLP. The target is frozen, so these sums need
+no backward. Without a model-parallel group every function here returns its input.
 """
 
 import sys
@@ -26,7 +26,7 @@ def model_parallel_place() -> tuple[int, int]:
 
 
 def _groups() -> Any:
-    """The module in which fairscale keeps its groups; None where nothing has imported it, as no group exists then."""
+    """The module that holds fairscale's groups; None if nothing has imported it, because then no group exists."""
     return sys.modules.get("fairscale.nn.model_parallel.initialize")
 
 
@@ -45,7 +45,7 @@ def _gather(part: Tensor) -> Tensor:
 
 
 class PretrainedModelParallelPreSplitMixin:
-    """Loads a target that lies whole in `path`, or pre-split in `path/mp_{rank}-of-{world}/`."""
+    """Loads a target from `path`, or with tensor parallelism this rank's part from `path/mp_{rank}-of-{world}/`."""
 
     @staticmethod
     def shard_path(path: str | Path) -> str:
@@ -55,7 +55,7 @@ class PretrainedModelParallelPreSplitMixin:
 
 
 class VocabularyEmbedding(nn.Module):
-    """The embedding of a vocabulary of which `weight` [rows, hidden] holds tokens `first`, `first` + 1, …"""
+    """The embedding of a split vocabulary: `weight` [rows, hidden] holds the tokens `first`, `first` + 1, …"""
 
     def __init__(self, weight: nn.Parameter, first: int) -> None:
         super().__init__()
@@ -65,14 +65,14 @@ class VocabularyEmbedding(nn.Module):
         """tokens Long [B, T], the same on all ranks -> embeddings [B, T, hidden], the same on all ranks."""
         rows = tokens - self.first
         elsewhere = (rows < 0) | (rows >= len(self.weight))
-        found = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
-        return _reduce(found.masked_fill(elsewhere[..., None], 0))
+        embeddings = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        return _reduce(embeddings.masked_fill(elsewhere[..., None], 0))
 
 
 class VocabularyHead(nn.Module):
-    """The lm_head of a vocabulary of `size` tokens, of which `weight` [rows, hidden] holds `first`, `first` + 1, …
+    """The lm_head of a split vocabulary of `size` tokens: `weight` [rows, hidden] holds `first`, `first` + 1, …
 
-    Called, it gives whole logits; the training objectives take `weight` and never make them.
+    A call returns the logits of the whole vocabulary. The training objectives use `weight` and never compute those.
     """
 
     def __init__(self, weight: nn.Parameter, first: int, size: int) -> None:
@@ -88,28 +88,28 @@ class VocabularyHead(nn.Module):
 
 
 def first_token(lm_head: nn.Module) -> int:
-    """The token that the first row of this rank's head stands for."""
+    """Token id of the first row of this rank's head."""
     return lm_head.first if isinstance(lm_head, VocabularyHead) else 0
 
 
 def vocabulary_size(lm_head: nn.Module) -> int:
-    """How many tokens the head scores, on all ranks together."""
+    """Number of tokens that the head scores, all ranks together."""
     return lm_head.size if isinstance(lm_head, VocabularyHead) else lm_head.out_features  # type: ignore[return-value]
 
 
 def join_ranks(target: Any, vocab_size: int) -> None:
-    """Make `target` (a …ForCausalLM of this rank's sizes) work with the other ranks' as the whole one would."""
+    """Connect `target`, a …ForCausalLM of this rank's sizes, with the other ranks: together they compute the whole."""
     rank, world = model_parallel_place()
     first = vocabulary_rows(vocab_size, rank, world).start
     target.model.embed_tokens = VocabularyEmbedding(target.model.embed_tokens.weight, first)
     target.lm_head = VocabularyHead(target.lm_head.weight, first, vocab_size)
     for layer in target.model.layers:
         for partial in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            partial.register_forward_hook(lambda module, given, output: _reduce(output))
+            partial.register_forward_hook(lambda module, inputs, output: _reduce(output))
 
 
 def gather_heads(heads: Tensor) -> Tensor:
-    """All ranks' heads [B, H, T, D] of this rank's [B, H / world, T, D]."""
+    """The heads of all ranks [B, H, T, D] from those of this rank [B, H / world, T, D]."""
     if model_parallel_place()[1] == 1:
         return heads
     whole = _gather(heads.transpose(1, 2).flatten(2))
@@ -124,21 +124,21 @@ def sum_over_ranks(partial: Tensor) -> Tensor:
 
 
 def max_over_ranks(values: Tensor) -> Tensor:
-    """The largest of each of `values` over the ranks that share a target, in place."""
+    """The elementwise maximum of `values` over the ranks that share a target, in place."""
     if model_parallel_place()[1] > 1:
         dist.all_reduce(values, dist.ReduceOp.MAX, _groups().get_model_parallel_group())
     return values
 
 
 def log_sum_exp_over_ranks(partial: Tensor) -> Tensor:
-    """The log-sum-exp [N] over the whole vocabulary, of that over each rank's part of it."""
+    """The log-sum-exp [N] over the whole vocabulary, from that over this rank's part of it."""
     if model_parallel_place()[1] == 1:
         return partial
     return _gather(partial[:, None]).logsumexp(-1)
 
 
 def vocabulary_log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Log-probabilities [N, rows] over the whole vocabulary, of the tokens whose `logits` [N, rows] this rank has."""
+    """Log-probabilities [N, rows] of this rank's tokens, normalized over the whole vocabulary; logits [N, rows]."""
     if model_parallel_place()[1] == 1:
         return logits.log_softmax(-1, dtype=dtype)
     logits = logits.to(dtype)

@@ -38,12 +38,12 @@ LOADED_WITH = (
     "is_loaded_in_4bit",
     "is_loaded_in_8bit",
 )
-"""Attributes that transformers' `from_pretrained` leaves on a model for its `to` and `save_pretrained`."""
+"""Attributes that transformers' `from_pretrained` sets on a model for its `to` and `save_pretrained`."""
 HUB_ARGUMENTS = ("repo_id", "commit_message", "create_pr", "private", "revision", "token")
 
 
 def checked_dtype(value: str | torch.dtype) -> str | torch.dtype:
-    """A floating-point dtype, or "auto" for that of the target's files. Raises UserError."""
+    """A floating-point dtype, or "auto" for the dtype of the target's files. Raises UserError."""
     if value == "auto":
         return "auto"
     dtype = value if isinstance(value, torch.dtype) else getattr(torch, str(value).removeprefix("torch."), None)
@@ -53,15 +53,16 @@ def checked_dtype(value: str | torch.dtype) -> str | torch.dtype:
 
 
 def _draft_options(stated: dict[str, Any], glide_path: str | Path | None) -> DraftOptions:
-    """The options of the draft at `glide_path`, or the published ones, with those that `stated` gives by name.
+    """The options of the draft at `glide_path`, or the published ones, updated with `stated`.
 
-    Raises UserError where `stated` contradicts the draft. The window may differ: it shapes no weight.
+    Raises UserError if `stated` contradicts the draft. Only the window may differ: no weight depends on it.
     """
     saved = PUBLISHED if glide_path is None else draft_settings(glide_path).options
     options = checked_options(asdict(saved) | stated)
     for name in ("kv_layers", "target_feature"):
-        if glide_path is not None and (was := getattr(saved, name)) != (now := getattr(options, name)):
-            raise UserError(f"{name}: {now}, but the draft at {glide_path} has {was}; leave it out")
+        asked, own = getattr(options, name), getattr(saved, name)
+        if glide_path is not None and asked != own:
+            raise UserError(f"{name}: {asked}, but the draft at {glide_path} has {own}; leave it out")
     return options
 
 
@@ -73,14 +74,14 @@ def _saved_options(state_dict: Mapping[str, Tensor] | None) -> dict[str, Any]:
 
 
 class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
-    """The part of a pair that reads and writes files."""
+    """Loads and saves pairs."""
 
     target_class: Any
     draft_layer_class: type[GlideDecoderLayer]
     draft_model: GlideDecoderLayer
     gradient_checkpointing = False
     draft_is_trained = False
-    """Whether the draft's weights come from training: true after a load, false for a fresh draft.
+    """Whether the draft is trained: true for a loaded draft, false for a fresh one.
 
     Code that trains a fresh draft in this process sets it.
     """
@@ -112,11 +113,11 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         else the one that `save_pretrained` wrote next to the target, else a fresh one (see `draft_is_trained`).
 
         dtype (or torch_dtype): a floating-point dtype, or "auto" (the default), that of the target's files.
-        revision, device_map, quantization_config: as in transformers, for the target; one device for all of it.
+        revision, device_map, quantization_config: as in transformers, for the target; one device for the whole target.
         gradient_checkpointing recomputes the draft layer in backward. window, kv_layers, target_feature: see
-        `DraftOptions`; None takes the saved draft's own, else the published one. ignore_mismatched_sizes is accepted
-        because configs carry it; a draft that does not fit is a UserError all the same. Raises UserError, also for
-        unknown arguments.
+        `DraftOptions`; None is the saved draft's own value, else the published one. ignore_mismatched_sizes has no
+        effect; published configs contain it. Raises UserError, also for unknown arguments and a draft that does not
+        fit.
         """
         if unknown:
             raise UserError(f"{cls.__name__}.from_pretrained: no argument {', '.join(sorted(unknown))}")
@@ -134,12 +135,13 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         config = read_config(path, revision)
         if state_dict is None and glide_path is None:
             glide_path = draft_of_pair(path, revision)
-        wanted = next(value for value in (dtype, torch_dtype, "auto") if value is not None)
+        if dtype is None:
+            dtype = "auto" if torch_dtype is None else torch_dtype
         model = cls(
             config,
             path,
             glide_path,
-            wanted,
+            dtype,
             attn_implementation,
             revision=revision,
             device_map=device_map,
@@ -169,7 +171,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         push_to_hub with a state_dict.
         """
         if model_parallel_place()[1] > 1:
-            raise UserError("save_pretrained: this rank has only a part of the target; save on a single rank")
+            raise UserError("save_pretrained: this rank has only a part of the target; save in a single process")
         if push_to_hub and state_dict is not None:
             raise UserError("push_to_hub: not with state_dict; save without it, then run `hf upload` on the folder")
         folder = Path(save_directory)
@@ -188,7 +190,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
                 self.push_to_hub(hub.pop("repo_id", folder.name), **hub)
 
     def _target_alone(self) -> PreTrainedModel:
-        """An ordinary transformers model around the target's own modules."""
+        """An ordinary transformers model that shares the target's modules."""
         with torch.device("meta"):
             target = self.target_class(copy.deepcopy(self.config))
         target.model, target.lm_head, target.generation_config = self.model, self.lm_head, self.generation_config
@@ -199,22 +201,22 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
 
     @classmethod
     def check_family(cls, config: PreTrainedConfig, path: str | Path) -> None:
-        """Raise UserError for a target that this class cannot take."""
+        """Raise UserError for a target that this class does not support."""
         family = cls.target_class.config_class.model_type
         if config.model_type != family:
             raise UserError(f"{path}: a {config.model_type} target; {cls.__name__} takes {family} targets")
         check_target(config, path)
 
     def _load_target(self, config: PreTrainedConfig, path: str | Path, **options: Any) -> PreTrainedModel:
-        """The whole target, or this rank's part of it, which works together with those of the other ranks.
+        """The target, or with tensor parallelism this rank's part, connected with those of the other ranks.
 
-        options: of transformers' from_pretrained.
+        options: arguments of transformers' `from_pretrained`.
         """
         rank, world = model_parallel_place()
         target = self._read_target(config if world == 1 else rank_config(config, rank, world), path, options)
         if world > 1:
             join_ranks(target, config.vocab_size)
-            target.config = config  # the pair's: the draft has all heads, and so has what it reads
+            target.config = config  # of the whole target: the draft and the keys that it reads have all heads
         return target
 
     def _read_target(self, config: PreTrainedConfig, path: str | Path, options: dict[str, Any]) -> PreTrainedModel:
@@ -228,13 +230,17 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         except (*WEIGHT_ERRORS, ImportError) as error:
             raise UserError(f"{folder}: the target's weights do not load ({weight_problem(error)})") from error
         if absent := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
-            raise UserError(f"{folder}: no whole target: {len(absent)} weights missing or misshapen, as {absent[0]}")
+            raise UserError(
+                f"{folder}: no whole target: {len(absent)} weights missing or misshapen, such as {absent[0]}"
+            )
         if len(devices := sorted({str(p.device) for p in target.parameters()})) > 1:
-            raise UserError(f"device_map: it spreads the target over {', '.join(devices)}; give one device, as cuda:0")
+            raise UserError(
+                f"device_map: spreads the target over {', '.join(devices)}; give one device, such as cuda:0"
+            )
         return target
 
     def load_draft_state(self, state: Mapping[str, Tensor], source: str) -> None:
-        """Put trained draft weights in place.
+        """Load trained draft weights.
 
         Raises UserError that names every missing, unexpected, misshapen or non-finite weight.
         """

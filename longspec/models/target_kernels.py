@@ -1,8 +1,8 @@
-"""The frozen target's layers in training: one kernel for each thing that lies between two products.
+"""The frozen target's layers in training: one kernel per operation between two matrix products.
 
-transformers runs RMSNorm, rotary embedding and SwiGLU as some twenty passes over the tokens; ours are six. The modules,
-their parameters and hooks stay, so that a target in shards (ZeRO-3) or in parts (tp_size) runs on them too. What has
-to be differentiated, and attention without an `attend` of ours, runs as transformers has it.
+transformers computes RMSNorm, rotary embedding and SwiGLU of a layer in about twenty passes over the tokens, these
+kernels in six. The modules, their parameters and their hooks stay in use, so sharded targets (ZeRO-3) and split ones
+(tp_size) work too. Inputs that need a gradient and calls without `attend` take transformers' own forward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from longspec.models.target_attention import projected_heads, rotated_by_kernel
 
 
 def use_kernels(backbone: Any, family: type[GlideDecoderLayer]) -> None:
-    """Let the layers and the last norm of a target run on the kernels, from now on; `family` names its modules."""
+    """Make a target's layers and final norm run on the kernels from now on; `family` names its norm and MLP classes."""
     for module in backbone.modules():
         if type(module) is family.norm_class:
             module.forward = MethodType(_norm, module)
@@ -51,8 +51,13 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     attend = kwargs.get("attend")
     if attend is None or _learns(hidden_states):
-        given = {"position_embeddings": position_embeddings, "past_key_values": past_key_values, **kwargs}
-        return type(module).forward(module, hidden_states, **given)
+        return type(module).forward(
+            module,
+            hidden_states,
+            position_embeddings=position_embeddings,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
     queries = rotated_by_kernel(projected_heads(module, "q", hidden_states), position_embeddings)
     keys = rotated_by_kernel(projected_heads(module, "k", hidden_states), position_embeddings)
     values = projected_heads(module, "v", hidden_states).transpose(1, 2)

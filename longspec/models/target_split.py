@@ -1,8 +1,8 @@
-"""How a target's weights are cut for N ranks, and the folders that hold the parts.
+"""Splits a target's weights for tensor parallelism on N ranks, one folder per rank.
 
-Rank r of N gets the r-th N-th of the query and KV heads (a group of query heads stays with its KV head), of the MLP's
-columns and of the vocabulary's rows (its last part may be smaller); norms are on every rank. The layout is Megatron's
-(arXiv 1909.08053): what follows a column-parallel product is row-parallel and ends in a sum over the ranks.
+Each rank gets 1/N of the query and KV heads (a group of query heads stays with its KV head), of the MLP's columns and
+of the vocabulary's rows (the last rank may get fewer). All ranks get the norms. The layout is Megatron's (arXiv
+1909.08053): each column-parallel product is followed by a row-parallel one, whose results are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ ROW_PARALLEL = ("o_proj", "down_proj")
 VOCABULARY = ("embed_tokens", "lm_head")
 WHOLE = ("norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "rotary_emb")
 SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
-"""Config, generation config and tokenizer, in any of its forms."""
+"""Config, generation config and tokenizer in all formats."""
 
 
 def rank_folder(rank: int, world: int) -> str:
-    """Where a rank's part lies in the split target's folder."""
+    """Name of a rank's folder in the folder of a split target."""
     return f"mp_{rank}-of-{world}"
 
 
 def vocabulary_rows(vocab_size: int, rank: int, world: int) -> range:
-    """The tokens whose embeddings a rank holds: equally many on each, on the last one what is left."""
+    """The tokens whose embeddings a rank holds: the same number on each rank, the rest on the last one."""
     most = -(-vocab_size // world)
     return range(min(rank * most, vocab_size), min((rank + 1) * most, vocab_size))
 
 
 def rank_config(config: PreTrainedConfig, rank: int, world: int) -> PreTrainedConfig:
-    """The config of a rank's part: a target of its own with fewer heads, columns and tokens."""
+    """The config of a rank's part, which is a target with fewer heads, columns and tokens."""
     part = copy.deepcopy(config)
     part.head_dim = head_dim(config)
     part.num_attention_heads //= world
     part.num_key_value_heads //= world
     part.intermediate_size //= world
     part.vocab_size = len(vocabulary_rows(config.vocab_size, rank, world))
-    part.pad_token_id = None  # it may lie on another rank, and only a trained embedding would need it
+    part.pad_token_id = None  # it may belong to another rank, and only a trained embedding needs it
     return part
 
 
 def check_divisible(config: PreTrainedConfig, world: int, path: str | Path) -> None:
-    """Raise UserError for a target whose heads, MLP columns or tokens do not make `world` parts."""
+    """Raise UserError if `world` does not divide the heads or MLP columns, or exceeds the vocabulary."""
     for name in ("num_key_value_heads", "num_attention_heads", "intermediate_size"):
         size = getattr(config, name)
         if size % world:
@@ -79,12 +79,12 @@ def check_split(config: PreTrainedConfig, world: int, path: str | Path) -> None:
 
 
 def is_added_once(name: str) -> bool:
-    """Whether the weight is a bias of products that the ranks add up: rank 0 has it, the others zeros."""
+    """Whether a weight is the bias of a row-parallel product: rank 0 has it, the others have zeros."""
     return name.endswith(tuple(f".{module}.bias" for module in ROW_PARALLEL))
 
 
 def part_of(name: str, shape: tuple[int, ...], rank: int, world: int) -> tuple[slice, ...]:
-    """What of the weight `name` a rank holds.
+    """The slices of the weight `name` that a rank holds.
 
     Raises UserError for a weight that no supported target has, such as a quantized one.
     """
@@ -106,26 +106,26 @@ def _share(size: int, rank: int, world: int) -> slice:
 
 
 def split_target(source: Path, output: Path, world: int) -> None:
-    """Write `output`: a folder for each of `world` ranks, beside config and tokenizer of the target in `source`.
+    """Write the folder `output`: one folder per rank, and config and tokenizer of the target in `source`.
 
-    One weight file of the source is cut at a time, for one rank at a time. `output` must not exist; it is there when
-    all of it is. Raises UserError for a target that cannot be split or read.
+    Reads one weight file at a time and writes it for one rank at a time. `output` must not exist; it appears once it
+    is complete. Raises UserError for a target that cannot be split or read.
     """
     config = read_config(source)
     check_divisible(config, world, source)
     files = weight_files(source)
     if output.exists():
-        raise UserError(f"{output}: is there already; give a folder that is not, or remove it")
+        raise UserError(f"{output}: exists already; give another folder, or remove it")
     unfinished = output.with_name(f".{output.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir(parents=True)
     except OSError as error:
-        raise UserError(f"{output}: cannot be made ({error.strerror})") from error
+        raise UserError(f"{output}: cannot be created ({error.strerror})") from error
     try:
         for rank in range(world):
             rank_config(config, rank, world).save_pretrained(unfinished / rank_folder(rank, world))
-            _copy_beside(source, unfinished / rank_folder(rank, world), ("generation_config.json",))
+            _copy_files(source, unfinished / rank_folder(rank, world), ("generation_config.json",))
         for number, file in enumerate(files, start=1):
             name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
             with _opened(file) as weights:
@@ -133,14 +133,14 @@ def split_target(source: Path, output: Path, world: int) -> None:
                     _write_part(weights, unfinished / rank_folder(rank, world) / name, rank, world)
         for rank in range(world):
             _write_index(unfinished / rank_folder(rank, world))
-        _copy_beside(source, unfinished, SIDE_FILES)
+        _copy_files(source, unfinished, SIDE_FILES)
         unfinished.rename(output)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def weight_files(source: Path) -> list[Path]:
-    """The files of a target's weights, safetensors rather than .bin. Raises UserError."""
+    """The weight files of a target: safetensors if there are any, else .bin. Raises UserError."""
     for whole, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
         if (source / whole).is_file():
             return [source / whole]
@@ -157,9 +157,9 @@ def weight_files(source: Path) -> list[Path]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[dict[str, Any]]:
-    """A file's weights by name, as things of which `weight[part]` reads no more than that part. Raises UserError.
+    """The weights of a file by name; `weight[slices]` reads only that part. No code in the file runs.
 
-    No code in the file is run.
+    Raises UserError.
     """
     try:
         if file.suffix == ".safetensors":
@@ -178,15 +178,15 @@ def _write_part(weights: dict[str, Any], file: Path, rank: int, world: int) -> N
     parts: dict[str, Tensor] = {}
     for name, weight in weights.items():
         shape = weight.shape if isinstance(weight, Tensor) else weight.get_shape()
-        found = weight[part_of(name, tuple(shape), rank, world)]
-        parts[name] = found.clone(memory_format=torch.contiguous_format)  # in .bin files two may share their storage
+        part = weight[part_of(name, tuple(shape), rank, world)]
+        parts[name] = part.clone(memory_format=torch.contiguous_format)  # weights of a .bin file may share storage
         if rank and is_added_once(name):
             parts[name].zero_()
     save_file(parts, file, metadata={"format": "pt"})
 
 
 def _write_index(folder: Path) -> None:
-    """The index by which transformers finds the weights of several files."""
+    """Write the index from which transformers learns which file holds a weight."""
     owners: dict[str, str] = {}
     size = 0
     for file in sorted(folder.glob("*.safetensors")):
@@ -197,7 +197,7 @@ def _write_index(folder: Path) -> None:
     (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
 
 
-def _copy_beside(source: Path, folder: Path, patterns: tuple[str, ...]) -> None:
+def _copy_files(source: Path, folder: Path, patterns: tuple[str, ...]) -> None:
     for pattern in patterns:
         for file in source.glob(pattern):
             if not file.name.endswith(".index.json"):

@@ -1,4 +1,4 @@
-"""Reading a weight file that a stranger may have written, without running code from it."""
+"""Reads weight files from untrusted sources without running code in them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_weights(file: Path) -> dict[str, Tensor]:
 
 
 def _read_pickle(file: Path) -> Any:
-    """The content of a `.pth`, from an unpickler that only makes tensors and containers. Raises WEIGHT_ERRORS."""
+    """The content of a `.pth`; the unpickler creates only tensors and containers. Raises WEIGHT_ERRORS."""
     with file.open("rb") as handle:
         if handle.read(1) not in (b"P", b"\x80"):
             raise ValueError("neither a .pth archive nor a pickle")

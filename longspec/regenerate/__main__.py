@@ -1,4 +1,4 @@
-"""`python -m longspec.regenerate`: the target answers prompts, or writes whole conversations, as training text."""
+"""`python -m longspec.regenerate`: training data that a target writes, answers to prompts or whole conversations."""
 
 from longspec.regenerate.command import main
 

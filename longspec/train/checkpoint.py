@@ -70,6 +70,7 @@ def save_checkpoint(
             engine.save_checkpoint(str(state_folder), tag=f"step{progress.step}", exclude_frozen_parameters=True)
         report = describe(state_folder, written)
     reports = from_every_rank(report)
+    # A collective under ZeRO-3, so it cannot be part of what rank 0 does alone.
     draft = gather_draft(engine.module)
     from_rank_zero(complete)
 

@@ -74,6 +74,7 @@ def build_pair(config: TrainConfig, draft: dict[str, Tensor] | None) -> nn.Modul
 
     Raises UserError if target or draft cannot be loaded.
     """
+    # A fresh draft is drawn from this seed.
     torch.manual_seed(config.seed)
     try:
         with built_in_shards(config):
@@ -123,6 +124,7 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
         group["rate_scale"] = scale
         # The optimizer multiplies the decay by the scaled rate.
         group["weight_decay"] = config.weight_decay / scale
+    # The frozen target stays out of checkpoints.
     engine.module.register_state_dict_post_hook(_keep_draft)
     if tp_rank > 0:
         engine.save_non_zero_checkpoint = engine.save_zero_checkpoint = False

@@ -133,12 +133,15 @@ class Evaluation:
         assert self.inputs.held_out is not None
         exists = row < self.rows
         batch = self.inputs.collate([self.inputs.held_out[row if exists else 0]])
+        # The forward pass still runs, but nothing of the row is counted.
         if not exists:
             batch["labels"].fill_(IGNORED)
 
+        # Seeded by the row, not by the step or the rank: every evaluation draws the same offsets.
         generator = micro_step_generator(self.config.seed, row, 0)
         positions = batch_positions(batch, self.config.variant, self.inputs.max_positions, generator)
         segments = len(batch["cu_seqlens"]) - 1
+        # One pass of the target serves all lags.
         lags = torch.arange(1, self.depth + 1)[:, None].expand(-1, segments)
         results = self.engine(**engine_inputs(batch, positions, lags, self.scores, self.engine.device))
         terms_by_lag = [terms for terms, _ in results]

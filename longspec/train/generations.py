@@ -66,6 +66,7 @@ def _rotate(output: Path, names: tuple[str, str, str], new: Seal) -> None:
     staged, last, second = (output / name for name in names)
     if not staged.exists():
         return
+    # Only the launch's own history rotates; checkpoints that it did not continue from make room.
     for folder in (second, last):
         if _is_superseded(folder, new):
             if names is DRAFTS and not new.run.overwrites:

@@ -52,6 +52,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
     aligners = [_make_aligner(number, entry) for number, entry in enumerate(config.data.aligners)]
     target = read_config(name)
     glide.check_family(target, name)
+    # Everything is checked before the data is tokenized, which can take hours.
     if config.tp_size > 1:
         check_split(target, config.tp_size, name)
     else:
@@ -70,6 +71,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
     eos_text = tokenizer.convert_ids_to_tokens(eos)
     logger.info("chat format %s; EOS %d (%s), padding %d", chat_format, eos, eos_text, pad)
 
+    # A draft fits only targets with the same heads, width and layers.
     config.model.draft_options.check_target(target, "config key model.kv_layers")
     draft = None
     if config.draft_model_name_or_path is not None:

@@ -36,6 +36,7 @@ class StepBatches:
 def take_micro_batches(arrays: Arrays, count: int) -> tuple[list[Batch], float]:
     """The next `count` micro-batches of the loader, and the seconds spent waiting for them."""
     start = time.perf_counter()
+    # A worker process that falls behind shows up here.
     taken = [next(arrays) for _ in range(count)]
     wait_s = time.perf_counter() - start
     batches = [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in taken]
@@ -55,6 +56,7 @@ def engine_inputs(
 ) -> EngineInputs:
     """The engine's arguments for a micro-batch, with token and position ids on `device`."""
     return {
+        # Target and draft read the same position ids.
         "input_ids": upload(batch["input_ids"], device),
         "position_ids": upload(positions, device),
         # The host reads these. A copy back from the device would wait for all kernels that are queued there.

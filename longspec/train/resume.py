@@ -160,13 +160,25 @@ def check_same_run(
     if problems:
         raise UserError(f"config key resume: {folder} is of another run: {'; '.join(problems)}; make them equal")
 
+    _warn_about_changes(saved, current, saved_split, split, progress.step + 1)
+
+
+def _warn_about_changes(
+    saved: TrainConfig,
+    current: TrainConfig,
+    saved_split: tuple[int, int, int],
+    split: tuple[int, int, int],
+    next_step: int,
+) -> None:
+    """Log warnings about allowed changes that affect the steps to come."""
     if longer := _differences(saved, current, LENGTH_KEYS):
         logger.warning(
             "resume: %s; from step %d on the learning rate follows the schedule of the new length",
             "; ".join(longer),
-            progress.step + 1,
+            next_step,
         )
     if saved_split != split:
+        # Lags and offsets are drawn per micro-step and rank (see `micro_step_generator`).
         logger.warning(
             "resume: micro-batch x accumulation x ranks was %s, is %s. The draft, the optimizer state, the step, the "
             "learning rate and the order of the data are kept; the random lags and offsets are not",

@@ -77,6 +77,7 @@ def _train_locked(
 ) -> bool:
     """`train`, once the output folder is locked."""
     # Checkpoints name the target as the user did. The folder of a converted target exists on this machine only.
+    # Rank 0 downloads or converts it, and the others find the result in the cache.
     target = rank_zero_first(lambda: resolve_target(config.model_name_or_path))
     start = from_rank_zero(lambda: where_to_start(config, target))
     # A resumed run has its own draft; the draft of the previous stage may be gone.
@@ -97,6 +98,7 @@ def _train_locked(
     )
     logger.info("target %s, draft %s", run_config.model_name_or_path, start.state or draft or "fresh")
 
+    # A resumed run builds its draft from the saved master weights, otherwise from the previous stage.
     draft_weights = saved_draft(start.state) if start.state else inputs.draft
     engine = build_engine(run_config, build_pair(local_config, draft_weights))
     if start.state:

@@ -47,6 +47,7 @@ class ResumableSampler(Sampler[list[int]]):
     def _row(self, index: int) -> int:
         """The row number at `index` of the endless sequence."""
         epoch, index_in_epoch = divmod(index, self.rows)
+        # All ranks compute the same permutation and read different parts of it.
         if epoch != self._epoch:
             self._epoch = epoch
             self._order = np.random.default_rng([self.seed, epoch]).permutation(self.rows)

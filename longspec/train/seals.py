@@ -59,6 +59,7 @@ class Seal:
 def describe(folder: Path, files: Iterable[Path]) -> Files:
     """Size and digest of each of `files`, all in `folder`, after syncing them to disk."""
     files = list(files)
+    # Hashing and syncing release the GIL.
     with ThreadPoolExecutor() as pool:
         descriptions = pool.map(_synced_description, files)
         return {str(file.relative_to(folder)): entry for file, entry in zip(files, descriptions, strict=True)}

@@ -159,12 +159,13 @@ class Trainer:
         if self.start_step < step < self.total_steps and step % self.config.save_steps:
             self.save(step)
         during = ", in its evaluation" if self.evaluation_due else ""
-        advice = "resume=latest continues from there" if step else "nothing to save yet"
+        advice = "resume=latest goes on from there" if step else "nothing to save yet"
         logger.info("%s: stopped after step %d%s; %s", termination, step, during, advice)
 
     def save(self, step: int) -> None:
         """Save a checkpoint of `step`. All ranks call it."""
         self.before_save()
+        # With an evaluation due, a resumed run repeats it before the next step.
         progress = Progress(step, self.world_size, self.evaluation_due)
         save_checkpoint(
             self.engine, self.inputs.tokenizer, self.config, progress, self.config.output_dir, self.run_identity

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from training_fixtures import ROOT, launch_environment
+from training_fixtures import LIMIT_S, ROOT, launch_environment
 
 from scripts.pipeline.machine import free_port
 
@@ -35,10 +35,10 @@ def test_ranks_that_hear_nothing_end_soon_after_one_that_is_lost(fault: str) -> 
         waits = next(line for line in ranks[0].stderr if "waits for the others" in line)
         assert f"rank 0 is expected at 127.0.0.1:{place['MASTER_PORT']}" in waits
         ranks += [start(0), start(2)]
-        said = [rank.communicate(timeout=120)[1] for rank in ranks[1:]]
+        said = [rank.communicate(timeout=LIMIT_S)[1] for rank in ranks[1:]]
         if fault == "stops":
             ranks[0].kill()
-        said_by_lost = ranks[0].communicate(timeout=60)[1]
+        said_by_lost = ranks[0].communicate(timeout=LIMIT_S)[1]
     finally:
         for rank in ranks:
             rank.kill()

@@ -30,9 +30,7 @@ from longspec.train.generations import find_latest
 
 pytestmark = pytest.mark.slow
 EXPERIMENT = "tiny_glide_stage1_sinkpi-slicing"
-LIMIT_S = 120
-LAUNCHER_S = 25
-"""Seconds in which all has ended; after 30 the launcher kills."""
+LIMIT_S = 300
 
 
 @pytest.fixture(scope="module")
@@ -117,19 +115,20 @@ def our_lines(log: Path) -> list[str]:
 def test_every_way_to_stop_a_launch_saves_and_ends_it(
     receiver: str, number: int, code: int, work: Path, tmp_path: Path
 ) -> None:
-    """One line says so. A process that a signal kills has the code -n, which shells show as 128 + n."""
+    """One line says so. A process that a signal kills has the code -n, which shells show as 128 + n.
+
+    A launcher that hears the signal kills the ranks after 30 seconds; they would then not have saved.
+    """
     output, log = tmp_path / "out", tmp_path / "log"
     with running(launch_line(EXPERIMENT, *overrides(work, output)), log, WANDB_MODE="offline") as run:
         wait_for_step(output, log)
         launch = run.children()[0]
-        began = time.monotonic()
         if receiver == "group":
             os.killpg(run.pid, number)
         else:
             {"deepspeed": run, "launch.py": launch}[receiver].send_signal(number)
         assert run.wait(timeout=LIMIT_S) == code
         wait_until(lambda: not session(run.pid), log)
-        assert time.monotonic() - began < LAUNCHER_S
     step = assert_saved(output)
     # launch.py turns SIGINT into SIGTERM, and a rank that has both pending hears the later one first.
     causes = ["SIGINT", "SIGTERM"] if receiver == "group" else ["the launcher is gone"]

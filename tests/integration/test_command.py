@@ -11,12 +11,13 @@ import torch
 from pairs import OPTIONS, make_pair, tiny_config
 from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
+from longspec.inference import memory
 from longspec.inference.cache import TargetCache
 from longspec.inference.device import choose_dtype
 from longspec.inference.generate import GenerationOutput, generate
 from longspec.inference.methods import METHODS
 from longspec.inference.registry import PUBLISHED_PAIRS, choose_pair
-from longspec.longbench import measurement, memory
+from longspec.longbench import measurement
 from longspec.longbench.command import main, parse_options
 from longspec.longbench.plan import make_plan
 from longspec.models.draft_files import save_draft_file, save_draft_folder
@@ -201,7 +202,7 @@ def refusal(capsys: pytest.CaptureFixture[str], line: list[str]) -> str:
     [
         (["--tree_shape"], "tree_shape: empty"),
         (["--tree_shape", "4", "-1"], "tree_shape: [4, -1]"),
-        (["--tree_shape", "4", str(VOCAB_SIZE + 1)], f"1 … {VOCAB_SIZE}"),
+        (["--tree_shape", "4", str(VOCAB_SIZE + 1)], f"1 to {VOCAB_SIZE}"),
         (["--tree_shape", "four"], "invalid int value: 'four'"),
         (["--method", "seq", "--gamma", "0"], "gamma: 0"),
         (["--method", "magicdec", "--gamma", "-2"], "gamma: -2"),

@@ -140,7 +140,7 @@ def test_interpreted_kernels_are_as_exact_as_their_dtype(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The kernels in the composition of CUDA, with a given number of splits."""
+    """The kernels in the order in which CUDA runs them, with the number of splits fixed."""
     pytest.importorskip("triton")
     from longspec.kernels.decoding import triton_attention
     from longspec.kernels.shared.device import Gpu

@@ -13,8 +13,9 @@ from longspec.train import connections
 SECRET = bytes(range(16))
 
 
-def test_ranks_are_let_in_past_strangers_that_are_slow_or_wrong() -> None:
+def test_ranks_are_let_in_past_strangers_that_are_slow_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits neither for a silent caller, nor for half a greeting, nor for a wrong secret."""
+    monkeypatch.setattr(connections, "GREETING_S", 60)
     ranks: dict[socket.socket, int] = {}
     with socket.create_server(("127.0.0.1", 0)) as server:
         listener = threading.Thread(target=lambda: ranks.update(connections.accept_ranks(server, SECRET, 2)))

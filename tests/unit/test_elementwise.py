@@ -98,7 +98,7 @@ def test_rotate_and_store_equals_its_reference(q_heads: int, kv_heads: int, head
 def test_heads_are_normalized_before_the_rotation(
     q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str
 ) -> None:
-    """As Qwen3 does it; queries and keys have weights of their own, values stay as they are."""
+    """As in Qwen3, with separate weights for queries and keys; values do not change."""
     heads, positions = random(1, 3, q_heads + 2 * kv_heads, head_dim).to(device, dtype), torch.tensor([[4, 0, 7]])
     positions = positions.to(device)
     angle = random(10, head_dim // 2).repeat(1, 2)

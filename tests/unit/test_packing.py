@@ -66,9 +66,9 @@ def test_real_documents_fill_rows_to_97_percent(short):
 
 def test_a_million_samples_are_quick():
     lengths = realistic_lengths(1_000_000, 32768)
-    begin = time.perf_counter()
+    begin = time.process_time()
     rows = pack(lengths, 32768)
-    assert time.perf_counter() - begin < 30
+    assert time.process_time() - begin < 30
     assert np.array_equal(np.sort(rows.samples), np.arange(len(lengths)))
 
 

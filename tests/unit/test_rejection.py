@@ -29,7 +29,7 @@ DEVICES = [
 
 
 class FixedSampler(Sampler):
-    """A sampler with given coins [B, N] and noise [B, V]."""
+    """A sampler with fixed coins [B, N] and noise [B, V]."""
 
     def __init__(self, coins: Tensor, noise: Tensor) -> None:
         super().__init__(1.0, 0, 1.0)

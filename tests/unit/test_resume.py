@@ -212,6 +212,7 @@ def test_a_second_run_is_refused_while_the_first_one_has_the_folder(
     """With and without checkpoints in the folder. The lock ends with the first run."""
     for output in (work / "out", work / "empty"):
         config = configured(work, f"output_dir={output}", "resume=latest", "seed=7")
+        output.mkdir(exist_ok=True)
         lock = FolderLock(output)
         said = refusal(config, capsys)
         assert f"another run (process {os.getpid()} on " in said and f"is writing to {output}" in said

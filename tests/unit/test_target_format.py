@@ -152,7 +152,7 @@ def test_a_published_config_trains_another_target_with_its_own_tokens(
     overrides: list[str] = []
     if shape == "qwen3":
         overrides = ["model._target_=longspec.Qwen3Glide.from_pretrained"]
-        overrides += ["data.chat_template_kwargs={enable_thinking: false}"]
+        overrides += ["+data.chat_template_kwargs.enable_thinking=false"]
         prompt += "<think>\n\n</think>\n\n"
     with caplog.at_level(logging.INFO, logger="longspec"):
         inputs = inputs_of(targets / shape, tmp_path, experiment, *overrides)

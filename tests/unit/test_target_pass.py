@@ -1,4 +1,4 @@
-"""The target's pass in training ends where nothing more of it is read."""
+"""The target's pass in training ends at the last module whose output is read."""
 
 from collections import Counter
 from pathlib import Path
@@ -31,7 +31,7 @@ def batch() -> dict[str, Tensor]:
 
 
 def calls(model: Any, objective: Any) -> Counter[str]:
-    """How often each module runs in one training forward and backward."""
+    """Number of calls of each module in one training forward and backward pass."""
     counts: Counter[str] = Counter()
     for name, module in model.named_modules():
         module.register_forward_hook(lambda *_, name=name: counts.update([name]))
@@ -41,16 +41,16 @@ def calls(model: Any, objective: Any) -> Counter[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cross_entropy_alone_ends_it_at_the_last_keys(tmp_path: Path, family: str) -> None:
-    """Of the last layer its norm, keys and values run, once; the layers before it run whole."""
+def test_with_cross_entropy_only_the_pass_ends_at_the_last_keys(tmp_path: Path, family: str) -> None:
+    """The last layer runs its norm, keys and values once; the earlier layers run completely."""
     counts = calls(make_pair(tmp_path, family), DraftLoss("ce"))
     assert not [name for name in (*AFTER_LAST_KEYS, f"{LAST}.self_attn.q_norm") if counts[name]]
     assert all(counts[f"{LAST}.{name}"] == 1 for name in ("input_layernorm", "self_attn.k_proj", "self_attn.v_proj"))
     assert all(counts[f"model.layers.{layer}.mlp"] == counts[f"model.layers.{layer}"] == 1 for layer in (0, 1))
 
 
-def test_a_further_layer_costs_nothing_and_a_feature_the_whole_pass(tmp_path: Path) -> None:
-    """Of the target; the gradient reaches every weight of the draft."""
+def test_reading_a_further_layer_is_free_and_a_feature_needs_the_whole_pass(tmp_path: Path) -> None:
+    """The gradient reaches all weights of the draft."""
     for kind, is_whole in (("kv_layers", False), ("feature", True), ("both", True)):
         model = make_pair(tmp_path / kind, options=OPTIONS[kind])
         counts = calls(model, DraftLoss("ce"))
@@ -61,7 +61,7 @@ def test_a_further_layer_costs_nothing_and_a_feature_the_whole_pass(tmp_path: Pa
 
 
 @pytest.mark.parametrize("objective", [DraftLoss("distill"), DraftLoss("mixed"), DraftLoss("ce", log_target_loss=True)])
-def test_what_reads_the_target_has_its_whole_pass(tmp_path: Path, objective: DraftLoss) -> None:
+def test_objectives_that_read_the_targets_logits_get_its_whole_pass(tmp_path: Path, objective: DraftLoss) -> None:
     counts = calls(make_pair(tmp_path), objective)
     assert all(counts[name] == 1 for name in AFTER_LAST_KEYS if name != "lm_head"), counts
 
@@ -69,7 +69,7 @@ def test_what_reads_the_target_has_its_whole_pass(tmp_path: Path, objective: Dra
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_keys_and_values_are_the_whole_pass_s_to_the_bit(
+def test_keys_and_values_equal_those_of_the_whole_pass_bit_for_bit(
     tmp_path: Path, family: str, dtype: torch.dtype, device: str
 ) -> None:
     model: Any = make_pair(tmp_path, family, dtype).to(device)
@@ -82,15 +82,15 @@ def test_keys_and_values_are_the_whole_pass_s_to_the_bit(
 
     cache = ChosenKV([2, 1, 0])
     run_backbone(model.model, tokens, positions, cache, attend)
-    found = last_keys_values(model.model, *model.embed(tokens, positions), positions, attend, others=[1, 0])
-    assert len(found) == len(cache.kept) == 3
-    for (keys, values), (whole_keys, whole_values) in zip(found, cache.kept.values(), strict=True):
+    short = last_keys_values(model.model, *model.embed(tokens, positions), positions, attend, others=[1, 0])
+    assert len(short) == len(cache.kept) == 3
+    for (keys, values), (whole_keys, whole_values) in zip(short, cache.kept.values(), strict=True):
         assert torch.equal(keys, whole_keys) and torch.equal(values, whole_values)
 
 
 @torch.no_grad()
 def test_several_lags_share_one_pass_of_the_target(tmp_path: Path) -> None:
-    """Rows of lags give, over one reading of the target, what each gives alone."""
+    """Several rows of lags give, with one pass of the target, the results of each row alone."""
     model: GlideMixin = make_pair(tmp_path)
     lags = torch.tensor([[1, 1, 1], [4, 2, 5]])
     objective = Handed(lambda hidden, target_hidden, labels, lm_head: hidden)
@@ -116,33 +116,34 @@ ODD_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 20}
         ("mistral", {}, True),
     ],
 )
-def test_kernels_between_the_products_change_nothing(
+def test_elementwise_kernels_change_no_result(
     tmp_path: Path, family: str, overrides: dict[str, Any], reads_target: bool, device: str
 ) -> None:
-    """Neither the hidden states of target and draft nor which modules run, and nothing in transformers' own calls."""
+    """Hidden states of target and draft, the modules that run, and calls by transformers are the same."""
     model: Any = make_pair(tmp_path, family, initializer_range=0.1, **overrides).to(device)
     for name, parameter in model.model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)).to(device)
-    objective = Handed(lambda *given: given[:2], reads_target)
-    given = {name: x.to(device) if name in ("input_ids", "position_ids") else x for name, x in batch().items()}
+    objective = Handed(lambda *inputs: inputs[:2], reads_target)
+    inputs = {name: x.to(device) if name in ("input_ids", "position_ids") else x for name, x in batch().items()}
     counts: Counter[str] = Counter()
     for name, module in model.model.named_modules():
         module.register_forward_hook(lambda *_, name=name: counts.update([name]))
 
     def run() -> tuple[Any, Counter[str]]:
         counts.clear()
-        return model(**given, lags=torch.tensor([1, 5, 3]), objective=objective), counts.copy()
+        return model(**inputs, lags=torch.tensor([1, 5, 3]), objective=objective), counts.copy()
 
-    (wanted, ran), logits = run(), model(given["input_ids"]).logits
+    expected, expected_counts = run()
+    logits = model(inputs["input_ids"]).logits
     use_kernels(model.model, model.draft_layer_class)
     forwards = [module for module in model.model.modules() if "forward" in vars(module)]
     per_layer = 6 if hasattr(model.model.layers[0].self_attn, "q_norm") else 4
     assert len(forwards) == per_layer * model.config.num_hidden_layers + 1
-    got, ran_now = run()
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
-    assert {name: n for name, n in ran.items() if "act_fn" not in name} == ran_now
-    torch.testing.assert_close(model(given["input_ids"]).logits, logits, rtol=1e-4, atol=1e-5)
+    got, got_counts = run()
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert {name: n for name, n in expected_counts.items() if "act_fn" not in name} == got_counts
+    torch.testing.assert_close(model(inputs["input_ids"]).logits, logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -153,11 +154,11 @@ def test_the_host_never_waits_for_the_device_in_a_micro_batch(
 ) -> None:
     model: Any = make_pair(tmp_path, dtype=torch.bfloat16, options=OPTIONS[kind]).cuda()
     use_kernels(model.model, model.draft_layer_class)
-    given = {name: x.cuda() if name in ("input_ids", "position_ids") else x for name, x in batch().items()}
-    given |= {"lags": None if variant == "base" else torch.tensor([1, 5, 3]), "objective": DraftLoss(loss)}
-    model(**given)[0].backward()
+    inputs = {name: x.cuda() if name in ("input_ids", "position_ids") else x for name, x in batch().items()}
+    inputs |= {"lags": None if variant == "base" else torch.tensor([1, 5, 3]), "objective": DraftLoss(loss)}
+    model(**inputs)[0].backward()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        model(**given)[0].backward()
+        model(**inputs)[0].backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -118,7 +118,7 @@ def test_the_script_makes_a_folder_that_stands_for_the_target(tmp_path: Path) ->
     with pytest.raises(UserError, match="split for 2 ranks; training takes it with tp_size=2"):
         check_weights(str(tmp_path / "split"))
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert again.returncode == 2 and "is there already" in again.stderr and "Traceback" not in again.stderr
+    assert again.returncode == 2 and "exists already" in again.stderr and "Traceback" not in again.stderr
 
 
 @pytest.mark.parametrize(

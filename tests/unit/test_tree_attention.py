@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 
 from longspec.kernels.decoding import attention_reference
 from longspec.kernels.decoding.attention_interface import PrefixParts
-from longspec.kernels.decoding.tree_attention import masked_attention, prefix_and_tree_attention, window_attention
+from longspec.kernels.decoding.tree_attention import masked_attention, prefix_and_tree_attention
+from longspec.kernels.decoding.window_attention import window_attention
 from longspec.kernels.shared.reference import attention_with_lse
 
 DEVICES = [

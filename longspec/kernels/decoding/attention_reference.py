@@ -75,7 +75,7 @@ def prefix_and_tree_attention(
 def window_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float, shared_memory: int
 ) -> Tensor:
-    """Reference of `tree_attention.window_attention`."""
+    """Reference of `window_attention.window_attention`."""
     window = k.shape[2] - tree_mask.shape[2]
     ring_mask = ring_visible(lengths, level, window, q.shape[2])
     return attention_with_lse(q, k, v, torch.cat([ring_mask, tree_mask], 2), scale)[0]

@@ -67,7 +67,7 @@ def tree_attention_tiles(head_dim: int, dtype: torch.dtype, shared_memory: int) 
         tiles = Tiles(16, 128, 8, 2)
     else:
         tiles = Tiles(16, 64, 4, 3)
-    scratch = 4096
+    scratch = 4096  # for Triton's reductions and changes of layout
     return fit_shared_memory(tiles, block_d * dtype.itemsize, shared_memory - scratch)
 
 
@@ -90,7 +90,7 @@ def shared_bytes(tiles: Tiles, row_bytes: int) -> int:
 
 def programs_at_once(tiles: Tiles, head_dim: int, dtype: torch.dtype, shared_memory: int) -> int:
     """Number of programs that one multiprocessor runs at a time: 1 or 2 (more were not measured)."""
-    reserved = 1024
+    reserved = 1024  # CUDA's own part of each program's shared memory
     needed = shared_bytes(tiles, padded_dim(head_dim) * dtype.itemsize) + reserved
     return min(2, max(1, shared_memory // needed))
 

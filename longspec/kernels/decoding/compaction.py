@@ -22,11 +22,13 @@ def _compact_kernel(
     BLOCK_J: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    # All three leading dimensions [L, B, K] in one number.
     store = tl.program_id(0).to(tl.int64)
     batch = (store // heads) % batch_size
     step = tl.arange(0, BLOCK_J)
     dim = tl.arange(0, BLOCK_D)
     length = tl.load(lengths_ptr + batch).to(tl.int64)
+    # Steps from count on stay where they are; their slots are free after the new length.
     moved = step < tl.minimum(tl.load(counts_ptr + batch), path_length)
     source = tl.load(path_ptr + batch * path_length + step, mask=moved, other=0).to(tl.int64)
 

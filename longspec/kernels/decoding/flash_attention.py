@@ -34,7 +34,8 @@ class FlashAttention(TritonAttention):
 
     def prefix_pass(self, lengths: Tensor) -> PrefixPass:
         triton_pass = super().prefix_pass(lengths)
-        shares_of = cache(partial(split_blocks, lengths))  # the same in each layer
+        # The splits depend on lengths and shapes only, so all layers of a pass share one launch of `split_blocks`.
+        shares_of = cache(partial(split_blocks, lengths))
 
         def attend_to_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float) -> PrefixParts:
             rows = q.shape[1] // k.shape[1] * q.shape[2]
@@ -64,6 +65,7 @@ def flash_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float, shares: Tensor, 
     row, begin, end = shares
     batch = len(q)
     splits = len(row) // batch
+    # Each row of the batch reads the cache of its sequence, from slot `begin` to slot `end`.
     out, lse, *_ = fa3_fwd_interface.flash_attn_with_kvcache(
         q.transpose(1, 2).expand(splits, -1, -1, -1, -1).flatten(0, 1),
         k.transpose(1, 2),

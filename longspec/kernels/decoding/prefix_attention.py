@@ -58,6 +58,8 @@ def _prefix_kernel(
         # The tree attention kernel may start as soon as there is room. It waits before it reads the parts.
         tl.extra.cuda.gdc_launch_dependents()
     LN_2: tl.constexpr = 0.6931471805599453
+
+    # Grid: tiles of query rows, splits, sequences x KV heads.
     split = tl.program_id(1)
     splits = tl.num_programs(1)
     batch = (tl.program_id(2) // kv_heads).to(tl.int64)
@@ -71,6 +73,7 @@ def _prefix_kernel(
     q_base = q_ptr + batch * stride_qb + kv_head * group * stride_qh
     q = load_query_tile(q_base, stride_qh, stride_qn, row, dim, group, num_rows, HEAD_DIM)
 
+    # Slots may be far apart in a large cache, so the start of the split is a 64-bit offset.
     key = tl.arange(0, BLOCK_N)
     k_tile = k_ptr + batch * stride_kb + kv_head * stride_kh + (first * BLOCK_N).to(tl.int64) * stride_ks
     v_tile = v_ptr + batch * stride_vb + kv_head * stride_vh + (first * BLOCK_N).to(tl.int64) * stride_vs
@@ -86,7 +89,7 @@ def _prefix_kernel(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
         weights = tl.exp2(scores * scale_log2 - new_max[:, None])
-        decay = tl.exp2(row_max - new_max)
+        decay = tl.exp2(row_max - new_max)  # rescales what was summed relative to the old maximum
         row_sum = row_sum * decay + tl.sum(weights, 1)
         v = load_block(v_tile, v_offsets, dim, HEAD_DIM, BLOCK_D)
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")

@@ -68,6 +68,7 @@ def _rejection_kernel(
     BLOCK: tl.constexpr,
     LARGEST_FACTOR: tl.constexpr,
 ):
+    # p_row and q_row point to the distributions at the current node and move down the path with it.
     batch = tl.program_id(0).to(tl.int64)
     tokens_row = tokens_ptr + batch * nodes
     parents_row = parents_ptr + batch * nodes
@@ -85,6 +86,7 @@ def _rejection_kernel(
     for child in range(1, nodes):
         if tl.load(parents_row + child) == node:
             token = tl.load(tokens_row + child)
+            # In fp64, because total and mass can be as small as the denormal numbers of fp32.
             p_token = tl.load(p_row + token).to(tl.float64)
             q_token = tl.load(q_row + token).to(tl.float64)
             acceptance = mass * (p_token - ratio * q_token) / (q_token * total)
@@ -109,6 +111,7 @@ def _rejection_kernel(
                 unit = tl.where(changed, mass, unit)
                 mass = new_mass
 
+    # The path repeats its last node, so its last entry tells the residual kernel where the walk ended.
     tl.store(path_ptr + batch * (DEPTH + 1) + step, path, mask=step <= DEPTH)
     tl.store(count_ptr + batch, count.to(tl.int64))
     tl.store(state_ptr + batch * 2, ratio)
@@ -158,6 +161,7 @@ def reject_children(
     """
     batch, nodes, vocab = p.shape
     tokens, parents, q, p, coins = (x.contiguous() for x in (tokens, parents, q, p, coins))
+
     path = tokens.new_empty(batch, depth + 1)
     count = tokens.new_empty(batch)
     state = coins.new_empty(batch, 2)
@@ -180,6 +184,7 @@ def reject_children(
         LARGEST_FACTOR=LARGEST_FACTOR,
         num_warps=8 if vocab > BLOCK else 4,
     )
+    # The residual is a launch of its own: many programs read the vocabulary faster than the one that walks.
     _residual_kernel[(batch, triton.cdiv(vocab, RESIDUAL_BLOCK))](
         q, p, path, state, residual, *sizes, DEPTH=depth, BLOCK=RESIDUAL_BLOCK, LARGEST_FACTOR=LARGEST_FACTOR
     )

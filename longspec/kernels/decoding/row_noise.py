@@ -7,7 +7,7 @@ in 64-bit integers, where mix is the finalizer of SplitMix64. Triton on CUDA, pl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,27 +22,39 @@ SECOND_FACTOR = 0x94D049BB133111EB
 def row_uniforms(seeds: Tensor, positions: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
     """Uniform numbers in [0, 1), fp64 [B, *shape]: multiples of 2^-53.
 
-    seeds: LongTensor [B], all 64 bits count; positions: int [B], at least 0; stream: tells apart several draws at one
+    seeds: LongTensor [B], all 64 bits count. positions: int [B], at least 0. stream: distinguishes several draws at one
     position.
     """
-    if runs_triton(seeds):
-        from longspec.kernels.decoding.row_noise_kernel import fill_rows
-
-        return fill_rows(seeds, positions, stream, shape)
-    return (_shift(_bits(seeds, positions, stream, shape), 11)).double() * 2.0**-53
+    return _implementation(seeds)(seeds, positions, stream, shape)
 
 
 def row_exponentials(seeds: Tensor, positions: Tensor, stream: int, shape: Sequence[int], constant: Tensor) -> Tensor:
-    """Exponential numbers of rate 1, fp64 [B, *shape], of a resolution of 2^-53; 1 in rows where `constant`, bool [B].
+    """Exponential numbers of rate 1, fp64 [B, *shape], with a resolution of 2^-53; 1 in rows where `constant`, bool
+    [B].
 
     Other arguments as in `row_uniforms`.
     """
-    if runs_triton(seeds):
-        from longspec.kernels.decoding.row_noise_kernel import fill_rows
+    return _implementation(seeds)(seeds, positions, stream, shape, constant)
 
-        return fill_rows(seeds, positions, stream, shape, constant)
+
+def _implementation(seeds: Tensor) -> Callable[..., Tensor]:
+    """The kernel where it runs, else its reference."""
+    if not runs_triton(seeds):
+        return fill_rows
+    from longspec.kernels.decoding import row_noise_kernel
+
+    return row_noise_kernel.fill_rows
+
+
+def fill_rows(
+    seeds: Tensor, positions: Tensor, stream: int, shape: Sequence[int], constant: Tensor | None = None
+) -> Tensor:
+    """Reference of `row_noise_kernel.fill_rows`."""
+    bits = _bits(seeds, positions, stream, shape)
+    if constant is None:
+        return _shift(bits, 11).double() * 2.0**-53
     # The middle of each of 2^52 intervals: neither 0 nor 1, and exact in fp64.
-    uniform = (_shift(_bits(seeds, positions, stream, shape), 12).double() + 0.5) * 2.0**-52
+    uniform = (_shift(bits, 12).double() + 0.5) * 2.0**-52
     return (-uniform.log()).masked_fill(constant.view(-1, *[1] * len(shape)), 1.0)
 
 

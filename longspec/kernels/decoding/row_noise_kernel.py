@@ -1,4 +1,4 @@
-"""The Triton kernel of `row_noise`: one program per row and block of numbers."""
+"""The Triton kernel of `row_noise`, in a file of its own because its reference runs without Triton."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from longspec.kernels.decoding.row_noise import FIRST_FACTOR, GAMMA, SECOND_FACTOR, stream_offset
 
 BLOCK = 1024
+"""Numbers per program."""
 
 
 @triton.jit
@@ -22,6 +23,8 @@ def _mix(x, FIRST: tl.constexpr, SECOND: tl.constexpr):
     return x ^ (x >> 31)
 
 
+# bits = mix(key + (i + 1) * GAMMA) for number i of a row, with the key of `row_noise`. A uniform number is the top 53
+# bits times 2^-53; an exponential one is -log((top 52 bits + 1/2) * 2^-52). One program takes BLOCK numbers of a row.
 @triton.jit
 def _noise_kernel(
     seeds_ptr,
@@ -36,7 +39,6 @@ def _noise_kernel(
     EXPONENTIAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """numbers = mix(key + (i + 1) * GAMMA); uniform = top 53 bits * 2^-53; exponential = -log(top 52 bits + 1/2)."""
     row = tl.program_id(0).to(tl.int64)
     gamma = tl.full((), GAMMA, tl.uint64)
     seed = tl.load(seeds_ptr + row).to(tl.uint64, bitcast=True)
@@ -57,7 +59,7 @@ def _noise_kernel(
 def fill_rows(
     seeds: Tensor, positions: Tensor, stream: int, shape: Sequence[int], constant: Tensor | None = None
 ) -> Tensor:
-    """`row_noise.row_uniforms`, or with `constant` `row_noise.row_exponentials`."""
+    """Uniform numbers as in `row_noise.row_uniforms`; with `constant`, exponential ones as in `row_exponentials`."""
     out = torch.empty(len(seeds), *shape, dtype=torch.float64, device=seeds.device)
     size = out[0].numel()
     _noise_kernel[(len(seeds), triton.cdiv(size, BLOCK))](

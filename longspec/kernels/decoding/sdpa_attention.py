@@ -25,6 +25,7 @@ class SdpaAttention:
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             def at_length(length: int, q: Tensor, k: Tensor, v: Tensor, tree_mask: Tensor) -> Tensor:
                 used = length + q.shape[2]
+                # All of the prefix is visible, then the nodes under the mask.
                 visible = F.pad(tree_mask, (length, 0), value=True)
                 return masked_sdpa(q, k[:, :, :used], v[:, :, :used], visible, scale)
 
@@ -43,6 +44,7 @@ class SdpaAttention:
     def window(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float
     ) -> Tensor:
+        # Rows need no grouping by length here: all W + M slots are finite.
         window = k.shape[2] - tree_mask.shape[2]
         ring = ring_visible(lengths, level, window, q.shape[2])
         return masked_sdpa(q, k, v, torch.cat([ring, tree_mask], 2), scale)

@@ -50,6 +50,7 @@ def _skinny_product_kernel(
 ):
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows = row < rows
+    # Each part takes the same number of whole blocks of columns; the last part takes the rest.
     share = tl.cdiv(tl.cdiv(width, SPLITS), BLOCK_K) * BLOCK_K
     first = tl.program_id(1) * share
     end = tl.minimum(first + share, width)
@@ -75,6 +76,7 @@ def _skinny_product_kernel(
             w = tl.load(weight_row + column[None, :], mask=(column < end)[None, :], other=0.0)
             inside = (token < tokens)[None, :] & (column < end)[:, None]
         x = tl.load(x_ptr + token[None, :] * stride_x + column[:, None], mask=inside, other=0.0)
+        # "ieee" keeps fp32 inputs in fp32; it has no effect on 16-bit inputs.
         acc = tl.dot(w, x, acc, input_precision="ieee")
         if TAIL_M > 0:
             in_tail = (tail < tokens)[None, :] & (column < end)[:, None]
@@ -96,6 +98,7 @@ def _skinny_product_kernel(
     if GATED:
         acc = acc * tl.sigmoid(acc) * up
         acc_tail = acc_tail * tl.sigmoid(acc_tail) * up_tail
+    # Parts are laid out [P, T, O]. The accumulator is [O, T], so the store transposes.
     out = out_ptr + tl.program_id(1).to(tl.int64) * tokens * rows + row[:, None]
     tl.store(out + token[None, :] * rows, acc, mask=in_rows[:, None] & (token < tokens)[None, :])
     if TAIL_M > 0:
@@ -136,6 +139,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, rows: i
     tokens, width = x.shape
     # 16 is the smallest size of a matrix product.
     block_m, tail_m = (64, 16) if tokens > 64 else (max(16, triton.next_power_of_2(tokens)), 0)
+    # More rows and a gate need more shared memory per stage, so as many stages run as fit, at most 5.
     block_k = SHORT_BLOCK if splits > 2 or (tokens > 16 and splits == 1) else 2 * SHORT_BLOCK
     stage_bytes = x.element_size() * block_k * (BLOCK_N * (2 if gated else 1) + block_m + tail_m)
     _skinny_product_kernel[(triton.cdiv(rows, BLOCK_N), splits)](

@@ -1,7 +1,6 @@
 """Attention to the tree under its mask and to the slots that the prefix kernel leaves over, merged with its parts.
 
-One kernel serves three launchers: with prefix parts, with the ring of the draft's window, and with a mask over all
-slots. (LongSpec, arXiv 2502.17421: hybrid tree attention, whose tree part and merge this fuses.)
+(LongSpec, arXiv 2502.17421: hybrid tree attention, whose tree part and merge this fuses.)
 """
 
 import torch
@@ -13,25 +12,11 @@ from longspec.kernels.decoding.attention_interface import PrefixParts
 from longspec.kernels.decoding.attention_tiles import (
     LOG2_E,
     check_layout,
-    load_key_tile,
     load_query_tile,
     padded_dim,
     tree_attention_tiles,
 )
-
-
-@triton.jit
-def _in_window(slot, length, level, WINDOW: tl.constexpr):
-    """Whether a slot of the ring holds a position p >= 0 with p >= length + level - WINDOW."""
-    # The newest position p < length with p % WINDOW == slot. The remainder is that of C and needs a dividend >= 0.
-    position = length - 1 - (length - 1 - slot + WINDOW) % WINDOW
-    return (position >= 0) & (position >= length + level - WINDOW)
-
-
-@triton.jit
-def _finite(row_max):
-    """row_max, but 0 for a row that has seen no key yet: -inf - -inf would be NaN."""
-    return tl.where(row_max == float("-inf"), 0.0, row_max)
+from longspec.kernels.decoding.online_softmax import attend_to_slots, finite
 
 
 # Merge of states by their log-sum-exp, with the tree's own state as one of them:
@@ -57,11 +42,12 @@ def _merge_parts(
 ):
     """Add all prefix parts to the attention `out` [rows, D], not normalized; return the new out and its sums."""
     LOG2_E: tl.constexpr = 1.4426950408889634
+    # The LSEs of all parts at once give the common maximum before any output is read.
     part = tl.arange(0, PARTS_PADDED)
     in_parts = (part < PARTS)[:, None] & in_rows[None, :]
     lse_tile = lse_rows[None, :] + part.to(tl.int64)[:, None] * stride_lse
     lses = tl.load(lse_tile, mask=in_parts, other=float("-inf")) * LOG2_E
-    finite_max = _finite(tl.maximum(row_max, tl.max(lses, 0)))
+    finite_max = finite(tl.maximum(row_max, tl.max(lses, 0)))
     decay = tl.exp2(row_max - finite_max)
     row_sum = row_sum * decay + tl.sum(tl.exp2(lses - finite_max[None, :]), 0)
     out = out * decay[:, None]
@@ -76,12 +62,9 @@ def _merge_parts(
     return out, row_sum
 
 
-# For a query q and the visible slots j from `first` to `end`, by online softmax over blocks of keys:
-#   out = sum_j exp(scale * q . k_j) * v_j / sum_j exp(scale * q . k_j)
-# merged with PARTS states of attention to the slots before `first`. Slots before `tree_start` are visible to all
-# queries (in a ring, WINDOW > 0, if they are in the window); slots from there on are nodes, visible under the mask.
-# One program takes BLOCK_M query rows of one KV head.
-@triton.jit(do_not_specialize=["kv_heads", "group", "num_rows", "slots", "level"])
+# out = attention to the slots from the last whole block of the prefix on and to the tree, merged with PARTS states of
+# attention to the slots before. One program takes BLOCK_M query rows of one KV head.
+@triton.jit(do_not_specialize=["kv_heads", "group", "num_rows"])
 def _tree_attention_kernel(
     q_ptr,
     k_ptr,
@@ -118,19 +101,17 @@ def _tree_attention_kernel(
     kv_heads,
     group,
     num_rows,
-    slots,
-    level,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TREE_NODES: tl.constexpr,
-    WINDOW: tl.constexpr,
     PREFIX_BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     PARTS_PADDED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    # Grid: tiles of query rows, sequences x KV heads. A row is a pair (node, query head of the group).
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -139,52 +120,32 @@ def _tree_attention_kernel(
     in_tile = in_rows[:, None] & (dim < HEAD_DIM)[None, :]
     node = (row // group).to(tl.int64)
     head = kv_head * group + row % group
+
     length = tl.load(lengths_ptr + batch).to(tl.int32)
-    if WINDOW:
-        # Computed at run time on purpose: where Triton 3.6 knows that the loop has one iteration, it drops the loop and
-        # with it the barrier between the write of a block to shared memory and its matrix product.
-        first = 0
-        tree_start = slots - TREE_NODES
-    else:
-        first = length // PREFIX_BLOCK * PREFIX_BLOCK
-        tree_start = length
-    end = tree_start + TREE_NODES
-
     q_base = q_ptr + batch * stride_qb + kv_head * group * stride_qh
-    q = load_query_tile(q_base, stride_qh, stride_qn, row, dim, group, num_rows, HEAD_DIM)
-    k_base = k_ptr + batch * stride_kb + kv_head * stride_kh
-    v_base = v_ptr + batch * stride_vb + kv_head * stride_vh
-    mask_rows = mask_ptr + batch * stride_mb + node * stride_mq
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    acc = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
-    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    # Scores are [keys, rows], transposed as compared to the prefix kernel, so that the few query rows are the narrow
-    # side of the matrix products.
-    for start in range(first, end, BLOCK_N):
-        slot = start + tl.arange(0, BLOCK_N)
-        k = load_key_tile(k_base, stride_ks, slot, dim, end, HEAD_DIM)
-        v = load_key_tile(v_base, stride_vs, slot, dim, end, HEAD_DIM)
-        visible = slot < tree_start
-        if WINDOW:
-            visible = visible & _in_window(slot, length, level, WINDOW)
-        visible = tl.broadcast_to(visible[:, None], [BLOCK_N, BLOCK_M])
-        if TREE_NODES:  # noqa: SIM102 (a compile-time condition, unlike the next one)
-            if start + BLOCK_N > tree_start:
-                in_tree = ((slot >= tree_start) & (slot < end))[:, None] & in_rows[None, :]
-                seen = tl.load(mask_rows[None, :] + (slot - tree_start)[:, None] * stride_mk, mask=in_tree, other=0)
-                visible = visible | (seen != 0)
-        scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale_log2
-        scores = tl.where(visible, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 0))
-        finite_max = _finite(new_max)
-        weights = tl.exp2(scores - finite_max[None, :])
-        decay = tl.exp2(row_max - finite_max)
-        sums = sums * decay[None, :] + weights
-        acc = acc * decay[None, :] + tl.dot(tl.trans(v), weights.to(v.dtype), input_precision="ieee")
-        row_max = new_max
+    out, row_sum, row_max = attend_to_slots(
+        load_query_tile(q_base, stride_qh, stride_qn, row, dim, group, num_rows, HEAD_DIM),
+        k_ptr + batch * stride_kb + kv_head * stride_kh,
+        v_ptr + batch * stride_vb + kv_head * stride_vh,
+        stride_ks,
+        stride_vs,
+        mask_ptr + batch * stride_mb + node * stride_mq,
+        stride_mk,
+        length // PREFIX_BLOCK * PREFIX_BLOCK,
+        length,
+        length,
+        0,
+        scale_log2,
+        in_rows,
+        dim,
+        HEAD_DIM,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_D,
+        TREE_NODES,
+        0,
+    )
 
-    row_sum = tl.sum(sums, 0)
-    out = tl.trans(acc)
     if PARTS:
         if OVERLAP:
             # Everything above may run at the same time as the prefix kernel. Wait for its parts.
@@ -195,6 +156,7 @@ def _tree_attention_kernel(
             out, row_sum, row_max, part_rows, lse_rows, stride_pp, stride_lp, in_rows, in_tile, dim, PARTS, PARTS_PADDED
         )
 
+    # A query that saw no key has the sum 0 and the output 0.
     out = out / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
     out_rows = out_ptr + batch * stride_ob + head * stride_oh + node * stride_on
     tl.store(out_rows[:, None] + dim[None, :], out, mask=in_tile)
@@ -218,21 +180,7 @@ def prefix_and_tree_attention(
     Returns [B, H, N, D] in q's dtype, a view of [B, N, H, D]; a query that sees no key gets 0. Raises ValueError for
     tensors of other layouts.
     """
-    return _launch(q, k, v, lengths, tree_mask, scale, parts, shared_memory, window=0, level=0)
-
-
-def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float, shared_memory: int
-) -> Tensor:
-    """Attention to a ring of W accepted tokens and to the M tree nodes after it.
-
-    q [B, H, N, D]: nodes at position lengths[b] + level. k, v [B, K, W + M, D], finite: slot s < W holds the newest
-    position p < lengths[b] with p % W == s, visible if p >= 0 and p >= lengths[b] + level - W; slot W + j holds node j,
-    visible where tree_mask, bool [B, N, M], is True. Dtypes, layout, result and errors as in
-    `prefix_and_tree_attention`.
-    """
-    window = k.shape[2] - tree_mask.shape[2]
-    return _launch(q, k, v, lengths, tree_mask, scale, None, shared_memory, window, level)
+    return _launch(q, k, v, lengths, tree_mask, scale, parts, shared_memory)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, shared_memory: int) -> Tensor:
@@ -242,7 +190,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
     """
     # All slots count as nodes of a tree after an empty prefix.
     no_prefix = torch.zeros(len(q), dtype=torch.int32, device=q.device)
-    return _launch(q, k, v, no_prefix, mask, scale, None, shared_memory, window=0, level=0)
+    return _launch(q, k, v, no_prefix, mask, scale, None, shared_memory)
 
 
 def _launch(
@@ -254,13 +202,12 @@ def _launch(
     scale: float,
     parts: PrefixParts | None,
     shared_memory: int,
-    window: int,
-    level: int,
 ) -> Tensor:
     check_layout(q, k, v)
     batch, heads, nodes, head_dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
+    # [B, N, H, D] in memory, so that the output projection reads contiguous rows.
     out = torch.empty((batch, nodes, heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
     tiles = tree_attention_tiles(head_dim, q.dtype, shared_memory)
     num_parts = 0 if parts is None else len(parts.outs)
@@ -286,14 +233,11 @@ def _launch(
         kv_heads,
         group,
         group * nodes,
-        k.shape[2],
-        level,
         HEAD_DIM=head_dim,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_D=padded_dim(head_dim),
         TREE_NODES=0 if tree_mask is None else tree_mask.shape[2],
-        WINDOW=window,
         PREFIX_BLOCK=1 if parts is None else parts.block,
         PARTS=num_parts,
         PARTS_PADDED=triton.next_power_of_2(max(num_parts, 1)),

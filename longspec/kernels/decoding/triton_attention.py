@@ -15,7 +15,8 @@ from longspec.kernels.decoding.attention_interface import Attend, PrefixParts
 from longspec.kernels.decoding.attention_tiles import count_splits, prefix_tiles, programs_at_once
 from longspec.kernels.decoding.prefix_attention import prefix_attention
 from longspec.kernels.decoding.sdpa_attention import causal_prefill
-from longspec.kernels.decoding.tree_attention import masked_attention, prefix_and_tree_attention, window_attention
+from longspec.kernels.decoding.tree_attention import masked_attention, prefix_and_tree_attention
+from longspec.kernels.decoding.window_attention import window_attention
 from longspec.kernels.shared.device import Gpu
 
 PrefixPass = Callable[[Tensor, Tensor, Tensor, float], PrefixParts]

@@ -51,6 +51,7 @@ def _vector_product_kernel(
     in_rows = row < rows
     weight_row = weight_ptr + row.to(tl.int64)[:, None] * width
     up_row = weight_ptr + (row.to(tl.int64) + rows)[:, None] * width
+    # The sums stay spread over BLOCK_K / 8 lanes; they are reduced once, after the loop.
     acc = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
     for start in range(0, width, BLOCK_K):

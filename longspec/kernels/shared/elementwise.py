@@ -24,6 +24,7 @@ def _rms_norm_kernel(
     x = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     if NUM_PARTS > 0:
+        # The sum is rounded to the dtype of x before the norm, as in a model that stores it.
         for part in tl.static_range(NUM_PARTS):
             x += tl.load(parts_ptr + part * part_size + offset, mask=inside, other=0.0)
         x = x.to(x_ptr.dtype.element_ty)
@@ -99,7 +100,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 # For a query or key head x with halves (low, high), at position t:
 #   rotated = (low * cos[t, :D/2] - high * sin[t, :D/2], high * cos[t, D/2:] + low * sin[t, D/2:])
-# Values are rotated with cos = 1 and sin = 0. Queries go to q, keys and values to a slot of the cache.
+# Values are rotated with cos = 1 and sin = 0. With HAS_NORM, x is rms_norm(x) * weight, with a weight for queries and
+# one for keys. Queries go to q, keys and values to a slot of the cache.
 # One program takes BLOCK_H heads of one token.
 @triton.jit
 def _rotate_and_store_kernel(
@@ -128,8 +130,8 @@ def _rotate_and_store_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """Per head x of a query or key: rope(rms_norm(x) * weight) with HAS_NORM, else rope(x). Values are copied."""
     HALF: tl.constexpr = HEAD_DIM // 2
+    # Heads are numbered as in the projection: queries, keys, values.
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     dim = tl.arange(0, BLOCK_HALF)
@@ -139,6 +141,7 @@ def _rotate_and_store_kernel(
     low = tl.load(row, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(row + HALF, mask=inside, other=0.0).to(tl.float32)
 
+    # Row of the table for this token; values get the identity rotation.
     table = tl.load(positions_ptr + token).to(tl.int64) * HEAD_DIM + dim
     in_half = dim < HALF
     is_value = (head >= q_heads + kv_heads)[:, None]
@@ -168,6 +171,7 @@ def _rotate_and_store_kernel(
     out = q_ptr + (token * q_heads + head)[:, None] * HEAD_DIM + dim[None, :]
     tl.store(out, rotated_low, mask=is_query)
     tl.store(out + HALF, rotated_high, mask=is_query)
+    # Without KV heads (`rotate_queries`) there is no cache. A negative slot is skipped.
     if kv_heads > 0:
         batch = token // nodes
         slot = tl.load(slots_ptr + token).to(tl.int64)

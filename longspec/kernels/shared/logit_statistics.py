@@ -69,6 +69,7 @@ def _statistics_kernel(
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     sub = chunk * SUBS_PER_CHUNK + tl.arange(0, SUBS_PER_CHUNK)
+    # The chunk as a tile [sub-chunks, columns], so that the maxima of the sub-chunks are those of its rows.
     column = sub[:, None] * SUB + tl.arange(0, SUB)[None, :]
     logits, keys = load_keys(logits_ptr, noise_ptr, row * vocab + column, column < vocab, inverse_temperature, RACE)
     tl.store(best_ptr + row * subs + sub, tl.max(keys, 1), mask=sub < subs)
@@ -79,6 +80,18 @@ def _statistics_kernel(
     total = tl.sum(tl.sum(tl.exp(logits - finite), 1), 0)
     tl.store(chunk_maxima_ptr + row * chunks + chunk, maximum)
     tl.store(chunk_sums_ptr + row * chunks + chunk, total)
+
+
+@triton.jit
+def row_log_sum_exp(chunk_maxima_ptr, chunk_sums_ptr, row, is_row, chunks, BLOCK_C: tl.constexpr):
+    """log sum exp of rows [n] from the statistics of their chunks; 0 where is_row is False."""
+    part = tl.arange(0, BLOCK_C)
+    parts = row[:, None] * chunks + part[None, :]
+    in_parts = is_row[:, None] & (part < chunks)[None, :]
+    maxima = tl.load(chunk_maxima_ptr + parts, mask=in_parts, other=float("-inf"))
+    sums = tl.load(chunk_sums_ptr + parts, mask=in_parts, other=0.0)
+    maximum = tl.where(is_row, tl.max(maxima, 1), 0.0)
+    return maximum + tl.log(tl.where(is_row, tl.sum(sums * tl.exp(maxima - maximum[:, None]), 1), 1.0))
 
 
 @triton.jit

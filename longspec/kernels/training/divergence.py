@@ -45,6 +45,7 @@ def _terms_kernel(
     logits_ptr += row * vocab
     label = tl.load(labels_ptr + row)
     norm = tl.load(norm_ptr + row)
+    # log q and log p need the log-sum-exp of the whole vocabulary, which a first pass (over all ranks) has computed.
     if TEACHER:
         teacher_ptr += row * vocab
         teacher_norm = tl.load(teacher_norm_ptr + row)
@@ -59,7 +60,7 @@ def _terms_kernel(
         token = start + column
         inside = token < vocab
         log_q = tl.load(logits_ptr + token, mask=inside, other=float("-inf")).to(tl.float32) - norm
-        gradient = tl.exp(log_q)
+        gradient = tl.exp(log_q)  # q
         is_label = (token == label) & inside
         ce -= tl.where(is_label, log_q, 0.0)
         gradient -= tl.where(is_label, 1.0 - share, 0.0)
@@ -69,6 +70,7 @@ def _terms_kernel(
             # A token that is impossible for both would add 0 * (-inf - -inf).
             kl += tl.where(p == 0.0, 0.0, p * (log_p - log_q))
             gradient -= share * p
+        # These columns are not read again, so the gradient may replace them.
         tl.store(logits_ptr + token, gradient, mask=inside)
 
     tl.store(terms_ptr + row * 3, tl.sum(ce, 0))

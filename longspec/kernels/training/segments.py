@@ -82,6 +82,7 @@ class Segments:
         lags = torch.tensor(self.lags).repeat_interleave(torch.tensor(self.lengths))
         if blocks:
             lags = offsets % BLOCK + 1
+        # In the block pattern the newest visible key is the last of the previous block, offset % BLOCK + 1 tokens back.
         newest = torch.arange(len(offsets)) - lags
         return upload(newest.where(offsets >= lags, -1), self.device)
 

@@ -68,6 +68,7 @@ def attention(
     plain = window is None and segments.common_lag == 0
     has_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     flash: Callable[..., Any] | None = None
+    # fa3-fwd is the fastest but has neither backward nor windows; then flash-attn; then torch's own build.
     if plain and not has_backward and q.dtype == torch.bfloat16:
         flash = _forward_only(q.device)
     if flash is None and use_flash:
@@ -80,6 +81,7 @@ def _run(
     flash: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, reach: int
 ) -> Tensor:
     """One varlen call; each query sees its newest visible key and the `reach` keys before it (-1: all)."""
+    # With a lag, the last keys of each segment are dropped, so that the ends of queries and keys align.
     keys = segments.keys
     if keys.rows is not None:
         k, v = k.index_select(0, keys.rows), v.index_select(0, keys.rows)
@@ -228,6 +230,7 @@ class _BlockFlash(torch.autograd.Function):
 
         weights = (parts - lse).exp()[..., None]
         out = weights[0] * far
+        # Key i - distance of query i is at row i after a roll; rows that wrap around have weight 0.
         for distance, weight in enumerate(weights[1:], start=1):
             out += _per_query_head(v.roll(distance, 0), q) * weight
         out = out.to(q.dtype)
@@ -247,6 +250,7 @@ class _BlockFlash(torch.autograd.Function):
         far_k, far_v = k.index_select(0, rows), v.index_select(0, rows)
         dq, far_dk, far_dv = _backward(upstream, q, far_k, far_v, out, lse, state, call)
         dq = dq.to(lse.dtype)
+        # Gradients of the far part; the near part is added below.
         dk = torch.zeros_like(k).index_copy_(0, rows, far_dk)
         dv = torch.zeros_like(v).index_copy_(0, rows, far_dv)
 

@@ -19,10 +19,11 @@ ACTIVATION_SHARE = 0.1
 def check_memory(
     config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, rows: int, tokens: int, nodes: int
 ) -> None:
-    """Raise UserError if the target with the KV cache and logits of a batch surely exceeds the free memory.
+    """Raise UserError if the target with the KV cache and logits of a batch exceeds the free memory.
 
     rows: in the largest batch; tokens: of the longest prompt with its continuation; nodes: verified per pass.
     """
+    # A lower bound: activations and the draft come on top.
     weights = weight_bytes(config, dtype)
     row = row_bytes(config, dtype, tokens, nodes)
     free = free_bytes(device)
@@ -41,6 +42,7 @@ def check_memory(
 
 def row_bytes(config: PreTrainedConfig, dtype: torch.dtype, tokens: int, nodes: int) -> int:
     """Size of the KV cache and of the logits of one verification pass, per row."""
+    # Keys and values of all layers per slot, and one fp32 logit per node and token of the vocabulary.
     slots = -(-(tokens + nodes) // CAPACITY_STEP) * CAPACITY_STEP
     slot_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * dtype.itemsize
     return slots * slot_bytes + nodes * config.vocab_size * LOGIT_BYTES
