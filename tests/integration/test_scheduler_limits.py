@@ -39,7 +39,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> GlideMixin:
 
 def test_refusals(model: GlideMixin) -> None:
     with serving(model, max_rows=1, memory=2**20, max_queue=2) as scheduler:
-        limit = scheduler.batch.capacity - scheduler.batch.depth - 1 - scheduler.batch.nodes
+        limit = scheduler.longest
+        assert limit == scheduler.batch.capacity - scheduler.batch.depth - 1 - scheduler.batch.nodes
         with pytest.raises(RequestTooLarge, match=f"more than the {limit} of a row"):
             scheduler.submit(Request([1] * (limit - 4), 5), print)
         for request in (Request([]), Request([VOCAB]), Request([1], sampling=Sampling(-1.0)), Request([1], 0)):
@@ -189,6 +190,18 @@ def test_a_failure_of_the_engine_ends_all_requests(model: GlideMixin, monkeypatc
         with pytest.raises(NotServing, match="device lost"):
             scheduler.submit(Request([1]), print)
         assert scheduler.drain(60)
+
+
+def test_a_failure_between_queue_and_row_ends_the_request(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*settings: Any) -> None:
+        raise RuntimeError("device lost")
+
+    with serving(model, max_rows=2) as scheduler:
+        monkeypatch.setattr(scheduler.batch, "assign", fail)
+        answer = Answer(scheduler, Request([1], 9))
+        assert answer.over.wait(5), "the request never ended"
+        assert (answer.finished.reason, answer.finished.message) == ("error", "the engine failed: device lost")
+        assert scheduler.snapshot().finished == {"error": 1} and scheduler.drain(60)
 
 
 def test_shutdown(model: GlideMixin) -> None:
