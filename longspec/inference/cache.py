@@ -50,6 +50,12 @@ class TargetCache:
         self._whole: tuple[TargetCache, int] | None = None
         """For a part, the cache that it belongs to and the number of its first row there."""
 
+    @property
+    def all_rows(self) -> int:
+        """Number of rows of the whole cache, also for a part of it."""
+        whole = self._whole[0] if self._whole else self
+        return len(whole.rows)
+
     def narrow(self, rows: slice) -> TargetCache:
         """The consecutive `rows` as a cache that shares the tensors of this one."""
         part = copy(self)

@@ -115,6 +115,26 @@ def test_a_fault_ends_its_own_request(tmp_path: Path) -> None:
         assert [answer.finished.reason for answer in first + later] == ["length"] * 9
         assert [answer.ids for answer in first + later] == expected * 3
         assert scheduler.snapshot().healthy
+    spoiled = Request([1, 2, 3, 4, 5, POISON], 8)
+    with serving(model, max_rows=1) as scheduler:
+        assert Answer(scheduler, spoiled).finished.reason == "error"
+        assert answers(scheduler, good[:1])[0].ids == expected[0]  # shorter: the draft's ring has slots that it skips
+        assert Answer(scheduler, spoiled).finished.reason == "error"
+        with torch.no_grad():
+            model.model.embed_tokens.weight[POISON] = 1.0
+        assert answers(scheduler, [spoiled])[0].ids == alone(model, spoiled)  # nothing of the row is reused
+
+
+def test_nan_in_masked_slots_is_not_read(tmp_path: Path) -> None:
+    """MagicDec's window masks slots past a shorter prompt, where a faulty request left NaN."""
+    model = make_pair(tmp_path, "qwen2")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[POISON] = torch.nan
+        model.lm_head.weight[POISON] = 0
+    good = Request([1, 2, 3], 10)
+    with serving(model, max_rows=1, method="magicdec") as scheduler:
+        assert Answer(scheduler, Request([POISON] * 30, 8)).finished.reason == "error"
+        assert answers(scheduler, [good])[0].ids == alone(model, good)
 
 
 def test_a_failing_callback_ends_its_own_request(model: GlideMixin) -> None:
