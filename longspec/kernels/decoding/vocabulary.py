@@ -26,18 +26,29 @@ def probabilities(logits: Tensor, temperature: float, watch: Watch | None = None
     return softmax(logits.contiguous(), temperature, watch)
 
 
-def argmax(values: Tensor, noise: Tensor | None = None, watch: Watch | None = None) -> Tensor:
-    """Index of the largest of values [..., V], or of values / noise, the first of equal ones: LongTensor [...].
+def argmax(values: Tensor, watch: Watch | None = None) -> Tensor:
+    """Index of the largest of values [..., V], the first of equal ones: LongTensor [...].
 
-    noise: exponential draws of rate 1, fp64, in the shape of values. The result is then one draw from each distribution
-    proportional to values, namely the first arrival where token x arrives at time noise(x) / values(x).
     watch: records rows without a finite largest value; values are then logits [B, ..., V].
     """
     if not runs_triton(values):
-        return tree_reference.argmax(values, noise, watch)
+        return tree_reference.argmax(values, watch)
     from longspec.kernels.decoding import row_argmax
 
-    return row_argmax.argmax(values, noise, watch)
+    return row_argmax.argmax(values, watch)
+
+
+def first_arrival(weights: Tensor, noise: Tensor) -> Tensor:
+    """One draw from each distribution proportional to weights [..., V]: LongTensor [...].
+
+    noise: exponential draws of rate 1, fp64, in the shape of weights. Token x arrives at the time
+    noise(x) / weights(x), and the first arrival is the draw (an exponential race).
+    """
+    if not runs_triton(weights):
+        return tree_reference.first_arrival(weights, noise)
+    from longspec.kernels.decoding import row_argmax
+
+    return row_argmax.first_arrival(weights, noise)
 
 
 def best_children(
