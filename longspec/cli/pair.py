@@ -20,7 +20,7 @@ from longspec.inference.load_pair import load_pair
 from longspec.inference.methods import GLIDE_METHODS
 from longspec.models.glide import GlideMixin
 from longspec.models.target_cache import SMOLLM2
-from longspec.models.target_files import context_window
+from longspec.models.target_files import position_limit
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class LoadedPair:
     @property
     def positions(self) -> int:
         """Context length: the largest number of tokens of a prompt with its answer."""
-        return context_window(self.model.config)
+        return position_limit(self.model.config)
 
     def encode(self, prompts: list[str | list[Turn]]) -> list[list[int]]:
         """Token ids of each prompt. Text is encoded as it is, a conversation in the chat format."""

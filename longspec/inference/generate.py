@@ -34,7 +34,7 @@ from longspec.inference.select_runner import make_runner
 from longspec.inference.stats import GenerationStats
 from longspec.inference.tree_shapes import choose_shape
 from longspec.models.glide import GlideMixin, check_pair
-from longspec.models.target_files import context_window
+from longspec.models.target_files import position_limit
 
 
 @dataclass
@@ -124,7 +124,7 @@ def generate(
         lengths = [len(row) for row in rows]
         # "auto" is resolved here, so that the engine below only knows a shape.
         if method == "tree" and tree_shape == AUTO:
-            max_positions = context_window(model.config)
+            max_positions = position_limit(model.config)
             tree_shape = choose_shape(runner, prompts, lengths, sampler, tree_rule, max_positions)
         shape = tuple(map(int, tree_shape)) if method == "tree" else ()
         drafter = make_drafter(method, runner, len(rows), sampler, shape, gamma, tree_rule)

@@ -54,8 +54,8 @@ class DraftOptions:
         last = config.num_hidden_layers - 1
         if missing := [layer for layer in self.kv_layers if layer >= last]:
             raise UserError(
-                f"{source}: kv_layers of the draft name layer {missing[0]}; on this target of {last + 1} layers they "
-                f"must be less than {last}, because every draft reads layer {last}"
+                f"{source}: the draft's kv_layers contain layer {missing[0]}, but this target of {last + 1} layers "
+                f"allows only layers below {last}; every draft reads layer {last}"
             )
 
 
@@ -65,8 +65,8 @@ PUBLISHED = DraftOptions()
 def check_window(window: int, depth: int, source: str) -> None:
     """Raise UserError unless a draft with self-attention window `window` can draft `depth` levels.
 
-    The draft's cache keeps `window` positions, and a round writes up to `depth` + 1 of them at once. source: name of
-    the setting that the depth comes from.
+    The draft's cache holds `window` positions, and a round writes up to `depth` + 1 of them at once. source: name of
+    the setting that determines the depth.
     """
     if window <= depth:
         raise UserError(
@@ -189,8 +189,8 @@ class GlideDecoderLayer(nn.Module):
     ) -> Tensor:
         """embeddings [B, T, hidden] -> hidden states [B, T, hidden], ready for lm_head.
 
-        cross_attends: one for each of `cross_attentions`. feature: [B, T, hidden] or, the same for all tokens of a row,
-        [B, 1, hidden]; None without `options.target_feature`.
+        cross_attends: one function per layer of `cross_attentions`. feature: [B, T, hidden], or [B, 1, hidden] if it is
+        the same for all tokens of a row; None without `options.target_feature`.
         """
         h = embeddings + self.self_attn(self.input_layernorm(embeddings), rope, self_attend)
         if feature is not None:

@@ -40,7 +40,7 @@ def rank_folder(rank: int, world: int) -> str:
 
 
 def vocabulary_rows(vocab_size: int, rank: int, world: int) -> range:
-    """The tokens whose embeddings a rank holds: the same number on each rank, the rest on the last one."""
+    """The tokens whose embeddings a rank holds: equal numbers of tokens, except that the last rank may have fewer."""
     most = -(-vocab_size // world)
     return range(min(rank * most, vocab_size), min((rank + 1) * most, vocab_size))
 
@@ -106,7 +106,7 @@ def _share(size: int, rank: int, world: int) -> slice:
 
 
 def split_target(source: Path, output: Path, world: int) -> None:
-    """Write the folder `output`: one folder per rank, and config and tokenizer of the target in `source`.
+    """Write the target in `source` to the folder `output`: a folder per rank, and the target's config and tokenizer.
 
     Reads one weight file at a time and writes it for one rank at a time. `output` must not exist; it appears once it
     is complete. Raises UserError for a target that cannot be split or read.
@@ -150,7 +150,7 @@ def weight_files(source: Path) -> list[Path]:
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise UserError(f"{source / index}: not a readable index ({first_line(error)})") from error
             if absent := [name for name in names if not (source / name).is_file()]:
-                raise UserError(f"{source}: {absent[0]} is missing, which {index} names")
+                raise UserError(f"{source}: {absent[0]} is missing, although {index} lists it")
             return [source / name for name in names]
     raise UserError(f"{source}: no model checkpoint (no {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}, whole or with an index)")
 
@@ -170,7 +170,7 @@ def _opened(file: Path) -> Iterator[dict[str, Any]]:
     except (*WEIGHT_ERRORS, AttributeError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{file}: cannot be read, or its parts not be written ({weight_problem(error)})") from error
+        raise UserError(f"{file}: cannot be read or split ({weight_problem(error)})") from error
 
 
 def _write_part(weights: dict[str, Any], file: Path, rank: int, world: int) -> None:

@@ -19,7 +19,7 @@ from longspec.kernels.shared.device import runs_triton
 from longspec.kernels.training import varlen_flash
 from longspec.models.draft_files import DRAFT_PREFIX
 from longspec.models.draft_layer import head_dim
-from longspec.models.parallel import model_parallel_place
+from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.models.target_graph import TargetGraphs
 from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import ReplicatedDraft, keep_drafts_equal
@@ -107,7 +107,7 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
     If ranks share a target, only the engine of the first one writes checkpoints.
     """
     deepspeed_logger.setLevel(logging.WARNING)
-    tp_rank, tp_size = model_parallel_place()
+    tp_rank, tp_size = model_parallel_rank_and_size()
     if tp_size > 1:
         keep_drafts_equal(model.draft_model)
     engine, *_ = deepspeed.initialize(
