@@ -79,7 +79,7 @@ class Job:
 
 
 def answer_prompts(job: Job, results: Results, stop: StopSignals) -> dict[str, Any]:
-    """Answer the prompts without a line, until all are answered or a stop signal arrives. Returns a summary.
+    """Answer the prompts that have no result line yet, until all have one or a stop signal arrives. Returns a summary.
 
     The prompts and the seed of a batch do not depend on earlier batches, so a continued run draws the same tokens as an
     uninterrupted one.

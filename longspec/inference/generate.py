@@ -87,7 +87,7 @@ def generate(
     exact; "reject" accepts more tokens.
     compile: on CUDA, use fused layers and one CUDA graph per round; otherwise transformers' modules run kernel by
     kernel.
-    attention: "auto", "flash", "triton" or "sdpa" (see `kernels.attention.decoding_attention`).
+    attention: "auto", "flash", "triton" or "sdpa" (see `kernels.decoding.attention.decoding_attention`).
     stopping_criteria: each is called after every new token with the ids [1, length] of one row, its prompt as passed
     in followed by its new tokens, and with scores None.
     options: transformers' min_p, typical_p and epsilon_cutoff, applied above temperature 0; they default to the model's

@@ -1,7 +1,7 @@
 """`model.generate`: speculative decoding with the arguments and results of transformers' `generate`.
 
-transformers merges the generation configs, prepares prompts, masks and lengths, and then calls `decode` in place of its
-own decoding loop.
+transformers merges the generation configs, prepares prompts, masks and lengths, and then calls `decode` instead of
+its own decoding loop.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def generate_as_transformers(
     ) -> Tensor | SpeculativeOutput:
         timers = [criterion for criterion in stopping_criteria if isinstance(criterion, MaxTimeCriteria)]
         pad_token_id = _pad_token_id(generation_config)
-        # These are checked above or are among the criteria, so the model's own config must not count again.
+        # These options are checked above or part of the criteria, so the model's own config must not apply again.
         neutral: dict[str, Any] = dict.fromkeys((*REFUSED, *STOPPING))
         out = generate(
             model,

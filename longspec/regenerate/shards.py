@@ -21,7 +21,7 @@ PROVENANCE_NAME = "provenance.yaml"
 
 
 class Shards:
-    """The shards of a split. A shard is written whole or not at all; a run resumes after the shards that exist."""
+    """The shards of a split. Shards are written atomically, and a run resumes after the existing ones."""
 
     def __init__(self, settings: Settings, total: int) -> None:
         """total: number of prompts in all shards."""
@@ -120,7 +120,7 @@ def _prompt_keys(files: Sequence[str]) -> set[bytes]:
 
 
 def _write(file: Path, text: str) -> None:
-    """Write a file whole or not at all. Raises UserError if it cannot be written."""
+    """Write a file atomically. Raises UserError if it cannot be written."""
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         unfinished.write_bytes(text.encode())

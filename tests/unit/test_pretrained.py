@@ -209,7 +209,7 @@ def test_a_wrong_argument_is_named(tmp_path: Path, arguments: dict[str, Any], me
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"kv_layers": [0]}, r"kv_layers: \(0,\), but .* has \(1,\)"),
+        ({"kv_layers": [0]}, r"kv_layers: \(0,\) contradicts .* has \(1,\)"),
         ({"target_feature": True}, "target_feature: True, but"),
     ],
 )
