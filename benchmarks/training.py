@@ -206,7 +206,9 @@ def measure(
     inputs = synthetic_inputs(shape, tokens, rows=32 if case.stage == 1 else 4, packed=case.stage == 1)
     trainer = Trainer(config, engine, inputs, start_step=0, total_steps=total)
     engine.train()
-    arrays, seconds, waits = iter(trainer.loader), [], []
+    arrays = iter(trainer.loader)
+    seconds: list[float] = []
+    waits: list[float] = []
     batches = trainer.load_step(1, arrays)
     reset_peak()
     with Termination() as termination:

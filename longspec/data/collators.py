@@ -24,7 +24,7 @@ class Segment(TypedDict):
 class Collator:
     """A function from rows to a micro-batch. A row is a list of segments that do not attend to each other.
 
-    It returns `input_ids` and `labels`, LongTensor [B, T], and `cu_seqlens`, int32 [S + 1], over the flattened B·T
+    It returns `input_ids` and `labels`, LongTensor [B, T], and `cu_seqlens`, int32 [M + 1], over the flattened B·T
     tokens. Labels are not shifted. The first token of each segment and all padding have the label -100. Padding is
     recognized by position and not by id, so that an EOS with the id of the pad token is learned. The padding of a row
     is a segment of its own.
@@ -62,7 +62,8 @@ class Collator:
         }
 
     def _padded_length(self, rows: Sequence[Sequence[Segment]]) -> int:
-        longest = max(sum(len(segment["input_ids"]) for segment in row) for row in rows)
+        lengths = [sum(len(segment["input_ids"]) for segment in row) for row in rows]
+        longest = max(lengths)
         if self.pad_to is not None and longest > self.pad_to:
             raise ValueError(f"a row has {longest} tokens, more than pad_to = {self.pad_to}")
         return self.pad_to or longest

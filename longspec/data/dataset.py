@@ -27,7 +27,7 @@ with extra("train"):
 logger = logging.getLogger(__name__)
 
 OVERFLOWS = ("split", "truncate")
-"""What happens to samples that are longer than a row."""
+"""Treatments of samples that are longer than a row."""
 TOKEN_FEATURES = Features(
     {
         "id": Value("string"),

@@ -68,14 +68,14 @@ def check_target_path(path: str | Path) -> None:
     """Raise UserError unless `path` is a folder of regular files or could be a hub id."""
     if os.path.isdir(path):
         check_files(Path(path))
-    elif os.path.exists(path):  # False for names that no file system takes, where pathlib raises
+    elif os.path.exists(path):  # unlike pathlib, does not raise for impossible names
         raise UserError(f"{path}: no model checkpoint (a file); give a target's folder or hub id")
     else:
         check_hub_id(path, "no model checkpoint (no such folder); give a target's folder or hub id")
 
 
 def check_hub_id(path: str | Path, problem: str) -> None:
-    """Raise UserError, with `problem`, for a path that is not on disk and cannot be a hub id."""
+    """Raise UserError with the text `problem` unless a path that is not on disk could be a hub id."""
     try:
         validate_repo_id(str(path))
     except HFValidationError as error:
@@ -95,7 +95,8 @@ def check_files(folder: Path) -> None:
         raise UserError(f"{folder}: cannot be read ({error.strerror})") from error
     for file in files:
         if file.exists() and not file.is_dir():
-            check_regular(file, CONFIG_BYTES if file.name in CONFIG_NAMES else limits.get(file.suffix))
+            limit = CONFIG_BYTES if file.name in CONFIG_NAMES else limits.get(file.suffix)
+            check_regular(file, limit)
 
 
 def weight_problem(error: BaseException) -> str:

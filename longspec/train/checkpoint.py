@@ -234,7 +234,7 @@ def load_state(engine: Any, folder: Path, progress: Progress) -> None:
 def locate(config: TrainConfig) -> TrainConfig:
     """`config` with `model_name_or_path` resolved to a target if it is a checkpoint folder or a saved pair.
 
-    A checkpoint folder stands for the target of its run and for its draft. A saved pair, in a folder or on the hub,
+    A checkpoint folder names both the target of its run and its draft. A saved pair, in a folder or on the hub,
     also brings its draft. A `draft_model_name_or_path` in `config` takes precedence.
 
     Raises UserError for a damaged folder, an unreadable configuration, or a folder with DeepSpeed's state.

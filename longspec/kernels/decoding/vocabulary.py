@@ -79,7 +79,7 @@ def sampled_children(
     Candidates are all pairs of a parent and a token. Each path arrives after an exponential time whose rate is its
     probability; the first child of a parent arrives with the parent, and by the memorylessness of the exponential
     distribution the others follow at independent times (the Gumbel top-k trick on a tree, arXiv 1903.06059). Hence the
-    children of one parent, in their order, are draws from its q without replacement, whatever their number.
+    children of one parent, in their order, are draws from its q without replacement, for any number of children.
 
     logits [B, n, V]: divided by the temperature. noise fp64 [B, n, V]: exponential draws of rate 1; fp32 draws are too
     coarse near 0 for a large vocabulary (on CUDA none is below 6e-8). q fp32 [B, n, V] with contiguous rows.
