@@ -92,8 +92,10 @@ def answer_prompts(job: Job, results: Results, stop: StopSignals) -> dict[str, A
         for number, batch in enumerate(job.batches()):
             if stop.received is not None:
                 break
+            # Batches whose answers are all written are skipped; a partly written one is decoded again.
             if max(batch) < earlier:
                 continue
+
             output = pair.generate([job.token_ids[row] for row in batch], job.sampling, seed=job.seed + number)
             pooled = pool([pooled, output.stats])
             for row, row_tokens in zip(batch, output.new_tokens, strict=True):
@@ -101,6 +103,7 @@ def answer_prompts(job: Job, results: Results, stop: StopSignals) -> dict[str, A
                     new_tokens += len(row_tokens)
                     results.add(row, _answer(pair, row_tokens.tolist()))
             progress.update(results.done - progress.n)
+
     return {
         "model": pair.name,
         "method": pair.method,

@@ -40,6 +40,7 @@ class Collator:
         length = self._padded_length(rows)
         input_ids = torch.full((len(rows), length), self.pad_token_id, dtype=torch.long)
         labels = torch.full_like(input_ids, IGNORED)
+
         borders = [0]
         for row_number, row in enumerate(rows):
             start = 0
@@ -55,6 +56,7 @@ class Collator:
             # Padding is a segment of its own, which keeps attention inside the samples.
             if start < length:
                 borders.append((row_number + 1) * length)
+
         return {
             "input_ids": input_ids,
             "labels": labels,

@@ -51,6 +51,7 @@ class CapturedRound:
         pool = _pool_keeper(torch.cuda.current_stream()).pool()
         stream = _capture_stream(self.active.device)
         stream.wait_stream(torch.cuda.current_stream())
+
         with _one_at_a_time, torch.cuda.stream(stream), _no_garbage_collection():
             self.graph.capture_begin(pool, capture_error_mode=CAPTURE_MODE)
             try:

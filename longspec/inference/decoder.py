@@ -111,6 +111,8 @@ class Decoder:
             if not self.active[row]:
                 continue
             self._check_fault(row, fault)
+
+            # The last of the `count` tokens is the target's bonus token.
             accepted = count - 1
             emitted = self._emit(row, row_tokens[:count], accepted)
             self.stats.rounds += 1

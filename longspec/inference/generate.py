@@ -110,8 +110,8 @@ def generate(
     eos_ids = end_tokens(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
     pad_id = pad_token(model, pad_token_id)
     check_draft_window(method, tree_shape, gamma, model.draft_model.window)
-    extra_warpers = build_warpers(options, model.generation_config)
 
+    extra_warpers = build_warpers(options, model.generation_config)
     runner = make_runner(model, attention, compile)
     device = runner.device
     sampler = Sampler(temperature, top_k, top_p, seeded_generator(seed, device), extra_warpers)
@@ -126,9 +126,11 @@ def generate(
         if method == "tree" and tree_shape == AUTO:
             max_positions = position_limit(model.config)
             tree_shape = choose_shape(runner, prompts, lengths, sampler, tree_rule, max_positions)
+
         shape = tuple(map(int, tree_shape)) if method == "tree" else ()
         drafter = make_drafter(method, runner, len(rows), sampler, shape, gamma, tree_rule)
         engine = Engine(runner, drafter, sampler, prompts, lengths, max_new_tokens)
+
         proposed: Origin = "lookup" if method == "lookup" else "draft"
         decoder = Decoder(engine, max_new_tokens, eos_ids, streamer, stops, proposed)
         decoder.stats.tree_shape = shape

@@ -106,6 +106,7 @@ def generate_as_transformers(
     ) -> Tensor | SpeculativeOutput:
         timers = [criterion for criterion in stopping_criteria if isinstance(criterion, MaxTimeCriteria)]
         pad_token_id = _pad_token_id(generation_config)
+
         # These options are checked above or part of the criteria, so the model's own config must not apply again.
         neutral: dict[str, Any] = dict.fromkeys((*REFUSED, *STOPPING))
         out = generate(
@@ -128,6 +129,8 @@ def generate_as_transformers(
             stopping_criteria=[*timers, *criteria],
             **neutral,
         )
+
+        # transformers returns the prompts with their padding.
         new = torch.nn.utils.rnn.pad_sequence(out.new_tokens, batch_first=True, padding_value=pad_token_id)
         sequences = torch.cat([input_ids.to(new.device), new], 1)
         if generation_config.return_dict_in_generate:

@@ -90,6 +90,7 @@ class _Attention(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
+        # Biases as in the published drafts, whether or not the target's family has them.
         self.head_dim = head_dim(config)
         width = config.num_attention_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, width, bias=True)
@@ -135,6 +136,8 @@ class GlideDecoderLayer(nn.Module):
     def __init__(self, config: Any, options: DraftOptions = PUBLISHED) -> None:
         super().__init__()
         self.options = options
+
+        # The names of these modules are those in the published weight files.
         norm = type(self).norm_class
         self.self_attn = DraftSelfAttention(config)
         self.cross_attn = DraftCrossAttention(config)
@@ -142,6 +145,8 @@ class GlideDecoderLayer(nn.Module):
         self.input_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_self_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_cross_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
+
+        # Extensions, which published drafts do not have.
         self.extra_cross_attn = nn.ModuleList(DraftCrossAttention(config) for _ in options.kv_layers)
         if options.target_feature:
             self.feature_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
@@ -172,7 +177,10 @@ class GlideDecoderLayer(nn.Module):
                 nn.init.normal_(parameter, std=std)
 
     def keys_values(self, embeddings: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Self-attention keys and values of tokens with `embeddings` [B, T, hidden]; prefill needs nothing else."""
+        """Self-attention keys and values of tokens with `embeddings` [B, T, hidden].
+
+        They do not depend on other tokens, so prefill computes nothing else of the draft.
+        """
         return self.self_attn.keys_values(self.input_layernorm(embeddings), rope)
 
     def feature(self, target_hidden: Tensor) -> Tensor:
@@ -194,8 +202,12 @@ class GlideDecoderLayer(nn.Module):
         """
         h = embeddings + self.self_attn(self.input_layernorm(embeddings), rope, self_attend)
         if feature is not None:
+            # Before the cross-attention, so that its queries depend on the target's state.
             h = h + feature
+
+        # All cross-attentions read the same normalized input, and their outputs are added.
         normed = self.post_self_attention_layernorm(h)
         for attention, attend in zip(self.cross_attentions, cross_attends, strict=True):
             h = h + attention(normed, rope, attend)
+
         return h + self.mlp(self.post_cross_attention_layernorm(h))

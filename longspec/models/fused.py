@@ -61,6 +61,7 @@ def _is_plain(layer: Any, norm_class: type, dtype: torch.dtype) -> bool:
     modules: dict[str, Any] = {name: module for name, module in leaves if not isinstance(module, nn.ModuleList)}
     linears = {name: module for name, module in modules.items() if name.endswith("_proj")}
     others = [module for name, module in modules.items() if name not in linears]
+    # Exactly nn.Linear: a subclass, such as an adapter or a quantized linear, computes something else.
     return (
         {name.rpartition(".")[2] for name in linears} - {FEATURE} == PROJECTIONS
         and all(type(x) is nn.Linear and x.weight.dtype == dtype for x in linears.values())
@@ -72,7 +73,8 @@ def _is_plain(layer: Any, norm_class: type, dtype: torch.dtype) -> bool:
 
 
 def _merged_linears(layer: Any) -> list[list[nn.Linear]]:
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
+    mlp = layer.mlp
     merged = [[attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]]
     if isinstance(layer, GlideDecoderLayer):
         merged.append([cross.q_proj for cross in layer.cross_attentions])
@@ -125,6 +127,7 @@ def _merged(parts: Sequence[Tensor]) -> Tensor:
     if _adjacent(parts):
         rows = sum(len(part) for part in parts)
         return parts[0].detach().as_strided((rows, *parts[0].shape[1:]), parts[0].stride())
+
     whole = torch.cat([part.detach() for part in parts])
     start = 0
     for part in parts:

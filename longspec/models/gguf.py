@@ -71,6 +71,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
     except GGUF_ERRORS as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(f"{file}: this GGUF file cannot be read ({reason})") from error
+
     config.save_pretrained(folder)
     ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
     GenerationConfig(**ids, pad_token_id=config.pad_token_id).save_pretrained(folder)
@@ -94,6 +95,7 @@ def _config(model_class: Any, metadata: Mapping[str, Callable[..., Any]], tensor
 
     heads = required("attention.head_count")
     hidden = required("embedding_length")
+    # An answer may end with the token of a document's end or with that of a turn's end.
     ends = [value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     ends = list(dict.fromkeys(number for number in ends if number is not None))
     settings = {

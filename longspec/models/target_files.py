@@ -241,7 +241,9 @@ def set_template_arguments(tokenizer: Any, arguments: TemplateArguments) -> None
             raise UserError(f"chat_template_kwargs: not JSON ({error})") from error
     if not isinstance(arguments, Mapping | None):
         raise UserError('chat_template_kwargs: must be a JSON object, such as {"enable_thinking": false}')
-    template, assignments = getattr(tokenizer, "chat_template", None), ""
+
+    template = getattr(tokenizer, "chat_template", None)
+    assignments = ""
     for name, value in (arguments or {}).items():
         if not isinstance(template, str) or not re.search(rf"\b{re.escape(name)}\b", template):
             raise UserError(f"chat_template_kwargs: the target's chat template has no variable {name}")

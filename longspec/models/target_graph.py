@@ -46,17 +46,20 @@ class TargetGraphs:
     def __call__(self, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool) -> Passed:
         kind = input_ids.shape, whole
         segments.check(input_ids.numel())
+
         begun, self.begun = self.begun, None
         if begun is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
             if begun[0] is input_ids and begun[1] == whole:
                 return self.graphs[kind].result
+
         if self.layer_weights * input_ids.numel() > MOST_WORK or len(segments.lengths) > MOST_SEGMENTS:
             return self.run(input_ids, position_ids, segments, whole)
         self.seen[kind] += 1
         if kind not in self.graphs:
             if self.seen[kind] <= RUNS_BEFORE or len(self.graphs) == MOST_GRAPHS:
                 return self.run(input_ids, position_ids, segments, whole)
+            # Capture does not run the pass; the call below does.
             self.graphs[kind] = _Graph(self.run, input_ids, position_ids, segments, whole)
         return self.graphs[kind](input_ids, position_ids, segments)
 
@@ -85,7 +88,8 @@ class _Graph:
     def __init__(
         self, run: TargetPass, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool
     ) -> None:
-        self.input_ids, self.position_ids = input_ids.clone(), position_ids.clone()
+        self.input_ids = input_ids.clone()
+        self.position_ids = position_ids.clone()
         self.bounds = _padded_bounds(segments)
         borders = _FixedSegments(self.bounds, tokens=input_ids.numel(), longest=input_ids.shape[1])
         self.graph = torch.cuda.CUDAGraph()

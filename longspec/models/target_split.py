@@ -116,21 +116,27 @@ def split_target(source: Path, output: Path, world: int) -> None:
     files = weight_files(source)
     if output.exists():
         raise UserError(f"{output}: exists already; give another folder, or remove it")
+
+    # Written under another name first, so that `output` is complete if it exists.
     unfinished = output.with_name(f".{output.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir(parents=True)
     except OSError as error:
         raise UserError(f"{output}: cannot be created ({error.strerror})") from error
+
     try:
         for rank in range(world):
             rank_config(config, rank, world).save_pretrained(unfinished / rank_folder(rank, world))
             _copy_files(source, unfinished / rank_folder(rank, world), ("generation_config.json",))
+
+        # One weight file is open at a time, because a target may exceed the host's memory.
         for number, file in enumerate(files, start=1):
             name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
             with _opened(file) as weights:
                 for rank in range(world):
                     _write_part(weights, unfinished / rank_folder(rank, world) / name, rank, world)
+
         for rank in range(world):
             _write_index(unfinished / rank_folder(rank, world))
         _copy_files(source, unfinished, SIDE_FILES)
