@@ -194,9 +194,11 @@ def make_plan(options: argparse.Namespace) -> Plan:
     notes.append(selection.describe(options.task, options.min_prompt_len, longest))
     check_prompts(selection.prompts, max_new_tokens, max_positions, config.vocab_size)
 
+    # The device.
     dtype = choose_dtype(options.dtype, config, device)
     attention = decoding_attention(options.attention, device, dtype, head_dim(config)).name
     check_batch_memory(options, config, dtype, device, selection.prompts, max_new_tokens)
+
     return Plan(
         options=options,
         pair=pair,

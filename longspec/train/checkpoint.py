@@ -64,6 +64,7 @@ def save_checkpoint(
             seal(draft_folder, progress, run)
             settle(output)
 
+    # Rank 0 clears the staging folders before any rank writes, and completes the save once all ranks have written.
     from_rank_zero(clear_staging)
     with _write_errors(output, progress):
         with _recorded_paths(engine) as written:
