@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import copyfileobj
+from threading import Thread
 from time import perf_counter
 from typing import Any
 
@@ -138,6 +140,8 @@ def served(args: argparse.Namespace) -> Iterator[Client]:
             for line in process.stderr:
                 print(line, end="", file=sys.stderr)
                 if match := re.search(r"listening on (\S+)", line):
+                    # A full pipe would block the server.
+                    Thread(target=copyfileobj, args=(process.stderr, sys.stderr), daemon=True).start()
                     yield Client(match[1])
                     return
             raise RuntimeError("the server did not start")

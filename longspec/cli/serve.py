@@ -80,16 +80,16 @@ def serve(
     with listen(host, port, api_key) as listening:
         loaded = open_pair(name, draft, method, dtype, device)
         note_plain_format(loaded)
+        scheduler = Scheduler(loaded.model, method=loaded.method, max_rows=max_rows, max_queue=max_queue)
         served = ServedModel(
             served_name or loaded.name,
             loaded.method,
             loaded.tokenizer,
             loaded.encode,
             frozenset(loaded.stop_ids),
-            loaded.positions,
+            scheduler.longest,
             loaded.model.config.vocab_size,
         )
-        scheduler = Scheduler(loaded.model, method=loaded.method, max_rows=max_rows, max_queue=max_queue)
         try:
             scheduler.start()
             app = build_app(served, scheduler, Limits(max_seconds=max_seconds), api_key, allowed_hosts(host, api_key))

@@ -50,6 +50,12 @@ class TargetCache:
         self._whole: tuple[TargetCache, int] | None = None
         """Set for a part made by `narrow`: the whole cache, and the number of the part's first row in it."""
 
+    @property
+    def all_rows(self) -> int:
+        """Number of rows of the whole cache, also for a part of it."""
+        whole = self._whole[0] if self._whole else self
+        return len(whole.rows)
+
     def narrow(self, rows: slice) -> TargetCache:
         """The consecutive `rows` as a cache that shares the tensors of this one."""
         part = copy(self)

@@ -202,7 +202,7 @@ def refusal(capsys: pytest.CaptureFixture[str], line: list[str]) -> str:
     [
         (["--tree_shape"], "tree_shape: empty"),
         (["--tree_shape", "4", "-1"], "tree_shape: [4, -1]"),
-        (["--tree_shape", "4", str(VOCAB_SIZE + 1)], f"1 … {VOCAB_SIZE}"),
+        (["--tree_shape", "4", str(VOCAB_SIZE + 1)], f"1 to {VOCAB_SIZE}"),
         (["--tree_shape", "four"], "invalid int value: 'four'"),
         (["--method", "seq", "--gamma", "0"], "gamma: 0"),
         (["--method", "magicdec", "--gamma", "-2"], "gamma: -2"),

@@ -39,7 +39,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> GlideMixin:
 
 def test_refusals(model: GlideMixin) -> None:
     with serving(model, max_rows=1, memory=2**20, max_queue=2) as scheduler:
-        limit = scheduler.batch.capacity - scheduler.batch.depth - 1 - scheduler.batch.nodes
+        limit = scheduler.longest
+        assert limit == scheduler.batch.capacity - scheduler.batch.depth - 1 - scheduler.batch.nodes
         with pytest.raises(RequestTooLarge, match=f"more than the {limit} of a row"):
             scheduler.submit(Request([1] * (limit - 4), 5), print)
         for request in (Request([]), Request([VOCAB]), Request([1], sampling=Sampling(-1.0)), Request([1], 0)):
@@ -114,6 +115,26 @@ def test_a_fault_ends_its_own_request(tmp_path: Path) -> None:
         assert [answer.finished.reason for answer in first + later] == ["length"] * 9
         assert [answer.ids for answer in first + later] == expected * 3
         assert scheduler.snapshot().healthy
+    spoiled = Request([1, 2, 3, 4, 5, POISON], 8)
+    with serving(model, max_rows=1) as scheduler:
+        assert Answer(scheduler, spoiled).finished.reason == "error"
+        assert answers(scheduler, good[:1])[0].ids == expected[0]  # shorter: the draft's ring has slots that it skips
+        assert Answer(scheduler, spoiled).finished.reason == "error"
+        with torch.no_grad():
+            model.model.embed_tokens.weight[POISON] = 1.0
+        assert answers(scheduler, [spoiled])[0].ids == alone(model, spoiled)  # nothing of the row is reused
+
+
+def test_nan_in_masked_slots_is_not_read(tmp_path: Path) -> None:
+    """MagicDec's window masks slots past a shorter prompt, where a faulty request left NaN."""
+    model = make_pair(tmp_path, "qwen2")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[POISON] = torch.nan
+        model.lm_head.weight[POISON] = 0
+    good = Request([1, 2, 3], 10)
+    with serving(model, max_rows=1, method="magicdec") as scheduler:
+        assert Answer(scheduler, Request([POISON] * 30, 8)).finished.reason == "error"
+        assert answers(scheduler, [good])[0].ids == alone(model, good)
 
 
 def test_a_failing_callback_ends_its_own_request(model: GlideMixin) -> None:
@@ -169,6 +190,18 @@ def test_a_failure_of_the_engine_ends_all_requests(model: GlideMixin, monkeypatc
         with pytest.raises(NotServing, match="device lost"):
             scheduler.submit(Request([1]), print)
         assert scheduler.drain(60)
+
+
+def test_a_failure_between_queue_and_row_ends_the_request(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*settings: Any) -> None:
+        raise RuntimeError("device lost")
+
+    with serving(model, max_rows=2) as scheduler:
+        monkeypatch.setattr(scheduler.batch, "assign", fail)
+        answer = Answer(scheduler, Request([1], 9))
+        assert answer.over.wait(5), "the request never ended"
+        assert (answer.finished.reason, answer.finished.message) == ("error", "the engine failed: device lost")
+        assert scheduler.snapshot().finished == {"error": 1} and scheduler.drain(60)
 
 
 def test_shutdown(model: GlideMixin) -> None:

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,11 +12,14 @@ from pathlib import Path
 import openai
 import psutil
 import pytest
+from fastapi import FastAPI
 from http_server import printable_pair
+from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 from longspec.cli.app import app
 from longspec.errors import UserError
+from longspec.inference.server import admission, serving
 from longspec.inference.server.serving import allowed_hosts, is_loopback, listen, url_of
 
 LIMIT_S = 60
@@ -50,6 +54,31 @@ def test_sigterm_lets_answers_finish_and_ends_with_143(process: subprocess.Popen
     assert process.wait(LIMIT_S) == 128 + signal.SIGTERM
     with pytest.raises(openai.APIConnectionError):
         client.models.list()
+
+
+def test_an_answer_without_a_limit_fits_into_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory is short, a row holds fewer tokens than the target has positions."""
+    seen = []
+
+    class Probe:
+        def __init__(self, app: FastAPI, drain_seconds: int) -> None:
+            self.app = app
+
+        def run(self, sockets: list[socket.socket]) -> None:
+            with TestClient(self.app, base_url="http://127.0.0.1") as client:
+                (model,) = client.get("/v1/models").json()["data"]
+                positions = model["longspec"]["positions"]
+                body = {"messages": [{"role": "user", "content": "a" * (positions - 30)}]}
+                seen.append((positions, client.post("/v1/chat/completions", json=body).json()))
+
+    monkeypatch.setattr(admission, "free_bytes", lambda device: 2**22)
+    monkeypatch.setattr(serving, "http_server", Probe)
+    monkeypatch.delenv("LONGSPEC_API_KEY", raising=False)
+    model = printable_pair(tmp_path)
+    result = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", "0", "--max_rows", "2"])
+    ((positions, answer),) = seen
+    assert result.exit_code == 0 and positions < model.config.max_position_embeddings
+    assert answer["usage"]["total_tokens"] <= positions and answer["choices"][0]["finish_reason"] in ("stop", "length")
 
 
 def test_other_addresses_than_loopback_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,3 +74,14 @@ def test_draws_of_many_seeds_follow_the_distribution() -> None:
     assert not torch.equal(sampler.choose(law.log().expand(count, -1)), draws)
     half = RowSampler(rows.narrow(slice(100, 200)), True, Purpose.VERIFY)
     assert torch.equal(half.choose(law.log().expand(100, -1)), draws[100:200])
+
+
+def test_noise_of_a_tree_is_the_row_s_own() -> None:
+    like, widths = torch.empty(len(ROWS), 5, VOCAB), (1, 4)
+    parts = RowSampler(settings(), False, Purpose.DRAFT).exponentials_by_part(like, widths)
+    assert [part.shape for part in parts] == [(len(ROWS), width, VOCAB) for width in widths]
+    for row in range(len(ROWS)):
+        rows = slice(row, row + 1)
+        single = RowSampler(settings().narrow(rows), False, Purpose.DRAFT).exponentials_by_part(like[rows], widths)
+        assert all(torch.equal(part[rows], own) for part, own in zip(parts, single, strict=True))
+    assert (parts[1][0] == 1).all() and (parts[1][1] != parts[0][1]).any()

@@ -16,10 +16,14 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 from tiny_tokenizer import VOCAB_SIZE
 
+import longspec.inference.server.app
 from longspec.data.prompts import conversation_text
 from longspec.data.templates import encode_texts
 from longspec.inference.server.app import build_app
+from longspec.inference.server.errors import ApiError
+from longspec.inference.server.job import Job
 from longspec.inference.server.limits import BodyLimit, Limits
+from longspec.inference.server.metrics import Metrics
 from longspec.inference.server.openai_api import WITHOUT_EFFECT, ChatRequest, CompletionRequest
 from longspec.inference.server.requests import (
     Event,
@@ -112,6 +116,19 @@ def events(client: TestClient, path: str = "chat/completions", **body: Any) -> l
     return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
 
 
+async def talk(app: FastAPI, body: Any, receive: Any, send: Any) -> None:
+    """Send a chat request without a server; receive: the messages after the body's, send: takes the answer's."""
+    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive_body_first() -> Any:
+        return messages.pop() if messages else await receive()
+
+    headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
+    scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "server": ("localhost", 80)}
+    await asyncio.wait_for(app(scope, receive_body_first, send), 10)
+
+
 def test_a_request_reaches_the_scheduler_with_all_its_settings(client: TestClient, script: Script) -> None:
     answer = chat(client, **HELLO, n=2, temperature=0.5, top_p=0.9, top_k=-1, seed=7, max_completion_tokens=9)
     assert [choice["message"]["content"] for choice in answer["choices"]] == ["hello", "hello"]
@@ -151,7 +168,7 @@ def test_a_request_reaches_the_scheduler_with_all_its_settings(client: TestClien
         ({"stop": "a" * 9}, "stop", "limit of 8"),
         ({"seed": 2**63}, "seed", "less than"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
-        ({"max_tokens": POSITIONS}, "messages", "4096 positions"),
+        ({"max_tokens": POSITIONS}, "messages", "room for 4096 tokens"),
         ({"stream_options": {"include_usage": True}}, None, "only with stream"),
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": HELLO["messages"] * 4}, "messages", "limit of 3"),
@@ -286,6 +303,12 @@ def test_a_stop_string_ends_the_answer_and_the_row(client: TestClient, script: S
     assert chat(client, **HELLO, stop=["three!"])["choices"][0]["message"]["content"] == "one two three"
 
 
+def test_tokens_after_a_stop_string_are_not_counted(client: TestClient, script: Script) -> None:
+    """A round can emit more tokens than the answer has; vanilla decoding would not generate them."""
+    script.events = [said("one "), said("two three"), Finished("length")]
+    assert chat(client, **HELLO, stop="two")["usage"]["completion_tokens"] == len("one two")
+
+
 def test_chunks_have_openais_form_and_the_extension_on_request(client: TestClient, script: Script) -> None:
     tree = Tree(ids("xhz"), [-1, 0, 0], [1])
     script.events = [
@@ -349,33 +372,60 @@ def test_a_request_that_takes_too_long_gives_its_row_back(script: Script) -> Non
     assert script.cancelled == script.submitted and len(script.submitted) == 2
 
 
+def test_a_deadline_holds_while_events_arrive(script: Script) -> None:
+    async def read() -> None:
+        latencies = Metrics(script.snapshot).latencies
+        job = Job(script, [Request([1])], TOKENIZER, [], asyncio.get_running_loop().time(), latencies)
+        job.submit()
+        script.thread.shutdown()
+        await asyncio.sleep(0)
+        [_ async for _ in job.deltas()]
+
+    with pytest.raises(ApiError, match="took longer"):
+        asyncio.run(read())
+
+
+def test_events_after_the_end_of_the_server_are_dropped(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    listeners: list[OnEvent] = []
+
+    def submit(request: Request, on_event: OnEvent) -> Ticket:
+        listeners.append(on_event)
+        return Ticket(request, on_event, perf_counter())
+
+    async def ask() -> None:
+        Job(script, [Request([1])], TOKENIZER, [], 0.0, Metrics(script.snapshot).latencies).submit()
+
+    monkeypatch.setattr(script, "submit", submit)
+    asyncio.run(ask())
+    listeners[0](said("a"))  # the loop is closed; an exception here would be logged as a failure of the request
+
+
+def test_a_client_that_does_not_read_gives_its_row_back(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(longspec.inference.server.app, "LAST_EVENTS_S", 0.05)
+    script.events = [said("a")]
+
+    async def send(message: Any) -> None:
+        await asyncio.Event().wait()
+
+    limits = Limits(max_seconds=0.05)
+    asyncio.run(talk(application(script, limits), {**HELLO, "stream": True}, asyncio.Event().wait, send))
+    assert script.cancelled == script.submitted != []
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_disconnects_gives_its_row_back(script: Script, stream: bool) -> None:
     """Nothing is sent to it once its request is known to be gone."""
-    script.events = [said("a")]
-    body, sent = json.dumps({**HELLO, "stream": stream}).encode(), []
+    script.events, sent = [said("a")], []
 
-    async def talk() -> None:
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-        gone = asyncio.Event()
+    async def disconnect() -> Any:
+        while not script.submitted:
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
 
-        async def receive() -> Any:
-            if messages:
-                return messages.pop()
-            while not script.submitted:
-                await asyncio.sleep(0)
-            gone.set()
-            return {"type": "http.disconnect"}
+    async def send(message: Any) -> None:
+        sent.append(message)
 
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
-        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
-        scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "server": ("localhost", 80)}
-        await asyncio.wait_for(application(script)(scope, receive, send), 10)
-
-    asyncio.run(talk())
+    asyncio.run(talk(application(script), {**HELLO, "stream": stream}, disconnect, send))
     assert script.cancelled == script.submitted != []
     assert not any(b"[DONE]" in message.get("body", b"") for message in sent)
 

@@ -39,8 +39,14 @@ def row_capacity(
     return min(slots, -(-longest // CAPACITY_STEP) * CAPACITY_STEP)
 
 
-def check_request(request: Request, config: PreTrainedConfig, capacity: int, depth: int, nodes: int) -> None:
-    """Raise RequestTooLarge if a row of `capacity` slots cannot hold the request, UserError if it is malformed."""
+def longest_request(config: PreTrainedConfig, capacity: int, depth: int, nodes: int) -> int:
+    """Tokens of prompt and answer together that fit into a row of `capacity` slots and the target's positions."""
+    # The last round can go depth + 1 tokens past the limit, and its nodes are stored after the accepted tokens.
+    return min(position_limit(config), capacity - depth - 1 - nodes)
+
+
+def check_request(request: Request, config: PreTrainedConfig, limit: int) -> None:
+    """Raise RequestTooLarge for a request of more than `limit` tokens, UserError if it is malformed."""
     sampling = request.sampling
     check_sampling(request.max_new_tokens, sampling.temperature, sampling.top_p, sampling.top_k)
     check_seed(sampling.seed)
@@ -49,8 +55,6 @@ def check_request(request: Request, config: PreTrainedConfig, capacity: int, dep
     for token in (min(request.prompt), max(request.prompt)):
         if not 0 <= token < config.vocab_size:
             raise UserError(f"prompt: token id {token}; the target has {config.vocab_size}")
-    # The last round can go depth + 1 tokens past the limit, and its nodes are stored after the accepted tokens.
-    limit = min(position_limit(config), capacity - depth - 1 - nodes)
     tokens = len(request.prompt) + request.max_new_tokens
     if tokens > limit:
         raise RequestTooLarge(

@@ -28,6 +28,8 @@ class AnswerText:
         self.stops = stops
         self.stopped = False
         """Whether a stop string occurred; nothing more is released."""
+        self.tokens = 0
+        """Number of tokens up to the end of the answer, those of a stop string included."""
         self._detokenizer = Detokenizer(tokenizer)
         self._held: list[Piece] = []
 
@@ -35,6 +37,7 @@ class AnswerText:
         """The pieces that can be released once these tokens are known."""
         known: Sequence[float | None] = [None] * len(ids) if logprobs is None else logprobs
         for token, origin, logprob in zip(ids, origins, known, strict=True):
+            self.tokens += 1
             self._held.append(Piece(token, self._detokenizer.add(token), origin, logprob))
             if self._cut():
                 break

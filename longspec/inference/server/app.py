@@ -30,6 +30,8 @@ from longspec.inference.server.served_model import ServedModel
 
 CLIENT_GONE = 499
 """Status of a response that nobody reads any more, for the metrics."""
+LAST_EVENTS_S = 1.0
+"""Time after a stream's deadline in which the client must read the events that end it."""
 
 
 class Scheduler(Engine, Protocol):
@@ -80,7 +82,10 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            async with asyncio.timeout_at(self.job.deadline + LAST_EVENTS_S):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:  # the client does not read; uvicorn closes the connection of an incomplete response
+            pass
         finally:
             self.job.cancel()
 

@@ -51,7 +51,8 @@ class RowRounds(Rounds):
 
     @property
     def kind(self) -> Hashable:
-        return (super().kind, type(self.sampler), self.sampler.truncates)
+        # Compaction runs over the whole cache, and Triton compiles its kernel anew for some numbers of rows.
+        return (super().kind, type(self.sampler), self.sampler.truncates, self.cache.all_rows)
 
     def round(self, active: Tensor) -> tuple[Tensor, Tensor]:
         """Play a round. Returns the report, fp64 [B, 2 * depth + 4]: tokens, their log-probabilities, count, fault;
@@ -201,6 +202,11 @@ class Batch:
 
     def set_length(self, row: int, length: int) -> None:
         self.cache.lengths[row] = length
+
+    def clear(self, row: int) -> None:
+        """Zero the keys and values of a row. Masked slots must be finite, and those of a faulty request may be NaN."""
+        self.cache.keys[:, row].zero_()
+        self.cache.values[:, row].zero_()
 
     def copy_prefix(self, source: int, row: int, length: int) -> None:
         """Copy the keys and values of the first `length` slots of row `source` to another row."""

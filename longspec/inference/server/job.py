@@ -61,8 +61,6 @@ class Choice:
     ticket: Ticket
     started: float
     """time.perf_counter() at submission."""
-    tokens: int = 0
-    """Generated tokens, those of a stop string included."""
     newest: float | None = None
     """time.perf_counter() of the newest token."""
     ended: bool = False
@@ -119,11 +117,7 @@ class Job:
     async def deltas(self) -> AsyncIterator[Delta]:
         """News of all choices in the order of arrival, up to the end of each. Raises ApiError."""
         while not all(choice.ended for choice in self.choices):
-            try:
-                async with asyncio.timeout_at(self.deadline):
-                    index, event = await self._events.get()
-            except TimeoutError:
-                raise ApiError(504, "the request took longer than this server allows", code="timeout") from None
+            index, event = await self._next_event()
             choice = self.choices[index]
             if choice.ended:
                 continue
@@ -140,17 +134,27 @@ class Job:
 
     @property
     def new_tokens(self) -> int:
-        return sum(choice.tokens for choice in self.choices)
+        return sum(choice.text.tokens for choice in self.choices)
+
+    async def _next_event(self) -> tuple[int, Event]:
+        """The next event in the order of arrival. Raises ApiError after the deadline."""
+        try:
+            if self._loop.time() >= self.deadline:
+                raise TimeoutError  # an expired timeout would not act on a queue that holds events
+            async with asyncio.timeout_at(self.deadline):
+                return await self._events.get()
+        except TimeoutError:
+            raise ApiError(504, "the request took longer than this server allows", code="timeout") from None
 
     def _receive(self, index: int, event: Event) -> None:
         """Called on the engine's thread."""
-        self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+        if not self._loop.is_closed():  # the server has ended without waiting for this request
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
     def _extend(self, index: int, event: Tokens) -> Delta:
         choice, now = self.choices[index], time.perf_counter()
         self.latencies.note(now, choice.started, choice.newest, len(event.ids))
         choice.newest = now
-        choice.tokens += len(event.ids)
         return Delta(index, choice.text.add(event.ids, event.origins, event.logprobs), event.tree)
 
     def _finish(self, index: int, event: Finished) -> Delta:

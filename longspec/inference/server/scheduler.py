@@ -14,7 +14,7 @@ from longspec.errors import UserError, first_line
 from longspec.inference.arguments import check_draft_window, check_drafting, check_trained
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE
 from longspec.inference.select_runner import make_runner
-from longspec.inference.server.admission import check_request, row_capacity
+from longspec.inference.server.admission import check_request, longest_request, row_capacity
 from longspec.inference.server.batch import Batch, Method
 from longspec.inference.server.requests import (
     Finished,
@@ -76,6 +76,8 @@ class Scheduler:
         capacity = row_capacity(model.config, runner.dtype, runner.device, max_rows, nodes, memory)
         with torch.no_grad(), torch.cuda.device_of(model.lm_head.weight):
             self.batch = Batch(runner, Method(method, tuple(tree_shape), gamma, tree_rule), max_rows, capacity)
+        self.longest = longest_request(model.config, capacity, self.batch.depth, self.batch.nodes)
+        """Most tokens of a prompt and its answer together."""
         self.max_queue = max_queue
         self._worker = Worker(self.batch, max_rows, prefill_chunk, "lookup" if method == "lookup" else "draft")
         self._changed = Condition()
@@ -97,7 +99,7 @@ class Scheduler:
 
     def submit(self, request: Request, on_event: OnEvent) -> Ticket:
         """Queue a request. Raises RequestTooLarge, QueueFull, NotServing, and UserError for a malformed one."""
-        check_request(request, self.model.config, self.batch.capacity, self.batch.depth, self.batch.nodes)
+        check_request(request, self.model.config, self.longest)
         with self._changed:
             if self._draining or self._error or not self._ready:
                 raise NotServing(self._error or "the server is shutting down" if self._ready else "not started")
@@ -199,11 +201,11 @@ class Scheduler:
     def _end_all(self, reason: FinishReason, message: str) -> None:
         with self._changed:
             self._draining = True
-            waiting = list(self._waiting)
             self._waiting.clear()
-        for ticket in waiting:
-            self._worker.refuse(ticket, reason, message)
         self._worker.end_all(reason, message)
+        ended = {ticket for ticket, event in self._worker.outbox if isinstance(event, Finished)}
+        for ticket in self._open - ended:  # in the queue, or taken from it when the engine failed
+            self._worker.refuse(ticket, reason, message)
         self._deliver()
         with self._changed:
             self._changed.notify_all()

@@ -83,7 +83,7 @@ class ServedModel:
             raise ApiError(
                 400,
                 f"the prompt has {len(prompt)} tokens and the answer up to {max(new_tokens, 1)}; "
-                f"the model has {self.positions} positions",
+                f"this server has room for {self.positions} tokens per request",
                 "messages" if isinstance(body, ChatRequest) else "prompt",
                 "context_length_exceeded",
             )

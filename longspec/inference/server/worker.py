@@ -212,6 +212,7 @@ class Worker:
         """Drop what the cache holds of a row."""
         row.tokens = array("q")
         self.batch.set_length(row.number, 0)
+        self.batch.clear(row.number)
 
     def _stop(self, row: Row, reason: FinishReason, message: str = "") -> None:
         """End a row's request and keep what the cache holds of it."""

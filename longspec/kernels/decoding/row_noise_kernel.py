@@ -39,13 +39,14 @@ def _noise_kernel(
     EXPONENTIAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    # Dimension 0 of a grid is the one that may exceed 65,535.
+    row = tl.program_id(1).to(tl.int64)
     gamma = tl.full((), GAMMA, tl.uint64)
     seed = tl.load(seeds_ptr + row).to(tl.uint64, bitcast=True)
     position = tl.load(positions_ptr + row).to(tl.uint64)
     key = _mix(_mix(seed, FIRST, SECOND) + (position + 1) * gamma, FIRST, SECOND)
     key = _mix(key + stream_offset.to(tl.uint64, bitcast=True), FIRST, SECOND)
-    number = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     bits = _mix(key + (number + 1).to(tl.uint64) * gamma, FIRST, SECOND)
     if EXPONENTIAL:
         middle = ((bits >> 12).to(tl.int64).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2^-52
@@ -62,7 +63,7 @@ def fill_rows(
     """Uniform numbers as in `row_noise.row_uniforms`; with `constant`, exponential ones as in `row_exponentials`."""
     out = torch.empty(len(seeds), *shape, dtype=torch.float64, device=seeds.device)
     size = out[0].numel()
-    _noise_kernel[(len(seeds), triton.cdiv(size, BLOCK))](
+    _noise_kernel[(triton.cdiv(size, BLOCK), len(seeds))](
         seeds,
         positions,
         None if constant is None else constant.view(torch.uint8),
