@@ -52,7 +52,7 @@ class Load:
 
 
 def make_load(text: str, tokenizer: Any, shortest: int, longest: int, rows: int, tokens: int) -> Load:
-    """Pieces of a text, which is repeated with a number in front where it is too short."""
+    """Pieces of a text, which is repeated with a number in front if it is too short."""
     ids: list[int] = []
     copy = 0
     while len(ids) < (rows + 2) * longest:
@@ -81,7 +81,7 @@ def measure_generate(pair: LoadedPair, load: Load) -> dict[str, float]:
 
 
 def measure_server(client: Client, load: Load) -> dict[str, float]:
-    """The same of the server, and the time to first token of two turns."""
+    """The same figures for the server, and the times to first token of two turns."""
     client.stream(load.ragged[0][:64], 8)
     single = client.stream(load.single, load.tokens)
     with ThreadPoolExecutor(len(load.ragged)) as pool:
@@ -167,7 +167,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--draft", help="default: that of the pair")
     parser.add_argument("--method", help="default: tree, or lookup for a pair without a trained draft")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device", help="default: CUDA where there is one")
+    parser.add_argument("--device", help="default: CUDA if available")
     parser.add_argument("--text", type=Path, default=ROOT / "docs" / "config.md", help="text that prompts are cut from")
     parser.add_argument("--rows", type=int, default=16, help="concurrent requests")
     parser.add_argument("--shortest", type=int, default=1024, help="tokens of the shortest prompt")

@@ -104,5 +104,5 @@ def random_pair(name: str, device: str = "cuda", dtype: torch.dtype = torch.bflo
     made = type(f"Random{family.__name__}", (family,), {"_read_target": random_target})
     with torch.device(device):
         pair = made(config, name, torch_dtype=dtype, attn_implementation="flash_attention_2").eval()
-    pair.draft_is_trained = True  # as far as decoding is concerned
+    pair.draft_is_trained = True  # for decoding
     return pair

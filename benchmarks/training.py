@@ -27,7 +27,7 @@ from benchmarks.training_parts import PARTS, profile, timed_parts
 from benchmarks.training_rows import synthetic_inputs
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError, reports_user_errors
-from longspec.models.parallel import model_parallel_place
+from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.train.config import compose_config, typed
 from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import Termination, share_targets, start_ranks
@@ -206,7 +206,9 @@ def measure(
     inputs = synthetic_inputs(shape, tokens, rows=32 if case.stage == 1 else 4, packed=case.stage == 1)
     trainer = Trainer(config, engine, inputs, start_step=0, total_steps=total)
     engine.train()
-    arrays, seconds, waits = iter(trainer.loader), [], []
+    arrays = iter(trainer.loader)
+    seconds: list[float] = []
+    waits: list[float] = []
     batches = trainer.load_step(1, arrays)
     reset_peak()
     with Termination() as termination:
@@ -247,7 +249,7 @@ def flops_of(shape: Any, batch: Batch, reads_target: bool) -> float:
     segments = batch["cu_seqlens"].diff().tolist()
     scored = int((batch["labels"] != IGNORED).sum())
     flops: Flops = training_flops(shape, segments, scored, reads_target)
-    _, sharing_ranks = model_parallel_place()
+    _, sharing_ranks = model_parallel_rank_and_size()
     return (flops.target + flops.loss) / sharing_ranks + flops.draft_forward + flops.draft_backward
 
 

@@ -11,7 +11,7 @@ from datasets.table import InMemoryTable
 from longspec.data.collators import Collator
 from longspec.data.dataset import TOKEN_FEATURES, RowDataset
 from longspec.data.packing import Rows
-from longspec.models.target_files import context_window
+from longspec.models.target_files import position_limit
 from longspec.train.inputs import Inputs
 
 
@@ -35,4 +35,4 @@ def synthetic_inputs(config: Any, tokens: int, rows: int, packed: bool) -> Input
     table = InMemoryTable.from_pydict(columns, schema=TOKEN_FEATURES.arrow_schema)
     samples = Dataset(table, fingerprint="synthetic")
     dataset = RowDataset(samples, Rows(np.arange(len(ids)), np.array(starts)))
-    return Inputs(dataset, None, Collator(0, pad_to=tokens), None, None, context_window(config))
+    return Inputs(dataset, None, Collator(0, pad_to=tokens), None, None, position_limit(config))

@@ -2,8 +2,8 @@
 
     python examples/own_model.py Qwen/Qwen2.5-0.5B-Instruct --save my-pair
 
-Any target of the Llama and Qwen2 families works: a hub id, a folder or a .gguf file. The saved folder is an ordinary
-model for transformers, and `longspec chat my-pair` or `longspec serve my-pair` finds the draft in it.
+Any target of a supported family works (see docs/your-model.md): a hub id, a folder or a .gguf file. The saved folder
+is an ordinary model for transformers, and `longspec chat my-pair` or `longspec serve my-pair` finds the draft in it.
 """
 
 import argparse

@@ -163,7 +163,8 @@ def _arm(diagnostics: Diagnostics, arm: str, claim: str, expected: str) -> Verdi
     full = None if name is None else diagnostics.get(name.replace(arm, "recipe", 1))
     if name is None or not full:
         return Verdict(claim, expected, "-", "not measured")
-    without, recipe = _pooled_tokens(diagnostics[name]), _pooled_tokens(full)
+    without = _pooled_tokens(diagnostics[name])
+    recipe = _pooled_tokens(full)
     measured = f"{without:.2f} to {recipe:.2f} tokens per round ({recipe / without - 1:+.1%}), teacher-forced"
     return Verdict(claim, expected, measured, "holds" if recipe > without else "does not hold")
 

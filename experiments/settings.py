@@ -179,12 +179,14 @@ def _check(settings: Settings) -> None:
         for group, count in getattr(settings.prompts, split).items():
             _require(group in GROUPS, f"prompts.{split}.{group}", f"no such group; use {', '.join(GROUPS)}")
             _require(count >= 0, f"prompts.{split}.{group}", "must not be negative")
+
     contexts = settings.prompts.contexts
     _require(len(contexts) == 2 and 0 < contexts[0] <= contexts[1], "prompts.contexts", "must be [shortest, longest]")
     for name, answers in settings.answers.items():
         _require(name != "chat", "answers.chat", "this name is reserved for the section chat")
         unknown = set(answers.prompts) - set(GROUPS)
         _require(not unknown, f"answers.{name}.prompts", f"no such group: {', '.join(sorted(unknown))}")
+
     for name in settings.training.stages:
         _require(name != EVERY, f"training.stages.{EVERY}", "this name is reserved for all stages of an arm")
     _require(bool(settings.training.seeds), "training.seeds", "needs at least one seed")
@@ -195,6 +197,7 @@ def _check(settings: Settings) -> None:
         f"training.arms.{RECIPE}",
         "this name is reserved for the recipe without changes",
     )
+
     for task in settings.evaluation.tasks:
         _require(task in TASKS, f"evaluation.tasks.{task}", f"no such task; use {', '.join(TASKS)}")
     for number, method in enumerate(settings.evaluation.methods):

@@ -118,6 +118,7 @@ def train_stage(
         "wandb.mode": "disabled",
         **stage.overrides,
     }
+
     claim(folder / "settings.json", asdict(stage) | {"seed": seed})
     steps = overrides["max_steps"]  # stage.overrides may replace it
     if is_finished(folder, steps):

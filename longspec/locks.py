@@ -24,7 +24,7 @@ UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 class FolderLock:
     """An exclusive `flock` on a file in an existing folder.
 
-    The kernel releases it when the process ends, in whatever way. On NFS it is effective across hosts. The file holds
+    The kernel releases it when the process ends, even by a crash. On NFS it is effective across hosts. The file holds
     the holder's name and is never removed, because a second run may already have opened it. On a file system without
     locks a warning is logged instead.
     """

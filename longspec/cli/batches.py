@@ -79,7 +79,7 @@ class Job:
 
 
 def answer_prompts(job: Job, results: Results, stop: StopSignals) -> dict[str, Any]:
-    """Answer the prompts without a line, until all are answered or a stop signal arrives. Returns a summary.
+    """Answer the prompts that have no result line yet, until all have one or a stop signal arrives. Returns a summary.
 
     The prompts and the seed of a batch do not depend on earlier batches, so a continued run draws the same tokens as an
     uninterrupted one.
@@ -92,8 +92,10 @@ def answer_prompts(job: Job, results: Results, stop: StopSignals) -> dict[str, A
         for number, batch in enumerate(job.batches()):
             if stop.received is not None:
                 break
+            # Batches whose answers are all written are skipped; a partly written one is decoded again.
             if max(batch) < earlier:
                 continue
+
             output = pair.generate([job.token_ids[row] for row in batch], job.sampling, seed=job.seed + number)
             pooled = pool([pooled, output.stats])
             for row, row_tokens in zip(batch, output.new_tokens, strict=True):
@@ -101,6 +103,7 @@ def answer_prompts(job: Job, results: Results, stop: StopSignals) -> dict[str, A
                     new_tokens += len(row_tokens)
                     results.add(row, _answer(pair, row_tokens.tolist()))
             progress.update(results.done - progress.n)
+
     return {
         "model": pair.name,
         "method": pair.method,

@@ -38,6 +38,7 @@ def compare(
     """
     has_template = pair.chat_format != "plain"
     token_ids = pair.encode([prompt.as_turn() if has_template else prompt.content for prompt in prompts])
+
     methods: dict[str, Any] = {}
     skipped: dict[str, str] = {}
     for label, arguments in METHODS.items():
@@ -46,6 +47,7 @@ def compare(
             continue
         report(label)
         methods[label] = measure(pair, token_ids, sampling, arguments)
+
     for figures in methods.values():
         figures["speedup"] = figures["tokens_per_second"] / methods["vanilla"]["tokens_per_second"]
     return {

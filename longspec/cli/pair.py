@@ -20,7 +20,7 @@ from longspec.inference.load_pair import load_pair
 from longspec.inference.methods import GLIDE_METHODS
 from longspec.models.glide import GlideMixin
 from longspec.models.target_cache import SMOLLM2
-from longspec.models.target_files import context_window
+from longspec.models.target_files import position_limit
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class LoadedPair:
 
     @property
     def positions(self) -> int:
-        """Context length: the largest number of tokens of a prompt with its answer."""
-        return context_window(self.model.config)
+        """Context length: maximum number of tokens of a prompt plus its answer."""
+        return position_limit(self.model.config)
 
     def encode(self, prompts: list[str | list[Turn]]) -> list[list[int]]:
         """Token ids of each prompt. Text is encoded as it is, a conversation in the chat format."""
@@ -83,8 +83,8 @@ def open_pair(
 ) -> LoadedPair:
     """Load a pair by name, hub id, folder or GGUF file; None is the embedded pair.
 
-    method: None is tree, or lookup for a pair without a trained draft, which a line on stderr says.
-    chat_template_kwargs: a JSON object. Raises UserError.
+    method: None is tree, or lookup with a note on stderr for a pair without a trained draft. chat_template_kwargs: a
+    JSON object. Raises UserError.
     """
     name = name or SMOLLM2
     transformers.utils.logging.disable_progress_bar()
@@ -108,7 +108,7 @@ def note_plain_format(pair: LoadedPair) -> None:
 
 
 def choose_model(positional: str | None, option: str | None) -> str | None:
-    """The pair, which the command takes as an argument or as --model. Raises UserError for both."""
+    """The pair, given as an argument or as --model. Raises UserError if both are given."""
     if positional is not None and option is not None:
         raise UserError(f"{positional}, --model {option}: give the pair once")
     return positional or option

@@ -67,7 +67,10 @@ class Results:
         return {"index": self.done, **self.prompts[self.done].record}
 
     def add(self, number: int, answer: dict[str, Any]) -> None:
-        """Take the answer to a prompt, and write all lines whose turn it is. Raises UserError on a full disk."""
+        """Accept the answer to a prompt, and write it with the later lines that waited for it.
+
+        Raises UserError on a full disk.
+        """
         self._waiting[number] = answer
         while self.done in self._waiting:
             line = self._head() | self._waiting.pop(self.done) | {"run": self._run}
@@ -111,7 +114,7 @@ def check_folder(path: Path | None, option: str) -> None:
 
 
 def write_summary(summary: dict[str, Any], path: Path | None) -> None:
-    """Write one line of JSON to a file, whole or not at all, or to stderr for "-". None writes nothing.
+    """Write one line of JSON to a file, atomically, or to stderr for "-". None writes nothing.
 
     Raises UserError for a file that cannot be written.
     """

@@ -69,12 +69,16 @@ class Session:
             self.console.print(f"error: {error}", markup=False)
 
     def answer(self, text: str) -> None:
-        """Generate an answer and add both turns to the conversation. A stopped answer is added as far as it came."""
+        """Generate an answer and add both turns to the conversation. The generated part of a stopped answer is kept."""
         turns: list[Turn] = [*self.turns, {"role": "user", "content": text}]
         (prompt,) = self.pair.encode([turns])
         free_positions = self.pair.positions - len(prompt)
         if free_positions < 1:
-            raise UserError(f"the conversation has {len(prompt)} tokens, the target {self.pair.positions}; /reset it")
+            raise UserError(
+                f"the conversation has {len(prompt)} tokens, but the target takes {self.pair.positions}; "
+                "start over with /reset"
+            )
+
         sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, free_positions))
         seed = None if self.seed is None else self.seed + len(self.answers)
         stream = AnswerStream(self.console, self.pair.tokenizer)
@@ -87,7 +91,8 @@ class Session:
         except UserError:
             stream.end()
             raise
-        # A stopped answer stays in the conversation as far as it came; an empty one is forgotten with its question.
+
+        # The part of a stopped answer stays in the conversation; an empty answer is dropped with its question.
         if stream.answer.text:
             self.turns = [*turns, {"role": "assistant", "content": stream.answer.text}]
         if stream.answer.tokens:

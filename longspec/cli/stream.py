@@ -32,7 +32,7 @@ CONTROL_CHARACTERS = {code: None for code in (*range(32), *range(127, 160)) if c
 
 @dataclass
 class Answer:
-    """An answer as far as it is generated. Times are in seconds, as the reader sees them."""
+    """The part of an answer that is generated so far, and its figures. Times are in seconds, as the user sees them."""
 
     text: str = ""
     prompt_tokens: int = 0
@@ -93,7 +93,7 @@ class AnswerStream:
 
     @contextmanager
     def stops_on_sigint(self) -> Iterator[None]:
-        """The first SIGINT ends the answer at its next token, where nothing is half done; a second one at once."""
+        """Context in which the first SIGINT ends the answer after its next token, and a second one immediately."""
 
         def note(number: int, frame: FrameType | None) -> None:
             if self.stopped:

@@ -24,7 +24,7 @@ class Segment(TypedDict):
 class Collator:
     """A function from rows to a micro-batch. A row is a list of segments that do not attend to each other.
 
-    It returns `input_ids` and `labels`, LongTensor [B, T], and `cu_seqlens`, int32 [S + 1], over the flattened B·T
+    It returns `input_ids` and `labels`, LongTensor [B, T], and `cu_seqlens`, int32 [M + 1], over the flattened B·T
     tokens. Labels are not shifted. The first token of each segment and all padding have the label -100. Padding is
     recognized by position and not by id, so that an EOS with the id of the pad token is learned. The padding of a row
     is a segment of its own.
@@ -40,6 +40,7 @@ class Collator:
         length = self._padded_length(rows)
         input_ids = torch.full((len(rows), length), self.pad_token_id, dtype=torch.long)
         labels = torch.full_like(input_ids, IGNORED)
+
         borders = [0]
         for row_number, row in enumerate(rows):
             start = 0
@@ -55,6 +56,7 @@ class Collator:
             # Padding is a segment of its own, which keeps attention inside the samples.
             if start < length:
                 borders.append((row_number + 1) * length)
+
         return {
             "input_ids": input_ids,
             "labels": labels,
@@ -62,7 +64,8 @@ class Collator:
         }
 
     def _padded_length(self, rows: Sequence[Sequence[Segment]]) -> int:
-        longest = max(sum(len(segment["input_ids"]) for segment in row) for row in rows)
+        lengths = [sum(len(segment["input_ids"]) for segment in row) for row in rows]
+        longest = max(lengths)
         if self.pad_to is not None and longest > self.pad_to:
             raise ValueError(f"a row has {longest} tokens, more than pad_to = {self.pad_to}")
         return self.pad_to or longest

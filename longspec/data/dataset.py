@@ -27,7 +27,7 @@ with extra("train"):
 logger = logging.getLogger(__name__)
 
 OVERFLOWS = ("split", "truncate")
-"""What happens to samples that are longer than a row."""
+"""Treatments of samples that are longer than a row."""
 TOKEN_FEATURES = Features(
     {
         "id": Value("string"),
@@ -95,6 +95,7 @@ class Tokenize:
         # Encoded as one text, as the target reads it, and the prompt again by itself to find where it ends.
         whole = templates.encode_texts([prompt + answer for prompt, answer in texts], self.tokenizer)
         prompts = iter(templates.encode_texts([prompt for prompt, _ in texts if prompt], self.tokenizer))
+
         columns: dict[str, list] = {name: [] for name in TOKEN_FEATURES}
         for record, (prompt, answer), ids in zip(aligned, texts, whole, strict=True):
             prompt_length = _common_prefix(next(prompts), ids) if prompt else 0
@@ -226,6 +227,7 @@ def build_dataset(
     eos = tokenizer.eos_token_id if eos_token_id is None else eos_token_id
     if eos is None:
         raise UserError("the tokenizer has no EOS token: give eos_token_id, or a tokenizer with one")
+
     tokenize = Tokenize(
         tokenizer=tokenizer,
         eos_token_id=eos,
@@ -237,6 +239,7 @@ def build_dataset(
         aligners=aligners,
         templates=checked_templates,
     )
+
     digests = records.content_digests(files)
     index = records.index_lines(digests, num_proc, cache_dir)
     samples = tokenize.table(index, num_proc, cache_dir)

@@ -89,7 +89,8 @@ class PromptFiles:
 
     def _index(self, path: str) -> None:
         """Check the records of a file and note where they start."""
-        digest, start = hashlib.sha256(), 0
+        digest = hashlib.sha256()
+        start = 0
         with open(path, "rb") as handle:
             for number, raw in enumerate(handle, 1):
                 digest.update(raw)

@@ -114,7 +114,7 @@ def content_digests(files: Files) -> list[FileDigest]:
     """The digest of each data file, in the order of `data_files(files)`.
 
     Every byte is read, because neither size nor modification time proves that a file is unchanged. Two lists describe
-    the same data if their digests are equal in order, whatever the paths. Raises UserError for a missing or unreadable
+    the same data if their digests are equal in order; paths do not matter. Raises UserError for a missing or unreadable
     file.
     """
     paths = [os.path.abspath(path) for path in data_files(files)]
@@ -264,7 +264,10 @@ def split_pairs(record: Record) -> list[Record]:
 
 
 def record_kind(record: Record) -> Kind:
-    """The kind of a record, by its fields. A null field counts as missing. Raises RecordError if no kind fits."""
+    """The kind of a record, determined by its fields. A null field counts as missing.
+
+    Raises RecordError if no kind fits.
+    """
     # Datasets with a common schema write null for the fields that a record lacks.
     present = {name for name, value in record.items() if value is not None}
     if record.get("source") in ("", *SOURCE_TAGS):

@@ -15,7 +15,7 @@ CHAT_FORMAT_CHOICES = (AUTO, *CHAT_FORMATS)
 
 @dataclass(frozen=True)
 class PublishedTarget:
-    """Token ids that a published draft was trained with. None stands for the target's own."""
+    """Token ids that a published draft was trained with; None for the target's own."""
 
     eos_token_id: int | None = None
     pad_token_id: int | None = None

@@ -14,7 +14,7 @@ from longspec.inference.methods import AUTO, GLIDE_METHODS, METHODS, TREE_RULES
 from longspec.inference.tree_shapes import CANDIDATES
 from longspec.models.draft_layer import check_window
 from longspec.models.glide import GlideMixin
-from longspec.models.target_files import context_window
+from longspec.models.target_files import position_limit
 
 MAX_NODES = 1024
 """Largest number of nodes per verification pass, the root included."""
@@ -79,7 +79,7 @@ def check_rows(model: GlideMixin, rows: Sequence[Tensor], max_new_tokens: int) -
             raise UserError(f"input_ids: token id {token}, the target has {vocab_size}; use the target's own tokenizer")
 
     longest = max(len(row) for row in rows)
-    max_positions = context_window(model.config)
+    max_positions = position_limit(model.config)
     if longest + max_new_tokens > max_positions:
         raise UserError(
             f"prompt of {longest} tokens + max_new_tokens {max_new_tokens}: more than the target's {max_positions} "

@@ -48,7 +48,7 @@ class TargetCache:
         self.faults = torch.zeros(batch, dtype=torch.long, device=device)
         """LongTensor [B]: 0, or the `Fault` of a row since prefill. The host reads it with the tokens of a round."""
         self._whole: tuple[TargetCache, int] | None = None
-        """For a part, the cache that it belongs to and the number of its first row there."""
+        """Set for a part made by `narrow`: the whole cache, and the number of the part's first row in it."""
 
     @property
     def all_rows(self) -> int:
@@ -59,7 +59,8 @@ class TargetCache:
     def narrow(self, rows: slice) -> TargetCache:
         """The consecutive `rows` as a cache that shares the tensors of this one."""
         part = copy(self)
-        part.keys, part.values = self.keys[:, rows], self.values[:, rows]
+        part.keys = self.keys[:, rows]
+        part.values = self.values[:, rows]
         part.lengths = self.lengths[rows]
         part.newest_hidden = self.newest_hidden[rows]
         part.faults = self.faults[rows]
@@ -72,7 +73,7 @@ class TargetCache:
         return self.keys[number], self.values[number]
 
     def watch(self, fault: Fault) -> Watch:
-        """A record in which kernels that read logits enter `fault` for rows without a distribution."""
+        """A record for kernels that read logits: they set `fault` for rows whose logits define no distribution."""
         return Watch(self.faults, int(fault))
 
     def next_slots(self, count: int) -> Tensor:
@@ -144,7 +145,8 @@ class DraftCache:
     def narrow(self, rows: slice) -> DraftCache:
         """The consecutive `rows` as a cache that shares the tensors of this one."""
         part = copy(self)
-        part.keys, part.values = self.keys[rows], self.values[rows]
+        part.keys = self.keys[rows]
+        part.values = self.values[rows]
         part.rows = self.rows[: len(part.keys)]
         part.node_slots = self.node_slots[rows]
         return part
@@ -159,6 +161,7 @@ class DraftCache:
 
         keys, values: [B, K, T, D]; positions: LongTensor [B, T], at most W consecutive ones; valid: bool [B, T].
         """
+        # Entries that are not valid are rewritten unchanged, because a round has static shapes.
         slots = positions % self.window
         for store, new in ((self.keys, keys), (self.values, values)):
             old = store[self.rows, :, slots]

@@ -41,16 +41,17 @@ def warm_up(engine: Rounds) -> None:
 
 
 class CapturedRound:
-    """`engine.round` as a CUDA graph. Each call overwrites the tensors that the call before returned."""
+    """`engine.round` as a CUDA graph. Each call overwrites the tensors that the previous call returned."""
 
     def __init__(self, engine: Rounds) -> None:
-        """Record the round without running it. Work that is queued on the device goes on meanwhile."""
+        """Record the round without running it. The device continues with work that is already queued."""
         self.active = torch.ones_like(engine.root, dtype=torch.bool)
         self.graph = torch.cuda.CUDAGraph()
         self.graph.register_generator_state(_generator(engine))
         pool = _pool_keeper(torch.cuda.current_stream()).pool()
         stream = _capture_stream(self.active.device)
         stream.wait_stream(torch.cuda.current_stream())
+
         with _one_at_a_time, torch.cuda.stream(stream), _no_garbage_collection():
             self.graph.capture_begin(pool, capture_error_mode=CAPTURE_MODE)
             try:
@@ -102,8 +103,8 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 def _pool_keeper(replay_stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
     """An empty graph that owns the memory pool of all rounds replayed on one stream.
 
-    Rounds on a stream run one after another, so they can share memory for their temporaries. Without an owner that
-    lives on, every call of `generate` would leave the memory of its graph reserved.
+    Rounds on a stream run one after another, so they can share memory for their temporaries. Without a
+    permanent owner, every call of `generate` would leave the memory of its graph reserved.
     """
     graph = torch.cuda.CUDAGraph()
     stream = _capture_stream(replay_stream.device)

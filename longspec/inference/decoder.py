@@ -104,13 +104,15 @@ class Decoder:
         return tokens, play_round
 
     def note(self, tokens: Tensor, counts: Tensor) -> None:
-        """Take the result of a round (see `Engine.round`). This is the only place where the host waits for a round."""
+        """Take the result of a round (see `Engine.round`). The host waits for the round here and nowhere else."""
         # One transfer for tokens, counts and faults.
         result = torch.cat([tokens, counts[:, None], self.engine.cache.faults[:, None]], 1).tolist()
         for row, (*row_tokens, count, fault) in enumerate(result):
             if not self.active[row]:
                 continue
             self._check_fault(row, fault)
+
+            # The last of the `count` tokens is the target's bonus token.
             accepted = count - 1
             emitted = self._emit(row, row_tokens[:count], accepted)
             self.stats.rounds += 1
@@ -129,7 +131,7 @@ class Decoder:
             )
 
     def _emit(self, row: int, tokens: Sequence[int], accepted: int) -> int:
-        """Append tokens to a row until it ends, and return how many it took. The first `accepted` are draft tokens."""
+        """Append tokens to a row until it ends. Returns the number appended. The first `accepted` are draft tokens."""
         new_tokens = self.new_tokens[row]
         # Tokens that the round emitted after the row's end are dropped.
         for number, token in enumerate(tokens, start=1):

@@ -1,4 +1,4 @@
-"""The device and the dtype to load a model with, and the facts about them that results name."""
+"""The device and dtype of a model, and the facts about the machine that are stored with results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def device_name(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """The versions that figures depend on; None for a package that is not installed."""
+    """Versions of the packages that measurements depend on; None for a package that is not installed."""
     by_name: dict[str, str | None] = {"python": platform.python_version(), "longspec": __version__}
     for package in ("torch", "transformers", "triton"):
         try:

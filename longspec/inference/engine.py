@@ -19,7 +19,7 @@ PREFILL_TOKENS = 4096
 CAPACITY_STEP = 256
 """The number of cache slots per row is a multiple of this."""
 MOST_SIZE_CLASSES = 128
-"""Caches of this many steps or more are alike to the attention kernels, whose split count is bounded."""
+"""From this number of steps on, the cache size does not change which kernels run, because splits are bounded."""
 
 Round = Callable[[Tensor], tuple[Tensor, Tensor]]
 """`Rounds.round`, or a captured one."""
@@ -31,7 +31,7 @@ class Played(NamedTuple):
     tokens: Tensor
     """LongTensor [B, depth + 1]: the accepted draft tokens, then the bonus token."""
     counts: Tensor
-    """LongTensor [B]: how many of `tokens` count; 0 for inactive rows."""
+    """LongTensor [B]: number of valid `tokens`; 0 for inactive rows."""
     proposal: Proposal
     accepted: Accepted
     logits: Tensor
@@ -73,7 +73,7 @@ class Rounds:
         )
 
     def round(self, active: Tensor) -> tuple[Tensor, Tensor]:
-        """`play`, of which only tokens and counts are returned."""
+        """`play`, returning only tokens and counts."""
         played = self.play(active)
         return played.tokens, played.counts
 
@@ -87,13 +87,14 @@ class Rounds:
         hidden = self.forward_tree(proposal)
         logits = self.runner.logits(hidden)
 
+        # Accept. The bonus token costs no pass of its own: its distribution is that of the last accepted node.
         accepted = accept(proposal, logits, self.sampler, self.cache.watch(Fault.TARGET))
         if self.drafter.reads_hidden:
             last = accepted.path.gather(1, accepted.count[:, None])[..., None]
             newest = hidden.gather(1, last.expand(-1, -1, hidden.shape[2]))
             self.cache.newest_hidden.copy_(torch.where(active[:, None, None], newest, self.cache.newest_hidden))
 
-        # Store the root and the accepted draft tokens in the caches of draft and target.
+        # Compact: store the root and the accepted draft tokens in the caches of draft and target.
         count = torch.where(active, accepted.count + 1, 0)
         path_tokens = proposal.tokens.gather(1, accepted.path)
         steps = torch.arange(proposal.depth + 1, device=count.device)
@@ -134,8 +135,9 @@ class Engine(Rounds):
         prompt_lengths: Sequence[int],
         max_new_tokens: int,
     ) -> None:
-        """prompts: LongTensor [B, P], padded on the right; prompt_lengths: tokens per row without padding, at least 1.
+        """Allocate the caches of a batch. `prefill` reads the prompts.
 
+        prompts: LongTensor [B, P], padded on the right. prompt_lengths: tokens per row without padding, at least 1.
         max_new_tokens: per row; the cache has room for them.
         """
         self.prompts = prompts
@@ -177,7 +179,7 @@ class Engine(Rounds):
         return self.root.clone()
 
     def _read_prompts(self) -> Tensor:
-        """Fill the cache chunk by chunk; the hidden state [B, 1, hidden] at the last token of each row."""
+        """Fill the cache chunk by chunk. Returns the hidden state [B, 1, hidden] at the last token of each row."""
         batch, longest = self.prompts.shape
         chunk = max(1, PREFILL_TOKENS // batch)
         last_hidden: list[Tensor] = [torch.empty(0)] * batch
@@ -189,7 +191,7 @@ class Engine(Rounds):
             def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, end: int = end) -> Tensor:
                 return self.runner.attention.prefill(q, k[:, :, :end], v[:, :, :end], scale)
 
-            # A prompt token at position p is stored in slot p. Padding is too, and gets overwritten by rounds.
+            # A prompt token at position p is stored in slot p. Padding is stored, too, and later overwritten by rounds.
             hidden = self.runner.target(self.prompts[:, start:end], positions, self.cache, positions, attend)
             for row, length in enumerate(self.prompt_lengths):
                 if start < length <= end:

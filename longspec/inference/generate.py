@@ -34,7 +34,7 @@ from longspec.inference.select_runner import make_runner
 from longspec.inference.stats import GenerationStats
 from longspec.inference.tree_shapes import choose_shape
 from longspec.models.glide import GlideMixin, check_pair
-from longspec.models.target_files import context_window
+from longspec.models.target_files import position_limit
 
 
 @dataclass
@@ -87,7 +87,7 @@ def generate(
     exact; "reject" accepts more tokens.
     compile: on CUDA, use fused layers and one CUDA graph per round; otherwise transformers' modules run kernel by
     kernel.
-    attention: "auto", "flash", "triton" or "sdpa" (see `kernels.attention.decoding_attention`).
+    attention: "auto", "flash", "triton" or "sdpa" (see `kernels.decoding.attention.decoding_attention`).
     stopping_criteria: each is called after every new token with the ids [1, length] of one row, its prompt as passed
     in followed by its new tokens, and with scores None.
     options: transformers' min_p, typical_p and epsilon_cutoff, applied above temperature 0; they default to the model's
@@ -110,8 +110,8 @@ def generate(
     eos_ids = end_tokens(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
     pad_id = pad_token(model, pad_token_id)
     check_draft_window(method, tree_shape, gamma, model.draft_model.window)
-    extra_warpers = build_warpers(options, model.generation_config)
 
+    extra_warpers = build_warpers(options, model.generation_config)
     runner = make_runner(model, attention, compile)
     device = runner.device
     sampler = Sampler(temperature, top_k, top_p, seeded_generator(seed, device), extra_warpers)
@@ -124,11 +124,13 @@ def generate(
         lengths = [len(row) for row in rows]
         # "auto" is resolved here, so that the engine below only knows a shape.
         if method == "tree" and tree_shape == AUTO:
-            max_positions = context_window(model.config)
+            max_positions = position_limit(model.config)
             tree_shape = choose_shape(runner, prompts, lengths, sampler, tree_rule, max_positions)
+
         shape = tuple(map(int, tree_shape)) if method == "tree" else ()
         drafter = make_drafter(method, runner, len(rows), sampler, shape, gamma, tree_rule)
         engine = Engine(runner, drafter, sampler, prompts, lengths, max_new_tokens)
+
         proposed: Origin = "lookup" if method == "lookup" else "draft"
         decoder = Decoder(engine, max_new_tokens, eos_ids, streamer, stops, proposed)
         decoder.stats.tree_shape = shape

@@ -16,7 +16,7 @@ GLIDE_METHODS = ("seq", "tree")
 TREE_RULES = ("reject", "descend")
 """The ways to draft and accept a tree above temperature 0 (see `drafting.tree`)."""
 AUTO = "auto"
-"""The value of tree_shape that stands for the fastest measured shape (see `tree_shapes`)."""
+"""The value of tree_shape that selects the fastest measured shape (see `tree_shapes`)."""
 DEFAULT_SHAPE = (4, 16, 16, 16, 16)
 """The paper's tree: number of nodes in each level below the root."""
 

@@ -1,4 +1,4 @@
-"""The forward passes of decoding through transformers' own modules. `fused_runner` has them in fewer kernels."""
+"""The forward passes of decoding through transformers' own modules. `fused_runner` runs them in fewer kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Runner:
     """Whether a CUDA graph may capture its passes."""
 
     def __init__(self, model: GlideMixin, attention: str = "auto") -> None:
-        """attention: "auto", "flash", "triton" or "sdpa" (see `kernels.attention.decoding_attention`)."""
+        """attention: "auto", "flash", "triton" or "sdpa" (see `kernels.decoding.attention.decoding_attention`)."""
         self.model = model
         self.config = model.config
         weight = model.lm_head.weight

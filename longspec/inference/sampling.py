@@ -14,7 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from longspec.kernels.decoding.vocabulary import argmax
+from longspec.kernels.decoding.vocabulary import argmax, first_arrival
 from longspec.kernels.decoding.vocabulary import probabilities as softmax
 from longspec.kernels.shared.watch import Watch
 
@@ -76,13 +76,13 @@ class Sampler:
     def choose(self, logits: Tensor, watch: Watch | None = None) -> Tensor:
         """One token per distribution, LongTensor [B, ...]: the argmax of logits [B, ..., V] if greedy, else a draw."""
         if self.greedy:
-            return argmax(logits, watch=watch)
+            return argmax(logits, watch)
         return self.draw(self.probabilities(logits, watch))
 
     def draw(self, weights: Tensor) -> Tensor:
         """Independent draws, LongTensor [...], in proportion to weights [..., V], which need not be normalized."""
-        # An exponential race: with E_i ~ Exp(1), argmax_i w_i / E_i is i with probability w_i / sum(w).
-        return argmax(weights, self.exponentials(weights))
+        # A race, because torch.multinomial waits for the device and draws its noise in fp32 (see `exponentials`).
+        return first_arrival(weights, self.exponentials(weights))
 
     def coin(self, probability: Tensor) -> Tensor:
         """Independent coin flips, bool [...]: True with `probability` [...]; values of 1 and above are always True."""

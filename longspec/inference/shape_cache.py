@@ -36,7 +36,7 @@ def cache_file(key: dict[str, Any]) -> Path:
 def cache_key(
     runner: Runner, prompts: Tensor, sampler: Sampler, tree_rule: str, candidates: Sequence[tuple[int, ...]]
 ) -> dict[str, Any]:
-    """Everything that the fastest shape depends on. Contexts count by powers of two."""
+    """Everything that the fastest shape depends on. The context length is rounded up to a power of two."""
     # The same target under another path or another version of transformers has the same fastest shape.
     config = runner.config.to_dict()
     unrelated = ("_name_or_path", "transformers_version", "architectures")
@@ -90,7 +90,7 @@ def load_shape(path: Path, candidates: Sequence[tuple[int, ...]]) -> tuple[int, 
 
 
 def store_shape(path: Path, key: dict[str, Any], shape: tuple[int, ...], measured: list[dict[str, Any]]) -> None:
-    """Write a file of the cache, whole or not at all. If that fails, every process measures anew and a warning says so.
+    """Write a file of the cache atomically. On failure a warning is logged, and each process measures again.
 
     measured: the figures of all candidates, for reading.
     """

@@ -1,7 +1,7 @@
 """`model.generate`: speculative decoding with the arguments and results of transformers' `generate`.
 
-transformers merges the generation configs, prepares prompts, masks and lengths, and then calls `decode` in place of its
-own decoding loop.
+transformers merges the generation configs, prepares prompts, masks and lengths, and then calls `decode` instead of
+its own decoding loop.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def generate_as_transformers(
     ) -> Tensor | SpeculativeOutput:
         timers = [criterion for criterion in stopping_criteria if isinstance(criterion, MaxTimeCriteria)]
         pad_token_id = _pad_token_id(generation_config)
-        # These are checked above or are among the criteria, so the model's own config must not count again.
+
+        # These options are checked above or part of the criteria, so the model's own config must not apply again.
         neutral: dict[str, Any] = dict.fromkeys((*REFUSED, *STOPPING))
         out = generate(
             model,
@@ -128,6 +129,8 @@ def generate_as_transformers(
             stopping_criteria=[*timers, *criteria],
             **neutral,
         )
+
+        # transformers returns the prompts with their padding.
         new = torch.nn.utils.rnn.pad_sequence(out.new_tokens, batch_first=True, padding_value=pad_token_id)
         sequences = torch.cat([input_ids.to(new.device), new], 1)
         if generation_config.return_dict_in_generate:

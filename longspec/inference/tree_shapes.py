@@ -87,7 +87,7 @@ def choose_shape(
     max_positions: int,
     clock: Clock = time.perf_counter,
 ) -> tuple[int, ...]:
-    """The fastest of the CANDIDATES for prompts of this length, or the default if none is surely faster.
+    """The fastest of the CANDIDATES for prompts of this length, or the default if none is significantly faster.
 
     The shape comes from the cache, or is measured on these prompts and cached. The measurement has an engine and a
     random generator of its own, so it does not change the tokens that are generated afterwards.
@@ -107,7 +107,7 @@ def choose_shape(
 
 
 def surely_fastest(measured: Sequence[MeasuredShape]) -> tuple[int, ...]:
-    """The fastest of the candidates that lead the first one by more than STANDARD_ERRORS; the first if none does."""
+    """The fastest candidate of those faster than the first one by more than STANDARD_ERRORS; the first if none is."""
     default, *others = measured
     selected = [default]
     for candidate in others:
@@ -126,6 +126,7 @@ def gain_over(candidate: MeasuredShape, default: MeasuredShape) -> tuple[float, 
 
     if len(prefixes) == 1:
         return gain(prefixes), math.inf
+
     # The jackknife: the spread of the gain when each prefix in turn is left out.
     without_one = []
     for left_out in prefixes:
@@ -146,9 +147,9 @@ def measure_shapes(
 ) -> list[MeasuredShape]:
     """Measure every candidate that the vocabulary has enough tokens for, over `tokens` tokens per row and prefix.
 
-    The prefixes are the whole prompts and shorter ones, down to half of each prompt. One prefill serves all: from the
-    longest prefix to the shortest, the entries that a round writes come after every prefix that is still to be used.
-    Candidates take turns at each prefix, so that a device which slows down or speeds up affects all of them. They are
+    The prefixes are the whole prompts and shorter ones, down to half of each prompt. One prefill serves all of them:
+    they run from the longest to the shortest, so rounds overwrite only cache entries after the remaining prefixes.
+    Candidates take turns at each prefix, so a change of the device's speed affects all of them. They are
     in memory together, including the distributions that their trees are sampled from: 0.2 GiB per row with a
     vocabulary of 128k.
     """
@@ -193,7 +194,7 @@ def _prefix_lengths(prompt_lengths: Sequence[int]) -> list[list[int]]:
 def _playable_round(engine: Engine, drafter: Drafter) -> Round:
     """The engine's round with a drafter, captured if the runner allows it.
 
-    A round that is not captured uses the engine's current drafter, whichever that is when it is called.
+    A round that is not captured uses the engine's drafter at the time of the call.
     """
     engine.switch_drafter(drafter)
     if not engine.runner.capturable:
@@ -207,7 +208,7 @@ def _measure(
 ) -> None:
     """Play rounds until every row has its `remaining` tokens, and append the figures to the candidate's.
 
-    A row that has them is inactive in the rounds that others still need.
+    Finished rows are inactive while others continue.
     """
     active = torch.ones(len(remaining), dtype=torch.bool, device=device)
     seconds = []

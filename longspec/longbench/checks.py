@@ -33,7 +33,7 @@ def check_numbers(options: argparse.Namespace) -> None:
 
 
 def check_output(folder: str | None) -> None:
-    """Raise UserError if the output folder surely cannot be created or written. Creates nothing."""
+    """Raise UserError if the output folder clearly cannot be created or written. Creates nothing."""
     path = Path(folder or ".").absolute()
     try:
         existing = next(part for part in (path, *path.parents) if part.exists())
@@ -63,7 +63,7 @@ def check_batch_memory(
     prompts: Sequence[TaskPrompt],
     max_new_tokens: int,
 ) -> None:
-    """Raise UserError if the largest batch surely exceeds the device's memory."""
+    """Raise UserError if a lower bound of the largest batch's memory exceeds that of the device."""
     shapes = CANDIDATES if options.tree_shape == AUTO else (options.tree_shape,)
     largest_tree = max(sum(shape) for shape in shapes)
     draft_tokens = {"vanilla": 0, "tree": largest_tree}.get(options.method, options.gamma)

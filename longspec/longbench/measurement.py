@@ -27,7 +27,7 @@ WARM_UP_TOKENS = 16
 
 
 def measure(plan: Plan, report: Report, stop: StopSignals) -> dict[str, Any]:
-    """Run the samples without a line, then write and return the summary of all samples.
+    """Run the samples that have no result line yet, then write and return the summary of all samples.
 
     Raises SystemExit after the running batch if `stop` receives a signal.
     """
@@ -74,7 +74,7 @@ def load_model(plan: Plan) -> GlideMixin:
 
 
 def run(model: GlideMixin, plan: Plan, report: Report, stop: StopSignals) -> None:
-    """Run a warm-up, which is not timed, then batch by batch the samples without a line.
+    """Run a warm-up, which is not timed, then the samples that have no result line yet, batch by batch.
 
     Returns after the running batch once `stop` has received a signal.
     """
@@ -90,8 +90,7 @@ def run(model: GlideMixin, plan: Plan, report: Report, stop: StopSignals) -> Non
                 continue
             if stop.received is not None:
                 return
-            # The seed depends on the batch alone, so an interrupted run continues with the draws that it would have
-            # made.
+            # The seed depends only on the batch, so a resumed run draws the same tokens as an uninterrupted one.
             output = generate(model, *_padded(batch), **plan.settings, seed=plan.options.seed + number)
             results = []
             for prompt, new_tokens in zip(batch, output.new_tokens, strict=True):

@@ -38,7 +38,7 @@ from longspec.models.content import state_digest, target_digest
 from longspec.models.draft_files import check_draft, draft_settings, option_entries
 from longspec.models.draft_layer import head_dim
 from longspec.models.families import family_class
-from longspec.models.target_files import check_weights, context_window, generation_eos, load_tokenizer, read_config
+from longspec.models.target_files import check_weights, generation_eos, load_tokenizer, position_limit, read_config
 
 SHAPE_OPTIONS = {
     "vanilla": (),
@@ -188,15 +188,17 @@ def make_plan(options: argparse.Namespace) -> Plan:
         check_draft_tokenizer(draft, pair.target, tokenizer)
 
     # The prompts.
-    max_positions = min(pair.max_positions or sys.maxsize, context_window(config))
+    max_positions = min(pair.max_positions or sys.maxsize, position_limit(config))
     longest = max_positions - options.headroom
     selection = _select(options, config.model_type, tokenizer, chat_format, longest)
     notes.append(selection.describe(options.task, options.min_prompt_len, longest))
     check_prompts(selection.prompts, max_new_tokens, max_positions, config.vocab_size)
 
+    # The device.
     dtype = choose_dtype(options.dtype, config, device)
     attention = decoding_attention(options.attention, device, dtype, head_dim(config)).name
     check_batch_memory(options, config, dtype, device, selection.prompts, max_new_tokens)
+
     return Plan(
         options=options,
         pair=pair,

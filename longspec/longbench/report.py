@@ -48,8 +48,8 @@ class Report:
         """Read the folder, without changing it. Raises UserError for complete lines that are not a report's.
 
         record: the run's configuration. The first `add` stores it and removes everything that does not belong to it.
-        Until then the folder does not change, so a run without any result leaves the earlier results in place. None
-        stores nothing and removes nothing.
+        Until then the folder does not change, so a run without any result leaves the earlier results unchanged.
+        None stores nothing and removes nothing.
         """
         self.folder = Path(folder)
         self.resume = resume
@@ -131,7 +131,7 @@ class Report:
             ) from error
 
     def finish(self, device: torch.device, **facts: Any) -> dict[str, Any]:
-        """Write `summary.json`, whole or not at all, and return it: `facts` first, then the pooled figures."""
+        """Write `summary.json` atomically and return it: `facts` first, then the pooled figures."""
         # The rows of a batch share its figures, so each batch counts once.
         batches = {line["batch"]["first"]: _batch_stats(line) for line in self.lines}
         pooled = pool(list(batches.values()))
@@ -156,7 +156,7 @@ class Report:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` to `path`, whole or not at all. Raises OSError."""
+    """Write `content` to `path` atomically. Raises OSError."""
     unfinished = path.with_name(path.name + ".tmp")
     try:
         unfinished.write_bytes(_encoded(content, indent=2) + b"\n")

@@ -30,7 +30,7 @@ class Task:
 
 
 LONGBENCH_FIELDS = ("context", "input")
-"""The fields that a prompt of one's own may quote."""
+"""The fields that a custom prompt may quote."""
 PUBLISHED_CODE_PROMPT = "Please complete the code given below. \n{context}Now, complete the code given."
 TASKS = {
     "gov_report": Task(

@@ -28,7 +28,7 @@ DRAFT_FOLDER = "draft"
 """Subfolder of a saved pair that holds its draft in Hugging Face form."""
 DRAFT_PREFIX = "draft_model."
 WEIGHT_PATTERNS = ("*.safetensors", DRAFT_WEIGHTS_NAME, "pytorch_model*.bin")
-"""Weight files of a draft's folder; the first pattern that has any is read, so pickles come last."""
+"""Patterns of weight files in a draft's folder. The first one that matches is used, so pickles come last."""
 TRAINING_CONFIG_NAME = "training_config.yaml"
 """Configuration that a training run saves next to its draft."""
 OPTION_KEYS = {name: f"draft_{name}" for name in asdict(PUBLISHED)}
@@ -38,7 +38,7 @@ TRAINED_KEY = "draft_is_trained"
 NAMED_FAULTS = 40
 """Maximum number of keys in an error message."""
 DEAD_WEIGHTS = {f"cross_attn.{p}_proj.{kind}" for p in "kv" for kind in ("weight", "bias")}
-"""Unused weights of the published drafts; the cross-attention reads the target's keys and values."""
+"""Weights in the published drafts that have no use: the cross-attention reads the target's keys and values."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def draft_of_pair(target: str | Path, revision: str | None = None) -> Path | Non
 
 
 def load_draft(path: str | Path) -> dict[str, Tensor]:
-    """Draft weights on the CPU, `draft_model.` stripped, from any form that `resolve_draft` accepts.
+    """Draft weights on the CPU without the prefix `draft_model.`, from any format that `resolve_draft` accepts.
 
     A folder holds `draft_model_weights.pth`, or is in Hugging Face form: `config.json` with safetensors or
     `pytorch_model*.bin`. The tensors are mapped from the files; no code in them runs. Raises UserError.
@@ -102,15 +102,15 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def strip_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The draft's part of a state dict: keys under `draft_model.` without it, or all keys if none has it."""
+    """The draft's weights in a state dict: those with the prefix `draft_model.`, which is removed, or else all."""
     draft = {name.removeprefix(DRAFT_PREFIX): w for name, w in state.items() if name.startswith(DRAFT_PREFIX)}
     return draft or dict(state)
 
 
 def fit_draft(state: Mapping[str, Tensor], layer: nn.Module, source: str) -> dict[str, Tensor]:
-    """`state` without prefix and dead weights, if it fits `layer` (which may be on the meta device).
+    """`state` without the prefix and the unused weights, if it fits `layer` (which may be on the meta device).
 
-    Raises UserError that names `source` and every missing, unexpected, misshapen or non-finite weight.
+    Raises UserError that names `source` and the missing, unexpected, wrongly shaped and non-finite weights.
     """
     weights = {name: w for name, w in strip_prefix(state).items() if name not in DEAD_WEIGHTS}
     expected = layer.state_dict()
@@ -126,16 +126,16 @@ def fit_draft(state: Mapping[str, Tensor], layer: nn.Module, source: str) -> dic
     if faults:
         named = sorted(faults)[:NAMED_FAULTS]
         rest = f"; and {len(faults) - len(named)} more" if len(faults) > len(named) else ""
-        raise UserError(f"{source}: this draft does not fit the target: {'; '.join(named)}{rest}")
+        raise UserError(f"{source}: the draft does not fit the target: {'; '.join(named)}{rest}")
     check_finite(weights, source)
     return weights
 
 
 def check_finite(state: Mapping[str, Tensor], source: str) -> None:
-    """Raise UserError with the name of a weight that holds NaN or Inf."""
+    """Raise UserError with the name of the first weight that contains NaN or Inf."""
     for name, weight in sorted(state.items()):
         if not torch.isfinite(weight).all():
-            raise UserError(f"{source}: {name} of this draft holds NaN or Inf; such a draft cannot be used")
+            raise UserError(f"{source}: the draft's weight {name} contains NaN or Inf; use another checkpoint")
 
 
 def _printable(name: str) -> str:
@@ -188,20 +188,24 @@ def checked_options(stated: Mapping[str, Any], prefix: str = "") -> DraftOptions
     prefix: precedes names in errors. Raises UserError.
     """
     options = asdict(PUBLISHED) | {name: _parsed(value) for name, value in stated.items()}
-    layers, feature = options["kv_layers"], options["target_feature"]
+
+    layers = options["kv_layers"]
     if (
         not isinstance(layers, Sequence)
         or not all(isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0 for layer in layers)
         or len(set(layers)) < len(layers)
     ):
-        raise UserError(f"{prefix}kv_layers: the draft's must be a list of different layers of the target, as [10, 20]")
+        raise UserError(f"{prefix}kv_layers: must be a list of distinct layers of the target, such as [10, 20]")
+
+    feature = options["target_feature"]
     if not isinstance(feature, bool):
-        raise UserError(f"{prefix}target_feature: the draft's must be true or false")
+        raise UserError(f"{prefix}target_feature: must be true or false")
+
     return DraftOptions(checked_window(options["window"], f"{prefix}window"), tuple(layers), feature)
 
 
 def _parsed(value: Any) -> Any:
-    """The value of a text, which is JSON in safetensors metadata; anything else as it is."""
+    """The parsed value if it is text, because safetensors metadata holds JSON; any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -211,7 +215,7 @@ def _parsed(value: Any) -> Any:
 
 
 def option_entries(options: DraftOptions) -> dict[str, Any]:
-    """The entries of `options` in a draft's files: the window, and every option that differs from the published one."""
+    """The entries for a draft's files: the window, and the options that differ from those of the published drafts."""
     published = asdict(PUBLISHED)
     return {
         OPTION_KEYS[name]: list(value) if isinstance(value, tuple) else value
@@ -223,7 +227,7 @@ def option_entries(options: DraftOptions) -> dict[str, Any]:
 def checked_window(window: Any, source: str) -> int:
     """`window` as a number of tokens. Raises UserError."""
     if not isinstance(window, int) or isinstance(window, bool) or not 1 <= window <= MAX_WINDOW:
-        raise UserError(f"{source}: the draft's window must be a whole number of tokens in 1 … {MAX_WINDOW}")
+        raise UserError(f"{source}: must be a whole number of tokens in 1 … {MAX_WINDOW} (the draft's window)")
     return window
 
 
@@ -284,7 +288,7 @@ def save_draft_folder(
 
 @contextmanager
 def _replacing(file: Path) -> Iterator[Path]:
-    """A path to write to, which is then renamed to `file`; a symbolic link is replaced, not followed."""
+    """Yields a temporary path that is renamed to `file` at the end. A symbolic link is replaced, not followed."""
     unfinished = file.with_name(f".{file.name}.unfinished")
     yield unfinished
     unfinished.replace(file)

@@ -54,8 +54,8 @@ class DraftOptions:
         last = config.num_hidden_layers - 1
         if missing := [layer for layer in self.kv_layers if layer >= last]:
             raise UserError(
-                f"{source}: kv_layers of the draft name layer {missing[0]}; on this target of {last + 1} layers they "
-                f"must be less than {last}, because every draft reads layer {last}"
+                f"{source}: the draft's kv_layers contain layer {missing[0]}, but this target of {last + 1} layers "
+                f"allows only layers below {last}; every draft reads layer {last}"
             )
 
 
@@ -65,8 +65,8 @@ PUBLISHED = DraftOptions()
 def check_window(window: int, depth: int, source: str) -> None:
     """Raise UserError unless a draft with self-attention window `window` can draft `depth` levels.
 
-    The draft's cache keeps `window` positions, and a round writes up to `depth` + 1 of them at once. source: name of
-    the setting that the depth comes from.
+    The draft's cache holds `window` positions, and a round writes up to `depth` + 1 of them at once. source: name of
+    the setting that determines the depth.
     """
     if window <= depth:
         raise UserError(
@@ -90,6 +90,7 @@ class _Attention(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
+        # Biases as in the published drafts, whether or not the target's family has them.
         self.head_dim = head_dim(config)
         width = config.num_attention_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, width, bias=True)
@@ -135,6 +136,8 @@ class GlideDecoderLayer(nn.Module):
     def __init__(self, config: Any, options: DraftOptions = PUBLISHED) -> None:
         super().__init__()
         self.options = options
+
+        # The names of these modules are those in the published weight files.
         norm = type(self).norm_class
         self.self_attn = DraftSelfAttention(config)
         self.cross_attn = DraftCrossAttention(config)
@@ -142,6 +145,8 @@ class GlideDecoderLayer(nn.Module):
         self.input_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_self_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_cross_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
+
+        # Extensions, which published drafts do not have.
         self.extra_cross_attn = nn.ModuleList(DraftCrossAttention(config) for _ in options.kv_layers)
         if options.target_feature:
             self.feature_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
@@ -172,7 +177,10 @@ class GlideDecoderLayer(nn.Module):
                 nn.init.normal_(parameter, std=std)
 
     def keys_values(self, embeddings: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Self-attention keys and values of tokens with `embeddings` [B, T, hidden]; prefill needs nothing else."""
+        """Self-attention keys and values of tokens with `embeddings` [B, T, hidden].
+
+        They do not depend on other tokens, so prefill computes nothing else of the draft.
+        """
         return self.self_attn.keys_values(self.input_layernorm(embeddings), rope)
 
     def feature(self, target_hidden: Tensor) -> Tensor:
@@ -189,13 +197,17 @@ class GlideDecoderLayer(nn.Module):
     ) -> Tensor:
         """embeddings [B, T, hidden] -> hidden states [B, T, hidden], ready for lm_head.
 
-        cross_attends: one for each of `cross_attentions`. feature: [B, T, hidden] or, the same for all tokens of a row,
-        [B, 1, hidden]; None without `options.target_feature`.
+        cross_attends: one function per layer of `cross_attentions`. feature: [B, T, hidden], or [B, 1, hidden] if it is
+        the same for all tokens of a row; None without `options.target_feature`.
         """
         h = embeddings + self.self_attn(self.input_layernorm(embeddings), rope, self_attend)
         if feature is not None:
+            # Before the cross-attention, so that its queries depend on the target's state.
             h = h + feature
+
+        # All cross-attentions read the same normalized input, and their outputs are added.
         normed = self.post_self_attention_layernorm(h)
         for attention, attend in zip(self.cross_attentions, cross_attends, strict=True):
             h = h + attention(normed, rope, attend)
+
         return h + self.mlp(self.post_cross_attention_layernorm(h))

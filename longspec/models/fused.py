@@ -1,4 +1,4 @@
-"""Decoder layers for decoding on CUDA: few, large products on the modules' own parameters, one kernel between two.
+"""Decoder layers for decoding on CUDA: few large products on the modules' own parameters, one kernel between products.
 
 Each layer computes queries, keys and values in one product, and gate and up in another. The last product of a branch
 is added to the residual stream without a launch of its own (see `models.residual`).
@@ -22,7 +22,7 @@ RopeTable = tuple[Tensor, Tensor]
 """The target's rotary table at positions 0 … P - 1: cos, sin, each [P, D]."""
 PROJECTIONS = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
 FEATURE = "feature_proj"
-"""Additional linear of a draft with a target feature."""
+"""Name of the additional linear in a draft with a target feature."""
 
 
 class TokenSlots(NamedTuple):
@@ -61,6 +61,7 @@ def _is_plain(layer: Any, norm_class: type, dtype: torch.dtype) -> bool:
     modules: dict[str, Any] = {name: module for name, module in leaves if not isinstance(module, nn.ModuleList)}
     linears = {name: module for name, module in modules.items() if name.endswith("_proj")}
     others = [module for name, module in modules.items() if name not in linears]
+    # Exactly nn.Linear: a subclass, such as an adapter or a quantized linear, computes something else.
     return (
         {name.rpartition(".")[2] for name in linears} - {FEATURE} == PROJECTIONS
         and all(type(x) is nn.Linear and x.weight.dtype == dtype for x in linears.values())
@@ -72,7 +73,8 @@ def _is_plain(layer: Any, norm_class: type, dtype: torch.dtype) -> bool:
 
 
 def _merged_linears(layer: Any) -> list[list[nn.Linear]]:
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
+    mlp = layer.mlp
     merged = [[attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]]
     if isinstance(layer, GlideDecoderLayer):
         merged.append([cross.q_proj for cross in layer.cross_attentions])
@@ -82,7 +84,7 @@ def _merged_linears(layer: Any) -> list[list[nn.Linear]]:
 def _can_merge(linears: Sequence[nn.Linear]) -> bool:
     """Whether all or none have biases, and each tensor either owns its memory or is followed by the next one.
 
-    A piece of a trainer's flat buffer does neither and must stay where it is.
+    A view of a trainer's flat buffer does neither, and must remain a view of that buffer.
     """
     biases = [linear.bias for linear in linears if linear.bias is not None]
     return len(biases) in (0, len(linears)) and all(
@@ -92,7 +94,7 @@ def _can_merge(linears: Sequence[nn.Linear]) -> bool:
 
 
 def _adjacent(parts: Sequence[Tensor]) -> bool:
-    """Whether each part begins where the one before it ends, in the same storage."""
+    """Whether each part starts in the same storage where the previous part ends."""
     end = parts[0].data_ptr()
     for part in parts:
         same_storage = part.untyped_storage().data_ptr() == parts[0].untyped_storage().data_ptr()
@@ -125,6 +127,7 @@ def _merged(parts: Sequence[Tensor]) -> Tensor:
     if _adjacent(parts):
         rows = sum(len(part) for part in parts)
         return parts[0].detach().as_strided((rows, *parts[0].shape[1:]), parts[0].stride())
+
     whole = torch.cat([part.detach() for part in parts])
     start = 0
     for part in parts:
@@ -140,7 +143,8 @@ def _heads_last(heads: Tensor) -> Tensor:
 
 class _FusedMLP:
     def __init__(self, norm: Any, mlp: Any) -> None:
-        self.norm, self.down = norm.weight, mlp.down_proj.weight
+        self.norm = norm.weight
+        self.down = mlp.down_proj.weight
         self.gate_up = MergedLinear([mlp.gate_proj, mlp.up_proj])
 
     def add_to(self, stream: ResidualStream, last: bool = False) -> None:
@@ -156,7 +160,8 @@ def _head_norms(attention: Any) -> HeadNorms | None:
 
 class _FusedSelfAttention:
     def __init__(self, norm: Any, attention: Any) -> None:
-        self.norm, self.output = norm.weight, attention.o_proj.weight
+        self.norm = norm.weight
+        self.output = attention.o_proj.weight
         self.qkv = MergedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
         self.head_norms = _head_norms(attention)
 
@@ -182,10 +187,11 @@ class _FusedCrossAttentions:
     """All cross-attentions of a draft: one product for their queries, one for their outputs."""
 
     def __init__(self, norm: Any, attentions: Sequence[DraftCrossAttention]) -> None:
-        self.norm, self.head_dim = norm.weight, attentions[0].head_dim
+        self.norm = norm.weight
+        self.head_dim = attentions[0].head_dim
         self.queries = MergedLinear([attention.q_proj for attention in attentions])
         outputs = [attention.o_proj.weight for attention in attentions]
-        # Concatenated along columns, where they cannot be views; several are therefore copied.
+        # Parts of columns cannot be views of a contiguous tensor, so several outputs are copied.
         self.output = outputs[0] if len(outputs) == 1 else torch.cat([weight.detach() for weight in outputs], 1)
 
     def add_to(self, stream: ResidualStream, slots: TokenSlots, attends: Sequence[QueryAttend]) -> None:
@@ -203,10 +209,13 @@ class FusedDraftLayer:
         self.self_attention = _FusedSelfAttention(layer.input_layernorm, layer.self_attn)
         self.cross = _FusedCrossAttentions(layer.post_self_attention_layernorm, layer.cross_attentions)
         self.mlp = _FusedMLP(layer.post_cross_attention_layernorm, layer.mlp)
+
+        # Prefill stores keys and values only, so it skips the rows of the queries.
         queries = layer.self_attn.q_proj.out_features
         merged = self.self_attention.qkv
         assert merged.bias is not None
-        self.kv_weight, self.kv_bias = merged.weight[queries:], merged.bias[queries:]
+        self.kv_weight = merged.weight[queries:]
+        self.kv_bias = merged.bias[queries:]
 
     def store_keys_values(self, stream: ResidualStream, slots: TokenSlots) -> None:
         """Store the self-attention keys and values of tokens, which is all that prefill needs."""

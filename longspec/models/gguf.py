@@ -37,7 +37,7 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 ROPE_FACTORS = "rope_freqs.weight"
-"""Divisors of the rotary frequencies, which GGUF files of Llama 3.1 hold instead of the settings below."""
+"""Divisors of the rotary frequencies. GGUF files of Llama 3.1 contain them instead of the settings below."""
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 MAX_SHARD = "4GB"
 
@@ -71,6 +71,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
     except GGUF_ERRORS as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(f"{file}: this GGUF file cannot be read ({reason})") from error
+
     config.save_pretrained(folder)
     ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
     GenerationConfig(**ids, pad_token_id=config.pad_token_id).save_pretrained(folder)
@@ -87,9 +88,14 @@ def _config(model_class: Any, metadata: Mapping[str, Callable[..., Any]], tensor
     def required(key: str) -> int:
         return int(metadata[f"{architecture}.{key}"]())
 
-    if window := value(f"{architecture}.attention.sliding_window"):
-        raise UserError(f"a sliding attention window of {window} tokens; the draft needs full attention")
-    heads, hidden = required("attention.head_count"), required("embedding_length")
+    if sliding := value(f"{architecture}.attention.sliding_window"):
+        raise UserError(
+            f"sliding-window attention of {sliding} tokens is not supported; the draft needs full attention"
+        )
+
+    heads = required("attention.head_count")
+    hidden = required("embedding_length")
+    # An answer may end with the token of a document's end or with that of a turn's end.
     ends = [value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     ends = list(dict.fromkeys(number for number in ends if number is not None))
     settings = {
@@ -145,7 +151,7 @@ def _llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[st
     turns = original * theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
     smooth = ((turns - low) / (high - low)).clip(0, 1)
     if not np.allclose(factors, 1 / ((1 - smooth) / largest + smooth), rtol=1e-3):
-        raise UserError("rotary frequency factors that are not those of Llama 3.1; use the model's own folder")
+        raise UserError("unknown rotary frequency factors (not Llama 3.1's); use the model's folder instead")
     return {"rope_type": "llama3", "factor": largest, **LLAMA3_SCALING}
 
 
@@ -188,6 +194,6 @@ def _check_complete(model_class: Any, config: PreTrainedConfig, state: dict[str,
     shapes = {name: tuple(weight.shape) for name, weight in state.items()}
     if differing := sorted(dict(needed.items() ^ shapes.items())):
         raise UserError(
-            f"not a whole {config.model_type} model: {len(differing)} weights missing, unknown or misshapen, "
-            f"such as {differing[0]}"
+            f"incomplete {config.model_type} model: {len(differing)} weights are missing, unknown or have the wrong "
+            f"shape, such as {differing[0]}"
         )

@@ -54,30 +54,39 @@ def write_tokenizer(folder: Path, metadata: Mapping[str, Callable[..., Any]], ma
         key = f"tokenizer.{key}"
         return metadata[key]() if key in metadata else default
 
-    tokens, model = value("ggml.tokens"), value("ggml.model")
+    tokens = value("ggml.tokens")
+    model = value("ggml.model")
     if tokens is None:
         raise UserError("has no tokenizer; use the model's own folder")
+
     special = {
         name: tokens[number]
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
         if (number := value(f"ggml.{key}_token_id")) is not None
     }
+
     if model == "gpt2":
         tokenizer = _byte_level_bpe(tokens, value("ggml.merges", []), value("ggml.pre", "gpt-2"))
     elif model == "llama":
-        scores, prefixed = value("ggml.scores"), value("ggml.add_space_prefix", True)
+        scores = value("ggml.scores")
+        prefixed = value("ggml.add_space_prefix", True)
         tokenizer = _sentencepiece_bpe(tokens, scores, special.get("unk"), prefixed)
     else:
         raise UserError(f"a tokenizer of kind {model!r}; supported are 'gpt2' and 'llama'")
+
+    # These tokens are matched before the text is split.
     types = value("ggml.token_type", [])
     whole = [(token, kind) for token, kind in zip(tokens, types, strict=False) if kind in (CONTROL, USER_DEFINED)]
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind == CONTROL) for token, kind in whole])
+
+    # Without a setting, llama.cpp adds the BOS for these kinds of tokenizers.
     adds_bos = value("ggml.add_bos_token", model == "llama" or SPLITS.get(value("ggml.pre")) is LLAMA3)
     if adds_bos and "bos" in special:
         bos = special["bos"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
         )
+
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -98,7 +107,8 @@ def _byte_level_bpe(tokens: list[str], merges: list[str], split: str) -> Tokeniz
     tokenizer = Tokenizer(BPE(vocab, pairs, ignore_merges=SPLITS[split] is LLAMA3))
     if SPLITS[split] is QWEN2:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer, tokenizer.decoder = SPLITS[split], decoders.ByteLevel()
+    tokenizer.pre_tokenizer = SPLITS[split]
+    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 

@@ -27,11 +27,11 @@ from longspec.models.target_graph import TargetGraphs
 
 
 class Objective(Protocol):
-    """Computes the result of a training forward pass from the draft's hidden states."""
+    """Turns the draft's hidden states into the result of a training forward pass, such as a loss."""
 
     @property
     def reads_target(self) -> bool:
-        """Whether it needs the target's hidden states. If not, the target's pass ends at its last keys."""
+        """Whether it needs the target's hidden states. If not, the target's pass stops at its last layer's keys."""
 
     def __call__(self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: nn.Module) -> Any:
         """hidden, target_hidden [B, T, hidden] (None where not read), labels [B, T] -> the result of the pass."""
@@ -77,25 +77,31 @@ class GlideMixin(PretrainedPairMixin):
         settings = DraftSettings() if glide_path is None else draft_settings(glide_path)
         draft_options = options or settings.options
         draft_options.check_target(config, str(target_model_path))
+
         config = copy.deepcopy(config)
         config._attn_implementation = ATTENTION_NAME
-        with without_memory(
-            config
-        ):  # replaced by the loaded target's modules, so nothing is allocated or initialized twice
+        # The loaded target's modules replace those built here, so these need no memory.
+        with without_memory(config):
             super().__init__(config)
+
         resolve_attention(attn_implementation)
         self.use_flash = (attn_implementation or "").startswith("flash")
+
         loading = {"device_map": device_map, "quantization_config": quantization_config, **at_revision(revision)}
         dtype = checked_dtype(torch_dtype)
         target = self._load_target(config, target_model_path, dtype=dtype, **loading)
-        self.config, self.generation_config = target.config, target.generation_config
-        self.model, self.lm_head = target.model, target.lm_head
+        self.config = target.config
+        self.generation_config = target.generation_config
+        self.model = target.model
+        self.lm_head = target.lm_head
         for name in LOADED_WITH:
             if hasattr(target, name):
                 setattr(self, name, getattr(target, name))
         self.requires_grad_(False)
+
         self.draft_model = self.draft_layer_class(self.config, draft_options)
-        self.draft_model.reset_parameters(self.config.initializer_range)  # in fp32: the same draft in every dtype
+        # Initialized in fp32, so that a seed gives the same fresh draft in every dtype.
+        self.draft_model.reset_parameters(self.config.initializer_range)
         if isinstance(dtype, str):
             dtype = self.model.embed_tokens.weight.dtype  # embeddings are never quantized
         self.draft_model.to(device=self.lm_head.weight.device, dtype=dtype)
@@ -189,6 +195,7 @@ class GlideMixin(PretrainedPairMixin):
             embeddings, rope = self.embed(input_ids, position_ids)
             run_target = self.target_pass or self.run_target
             target_hidden, layers = run_target(input_ids, position_ids, segments, self.needs_whole_pass(objective))
+            # The draft is replicated on the ranks that share a target, so each of them needs all KV heads.
             layers = [(gather_heads(keys), gather_heads(values)) for keys, values in layers]
         scale = self.draft_model.self_attn.head_dim**-0.5
 
@@ -196,6 +203,8 @@ class GlideMixin(PretrainedPairMixin):
             return _on_flat(varlen, q, k, v, segments, scale, window=self.draft_model.window)
 
         def draft(lags: Tensor | None) -> Any:
+            # Lag s is the situation at level s - 1 of a tree in decoding, where the newest target key is s positions
+            # before the query. In the block pattern the lags 1 to 4 alternate.
             attention = block_attention if lags is None else varlen
             seen = segments if lags is None else segments.lagging(lags.tolist())
 
@@ -218,7 +227,10 @@ class GlideMixin(PretrainedPairMixin):
 
 
 def _rows(hidden: Tensor, numbers: Tensor) -> Tensor:
-    """Rows of hidden [B, T, hidden] by their numbers among the B·T tokens, LongTensor [B·T]; 0 for -1."""
+    """The rows of hidden [B, T, hidden] with these indices among the B·T tokens; an index of -1 gives a row of zeros.
+
+    numbers: LongTensor [B·T]. Returns [B, T, hidden].
+    """
     rows = hidden.flatten(0, 1).index_select(0, numbers.clamp(min=0))
     return rows.masked_fill((numbers < 0)[:, None], 0).view_as(hidden)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from longspec.models.target_split import rank_folder, vocabulary_rows
 
 
-def model_parallel_place() -> tuple[int, int]:
+def model_parallel_rank_and_size() -> tuple[int, int]:
     """This process's (rank, world size) in fairscale's model-parallel group; (0, 1) without one."""
     groups = _groups()
     if groups is None or not dist.is_initialized() or not groups.model_parallel_is_initialized():
@@ -31,14 +31,17 @@ def _groups() -> Any:
 
 
 def _reduce(partial: Tensor) -> Tensor:
-    """The sum of the ranks' `partial`."""
+    """`partial` summed over the ranks."""
     from fairscale.nn.model_parallel.mappings import reduce_from_model_parallel_region
 
     return reduce_from_model_parallel_region(partial)
 
 
 def _gather(part: Tensor) -> Tensor:
-    """The ranks' `part` [..., n], concatenated along the last dimension; a backward gives each rank its own part."""
+    """The parts [..., n] of all ranks, concatenated along the last dimension.
+
+    The backward pass returns to each rank the gradient of its own part.
+    """
     from fairscale.nn.model_parallel.mappings import gather_from_model_parallel_region
 
     return gather_from_model_parallel_region(part)
@@ -50,12 +53,12 @@ class PretrainedModelParallelPreSplitMixin:
     @staticmethod
     def shard_path(path: str | Path) -> str:
         """The folder (or hub id) this rank loads: `path` itself when tensor parallelism is off."""
-        rank, world = model_parallel_place()
+        rank, world = model_parallel_rank_and_size()
         return str(path) if world == 1 else str(Path(path) / rank_folder(rank, world))
 
 
 class VocabularyEmbedding(nn.Module):
-    """The embedding of a split vocabulary: `weight` [rows, hidden] holds the tokens `first`, `first` + 1, …"""
+    """The embedding of a split vocabulary: row i of `weight` [rows, hidden] belongs to token `first` + i."""
 
     def __init__(self, weight: nn.Parameter, first: int) -> None:
         super().__init__()
@@ -70,9 +73,9 @@ class VocabularyEmbedding(nn.Module):
 
 
 class VocabularyHead(nn.Module):
-    """The lm_head of a split vocabulary of `size` tokens: `weight` [rows, hidden] holds `first`, `first` + 1, …
+    """The lm_head of a split vocabulary of `size` tokens: row i of `weight` [rows, hidden] scores token `first` + i.
 
-    A call returns the logits of the whole vocabulary. The training objectives use `weight` and never compute those.
+    A call returns the logits of the whole vocabulary. The training losses use `weight` directly and never need them.
     """
 
     def __init__(self, weight: nn.Parameter, first: int, size: int) -> None:
@@ -82,7 +85,7 @@ class VocabularyHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [..., hidden] -> logits [..., size]"""
         logits = F.linear(hidden, self.weight)
-        most = len(vocabulary_rows(self.size, 0, model_parallel_place()[1]))
+        most = len(vocabulary_rows(self.size, 0, model_parallel_rank_and_size()[1]))
         padded = F.pad(logits, (0, most - len(self.weight)))  # only the last rank has fewer
         return _gather(padded)[..., : self.size]
 
@@ -93,13 +96,16 @@ def first_token(lm_head: nn.Module) -> int:
 
 
 def vocabulary_size(lm_head: nn.Module) -> int:
-    """Number of tokens that the head scores, all ranks together."""
+    """Vocabulary size V, over all ranks."""
     return lm_head.size if isinstance(lm_head, VocabularyHead) else lm_head.out_features  # type: ignore[return-value]
 
 
 def join_ranks(target: Any, vocab_size: int) -> None:
-    """Connect `target`, a …ForCausalLM of this rank's sizes, with the other ranks: together they compute the whole."""
-    rank, world = model_parallel_place()
+    """Connect this rank's part of a target with those of the other ranks, so that each computes the whole target.
+
+    target: a …ForCausalLM of this rank's sizes. vocab_size: that of the whole target.
+    """
+    rank, world = model_parallel_rank_and_size()
     first = vocabulary_rows(vocab_size, rank, world).start
     target.model.embed_tokens = VocabularyEmbedding(target.model.embed_tokens.weight, first)
     target.lm_head = VocabularyHead(target.lm_head.weight, first, vocab_size)
@@ -109,8 +115,8 @@ def join_ranks(target: Any, vocab_size: int) -> None:
 
 
 def gather_heads(heads: Tensor) -> Tensor:
-    """The heads of all ranks [B, H, T, D] from those of this rank [B, H / world, T, D]."""
-    if model_parallel_place()[1] == 1:
+    """The KV heads of all ranks [B, K, T, D] from those of this rank [B, K / world, T, D]."""
+    if model_parallel_rank_and_size()[1] == 1:
         return heads
     whole = _gather(heads.transpose(1, 2).flatten(2))
     return whole.unflatten(2, (-1, heads.shape[-1])).transpose(1, 2)
@@ -118,28 +124,28 @@ def gather_heads(heads: Tensor) -> Tensor:
 
 def sum_over_ranks(partial: Tensor) -> Tensor:
     """`partial` summed over the ranks that share a target, in place."""
-    if model_parallel_place()[1] > 1:
+    if model_parallel_rank_and_size()[1] > 1:
         dist.all_reduce(partial, group=_groups().get_model_parallel_group())
     return partial
 
 
 def max_over_ranks(values: Tensor) -> Tensor:
     """The elementwise maximum of `values` over the ranks that share a target, in place."""
-    if model_parallel_place()[1] > 1:
+    if model_parallel_rank_and_size()[1] > 1:
         dist.all_reduce(values, dist.ReduceOp.MAX, _groups().get_model_parallel_group())
     return values
 
 
 def log_sum_exp_over_ranks(partial: Tensor) -> Tensor:
-    """The log-sum-exp [N] over the whole vocabulary, from that over this rank's part of it."""
-    if model_parallel_place()[1] == 1:
+    """The log-sum-exp [N] over the whole vocabulary; `partial` is that over this rank's part of it."""
+    if model_parallel_rank_and_size()[1] == 1:
         return partial
     return _gather(partial[:, None]).logsumexp(-1)
 
 
 def vocabulary_log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
     """Log-probabilities [N, rows] of this rank's tokens, normalized over the whole vocabulary; logits [N, rows]."""
-    if model_parallel_place()[1] == 1:
+    if model_parallel_rank_and_size()[1] == 1:
         return logits.log_softmax(-1, dtype=dtype)
     logits = logits.to(dtype)
     return logits - log_sum_exp_over_ranks(logits.logsumexp(-1))[:, None]

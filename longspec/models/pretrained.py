@@ -26,7 +26,7 @@ from longspec.models.draft_files import (
     save_draft_folder,
 )
 from longspec.models.draft_layer import PUBLISHED, DraftOptions, GlideDecoderLayer
-from longspec.models.parallel import PretrainedModelParallelPreSplitMixin, join_ranks, model_parallel_place
+from longspec.models.parallel import PretrainedModelParallelPreSplitMixin, join_ranks, model_parallel_rank_and_size
 from longspec.models.target_files import WEIGHT_ERRORS, check_target, check_target_path, read_config, weight_problem
 from longspec.models.target_split import rank_config
 
@@ -48,7 +48,7 @@ def checked_dtype(value: str | torch.dtype) -> str | torch.dtype:
         return "auto"
     dtype = value if isinstance(value, torch.dtype) else getattr(torch, str(value).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise UserError(f"torch_dtype: {value!r} is no torch dtype; use auto, float32, float16 or bfloat16")
+        raise UserError(f"torch_dtype: {value!r} is not a floating-point dtype; use auto, float32, float16 or bfloat16")
     return dtype
 
 
@@ -62,7 +62,7 @@ def _draft_options(stated: dict[str, Any], glide_path: str | Path | None) -> Dra
     for name in ("kv_layers", "target_feature"):
         asked, own = getattr(options, name), getattr(saved, name)
         if glide_path is not None and asked != own:
-            raise UserError(f"{name}: {asked}, but the draft at {glide_path} has {own}; leave it out")
+            raise UserError(f"{name}: {asked} contradicts the draft at {glide_path}, which has {own}; omit {name}")
     return options
 
 
@@ -129,12 +129,15 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         ):
             if not isinstance(value, kinds) or isinstance(value, bool):
                 raise UserError(f"{name}: a {type(value).__name__}; see {cls.__name__}.from_pretrained")
+
         asked = {"window": window, "kv_layers": kv_layers, "target_feature": target_feature}
         stated = _saved_options(state_dict) | {name: value for name, value in asked.items() if value is not None}
         checked_options(stated)
+
         config = read_config(path, revision)
         if state_dict is None and glide_path is None:
             glide_path = draft_of_pair(path, revision)
+
         if dtype is None:
             dtype = "auto" if torch_dtype is None else torch_dtype
         model = cls(
@@ -148,6 +151,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
             quantization_config=quantization_config,
             options=_draft_options(stated, glide_path),
         )
+
         if state_dict is not None:
             model.load_draft_state(state_dict, source="state_dict")
         if pad_token_id is not None:
@@ -166,19 +170,20 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         """Save the target as transformers does and the draft, with its options, in the subfolder `draft`.
 
         `from_pretrained` of the folder loads the pair; for transformers it is an ordinary target. state_dict: weights
-        of the whole pair to save in place of the present ones. push_to_hub uploads both. Other arguments are those of
+        of the whole pair to save instead of the current ones. push_to_hub uploads both. Other arguments are those of
         transformers' `save_pretrained`. Raises UserError on a rank that has only a part of the target, and for
         push_to_hub with a state_dict.
         """
-        if model_parallel_place()[1] > 1:
+        if model_parallel_rank_and_size()[1] > 1:
             raise UserError("save_pretrained: this rank has only a part of the target; save in a single process")
         if push_to_hub and state_dict is not None:
             raise UserError("push_to_hub: not with state_dict; save without it, then run `hf upload` on the folder")
         folder = Path(save_directory)
         if (folder / DRAFT_FOLDER).is_symlink():
-            raise UserError(f"{folder / DRAFT_FOLDER}: a link; the draft is saved in a folder of that name")
+            raise UserError(f"{folder / DRAFT_FOLDER}: a link; remove it, because the draft is saved in this folder")
         hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if push_to_hub and name in kwargs}
-        target, draft = None, self.draft_model.state_dict()
+        target = None
+        draft = self.draft_model.state_dict()
         if state_dict is not None:
             target = {name: weight for name, weight in state_dict.items() if not name.startswith(DRAFT_PREFIX)}
             draft = fit_draft(state_dict, self.draft_model, "state_dict")
@@ -212,7 +217,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
 
         options: arguments of transformers' `from_pretrained`.
         """
-        rank, world = model_parallel_place()
+        rank, world = model_parallel_rank_and_size()
         target = self._read_target(config if world == 1 else rank_config(config, rank, world), path, options)
         if world > 1:
             join_ranks(target, config.vocab_size)
@@ -231,18 +236,19 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
             raise UserError(f"{folder}: the target's weights do not load ({weight_problem(error)})") from error
         if absent := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
             raise UserError(
-                f"{folder}: no whole target: {len(absent)} weights missing or misshapen, such as {absent[0]}"
+                f"{folder}: incomplete target: {len(absent)} weights are missing or have the wrong shape, such as "
+                f"{absent[0]}"
             )
         if len(devices := sorted({str(p.device) for p in target.parameters()})) > 1:
             raise UserError(
-                f"device_map: spreads the target over {', '.join(devices)}; give one device, such as cuda:0"
+                f"device_map: places the target on {', '.join(devices)}; use a single device, such as cuda:0"
             )
         return target
 
     def load_draft_state(self, state: Mapping[str, Tensor], source: str) -> None:
         """Load trained draft weights.
 
-        Raises UserError that names every missing, unexpected, misshapen or non-finite weight.
+        Raises UserError that names missing, unexpected, wrongly shaped and non-finite weights.
         """
         self.draft_model.load_state_dict(fit_draft(state, self.draft_model, source))
         check_finite(self.draft_model.state_dict(), f"{source}, in {self.draft_model.self_attn.q_proj.weight.dtype}")

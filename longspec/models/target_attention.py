@@ -82,13 +82,14 @@ def run_backbone(backbone: nn.Module, input_ids: Tensor, positions: Tensor, cach
 def last_keys_values(
     backbone: nn.Module, embeddings: Tensor, rope: Rope, positions: Tensor, attend: Attend, others: Sequence[int] = ()
 ) -> list[KeysValues]:
-    """Keys and values of the last layer, then those of the layers `others`; the rest of the last layer is not computed.
+    """Keys and values of the last layer, then those of the layers `others`. The pass stops before the last attention.
 
-    embeddings [B, T, hidden] of the tokens, their rotary table and positions [B, T]. The results equal bit by bit those
-    that `run_backbone` writes to a cache, on CUDA those of a target that runs on `target_kernels`.
+    embeddings [B, T, hidden] of the tokens, their rotary table and positions [B, T]. The results are bitwise equal to
+    those that `run_backbone` writes to a cache (on CUDA, if the target runs on `target_kernels`).
     """
     *before, last = backbone.layers  # type: ignore[misc, union-attr]
-    hidden, kept = embeddings, ChosenKV(others)
+    kept = ChosenKV(others)
+    hidden = embeddings
 
     def attend_and_keep(q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         return attend(q, *kept.update(k, v, layer), scale)
@@ -96,7 +97,10 @@ def last_keys_values(
     for number, layer in enumerate(before):
         keeping = partial(attend_and_keep, layer=number)
         hidden = layer(hidden, position_ids=positions, position_embeddings=rope, attend=keeping)
-    attention, hidden = last.self_attn, last.input_layernorm(hidden)
+
+    # The draft reads only keys and values of the last layer, so its attention and MLP are skipped.
+    attention = last.self_attn
+    hidden = last.input_layernorm(hidden)
     keys = projected_heads(attention, "k", hidden)
     values = projected_heads(attention, "v", hidden).transpose(1, 2)
     keys = rotated_by_kernel(keys, rope) if runs_triton(keys) else rotate(keys.transpose(1, 2), rope)

@@ -60,7 +60,7 @@ def converted(file: Path, expected: str | None = None) -> Path:
             if not _is_whole(folder, digest):  # another process may have converted it meanwhile
                 _convert(file, digest, folder)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{file}: not converted into {cache_folder()} ({first_line(error)})") from error
+        raise UserError(f"{file}: cannot be converted into {cache_folder()} ({first_line(error)})") from error
     return folder
 
 

@@ -68,14 +68,14 @@ def check_target_path(path: str | Path) -> None:
     """Raise UserError unless `path` is a folder of regular files or could be a hub id."""
     if os.path.isdir(path):
         check_files(Path(path))
-    elif os.path.exists(path):  # False for names that no file system takes, where pathlib raises
+    elif os.path.exists(path):  # unlike pathlib, does not raise for impossible names
         raise UserError(f"{path}: no model checkpoint (a file); give a target's folder or hub id")
     else:
         check_hub_id(path, "no model checkpoint (no such folder); give a target's folder or hub id")
 
 
 def check_hub_id(path: str | Path, problem: str) -> None:
-    """Raise UserError, with `problem`, for a path that is not on disk and cannot be a hub id."""
+    """Raise UserError with the text `problem` unless a path that is not on disk could be a hub id."""
     try:
         validate_repo_id(str(path))
     except HFValidationError as error:
@@ -95,7 +95,8 @@ def check_files(folder: Path) -> None:
         raise UserError(f"{folder}: cannot be read ({error.strerror})") from error
     for file in files:
         if file.exists() and not file.is_dir():
-            check_regular(file, CONFIG_BYTES if file.name in CONFIG_NAMES else limits.get(file.suffix))
+            limit = CONFIG_BYTES if file.name in CONFIG_NAMES else limits.get(file.suffix)
+            check_regular(file, limit)
 
 
 def weight_problem(error: BaseException) -> str:
@@ -132,11 +133,11 @@ def local_target(target: str) -> Path:
     try:
         return Path(snapshot_download(target))
     except HUB_ERRORS as error:
-        raise UserError(f"{target}: no such folder and no hub id ({first_line(error)})") from error
+        raise UserError(f"{target}: neither a folder nor a hub id ({first_line(error)})") from error
 
 
-def context_window(config: PreTrainedConfig) -> int:
-    """Maximum number of positions of a target, linear or YaRN scaling of its rotary embedding included.
+def position_limit(config: PreTrainedConfig) -> int:
+    """Maximum number of positions of a target, including linear or YaRN scaling of its rotary embedding.
 
     With linear scaling `max_position_embeddings` is the length before it (Vicuna-16k: 4096 * 4). With YaRN it may be
     either length.
@@ -164,7 +165,7 @@ def without_memory(config: PreTrainedConfig) -> Iterator[None]:
 def check_target(config: PreTrainedConfig, path: str | Path) -> None:
     """Raise UserError for a target whose cached keys a draft cannot read."""
     if not 1 <= config.num_hidden_layers <= MAX_LAYERS:
-        raise UserError(f"{path}: a target with {config.num_hidden_layers} layers; at most {MAX_LAYERS} are supported")
+        raise UserError(f"{path}: the target has {config.num_hidden_layers} layers; use one with 1 to {MAX_LAYERS}")
     layer_types = getattr(config, "layer_types", None) or ()
     for layer, layer_type in enumerate(layer_types):
         if layer_type != "full_attention":
@@ -173,7 +174,7 @@ def check_target(config: PreTrainedConfig, path: str | Path) -> None:
     if kind in RESCALED_BY_LENGTH:
         # Its frequencies change with the longest position of a call, so cached keys would not fit later queries.
         raise UserError(
-            f"{path}: a target with {kind} rotary scaling; its scaling must be fixed, such as linear or yarn"
+            f"{path}: {kind} rotary scaling is not supported; use a target with a fixed one, such as linear or yarn"
         )
 
 
@@ -192,7 +193,7 @@ def check_weights(target: str) -> None:
 
 
 def read_tokenizer(path: str | Path, problem: str) -> Any:
-    """The tokenizer in a folder or of a hub id, without remote code. Raises UserError, with `problem`."""
+    """The tokenizer of a folder or hub id. Runs no remote code. problem: the message of the UserError on failure."""
     check_target_path(path)
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -209,7 +210,7 @@ def check_start(file: Path) -> None:
 
 
 def load_tokenizer(target: str, config: PreTrainedConfig, chat_template_kwargs: TemplateArguments = None) -> Any:
-    """The target's tokenizer, its chat template with `chat_template_kwargs` (see `set_template_arguments`).
+    """The target's tokenizer, with `chat_template_kwargs` fixed in its chat template (see `set_template_arguments`).
 
     Raises UserError if there is none, or if it has more tokens than the target.
     """
@@ -240,7 +241,9 @@ def set_template_arguments(tokenizer: Any, arguments: TemplateArguments) -> None
             raise UserError(f"chat_template_kwargs: not JSON ({error})") from error
     if not isinstance(arguments, Mapping | None):
         raise UserError('chat_template_kwargs: must be a JSON object, such as {"enable_thinking": false}')
-    template, assignments = getattr(tokenizer, "chat_template", None), ""
+
+    template = getattr(tokenizer, "chat_template", None)
+    assignments = ""
     for name, value in (arguments or {}).items():
         if not isinstance(template, str) or not re.search(rf"\b{re.escape(name)}\b", template):
             raise UserError(f"chat_template_kwargs: the target's chat template has no variable {name}")

@@ -12,19 +12,20 @@ from longspec.kernels.training.segments import Segments
 from longspec.models.target_attention import KeysValues
 
 Passed = tuple[Tensor | None, list[KeysValues]]
-"""Hidden states [B, T, hidden] of a whole pass, else None; keys and values of the layers that the draft reads, the
-last layer's first."""
+"""Result of a pass: hidden states [B, T, hidden] (None unless the pass is whole), and the keys and values of the
+layers that the draft reads, starting with the last layer."""
 TargetPass = Callable[[Tensor, Tensor, Segments, bool], Passed]
-"""A function of input_ids, position_ids [B, T], segments, and whether the pass includes the last layer's output."""
+"""(input_ids, position_ids [B, T], segments, whole) -> result. A whole pass computes the last layer's output, too."""
 Kind = tuple[torch.Size, bool]
 """Passes that share a graph: their shape [B, T], and whether they are whole."""
 MOST_WORK = 10**11
-"""Weights per layer times tokens above which a layer runs longer than its launch takes, by estimate 0.5 ms."""
+"""Largest product (weights per layer) · (tokens) of a captured pass. Beyond it a layer runs for longer than its launch
+takes (0.5 ms by estimate), so a graph saves nothing."""
 MOST_SEGMENTS = 255
 """Maximum number of segments of a captured pass."""
 MOST_GRAPHS = 2
 RUNS_BEFORE = 2
-"""Passes of a kind before it is captured: kernels are compiled by then, and the kind is likely to repeat."""
+"""Number of uncaptured passes of a kind. After them its kernels are compiled, and the kind is likely to recur."""
 
 
 class TargetGraphs:
@@ -45,17 +46,20 @@ class TargetGraphs:
     def __call__(self, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool) -> Passed:
         kind = input_ids.shape, whole
         segments.check(input_ids.numel())
+
         begun, self.begun = self.begun, None
         if begun is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
             if begun[0] is input_ids and begun[1] == whole:
                 return self.graphs[kind].result
+
         if self.layer_weights * input_ids.numel() > MOST_WORK or len(segments.lengths) > MOST_SEGMENTS:
             return self.run(input_ids, position_ids, segments, whole)
         self.seen[kind] += 1
         if kind not in self.graphs:
             if self.seen[kind] <= RUNS_BEFORE or len(self.graphs) == MOST_GRAPHS:
                 return self.run(input_ids, position_ids, segments, whole)
+            # Capture does not run the pass; the call below does.
             self.graphs[kind] = _Graph(self.run, input_ids, position_ids, segments, whole)
         return self.graphs[kind](input_ids, position_ids, segments)
 
@@ -84,7 +88,8 @@ class _Graph:
     def __init__(
         self, run: TargetPass, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool
     ) -> None:
-        self.input_ids, self.position_ids = input_ids.clone(), position_ids.clone()
+        self.input_ids = input_ids.clone()
+        self.position_ids = position_ids.clone()
         self.bounds = _padded_bounds(segments)
         borders = _FixedSegments(self.bounds, tokens=input_ids.numel(), longest=input_ids.shape[1])
         self.graph = torch.cuda.CUDAGraph()

@@ -40,7 +40,7 @@ def rank_folder(rank: int, world: int) -> str:
 
 
 def vocabulary_rows(vocab_size: int, rank: int, world: int) -> range:
-    """The tokens whose embeddings a rank holds: the same number on each rank, the rest on the last one."""
+    """The tokens whose embeddings a rank holds: equal numbers of tokens, except that the last rank may have fewer."""
     most = -(-vocab_size // world)
     return range(min(rank * most, vocab_size), min((rank + 1) * most, vocab_size))
 
@@ -106,7 +106,7 @@ def _share(size: int, rank: int, world: int) -> slice:
 
 
 def split_target(source: Path, output: Path, world: int) -> None:
-    """Write the folder `output`: one folder per rank, and config and tokenizer of the target in `source`.
+    """Write the target in `source` to the folder `output`: a folder per rank, and the target's config and tokenizer.
 
     Reads one weight file at a time and writes it for one rank at a time. `output` must not exist; it appears once it
     is complete. Raises UserError for a target that cannot be split or read.
@@ -116,21 +116,27 @@ def split_target(source: Path, output: Path, world: int) -> None:
     files = weight_files(source)
     if output.exists():
         raise UserError(f"{output}: exists already; give another folder, or remove it")
+
+    # Written under another name first, so that `output` is complete if it exists.
     unfinished = output.with_name(f".{output.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir(parents=True)
     except OSError as error:
         raise UserError(f"{output}: cannot be created ({error.strerror})") from error
+
     try:
         for rank in range(world):
             rank_config(config, rank, world).save_pretrained(unfinished / rank_folder(rank, world))
             _copy_files(source, unfinished / rank_folder(rank, world), ("generation_config.json",))
+
+        # One weight file is open at a time, because a target may exceed the host's memory.
         for number, file in enumerate(files, start=1):
             name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
             with _opened(file) as weights:
                 for rank in range(world):
                     _write_part(weights, unfinished / rank_folder(rank, world) / name, rank, world)
+
         for rank in range(world):
             _write_index(unfinished / rank_folder(rank, world))
         _copy_files(source, unfinished, SIDE_FILES)
@@ -150,7 +156,7 @@ def weight_files(source: Path) -> list[Path]:
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise UserError(f"{source / index}: not a readable index ({first_line(error)})") from error
             if absent := [name for name in names if not (source / name).is_file()]:
-                raise UserError(f"{source}: {absent[0]} is missing, which {index} names")
+                raise UserError(f"{source}: {absent[0]} is missing, although {index} lists it")
             return [source / name for name in names]
     raise UserError(f"{source}: no model checkpoint (no {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}, whole or with an index)")
 
@@ -170,7 +176,7 @@ def _opened(file: Path) -> Iterator[dict[str, Any]]:
     except (*WEIGHT_ERRORS, AttributeError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{file}: cannot be read, or its parts not be written ({weight_problem(error)})") from error
+        raise UserError(f"{file}: cannot be read or split ({weight_problem(error)})") from error
 
 
 def _write_part(weights: dict[str, Any], file: Path, rank: int, world: int) -> None:

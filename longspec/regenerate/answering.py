@@ -107,6 +107,7 @@ class Answerer:
         waiting = [request for request in requests if request.remaining > 0]
         with torch.cuda.device_of(self.runner.model.lm_head.weight):
             while waiting:
+                # Rows of similar length waste little memory and little attention on padding.
                 waiting.sort(key=lambda request: request.prefix_length, reverse=True)
                 rows = self._rows(waiting)
                 batch = waiting[:rows]
@@ -145,6 +146,7 @@ class Answerer:
             tokens[:, step] = torch.where(active, newest, UNUSED)
             active = active & ~torch.isin(newest, stops) & (limits > step + 1)
 
+            # Reading these counts waits for the device, so on CUDA it happens only every few steps.
             is_last = step == steps - 1
             if self.device.type == "cpu" or step % STEPS_PER_CHECK == STEPS_PER_CHECK - 1 or is_last:
                 written = (tokens[:, : step + 1] >= 0).sum()

@@ -39,10 +39,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m longspec.rege
     options = vars(_parser(prog).parse_args(argv))
     dtype = options.pop("dtype")
     device = options.pop("device")
+
     rank = _environment_number("RANK", 0)
     world = _environment_number("WORLD_SIZE", 1)
     if device is None and torch.cuda.is_available():
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+
     transformers.utils.logging.disable_progress_bar()
     settings: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
@@ -55,6 +57,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m longspec.rege
                 name = signal.Signals(stop.received).name
                 print(f"stopped by {name}; the same command continues after the last complete shard", file=sys.stderr)
             raise
+
     if path is not None:
         print(f"written to {path}")
     return path

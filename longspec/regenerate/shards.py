@@ -21,7 +21,7 @@ PROVENANCE_NAME = "provenance.yaml"
 
 
 class Shards:
-    """The shards of a split. A shard is written whole or not at all; a run resumes after the shards that exist."""
+    """The shards of a split. Shards are written atomically, and a run resumes after the existing ones."""
 
     def __init__(self, settings: Settings, total: int) -> None:
         """total: number of prompts in all shards."""
@@ -62,6 +62,7 @@ class Shards:
         """Write the split's file without duplicate or excluded prompts. None while shards are missing."""
         if not all(self.path(shard).exists() for shard in range(self.count)):
             return None
+
         seen = _prompt_keys(self.settings.exclude)
         dropped: Counter[str] = Counter()
         lines = []
@@ -78,11 +79,13 @@ class Shards:
                 new_tokens += record["new_tokens"]
                 with_id = {"id": f"{self.settings.split}-{shard:05d}-{row:05d}", **record}
                 lines.append(json.dumps(with_id, ensure_ascii=False) + "\n")
+
         if not lines:
             raise UserError(f"{self.folder}: no answer is left ({dict(dropped)})")
 
         facts = _read_facts(self.folder / PROVENANCE_NAME)
         facts |= {"records": len(lines), "new_tokens": new_tokens, "dropped": dict(sorted(dropped.items()))}
+        # The split's file comes last: if it exists, its provenance does, too.
         _write(self.output.with_suffix(f".{PROVENANCE_NAME}"), yaml.safe_dump(facts, sort_keys=False))
         _write(self.output, "".join(lines))
         return self.output
@@ -120,7 +123,7 @@ def _prompt_keys(files: Sequence[str]) -> set[bytes]:
 
 
 def _write(file: Path, text: str) -> None:
-    """Write a file whole or not at all. Raises UserError if it cannot be written."""
+    """Write a file atomically. Raises UserError if it cannot be written."""
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         unfinished.write_bytes(text.encode())

@@ -12,7 +12,7 @@ from longspec.data.records import Record
 from longspec.data.templates import encode_texts
 from longspec.errors import UserError
 from longspec.inference.arguments import end_tokens
-from longspec.models.target_files import context_window
+from longspec.models.target_files import position_limit
 from longspec.regenerate.answering import Answerer, Progress, Request
 from longspec.regenerate.settings import Settings, shard_seed
 
@@ -33,7 +33,7 @@ class Writer:
         self.stop_ids = sorted(end_tokens(model.generation_config.eos_token_id))
         self.special_ids = set(tokenizer.all_special_ids)
 
-        max_positions = context_window(model.config)
+        max_positions = position_limit(model.config)
         self.longest_prompt = settings.max_prompt_tokens or max_positions - settings.max_new_tokens
         if self.longest_prompt < 1 or self.longest_prompt + settings.max_new_tokens > max_positions:
             raise UserError(

@@ -64,6 +64,7 @@ def save_checkpoint(
             seal(draft_folder, progress, run)
             settle(output)
 
+    # Rank 0 clears the staging folders before any rank writes, and completes the save once all ranks have written.
     from_rank_zero(clear_staging)
     with _write_errors(output, progress):
         with _recorded_paths(engine) as written:
@@ -234,7 +235,7 @@ def load_state(engine: Any, folder: Path, progress: Progress) -> None:
 def locate(config: TrainConfig) -> TrainConfig:
     """`config` with `model_name_or_path` resolved to a target if it is a checkpoint folder or a saved pair.
 
-    A checkpoint folder stands for the target of its run and for its draft. A saved pair, in a folder or on the hub,
+    A checkpoint folder names both the target of its run and its draft. A saved pair, in a folder or on the hub,
     also brings its draft. A `draft_model_name_or_path` in `config` takes precedence.
 
     Raises UserError for a damaged folder, an unreadable configuration, or a folder with DeepSpeed's state.

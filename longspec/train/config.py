@@ -14,7 +14,7 @@ from yaml import YAMLError
 
 from longspec.errors import UserError
 from longspec.models.families import pair_class
-from longspec.train.command import launch_parser
+from longspec.train.arguments import launch_parser
 from longspec.train.config_checks import DTYPES, check, check_choice
 from longspec.train.config_schema import TrainConfig
 from longspec.untrusted import read_yaml

@@ -154,9 +154,11 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
         except UserError as error:
             # Printed before the broadcast: once one rank has ended, the launcher ends the others.
             print(f"error: {error}", file=sys.stderr)
-            stops, code = True, 2
+            stops = True
+            code = 2
         except SystemExit as end:
-            stops, code = True, end.code
+            stops = True
+            code = end.code
     message = [result, stops, code]
     dist.broadcast_object_list(message, group=_waiting_group())
     result, stops, code = message

@@ -19,7 +19,7 @@ from longspec.kernels.shared.device import runs_triton
 from longspec.kernels.training import varlen_flash
 from longspec.models.draft_files import DRAFT_PREFIX
 from longspec.models.draft_layer import head_dim
-from longspec.models.parallel import model_parallel_place
+from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.models.target_graph import TargetGraphs
 from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import ReplicatedDraft, keep_drafts_equal
@@ -107,15 +107,17 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
     If ranks share a target, only the engine of the first one writes checkpoints.
     """
     deepspeed_logger.setLevel(logging.WARNING)
-    tp_rank, tp_size = model_parallel_place()
+    tp_rank, tp_size = model_parallel_rank_and_size()
     if tp_size > 1:
         keep_drafts_equal(model.draft_model)
+
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
         config=engine_config(config),
         mpu=ReplicatedDraft() if tp_size > 1 else None,
     )
+
     if config.optimizer == "muon":
         # DeepSpeed would compile Muon's update, which takes longer than a short run.
         engine.step = torch.compiler.set_stance("force_eager")(engine.step)
@@ -124,10 +126,12 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
         group["rate_scale"] = scale
         # The optimizer multiplies the decay by the scaled rate.
         group["weight_decay"] = config.weight_decay / scale
+
     # The frozen target stays out of checkpoints.
     engine.module.register_state_dict_post_hook(_keep_draft)
     if tp_rank > 0:
         engine.save_non_zero_checkpoint = engine.save_zero_checkpoint = False
+
     _restore_rotary(engine.module.model)
     if runs_triton(next(engine.module.model.parameters())):
         whole_target = config.deepspeed.zero_optimization["stage"] < 3 and tp_size == 1

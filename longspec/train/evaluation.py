@@ -121,7 +121,9 @@ class Evaluation:
             return {}
 
         sums = summed_by_name(row_sums)
-        tokens, chains, correct = sums.pop("tokens"), sums.pop("chains"), sums.pop("correct")
+        tokens = sums.pop("tokens")
+        chains = sums.pop("chains")
+        correct = sums.pop("correct")
         means = {f"eval_{name}": value / tokens for name, value in sums.items()}
         means["eval_acceptance_length"] = 1 + correct / chains
         means["eval_seconds"] = time.perf_counter() - start

@@ -41,7 +41,7 @@ def settle(output: Path) -> None:
     Checkpoints of another run are not rotated. Their drafts are kept as `checkpoint-earlier-*`, or removed if the run
     that saves may overwrite them.
     """
-    staged_draft, staged_best = output / DRAFTS[0], output / BEST[0]
+    staged_draft = output / DRAFTS[0]
     if is_whole(staged_draft):
         new = _seal_of(staged_draft)
         # The state comes first: the staged draft marks the save as complete until its own rename.
@@ -49,12 +49,17 @@ def settle(output: Path) -> None:
             _rotate(output, names, new)
         if new.run.overwrites and _is_superseded(output / BEST[1], new):
             _remove(output / BEST[1])
+
+    staged_best = output / BEST[0]
     if is_whole(staged_best):
-        best, new = output / BEST[1], _seal_of(staged_best)
+        best = output / BEST[1]
+        new = _seal_of(staged_best)
         if is_whole(best) and _seal_of(best).run.id != new.run.id and not new.run.overwrites:
             _keep(best)
         _remove(best)
         staged_best.rename(best)
+
+    # A staged folder that is left belongs to an unfinished save.
     for name in (STATES[0], DRAFTS[0], BEST[0]):
         _remove(output / name)
     if output.is_dir():

@@ -20,7 +20,7 @@ from longspec.data.target_format import answer_end, published_target, resolve_ch
 from longspec.errors import UserError, first_line
 from longspec.models.draft_files import check_draft, draft_window
 from longspec.models.families import pair_class
-from longspec.models.target_files import check_weights, context_window, generation_eos, load_tokenizer, read_config
+from longspec.models.target_files import check_weights, generation_eos, load_tokenizer, position_limit, read_config
 from longspec.models.target_split import check_split
 from longspec.train.config_schema import TrainConfig
 
@@ -57,7 +57,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
         check_split(target, config.tp_size, name)
     else:
         check_weights(name)
-    max_positions = context_window(target)
+    max_positions = position_limit(target)
     if config.data.max_length > max_positions:
         raise UserError(
             f"config key data.max_length: {config.data.max_length} tokens do not fit the target's {max_positions} "

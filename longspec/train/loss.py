@@ -185,6 +185,8 @@ class ChunkedLoss(torch.autograd.Function):
         for span, logits, teacher_logits in _chunks(hidden, teacher, weight, chunk):
             logits_gradient = _chunk_terms(logits, teacher_logits, labels[span], share, sums)
             torch.mm(logits_gradient.to(hidden.dtype), weight, out=gradient[span])
+
+        # Ranks that share a target each have the terms of their part of the vocabulary.
         sum_over_ranks(sums)
         sum_over_ranks(gradient)
         ctx.save_for_backward(gradient)
@@ -204,6 +206,7 @@ def _ranked_first(logits: Tensor, labels: Tensor) -> Tensor:
     """
     on_this_rank = (labels >= 0) & (labels < logits.shape[1])
     label_logits = logits.gather(1, labels.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+    # The label's logit is on one rank only, the largest logit may be on another.
     largest = max_over_ranks(logits.amax(-1))
     return sum_over_ranks((on_this_rank & (label_logits == largest)).int()) > 0
 

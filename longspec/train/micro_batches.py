@@ -15,7 +15,7 @@ from longspec.train.config_schema import VariantConfig
 from longspec.train.positions import variant_positions
 
 Batch = dict[str, Tensor]
-"""A collated micro-batch on the host: `input_ids` and `labels`, LongTensor [B, T], and `cu_seqlens`, int32 [S + 1]."""
+"""A collated micro-batch on the host: `input_ids` and `labels`, LongTensor [B, T], and `cu_seqlens`, int32 [M + 1]."""
 Arrays = Iterator[dict[str, np.ndarray]]
 """Micro-batches as the loader yields them."""
 EngineInputs = dict[str, Any]

@@ -28,7 +28,7 @@ def micro_step_generator(seed: int, micro_step: int, rank: int) -> torch.Generat
 def contiguous_positions(cu_seqlens: Tensor, shape: tuple[int, int]) -> Tensor:
     """Position ids that count 0, 1, 2, … in each segment. LongTensor of `shape` = [B, T].
 
-    cu_seqlens: int32 [S + 1], the borders of the segments in the flattened B·T tokens.
+    cu_seqlens: int32 [M + 1], the borders of M segments in the flattened B·T tokens.
     """
     lengths = cu_seqlens.diff().long()
     starts = cu_seqlens[:-1].long().repeat_interleave(lengths)
@@ -44,8 +44,9 @@ def anchor_offset_positions(
 ) -> Tensor:
     """Position ids that jump after the attention sinks of each short segment. LongTensor of `shape` = [B, T].
 
-    In a segment of T <= 1200 tokens, tokens 0 to 3 keep positions 0 to 3 and token j >= 4 gets position o + j, with o
-    uniform in 0 … max(0, min(max_offset, max_positions - 1000) - T). Longer segments stay contiguous.
+    In a segment of n <= 1200 tokens, tokens 0 to 3 keep positions 0 to 3 and token j >= 4 gets position o + j, with o
+    uniform in 0 … max(0, min(max_offset, max_positions - 1000) - n). Longer segments stay contiguous. (LongSpec, arXiv
+    2502.17421: anchor-offset indices, which train distant positions on short text.)
 
     max_positions: the target's context length, including the effect of rotary scaling.
     """
@@ -58,6 +59,7 @@ def anchor_offset_positions(
     offsets = (uniform * (largest + 1)).long()
     token_offsets = offsets.repeat_interleave(lengths).view(shape)
 
+    # The first tokens keep their positions, because targets attend strongly to them (attention sinks).
     positions = contiguous_positions(cu_seqlens, shape)
     return positions + torch.where(positions < SINKS, 0, token_offsets)
 
@@ -79,7 +81,7 @@ def variant_positions(
 def random_lags(segments: int, depth: int, generator: torch.Generator) -> Tensor:
     """One lag per segment, LongTensor [segments], uniform in 1 … depth.
 
-    In decoding, the query that proposes level d reads a target cache that is d tokens old. Training on lags 1 … depth
-    covers all levels of a tree of that depth.
+    In decoding, the query that proposes level d of a tree reads a target cache that ends d tokens before it. Training
+    on lags 1 … depth covers all levels of a tree of that depth. (LongSpec, arXiv 2502.17421: flash noisy training.)
     """
     return torch.randint(1, depth + 1, (segments,), generator=generator)

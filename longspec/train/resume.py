@@ -58,6 +58,7 @@ def where_to_start(config: TrainConfig, target: str) -> Start:
     check_folders(output)
     if config.resume is None and not config.overwrite_output_dir:
         _check_unused(output)
+
     state = find_latest(output) if config.resume else None
     contents = contents_of(config, target)
     if state is None:
@@ -65,6 +66,7 @@ def where_to_start(config: TrainConfig, target: str) -> Start:
         run = Run(launch, launch, overwrites=config.overwrite_output_dir, contents=contents)
         return _start_without_state(config, run, draft)
 
+    # The run keeps its id when it resumes, and each start has its own launch id.
     folder, progress = state
     saved = read_seal(folder)
     saved_run = saved.run if saved else Run()
@@ -116,6 +118,7 @@ def with_draft_options(config: TrainConfig, state: Path | None, draft: str | Non
         saved = draft_settings(draft).options
     else:
         return config
+
     configured = config.model.draft_options
     for name in ("kv_layers", "target_feature"):
         value, saved_value = getattr(configured, name), getattr(saved, name)

@@ -85,6 +85,7 @@ def _train_locked(
     run_config = from_rank_zero(lambda: with_draft_options(config, start.state, draft))
     local_config = replace(run_config, model_name_or_path=target, draft_model_name_or_path=draft)
 
+    # Data and draft are checked before the target's weights are loaded, which takes minutes.
     inputs = rank_zero_first(lambda: read_inputs(local_config))
     start_step = start.progress.step
     total_steps = from_rank_zero(lambda: last_step(run_config, len(inputs.rows), start_step))
@@ -103,6 +104,7 @@ def _train_locked(
     engine = build_engine(run_config, build_pair(local_config, draft_weights))
     if start.state:
         load_state(engine, start.state, start.progress)
+
     trainer = Trainer(
         run_config,
         engine,

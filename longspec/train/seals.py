@@ -161,7 +161,7 @@ def _size_damage(folder: Path, files: Files) -> str | None:
     """The first missing, resized or added file. Cheap, so it comes before the digests."""
     for name, entry in files.items():
         file = folder / name
-        # The marker may come from a stranger.
+        # The marker may come from an untrusted source.
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             return f"{folder / MARKER} names {name}, a file outside the folder"
         if not file.is_file():

@@ -60,7 +60,7 @@ zero_stage.__qualname__ = ZeroStageEnum.__qualname__
 zero_stage.__name__ = ZeroStageEnum.__name__
 
 SAVED_CLASSES = [LossScaler, zero_stage, enum_member, fragment_address]
-"""Classes and functions in DeepSpeed's files besides tensors and numbers. Files with others are rejected."""
+"""Classes and functions that DeepSpeed's files contain in addition to tensors. Files with others are rejected."""
 
 
 class Shards:

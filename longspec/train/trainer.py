@@ -122,6 +122,7 @@ class Trainer:
         arrays = iter(self.loader)
         self.best_acceptance_length = from_rank_zero(self._saved_best)
         log = rank_zero_first(lambda: RunLog(self.config, dist.get_rank(), self.start_step, self.total_steps))
+
         # Up to this barrier a signal ends all ranks immediately. From here on they stop together after a step.
         from_every_rank(None)
         termination.at_once = False

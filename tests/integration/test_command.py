@@ -23,7 +23,7 @@ from longspec.longbench.plan import make_plan
 from longspec.models.draft_files import save_draft_file, save_draft_folder
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.glide import GlideMixin
-from longspec.models.target_files import context_window
+from longspec.models.target_files import position_limit
 
 ROOT = Path(__file__).parents[2]
 SHORT = ["--min_prompt_len", "10", "--headroom", "3000"]  # the tiny target has 4096 positions
@@ -388,7 +388,7 @@ def test_published_pairs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rope", "window"),
+    ("rope", "limit"),
     [
         ({"rope_type": "default", "rope_theta": 1e4}, 4096),
         ({"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, 16384),
@@ -405,5 +405,5 @@ def test_published_pairs() -> None:
         ),
     ],
 )
-def test_linear_rotary_scaling_stretches_the_window(rope: dict, window: int) -> None:
-    assert context_window(tiny_config("llama", rope_parameters=rope, max_position_embeddings=4096)) == window
+def test_linear_rotary_scaling_stretches_the_positions(rope: dict, limit: int) -> None:
+    assert position_limit(tiny_config("llama", rope_parameters=rope, max_position_embeddings=4096)) == limit

@@ -222,7 +222,8 @@ def test_origins_are_those_of_the_counts(target: Path) -> None:
 
 def test_a_conversation_that_fills_the_target_is_told_so(target: Path) -> None:
     session = Session(opened(target), pairs.Sampling(max_new_tokens=8), terminal())
-    assert "error: the conversation has 4510 tokens, the target 4096; /reset it" in said(session, "x" * 4500)
+    error = "error: the conversation has 4510 tokens, but the target takes 4096; start over with /reset"
+    assert error in said(session, "x" * 4500)
     assert session.turns == [] and session.answers == []
     assert "8 tokens" in said(session, "hello")
 

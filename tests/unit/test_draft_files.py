@@ -153,7 +153,7 @@ def test_a_draft_that_reads_a_layer_beyond_the_targets_is_refused(tmp_path: Path
     save_draft_folder(
         state, tiny_config("llama", num_hidden_layers=4), tmp_path / "draft", DraftOptions(64, (2,), True)
     )
-    with pytest.raises(UserError, match="/draft: kv_layers of the draft name layer 2; on this target of 3") as error:
+    with pytest.raises(UserError, match="/draft: the draft's kv_layers contain layer 2, but this target of 3") as error:
         check_draft(tmp_path / "draft", tiny_config("llama"), LlamaGlideDecoderLayer)
     assert "\n" not in str(error.value)
     assert check_draft(tmp_path / "draft", tiny_config("llama", num_hidden_layers=4), LlamaGlideDecoderLayer)
@@ -174,7 +174,7 @@ def test_a_draft_that_reads_a_layer_beyond_the_targets_is_refused(tmp_path: Path
 def test_options_that_mean_nothing_are_named(tmp_path: Path, stated: str, message: str) -> None:
     folder = write(published_state(), "safetensors", tmp_path)
     (folder / "config.json").write_text("{" + stated + "}")
-    with pytest.raises(UserError, match=f"{folder}: {message}: the draft's must be") as error:
+    with pytest.raises(UserError, match=f"{folder}: {message}: must be") as error:
         draft_settings(folder)
     assert "\n" not in str(error.value)
 
@@ -208,7 +208,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, value: 
     state = published_state()
     state["self_attn.q_proj.bias"][7] = value
     file = write(state, "pth", tmp_path)
-    with pytest.raises(UserError, match=r"self_attn\.q_proj\.bias of this draft holds NaN or Inf"):
+    with pytest.raises(UserError, match=r"weight self_attn\.q_proj\.bias contains NaN or Inf"):
         if route == "check":
             check_draft(file, tiny_config("llama"), LlamaGlideDecoderLayer)
         else:
@@ -222,7 +222,7 @@ def test_weights_that_the_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
     state["mlp.up_proj.weight"][3, 4] = 1e6
     file = write(state, "pth", tmp_path)
     LlamaGlide.from_pretrained(tmp_path / "target", glide_path=file)
-    with pytest.raises(UserError, match=r"float16: mlp\.up_proj\.weight of this draft holds NaN or Inf"):
+    with pytest.raises(UserError, match=r"float16: the draft's weight mlp\.up_proj\.weight contains NaN or Inf"):
         LlamaGlide(tiny_config("llama"), tmp_path / "target", glide_path=file)
 
 

@@ -79,7 +79,7 @@ def test_rotary_scaling_is_kept(tmp_path: Path) -> None:
     write_gguf(tmp_path / "llama3.gguf", **long, extra={"rope_freqs.weight": factors})
     copy = AutoModelForCausalLM.from_pretrained(resolve_target(str(tmp_path / "llama3.gguf")))
     assert copy.config.rope_parameters == LLAMA3
-    for name, message in (("odd", "rotary frequency factors that are not"), ("dyn", "longrope rotary scaling")):
+    for name, message in (("odd", "unknown rotary frequency factors"), ("dyn", "longrope rotary scaling")):
         extra = {"rope_freqs.weight": factors[::-1].copy()} if name == "odd" else {}
         write_gguf(tmp_path / f"{name}.gguf", rope={"type": "longrope"}, extra=extra)
         with pytest.raises(UserError, match=rf"{name}.gguf: .*{message}"):
@@ -191,10 +191,10 @@ def test_files_that_are_no_target_are_one_line(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(UserError, match=r"x.gguf: .* architecture 'gemma'; supported are llama, qwen2, qwen3"):
         resolve_target(str(file))
     write_gguf(file, sliding_window=4096)
-    with pytest.raises(UserError, match=r"x.gguf: a sliding attention window of 4096 tokens"):
+    with pytest.raises(UserError, match=r"x.gguf: sliding-window attention of 4096 tokens"):
         resolve_target(str(file))
     write_gguf(file, without="ffn_up")
-    with pytest.raises(UserError, match=r"not a whole llama model: 3 weights missing.*up_proj"):
+    with pytest.raises(UserError, match=r"incomplete llama model: 3 weights are missing.*up_proj"):
         resolve_target(str(file))
     with monkeypatch.context() as patch:
         add = gguf.GGUFWriter.add_head_count
@@ -206,7 +206,7 @@ def test_files_that_are_no_target_are_one_line(tmp_path: Path, monkeypatch: pyte
     with monkeypatch.context() as patch:
         full = SafetensorError("I/O error: No space left on device")
         patch.setattr("longspec.models.gguf.save_torch_state_dict", Mock(side_effect=full))
-        with pytest.raises(UserError, match=r"not converted into .*No space left"):
+        with pytest.raises(UserError, match=r"cannot be converted into .*No space left"):
             resolve_target(str(file))
     assert not list(target_cache.cache_folder().glob("*.part"))
     raw = file.read_bytes()
@@ -219,7 +219,7 @@ def test_files_that_are_no_target_are_one_line(tmp_path: Path, monkeypatch: pyte
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    with pytest.raises(UserError, match="not converted into"):
+    with pytest.raises(UserError, match="cannot be converted into"):
         resolve_target(str(file))
 
 

@@ -21,7 +21,7 @@ import longspec
 from longspec.errors import UserError
 from longspec.models.families import pair_class
 from longspec.models.parallel import PretrainedModelParallelPreSplitMixin
-from longspec.models.target_files import context_window
+from longspec.models.target_files import position_limit
 from longspec.train.models.llama_glide import LlamaGlide, LlamaGlideDecoderLayer
 from longspec.train.models.qwen2_glide import Qwen2Glide, Qwen2GlideDecoderLayer
 from longspec.untrusted import read_yaml
@@ -189,7 +189,7 @@ def test_target_with_a_missing_weight_is_refused(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "model.safetensors")
     weights.pop("model.layers.2.mlp.down_proj.weight")
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="no whole target: 1 weights missing"):
+    with pytest.raises(UserError, match="incomplete target: 1 weights are missing"):
         LlamaGlide.from_pretrained(tmp_path)
 
 
@@ -229,9 +229,9 @@ def test_bad_dtype_is_one_clear_line(tmp_path: Path, dtype: str) -> None:
         LlamaGlide.from_pretrained(tmp_path, torch_dtype=dtype)
 
 
-def test_context_window_counts_the_scaling() -> None:
+def test_position_limit_counts_the_scaling() -> None:
     """Linear: the length before scaling is stated. YaRN: either may be stated. llama3: the length after."""
-    for rope, positions, window in (
+    for rope, positions, limit in (
         ({"rope_type": "linear", "factor": 4.0}, 4096, 16384),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 32768, 131072),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072, 131072),
@@ -239,4 +239,4 @@ def test_context_window_counts_the_scaling() -> None:
     ):
         config = tiny_config("llama", max_position_embeddings=positions)
         config.rope_parameters = rope | {"rope_theta": 10000.0}
-        assert context_window(config) == window
+        assert position_limit(config) == limit

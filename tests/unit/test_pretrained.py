@@ -189,9 +189,9 @@ def test_pad_token_is_the_given_one_everywhere(tmp_path: Path) -> None:
         ({"glide_pth": "x", "max_memory": 1}, r"LlamaGlide\.from_pretrained: no argument glide_pth, max_memory"),
         ({"window": 0}, "window"),
         ({"window": "many"}, "window"),
-        ({"kv_layers": 1}, "kv_layers: the draft's must be a list"),
-        ({"kv_layers": [2]}, "kv_layers of the draft name layer 2; on this target of 3 layers"),
-        ({"target_feature": 1}, "target_feature: the draft's must be true or false"),
+        ({"kv_layers": 1}, "kv_layers: must be a list"),
+        ({"kv_layers": [2]}, "the draft's kv_layers contain layer 2, but this target of 3 layers"),
+        ({"target_feature": 1}, "target_feature: must be true or false"),
         ({"state_dict": "draft.pth"}, "state_dict"),
         ({"glide_path": 5}, "glide_path"),
         ({"pad_token_id": "<pad>"}, "pad_token_id"),
@@ -209,8 +209,8 @@ def test_a_wrong_argument_is_named(tmp_path: Path, arguments: dict[str, Any], me
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"kv_layers": [0]}, r"kv_layers: \(0,\), but .* has \(1,\)"),
-        ({"target_feature": True}, "target_feature: True, but"),
+        ({"kv_layers": [0]}, r"kv_layers: \(0,\) contradicts .* has \(1,\)"),
+        ({"target_feature": True}, "target_feature: True contradicts"),
     ],
 )
 def test_a_saved_draft_keeps_its_options(tmp_path: Path, asked: dict[str, Any], message: str) -> None:

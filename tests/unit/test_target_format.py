@@ -12,7 +12,7 @@ from training_fixtures import ROOT
 from longspec.data.target_format import PUBLISHED_TARGETS, answer_end, resolve_chat_format, stop_tokens
 from longspec.data.templates import chat_prompt, encode_texts
 from longspec.errors import UserError
-from longspec.models.target_files import context_window, generation_eos, load_tokenizer, read_config
+from longspec.models.target_files import generation_eos, load_tokenizer, position_limit, read_config
 from longspec.train.config import load_config
 from longspec.train.inputs import Inputs, read_inputs
 
@@ -129,7 +129,7 @@ def test_a_broken_generation_config_is_named(targets: Path, tmp_path: Path) -> N
 
 
 def test_old_rope_scaling_stretches_the_window(targets: Path) -> None:
-    assert context_window(read_config(targets / "vicuna")) == 4096
+    assert position_limit(read_config(targets / "vicuna")) == 4096
 
 
 def inputs_of(target: Path, folder: Path, experiment: str, *overrides: str) -> Inputs:

@@ -260,7 +260,7 @@ def test_a_pair_that_does_not_load_says_why(load: Any, tmp_path: Path) -> None:
         ("data.aligners=[add_id_aligner]", r"data.aligners\[0\]"),
         ("tp_size=2", "tp_size: .* --tp_size 2 --output DIR"),
         ("eos_token_id=265", "eos_token_id"),
-        ("model.kv_layers=[0,2]", "model.kv_layers: kv_layers of the draft name layer 2"),
+        ("model.kv_layers=[0,2]", "model.kv_layers: the draft's kv_layers contain layer 2"),
         ("model.pad_token_id=-1", "model.pad_token_id"),
     ],
 )

@@ -103,7 +103,7 @@ def test_an_installed_flash_attention_gets_the_same_call(
         reach, right = options["window_size"]
         assert options["causal"] and right == (-1 if reach < 0 else 0)
         mask = visible(options["cu_seqlens_q"].tolist(), options["cu_seqlens_k"].tolist(), reach)
-        return reference.masked_attention(q, k, v, mask, options["softmax_scale"])
+        return reference.dense_attention(q, k, v, mask, options["softmax_scale"])
 
     monkeypatch.setattr(varlen_flash, "_installed_varlen", lambda: installed)
     q, k, v = make_inputs(lengths)
@@ -190,7 +190,7 @@ def agree_on_gpu(
     inputs = [x.to(dtype) for x in make_inputs(lengths, 8, 2, head_dim)]
     exact = [x.double().requires_grad_() for x in inputs]
     leaves = [x.cuda().requires_grad_() for x in inputs]
-    expected, got = reference.masked_attention(*exact, mask, 0.125), attend(*leaves)
+    expected, got = reference.dense_attention(*exact, mask, 0.125), attend(*leaves)
     tolerance = {"atol": 3e-2, "rtol": 3e-2}
     torch.testing.assert_close(got.cpu().double(), expected, **tolerance)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9)).to(dtype)

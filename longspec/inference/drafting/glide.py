@@ -33,7 +33,8 @@ class GlideDraft:
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
         """Fill the ring with the last W tokens of each prompt. prompts: [B, P], padded on the right; lengths: [B]."""
-        self.cache.clear()  # masked slots must be finite, and the requests before may have left NaN
+        # Masked slots must be finite, and earlier requests may have left NaN.
+        self.cache.clear()
         offsets = torch.arange(-self.cache.window, 0, device=prompts.device)
         positions = lengths[:, None] + offsets
         tokens = prompts.gather(1, positions.clamp(min=0))
@@ -58,7 +59,8 @@ class GlideDraft:
         def self_attend(q: Tensor) -> Tensor:
             return attention.window(q, self.cache.keys, self.cache.values, root, level, visible, self.scale)
 
-        # The newest target key is at position root - 1, the query at root + level: the lag is level + 1.
+        # The newest target key is at position root - 1 and the query at root + level, so the lag is level + 1. Training
+        # draws such lags at random (`train.positions.random_lags`).
         def cross_attend(q: Tensor, layer: int) -> Tensor:
             keys, values = cache.layer(layer)
             return attention.prefix(q, keys, values, root, self.scale)

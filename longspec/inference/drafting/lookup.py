@@ -13,14 +13,14 @@ from longspec.inference.drafting.proposal import Proposal, chain
 from longspec.inference.sampling import Sampler
 
 LONGEST_MATCH = 3
-"""Number of tokens, the root included, on which earlier positions are compared with the newest ones."""
+"""Maximum length of a match in tokens, the root included."""
 
 
 class LookupDrafter:
-    """A chain of gamma tokens: those after the position whose preceding tokens match the newest ones furthest.
+    """A chain of gamma tokens: those that followed the longest earlier match with the newest tokens.
 
-    Among equal matches the latest position is taken. The chain is built deterministically, so acceptance follows the
-    target's own draws. All operations have static shapes.
+    Among matches of equal length the latest one is used. The chain is built deterministically, so acceptance follows
+    the target's own draws. All operations have static shapes.
     """
 
     reads_hidden = False
@@ -53,7 +53,7 @@ class LookupDrafter:
         root_position = cache.lengths[:, None].long()
         self.history.scatter_(1, root_position, root[:, None])
 
-        # match_length[b, p]: how many tokens up to position p equal those up to the root, at most LONGEST_MATCH.
+        # match_length[b, p]: number of tokens up to position p that equal those up to the root, at most LONGEST_MATCH.
         positions = torch.arange(self.history.shape[1], device=root.device)
         match_length = torch.zeros_like(self.history)
         matches = (positions < root_position).expand_as(match_length)

@@ -30,7 +30,7 @@ class SparseTarget:
         return self
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        pass  # all its state is in the target's cache
+        pass  # its whole state is the target's cache
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
         pass

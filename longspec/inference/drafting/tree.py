@@ -61,11 +61,15 @@ class TreeDrafter:
 
     def share(self, rows: slice, sampler: Sampler) -> TreeDrafter:
         draft = self.draft.narrow(rows)
-        part = copy(self)
+        # A greedy tree and a sampled one have different tensors, so such a part grows its own.
         if sampler.greedy != self.sampler.greedy:
             return TreeDrafter(self.runner, len(draft.cache.keys), self.shape, sampler, self.tree_rule, draft)
-        part.sampler, part.draft = sampler, draft
-        part.start, part.feed = draft.start, draft.feed
+
+        part = copy(self)
+        part.sampler = sampler
+        part.draft = draft
+        part.start = draft.start
+        part.feed = draft.feed
         part.tree = Tree(*(values[rows] for values in self.tree))
         part.q = None if self.q is None else self.q[rows]
         part.proposal = Proposal(
@@ -86,6 +90,7 @@ class TreeDrafter:
         for level, width in enumerate(self.shape):
             logits = self.draft.level(tree.tokens[:, above], level, above.start, tree.visible[:, above], cache)
             if self.q is None:
+                # At temperature 0 the paths are ranked by the draft's own probabilities.
                 best_children(tree, above, width, logits, self.sampler.temperature or 1.0, watch)
             else:
                 warped, temperature = self.sampler.warped(logits)

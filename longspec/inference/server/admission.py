@@ -11,7 +11,7 @@ from longspec.inference.device import free_bytes
 from longspec.inference.engine import CAPACITY_STEP
 from longspec.inference.server.requests import Request, RequestTooLarge
 from longspec.models.draft_layer import head_dim
-from longspec.models.target_files import context_window
+from longspec.models.target_files import position_limit
 
 SHARE = 0.9
 """Share of the free memory that the default budget takes."""
@@ -35,14 +35,14 @@ def row_capacity(
             f"memory: {budget / 2**30:.3g} GiB hold less than {CAPACITY_STEP} tokens in each of {rows} rows; "
             "use fewer rows, a smaller tree, or more memory"
         )
-    longest = context_window(config) + 2 * nodes
+    longest = position_limit(config) + 2 * nodes
     return min(slots, -(-longest // CAPACITY_STEP) * CAPACITY_STEP)
 
 
 def longest_request(config: PreTrainedConfig, capacity: int, depth: int, nodes: int) -> int:
     """Tokens of prompt and answer together that fit into a row of `capacity` slots and the target's positions."""
     # The last round can go depth + 1 tokens past the limit, and its nodes are stored after the accepted tokens.
-    return min(context_window(config), capacity - depth - 1 - nodes)
+    return min(position_limit(config), capacity - depth - 1 - nodes)
 
 
 def check_request(request: Request, config: PreTrainedConfig, limit: int) -> None:

@@ -41,7 +41,8 @@ def split_blocks(lengths: Tensor, splits: int, block: int) -> Tensor:
     rows = torch.arange(len(lengths), device=lengths.device)
     columns = []
     for part in range(splits):
-        begin, end = blocks * part // splits * block, blocks * (part + 1) // splits * block
+        begin = blocks * part // splits * block
+        end = blocks * (part + 1) // splits * block
         columns.append(torch.stack([rows, begin, end]))
     return torch.cat(columns, 1).int()
 
@@ -64,7 +65,9 @@ def prefix_and_tree_attention(
         if tree_mask is not None:
             mask = torch.cat([mask, tree_mask[row, None]], 2)
         slots = slice(first, first + mask.shape[2])
-        q_row, k_row, v_row = q[row, None].float(), k[row, None, :, slots].float(), v[row, None, :, slots].float()
+        q_row = q[row, None].float()
+        k_row = k[row, None, :, slots].float()
+        v_row = v[row, None, :, slots].float()
         rest_out, rest_lse = attention_with_lse(q_row, k_row, v_row, mask, scale)
         outs = torch.cat([parts.outs[:, row].float(), rest_out])
         lses = torch.cat([parts.lses[:, row], rest_lse])

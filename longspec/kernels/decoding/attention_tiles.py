@@ -17,7 +17,7 @@ MOST_SPLITS = 32
 """Largest number of splits of the prefix. The tree attention kernel reads the results of all splits one by one, so more
 splits cost it more than they save."""
 LONG_CACHE = 16384
-"""Number of cache slots from which on evenly filled waves of programs justify more splits."""
+"""Number of cache slots from which on more splits pay off, because they fill the waves of programs evenly."""
 
 
 class Tiles(NamedTuple):

@@ -16,12 +16,12 @@ from longspec.kernels.decoding.triton_attention import PrefixPass, TritonAttenti
 FLASH_TILES = {64: (192, 192), 96: (192, 144), 128: (128, 176), 192: (128, 112), 256: (128, 80)}
 """Query rows of a KV head and keys per tile of FlashAttention-3 without a mask, by head_dim, rounded up to a key."""
 FLASH_FROM = (65, 16384, 50_000_000)
-"""Query rows of a KV head, cache slots, and pairs of a query and a slot (over all heads and sequences) from which on
-FlashAttention-3 reads the prefix faster than our kernel, although it takes two more launches."""
+"""Minimum numbers of query rows per KV head, of cache slots, and of query-slot pairs (over all heads and sequences) at
+which FlashAttention-3 reads the prefix faster than our kernel, although it takes two more launches."""
 
 
 class FlashAttention(TritonAttention):
-    """Decoding attention with FlashAttention-3 where it is faster than our kernels."""
+    """Decoding attention with FlashAttention-3 for sizes at which it is faster than our kernels."""
 
     name = "flash"
 
@@ -86,8 +86,10 @@ def flash_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float, shares: Tensor, 
 #   out[:, p * B + b] = b, floor(p * n / P) * block, floor((p + 1) * n / P) * block
 @triton.jit
 def _split_blocks_kernel(lengths_ptr, out_ptr, BLOCK: tl.constexpr):
-    split, batch = tl.program_id(0), tl.program_id(1)
-    splits, rows = tl.num_programs(0), tl.num_programs(1)
+    split = tl.program_id(0)
+    batch = tl.program_id(1)
+    splits = tl.num_programs(0)
+    rows = tl.num_programs(1)
     blocks = tl.load(lengths_ptr + batch).to(tl.int32) // BLOCK
     part = split * rows + batch
     parts = splits * rows

@@ -122,8 +122,11 @@ def prefix_attention(
     batch, heads, nodes, head_dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
+
+    # In fp32, because rounding the parts would add to the error of their merge.
     out = torch.empty((num_splits, batch, nodes, heads, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty(out.shape[:-1], dtype=torch.float32, device=q.device)
+
     _prefix_kernel[(triton.cdiv(group * nodes, tiles.block_m), num_splits, batch * kv_heads)](
         q,
         k,

@@ -168,6 +168,8 @@ def reject_children(
     residual = p.new_empty(batch, vocab)
     sizes = (nodes, q.shape[1], vocab)
     block = min(BLOCK, triton.next_power_of_2(vocab))
+
+    # One program per path, because each step of a walk depends on the previous one.
     _rejection_kernel[(batch,)](
         tokens,
         parents,
@@ -184,7 +186,8 @@ def reject_children(
         LARGEST_FACTOR=LARGEST_FACTOR,
         num_warps=8 if vocab > BLOCK else 4,
     )
-    # The residual is a launch of its own: many programs read the vocabulary faster than the one that walks.
+
+    # The residual has its own launch: many programs read the vocabulary faster than the one that walks.
     _residual_kernel[(batch, triton.cdiv(vocab, RESIDUAL_BLOCK))](
         q, p, path, state, residual, *sizes, DEPTH=depth, BLOCK=RESIDUAL_BLOCK, LARGEST_FACTOR=LARGEST_FACTOR
     )

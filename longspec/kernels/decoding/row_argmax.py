@@ -1,7 +1,7 @@
-"""The argmax of each row over the vocabulary, with many programs per row.
+"""The argmax of each row over the vocabulary, and draws by an exponential race, with many programs per row.
 
-With exponential noise E the index of the largest w(x) / E(x) is a draw in proportion to w: token x arrives after the
-time E(x) / w(x), and the first arrival is x with probability w(x) / sum(w) (an exponential race).
+In a race token x arrives at the time E(x) / w(x), where E(x) is exponential noise of rate 1. The first arrival is x
+with probability w(x) / sum(w), so it is a draw in proportion to the weights w. It is the argmax of w(x) / E(x).
 """
 
 import torch
@@ -57,18 +57,32 @@ def _row_kernel(
         tl.store(faults_ptr + row // rows_per_sequence, fault, mask=is_finite == 0)
 
 
-def argmax(values: Tensor, noise: Tensor | None = None, watch: Watch | None = None) -> Tensor:
-    """Index of the largest of values [..., V] or of values / noise, the first of equal ones: LongTensor [...].
+def argmax(values: Tensor, watch: Watch | None = None) -> Tensor:
+    """Index of the largest of values [..., V], the first of equal ones: LongTensor [...].
 
-    values: any float dtype but fp64. noise: fp64, in the shape of values. watch: records rows without a finite largest
-    value; values are then logits [B, ..., V].
+    values: any float dtype but fp64. watch: records rows without a finite largest value; values are then logits
+    [B, ..., V].
     """
+    return _launch(values, None, watch)
+
+
+def first_arrival(weights: Tensor, noise: Tensor) -> Tensor:
+    """Index of the largest of weights / noise, both [..., V], the first of equal ones: LongTensor [...].
+
+    weights: any float dtype but fp64. noise: fp64.
+    """
+    return _launch(weights, noise, None)
+
+
+def _launch(values: Tensor, noise: Tensor | None, watch: Watch | None) -> Tensor:
     vocab = values.shape[-1]
     rows = values.numel() // vocab
     chunks = triton.cdiv(vocab, CHUNK)
     maximum = torch.empty(rows, chunks, device=values.device)
     index = torch.empty(rows, chunks, dtype=torch.int32, device=values.device)
     out = torch.empty(values.shape[:-1], dtype=torch.long, device=values.device)
+
+    # Two launches: one row has too few programs to read its vocabulary fast, so each chunk of a row gets its own.
     _chunk_kernel[(rows, chunks)](
         values.contiguous(),
         None if noise is None else noise.contiguous(),

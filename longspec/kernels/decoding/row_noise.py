@@ -1,6 +1,6 @@
 """Random numbers that depend on their row alone: a counter-based generator, keyed by seed, position and stream.
 
-A row gets the same numbers whatever the batch it is in. Number i of a row is
+A row gets the same numbers in any batch. Number i of a row is
     mix(key + (i + 1) * GAMMA),  key = mix(mix(mix(seed) + (position + 1) * GAMMA) + (stream + 1) * GAMMA)
 in 64-bit integers, where mix is the finalizer of SplitMix64. Triton on CUDA, plain torch elsewhere, with equal bits.
 """

@@ -11,8 +11,8 @@ from longspec.kernels.decoding.attention_interface import Attend
 from longspec.kernels.decoding.attention_reference import ring_visible
 
 FOLD_LIMIT = 32
-"""Largest number of queries for which the query heads of a group are folded into the rows of one KV head; faster on the
-CPU for few queries."""
+"""Largest number of queries for which the query heads of a group become rows of their KV head. For few queries this is
+faster on the CPU."""
 
 
 class SdpaAttention:

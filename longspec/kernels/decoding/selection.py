@@ -1,4 +1,4 @@
-"""Selection of the best continuations of a tree's level, as functions for the kernel that grows it.
+"""Device functions that select the best continuations of a tree's level, for the kernel that grows it.
 
 The functions work on values that one program holds. Integer sort keys that contain the index make one maximum per
 selected value enough, and the order of equal values certain.
@@ -131,7 +131,7 @@ def select_children(
 ):
     """The WIDTH best continuations in the selected sub-chunks: parent, token and merit, [BLOCK_W] each, best first.
 
-    The merit of a continuation that does not exist is -inf.
+    Entries without a continuation have the merit -inf.
     """
     column = sub_number[:, None] * SUB + tl.arange(0, SUB)[None, :]
     possible = sub_exists[:, None] & (column < vocab)

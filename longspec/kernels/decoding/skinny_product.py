@@ -137,11 +137,13 @@ def count_parts(rows: int, width: int, multiprocessors: int) -> int:
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, rows: int, gated: bool, splits: int) -> None:
     tokens, width = x.shape
+
     # 16 is the smallest size of a matrix product.
     block_m, tail_m = (64, 16) if tokens > 64 else (max(16, triton.next_power_of_2(tokens)), 0)
     # More rows and a gate need more shared memory per stage, so as many stages run as fit, at most 5.
     block_k = SHORT_BLOCK if splits > 2 or (tokens > 16 and splits == 1) else 2 * SHORT_BLOCK
     stage_bytes = x.element_size() * block_k * (BLOCK_N * (2 if gated else 1) + block_m + tail_m)
+
     _skinny_product_kernel[(triton.cdiv(rows, BLOCK_N), splits)](
         x,
         weight,

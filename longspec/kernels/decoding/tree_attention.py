@@ -207,11 +207,13 @@ def _launch(
     batch, heads, nodes, head_dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
+
     # [B, N, H, D] in memory, so that the output projection reads contiguous rows.
     out = torch.empty((batch, nodes, heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
     tiles = tree_attention_tiles(head_dim, q.dtype, shared_memory)
     num_parts = 0 if parts is None else len(parts.outs)
     overlap = parts is not None and parts.overlap
+
     # A pointer argument that the kernel does not read is q.
     _tree_attention_kernel[(triton.cdiv(group * nodes, tiles.block_m), batch * kv_heads)](
         q,

@@ -181,7 +181,10 @@ def grow_level(
     logits = logits.contiguous()
     batch, num_parents, vocab = logits.shape
     statistics = logit_statistics(logits, temperature, noise)
-    subs, chunks = statistics.best.shape[1], statistics.chunk_sums.shape[1]
+    subs = statistics.best.shape[1]
+    chunks = statistics.chunk_sums.shape[1]
+
+    # Program 0 of a sequence grows its tree. The others, of a race only, write a chunk of a parent's q each.
     _grow_level_kernel[(batch, 1 if q is None else 1 + num_parents * chunks)](
         logits,
         noise,

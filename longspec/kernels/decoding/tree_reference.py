@@ -1,7 +1,7 @@
 """Plain torch references of the kernels that grow a tree, accept its nodes and compact the KV cache.
 
-They have the signatures of the kernels' launchers. `argmax`, `grow_level` and `compact` are also what decoding runs
-where Triton does not.
+They have the signatures of the kernels' launchers. Decoding itself runs `argmax`,
+`first_arrival`, `grow_level` and `compact` of this file on devices without Triton.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ from longspec.kernels.shared.reference import softmax
 from longspec.kernels.shared.watch import Watch
 
 
-def argmax(values: Tensor, noise: Tensor | None = None, watch: Watch | None = None) -> Tensor:
+def argmax(values: Tensor, watch: Watch | None = None) -> Tensor:
     """Reference of `row_argmax.argmax`; also takes fp64."""
-    largest, index = (values if noise is None else values / noise).max(-1)
+    largest, index = values.max(-1)
     if watch is not None:
         watch.record(~largest.isfinite())
     return index
+
+
+def first_arrival(weights: Tensor, noise: Tensor) -> Tensor:
+    """Reference of `row_argmax.first_arrival`; also takes fp64."""
+    return argmax(weights / noise)
 
 
 def grow_level(

@@ -42,7 +42,7 @@ class TritonAttention:
         return attend
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
-        # The second kernel is still needed: for the slots after the last whole block, and to merge the parts.
+        # Without a tree the second kernel still reads the slots after the last whole block and merges the parts.
         return self.hybrid(lengths, None)(q, k, v, scale)
 
     def window(

@@ -87,7 +87,9 @@ def vector_product(
     width = x.shape[-1]
     rows = weight.shape[0] // 2 if gated else weight.shape[0]
     out = x.new_empty(*x.shape[:-1], rows) if add_to is None else add_to
-    block_n = BLOCK_N // 2 if gated else BLOCK_N  # a gated program reads two rows of the weight per output
+
+    # A gated program reads two rows of the weight per output.
+    block_n = BLOCK_N // 2 if gated else BLOCK_N
     block_k = max(8, min(BLOCK_K, triton.next_power_of_2(width)))
     _vector_product_kernel[(triton.cdiv(rows, block_n),)](
         x,

@@ -26,18 +26,29 @@ def probabilities(logits: Tensor, temperature: float, watch: Watch | None = None
     return softmax(logits.contiguous(), temperature, watch)
 
 
-def argmax(values: Tensor, noise: Tensor | None = None, watch: Watch | None = None) -> Tensor:
-    """Index of the largest of values [..., V], or of values / noise, the first of equal ones: LongTensor [...].
+def argmax(values: Tensor, watch: Watch | None = None) -> Tensor:
+    """Index of the largest of values [..., V], the first of equal ones: LongTensor [...].
 
-    noise: exponential draws of rate 1, fp64, in the shape of values. The result is then one draw from each distribution
-    proportional to values, namely the first arrival where token x arrives at time noise(x) / values(x).
     watch: records rows without a finite largest value; values are then logits [B, ..., V].
     """
     if not runs_triton(values):
-        return tree_reference.argmax(values, noise, watch)
+        return tree_reference.argmax(values, watch)
     from longspec.kernels.decoding import row_argmax
 
-    return row_argmax.argmax(values, noise, watch)
+    return row_argmax.argmax(values, watch)
+
+
+def first_arrival(weights: Tensor, noise: Tensor) -> Tensor:
+    """One draw from each distribution proportional to weights [..., V]: LongTensor [...].
+
+    noise: exponential draws of rate 1, fp64, in the shape of weights. Token x arrives at the time
+    noise(x) / weights(x), and the first arrival is the draw (an exponential race).
+    """
+    if not runs_triton(weights):
+        return tree_reference.first_arrival(weights, noise)
+    from longspec.kernels.decoding import row_argmax
+
+    return row_argmax.first_arrival(weights, noise)
 
 
 def best_children(
@@ -68,7 +79,7 @@ def sampled_children(
     Candidates are all pairs of a parent and a token. Each path arrives after an exponential time whose rate is its
     probability; the first child of a parent arrives with the parent, and by the memorylessness of the exponential
     distribution the others follow at independent times (the Gumbel top-k trick on a tree, arXiv 1903.06059). Hence the
-    children of one parent, in their order, are draws from its q without replacement, whatever their number.
+    children of one parent, in their order, are draws from its q without replacement, for any number of children.
 
     logits [B, n, V]: divided by the temperature. noise fp64 [B, n, V]: exponential draws of rate 1; fp32 draws are too
     coarse near 0 for a large vocabulary (on CUDA none is below 6e-8). q fp32 [B, n, V] with contiguous rows.

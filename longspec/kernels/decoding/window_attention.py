@@ -108,9 +108,12 @@ def window_attention(
     batch, heads, nodes, head_dim = q.shape
     kv_heads, slots = k.shape[1:3]
     group = heads // kv_heads
+
+    # [B, N, H, D] in memory, so that the output projection reads contiguous rows.
     out = torch.empty((batch, nodes, heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
     tiles = tree_attention_tiles(head_dim, q.dtype, shared_memory)
     tree_nodes = tree_mask.shape[2]
+
     _window_attention_kernel[(triton.cdiv(group * nodes, tiles.block_m), batch * kv_heads)](
         q,
         k,

@@ -168,9 +168,12 @@ def logit_statistics(logits: Tensor, temperature: float, noise: Tensor | None = 
     """
     vocab = logits.shape[-1]
     rows = logits.numel() // vocab
-    subs, chunks = triton.cdiv(vocab, SUB), triton.cdiv(vocab, CHUNK)
+    subs = triton.cdiv(vocab, SUB)
+    chunks = triton.cdiv(vocab, CHUNK)
+
     best = torch.empty(rows, subs, device=logits.device)
     chunk_maxima, chunk_sums = torch.empty(2, rows, chunks, device=logits.device)
+
     _statistics_kernel[(rows, chunks)](
         logits,
         noise,

@@ -19,15 +19,15 @@ def varlen_attention(
     use_flash: bool = True,
 ) -> Tensor:
     """Reference of `varlen.varlen_attention`: dense attention under a mask [N, N]."""
-    return masked_attention(q, k, v, causal_mask(segments, window), scale)
+    return dense_attention(q, k, v, causal_mask(segments, window), scale)
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, block: int = BLOCK) -> Tensor:
     """Reference of `varlen.block_attention`: dense attention under a mask [N, N]."""
-    return masked_attention(q, k, v, block_mask(segments, block), scale)
+    return dense_attention(q, k, v, block_mask(segments, block), scale)
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Dense attention [N, H, D] of flattened tokens; q [N, H, D]; k, v [M, K, D]; mask bool [N, M]."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return attention_with_lse(q, k, v, mask[None], scale)[0][0].transpose(0, 1)
