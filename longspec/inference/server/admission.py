@@ -1,4 +1,4 @@
-"""What fits: cache slots per row within a memory budget, and the checks of a request before it is queued."""
+"""Capacity: cache slots per row within a memory budget, and the checks of a request before it is queued."""
 
 from __future__ import annotations
 

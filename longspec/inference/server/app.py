@@ -42,7 +42,7 @@ class Scheduler(Engine, Protocol):
 
 @dataclass(frozen=True)
 class Service:
-    """What the routes answer from."""
+    """State that the routes read."""
 
     model: ServedModel
     scheduler: Scheduler

@@ -12,7 +12,7 @@ from longspec.inference.server.errors import ApiError, error_response
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for. The scheduler limits prompt and answer by memory and by the target's positions."""
+    """Limits of one request. The scheduler limits prompt and answer by memory and by the target's positions."""
 
     max_seconds: float = 600.0
     """From the arrival of a request to its last token."""

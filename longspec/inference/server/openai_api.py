@@ -30,7 +30,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "top_logprobs": (0,),
 }
-"""Fields that are accepted with these values, besides null."""
+"""Fields that are accepted with these values, in addition to null."""
 
 
 def _one_or_more(value: Any) -> Any:

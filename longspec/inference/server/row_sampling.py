@@ -68,7 +68,7 @@ class RowSettings:
         return RowSettings(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def assign(self, row: int, sampling: Sampling, seed: int, vocab: int) -> None:
-        """Make `sampling` the settings of a row; seed: 0 … 2^64 - 1, in the place of the one in `sampling`."""
+        """Make `sampling` the settings of a row; seed: 0 to 2^64 - 1; it replaces that of `sampling`."""
         greedy = sampling.temperature == 0
         self.seeds[row] = seed - 2**64 if seed >= 2**63 else seed
         self.greedy[row] = greedy

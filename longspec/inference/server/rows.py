@@ -71,7 +71,7 @@ class Rows:
             return None
         ids = np.array(prompt[:-1], dtype=np.int64)
         lengths = [common_prefix(ids, row.tokens) for row in self._rows]
-        # Of equal prefixes the one of the row that loses least.
+        # Among equal prefixes, take that of the row that loses least.
         source = max(self._rows, key=lambda row: (lengths[row.number], row.job is None, -len(row.tokens)))
         length = lengths[source.number]
         if source.job is None and 2 * length >= len(source.tokens):

@@ -156,7 +156,7 @@ class Worker:
         self.batch.start_draft(row.number, self.batch.upload(row.tokens))
 
     def _note(self, running: list[Row], report: Tensor, trace: Tensor) -> None:
-        """Take in a round. Reading the report is the one place that waits for it."""
+        """Process a round's report. Reading the report waits for the round; nothing else does."""
         lines = report.tolist()
         traced = any(row.job is not None and row.job.ticket.request.trace for row in running)
         trees = trace.tolist() if traced else None
