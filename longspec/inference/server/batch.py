@@ -214,7 +214,7 @@ class Batch:
             store[:, row, :, :length] = store[:, source, :, :length]
 
     def swap(self, a: int, b: int, length_a: int, length_b: int) -> None:
-        """Exchange rows a and b, which hold length_a and length_b tokens, without the drafter's state (`start_draft`)."""
+        """Exchange rows a and b of length_a and length_b tokens, without the drafter's state (see `start_draft`)."""
         cache, settings = self.cache, self.settings
         for store in (cache.keys, cache.values):
             for layer in store:
