@@ -156,5 +156,5 @@ def test_stop_ends_the_answer_and_the_conversation_goes_on(page: Page, server: R
 
 def test_an_error_is_announced_and_the_message_kept(page: Page) -> None:
     page.ask("hello", tokens=100000)
-    page.until(lambda: "4096 positions" in page.text("#alert"))
+    page.until(lambda: "room for 4096 tokens" in page.text("#alert"))
     assert page.one("#message").get_property("value") == "hello" and not page.all(".assistant")
