@@ -56,7 +56,7 @@ def read_prompts(sources: Sequence[str]) -> list[Prompt]:
 
 
 def _read(source: str, number: int) -> Iterator[Prompt]:
-    """The prompts of one source. number: of the source, from 1."""
+    """The prompts of one source; `number` counts the sources from 1."""
     suffix = Path(source).suffix if "\n" not in source else ""
     if source == STDIN:
         yield from _text_lines("stdin", sys.stdin.buffer.read())

@@ -80,8 +80,8 @@ def generate(
     measured on these prompts before generation, unless it is cached (see `tree_shapes.choose_shape`).
     eos_token_id, pad_token_id: None takes the model's own. seed: 0 ... 2^64 - 1; None draws from torch's global
     generator.
-    streamer: for a single row; gets the prompt [1, P] and then each new token [1], on the CPU, as from transformers,
-    and the token's origin if it takes it (see `Streamer`).
+    streamer: receives the prompt [1, P] and then each new token [1] on the CPU, as in transformers, and the token's
+    origin if it has `put_from` (see `Streamer`). Only for a single row.
     tree_rule: applies above temperature 0. "reject" samples the tree from the draft without replacement and uses
     recursive rejection; "descend" drafts the most probable tree and follows the target's own draws in it. Both are
     exact; "reject" accepts more tokens.

@@ -21,7 +21,7 @@ def check_memory(
 ) -> None:
     """Raise UserError if the target with the KV cache and logits of a batch exceeds the free memory.
 
-    rows: in the largest batch; tokens: of the longest prompt with its continuation; nodes: verified per pass.
+    rows: size of the largest batch. tokens: length of the longest prompt with its answer. nodes: verified per pass.
     """
     # A lower bound: activations and the draft come on top.
     weights = weight_bytes(config, dtype)

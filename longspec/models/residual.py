@@ -24,7 +24,7 @@ class ResidualStream:
     """Hidden states [B, N, hidden] that the layers of a pass add to; `hidden` is changed in place."""
 
     def __init__(self, hidden: Tensor, eps: float) -> None:
-        """eps: of every RMSNorm in the pass."""
+        """eps: the epsilon of every RMSNorm in the pass."""
         self.hidden, self.eps = hidden, eps
         tokens = hidden.shape[0] * hidden.shape[1]
         self.is_vector = tokens == 1

@@ -36,7 +36,7 @@ class StepBatches:
 def take_micro_batches(arrays: Arrays, count: int) -> tuple[list[Batch], float]:
     """The next `count` micro-batches of the loader, and the seconds spent waiting for them."""
     start = time.perf_counter()
-    # A worker process that falls behind shows up here.
+    # Waits if the loader's workers are slower than training.
     taken = [next(arrays) for _ in range(count)]
     wait_s = time.perf_counter() - start
     batches = [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in taken]

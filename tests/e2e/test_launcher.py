@@ -1,4 +1,4 @@
-"""Training on two CPU ranks: what it computes, leaves behind, and goes on from. The first test has the launcher."""
+"""Training on two CPU ranks: losses, saved files and resuming. Only the first test uses DeepSpeed's launcher."""
 
 import math
 import shutil

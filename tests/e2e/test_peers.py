@@ -1,4 +1,4 @@
-"""Ranks in a device call, without a launcher: what they do when one is missing, dies or is stopped."""
+"""Ranks blocked in a device call end when another rank is missing, dies or is stopped. No launcher is used."""
 
 import subprocess
 import sys

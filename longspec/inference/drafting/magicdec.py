@@ -52,7 +52,7 @@ class SparseTarget:
     def _view(self, lengths: Tensor, step: int, capacity: int) -> tuple[Tensor, Tensor]:
         """The slots to read, LongTensor [B, SINK + RECENT + gamma], and which of them are visible, bool of that shape.
 
-        Static shape: in short rows the recent part overlaps the sink, or starts before slot 0, and is masked there.
+        The shape is static. If a row is short, recent slots that overlap the sink or precede slot 0 are masked.
         """
         device = lengths.device
         root = lengths[:, None]

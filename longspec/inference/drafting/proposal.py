@@ -30,8 +30,8 @@ class Proposal:
     shape: tuple[int, ...]
     """Number of nodes in each level below the root."""
     sampled_from: Tensor | None = None
-    """[B, N - shape[-1], V]: for each inner node the distribution q from which its children were sampled, without
-    replacement and in the order of their numbers. None for a tree that was built deterministically."""
+    """[B, N - shape[-1], V]: the draft distribution q at each inner node. Its children are samples of q without
+    replacement, numbered in the order of sampling. None for a tree that was built deterministically."""
 
     @property
     def depth(self) -> int:

@@ -22,7 +22,7 @@ ROUND_BYTES = 64
 def row_capacity(
     config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, rows: int, nodes: int, memory: int | None
 ) -> int:
-    """Cache slots per row: for the target's whole context, or for what `memory` bytes allow `rows` rows.
+    """Cache slots per row: enough for the target's whole context, or fewer if `rows` rows would exceed `memory` bytes.
 
     nodes: read per round and row; memory: None takes 90% of what is free on the device. Raises UserError if it does not
     even suffice for one step of the cache's size.

@@ -151,8 +151,8 @@ def build_app(
 ) -> FastAPI:
     """The application. It neither starts nor closes the scheduler.
 
-    api_key: what clients send as a bearer token; None lets everybody in. hosts: names under which clients may address
-    the server; a list of its own names keeps web pages from reaching it through a name of theirs.
+    api_key: the bearer token that clients must send; None allows requests without one. hosts: accepted values of the
+    Host header. A list of the server's own names prevents DNS rebinding.
     """
     service = Service(model, scheduler, limits, Metrics(scheduler.snapshot), ThreadPoolExecutor(1, "encoder"))
 

@@ -176,7 +176,7 @@ def prefix_and_tree_attention(
 
     q [B, H, N, D]; k, v: the cache [B, K, S, D]; last dimensions contiguous; one dtype (fp32, fp16, bf16). lengths int
     [B]. tree_mask bool [B, N, N], True where query node i sees the node in slot lengths[b] + j, or None without a tree.
-    parts: of any float dtype and any strides, last dimension contiguous. shared_memory: bytes available to a program.
+    parts: any float dtype and strides, last dimension contiguous. shared_memory: bytes available to a program.
     Returns [B, H, N, D] in q's dtype, a view of [B, N, H, D]; a query that sees no key gets 0. Raises ValueError for
     tensors of other layouts.
     """

@@ -76,7 +76,7 @@ class Segments:
     def newest_keys(self, blocks: bool = False) -> Tensor:
         """Index of the newest key that each query sees, among the N tokens, LongTensor [N] on the device; -1 for none.
 
-        blocks: for the block pattern, which ignores lags.
+        blocks: use the block pattern, which ignores lags.
         """
         offsets = self._host_offsets()
         lags = torch.tensor(self.lags).repeat_interleave(torch.tensor(self.lengths))
