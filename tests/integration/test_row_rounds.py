@@ -109,3 +109,13 @@ def test_planted_faults_are_seen(model: GlideMixin, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:  # draft and target draw the same numbers
         patch.setattr(batch_module.RowSampler, "_next_stream", lambda self, kind: kind)
         assert p_value(outcomes(model, METHODS["seq"]), law) < 1e-6
+
+
+def test_rounds_of_batches_of_other_sizes_warm_up_anew(model: GlideMixin) -> None:
+    """Compaction of the whole cache may be another kernel, and must not be compiled during a capture."""
+    runner = make_runner(model, "auto", True)
+    kinds = set()
+    for max_rows in (1, 5, 16):
+        batch = Batch(runner, METHODS["tree"], max_rows, 256)
+        kinds.add(batch._new_rounds(Mode(True, "greedy"), slice(0, 1)).kind)
+    assert len(kinds) == 3
