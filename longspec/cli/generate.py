@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,7 @@ from longspec.cli.options import (
     TemplateOption,
     TopKOption,
     TopPOption,
+    TpSizeOption,
 )
 
 
@@ -50,6 +52,7 @@ def generate(
     method: MethodOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = "auto",
+    tp_size: TpSizeOption = 1,
     chat_template_kwargs: TemplateOption = None,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
@@ -81,12 +84,15 @@ def generate(
     from longspec.cli.prompts import read_prompts
     from longspec.cli.results import check_folder, open_results, write_summary
     from longspec.errors import UserError
+    from longspec.inference.process_group import shared_target
     from longspec.signals import StopSignals, exit_code
 
     check_folder(json_file, "--json")
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k)
-    asked = read_prompts(prompts or [])
-    with StopSignals(at_once=True) as stop, open_results(output, asked) as results:
+    with StopSignals(at_once=True) as stop, ExitStack() as context:
+        context.enter_context(shared_target(tp_size, device, stop))
+        asked = read_prompts(prompts or [])
+        results = context.enter_context(open_results(output, asked))
         pair = open_pair(model, draft, method, dtype, device, chat_template_kwargs)
         has_template = pair.chat_format != "plain"
         if chat and not has_template:

@@ -6,6 +6,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 from longspec.data.target_format import AUTO as AUTO_FORMAT
@@ -35,14 +36,16 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> dict[str
     Bad input ends the process with exit code 2. A stop signal ends it with 128 + its number: at once during the
     preparation, after the running batch during the measurement.
     """
-    with StopSignals(at_once=True) as stop:
+    with StopSignals(at_once=True) as stop, ExitStack() as ranks:
         try:
             options = parse_options(argv, prog)
             # Imported here, so that --help and a misspelled option do not wait for torch.
+            from longspec.inference.process_group import shared_target
             from longspec.longbench.measurement import measure
             from longspec.longbench.plan import make_plan
             from longspec.longbench.run_folder import open_report
 
+            ranks.enter_context(shared_target(options.tp_size, options.device, stop))
             plan = make_plan(options)
             for note in plan.notes:
                 print(note)
@@ -139,6 +142,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--overwrite", action="store_true", help="replace the results in the output folder, whichever run wrote them")
     add("--dtype", choices=DTYPES, default="auto", help="auto: that of the target's weights; float32 on a CPU")
     add("--device", help="default: cuda if there is one")
+    add("--tp_size", type=int, default=1, help="number of ranks that share the target, started by torchrun")
     add("--attention", choices=("auto", *BACKENDS), default="auto", help="backend of the attention in decoding")
     add(
         "--compile",
