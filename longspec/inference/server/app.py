@@ -133,13 +133,30 @@ class CountedResponses:
         self.app, self.metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        has_started = False
+
         async def counted(message: Message) -> None:
+            nonlocal has_started
             if message["type"] == "http.response.start":
-                route = getattr(scope.get("route"), "path", "other")
-                self.metrics.responses.labels(route, message["status"]).inc()
+                has_started = True
+                self._count(scope, message["status"])
             await send(message)
 
-        await self.app(scope, receive, counted if scope["type"] == "http" else send)
+        try:
+            await self.app(scope, receive, counted)
+        except Exception:
+            # Starlette's outermost middleware answers it with status 500, out of this one's sight.
+            if not has_started:
+                self._count(scope, 500)
+            raise
+
+    def _count(self, scope: Scope, status: int) -> None:
+        route = getattr(scope.get("route"), "path", "other")
+        self.metrics.responses.labels(route, status).inc()
 
 
 def build_app(
