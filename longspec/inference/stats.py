@@ -27,6 +27,8 @@ class GenerationStats:
     """Peak of memory allocated on the CUDA device during the call; 0 on a CPU."""
     tree_shape: tuple[int, ...] = ()
     """Number of nodes in each level of the drafted trees; empty for other methods."""
+    tree_nodes: int = 0
+    """Number of nodes of each tree that were verified, the root included; 0 for other methods."""
 
     @property
     def mean_acceptance_length(self) -> float:
