@@ -38,6 +38,8 @@ class GenerationStats:
     """Time to record the CUDA graphs of rounds before `ttft_s`, in seconds; 0 if an earlier call did."""
     measure_s: float = 0.0
     """Time of the measurements of "auto" before `ttft_s`, in seconds; 0 if they are cached."""
+    tree_nodes: int = 0
+    """Number of nodes of each tree that were verified, the root included; 0 for other methods."""
 
     @property
     def mean_acceptance_length(self) -> float:
