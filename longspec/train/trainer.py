@@ -87,7 +87,8 @@ class Trainer:
 
         self.accumulation = config.gradient_accumulation_steps
         self.learning_rate_factor = cosine_with_warmup(total_steps, config.warmup_ratio)
-        self.objective = DraftLoss(config.loss, config.log_target_loss)
+        vocabulary = engine.module.draft_model.vocabulary
+        self.objective = DraftLoss(config.loss, config.log_target_loss, vocabulary=vocabulary)
         self.evaluation: Evaluation | None = None
         if held_out_rows:
             self.evaluation = Evaluation(config, engine, inputs, self.objective, held_out_rows)
