@@ -1,0 +1,268 @@
+"""The replicas of a command: the ranks of a torchrun launch. Each has a copy of the model and a share of the work.
+
+Ranks do not exchange tensors. They agree on the work before it starts, count finished items in a shared counter, and
+meet at the end. A command without a launcher is a single replica, for which all of this costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import transformers
+
+from longspec.errors import UserError, first_line
+from longspec.signals import StopSignals
+
+T = TypeVar("T")
+
+CONNECT = timedelta(minutes=5)
+"""Time in which all ranks must connect."""
+PATIENCE = timedelta(days=2)
+"""Longest wait for ranks that have more work left. A rank that dies ends the wait at once."""
+POLL_S = 0.1
+"""Seconds between two looks at stop signals while a rank waits for the others."""
+STOP = "stop"
+"""Key of the store that holds the number of the first stop signal."""
+LOST = "lost"
+"""Counter of the ranks that have noticed the end of another rank."""
+
+
+class Replicas:
+    """The ranks of a launch, as seen by one of them."""
+
+    def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, store: dist.Store | None = None) -> None:
+        """store: shared by all ranks; None for a single replica. Use `joined_replicas`."""
+        self.rank = rank
+        self.size = size
+        self.local_rank = local_rank
+        self._store = store
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if store else None
+        self._counts: Counter[str] = Counter()
+
+    def device(self, device: str | None) -> str | None:
+        """The device of this rank for the option `--device`: the GPU with the number of the rank on its host."""
+        if self.size == 1 or device not in (None, "cuda") or not torch.cuda.is_available():
+            return device
+        if self.local_rank < torch.cuda.device_count():
+            torch.cuda.set_device(self.local_rank)
+        return f"cuda:{self.local_rank}"
+
+    def from_rank_zero(self, compute: Callable[[], T]) -> T:
+        """The result of `compute()`, which runs on rank 0 only, on every rank. It is sent pickled.
+
+        A UserError or SystemExit on rank 0 ends every rank with the same exit code, and the message is printed once.
+        """
+        if self._store is None:
+            return compute()
+        result: Any = None
+        code: Any = None
+        stops = False
+        if self.rank == 0:
+            try:
+                result = compute()
+            except UserError as error:
+                # Printed before the broadcast: once one rank has ended, the launcher ends the others.
+                print(f"error: {error}", file=sys.stderr, flush=True)
+                stops, code = True, 2
+            except SystemExit as end:
+                stops, code = True, end.code
+        message = [result, stops, code]
+        with self._connected():
+            dist.broadcast_object_list(message, group=self._group)
+        result, stops, code = message
+        if stops:
+            raise SystemExit(code)
+        return result
+
+    def together(self, build: Callable[[], T]) -> T:
+        """The result of this rank's own `build()`, once it has succeeded on all ranks.
+
+        A UserError on any rank ends all ranks with exit code 2, and the message of the first such rank is printed.
+        """
+        if self._store is None:
+            return build()
+        built: list[T] = []
+        problem = None
+        try:
+            built.append(build())
+        except UserError as error:
+            problem = str(error)
+        problems = self.gather(problem)
+        failed = [rank for rank, text in enumerate(problems) if text is not None]
+        if failed:
+            if self.rank == failed[0]:
+                label = f"rank {self.rank} on {socket.gethostname()}: " if self.rank else ""
+                print(f"error: {label}{problem}", file=sys.stderr, flush=True)
+            # The first of these ranks has printed its message before another one ends.
+            self.gather(None)
+            raise SystemExit(2)
+        return built[0]
+
+    def rank_zero_first(self, build: Callable[[], T]) -> T:
+        """The result of `build()`, which runs on rank 0 first, so that the others find downloads and caches."""
+        built: list[T] = []
+        self.from_rank_zero(lambda: built.append(build()))
+        return self.together(lambda: built[0] if built else build())
+
+    def gather(self, value: T) -> list[T]:
+        """The `value` of each rank, in order of rank. It is sent pickled."""
+        if self._store is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with self._connected():
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def check_shared(self, path: Path) -> None:
+        """End all ranks with an error unless each of them sees the file or folder that rank 0 sees under this path."""
+        number = self.from_rank_zero(lambda: path.stat().st_ino)
+
+        def check() -> None:
+            if not path.exists() or path.stat().st_ino != number:
+                raise UserError(f"{path}: is not what rank 0 wrote there; give a path on a disk that all hosts share")
+
+        self.together(check)
+
+    def share(self, loads: Sequence[int]) -> list[int]:
+        """The indices of this rank's items. All ranks must call it with the same loads."""
+        return balanced(loads, self.size)[self.rank]
+
+    def count(self, name: str, items: int) -> int:
+        """Add to the shared counter `name`, and return its value, to which all ranks have added."""
+        if self._store is None:
+            self._counts[name] += items
+        else:
+            with self._connected():
+                self._counts[name] = self._store.add(f"count/{name}", items)
+        return self._counts[name]
+
+    def last_count(self, name: str) -> int:
+        """The last value of a shared counter that this rank has seen."""
+        return self._counts[name]
+
+    def stopped(self, stop: StopSignals) -> bool:
+        """Whether a stop signal has reached any rank. Then `stop.received` is set on this rank, too."""
+        with self._connected():
+            self._pass_on(stop)
+        return stop.received is not None
+
+    def _pass_on(self, stop: StopSignals) -> None:
+        """Tell the other ranks about a stop signal, or learn of theirs. Raises RuntimeError if the store has ended."""
+        if self._store is None:
+            return
+        if stop.received is not None:
+            self._store.set(STOP, str(stop.received))
+        elif self._store.check([STOP]):
+            stop.received = int(self._store.get(STOP))
+
+    def meet(self, stop: StopSignals, watch: Callable[[], object] = lambda: None) -> bool:
+        """Wait until every rank has called this. Returns False if one has ended before.
+
+        Stop signals are passed on meanwhile, so that the others come after their current work. watch: called every
+        POLL_S seconds.
+        """
+        if self._store is None:
+            return True
+        try:
+            arrival = dist.barrier(group=self._group, async_op=True)
+            while not arrival.is_completed():
+                self._pass_on(stop)
+                watch()
+                time.sleep(POLL_S)
+            arrival.wait()
+        except RuntimeError:
+            return False
+        return True
+
+    def reports_loss(self) -> bool:
+        """Whether this rank is to report that another one has ended. True on one of those that notice it."""
+        try:
+            return self._store is None or self._store.add(LOST, 1) == 1
+        except RuntimeError:  # the store has ended with rank 0
+            return True
+
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        """Turn the error of a broken connection into LostRank."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise LostRank(self) from error
+
+
+class LostRank(SystemExit):
+    """The end of a process that has lost another rank. One of the remaining ranks prints a line."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        line = (
+            f"rank {replicas.rank} of {replicas.size} ends, because another rank has ended; the same command continues"
+        )
+        super().__init__(line if replicas.reports_loss() else 1)
+
+
+def balanced(loads: Sequence[int], ranks: int) -> list[list[int]]:
+    """The indices of each rank's items, in ascending order.
+
+    The largest items come first, each to the rank with the smallest load so far. Ties go to the lower number.
+    """
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    totals = [0] * ranks
+    for index in sorted(range(len(loads)), key=lambda index: (-loads[index], index)):
+        rank = totals.index(min(totals))
+        shares[rank].append(index)
+        totals[rank] += loads[index]
+    return [sorted(share) for share in shares]
+
+
+@contextmanager
+def joined_replicas() -> Iterator[Replicas]:
+    """The replicas of this process's launch, connected until the context ends.
+
+    Raises UserError for environment variables that contradict each other, and if the ranks do not connect.
+    """
+    rank = launch_number("RANK", 0)
+    size = launch_number("WORLD_SIZE", 1)
+    if rank >= size:
+        raise UserError(f"environment variable RANK: {rank}, but WORLD_SIZE is {size}; ranks count from 0")
+    if size == 1:
+        yield Replicas()
+        return
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise UserError(
+            f"environment variable WORLD_SIZE: {size} ranks, but {', '.join(missing)} not set; start the command with "
+            "torchrun, or unset WORLD_SIZE"
+        )
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=CONNECT))
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=CONNECT
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        master = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise UserError(f"rank {rank} of {size} did not reach the others at {master}: {first_line(error)}") from error
+    if rank > 0:
+        transformers.utils.logging.disable_progress_bar()
+    try:
+        yield Replicas(rank, size, launch_number("LOCAL_RANK", 0), dist.PrefixStore("replicas", store))
+    finally:
+        dist.destroy_process_group()
+
+
+def launch_number(name: str, default: int) -> int:
+    """A variable that torchrun sets. Raises UserError if it is not a number."""
+    value = os.environ.get(name, str(default))
+    if not value.isdecimal():
+        raise UserError(f"environment variable {name}: {value!r} is not a number; use torchrun, or unset it")
+    return int(value)
