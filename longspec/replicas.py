@@ -170,7 +170,7 @@ class Replicas:
         """Wait until every rank has called this. Returns False if one has ended before.
 
         Stop signals are passed on meanwhile, so that the others come after their current work. watch: called every
-        POLL_S seconds.
+        POLL_S seconds, and once more after it.
         """
         if self._store is None:
             return True
@@ -181,6 +181,7 @@ class Replicas:
                 watch()
                 time.sleep(POLL_S)
             arrival.wait()
+            watch()
         except RuntimeError:
             return False
         return True

@@ -1,0 +1,73 @@
+"""Two hosts: two torchrun agents on this machine, which share nothing but the disk and a port."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_command import SHORT, draft_of, write_records
+from test_command import make_target as make_speaker
+from training_fixtures import LIMIT_S, ROOT, launch_environment, make_target, metrics, plain_training, write_texts
+
+from longspec.longbench.command import main
+from longspec.train.config import load_config
+from scripts.pipeline.machine import free_port
+
+pytestmark = pytest.mark.slow
+
+
+def run_hosts(
+    options: list[str], command: list[str], own: list[list[str]], **environment: str
+) -> list[tuple[int, str]]:
+    """The exit code and the stderr of a torchrun agent per host. own: options that differ between hosts."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", *options]
+    agents = [
+        subprocess.Popen(
+            [*torchrun, *more, *command],
+            cwd=ROOT,
+            env=launch_environment(PYTHONPATH=str(ROOT), **environment),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for more in own
+    ]
+    errors = [agent.communicate(timeout=LIMIT_S)[1] for agent in agents]
+    return [(agent.returncode, error) for agent, error in zip(agents, errors, strict=True)]
+
+
+def test_an_evaluation_survives_the_death_of_a_rank_on_the_other_host(tmp_path: Path) -> None:
+    target, data = make_speaker(tmp_path / "target"), write_records(tmp_path / "data", count=7)
+    line = ["--target", str(target), "--draft", str(draft_of(target)), "--task", "lcc", "--data_path_prefix", str(data)]
+    line += ["--device", "cpu", *SHORT, "--max_gen_len", "6", "--output_dir", str(tmp_path / "out")]
+    master = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    first, second = run_hosts(
+        master,
+        ["tests/faulty_replica.py", "evaluate", *line],
+        [["--node_rank", "0"], ["--node_rank", "1"]],
+        FAULT="1:1:SIGKILL",
+    )
+    assert first[0] != 0 and second[0] != 0
+    assert "a rank has ended: 5 of 7 samples are done" in first[1], first[1]
+    assert "exitcode  : -9" in second[1]
+    files = [tmp_path / "out" / name for name in ("samples.jsonl", "samples.jsonl.rank-1")]
+    saved = {raw for file in files for raw in file.read_text().splitlines()}
+    summary = main(line)
+    written = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
+    assert summary is not None and (summary["samples"], summary["processes"]) == (7, 2)
+    assert saved < {*written} and len(written) == 7
+
+
+def test_training_on_two_hosts_is_that_of_one_plain_loop(tmp_path: Path) -> None:
+    target, data = make_target(tmp_path / "target"), write_texts(tmp_path / "data.jsonl")
+    arguments = ["-cp", os.path.join(ROOT, "conf/exp"), "-cn", "tiny_glide_stage1_sinkpi-slicing"]
+    arguments += [f"model_name_or_path={target}", f"data.files={data}", f"data.cache_dir={tmp_path}/cache"]
+    arguments += [f"output_dir={tmp_path}/out", "variant=base", "max_steps=2", "data.pack=false", "resume=latest"]
+    config = load_config(arguments)
+    assert config is not None
+    losses, _ = plain_training(config, steps=2, ranks=2)
+    rendezvous = ["--rdzv_backend", "c10d", "--rdzv_id", "7", "--rdzv_endpoint", f"localhost:{free_port()}"]
+    hosts = run_hosts(rendezvous, ["./trainer_base_ds_mul_fs_tp.py", *arguments], [[], []])
+    assert [code for code, _ in hosts] == [0, 0], hosts
+    assert [step["loss"] for step in metrics(tmp_path / "out")] == pytest.approx(losses, rel=1e-5)
