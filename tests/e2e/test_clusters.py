@@ -1,13 +1,12 @@
 """Two hosts: two torchrun agents on this machine, which share nothing but the disk and a port."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from test_command import SHORT, draft_of, write_records
-from test_command import make_target as make_speaker
 from training_fixtures import LIMIT_S, ROOT, launch_environment, make_target, metrics, plain_training, write_texts
 
 from longspec.longbench.command import main
@@ -38,9 +37,12 @@ def run_hosts(
 
 
 def test_an_evaluation_survives_the_death_of_a_rank_on_the_other_host(tmp_path: Path) -> None:
-    target, data = make_speaker(tmp_path / "target"), write_records(tmp_path / "data", count=7)
-    line = ["--target", str(target), "--draft", str(draft_of(target)), "--task", "lcc", "--data_path_prefix", str(data)]
-    line += ["--device", "cpu", *SHORT, "--max_gen_len", "6", "--output_dir", str(tmp_path / "out")]
+    target = make_target(tmp_path / "target")
+    records = [{"_id": f"r{n}", "input": "", "context": f"x = {n}\n" * (n + 1)} for n in range(7)]
+    (tmp_path / "lcc.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    line = ["--target", str(target), "--method", "vanilla", "--task", "lcc", "--data_path_prefix", str(tmp_path)]
+    line += ["--min_prompt_len", "10", "--headroom", "3000", "--max_gen_len", "6", "--device", "cpu"]
+    line += ["--output_dir", str(tmp_path / "out")]
     master = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
     first, second = run_hosts(
         master,
