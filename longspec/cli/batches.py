@@ -138,6 +138,7 @@ def summarize(job: Job, answered: int, shares: Sequence[Share]) -> dict[str, Any
         "rounds": pooled.rounds,
         "mean_acceptance_length": pooled.mean_acceptance_length if pooled.rounds else None,
         "tokens_per_second": pooled.tokens_per_second if pooled.decode_s else None,
+        **pooled.setup,
         "ttft_s": pooled.ttft_s,
         "decode_s": pooled.decode_s,
     }

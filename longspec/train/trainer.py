@@ -13,17 +13,10 @@ from torch import Tensor
 
 from longspec.data.collators import IGNORED
 from longspec.kernels.training.segments import Segments
+from longspec.ranks.agreement import Termination, from_every_rank, from_rank_zero
 from longspec.train.checkpoint import read_best, save_best, save_checkpoint
 from longspec.train.config_schema import TrainConfig
-from longspec.train.distributed import (
-    Termination,
-    data_parallel_rank_and_size,
-    from_every_rank,
-    from_rank_zero,
-    rank_zero_first,
-    summed,
-    summed_by_name,
-)
+from longspec.train.distributed import data_parallel_rank_and_size, rank_zero_first, summed, summed_by_name
 from longspec.train.engine import cosine_with_warmup, set_learning_rate
 from longspec.train.evaluation import Evaluation
 from longspec.train.inputs import Inputs
@@ -94,7 +87,8 @@ class Trainer:
 
         self.accumulation = config.gradient_accumulation_steps
         self.learning_rate_factor = cosine_with_warmup(total_steps, config.warmup_ratio)
-        self.objective = DraftLoss(config.loss, config.log_target_loss)
+        vocabulary = engine.module.draft_model.vocabulary
+        self.objective = DraftLoss(config.loss, config.log_target_loss, vocabulary=vocabulary)
         self.evaluation: Evaluation | None = None
         if held_out_rows:
             self.evaluation = Evaluation(config, engine, inputs, self.objective, held_out_rows)
