@@ -20,7 +20,7 @@ from longspec.inference.methods import GLIDE_METHODS
 from longspec.inference.shape_cache import draft_fingerprint
 from longspec.inference.stats import GenerationStats, pool
 from longspec.models.content import target_digest
-from longspec.replicas import Replicas
+from longspec.ranks.replicas import Replicas
 from longspec.signals import StopSignals
 
 PROMPTS = "prompts"

@@ -81,7 +81,7 @@ def generate(
     from longspec.cli.results import Results, check_folder, open_results, write_summary
     from longspec.cli.shares import answer_together
     from longspec.errors import UserError
-    from longspec.replicas import joined_replicas
+    from longspec.ranks.replicas import joined_replicas
     from longspec.signals import StopSignals
 
     with StopSignals(at_once=True) as stop, joined_replicas() as replicas, ExitStack() as stack:

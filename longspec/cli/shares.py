@@ -12,7 +12,7 @@ from typing import Any
 from longspec.cli.batches import PROMPTS, Job, Share, answer_prompts, summarize
 from longspec.cli.results import Results, open_part_results
 from longspec.errors import UserError
-from longspec.replicas import Replicas
+from longspec.ranks.replicas import Replicas
 from longspec.signals import StopSignals, exit_code
 
 

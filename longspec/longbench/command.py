@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> dict[str
             options = parse_options(argv, prog)
             # Imported here, so that --help and a misspelled option do not wait for torch.
             from longspec.longbench.shares import measure_share
-            from longspec.replicas import joined_replicas
+            from longspec.ranks.replicas import joined_replicas
 
             with joined_replicas() as replicas:
                 return measure_share(options, stop, replicas)

@@ -23,7 +23,7 @@ from longspec.longbench.run_folder import DIGESTS
 from longspec.models.draft_files import draft_settings
 from longspec.models.families import family_class
 from longspec.models.glide import GlideMixin
-from longspec.replicas import Replicas
+from longspec.ranks.replicas import Replicas
 from longspec.signals import StopSignals, exit_code
 
 SAMPLES = "samples"

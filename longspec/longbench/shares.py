@@ -12,7 +12,7 @@ from longspec.longbench.measurement import measure
 from longspec.longbench.plan import Plan, make_plan
 from longspec.longbench.report import Report
 from longspec.longbench.run_folder import differences, open_part_report, open_report
-from longspec.replicas import Replicas
+from longspec.ranks.replicas import Replicas
 from longspec.signals import StopSignals
 
 

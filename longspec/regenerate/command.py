@@ -15,9 +15,9 @@ import transformers
 
 from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.errors import UserError, reports_user_errors
+from longspec.ranks.replicas import joined_replicas
 from longspec.regenerate.run import regenerate
 from longspec.regenerate.settings import SPLITS, Settings
-from longspec.replicas import joined_replicas
 from longspec.signals import StopSignals
 
 DEFAULTS = {field.name: field.default for field in fields(Settings)}

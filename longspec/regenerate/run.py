@@ -23,10 +23,10 @@ from longspec.inference.load_pair import load_pair
 from longspec.inference.registry import choose_target
 from longspec.models.content import target_digest
 from longspec.models.target_files import load_tokenizer, read_config
+from longspec.ranks.replicas import LostRank, Replicas
 from longspec.regenerate.settings import Settings, check_settings
 from longspec.regenerate.shards import PROVENANCE_NAME, Shards
 from longspec.regenerate.writer import Writer
-from longspec.replicas import LostRank, Replicas
 from longspec.signals import StopSignals
 
 LIBRARIES = ("torch", "transformers")

@@ -19,8 +19,8 @@ from longspec.locks import LOCK_NAME
 from longspec.longbench import measurement
 from longspec.longbench.command import main
 from longspec.parts import open_part
+from longspec.ranks.replicas import balanced, joined_replicas
 from longspec.regenerate.command import main as regenerate
-from longspec.replicas import balanced, joined_replicas
 from scripts.pipeline.machine import free_port
 
 SAMPLED = ("--method", "seq", "--max_gen_len", "6", "--temperature", "1", "--batch_size", "2")
@@ -117,7 +117,7 @@ def test_longest_items_go_first_to_the_rank_with_the_smallest_load() -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE: 2 ranks, but RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE: 2 ranks, but RANK, MASTER_ADDR, MASTER_PORT not set"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE: 'two' is not a number"),
         ({"RANK": "1"}, "RANK: 1, but WORLD_SIZE is 1"),
     ],

@@ -15,21 +15,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 import transformers
 
-from longspec.errors import UserError, first_line
+from longspec.errors import UserError
+from longspec.ranks.agreement import connecting, from_every_rank, from_rank_zero, launched_rank, waiting_group
 from longspec.signals import StopSignals
 
 T = TypeVar("T")
 
 CONNECT = timedelta(minutes=5)
 """Time in which all ranks must connect."""
-PATIENCE = timedelta(days=2)
-"""Longest wait for ranks that have more work left. A rank that dies ends the wait at once."""
 POLL_S = 0.1
 """Seconds between two looks at stop signals while a rank waits for the others."""
 STOP = "stop"
@@ -47,7 +46,6 @@ class Replicas:
         self.size = size
         self.local_rank = local_rank
         self._store = store
-        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if store else None
         self._counts: Counter[str] = Counter()
 
     def device(self, device: str | None) -> str | None:
@@ -59,31 +57,11 @@ class Replicas:
         return f"cuda:{self.local_rank}"
 
     def from_rank_zero(self, compute: Callable[[], T]) -> T:
-        """The result of `compute()`, which runs on rank 0 only, on every rank. It is sent pickled.
-
-        A UserError or SystemExit on rank 0 ends every rank with the same exit code, and the message is printed once.
-        """
+        """The result of `compute()`, which runs on rank 0 only, on every rank; see `agreement.from_rank_zero`."""
         if self._store is None:
             return compute()
-        result: Any = None
-        code: Any = None
-        stops = False
-        if self.rank == 0:
-            try:
-                result = compute()
-            except UserError as error:
-                # Printed before the broadcast: once one rank has ended, the launcher ends the others.
-                print(f"error: {error}", file=sys.stderr, flush=True)
-                stops, code = True, 2
-            except SystemExit as end:
-                stops, code = True, end.code
-        message = [result, stops, code]
         with self._connected():
-            dist.broadcast_object_list(message, group=self._group)
-        result, stops, code = message
-        if stops:
-            raise SystemExit(code)
-        return result
+            return from_rank_zero(compute)
 
     def together(self, build: Callable[[], T]) -> T:
         """The result of this rank's own `build()`, once it has succeeded on all ranks.
@@ -119,10 +97,8 @@ class Replicas:
         """The `value` of each rank, in order of rank. It is sent pickled."""
         if self._store is None:
             return [value]
-        values: list[Any] = [None] * self.size
         with self._connected():
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+            return from_every_rank(value)
 
     def check_shared(self, path: Path) -> None:
         """End all ranks with an error unless each of them sees the file or folder that rank 0 sees under this path."""
@@ -175,7 +151,7 @@ class Replicas:
         if self._store is None:
             return True
         try:
-            arrival = dist.barrier(group=self._group, async_op=True)
+            arrival = dist.barrier(group=waiting_group(), async_op=True)
             while not arrival.is_completed():
                 self._pass_on(stop)
                 watch()
@@ -232,38 +208,17 @@ def joined_replicas() -> Iterator[Replicas]:
 
     Raises UserError for environment variables that contradict each other, and if the ranks do not connect.
     """
-    rank = launch_number("RANK", 0)
-    size = launch_number("WORLD_SIZE", 1)
-    if rank >= size:
-        raise UserError(f"environment variable RANK: {rank}, but WORLD_SIZE is {size}; ranks count from 0")
+    rank, size = launched_rank(), int(os.environ["WORLD_SIZE"])
     if size == 1:
         yield Replicas()
         return
-    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise UserError(
-            f"environment variable WORLD_SIZE: {size} ranks, but {', '.join(missing)} not set; start the command with "
-            "torchrun, or unset WORLD_SIZE"
-        )
-    try:
+    with connecting():
         store, _, _ = next(dist.rendezvous("env://", timeout=CONNECT))
-        dist.init_process_group(
-            "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=CONNECT
-        )
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        master = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise UserError(f"rank {rank} of {size} did not reach the others at {master}: {first_line(error)}") from error
+        group_store = dist.PrefixStore("group", store)
+        dist.init_process_group("gloo", store=group_store, rank=rank, world_size=size, timeout=CONNECT)
     if rank > 0:
         transformers.utils.logging.disable_progress_bar()
     try:
-        yield Replicas(rank, size, launch_number("LOCAL_RANK", 0), dist.PrefixStore("replicas", store))
+        yield Replicas(rank, size, int(os.environ["LOCAL_RANK"]), dist.PrefixStore("replicas", store))
     finally:
         dist.destroy_process_group()
-
-
-def launch_number(name: str, default: int) -> int:
-    """A variable that torchrun sets. Raises UserError if it is not a number."""
-    value = os.environ.get(name, str(default))
-    if not value.isdecimal():
-        raise UserError(f"environment variable {name}: {value!r} is not a number; use torchrun, or unset it")
-    return int(value)
