@@ -37,7 +37,7 @@ def answer_together(
 
     run, done = replicas.from_rank_zero(resume)
     if output is not None:
-        replicas.check_shared(output)
+        replicas.check_shared(output.absolute().parent)
     with ExitStack() as stack:
 
         def open_part() -> Results:

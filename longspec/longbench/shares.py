@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from typing import Any
 
 from longspec.errors import UserError
-from longspec.locks import LOCK_NAME
 from longspec.longbench.measurement import measure
 from longspec.longbench.plan import Plan, make_plan
 from longspec.longbench.report import Report
@@ -40,7 +39,7 @@ def _open(plan: Plan, stack: ExitStack, replicas: Replicas) -> Report:
         return plan.configuration, reports[0].done
 
     configuration, done = replicas.from_rank_zero(open_first)
-    replicas.check_shared(plan.output_dir / LOCK_NAME)
+    replicas.check_shared(plan.output_dir)
 
     def open_other() -> Report:
         if differing := differences(configuration, plan.configuration):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -60,8 +61,21 @@ class Replicas:
         """The result of `compute()`, which runs on rank 0 only, on every rank; see `agreement.from_rank_zero`."""
         if self._store is None:
             return compute()
-        with self._connected():
-            return from_rank_zero(compute)
+        own_errors: list[RuntimeError] = []
+
+        def noting() -> T:
+            try:
+                return compute()
+            except RuntimeError as error:
+                own_errors.append(error)
+                raise
+
+        try:
+            return from_rank_zero(noting)
+        except RuntimeError as error:
+            if error in own_errors:
+                raise
+            raise LostRank(self) from error
 
     def together(self, build: Callable[[], T]) -> T:
         """The result of this rank's own `build()`, once it has succeeded on all ranks.
@@ -100,15 +114,21 @@ class Replicas:
         with self._connected():
             return from_every_rank(value)
 
-    def check_shared(self, path: Path) -> None:
-        """End all ranks with an error unless each of them sees the file or folder that rank 0 sees under this path."""
-        number = self.from_rank_zero(lambda: path.stat().st_ino)
+    def check_shared(self, folder: Path) -> None:
+        """End all ranks with an error if one does not see what rank 0 writes to a folder, as on disks of each host."""
+        if self._store is None:
+            return
+        mark = Path(self.from_rank_zero(lambda: tempfile.mkdtemp(prefix=".shared-", dir=folder)))
 
         def check() -> None:
-            if not path.exists() or path.stat().st_ino != number:
-                raise UserError(f"{path}: is not what rank 0 wrote there; give a path on a disk that all hosts share")
+            if not mark.exists():
+                raise UserError(f"{folder}: is not the folder of rank 0; give a path on a disk that all hosts share")
 
-        self.together(check)
+        try:
+            self.together(check)
+        finally:
+            if self.rank == 0:
+                mark.rmdir()
 
     def share(self, loads: Sequence[int]) -> list[int]:
         """The indices of this rank's items. All ranks must call it with the same loads."""
@@ -158,6 +178,8 @@ class Replicas:
                 time.sleep(POLL_S)
             arrival.wait()
             watch()
+            # Rank 0 may host the store, so it leaves after the last use of it.
+            from_every_rank(None)
         except RuntimeError:
             return False
         return True

@@ -25,7 +25,7 @@ from longspec.models.content import target_digest
 from longspec.models.target_files import load_tokenizer, read_config
 from longspec.ranks.replicas import LostRank, Replicas
 from longspec.regenerate.settings import Settings, check_settings
-from longspec.regenerate.shards import PROVENANCE_NAME, Shards
+from longspec.regenerate.shards import Shards
 from longspec.regenerate.writer import Writer
 from longspec.signals import StopSignals
 
@@ -45,7 +45,7 @@ def regenerate(
     run = replicas.rank_zero_first(lambda: _prepare(settings, replicas))
     shards = run.shards
     replicas.from_rank_zero(lambda: shards.claim(run.facts))
-    replicas.check_shared(shards.folder / PROVENANCE_NAME)
+    replicas.check_shared(shards.folder)
     replicas.together(lambda: shards.claim(run.facts))
 
     missing = replicas.from_rank_zero(
