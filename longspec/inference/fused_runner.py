@@ -23,6 +23,7 @@ class FusedRunner(Runner):
     """The passes of `Runner` on the same parameters, in few kernels. Needs Triton and layers that `can_fuse`."""
 
     capturable = True
+    owned = ("model", "backbone", "layers", "draft_layer")
 
     def __init__(self, model: GlideMixin, attention: str = "auto") -> None:
         super().__init__(model, attention)
@@ -31,6 +32,15 @@ class FusedRunner(Runner):
         self.draft_layer = FusedDraftLayer(model.draft_model)
         self.scale = head_dim(self.config) ** -0.5
         self.rope: RopeTable = (torch.empty(0), torch.empty(0))
+        self.cross_output = self.draft_layer.cross.merged_output
+        """The merged outputs of the draft's cross-attentions, which captured rounds read; None for a single one."""
+
+    def adopt(self, other: Runner) -> None:
+        super().adopt(other)
+        if self.cross_output is not None:
+            # The weights can have changed since the copy was made, but captured rounds read it at its address.
+            self.cross_output.copy_(self.draft_layer.cross.output)
+            self.draft_layer.cross.output = self.cross_output
 
     def prepare(self, positions: int) -> None:
         if len(self.rope[0]) < positions:
@@ -47,6 +57,9 @@ class FusedRunner(Runner):
         head = self.model.lm_head
         logits = linear(hidden, head.weight)
         return head.gathered(logits) if isinstance(head, VocabularyHead) else logits
+
+    def product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear(hidden, weight, bias)
 
     def target(self, tokens: Tensor, positions: Tensor, cache: TargetCache, slots: Tensor, attend: Attend) -> Tensor:
         stream = self.embed(tokens)
