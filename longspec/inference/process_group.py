@@ -195,8 +195,8 @@ def repeat_generation(generate: Callable[..., Any], arguments: Mapping[str, Any]
         return seed
     if arguments["stopping_criteria"]:
         raise UserError("stopping_criteria: not supported by ranks that share a target; use eos_token_id")
-    if arguments["tree_shape"] == AUTO:
-        raise UserError("tree_shape: auto measures each rank for itself; give a shape for ranks that share a target")
+    if AUTO in (arguments["method"], arguments["tree_shape"]):
+        raise UserError("auto: not supported by ranks that share a target, whose times differ; give method and shape")
     if seed is None:
         seed = int(torch.randint(2**63 - 1, ()))
     sent = {name: value for name, value in arguments.items() if name not in ONLY_RANK_ZERO}

@@ -108,7 +108,7 @@ class VocabularyHead(nn.Module):
         """The logits of all ranks [..., size], bitwise the same on each, from those of this rank's rows [..., rows]."""
         most = len(vocabulary_rows(self.size, 0, model_parallel_rank_and_size()[1]))
         padded = F.pad(logits, (0, most - len(self.weight)))  # only the last rank has fewer
-        return _gather(padded)[..., : self.size]
+        return _gather(padded)[..., : self.size].contiguous()
 
 
 def first_token(lm_head: nn.Module) -> int:
@@ -145,10 +145,13 @@ def split_draft(model: Any) -> None:
     """Replace the draft of a pair whose target is shared by this rank's part of it: its heads and its MLP columns."""
     rank, world = model_parallel_rank_and_size()
     whole: GlideDecoderLayer = model.draft_model
-    weights = cut_weights(whole.state_dict(), rank, world)
+    config = rank_config(model.config, rank, world)
+    config.vocab_size = model.config.vocab_size
     with torch.device("meta"):
-        part = type(whole)(rank_config(model.config, rank, world), whole.options)
-    part.load_state_dict(weights, assign=True)
+        part = type(whole)(config, whole.options)
+    weights = {name: weight.detach() for name, weight in whole.named_parameters()}
+    part.load_state_dict(cut_weights(weights, rank, world), assign=True)
+    part.set_vocabulary(whole.vocabulary)
     part.requires_grad_(False)
     mlp: Any = part.mlp
     _sum_outputs(part.self_attn.o_proj, mlp.down_proj, *(cross.o_proj for cross in part.cross_attentions))
@@ -186,6 +189,13 @@ def max_over_ranks(values: Tensor) -> Tensor:
     if model_parallel_rank_and_size()[1] > 1:
         dist.all_reduce(values, dist.ReduceOp.MAX, _group())
     return values
+
+
+def least_over_ranks(number: int, device: torch.device) -> int:
+    """The smallest `number` of the ranks that share a target. The host waits for `device`."""
+    if model_parallel_rank_and_size()[1] == 1:
+        return number
+    return -int(max_over_ranks(torch.tensor(-number, device=device)))
 
 
 def ranks_differ(values: Tensor) -> Tensor:

@@ -2,18 +2,19 @@
 
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from forked_ranks import exit_code, start_forked
-from pairs import FAMILIES, OPTIONS, make_pair
+from pairs import FAMILIES, make_pair
 from shared_target_run import SMALL_WINDOW
 from test_command import arguments, lines_of, make_target, write_records
 from training_fixtures import launch_environment
 
 from longspec.longbench.command import main
 from longspec.models.draft_files import save_draft_file
+from longspec.models.draft_layer import PUBLISHED, DraftOptions
 from longspec.models.target_split import split_target
 from scripts.pipeline.machine import free_port
 
@@ -33,14 +34,19 @@ def run(script: str, *arguments: str, folder: Path, ranks: int = 2, **environmen
 
 
 def write_pairs(work: Path, families: tuple[str, ...], ranks: int) -> None:
-    """A random pair of each family: the target whole and split, and its draft, which is wider than the published."""
+    """A random pair of each family: the target whole and split, and its draft. Each draft has other options; that of
+    Qwen3 has a vocabulary list."""
     heads, kv_heads = HEADS[ranks]
-    pairs = {family: (family, options) for family, options in zip(families, OPTIONS.values(), strict=False)}
-    pairs["fused"] = families[0], replace(OPTIONS["both"], window=SMALL_WINDOW)
-    for name, (family, options) in pairs.items():
+    options = (PUBLISHED, DraftOptions(kv_layers=(0,)), DraftOptions(target_feature=True), PUBLISHED)
+    pairs = {family: (family, drafted) for family, drafted in zip(families, options, strict=False)}
+    pairs["fused"] = families[0], DraftOptions(window=SMALL_WINDOW, kv_layers=(0,), target_feature=True)
+    for name, (family, drafted) in pairs.items():
         target = work / name / "target"
-        model = make_pair(target, family, options=options, num_attention_heads=heads, num_key_value_heads=kv_heads)
-        save_draft_file(model.draft_model.state_dict(), work / name / "draft.pth", options)
+        layout = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_hidden_layers": 2}
+        model = make_pair(target, family, options=drafted, **layout)
+        if family == "qwen3":
+            model.draft_model.set_vocabulary(torch.arange(1, model.config.vocab_size, 2))
+        save_draft_file(model.draft_model.state_dict(), work / name / "draft.pth", drafted)
         split_target(target, work / name / "split", ranks)
 
 
