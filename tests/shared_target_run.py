@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from longspec.errors import UserError
 from longspec.inference import engine
 from longspec.inference import generate as generate_module
+from longspec.inference.engine_pool import PooledEngine
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.load_pair import load_model
 from longspec.inference.methods import METHODS
@@ -108,8 +109,12 @@ def fused(work: Path, target: str) -> dict[str, Any]:
 
 def plant_fault() -> None:
     """Let this rank draw other numbers than the others for FAULTY_SEED."""
-    seeded = generate_module.seeded_generator
-    generate_module.seeded_generator = lambda seed, device: seeded(seed + (seed == FAULTY_SEED), device)  # type: ignore[assignment]
+    restart = PooledEngine.restart
+
+    def faulty(self: PooledEngine, prompts: Any, lengths: Any, seed: int | None) -> None:
+        restart(self, prompts, lengths, FAULTY_SEED + 1 if seed == FAULTY_SEED else seed)
+
+    PooledEngine.restart = faulty  # type: ignore[method-assign]
 
 
 def check_disagreement(work: Path, family: str) -> None:

@@ -61,9 +61,15 @@ def shared_target(tp_size: int, device: str | None, stop: StopSignals) -> Iterat
     if tp_size == 1:
         yield
         return
-    rank = _check_launch(tp_size)
+    rank = launched_rank()
+    try:
+        own_device = _check_launch(tp_size, device)
+    except UserError:
+        if rank > 0:
+            raise SystemExit(2) from None  # rank 0 reports it
+        raise
     with watched(stop) as watch:
-        _connect(rank, device)
+        _connect(own_device)
         watch.connect()
         share_target(dist.group.WORLD)
         try:
@@ -76,7 +82,8 @@ def shared_target(tp_size: int, device: str | None, stop: StopSignals) -> Iterat
             lost = watch.lost_rank()
             if lost is None:
                 raise
-            if rank == 0:
+            reporter = 1 if lost == 0 else 0
+            if rank == reporter and stop.received is None:
                 print(f"error: rank {lost} is gone, so all ranks that share the target end", file=sys.stderr)
             raise SystemExit(1) from error
         finally:
@@ -88,33 +95,30 @@ def shared_target(tp_size: int, device: str | None, stop: StopSignals) -> Iterat
         raise SystemExit(0)
 
 
-def _check_launch(tp_size: int) -> int:
-    """This process's rank. Raises UserError, or SystemExit on ranks above 0, if there are not `tp_size` ranks."""
-    rank = launched_rank()
+def _check_launch(tp_size: int, device: str | None) -> torch.device:
+    """The device of this process: the CPU, or the GPU of its local rank. Raises UserError for a launch without it."""
     world_size = int(os.environ["WORLD_SIZE"])
-    if world_size == tp_size:
-        return rank
-    if rank > 0:
-        raise SystemExit(2)
-    raise UserError(
-        f"--tp_size {tp_size}: {world_size} processes; start one per rank with torchrun --nproc_per_node {tp_size}"
-        + (" (replicas of a shared target are not supported)" if world_size > tp_size else "")
-    )
-
-
-def _connect(rank: int, device: str | None) -> None:
-    """Join the process group: NCCL on GPUs, gloo on the CPU. Binds this process to the GPU of its local rank."""
+    if world_size != tp_size:
+        problem = (
+            f"--tp_size {tp_size}: {world_size} processes; start {tp_size} with torchrun --nproc_per_node {tp_size}"
+        )
+        raise UserError(problem + (", because a launch has one shared target" if world_size > tp_size else ""))
     chosen = choose_device(device)
+    if chosen.type == "cpu":
+        return chosen
+    if chosen.index is not None:
+        raise UserError(f"--device {device}: each rank of --tp_size takes the GPU of its number; give cuda")
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))
+    if ranks > torch.cuda.device_count():
+        raise UserError(f"--tp_size {tp_size}: {ranks} ranks on a machine with {torch.cuda.device_count()} GPUs")
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+
+def _connect(device: torch.device) -> None:
+    """Join the process group: NCCL on GPUs, gloo on the CPU."""
     backend = "gloo"
-    if chosen.type == "cuda":
-        local_rank = int(os.environ["LOCAL_RANK"])
-        if chosen.index is not None:
-            raise UserError(f"--device {device}: each rank of --tp_size takes the GPU of its number; give cuda")
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"--tp_size: rank {rank} needs GPU {local_rank}; this machine has {torch.cuda.device_count()}"
-            )
-        torch.cuda.set_device(local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
         # Without NVLink multicast, which needs a fabric manager that virtual machines often lack.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")

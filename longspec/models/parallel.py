@@ -56,10 +56,10 @@ def _gather(part: Tensor) -> Tensor:
         from fairscale.nn.model_parallel.mappings import gather_from_model_parallel_region
 
         return gather_from_model_parallel_region(part)
-    world = model_parallel_rank_and_size()[1]
-    whole = part.new_empty(world * part.numel())
-    dist.all_gather_into_tensor(whole, part.flatten(), _group())
-    return whole.view(world, *part.shape).movedim(0, -2).flatten(-2)
+    part = part.contiguous()
+    parts = [torch.empty_like(part) for _ in range(model_parallel_rank_and_size()[1])]
+    dist.all_gather(parts, part, _group())
+    return torch.cat(parts, -1)
 
 
 class PretrainedModelParallelPreSplitMixin:

@@ -1,5 +1,6 @@
 """Decoding with a target that several ranks share: the tokens of one process, and errors that end all ranks."""
 
+import json
 import signal
 import time
 from pathlib import Path
@@ -12,6 +13,8 @@ from shared_target_run import SMALL_WINDOW
 from test_command import arguments, lines_of, make_target, write_records
 from training_fixtures import launch_environment
 
+from longspec.cli.batches import _answer
+from longspec.cli.pair import Sampling, open_pair
 from longspec.longbench.command import main
 from longspec.models.draft_files import save_draft_file
 from longspec.models.draft_layer import PUBLISHED, DraftOptions
@@ -98,4 +101,17 @@ def test_an_evaluation_survives_its_ranks_and_writes_what_one_process_writes(tmp
 
     code, stdout, lines = launch("", *line[:-1], "3")
     assert (code, stdout) == (2, "")
-    assert lines == ["error: --tp_size 3: 2 processes; start one per rank with torchrun --nproc_per_node 3"]
+    assert len(lines) == 1 and lines[0].startswith("error: --tp_size 3: this launch has 2 processes"), lines
+
+
+def test_longspec_generate_answers_on_rank_zero(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target")
+    options = ("--model", str(target), "--method", "lookup", "--device", "cpu", "--max_new_tokens", "6")
+    code, stdout, stderr = run(
+        "longspec/__main__.py", "generate", "x = 1", "y = 22", *options, "--tp_size", "2", folder=tmp_path
+    )
+    assert code == 0, stderr[-4000:]
+    pair = open_pair(str(target), None, "lookup", device="cpu")
+    output = pair.generate(pair.encode(["x = 1", "y = 22"]), Sampling(6))
+    expected = [_answer(pair, tokens.tolist())["text"] for tokens in output.new_tokens]
+    assert [json.loads(line)["text"] for line in stdout.splitlines()] == expected
