@@ -104,7 +104,7 @@ def choose_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:
 def fused(work: Path, target: str) -> dict[str, Any]:
     model = load_model(str(work / "fused" / target), str(work / "fused" / "draft.pth"), torch.float32, CPU)
     assert can_fuse(model)
-    return {"fused": outcome(model, PROMPTS[1:2], method="tree", tree_shape=(2, 2), max_new_tokens=3)}
+    return {"fused": outcome(model, PROMPTS[1:2], method="tree", tree_shape=(2,), max_new_tokens=2)}
 
 
 def plant_fault() -> None:
