@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> dict[str
                 print(note)
             with open_report(plan.output_dir, plan.record, plan.options.overwrite) as report:
                 return measure(plan, report, stop)
+        # A stop during preparation leaves no results, so it says so.
         except SystemExit:
             if stop.received is not None and stop.at_once:
                 print(f"stopped by {signal.Signals(stop.received).name} before the measurement", file=sys.stderr)
@@ -69,7 +70,9 @@ def parse_options(argv: Sequence[str] | None = None, prog: str | None = None) ->
     _add_decoding(parser)
     _add_run(parser)
     options = parser.parse_args(argv)
+    # Folder names leave out options at their default values.
     options.defaults = {name: parser.get_default(name) for name in vars(options)}
+    # nargs="*" makes a list of the single word auto.
     options.tree_shape = AUTO if options.tree_shape == [AUTO] else options.tree_shape
     return options
 

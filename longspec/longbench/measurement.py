@@ -65,11 +65,13 @@ def _interruption(plan: Plan, done: int, signal_number: int) -> str:
 
 def load_model(plan: Plan) -> GlideMixin:
     """Target and draft on the plan's device. If no draft is used, the model has a fresh one that nothing reads."""
+    # The plan read the draft already, so its file is not opened again.
     model_class = family_class(plan.config, plan.pair.target)
     draft_options = asdict(draft_settings(plan.draft).options) if plan.draft else {}
     model = model_class.from_pretrained(
         plan.pair.target, state_dict=plan.draft_state, torch_dtype=plan.dtype, **draft_options
     )
+    # Moved as a whole: target and draft share a device.
     return model.to(plan.device).eval()  # type: ignore[arg-type]
 
 
@@ -86,6 +88,7 @@ def run(model: GlideMixin, plan: Plan, report: Report, stop: StopSignals) -> Non
     with tqdm(total=len(prompts), initial=len(report.lines), desc=label, unit="sample") as progress:
         for number, first in enumerate(range(0, len(prompts), batch_size)):
             batch = prompts[first : first + batch_size]
+            # A batch of which one line is missing runs again as a whole, with the same seed.
             if report.done.issuperset(range(first, first + len(batch))):
                 continue
             if stop.received is not None:
@@ -113,6 +116,8 @@ def _padded(batch: Sequence[TaskPrompt]) -> tuple[Tensor, Tensor]:
     """input_ids and attention_mask, LongTensor [B, longest] each, padded on the right."""
     rows = [torch.tensor(prompt.token_ids) for prompt in batch]
     masks = [torch.ones_like(row) for row in rows]
+
+    # The padding's token is masked, so any id will do.
     pad = torch.nn.utils.rnn.pad_sequence
     return pad(rows, batch_first=True), pad(masks, batch_first=True)
 

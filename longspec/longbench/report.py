@@ -66,6 +66,7 @@ class Report:
         path = self.folder / SAMPLES_NAME
         with path.open("rb") as handle:
             for number, raw in enumerate(handle, 1):
+                # A process that was killed while it wrote leaves a line without an end.
                 if raw.endswith(b"\n"):
                     self.lines.append(_parse_line(raw, f"{path}, line {number}"))
                     self.size += len(raw)
@@ -83,6 +84,7 @@ class Report:
         stay intact.
         """
         done = self.done
+        # Times and memory belong to the batch, counts to the row.
         lines = []
         for index, (result, rounds) in enumerate(zip(results, stats.row_rounds, strict=True), first):
             if index not in done:
@@ -103,6 +105,7 @@ class Report:
             (self.folder / SUMMARY_NAME).unlink(missing_ok=True)
             samples.unlink(missing_ok=True)
         if samples.exists():
+            # Cuts the incomplete last line, so that the next one starts on a line of its own.
             os.truncate(samples, self.size)
         write_json(self.folder / RUN_NAME, self.record)
         self.record = None
@@ -111,11 +114,13 @@ class Report:
         """Append whole lines or nothing. Raises OSError."""
         with (self.folder / SAMPLES_NAME).open("ab", buffering=0) as handle:
             try:
+                # An unbuffered write may take only part of the bytes.
                 rest = memoryview(content)
                 while rest:
                     rest = rest[handle.write(rest) :]
                 os.fsync(handle.fileno())
             except OSError:
+                # Half a batch would count as done when the run continues.
                 handle.truncate(self.size)
                 raise
 
@@ -157,6 +162,7 @@ class Report:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write `content` to `path` atomically. Raises OSError."""
+    # A rename replaces the old file as a whole, also after a crash.
     unfinished = path.with_name(path.name + ".tmp")
     try:
         unfinished.write_bytes(_encoded(content, indent=2) + b"\n")
@@ -192,6 +198,7 @@ def _sample_line(
     index: int, result: SampleResult, rounds: int, rows: int, first: int, stats: GenerationStats
 ) -> dict[str, Any]:
     """The line of a sample. rounds: its passes; rows, first, stats: the size, first sample and figures of its batch."""
+    # With --tree_shape auto, batches may use different shapes.
     shape = {"tree_shape": list(stats.tree_shape)} if stats.tree_shape else {}
     return {
         "index": index,
@@ -234,6 +241,7 @@ def _parse_line(raw: bytes, location: str) -> dict[str, Any]:
 
 def _batch_stats(line: dict[str, Any]) -> GenerationStats:
     """The figures of the whole batch that a line belongs to."""
+    # The row index `first` identifies the batch and is no figure.
     counts = {name: value for name, value in line["batch"].items() if name != "first"}
     return GenerationStats(**counts, ttft_s=line["ttft_s"], decode_s=line["decode_s"])
 

@@ -87,6 +87,7 @@ def last_keys_values(
     embeddings [B, T, hidden] of the tokens, their rotary table and positions [B, T]. The results are bitwise equal to
     those that `run_backbone` writes to a cache (on CUDA, if the target runs on `target_kernels`).
     """
+    # The draft reads K and V of the last layer, which depend on the layers before it only.
     *before, last = backbone.layers  # type: ignore[misc, union-attr]
     kept = ChosenKV(others)
     hidden = embeddings

@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m longspec.rege
 
     rank = _environment_number("RANK", 0)
     world = _environment_number("WORLD_SIZE", 1)
+    # Each rank of torchrun has its own GPU.
     if device is None and torch.cuda.is_available():
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
 

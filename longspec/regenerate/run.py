@@ -49,8 +49,10 @@ def regenerate(
 
     shards = Shards(settings, _total(settings, files))
     shards.claim(_facts(settings, files, target_digest(target, config)))
+    # Ranks share nothing but the folder: each takes every `world`-th shard.
     own_shards = range(rank, shards.count, world)
     missing = [shard for shard in own_shards if not shards.path(shard).exists()]
+    # A finished rank does not load the target only to merge.
     if missing:
         model, _ = load_pair(target, dtype=dtype, device=device)
         writer = Writer(settings, model, tokenizer, files)
@@ -73,6 +75,7 @@ def _total(settings: Settings, files: PromptFiles | None) -> int:
 
 def _facts(settings: Settings, files: PromptFiles | None, digest: str) -> dict[str, Any]:
     """Everything that determines the text of a run, and the versions of the libraries. digest: the target's."""
+    # As YAML will store it: tuples become lists.
     facts = json.loads(json.dumps(asdict(settings)))
     del facts["output_dir"]
     if not settings.chat_template_kwargs:
@@ -96,6 +99,7 @@ class _ProgressBar:
     def add(self, new_tokens: int, answers: int) -> None:
         """Count new tokens and finished answers."""
         self.new_tokens += new_tokens
+        # Over the whole run, because answers of a batch end in bursts.
         speed = self.new_tokens / (time.perf_counter() - self.start)
         self.bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
         self.bar.update(answers)
