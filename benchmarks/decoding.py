@@ -209,8 +209,9 @@ def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
         ).transpose(1, 2)
 
     # The draft runs once for the root and once for each level but the last.
-    levels = [(0, 1), *enumerate(proposal.shape[:-1], 1)]
-    widths = {1, nodes, *proposal.shape}
+    shape: tuple[int, ...] = drafter.shape  # type: ignore[attr-defined]
+    levels = [(0, 1), *enumerate(shape[:-1], 1)]
+    widths = {1, nodes, *shape}
     queries = {width: random(width, config.num_attention_heads) for width in widths}
     hidden = {width: random(width, config.hidden_size // queries[1].shape[-1]) for width in widths}
     hidden = {width: x.transpose(1, 2).flatten(2) for width, x in hidden.items()}
@@ -232,13 +233,13 @@ def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
             runner.logits(hidden[width])
 
     active = torch.ones(batch, dtype=torch.bool, device=runner.device)
-    static_hidden = engine.forward_tree(proposal)
+    static_hidden = engine.forward_tree(proposal, cache)
     static_logits = runner.logits(static_hidden)
 
     def accept_and_compact() -> None:
         with (
             patch.object(drafter, "propose", lambda *_: proposal),
-            patch.object(engine, "forward_tree", lambda _: static_hidden),
+            patch.object(engine, "forward_tree", lambda *_: static_hidden),
             patch.object(runner, "logits", lambda _: static_logits),
         ):
             engine.round(active)

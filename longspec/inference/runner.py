@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from longspec.inference.cache import DraftCache, SlotWriter, TargetCache
@@ -18,6 +19,8 @@ class Runner:
 
     capturable = False
     """Whether a CUDA graph may capture its passes."""
+    owned: tuple[str, ...] = ("model",)
+    """The attributes that hold weights."""
 
     def __init__(self, model: GlideMixin, attention: str = "auto") -> None:
         """attention: "auto", "flash", "triton" or "sdpa" (see `kernels.decoding.attention.decoding_attention`)."""
@@ -28,12 +31,26 @@ class Runner:
         self.dtype = weight.dtype
         self.attention = decoding_attention(attention, self.device, self.dtype, head_dim(self.config))
 
+    def disown(self) -> None:
+        """Drop all weights. No pass may run until `adopt` is called."""
+        for name in self.owned:
+            delattr(self, name)
+
+    def adopt(self, other: Runner) -> None:
+        """Take over the weights of another runner of the same type, which are at the same addresses as before."""
+        for name in self.owned:
+            setattr(self, name, getattr(other, name))
+
     def prepare(self, positions: int) -> None:
         """Build the tables for positions 0 ... positions - 1. Each engine calls it once, before its first pass."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The target's head, which the draft shares: [B, N, hidden] -> [B, N, V]."""
         return self.model.lm_head(hidden)
+
+    def product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """A head of other rows: hidden [B, N, hidden], weight [C, hidden], bias [C] -> [B, N, C]."""
+        return F.linear(hidden, weight, bias)
 
     def target(self, tokens: Tensor, positions: Tensor, cache: TargetCache, slots: Tensor, attend: Attend) -> Tensor:
         """The target's hidden states [B, N, hidden] after the final norm.

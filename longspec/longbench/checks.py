@@ -68,6 +68,8 @@ def check_batch_memory(
     # With "auto", any of the shapes may be played.
     shapes = CANDIDATES if options.tree_shape == AUTO else (options.tree_shape,)
     largest_tree = max(sum(shape) for shape in shapes)
+    if options.tree_nodes is not None:
+        largest_tree = min(largest_tree, options.tree_nodes - 1)
     draft_tokens = {"vanilla": 0, "tree": largest_tree}.get(options.method, options.gamma)
     # All rows of a batch have the cache of the longest one.
     longest = max(len(prompt.token_ids) for prompt in prompts)

@@ -24,9 +24,9 @@ from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_of_pair, save_
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.target_cache import resolve_target
 from longspec.models.target_files import read_config
+from longspec.ranks.agreement import from_every_rank, from_rank_zero
 from longspec.train.config import CONFIG_NAME, is_checkpoint, read_config_file, to_yaml
 from longspec.train.config_schema import TrainConfig
-from longspec.train.distributed import from_every_rank, from_rank_zero
 from longspec.train.generations import BEST, DRAFTS, STATES, settle
 from longspec.train.seals import Progress, Run, damage, describe, read_seal, seal
 from longspec.train.shards import MASTERS, Shards, adopt
@@ -198,7 +198,8 @@ def _write_errors(output: Path, progress: Progress) -> Iterator[None]:
 
 
 def gather_draft(model: nn.Module) -> dict[str, Tensor]:
-    """The draft's weights on the CPU, without prefix, on global rank 0; {} on the other ranks. All ranks call it.
+    """The draft's weights and vocabulary list on the CPU, without prefix, on global rank 0; {} on the other ranks. All
+    ranks call it.
 
     Under ZeRO-3 one parameter at a time is gathered. DeepSpeed's consolidation would also gather the frozen target.
     """
@@ -207,6 +208,8 @@ def gather_draft(model: nn.Module) -> dict[str, Tensor]:
         with deepspeed.zero.GatheredParameters(parameter):
             if dist.get_rank() == 0:
                 state[name] = parameter.detach().cpu().clone()
+    if dist.get_rank() == 0:
+        state |= {name: buffer.cpu().clone() for name, buffer in model.draft_model.named_buffers()}  # type: ignore[union-attr, operator]
     return state
 
 
@@ -224,10 +227,11 @@ def read_draft(folder: str | Path) -> dict[str, Tensor]:
 
 
 def saved_draft(folder: Path) -> dict[str, Tensor]:
-    """The draft's weights in an undamaged DeepSpeed state: its fp32 master weights in the model's dtype."""
+    """The draft in an undamaged DeepSpeed state: fp32 master weights in the model's dtype, and its vocabulary list."""
     # Rounded as in the run, so that the draft equals the one saved for users.
     dtype = getattr(torch, read_config_file(folder / CONFIG_NAME).model.torch_dtype)
-    return {name: weight.to(dtype) for name, weight in Shards(folder).parameters(MASTERS)}
+    shards = Shards(folder)
+    return {name: weight.to(dtype) for name, weight in shards.parameters(MASTERS)} | shards.vocabulary_maps
 
 
 def load_state(engine: Any, folder: Path, progress: Progress) -> None:

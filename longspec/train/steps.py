@@ -9,8 +9,9 @@ from torch import Tensor
 
 from longspec.data.collators import IGNORED
 from longspec.kernels.training.segments import Segments
+from longspec.ranks.agreement import Termination
 from longspec.train.config_schema import TrainConfig
-from longspec.train.distributed import Termination, summed, summed_by_name
+from longspec.train.distributed import summed, summed_by_name
 from longspec.train.engine import cosine_with_warmup, set_learning_rate
 from longspec.train.inputs import Inputs
 from longspec.train.loss import DraftLoss, stop_at_broken_loss

@@ -8,15 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from longspec.ranks.agreement import Termination, from_every_rank, from_rank_zero
 from longspec.train.checkpoint import read_best, save_best, save_checkpoint
 from longspec.train.config_schema import TrainConfig
-from longspec.train.distributed import (
-    Termination,
-    data_parallel_rank_and_size,
-    from_every_rank,
-    from_rank_zero,
-    rank_zero_first,
-)
+from longspec.train.distributed import data_parallel_rank_and_size, rank_zero_first
 from longspec.train.evaluation import Evaluation
 from longspec.train.inputs import Inputs
 from longspec.train.logging import RunLog
@@ -75,7 +70,8 @@ class Trainer:
         )
         self.loader = loader(inputs.rows, inputs.collate, sampler, config.data.num_workers, accumulation)
 
-        self.objective = DraftLoss(config.loss, config.log_target_loss)
+        vocabulary = engine.module.draft_model.vocabulary
+        self.objective = DraftLoss(config.loss, config.log_target_loss, vocabulary=vocabulary)
         self.steps = OptimizerSteps(config, engine, inputs, self.objective, sampler, total_steps)
         self.evaluation: Evaluation | None = None
         if held_out_rows:

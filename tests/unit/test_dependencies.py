@@ -103,8 +103,8 @@ from longspec.errors import reports_user_errors
 from longspec.train.command import main as train
 from longspec.longbench.command import main as evaluate
 
-TRAIN_DATA = ("longspec.data.dataset", "longspec.data.tokenization", "longspec.data.packing", "longspec.data.cache")
-TRAIN_ONLY = ("longspec.train.", *TRAIN_DATA)
+TRAIN_DATA = ("dataset", "tokenization", "token_counts", "packing", "cache")
+TRAIN_ONLY = ("longspec.train.", *("longspec.data." + name for name in TRAIN_DATA))
 SERVE_ONLY = "longspec.inference.server."
 for module in pkgutil.walk_packages(longspec.__path__, "longspec."):
     if not module.name.startswith((*TRAIN_ONLY, SERVE_ONLY)):

@@ -101,7 +101,7 @@ def save_state(folder: Path, ranks: list[dict[str, Any]], shapes: dict[str, torc
     """Write the parts of DeepSpeed's files that are read."""
     (folder / "now").mkdir(parents=True)
     (folder / "latest").write_text("now")
-    torch.save({"param_shapes": [shapes]}, folder / "now" / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    torch.save({"param_shapes": [shapes], "module": {}}, folder / "now" / "zero_pp_rank_0_mp_rank_00_model_states.pt")
     for number, rank in enumerate(ranks):
         file = folder / "now" / f"zero_pp_rank_{number}_mp_rank_00_optim_states.pt"
         torch.save({"optimizer_state_dict": rank}, file)

@@ -48,6 +48,12 @@ def load(tmp_path: Path):  # type: ignore[no-untyped-def]
     return run
 
 
+def idle_engine() -> SimpleNamespace:
+    """An engine that is never called; its draft has no vocabulary list."""
+    pair = SimpleNamespace(draft_model=SimpleNamespace(vocabulary=None))
+    return SimpleNamespace(device=torch.device("cpu"), module=pair)
+
+
 def handed_over(config: TrainConfig, rank: int, micro_step: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The engine's arguments for one micro-batch of 2 x 16 tokens on `rank`."""
 
@@ -55,7 +61,7 @@ def handed_over(config: TrainConfig, rank: int, micro_step: int, monkeypatch: py
     inputs = Inputs([[]], None, lambda rows: {}, None, None, MAX_POSITIONS)  # type: ignore[arg-type]
     tokens = torch.arange(32).view(2, 16)
     batch = {"input_ids": tokens, "labels": tokens + 1, "cu_seqlens": SEGMENTS}
-    trainer = Trainer(config, SimpleNamespace(device=torch.device("cpu")), inputs, start_step=0, total_steps=1)
+    trainer = Trainer(config, idle_engine(), inputs, start_step=0, total_steps=1)
     return trainer.steps.micro_batch_inputs(micro_step, batch)
 
 
@@ -167,8 +173,7 @@ def test_a_step_is_loaded_while_the_one_before_trains(load: Any, monkeypatch: py
     monkeypatch.setattr(trainer_module, "data_parallel_rank_and_size", lambda: (0, 1))
     monkeypatch.setattr(resume, "data_parallel_rank_and_size", lambda: (0, 1))
     inputs = Inputs([[]], None, lambda rows: {"labels": torch.ones(4)}, None, None, MAX_POSITIONS)  # type: ignore[arg-type]
-    engine = SimpleNamespace(device=torch.device("cpu"))
-    trainer = Trainer(config, engine, inputs, start_step=0, total_steps=1)
+    trainer = Trainer(config, idle_engine(), inputs, start_step=0, total_steps=1)
     assert trainer.loader.num_workers * trainer.loader.prefetch_factor >= 16 + trainer.loader.num_workers
     micro_batches, _ = take_micro_batches(iter(trainer.loader), 16)
     assert len(micro_batches) == 16 and not any(batch["labels"].is_shared() for batch in micro_batches)
@@ -193,7 +198,9 @@ def test_the_target_goes_on_to_the_next_micro_batch_before_the_optimizer_steps(
     engine = Engine(
         device=torch.device("cpu"),
         module=SimpleNamespace(
-            target_pass=SimpleNamespace(begin=begin), needs_whole_pass=lambda objective: objective.reads_target
+            target_pass=SimpleNamespace(begin=begin),
+            needs_whole_pass=lambda objective: objective.reads_target,
+            draft_model=SimpleNamespace(vocabulary=None),
         ),
         optimizer=SimpleNamespace(param_groups=[]),
         backward=lambda loss: done.append(("backward", None)),

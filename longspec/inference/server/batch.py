@@ -41,6 +41,7 @@ class Method:
     tree_shape: tuple[int, ...]
     gamma: int
     tree_rule: str
+    tree_nodes: int | None = None
 
 
 class RowRounds(Rounds):
@@ -97,7 +98,16 @@ class Batch:
         self.settings = RowSettings.allocate(self.cache.lengths, self.vocab)
         self.sizes = _sizes(max_rows) if runner.capturable else list(range(1, max_rows + 1))
         runner.prepare(capacity)
-        drafter = make_drafter(method.name, runner, max_rows, GREEDY, method.tree_shape, method.gamma, method.tree_rule)
+        drafter = make_drafter(
+            method.name,
+            runner,
+            max_rows,
+            GREEDY,
+            method.tree_shape,
+            method.gamma,
+            method.tree_rule,
+            method.tree_nodes,
+        )
         drafter.reserve(capacity)
         all_rows = slice(0, max_rows)
         sampled = drafter.share(all_rows, self._sampler("sampled", Purpose.DRAFT, all_rows))
@@ -181,15 +191,16 @@ class Batch:
         self.root[rows] = token
         if self.drafters["greedy"].reads_hidden:
             cache.newest_hidden.copy_(last_hidden)
-        self.start_draft(row, prompt)
+        self.start_draft(row, prompt, prompt.shape[1])
         log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)[0, token]
         chosen, log_probability, fault = torch.cat([token.double(), log_p.double(), cache.faults.double()]).tolist()
         return int(chosen), log_probability, int(fault)
 
-    def start_draft(self, row: int, tokens: Tensor) -> None:
-        """Make the drafter's state that of a row which holds tokens [1, n]."""
+    def start_draft(self, row: int, tokens: Tensor, prompt_length: int) -> None:
+        """Make the drafter's state that of a row which holds tokens [1, n], the first `prompt_length` its prompt."""
         lengths = torch.full((1,), tokens.shape[1], device=self.device)
-        self.drafters["greedy"].share(slice(row, row + 1), GREEDY).start(tokens, lengths)
+        prompt_lengths = torch.full_like(lengths, prompt_length)
+        self.drafters["greedy"].share(slice(row, row + 1), GREEDY).start(tokens, lengths, prompt_lengths)
 
     def upload(self, tokens: Sequence[int]) -> Tensor:
         """LongTensor [1, n] on the device."""

@@ -1,4 +1,5 @@
-"""Decoding's operations over the vocabulary: softmax, argmax, growth of a tree. Triton on CUDA, plain torch elsewhere.
+"""Decoding's operations over the vocabulary and on trees: softmax, argmax, growth, selection. Triton on CUDA, plain
+torch elsewhere.
 
 Shape letters are those of CONTRIBUTING.md; n is the number of nodes of one level. Nothing here waits for the device.
 Triton is imported where it runs, because a machine without a GPU may lack it.
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from longspec.kernels.decoding import tree_reference
-from longspec.kernels.decoding.tree import Tree
+from longspec.kernels.decoding.tree import Branches, SelectedNodes, Tree
 from longspec.kernels.shared import reference
 from longspec.kernels.shared.device import runs_triton
 from longspec.kernels.shared.watch import Watch
@@ -52,15 +53,24 @@ def first_arrival(weights: Tensor, noise: Tensor) -> Tensor:
 
 
 def best_children(
-    tree: Tree, above: slice, width: int, logits: Tensor, temperature: float, watch: Watch | None = None
+    tree: Tree,
+    above: slice,
+    width: int,
+    logits: Tensor,
+    temperature: float,
+    watch: Watch | None = None,
+    ids: Tensor | None = None,
 ) -> None:
     """Grow the level after `above` by the `width` most probable continuations, best first.
 
     above: node numbers of the last level. logits [B, n, V]: at each node of that level; divided by the temperature.
     Candidates are all pairs of a parent and a token; they are ordered by the log-probability of their whole path.
+
+    ids: LongTensor [B, C], the token of each column of logits [B, n, C]; None if columns are tokens. Columns with a
+    logit other than -inf have distinct tokens.
     """
     grow_level = _grow_level(logits, width)
-    grow_level(tree, above, width, logits, temperature, watch=watch)
+    grow_level(tree, above, width, logits, temperature, watch=watch, ids=ids)
 
 
 def sampled_children(
@@ -72,6 +82,7 @@ def sampled_children(
     noise: Tensor,
     q: Tensor,
     watch: Watch | None = None,
+    ids: Tensor | None = None,
 ) -> None:
     """Grow the level after `above` by `width` continuations sampled without replacement, in the order of the draws, and
     write the distributions from which they are drawn to `q`.
@@ -83,9 +94,23 @@ def sampled_children(
 
     logits [B, n, V]: divided by the temperature. noise fp64 [B, n, V]: exponential draws of rate 1; fp32 draws are too
     coarse near 0 for a large vocabulary (on CUDA none is below 6e-8). q fp32 [B, n, V] with contiguous rows.
+
+    ids: as in `best_children`. Logits and noise are then [B, n, C], and q is 0 for tokens without a column.
     """
     grow_level = _grow_level(logits, width)
-    grow_level(tree, above, width, logits, temperature, noise, q, watch)
+    grow_level(tree, above, width, logits, temperature, noise, q, watch, ids)
+
+
+def select_nodes(
+    tree: Tree, levels: Tensor, nodes: int, by_arrival: bool, branches: Branches | None = None
+) -> SelectedNodes:
+    """The best `nodes` nodes of a tree and its branches; see `node_selection.select_nodes`."""
+    if runs_triton(tree.tokens):
+        from longspec.kernels.decoding import node_selection
+
+        if node_selection.fits(tree, branches):
+            return node_selection.select_nodes(tree, levels, nodes, by_arrival, branches)
+    return tree_reference.select_nodes(tree, levels, nodes, by_arrival, branches)
 
 
 def _grow_level(logits: Tensor, width: int) -> Callable[..., None]:
