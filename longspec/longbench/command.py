@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> dict[str
             with joined_replicas() as replicas:
                 return measure_share(options, stop, replicas)
         except SystemExit:
+            # One line for the launch, not one for each rank.
             if stop.received is not None and stop.at_once and os.environ.get("RANK", "0") == "0":
                 print(f"stopped by {signal.Signals(stop.received).name} before the measurement", file=sys.stderr)
             raise

@@ -97,6 +97,7 @@ class Report:
         stay intact.
         """
         lines = []
+        # Times and memory belong to the batch, counts to the row.
         for index, (result, rounds) in enumerate(zip(results, stats.row_rounds, strict=True), first):
             if index not in self.done:
                 lines.append(_sample_line(index, result, rounds, len(results), first, stats))
@@ -112,6 +113,7 @@ class Report:
         self.processes = max(self.processes, processes)
         if self.record is not None:
             self.record["processes"] = self.processes
+        # A rank that dies before rank 0 has a result must not leave parts of an unknown run.
         if processes > 1:
             with self._writing():
                 self._store_record()
@@ -133,6 +135,7 @@ class Report:
                 with self._writing():
                     self._store_record()
                     self._append(b"".join(lines))
+                    # After the append: a crash in between leaves lines twice, and the next run skips them.
                     Path(part.name).unlink()
                 for line in lines.values():
                     self._note(line)
@@ -178,6 +181,7 @@ class Report:
 
     def finish(self, device: torch.device, **facts: Any) -> dict[str, Any]:
         """Put the lines in order, write `summary.json` atomically and return it: `facts`, then the pooled figures."""
+        # Ranks finish in any order, but results do not depend on the number of ranks.
         order = [line["index"] for line in self.lines]
         if order != sorted(order):
             with self._writing():

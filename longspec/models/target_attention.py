@@ -39,6 +39,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     if attend is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    # transformers expects [B, T, H, D].
     return attend(query, key, value, scaling).transpose(1, 2), None
 
 
