@@ -99,10 +99,10 @@ def _check_launch(tp_size: int, device: str | None) -> torch.device:
     """The device of this process: the CPU, or the GPU of its local rank. Raises UserError for a launch without it."""
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size != tp_size:
-        problem = (
-            f"--tp_size {tp_size}: {world_size} processes; start {tp_size} with torchrun --nproc_per_node {tp_size}"
+        raise UserError(
+            f"--tp_size {tp_size}: this launch has {world_size} processes; all of them share the target, so start "
+            f"{tp_size} with torchrun --nproc_per_node {tp_size}"
         )
-        raise UserError(problem + (", because a launch has one shared target" if world_size > tp_size else ""))
     chosen = choose_device(device)
     if chosen.type == "cpu":
         return chosen

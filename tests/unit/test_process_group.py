@@ -1,0 +1,76 @@
+"""Launches and calls that ranks with a shared target refuse, each in one line."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from longspec.errors import UserError
+from longspec.inference import process_group
+from longspec.inference.process_group import repeat_generation, shared_target
+from longspec.models import parallel
+from longspec.models.parallel import ranks_differ
+from longspec.signals import StopSignals
+
+LAUNCH = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+def launch(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
+    for name, value in (LAUNCH | changes).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "device", "gpus", "problem"),
+    [
+        (0, None, 0, "--tp_size: 0; it must be at least 1"),
+        (3, "cpu", 0, "--tp_size 3: this launch has 2 processes"),
+        (2, "cuda:1", 2, "--device cuda:1: each rank of --tp_size takes the GPU of its number"),
+        (2, "cuda", 1, "--tp_size 2: 2 ranks on a machine with 1 GPUs"),
+    ],
+)
+def test_a_launch_that_does_not_fit(
+    tp_size: int, device: str | None, gpus: int, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    launch(monkeypatch)
+    with pytest.raises(UserError, match=problem), shared_target(tp_size, device, StopSignals()):
+        raise AssertionError("the context was entered")
+
+
+def test_only_rank_zero_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch(monkeypatch, RANK="1")
+    with pytest.raises(SystemExit, match="2"), shared_target(3, "cpu", StopSignals()):
+        raise AssertionError("the context was entered")
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"stopping_criteria": [lambda ids, scores: True]}, "stopping_criteria: not supported"),
+        ({"tree_shape": "auto"}, "auto: not supported"),
+        ({"method": "auto"}, "auto: not supported"),
+    ],
+)
+def test_a_call_that_ranks_could_read_differently(
+    changes: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = {"seed": 3, "method": "tree", "tree_shape": (2,), "stopping_criteria": None, "options": {}}
+    assert repeat_generation(print, arguments) == 3, "a process alone sends nothing"
+    monkeypatch.setattr(process_group, "_leads", True)
+    with pytest.raises(UserError, match=problem):
+        repeat_generation(print, arguments | changes)
+
+
+def test_any_other_token_changes_the_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one of the same sum, and tokens in another order."""
+    checksums: list[int] = []
+
+    def note(values: torch.Tensor) -> torch.Tensor:
+        checksums.append(int(values[0]))
+        return values
+
+    monkeypatch.setattr(parallel, "max_over_ranks", note)
+    for tokens in ([1, 2, 3], [1, 3, 2], [2, 2, 2], [3, 1, 2], [1, 2, 4], [5, 1, 2], [0, 0, 0]):
+        assert not ranks_differ(torch.tensor(tokens))
+    assert len(set(checksums)) == 7
