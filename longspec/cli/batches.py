@@ -114,6 +114,7 @@ def answer_prompts(job: Job, results: Results, stop: StopSignals) -> dict[str, A
         "rounds": pooled.rounds,
         "mean_acceptance_length": pooled.mean_acceptance_length if pooled.rounds else None,
         "tokens_per_second": pooled.tokens_per_second if pooled.decode_s else None,
+        **pooled.setup,
         "ttft_s": pooled.ttft_s,
         "decode_s": pooled.decode_s,
     }

@@ -40,6 +40,9 @@ class TargetCache:
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         """int32 [B]: accepted tokens per row."""
+        self.prefix_lengths = self.lengths
+        """int32 [B]: number of slots that attention to the prefix reads per row: `lengths`, or 0 for the inactive rows
+        of a round (see `reading`)."""
         self.newest_hidden = torch.zeros(batch, 1, config.hidden_size, dtype=dtype, device=device)
         """[B, 1, hidden]: the target's hidden state, after the final norm, at the newest accepted token of each row.
         The engine updates it only for drafters that read it."""
@@ -62,10 +65,20 @@ class TargetCache:
         part.keys = self.keys[:, rows]
         part.values = self.values[:, rows]
         part.lengths = self.lengths[rows]
+        part.prefix_lengths = self.prefix_lengths[rows]
         part.newest_hidden = self.newest_hidden[rows]
         part.faults = self.faults[rows]
         part.rows = self.rows[: len(part.lengths)]
         part._whole = (self, rows.start or 0)
+        return part
+
+    def reading(self, active: Tensor) -> TargetCache:
+        """The cache as a round reads it, on the same tensors: inactive rows have no prefix. active: bool [B].
+
+        Slots are still assigned after `lengths`, so an inactive row keeps its accepted tokens.
+        """
+        part = copy(self)
+        part.prefix_lengths = torch.where(active, self.lengths, 0)
         return part
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:

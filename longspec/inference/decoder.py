@@ -11,8 +11,8 @@ from torch import Tensor
 
 from longspec.errors import UserError
 from longspec.inference.cache import Fault
-from longspec.inference.capture import capture_round, warm_up
 from longspec.inference.engine import Engine, Round
+from longspec.inference.engine_pool import with_released_memory
 from longspec.inference.stats import GenerationStats
 
 Stops = Callable[[int, Sequence[int]], bool]
@@ -63,19 +63,24 @@ class Decoder:
         """Whether each row is unfinished."""
         self.device_active = torch.ones(batch, dtype=torch.bool, device=engine.root.device)
         """`active` on the device, bool [B]."""
+        self.finite = True
+        """Whether no row has met a fault, its end included; otherwise the caches can hold NaN."""
         self.stats = GenerationStats(row_rounds=[0] * batch, accepted_by_depth=[0] * engine.drafter.depth)
 
-    def run(self) -> None:
-        """Generate. Raises UserError for logits that are NaN or infinite."""
+    def run(self, ready_round: Callable[[GenerationStats], Round]) -> None:
+        """Generate. Raises UserError for logits that are NaN or infinite.
+
+        ready_round: returns the engine's round, and adds the time that its preparation took to the stats.
+        """
         device = self.engine.prompts.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        if self.engine.runner.capturable:
-            warm_up(self.engine)
+        if self.max_new_tokens > 1:
+            play_round = ready_round(self.stats)
 
         # The first token comes from prefill and counts for ttft_s only.
         start = time.perf_counter()
-        first_tokens, play_round = self._start()
+        first_tokens = self._prefill()
         self.stats.ttft_s = time.perf_counter() - start
         for row, token in enumerate(first_tokens):
             self._emit(row, [token], accepted=0)
@@ -91,17 +96,13 @@ class Decoder:
         if self.streamer is not None:
             self.streamer.end()
 
-    def _start(self) -> tuple[list[int], Round]:
-        """Prefill. Returns the first token of each row, and the round to play: captured if the runner allows it."""
-        first_tokens = self.engine.prefill()
-        play_round: Round = self.engine.round
-        if self.engine.runner.capturable and self.max_new_tokens > 1:
-            # The host records the graph while the device still reads the prompts.
-            play_round = capture_round(self.engine)
+    def _prefill(self) -> list[int]:
+        """Read the prompts. Returns the first token of each row."""
+        first_tokens = with_released_memory(self.engine.runner.model, self.engine.prefill)
         tokens, faults = torch.stack([first_tokens, self.engine.cache.faults]).tolist()
         for row, fault in enumerate(faults):
             self._check_fault(row, fault)
-        return tokens, play_round
+        return tokens
 
     def note(self, tokens: Tensor, counts: Tensor) -> None:
         """Take the result of a round (see `Engine.round`). The host waits for the round here and nowhere else."""
@@ -109,6 +110,7 @@ class Decoder:
         result = torch.cat([tokens, counts[:, None], self.engine.cache.faults[:, None]], 1).tolist()
         for row, (*row_tokens, count, fault) in enumerate(result):
             if not self.active[row]:
+                self.finite &= not fault
                 continue
             self._check_fault(row, fault)
 

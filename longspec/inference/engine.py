@@ -16,6 +16,8 @@ from longspec.inference.sampling import Sampler
 
 PREFILL_TOKENS = 4096
 """Prompt tokens per pass of prefill, summed over the rows of the batch."""
+LEAST_PREFILL_TOKENS = 512
+"""A pass of prefill over fewer tokens takes as long, because it reads the same weights."""
 CAPACITY_STEP = 256
 """The number of cache slots per row is a multiple of this."""
 MOST_SIZE_CLASSES = 128
@@ -78,13 +80,15 @@ class Rounds:
         return played.tokens, played.counts
 
     def play(self, active: Tensor) -> Played:
-        """Draft, verify, accept and compact once. active: bool [B]; other rows do not change.
+        """Draft, verify, accept and compact once. active: bool [B]; other rows do not change, and no pass reads their
+        prefix.
 
         The tokens of a row with a fault in `cache.faults` are undefined.
         """
         # Draft and verify.
-        proposal = self.drafter.propose(self.root, self.cache)
-        hidden = self.forward_tree(proposal)
+        cache = self.cache.reading(active)
+        proposal = self.drafter.propose(self.root, cache)
+        hidden = self.forward_tree(proposal, cache)
         logits = self.runner.logits(hidden)
 
         # Accept. The bonus token costs no pass of its own: its distribution is that of the last accepted node.
@@ -108,18 +112,18 @@ class Rounds:
 
     def verify(self, proposal: Proposal) -> Tensor:
         """The target's logits [B, N, V] at every node of the tree."""
-        return self.runner.logits(self.forward_tree(proposal))
+        return self.runner.logits(self.forward_tree(proposal, self.cache))
 
-    def forward_tree(self, proposal: Proposal) -> Tensor:
+    def forward_tree(self, proposal: Proposal, cache: TargetCache) -> Tensor:
         """The target's hidden states [B, N, hidden] at every node of the tree, in one pass.
 
-        The nodes' keys and values go to the slots after the accepted tokens; `TargetCache.keep` moves the accepted
-        ones into place.
+        The nodes' keys and values go to the slots of `cache` after the accepted tokens; `TargetCache.keep` moves the
+        accepted ones into place.
         """
-        cache = self.cache
         slots = cache.next_slots(proposal.tokens.shape[1])
         positions = cache.lengths[:, None] + proposal.levels
-        attend = self.runner.attention.hybrid(cache.lengths, proposal.visible)
+        # A row without a prefix to read attends to other slots than its nodes', and its result is not used.
+        attend = self.runner.attention.hybrid(cache.prefix_lengths, proposal.visible)
         return self.runner.target(proposal.tokens, positions, cache, slots, attend)
 
 
@@ -180,23 +184,44 @@ class Engine(Rounds):
 
     def _read_prompts(self) -> Tensor:
         """Fill the cache chunk by chunk. Returns the hidden state [B, 1, hidden] at the last token of each row."""
-        batch, longest = self.prompts.shape
-        chunk = max(1, PREFILL_TOKENS // batch)
-        last_hidden: list[Tensor] = [torch.empty(0)] * batch
-        for start in range(0, longest, chunk):
-            end = min(start + chunk, longest)
-            positions = torch.arange(start, end, device=self.prompts.device).expand(batch, -1)
+        last_hidden: list[Tensor] = [torch.empty(0)] * len(self.prompts)
+        waiting = [(rows, 0) for rows in self._unread(0)]
+        while waiting:
+            rows, start = waiting.pop()
+            count = rows.stop - rows.start
+            longest = max(self.prompt_lengths[rows])
+            end = min(start + max(1, PREFILL_TOKENS // count), longest)
+            positions = torch.arange(start, end, device=self.prompts.device).expand(count, -1)
 
             # The chunk's queries are the last ones over the slots 0 ... end - 1.
             def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, end: int = end) -> Tensor:
                 return self.runner.attention.prefill(q, k[:, :, :end], v[:, :, :end], scale)
 
             # A prompt token at position p is stored in slot p. Padding is stored, too, and later overwritten by rounds.
-            hidden = self.runner.target(self.prompts[:, start:end], positions, self.cache, positions, attend)
-            for row, length in enumerate(self.prompt_lengths):
-                if start < length <= end:
-                    last_hidden[row] = hidden[row, length - 1 - start].clone()
+            cache = self.cache.narrow(rows)
+            hidden = self.runner.target(self.prompts[rows, start:end], positions, cache, positions, attend)
+            for row in range(rows.start, rows.stop):
+                if start < self.prompt_lengths[row] <= end:
+                    last_hidden[row] = hidden[row - rows.start, self.prompt_lengths[row] - 1 - start].clone()
+            waiting += [(unread, end) for unread in self._unread(end, rows)]
         return torch.stack(last_hidden)[:, None]
+
+    def _unread(self, start: int, within: slice = slice(None)) -> list[slice]:
+        """Groups of consecutive rows with prompt tokens from position `start` on.
+
+        Rows without such tokens separate two groups, unless reading them along is cheaper than another pass.
+        """
+        groups: list[slice] = []
+        for row in range(*within.indices(len(self.prompts))):
+            length = self.prompt_lengths[row]
+            if length <= start:
+                continue
+            padding = (row - groups[-1].stop) * (length - start) if groups else 0
+            if groups and padding < LEAST_PREFILL_TOKENS:
+                groups[-1] = slice(groups[-1].start, row + 1)
+            else:
+                groups.append(slice(row, row + 1))
+        return groups
 
     def rewind(self, lengths: Tensor, root: Tensor) -> None:
         """Continue after the first `lengths` tokens of the prompts, LongTensor [B], each at least 1.
@@ -208,6 +233,6 @@ class Engine(Rounds):
             # The hidden state at the last token is not stored, so the target reads this token once more.
             self.cache.lengths.copy_(lengths - 1)
             newest = self.prompts.gather(1, lengths[:, None] - 1)
-            self.cache.newest_hidden.copy_(self.forward_tree(chain(newest)))
+            self.cache.newest_hidden.copy_(self.forward_tree(chain(newest), self.cache))
         self.cache.lengths.copy_(lengths)
         self.drafter.start(self.prompts, lengths)

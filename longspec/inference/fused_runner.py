@@ -22,6 +22,7 @@ class FusedRunner(Runner):
     """The passes of `Runner` on the same parameters, in few kernels. Needs Triton and layers that `can_fuse`."""
 
     capturable = True
+    owned = ("model", "backbone", "layers", "draft_layer")
 
     def __init__(self, model: GlideMixin, attention: str = "auto") -> None:
         super().__init__(model, attention)
@@ -30,6 +31,15 @@ class FusedRunner(Runner):
         self.draft_layer = FusedDraftLayer(model.draft_model)
         self.scale = head_dim(self.config) ** -0.5
         self.rope: RopeTable = (torch.empty(0), torch.empty(0))
+        self.cross_output = self.draft_layer.cross.merged_output
+        """The merged outputs of the draft's cross-attentions, which captured rounds read; None for a single one."""
+
+    def adopt(self, other: Runner) -> None:
+        super().adopt(other)
+        if self.cross_output is not None:
+            # The weights can have changed since the copy was made, but captured rounds read it at its address.
+            self.cross_output.copy_(self.draft_layer.cross.output)
+            self.draft_layer.cross.output = self.cross_output
 
     def prepare(self, positions: int) -> None:
         if len(self.rope[0]) < positions:

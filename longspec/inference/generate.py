@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from longspec.inference.arguments import (
 )
 from longspec.inference.decoder import Decoder, Origin, Stops, Streamer
 from longspec.inference.engine import Engine
+from longspec.inference.engine_pool import borrowed, engine_kind, rounded_room
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE, make_drafter
 from longspec.inference.options import REFUSED, STOPPING, WARPERS, build_warpers, refuse_options
 from longspec.inference.sampling import Sampler
@@ -114,10 +116,13 @@ def generate(
     pad_id = pad_token(model, pad_token_id)
     check_draft_window(method, tree_shape, gamma, model.draft_model.window)
 
+    started = time.perf_counter()
     extra_warpers = build_warpers(options, model.generation_config)
     runner = make_runner(model, attention, compile)
     device = runner.device
-    sampler = Sampler(temperature, top_k, top_p, seeded_generator(seed, device), extra_warpers)
+    generator = seeded_generator(seed, device)
+    # Greedy decoding draws nothing, so calls with and without a seed can share an engine.
+    sampler = Sampler(temperature, top_k, top_p, generator if temperature else None, extra_warpers)
     stops = _stops(stopping_criteria, input_ids.to(device)) if stopping_criteria else None
     if streamer is not None:
         streamer.put(input_ids.cpu())
@@ -126,19 +131,32 @@ def generate(
         prompts = _pad_right(rows, 0).to(device)
         lengths = [len(row) for row in rows]
         # "auto" is resolved here, so that the engine below only knows a shape.
+        max_positions = position_limit(model.config)
+        measure_s = 0.0
         if method == "tree" and tree_shape == AUTO:
-            max_positions = position_limit(model.config)
+            measuring = time.perf_counter()
             tree_shape = choose_shape(runner, prompts, lengths, sampler, tree_rule, max_positions)
+            measure_s = time.perf_counter() - measuring
 
         shape = tuple(map(int, tree_shape)) if method == "tree" else ()
-        drafter = make_drafter(method, runner, len(rows), sampler, shape, gamma, tree_rule, tree_nodes)
-        engine = Engine(runner, drafter, sampler, prompts, lengths, max_new_tokens)
+        room = rounded_room(max(lengths) + max_new_tokens, max_positions)
+
+        def build() -> Engine:
+            drafter = make_drafter(method, runner, len(rows), sampler, shape, gamma, tree_rule, tree_nodes)
+            return Engine(runner, drafter, sampler, prompts, lengths, room - max(lengths))
 
         proposed: Origin = "lookup" if method == "lookup" else "draft"
-        decoder = Decoder(engine, max_new_tokens, eos_ids, streamer, stops, proposed)
-        decoder.stats.tree_shape = shape
-        decoder.stats.tree_nodes = drafter.nodes if method == "tree" else 0
-        decoder.run()
+        drafting = (method, shape, gamma, tree_rule, tree_nodes)
+        kind = engine_kind(runner, drafting, len(rows), sampler, room)
+        with borrowed(kind, room, runner, build) as pooled:
+            pooled.restart(prompts, lengths, seed)
+            decoder = Decoder(pooled.engine, max_new_tokens, eos_ids, streamer, stops, proposed)
+            decoder.stats.tree_shape = shape
+            decoder.stats.tree_nodes = pooled.engine.drafter.nodes if method == "tree" else 0
+            decoder.stats.measure_s = measure_s
+            decoder.stats.build_s = time.perf_counter() - started - measure_s
+            decoder.run(pooled.ready_round)
+            pooled.reusable = decoder.finite
 
     # Rows end at different lengths; each output is its prompt without padding and its new tokens.
     new_tokens = [torch.tensor(tokens, dtype=torch.long, device=device) for tokens in decoder.new_tokens]

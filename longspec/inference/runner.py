@@ -18,6 +18,8 @@ class Runner:
 
     capturable = False
     """Whether a CUDA graph may capture its passes."""
+    owned: tuple[str, ...] = ("model",)
+    """The attributes that hold weights."""
 
     def __init__(self, model: GlideMixin, attention: str = "auto") -> None:
         """attention: "auto", "flash", "triton" or "sdpa" (see `kernels.decoding.attention.decoding_attention`)."""
@@ -27,6 +29,16 @@ class Runner:
         self.device = weight.device
         self.dtype = weight.dtype
         self.attention = decoding_attention(attention, self.device, self.dtype, head_dim(self.config))
+
+    def disown(self) -> None:
+        """Drop all weights. No pass may run until `adopt` is called."""
+        for name in self.owned:
+            delattr(self, name)
+
+    def adopt(self, other: Runner) -> None:
+        """Take over the weights of another runner of the same type, which are at the same addresses as before."""
+        for name in self.owned:
+            setattr(self, name, getattr(other, name))
 
     def prepare(self, positions: int) -> None:
         """Build the tables for positions 0 ... positions - 1. Each engine calls it once, before its first pass."""

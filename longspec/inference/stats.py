@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+SETUP = ("build_s", "warm_up_s", "capture_s", "measure_s")
+"""The times of a call before its prefill."""
+
 
 @dataclass
 class GenerationStats:
@@ -20,7 +23,7 @@ class GenerationStats:
     accepted_by_depth: list[int] = field(default_factory=list)
     """Entry d - 1: number of passes that emitted at least d draft tokens."""
     ttft_s: float = 0.0
-    """Time to first token, in seconds: prefill, or the recording of a round's graph if that takes longer."""
+    """Time to first token, in seconds: prefill."""
     decode_s: float = 0.0
     """Time of all rounds, in seconds."""
     peak_memory_bytes: int = 0
@@ -29,11 +32,24 @@ class GenerationStats:
     """Number of nodes in each level of the drafted trees; empty for other methods."""
     tree_nodes: int = 0
     """Number of nodes of each tree that were verified, the root included; 0 for other methods."""
+    build_s: float = 0.0
+    """Time to set up caches and layers before `ttft_s`, in seconds. Little for an engine that an earlier call built."""
+    warm_up_s: float = 0.0
+    """Time to compile the kernels of a round before `ttft_s`, in seconds; 0 if an earlier call did."""
+    capture_s: float = 0.0
+    """Time to record the CUDA graphs of rounds before `ttft_s`, in seconds; 0 if an earlier call did."""
+    measure_s: float = 0.0
+    """Time of the measurements of "auto" before `ttft_s`, in seconds; 0 if they are cached."""
 
     @property
     def mean_acceptance_length(self) -> float:
         """Tokens emitted per verification pass; nan before the first pass."""
         return self.decoded_tokens / self.rounds if self.rounds else float("nan")
+
+    @property
+    def setup(self) -> dict[str, float]:
+        """The times before the prefill by name. Most of them are paid by the first call of its kind only."""
+        return {name: getattr(self, name) for name in SETUP}
 
     @property
     def tokens_per_second(self) -> float:
@@ -51,4 +67,5 @@ def pool(batches: Sequence[GenerationStats]) -> GenerationStats:
         ttft_s=sum(stats.ttft_s for stats in batches),
         decode_s=sum(stats.decode_s for stats in batches),
         peak_memory_bytes=max((stats.peak_memory_bytes for stats in batches), default=0),
+        **{name: sum(getattr(stats, name) for stats in batches) for name in SETUP},
     )

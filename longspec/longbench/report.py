@@ -212,6 +212,7 @@ def _sample_line(
             "decoded_tokens": stats.decoded_tokens,
             "accepted_by_depth": stats.accepted_by_depth,
             "peak_memory_bytes": stats.peak_memory_bytes or _resident_peak(),
+            **stats.setup,
         },
         "text": result.text,
         "token_ids": result.token_ids,

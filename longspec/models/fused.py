@@ -192,7 +192,8 @@ class _FusedCrossAttentions:
         self.queries = MergedLinear([attention.q_proj for attention in attentions])
         outputs = [attention.o_proj.weight for attention in attentions]
         # Parts of columns cannot be views of a contiguous tensor, so several outputs are copied.
-        self.output = outputs[0] if len(outputs) == 1 else torch.cat([weight.detach() for weight in outputs], 1)
+        self.merged_output = None if len(outputs) == 1 else torch.cat([weight.detach() for weight in outputs], 1)
+        self.output = outputs[0] if self.merged_output is None else self.merged_output
 
     def add_to(self, stream: ResidualStream, slots: TokenSlots, attends: Sequence[QueryAttend]) -> None:
         q = stream.project(self.norm, self.queries.weight, self.queries.bias)

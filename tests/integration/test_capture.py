@@ -13,6 +13,7 @@ from torch import Tensor
 from longspec import generate
 from longspec.errors import UserError
 from longspec.inference import capture as capture_module
+from longspec.inference import engine_pool
 from longspec.inference import generate as generate_module
 from longspec.inference.engine import Engine
 from longspec.inference.methods import GLIDE_METHODS, METHODS, make_drafter
@@ -122,6 +123,34 @@ def test_capture_survives_changing_lengths_batches_shapes_and_settings(tmp_path:
                 assert found == [target_greedy(model, row, 12) for row in prompts(*lengths)[2]]
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 9}])
+def test_a_second_call_replays_the_captured_round(tmp_path: Path, method: str, sampling: dict[str, float]) -> None:
+    """Same tokens as a new engine, whatever the earlier calls left; weights changed in place take effect."""
+    model = make_pair(tmp_path, options=OPTIONS["both"], initializer_range=0.1).cuda()
+    settings = {"method": method, "tree_shape": SHAPE, "max_new_tokens": 20, **sampling}
+
+    def calls(pooled: bool) -> list[list[list[int]]]:
+        new = []
+        for lengths, seed in (((40,), 1), ((7,), 2), ((40,), 1), ((90,), 3)):
+            new.append(tokens(model, *lengths, seed=seed, **settings))
+            if not pooled:
+                engine_pool.release(model)
+        return new
+
+    expected = calls(pooled=False)
+    assert calls(pooled=True) == expected and len(engine_pool._idle[model]) == 1
+    for cross in model.draft_model.cross_attentions:
+        cross.o_proj.weight.data.mul_(-1)
+    model.lm_head.weight.data.mul_(-1)
+    changed = calls(pooled=True)
+    engine_pool.release(model)
+    assert changed == calls(pooled=False) != expected
+    ids, mask, _ = prompts(40)
+    stats = [generate(model, ids, mask, seed=1, **settings).stats for _ in range(2)]
+    assert stats[1].warm_up_s == stats[1].capture_s == 0
+
+
 def test_sampled_replays_draw_anew(tmp_path: Path) -> None:
     """Each replay advances the generator: other seeds and later rounds give other tokens."""
     model = make_pair(tmp_path, initializer_range=0.01).cuda()  # nearly uniform
@@ -131,16 +160,20 @@ def test_sampled_replays_draw_anew(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
-    """After generate its cache and graph are gone, after the model its weights."""
+    """With the pool's engines their caches and graphs are gone, with the model its weights and its engines."""
     torch.cuda.synchronize()
     gc.collect()
     before = torch.cuda.memory_allocated()
     model = make_pair(tmp_path, hidden_size=512, intermediate_size=1024).cuda()
     tokens(model, 50, max_new_tokens=4)  # libraries keep workspaces
+    assert engine_pool.release(model) == 1
     loaded = torch.cuda.memory_allocated()
-    tokens(model, 2000, max_new_tokens=40)
+    for _ in range(2):
+        tokens(model, 2000, max_new_tokens=40)
+    assert engine_pool.release(model) == 1
     gc.collect()
     assert torch.cuda.memory_allocated() == loaded
+    tokens(model, 50, max_new_tokens=4)
     assert len(capture_module._warm_kinds) == 1
     del model
     gc.collect()
@@ -153,6 +186,7 @@ def test_calls_in_a_row_share_the_memory_of_their_graphs(tmp_path: Path) -> None
     reserved = []
     for _ in range(6):
         tokens(model, 50, max_new_tokens=12, tree_shape=SHAPE)
+        engine_pool.release(model)
         gc.collect()
         reserved.append(torch.cuda.memory_reserved())
     assert len(set(reserved[1:])) == 1

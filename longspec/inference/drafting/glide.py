@@ -63,7 +63,7 @@ class GlideDraft:
         # draws such lags at random (`train.positions.random_lags`).
         def cross_attend(q: Tensor, layer: int) -> Tensor:
             keys, values = cache.layer(layer)
-            return attention.prefix(q, keys, values, root, self.scale)
+            return attention.prefix(q, keys, values, cache.prefix_lengths, self.scale)
 
         cross_attends = [partial(cross_attend, layer=layer) for layer in (-1, *self.options.kv_layers)]
         hidden = self.runner.draft(tokens, positions, self.cache, first, self_attend, cross_attends, self.feature)

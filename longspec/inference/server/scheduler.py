@@ -11,6 +11,7 @@ from threading import Condition, Thread
 import torch
 
 from longspec.errors import UserError, first_line
+from longspec.inference import engine_pool
 from longspec.inference.arguments import check_draft_window, check_drafting, check_trained
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE
 from longspec.inference.select_runner import make_runner
@@ -73,6 +74,7 @@ class Scheduler:
                 raise UserError(f"{name}: {value}; it must be at least 1")
         self.model = model
         runner = make_runner(model, attention, compile)
+        engine_pool.release(model)  # the budget follows from the free memory
         whole_tree = 1 + sum(tree_shape)
         nodes = {"vanilla": 1, "tree": min(tree_nodes or whole_tree, whole_tree)}.get(method, gamma + 1)
         capacity = row_capacity(model.config, runner.dtype, runner.device, max_rows, nodes, memory)

@@ -24,12 +24,11 @@ class SdpaAttention:
     def hybrid(self, lengths: Tensor, tree_mask: Tensor) -> Attend:
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             def at_length(length: int, q: Tensor, k: Tensor, v: Tensor, tree_mask: Tensor) -> Tensor:
-                used = length + q.shape[2]
                 # All of the prefix is visible, then the nodes under the mask.
                 visible = F.pad(tree_mask, (length, 0), value=True)
-                return masked_sdpa(q, k[:, :, :used], v[:, :, :used], visible, scale)
+                return masked_sdpa(q, k, v, visible, scale)
 
-            return _by_length(at_length, lengths, q, k, v, tree_mask)
+            return _by_length(at_length, lengths, q.shape[2], q, k, v, tree_mask)
 
         return attend
 
@@ -37,9 +36,9 @@ class SdpaAttention:
         def at_length(length: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if length == 0:
                 return torch.zeros_like(q)
-            return _sdpa(q, k[:, :, :length], v[:, :, :length], None, scale)
+            return _sdpa(q, k, v, None, scale)
 
-        return _by_length(at_length, lengths, q, k, v)
+        return _by_length(at_length, lengths, 0, q, k, v)
 
     def window(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float
@@ -81,18 +80,25 @@ def masked_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> 
     return out.masked_fill(~sees_any[:, None], 0.0)
 
 
-def _by_length(attend: Callable[..., Tensor], lengths: Tensor, q: Tensor, *others: Tensor) -> Tensor:
-    """Call attend(length, q, *others) for the sequences of each length together, so that no slot past it is read."""
+def _by_length(
+    attend: Callable[..., Tensor], lengths: Tensor, nodes: int, q: Tensor, k: Tensor, v: Tensor, *others: Tensor
+) -> Tensor:
+    """Call attend(length, q, k, v, *others) for the sequences of each length together.
+
+    k and v are cut after the first length + `nodes` slots, so that no later one is read.
+    """
     counts = lengths.tolist()
     if len(set(counts)) == 1:
-        return attend(counts[0], q, *others)
+        used = counts[0] + nodes
+        return attend(counts[0], q, k[:, :, :used], v[:, :, :used], *others)
 
     out = torch.empty_like(q)
     for count in set(counts):
         rows = [row for row, length in enumerate(counts) if length == count]
-        # A slice is a view; a list of rows copies the whole cache of these sequences.
+        # A slice is a view; a list of rows copies the used slots of these sequences.
         index = slice(rows[0], rows[0] + 1) if len(rows) == 1 else rows
-        selected = [x[index] for x in (q, *others)]
+        stores = k[:, :, : count + nodes], v[:, :, : count + nodes]
+        selected = [x[index] for x in (q, *stores, *others)]
         out[index] = attend(count, *selected)
     return out
 

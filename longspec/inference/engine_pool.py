@@ -1,0 +1,178 @@
+"""Engines that are kept between calls of `generate`: caches, draft state, rotary tables and captured rounds.
+
+A call borrows an engine of its kind, or builds one. Idle engines own no weights, and go with the model that they were
+built for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from longspec.inference.capture import capture_round, warm_up
+from longspec.inference.device import free_bytes
+from longspec.inference.engine import CAPACITY_STEP, MOST_SIZE_CLASSES, Engine, Round
+from longspec.inference.memory import row_bytes
+from longspec.inference.runner import Runner
+from longspec.inference.sampling import Sampler
+from longspec.inference.stats import GenerationStats
+from longspec.models.glide import GlideMixin
+
+MOST_IDLE = 4
+"""Largest number of idle engines per model."""
+IDLE_SHARE = 0.25
+"""Largest share of the device's free memory, theirs included, that the idle engines of a model may hold."""
+STEPS_PER_OCTAVE = 8
+"""Number of cache sizes between a power of two and the next one."""
+
+T = TypeVar("T")
+
+_lock = Lock()
+_idle: WeakKeyDictionary[GlideMixin, list[PooledEngine]] = WeakKeyDictionary()
+"""The idle engines of each model, the one used last at the end."""
+
+
+@dataclass
+class PooledEngine:
+    """An engine with its captured round."""
+
+    kind: Hashable
+    room: int
+    """Positions per row for a prompt and its new tokens."""
+    engine: Engine
+    bytes: int
+    """Estimated size of its caches and of a round's logits."""
+    captured: Round | None = None
+    reusable: bool = True
+    """Whether its caches are finite."""
+
+    def restart(self, prompts: Tensor, lengths: Sequence[int], seed: int | None) -> None:
+        """Prepare for other prompts [B, P], padded on the right, and for a seed if the engine has its own generator."""
+        self.engine.prompts = prompts
+        self.engine.prompt_lengths = list(lengths)
+        generator = self.engine.sampler.generator
+        if generator is not None and seed is not None:
+            generator.manual_seed(seed)
+
+    def ready_round(self, stats: GenerationStats) -> Round:
+        """The round to play: captured at the first call if the runner allows it. `stats` takes the times."""
+        engine = self.engine
+        if not engine.runner.capturable:
+            return engine.round
+        if self.captured is None:
+            start = time.perf_counter()
+            warm_up(engine)
+            warm = time.perf_counter()
+            self.captured = capture_round(engine)
+            stats.warm_up_s += warm - start
+            stats.capture_s += time.perf_counter() - warm
+        return self.captured
+
+
+def engine_kind(runner: Runner, method: Hashable, rows: int, sampler: Sampler, room: int) -> Hashable:
+    """Everything that the kernels of an engine's rounds depend on. method: the method and its settings."""
+    device = runner.device
+    weights = tuple(tensor.data_ptr() for tensor in (*runner.model.parameters(), *runner.model.buffers()))
+    warpers = tuple((type(warper), repr(sorted(vars(warper).items()))) for warper in sampler.extra_warpers)
+    return (
+        method,
+        rows,
+        min(room, CAPACITY_STEP * MOST_SIZE_CLASSES),
+        (sampler.temperature, sampler.top_k, sampler.top_p, warpers, sampler.generator is None),
+        (type(runner), runner.dtype, runner.attention.name, device, weights),
+        # Captured rounds share memory with those of their stream, and libraries choose kernels by these settings.
+        torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None,
+        torch.get_float32_matmul_precision(),
+        torch.is_autocast_enabled(device.type),
+        torch.is_inference_mode_enabled(),
+    )
+
+
+def rounded_room(positions: int, max_positions: int) -> int:
+    """`positions` rounded up to one of few sizes, at most to `max_positions`.
+
+    Up to MOST_SIZE_CLASSES steps the size of the cache decides which kernels run, so an engine only serves calls of
+    its own size. Beyond that an engine serves all smaller calls.
+    """
+    step = CAPACITY_STEP
+    if positions <= CAPACITY_STEP * MOST_SIZE_CLASSES:
+        step = max(step, (1 << (positions - 1).bit_length()) // (2 * STEPS_PER_OCTAVE))
+    return max(positions, min(-(-positions // step) * step, max_positions))
+
+
+@contextmanager
+def borrowed(kind: Hashable, room: int, runner: Runner, build: Callable[[], Engine]) -> Iterator[PooledEngine]:
+    """An engine of this kind with room for `room` positions per row: an idle one, or a new one from `build`.
+
+    It becomes idle at the end, unless an exception ends the call, because the state of its caches is unknown then.
+    Another thread gets another engine. An idle engine without enough room is replaced. runner: a runner of this call,
+    whose weights an idle engine takes over.
+    """
+    model = runner.model
+    pooled = _take(model, kind)
+    if pooled is not None and pooled.room >= room:
+        pooled.engine.runner.adopt(runner)
+    else:
+        del pooled  # its memory is free for the new engine
+        engine = with_released_memory(model, build)
+        pooled = PooledEngine(kind, room, engine, _size(engine, room))
+    yield pooled
+    if pooled.reusable:
+        pooled.engine.runner.disown()
+        _give_back(model, pooled)
+
+
+def with_released_memory(model: GlideMixin, call: Callable[[], T]) -> T:
+    """`call()`; if memory runs out, the idle engines of the model are freed for a second attempt."""
+    try:
+        return call()
+    except torch.OutOfMemoryError:
+        if not release(model):
+            raise
+    return call()
+
+
+def release(model: GlideMixin) -> int:
+    """Free the memory of a model's idle engines. Returns their number."""
+    with _lock:
+        engines = _idle.pop(model, [])
+    count = len(engines)
+    engines.clear()
+    if count and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return count
+
+
+def _take(model: GlideMixin, kind: Hashable) -> PooledEngine | None:
+    """Remove the idle engine of a kind that was used last."""
+    with _lock:
+        engines = _idle.get(model, [])
+        for number in reversed(range(len(engines))):
+            if engines[number].kind == kind:
+                return engines.pop(number)
+    return None
+
+
+def _give_back(model: GlideMixin, pooled: PooledEngine) -> None:
+    """Add an idle engine, and free those that were unused for the longest time if there are too many or too large."""
+    with _lock:
+        engines = _idle.setdefault(model, [])
+        engines.append(pooled)
+        held = sum(engine.bytes for engine in engines)
+        limit = IDLE_SHARE * (free_bytes(pooled.engine.root.device) + held)
+        while engines and (len(engines) > MOST_IDLE or held > limit):
+            held -= engines.pop(0).bytes
+
+
+def _size(engine: Engine, room: int) -> int:
+    """Bytes of an engine's cache and of the logits of a round."""
+    runner = engine.runner
+    return len(engine.root) * row_bytes(runner.config, runner.dtype, room + engine.drafter.depth, engine.drafter.nodes)

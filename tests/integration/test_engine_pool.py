@@ -1,0 +1,234 @@
+"""The pool of engines: same tokens as without it, nothing paid twice, nothing shared, nothing left behind."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Barrier, Thread
+from typing import Any
+
+import pytest
+import torch
+from pairs import OPTIONS, make_pair, target_greedy
+from torch import Tensor
+
+from longspec import generate
+from longspec.errors import UserError
+from longspec.inference import engine_pool
+from longspec.inference.engine import Engine
+from longspec.inference.methods import METHODS
+from longspec.models.glide import GlideMixin
+
+SHAPE = (3, 4)
+SETTINGS = {"tree_shape": SHAPE, "gamma": 3, "max_new_tokens": 12}
+
+
+def prompt(length: int, seed: int = 0) -> Tensor:
+    return torch.randint(1, 61, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def tokens(model: GlideMixin, ids: Tensor, **settings: Any) -> list[list[int]]:
+    return [new.tolist() for new in generate(model, ids, **(SETTINGS | settings)).new_tokens]
+
+
+def without_pool(model: GlideMixin, ids: Tensor, **settings: Any) -> list[list[int]]:
+    engine_pool.release(model)
+    new = tokens(model, ids, **settings)
+    engine_pool.release(model)
+    return new
+
+
+def idle(model: GlideMixin) -> list[engine_pool.PooledEngine]:
+    return engine_pool._idle.get(model, [])
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
+    """The engines that were built."""
+    engines: list[Engine] = []
+    init = Engine.__init__
+
+    def noted(self: Engine, *arguments: Any) -> None:
+        engines.append(self)
+        init(self, *arguments)
+
+    monkeypatch.setattr(Engine, "__init__", noted)
+    yield engines
+    engines.clear()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_second_call_builds_nothing_and_emits_the_same_tokens(
+    tmp_path: Path, method: str, built: list[Engine]
+) -> None:
+    """Other prompts, seeds and limits; a stale prefix, ring or history would show."""
+    model = make_pair(tmp_path, options=OPTIONS["both"], initializer_range=0.1)
+    for temperature in (0.0, 1.0):
+        calls: list[tuple[Tensor, dict[str, Any]]] = [
+            (prompt(40, 1), {"seed": 1}),
+            (prompt(3, 2), {"seed": 2, "max_new_tokens": 20}),
+            (prompt(40, 1), {"seed": 3}),
+            (prompt(40, 1), {"seed": 1}),
+        ]
+        settings = {"method": method, "temperature": temperature}
+        expected = [without_pool(model, ids, **settings, **own) for ids, own in calls]
+        built.clear()
+        assert [tokens(model, ids, **settings, **own) for ids, own in calls] == expected
+        assert len(built) == 1
+
+
+def test_calls_without_a_seed_follow_torchs_generator(tmp_path: Path, built: list[Engine]) -> None:
+    model = make_pair(tmp_path, initializer_range=0.1)
+    drawn = []
+    for seed in (5, 6, 5):
+        torch.manual_seed(seed)
+        drawn.append(tokens(model, prompt(9), temperature=1.0))
+    assert drawn[0] == drawn[2] != drawn[1] and len(built) == 1
+
+
+def test_engines_of_other_kinds_are_not_shared(tmp_path: Path, built: list[Engine]) -> None:
+    """Everything that a captured round has baked in makes another kind, and so do replaced weights."""
+    model = make_pair(tmp_path)
+    ids = prompt(9)
+    variants: list[dict[str, Any]] = [
+        {},
+        {"method": "seq"},
+        {"tree_shape": (4, 3)},
+        {"temperature": 1.0, "seed": 0},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_k": 5},
+        {"temperature": 1.0, "min_p": 0.1},
+        {"temperature": 1.0, "min_p": 0.2},
+        {"temperature": 1.0, "tree_rule": "descend"},
+        {"max_new_tokens": 300},
+    ]
+    for settings in variants:
+        tokens(model, ids, **settings)
+    assert len(built) == len(variants)
+    assert len(idle(model)) == engine_pool.MOST_IDLE
+    tokens(model, ids.repeat(2, 1))
+    with torch.inference_mode():
+        tokens(model, ids)
+    model.lm_head.weight = torch.nn.Parameter(-model.lm_head.weight.detach(), requires_grad=False)
+    assert tokens(model, ids) == [target_greedy(model, ids[0], 12)]
+    assert len(built) == len(variants) + 3
+
+
+def test_weights_that_change_in_place_take_effect(tmp_path: Path, built: list[Engine]) -> None:
+    model = make_pair(tmp_path)
+    before = tokens(model, prompt(9))
+    model.lm_head.weight.data.neg_()
+    after = tokens(model, prompt(9))
+    assert after == [target_greedy(model, prompt(9)[0], 12)] != before
+    assert len(built) == 1
+
+
+def test_a_faulty_call_leaves_no_nan_to_the_next_one(tmp_path: Path) -> None:
+    """NaN in a value of the cache would spread to masked slots; the engine of a failed call is not kept."""
+    model = make_pair(tmp_path)
+    expected = tokens(model, prompt(9), method="magicdec")
+    weight = model.lm_head.weight.data
+    kept = weight[3, 4].clone()
+    weight[3, 4] = torch.nan
+    with pytest.raises(UserError, match="NaN or infinite"):
+        tokens(model, prompt(9), method="magicdec")
+    assert not idle(model)
+    weight[3, 4] = kept
+    assert tokens(model, prompt(9), method="magicdec") == expected
+
+
+def test_an_engine_in_use_is_not_shared(tmp_path: Path, built: list[Engine]) -> None:
+    """Two threads decode different prompts at the same time; a third call nests in the second one's streamer."""
+    model = make_pair(tmp_path)
+    barrier = Barrier(2)
+    results: dict[int, list[list[int]]] = {}
+
+    class Meeting:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def put(self, value: Tensor) -> None:
+            self.calls += 1
+            if self.calls == 3:  # both have played rounds
+                barrier.wait(20)
+
+        def end(self) -> None: ...
+
+    def run(number: int) -> None:
+        results[number] = tokens(model, prompt(20, number), streamer=Meeting())
+
+    threads = [Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {number: [target_greedy(model, prompt(20, number)[0], 12)] for number in range(2)}
+    assert len(built) == 2 == len(idle(model))
+
+
+def test_idle_engines_go_with_the_model_and_own_no_weights(tmp_path: Path) -> None:
+    model = make_pair(tmp_path)
+    tokens(model, prompt(9))
+    (pooled,) = idle(model)
+    cache, weight = weakref.ref(pooled.engine.cache), weakref.ref(model.lm_head.weight)
+    assert not hasattr(pooled.engine.runner, "model")
+    del pooled
+    del model
+    gc.collect()
+    assert weight() is None and cache() is None
+
+
+def test_idle_engines_are_bounded_in_bytes_and_freed_under_pressure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: list[Engine]
+) -> None:
+    model = make_pair(tmp_path)
+    tokens(model, prompt(9))
+    (pooled,) = idle(model)
+    size = pooled.bytes
+    assert size >= pooled.engine.cache.keys.nbytes + pooled.engine.cache.values.nbytes
+    # Room for two engines, in a quarter of the memory that is free without them.
+    monkeypatch.setattr(engine_pool, "free_bytes", lambda device: int((2.5 / engine_pool.IDLE_SHARE - 3) * size))
+    for shape in ((2, 2), (2, 3)):
+        tokens(model, prompt(9), tree_shape=shape)
+    assert len(idle(model)) == 2 and pooled not in idle(model)
+
+    # Memory runs out once in a prefill: the idle engines are freed, and the call succeeds.
+    prefill = Engine.prefill
+    failures = [torch.OutOfMemoryError("out of memory")]
+
+    def fails_once(self: Engine) -> Tensor:
+        if failures:
+            raise failures.pop()
+        return prefill(self)
+
+    monkeypatch.setattr(Engine, "prefill", fails_once)
+    assert tokens(model, prompt(9)) == [target_greedy(model, prompt(9)[0], 12)]
+    assert len(idle(model)) == 1
+
+
+def test_a_longer_prompt_replaces_the_engine_beyond_the_size_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: list[Engine]
+) -> None:
+    monkeypatch.setattr(engine_pool, "MOST_SIZE_CLASSES", 1)
+    model = make_pair(tmp_path)
+    for length, engines in ((600, 1), (300, 1), (900, 2), (600, 2)):
+        assert tokens(model, prompt(length), method="lookup", max_new_tokens=3) == [
+            target_greedy(model, prompt(length)[0], 3)
+        ]
+        assert len(built) == engines and len(idle(model)) == 1
+
+
+def test_the_room_of_an_engine() -> None:
+    """Few sizes, an eighth too large at most, and never more than the target has positions."""
+    sizes = [engine_pool.rounded_room(positions, 10**6) for positions in range(1, 40_000)]
+    assert sizes == sorted(sizes) and len({size for size in sizes if size <= 32768}) <= 40
+    for positions, size in enumerate(sizes, 1):
+        assert positions <= size <= max(positions + 255, positions * 9 / 8) and size % 256 == 0
+    assert engine_pool.rounded_room(2000, 2047) == 2047
+    assert engine_pool.rounded_room(2048, 2048) == 2048
+
+
+def test_first_call_costs_are_outside_the_time_to_first_token(tmp_path: Path) -> None:
+    stats = generate(make_pair(tmp_path), prompt(9), **SETTINGS).stats
+    assert stats.build_s > 0 and stats.warm_up_s == stats.capture_s == stats.measure_s == 0
+    assert set(stats.setup.values()) == {0, stats.build_s} and stats.ttft_s > 0

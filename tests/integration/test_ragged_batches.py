@@ -1,0 +1,106 @@
+"""The work of ragged batches: prefill reads each prompt once, and rounds read no prefix of finished rows."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairs import OPTIONS, make_pair, target_greedy
+from torch import Tensor
+
+from longspec import generate
+from longspec.inference import engine as engine_module
+from longspec.inference.engine import Engine
+from longspec.inference.methods import METHODS, make_drafter
+from longspec.inference.runner import Runner
+from longspec.inference.sampling import Sampler
+from longspec.kernels.decoding.sdpa_attention import SdpaAttention
+
+LENGTHS = [30, 3, 9, 25, 2]
+GREEDY = Sampler(0.0, 0, 1.0)
+
+
+def prompts(lengths: list[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Token ids and mask, padded on the right, and the rows alone."""
+    generator = torch.Generator().manual_seed(len(lengths))
+    rows = [torch.randint(1, 61, (n,), generator=generator) for n in lengths]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    return ids, mask, rows
+
+
+@pytest.mark.parametrize(("least", "tokens"), [(1, [50, 15, 20]), (1000, [50, 48, 32])])
+def test_prefill_handles_only_rows_that_still_have_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int, tokens: list[int]
+) -> None:
+    """Rows that have ended separate groups, unless their padding costs less than a pass of `least` tokens."""
+    model = make_pair(tmp_path)
+    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 50)
+    monkeypatch.setattr(engine_module, "LEAST_PREFILL_TOKENS", least)
+    passed: list[int] = []
+    target = Runner.target
+
+    def counted(self: Runner, ids: Tensor, *others: Any) -> Tensor:
+        passed.append(ids.numel())
+        return target(self, ids, *others)
+
+    ids, mask, rows = prompts(LENGTHS)
+    monkeypatch.setattr(Runner, "target", counted)
+    out = generate(model, ids, mask, method="vanilla", max_new_tokens=1)
+    assert passed == tokens
+    monkeypatch.setattr(Runner, "target", target)
+    rest = generate(model, ids, mask, max_new_tokens=6, tree_shape=(2, 2))
+    for row, first, new in zip(rows, out.new_tokens, rest.new_tokens, strict=True):
+        assert new.tolist() == target_greedy(model, row, 6)
+        assert new[:1].tolist() == first.tolist()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rounds_read_no_prefix_of_finished_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Every row ends at its own EOS; afterwards neither verification nor the draft reads its keys."""
+    model = make_pair(tmp_path)
+    ids, mask, rows = prompts([40, 12, 25])
+    expected = [target_greedy(model, row, 24) for row in rows]
+    eos = {expected[0][4], expected[2][11]}
+    read: list[list[int]] = []
+
+    def recorded(name: str) -> Any:
+        attend = getattr(SdpaAttention, name)
+
+        def wrapper(self: SdpaAttention, *arguments: Any) -> Any:
+            lengths = arguments[0] if name == "hybrid" else arguments[3]
+            read.append(lengths.tolist())
+            return attend(self, *arguments)
+
+        return wrapper
+
+    for name in ("hybrid", "prefix"):
+        monkeypatch.setattr(SdpaAttention, name, recorded(name))
+    out = generate(
+        model, ids, mask, method=method, max_new_tokens=24, eos_token_id=list(eos), tree_shape=(3, 4), gamma=3
+    )
+    ends = [next((at + 1 for at, token in enumerate(row) if token in eos), 24) for row in expected]
+    assert [new.tolist() for new in out.new_tokens] == [row[:end] for row, end in zip(expected, ends, strict=True)]
+    assert len(set(out.stats.row_rounds)) > 1, "all rows ended together"
+    per_round = len(read) // max(out.stats.row_rounds)
+    for row, rounds in enumerate(out.stats.row_rounds):
+        lengths = [call[row] for call in read]
+        assert all(lengths[: rounds * per_round]) and not any(lengths[rounds * per_round :])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_inactive_rows_keep_their_state(tmp_path: Path, method: str) -> None:
+    """A row that sits rounds out continues as if these had not been played."""
+    model = make_pair(tmp_path, options=OPTIONS["both"])
+    ids, _, rows = prompts([20, 31])
+    runner = Runner(model)
+    engine = Engine(runner, make_drafter(method, runner, 2, GREEDY, (2, 3), 3, "reject"), GREEDY, ids, [20, 31], 40)
+    emitted = [[token] for token in engine.prefill().tolist()]
+    for number in range(12):
+        active = torch.tensor([number % 3 == 0, number % 4 != 1])
+        tokens, counts = engine.round(active)
+        assert (counts > 0).tolist() == active.tolist()
+        for row, count in enumerate(counts.tolist()):
+            emitted[row] += tokens[row, :count].tolist()
+    assert emitted == [target_greedy(model, row, len(new)) for row, new in zip(rows, emitted, strict=True)]
