@@ -30,8 +30,6 @@ class GenerationStats:
     """Peak of memory allocated on the CUDA device during the call; 0 on a CPU."""
     tree_shape: tuple[int, ...] = ()
     """Number of nodes in each level of the drafted trees; empty for other methods."""
-    tree_nodes: int = 0
-    """Number of nodes of each tree that were verified, the root included; 0 for other methods."""
     build_s: float = 0.0
     """Time to set up caches and layers before `ttft_s`, in seconds. Little for an engine that an earlier call built."""
     warm_up_s: float = 0.0
@@ -40,6 +38,8 @@ class GenerationStats:
     """Time to record the CUDA graphs of rounds before `ttft_s`, in seconds; 0 if an earlier call did."""
     measure_s: float = 0.0
     """Time of the measurements of "auto" before `ttft_s`, in seconds; 0 if they are cached."""
+    tree_nodes: int = 0
+    """Number of nodes of each tree that were verified, the root included; 0 for other methods."""
 
     @property
     def mean_acceptance_length(self) -> float:

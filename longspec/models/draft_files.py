@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from longspec.errors import UserError, first_line
-from longspec.models.draft_layer import MAX_WINDOW, PUBLISHED, DraftOptions
+from longspec.models.draft_layer import MAX_WINDOW, PUBLISHED, DraftOptions, GlideDecoderLayer
+from longspec.models.draft_vocabulary import MAPS, maps_problem
 from longspec.models.target_files import HUB_ERRORS, check_hub_id, without_memory
 from longspec.models.weight_files import is_plain, read_metadata, read_weights
 from longspec.untrusted import read_json, read_yaml
@@ -107,13 +108,15 @@ def strip_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return draft or dict(state)
 
 
-def fit_draft(state: Mapping[str, Tensor], layer: nn.Module, source: str) -> dict[str, Tensor]:
+def fit_draft(state: Mapping[str, Tensor], layer: GlideDecoderLayer, source: str) -> dict[str, Tensor]:
     """`state` without the prefix and the unused weights, if it fits `layer` (which may be on the meta device).
 
-    Raises UserError that names `source` and the missing, unexpected, wrongly shaped and non-finite weights.
+    The vocabulary list is that of `state`, whether or not `layer` has one. Raises UserError that names `source` and the
+    missing, unexpected, wrongly shaped and non-finite weights, or the fault of the vocabulary list.
     """
     weights = {name: w for name, w in strip_prefix(state).items() if name not in DEAD_WEIGHTS}
-    expected = layer.state_dict()
+    maps = {name: weights.pop(name) for name in MAPS if name in weights}
+    expected = {name: weight for name, weight in layer.state_dict().items() if name not in MAPS}
 
     faults = [f"missing {name}" for name in expected.keys() - weights.keys()]
     faults += [f"unexpected {_printable(name)}" for name in weights.keys() - expected.keys()]
@@ -123,12 +126,15 @@ def fit_draft(state: Mapping[str, Tensor], layer: nn.Module, source: str) -> dic
         elif name in expected and weight.shape != expected[name].shape:
             faults.append(f"{name} is {list(weight.shape)}, the target needs {list(expected[name].shape)}")
 
+    if problem := maps_problem(maps, layer.vocab_size):
+        faults.append(problem)
+
     if faults:
         named = sorted(faults)[:NAMED_FAULTS]
         rest = f"; and {len(faults) - len(named)} more" if len(faults) > len(named) else ""
         raise UserError(f"{source}: the draft does not fit the target: {'; '.join(named)}{rest}")
     check_finite(weights, source)
-    return weights
+    return weights | maps
 
 
 def check_finite(state: Mapping[str, Tensor], source: str) -> None:
@@ -165,6 +171,12 @@ def draft_window(path: str | Path) -> int:
     return draft_settings(path).options.window
 
 
+def list_size(path: str | Path) -> int | None:
+    """Number of tokens in the vocabulary list of the draft at `path`; None if it has none. Raises UserError."""
+    state = load_draft(path)
+    return state["d2t"].numel() if "d2t" in state else None
+
+
 def draft_settings(path: str | Path) -> DraftSettings:
     """Settings of the draft at `path`: from its weight file, else `config.json`, else the training configuration.
 
@@ -173,6 +185,7 @@ def draft_settings(path: str | Path) -> DraftSettings:
     draft = resolve_draft(path)
     run = _folder(draft) / TRAINING_CONFIG_NAME
     config_file = _folder(draft) / "config.json"
+    # Later sources take precedence: the weight file is what users pass around.
     stated: dict[str, Any] = {}
     if run.exists() and isinstance(model := read_yaml(run).get("model"), dict):
         stated |= {name: model[name] for name in OPTION_KEYS if name in model}
@@ -239,6 +252,7 @@ def _compare_configs(file: Path, config: PreTrainedConfig) -> None:
     draft = read_json(file)
     for name in ("model_type", "num_attention_heads", "num_key_value_heads", "head_dim"):
         own = getattr(config, name, None)
+        # Published drafts leave out some of these keys.
         if own is not None and draft.get(name, own) not in (None, own):
             stated = _printable(str(draft[name]))
             raise UserError(f"{file}: a draft for a target with {name} {stated}; this target has {own}")
@@ -261,6 +275,7 @@ def save_draft_file(state: Mapping[str, Tensor], file: str | Path, options: Draf
     """Write a `.pth` of plain weights without the prefix, with the options in the state dict's metadata."""
     file = Path(file)
     file.parent.mkdir(parents=True, exist_ok=True)
+    # torch keeps `_metadata` of an OrderedDict, and loaders of plain weights ignore it.
     weights = OrderedDict(strip_prefix(state))
     weights._metadata = {"": {"version": 1, **option_entries(options)}}  # type: ignore[attr-defined]
     with _replacing(file) as unfinished:
@@ -281,6 +296,7 @@ def save_draft_folder(
     entries = option_entries(options)
     with _replacing(folder / "model.safetensors") as unfinished:
         save_file(weights, unfinished, {"format": "pt"} | {key: json.dumps(value) for key, value in entries.items()})
+    # A trained draft has no such key, so files of other tools count as trained.
     settings = entries | ({} if is_trained else {TRAINED_KEY: False})
     with _replacing(folder / "config.json") as unfinished:
         unfinished.write_text(json.dumps(json.loads(config.to_json_string()) | settings, indent=2) + "\n")

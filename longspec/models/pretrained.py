@@ -26,6 +26,7 @@ from longspec.models.draft_files import (
     save_draft_folder,
 )
 from longspec.models.draft_layer import PUBLISHED, DraftOptions, GlideDecoderLayer
+from longspec.models.draft_vocabulary import checked_tokens, listed_tokens
 from longspec.models.parallel import PretrainedModelParallelPreSplitMixin, join_ranks, model_parallel_rank_and_size
 from longspec.models.target_files import WEIGHT_ERRORS, check_target, check_target_path, read_config, weight_problem
 from longspec.models.target_split import rank_config
@@ -101,6 +102,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         *,
         kv_layers: Sequence[int] | None = None,
         target_feature: bool | None = None,
+        draft_vocabulary: Sequence[int] | None = None,
         dtype: str | torch.dtype | None = None,
         revision: str | None = None,
         device_map: Any = None,
@@ -116,8 +118,8 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         revision, device_map, quantization_config: as in transformers, for the target; one device for the whole target.
         gradient_checkpointing recomputes the draft layer in backward. window, kv_layers, target_feature: see
         `DraftOptions`; None is the saved draft's own value, else the published one. ignore_mismatched_sizes has no
-        effect; published configs contain it. Raises UserError, also for unknown arguments and a draft that does not
-        fit.
+        effect; published configs contain it. draft_vocabulary: the token ids that a fresh draft proposes, None for all.
+        Raises UserError, also for unknown arguments and a draft that does not fit.
         """
         if unknown:
             raise UserError(f"{cls.__name__}.from_pretrained: no argument {', '.join(sorted(unknown))}")
@@ -130,6 +132,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
             if not isinstance(value, kinds) or isinstance(value, bool):
                 raise UserError(f"{name}: a {type(value).__name__}; see {cls.__name__}.from_pretrained")
 
+        # An argument takes precedence over the state dict's metadata.
         asked = {"window": window, "kv_layers": kv_layers, "target_feature": target_feature}
         stated = _saved_options(state_dict) | {name: value for name, value in asked.items() if value is not None}
         checked_options(stated)
@@ -137,7 +140,13 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         config = read_config(path, revision)
         if state_dict is None and glide_path is None:
             glide_path = draft_of_pair(path, revision)
+        vocabulary = None
+        if draft_vocabulary is not None:
+            if state_dict is not None or glide_path is not None:
+                raise UserError("draft_vocabulary: for a fresh draft; a saved draft has its own list")
+            vocabulary = checked_tokens(draft_vocabulary, config.vocab_size, "draft_vocabulary")
 
+        # transformers renamed torch_dtype to dtype; both are accepted.
         if dtype is None:
             dtype = "auto" if torch_dtype is None else torch_dtype
         model = cls(
@@ -152,6 +161,8 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
             options=_draft_options(stated, glide_path),
         )
 
+        if vocabulary is not None:
+            model.draft_model.set_vocabulary(vocabulary)
         if state_dict is not None:
             model.load_draft_state(state_dict, source="state_dict")
         if pad_token_id is not None:
@@ -181,6 +192,8 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         folder = Path(save_directory)
         if (folder / DRAFT_FOLDER).is_symlink():
             raise UserError(f"{folder / DRAFT_FOLDER}: a link; remove it, because the draft is saved in this folder")
+
+        # transformers would upload the target alone, before the draft is written.
         hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if push_to_hub and name in kwargs}
         target = None
         draft = self.draft_model.state_dict()
@@ -196,6 +209,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
 
     def _target_alone(self) -> PreTrainedModel:
         """An ordinary transformers model that shares the target's modules."""
+        # On the meta device, so that the modules that are replaced take no memory.
         with torch.device("meta"):
             target = self.target_class(copy.deepcopy(self.config))
         target.model, target.lm_head, target.generation_config = self.model, self.lm_head, self.generation_config
@@ -234,11 +248,13 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
             )
         except (*WEIGHT_ERRORS, ImportError) as error:
             raise UserError(f"{folder}: the target's weights do not load ({weight_problem(error)})") from error
+        # transformers initializes missing weights at random and only warns.
         if absent := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
             raise UserError(
                 f"{folder}: incomplete target: {len(absent)} weights are missing or have the wrong shape, such as "
                 f"{absent[0]}"
             )
+        # The draft, its cache and the target's last layer exchange tensors in every round.
         if len(devices := sorted({str(p.device) for p in target.parameters()})) > 1:
             raise UserError(
                 f"device_map: places the target on {', '.join(devices)}; use a single device, such as cuda:0"
@@ -250,6 +266,9 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
 
         Raises UserError that names missing, unexpected, wrongly shaped and non-finite weights.
         """
-        self.draft_model.load_state_dict(fit_draft(state, self.draft_model, source))
+        weights = fit_draft(state, self.draft_model, source)
+        self.draft_model.set_vocabulary(listed_tokens(weights["d2t"]) if "d2t" in weights else None)
+        self.draft_model.load_state_dict(weights)
+        # A finite fp32 weight can overflow when it is cast to fp16.
         check_finite(self.draft_model.state_dict(), f"{source}, in {self.draft_model.self_attn.q_proj.weight.dtype}")
         self.draft_is_trained = True

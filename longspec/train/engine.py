@@ -23,6 +23,7 @@ from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.models.target_graph import TargetGraphs
 from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import ReplicatedDraft, keep_drafts_equal
+from longspec.train.vocabulary import check_list_split
 
 MUON_MOMENTUM = 0.95
 
@@ -35,6 +36,7 @@ def cosine_with_warmup(total_steps: int, warmup_ratio: float) -> Callable[[int],
     warmup = math.ceil(total_steps * warmup_ratio)
 
     def factor(step: int) -> float:
+        # Positive from the first step on, which would otherwise be lost.
         if step < warmup:
             return (step + 1) / warmup
         progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
@@ -49,6 +51,7 @@ def engine_config(config: TrainConfig) -> dict[str, Any]:
     optimizer: dict[str, Any] = {
         "lr": config.learning_rate,
         "betas": config.adam_betas,
+        # Muon's groups get their own decay in `build_engine`.
         "weight_decay": config.weight_decay,
         # DeepSpeedCPUAdam steps offloaded states.
         "torch_adam": not offload,
@@ -69,21 +72,27 @@ def engine_config(config: TrainConfig) -> dict[str, Any]:
     return settings
 
 
-def build_pair(config: TrainConfig, draft: dict[str, Tensor] | None) -> nn.Module:
+def build_pair(config: TrainConfig, draft: dict[str, Tensor] | None, vocabulary: Tensor | None = None) -> nn.Module:
     """The target with the weights `draft`, or with a fresh draft that is the same on all ranks.
 
-    Raises UserError if target or draft cannot be loaded.
+    vocabulary: the list of a fresh draft, LongTensor [Vd]; None for the whole vocabulary. Raises UserError if target or
+    draft cannot be loaded, or if the list cannot be split over the ranks that share a target.
     """
     # A fresh draft is drawn from this seed.
     torch.manual_seed(config.seed)
     try:
         with built_in_shards(config):
-            return hydra.utils.call(config.model, config.model_name_or_path, state_dict=draft)
+            pair = hydra.utils.call(config.model, config.model_name_or_path, state_dict=draft, draft_vocabulary=None)
     except InstantiationException as error:
         # Hydra wraps the pair's own error in one without its message.
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from None
         raise
+    if vocabulary is not None:
+        pair.draft_model.set_vocabulary(vocabulary)
+    if pair.draft_model.vocabulary is not None:
+        check_list_split(pair.draft_model.vocabulary, pair.config.vocab_size, config.tp_size)
+    return pair
 
 
 @contextmanager
@@ -122,6 +131,7 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
         # DeepSpeed would compile Muon's update, which takes longer than a short run.
         engine.step = torch.compiler.set_stance("force_eager")(engine.step)
     for group in engine.optimizer.param_groups:
+        # One configured rate for both optimizers; Muon's updates have another norm.
         scale = muon_scale(model.config.hidden_size) if group.get("use_muon") else 1.0
         group["rate_scale"] = scale
         # The optimizer multiplies the decay by the scaled rate.
@@ -161,6 +171,7 @@ def _restore_rotary(target: Any) -> None:
     Some versions of transformers cast them when ZeRO-3 builds the target in shards, and old versions of DeepSpeed cast
     all buffers.
     """
+    # At position 100k, the rounding of bf16 exceeds a full turn of the fast frequencies.
     rotary = target.rotary_emb
     fresh = type(rotary)(target.config).to(rotary.inv_freq.device)
     for name, frequencies in fresh.named_buffers():

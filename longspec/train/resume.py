@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from longspec.errors import UserError
-from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_settings
+from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_settings, list_size
 from longspec.models.draft_layer import PUBLISHED
 from longspec.train.checkpoint import absolute_paths
 from longspec.train.config import CONFIG_NAME, read_config_file
@@ -54,6 +54,7 @@ def where_to_start(config: TrainConfig, target: str) -> Start:
     the data or the target differ from those of the checkpoint.
     """
     output = Path(config.output_dir)
+    # Random, because two launches may start in the same second.
     launch = secrets.token_hex(8)
     check_folders(output)
     if config.resume is None and not config.overwrite_output_dir:
@@ -106,16 +107,18 @@ def _start_without_state(config: TrainConfig, run: Run, draft: tuple[Path, Progr
 
 
 def with_draft_options(config: TrainConfig, state: Path | None, draft: str | None) -> TrainConfig:
-    """`config` with the `model.kv_layers` and `model.target_feature` of the state or draft that training starts from.
+    """`config` with the options of the state or draft that training starts from: `kv_layers`, `target_feature` and
+    `draft_vocabulary` of the section `model`.
 
     Raises UserError if `config` sets other values than the saved ones. The default values are always accepted.
     """
     if state is not None:
         source = str(state)
-        saved = read_config_file(state / CONFIG_NAME).model.draft_options
+        saved_model = read_config_file(state / CONFIG_NAME).model
+        saved, saved_size = saved_model.draft_options, saved_model.draft_vocabulary
     elif draft is not None:
         source = draft
-        saved = draft_settings(draft).options
+        saved, saved_size = draft_settings(draft).options, list_size(draft)
     else:
         return config
 
@@ -124,7 +127,16 @@ def with_draft_options(config: TrainConfig, state: Path | None, draft: str | Non
         value, saved_value = getattr(configured, name), getattr(saved, name)
         if value not in (getattr(PUBLISHED, name), saved_value):
             raise UserError(f"config key model.{name}: {value}, but the draft at {source} has {saved_value}; omit it")
-    model = replace(config.model, kv_layers=list(saved.kv_layers), target_feature=saved.target_feature)
+    size = config.model.draft_vocabulary
+    if size not in (None, saved_size):
+        own = "the whole vocabulary" if saved_size is None else f"a list of {saved_size} tokens"
+        raise UserError(f"config key model.draft_vocabulary: {size}, but the draft at {source} has {own}; omit it")
+    model = replace(
+        config.model,
+        kv_layers=list(saved.kv_layers),
+        target_feature=saved.target_feature,
+        draft_vocabulary=saved_size,
+    )
     return replace(config, model=model)
 
 
@@ -143,6 +155,7 @@ def check_same_run(
 
     saved_contents: digests from the checkpoint, None in older checkpoints. contents: digests of the current files.
     """
+    # Relative paths are compared as what they name, not as they were typed.
     saved = absolute_paths(read_config_file(folder / CONFIG_NAME))
     current = absolute_paths(config)
     keys: tuple[str, ...] = RESUMED_KEYS
@@ -156,6 +169,7 @@ def check_same_run(
 
     saved_split = _batch_split(saved, progress.world_size)
     split = _batch_split(current, world_size)
+    # The number of rows per step fixes which rows each step trains on.
     if math.prod(saved_split) != math.prod(split):
         problems.append(
             f"rows per step (micro-batch x accumulation x ranks) was {math.prod(saved_split)}, is {math.prod(split)}"

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from longspec.errors import UserError
 from longspec.models.draft_files import DRAFT_PREFIX
+from longspec.models.draft_vocabulary import MAPS
 from longspec.models.target_files import WEIGHT_ERRORS, weight_problem
 from longspec.train.distributed import data_parallel_rank_and_size
 
@@ -68,13 +69,20 @@ class Shards:
 
     def __init__(self, folder: Path) -> None:
         """Raises UserError for files that are not plain state (see `load_plain`)."""
+        # DeepSpeed names the folder of the last save in the file `latest`.
         states = folder / (folder / "latest").read_text().strip()
         files = sorted(states.glob("*_optim_states.pt"), key=_rank)
         self.ranks: list[dict[str, Any]] = [load_plain(file)["optimizer_state_dict"] for file in files]
-        groups = load_plain(min(states.glob("*_model_states.pt"), key=_rank))["param_shapes"]
+        module_state = load_plain(min(states.glob("*_model_states.pt"), key=_rank))
+        groups = module_state["param_shapes"]
         self.shapes: dict[str, torch.Size] = {
             name.removeprefix(DRAFT_PREFIX): shape for group in groups for name, shape in group.items()
         }
+        saved = module_state["module"]
+        self.vocabulary_maps: dict[str, Tensor] = {
+            name: saved[DRAFT_PREFIX + name].clone() for name in MAPS if DRAFT_PREFIX + name in saved
+        }
+        """The draft's vocabulary list, {} if it has none."""
         self.is_zero3 = "fp32_flat_groups" in self.ranks[0]
 
     @property
@@ -107,6 +115,7 @@ class Shards:
 
     def _zero3_pieces(self, kind: str) -> dict[str, list[Tensor]]:
         """The pieces of each parameter in order of rank, under ZeRO-3; {} if there is no state of `kind`."""
+        # Equal pieces per rank; the last one is padded to the same length.
         lengths = [math.ceil(shape.numel() / len(self.ranks)) for shape in self.shapes.values()]
         pieces: dict[str, list[Tensor]] = {name: [] for name in self.shapes}
         for rank in self.ranks:

@@ -62,7 +62,7 @@ class LookupDrafter:
         if self.history.shape[1] < capacity:
             self.history = self.history.new_zeros(len(self.history), capacity)
 
-    def start(self, prompts: Tensor, lengths: Tensor) -> None:
+    def start(self, prompts: Tensor, lengths: Tensor, prompt_lengths: Tensor | None = None) -> None:
         store_prompts(self.history, prompts)
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:

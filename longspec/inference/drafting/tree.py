@@ -10,6 +10,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
+from longspec.errors import UserError
 from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.drafting.lookup import LookupBranches
@@ -65,6 +66,11 @@ class TreeDrafter:
         self.sampler = sampler
         self.kind: Hashable = (type(self), self.shape, tree_rule, self.nodes, lookup and lookup.depth)
         self.draft = draft or GlideDraft(runner, batch, grown_nodes)
+        if max(self.shape) > self.draft.columns:
+            raise UserError(
+                f"tree_shape: {list(self.shape)}; with this draft's vocabulary a level has at most "
+                f"{self.draft.columns} nodes"
+            )
         self.reads_hidden = self.draft.reads_hidden
 
         # Every round grows the tree in the same tensors.
@@ -104,8 +110,8 @@ class TreeDrafter:
         if self.lookup is not None:
             self.lookup.reserve(capacity)
 
-    def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        self.draft.start(prompts, lengths)
+    def start(self, prompts: Tensor, lengths: Tensor, prompt_lengths: Tensor | None = None) -> None:
+        self.draft.start(prompts, lengths, prompt_lengths)
         if self.lookup is not None:
             self.lookup.start(prompts, lengths)
 
@@ -125,10 +131,11 @@ class TreeDrafter:
             logits = self.draft.level(tree.tokens[:, above], level, above.start, tree.visible[:, above], cache)
             if self.q is None:
                 # At temperature 0 the paths are ranked by the draft's own probabilities.
-                best_children(tree, above, width, logits, self.sampler.temperature or 1.0, watch)
+                best_children(tree, above, width, logits, self.sampler.temperature or 1.0, watch, self.draft.ids)
             else:
                 warped, temperature = self.sampler.warped(logits)
-                sampled_children(tree, above, width, warped, temperature, noise[level], self.q[:, above], watch)
+                q = self.q[:, above]
+                sampled_children(tree, above, width, warped, temperature, noise[level], q, watch, self.draft.ids)
             above = slice(above.stop, above.stop + width)
         return self.proposal(self._branches(root, cache))
 
@@ -161,10 +168,11 @@ class TreeDrafter:
         )
 
     def _noise(self) -> list[Tensor]:
-        """Exponential noise, fp64 [B, n, V], for each level whose nodes have sampled children. One launch draws it."""
+        """Exponential noise, fp64 [B, n, C], for each level whose nodes have sampled children. One launch draws it."""
         if self.q is None:
             return []
-        return self.sampler.exponentials_by_part(self.q, (1, *self.shape[:-1]))
+        like = self.q[..., : self.draft.columns]
+        return self.sampler.exponentials_by_part(like, (1, *self.shape[:-1]))
 
 
 def least_merits(nodes: int, lookup: LookupBranches) -> Tensor:

@@ -154,7 +154,9 @@ class Worker:
         former = row.number
         self.batch.swap(former, free.number, len(row.tokens), len(free.tokens))
         self.rows.swap(row, free)
-        self.batch.start_draft(row.number, self.batch.upload(row.tokens), former)
+        assert row.job is not None
+        prompt_length = len(row.job.ticket.request.prompt)
+        self.batch.start_draft(row.number, self.batch.upload(row.tokens), prompt_length, former)
 
     def _note(self, running: list[Row], report: Tensor, trace: Tensor) -> None:
         """Process a round's report. Reading the report waits for the round; nothing else does."""
