@@ -63,11 +63,13 @@ def alone(line: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Launch:
     """A finished launch: the exit code of each rank, stdout and stderr of all."""
 
-    def __init__(self, script: str, arguments: list[str], folder: Path, ranks: int = 2, fault: str = "") -> None:
+    def __init__(
+        self, script: str, arguments: list[str], folder: Path, ranks: int = 2, fault: str = "", **variables: str
+    ) -> None:
         files = [folder / "stdout", folder / "stderr"]
         for file in files:
             file.write_text("")
-        environment = launch_environment(**({"FAULT": fault} if fault else {}))
+        environment = launch_environment(**({"FAULT": fault} if fault else {}), **variables)
         started = start_forked(script, arguments, ranks, free_port(), environment, *files)
         exit_code(started, LIMIT_S)
         self.codes = [rank.exitcode for rank in started]
@@ -92,7 +94,9 @@ def records(out: Path) -> list[dict[str, Any]]:
     """The lines of results, without times and memory."""
     lines = [json.loads(raw) for raw in (out / "samples.jsonl").read_text().splitlines()]
     for record in lines:
-        record["batch"] = {name: record["batch"][name] for name in ("first", "rounds", "decoded_tokens")}
+        record["batch"] = {
+            name: value for name, value in record["batch"].items() if not name.endswith(("_s", "_bytes"))
+        }
     return [{name: value for name, value in record.items() if name not in TIMES} for record in lines]
 
 
@@ -190,6 +194,15 @@ def test_bad_input_is_one_line_of_all_ranks(line: list[str], tmp_path: Path) -> 
     launch = evaluate([*line, "--temperature", "-1"], tmp_path / "out")
     assert launch.codes == [2, 2]
     assert len(launch.said) == 1 and launch.said[0].startswith("error: temperature: -1.0; it must be 0")
+
+
+def test_a_folder_that_ranks_do_not_share_is_refused(line: list[str], tmp_path: Path) -> None:
+    for rank in ("0", "1"):
+        (tmp_path / rank).mkdir()
+    launch = Launch(FAULTY, ["evaluate", *line, "--output_dir", "out"], tmp_path, DISKS=str(tmp_path))
+    assert launch.codes == [2, 2]
+    (message,) = launch.said
+    assert re.match(r"error: rank 1 on .*: out: is not the folder of rank 0; give a path on a disk", message)
 
 
 def test_a_rank_of_an_earlier_run_that_still_writes_is_respected(
