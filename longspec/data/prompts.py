@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from longspec.data.aligners import DEFAULT_ALIGNERS, ROLES, Turn
+from longspec.data.lines import Files, data_files
 from longspec.data.records import (
     KINDS,
     SOURCE_TAGS,
     TURN_KINDS,
     WHERE,
-    Files,
     Record,
     RecordError,
-    data_files,
     located,
     parse_record,
     split_pairs,

@@ -12,10 +12,10 @@ from omegaconf import OmegaConf
 from packaging.version import Version
 from pydantic import ValidationError
 
-from longspec.data.dataset import OVERFLOWS
-from longspec.data.records import data_files
+from longspec.data.lines import data_files
 from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.data.templates import check_templates
+from longspec.data.tokenization import OVERFLOWS
 from longspec.errors import UserError
 from longspec.kernels.training.varlen import resolve_attention
 from longspec.train.config_schema import TrainConfig
