@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +219,7 @@ def test_a_rank_of_an_earlier_run_that_still_writes_is_respected(
 
 
 def test_answers_of_several_ranks_are_those_of_one(pair: Path, tmp_path: Path) -> None:
-    """After one rank was killed, and a launch of two ranks has continued."""
+    """After one rank was killed, and a single process or a launch of two ranks has continued."""
     texts = ["a" * (7 * number % 23 + 1) for number in range(13)]
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(texts))
@@ -228,7 +229,13 @@ def test_answers_of_several_ranks_are_those_of_one(pair: Path, tmp_path: Path) -
     out = tmp_path / "out.jsonl"
     launch = Launch(FAULTY, [*given, str(out)], tmp_path, fault="1:1:SIGKILL")
     assert launch.codes == [1, -9] and "a rank has ended after" in launch.said[-1], launch.stderr
-    assert len(list(tmp_path.glob("out.jsonl*"))) == 2
+    (tmp_path / "copy").mkdir()
+    files = sorted(tmp_path.glob("out.jsonl*"))
+    assert [file.name for file in files] == ["out.jsonl", "out.jsonl.rank-1"]
+    for file in files:
+        shutil.copy(file, tmp_path / "copy")
+    assert CliRunner().invoke(app, [*given, str(tmp_path / "copy" / "out.jsonl")]).exit_code == 0
+    assert (tmp_path / "copy" / "out.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
     launch = Launch(FAULTY, [*given, str(out), "--json", str(tmp_path / "summary.json")], tmp_path)
     assert launch.codes == [0, 0], launch.stderr
     assert out.read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
