@@ -204,6 +204,8 @@ class LanguageChain:
     """A ChainModel that says what a language says."""
 
     reads_hidden = False
+    ids = None
+    columns = VOCAB
 
     def __init__(self, language: RandomLanguage) -> None:
         self.language = language
@@ -235,6 +237,8 @@ class LanguageDraft:
     """In place of the tree drafter's GLIDE draft: says what a language says, after at most one token."""
 
     reads_hidden = False
+    ids = None
+    columns = VOCAB
 
     def __init__(self, language: RandomLanguage) -> None:
         self.language = language
