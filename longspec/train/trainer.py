@@ -65,13 +65,14 @@ class Trainer:
         held_out_rows: int = 0,
         evaluation_due: bool = False,
         run: Run | None = None,
+        vocabulary: Tensor | None = None,
         before_save: Callable[[], None] | None = None,
     ) -> None:
         """Prepare steps `start_step` + 1 … `total_steps`.
 
         held_out_rows: number of rows per evaluation. evaluation_due: whether a request to stop interrupted the
-        evaluation after `start_step`. run: the run that the checkpoints belong to. before_save: called on all ranks
-        before each save (see `sole_writer`).
+        evaluation after `start_step`. run: the run that the checkpoints belong to. vocabulary: the draft's list,
+        LongTensor [Vd]. before_save: called on all ranks before each save (see `sole_writer`).
         """
         self.config = config
         self.engine = engine
@@ -87,7 +88,6 @@ class Trainer:
 
         self.accumulation = config.gradient_accumulation_steps
         self.learning_rate_factor = cosine_with_warmup(total_steps, config.warmup_ratio)
-        vocabulary = engine.module.draft_model.vocabulary
         self.objective = DraftLoss(config.loss, config.log_target_loss, vocabulary=vocabulary)
         self.evaluation: Evaluation | None = None
         if held_out_rows:
