@@ -31,6 +31,7 @@ from longspec.inference.engine import Engine
 from longspec.inference.engine_pool import borrowed, engine_kind, rounded_room
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE, make_drafter
 from longspec.inference.options import REFUSED, STOPPING, WARPERS, build_warpers, refuse_options
+from longspec.inference.process_group import repeat_generation
 from longspec.inference.sampling import Sampler
 from longspec.inference.select_runner import make_runner
 from longspec.inference.stats import GenerationStats
@@ -71,6 +72,7 @@ def generate(
     allow_untrained_draft: bool = False,
     stopping_criteria: Sequence[StoppingCriteria] | None = None,
     tree_nodes: int | None = None,
+    lookup_branches: bool = False,
     **options: Any,
 ) -> GenerationOutput:
     """Continue prompts losslessly: greedy at temperature 0, else samples of the target's own distribution.
@@ -94,12 +96,14 @@ def generate(
     stopping_criteria: each is called after every new token with the ids [1, length] of one row, its prompt as passed
     in followed by its new tokens, and with scores None.
     tree_nodes: the nodes of the drafted tree to be verified, the root included: those with the most probable paths;
-    None verifies the whole tree.
+    None verifies the whole tree. lookup_branches: let continuations of earlier occurrences of the newest tokens join
+    the tree; tree_nodes then selects among both.
     options: transformers' min_p, typical_p and epsilon_cutoff, applied above temperature 0; they default to the model's
     generation config. Every other option that changes the distribution is refused by name, whether it is an argument
     or in the generation config (see `options`).
     Raises UserError (a ValueError) for settings that cannot work, and for logits that are NaN or infinite.
     """
+    arguments = dict(locals())  # for the other ranks, if several share the target
     # All checks come before long work.
     check_pair(model)
     check_drafting(method, tree_shape, gamma, tree_rule, model.config.vocab_size, tree_nodes)
@@ -115,6 +119,8 @@ def generate(
     eos_ids = end_tokens(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
     pad_id = pad_token(model, pad_token_id)
     check_draft_window(method, tree_shape, gamma, model.draft_model.window)
+    arguments |= {"input_ids": input_ids, "attention_mask": attention_mask, "eos_token_id": sorted(eos_ids)}
+    seed = repeat_generation(generate, arguments)
 
     started = time.perf_counter()
     extra_warpers = build_warpers(options, model.generation_config)
@@ -142,11 +148,14 @@ def generate(
         room = rounded_room(max(lengths) + max_new_tokens, max_positions)
 
         def build() -> Engine:
-            drafter = make_drafter(method, runner, len(rows), sampler, shape, gamma, tree_rule, tree_nodes)
+            drafter = make_drafter(
+                method, runner, len(rows), sampler, shape, gamma, tree_rule, tree_nodes, lookup_branches
+            )
             return Engine(runner, drafter, sampler, prompts, lengths, room - max(lengths))
 
         proposed: Origin = "lookup" if method == "lookup" else "draft"
-        kind = engine_kind(runner, (method, shape, gamma, tree_rule, tree_nodes), len(rows), sampler, room)
+        drafting = (method, shape, gamma, tree_rule, tree_nodes, lookup_branches)
+        kind = engine_kind(runner, drafting, len(rows), sampler, room)
         with borrowed(kind, room, runner, build) as pooled:
             pooled.restart(prompts, lengths, seed)
             decoder = Decoder(pooled.engine, max_new_tokens, eos_ids, streamer, stops, proposed)

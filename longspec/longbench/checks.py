@@ -17,6 +17,7 @@ from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.tree_shapes import CANDIDATES
 from longspec.longbench.prompts import TaskPrompt
 from longspec.models.draft_files import draft_settings
+from longspec.models.target_split import rank_config
 
 SEED_LIMIT = 2**63
 """Seeds are below this value. torch takes larger ones, but batch numbers are added to a seed."""
@@ -24,9 +25,18 @@ SEED_LIMIT = 2**63
 
 def check_numbers(options: argparse.Namespace) -> None:
     """Raise UserError for a number outside its range. `inference.arguments` checks those that `generate` takes."""
-    for name, least in (("test_length", 0), ("batch_size", 1), ("min_prompt_len", 0), ("headroom", 0), ("seed", 0)):
+    for name, least in (
+        ("test_length", 0),
+        ("batch_size", 1),
+        ("tp_size", 1),
+        ("min_prompt_len", 0),
+        ("headroom", 0),
+        ("seed", 0),
+    ):
         if getattr(options, name) < least:
             raise UserError(f"--{name}: {getattr(options, name)}; it must be at least {least}")
+    if options.tp_size > 1 and AUTO in (options.method, options.tree_shape):
+        raise UserError("--tp_size: not with auto, because times differ between ranks; give --method and --tree_shape")
     for name, limit in (("seed", SEED_LIMIT), ("top_k", SEED_LIMIT)):
         if getattr(options, name) >= limit:
             raise UserError(f"--{name}: {getattr(options, name)}; it must be less than {limit}")
@@ -36,6 +46,7 @@ def check_output(folder: str | None) -> None:
     """Raise UserError if the output folder clearly cannot be created or written. Creates nothing."""
     path = Path(folder or ".").absolute()
     try:
+        # The folder need not exist: the nearest existing parent decides.
         existing = next(part for part in (path, *path.parents) if part.exists())
     except OSError as error:
         raise UserError(f"--output_dir: {folder}: {error.strerror}; give a folder") from error
@@ -64,13 +75,18 @@ def check_batch_memory(
     max_new_tokens: int,
 ) -> None:
     """Raise UserError if a lower bound of the largest batch's memory exceeds that of the device."""
+    # With "auto", any of the shapes may be played.
     shapes = CANDIDATES if options.tree_shape == AUTO else (options.tree_shape,)
     largest_tree = max(sum(shape) for shape in shapes)
     if options.tree_nodes is not None:
         largest_tree = min(largest_tree, options.tree_nodes - 1)
     draft_tokens = {"vanilla": 0, "tree": largest_tree}.get(options.method, options.gamma)
+    # All rows of a batch have the cache of the longest one.
     longest = max(len(prompt.token_ids) for prompt in prompts)
     rows = min(options.batch_size, len(prompts))
+    if options.tp_size > 1:
+        config = rank_config(config, 0, options.tp_size)
+    # One more than the draft tokens: the root is verified, too.
     check_memory(config, dtype, device, rows, longest + max_new_tokens, draft_tokens + 1)
 
 
@@ -78,6 +94,7 @@ def check_prompts(prompts: Sequence[TaskPrompt], max_new_tokens: int, max_positi
     """Raise UserError for a prompt that leaves no room for its answer or has token ids outside the vocabulary."""
     for prompt in prompts:
         length = len(prompt.token_ids)
+        # An id without an embedding would end a GPU run with a device-side assert.
         highest = max(prompt.token_ids)
         if length + max_new_tokens > max_positions:
             raise UserError(

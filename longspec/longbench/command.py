@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -29,27 +30,26 @@ class _Parser(argparse.ArgumentParser):
 
 
 @reports_user_errors
-def main(argv: Sequence[str] | None = None, prog: str | None = None) -> dict[str, Any]:
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> dict[str, Any] | None:
     """Run one method on one task and return the summary. An interrupted run continues after its last line.
 
-    Bad input ends the process with exit code 2. A stop signal ends it with 128 + its number: at once during the
-    preparation, after the running batch during the measurement.
+    Under torchrun the ranks share the samples, and only rank 0 returns the summary. Bad input ends the process with
+    exit code 2. A stop signal ends it with 128 + its number: at once during the preparation, after the running batch
+    during the measurement.
     """
     with StopSignals(at_once=True) as stop:
         try:
             options = parse_options(argv, prog)
             # Imported here, so that --help and a misspelled option do not wait for torch.
-            from longspec.longbench.measurement import measure
-            from longspec.longbench.plan import make_plan
-            from longspec.longbench.run_folder import open_report
+            from longspec.inference.process_group import shared_target
+            from longspec.longbench.shares import measure_share
+            from longspec.ranks.replicas import joined_replicas
 
-            plan = make_plan(options)
-            for note in plan.notes:
-                print(note)
-            with open_report(plan.output_dir, plan.record, plan.options.overwrite) as report:
-                return measure(plan, report, stop)
+            with shared_target(options.tp_size, options.device, stop), joined_replicas(options.tp_size) as replicas:
+                return measure_share(options, stop, replicas)
         except SystemExit:
-            if stop.received is not None and stop.at_once:
+            # One line for the launch, not one for each rank.
+            if stop.received is not None and stop.at_once and os.environ.get("RANK", "0") == "0":
                 print(f"stopped by {signal.Signals(stop.received).name} before the measurement", file=sys.stderr)
             raise
 
@@ -69,7 +69,9 @@ def parse_options(argv: Sequence[str] | None = None, prog: str | None = None) ->
     _add_decoding(parser)
     _add_run(parser)
     options = parser.parse_args(argv)
+    # Folder names leave out options at their default values.
     options.defaults = {name: parser.get_default(name) for name in vars(options)}
+    # nargs="*" makes a list of the single word auto.
     options.tree_shape = AUTO if options.tree_shape == [AUTO] else options.tree_shape
     return options
 
@@ -129,6 +131,7 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
         help="how a tree is drafted and accepted above temperature 0",
     )
     add("--tree_nodes", type=int, help="tree: verify this many nodes, the most probable ones; default: the whole tree")
+    add("--lookup_branches", action="store_true", help="tree: add continuations that the context already holds")
     add("--gamma", type=int, default=4, help="length of the chain (seq, magicdec, lookup)")
     add("--seed", type=int, default=0)
 
@@ -139,7 +142,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--output_dir", help="default: one per configuration, outputs/inference/<model>/<task>/<options>")
     add("--overwrite", action="store_true", help="replace the results in the output folder, whichever run wrote them")
     add("--dtype", choices=DTYPES, default="auto", help="auto: that of the target's weights; float32 on a CPU")
-    add("--device", help="default: cuda if there is one")
+    add("--device", help="default: cuda if there is one; under torchrun that of the rank")
+    add("--tp_size", type=int, default=1, help="number of ranks that share the target, started by torchrun")
     add("--attention", choices=("auto", *BACKENDS), default="auto", help="backend of the attention in decoding")
     add(
         "--compile",

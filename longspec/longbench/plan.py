@@ -20,6 +20,7 @@ from longspec.digests import content_hash, file_digest
 from longspec.errors import UserError
 from longspec.inference.arguments import check_drafting, check_sampling
 from longspec.inference.device import choose_device, choose_dtype, device_name, versions
+from longspec.inference.load_pair import check_loadable
 from longspec.inference.methods import GLIDE_METHODS
 from longspec.inference.options import REFUSED, STOPPING, WARPERS
 from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair
@@ -38,12 +39,12 @@ from longspec.models.content import state_digest, target_digest
 from longspec.models.draft_files import check_draft, draft_settings, option_entries
 from longspec.models.draft_layer import head_dim
 from longspec.models.families import family_class
-from longspec.models.target_files import check_weights, generation_eos, load_tokenizer, position_limit, read_config
+from longspec.models.target_files import generation_eos, load_tokenizer, position_limit, read_config
 
 SHAPE_OPTIONS = {
     "vanilla": (),
     "seq": ("gamma",),
-    "tree": ("tree_shape", "tree_rule", "tree_nodes"),
+    "tree": ("tree_shape", "tree_rule", "tree_nodes", "lookup_branches"),
     "magicdec": ("gamma",),
     "lookup": ("gamma",),
 }
@@ -102,6 +103,7 @@ class Plan:
             "gamma": options.gamma,
             "tree_rule": options.tree_rule,
             "tree_nodes": options.tree_nodes,
+            "lookup_branches": options.lookup_branches,
             "compile": options.compile,
             "attention": options.attention,
             "eos_token_id": self.pair.eos_token_id,
@@ -118,9 +120,13 @@ class Plan:
     def configuration(self) -> dict[str, Any]:
         """Everything that distinguishes this run from others, as JSON values. Input files count by their content."""
         options = self.options
+
+        # The token ids cover everything that makes the prompts: data, templates, chat format, tokenizer.
         prompts = [[prompt.id, prompt.token_ids] for prompt in self.selection.prompts]
         return {
             **{name: getattr(options, name) for name in (*OTHER_OPTIONS, *SHAPE_OPTIONS[options.method])},
+            # Absent for a target on one device, whose folders keep their names.
+            **({"tp_size": options.tp_size} if options.tp_size > 1 else {}),
             "max_gen_len": self.max_new_tokens,
             "dtype": str(self.dtype).removeprefix("torch."),
             "attention": self.attention,
@@ -135,6 +141,7 @@ class Plan:
         }
 
     def _draft_identity(self) -> dict[str, Any]:
+        # A draft that is given but not used does not change the results.
         if self.options.method not in GLIDE_METHODS or self.draft is None or self.draft_state is None:
             return {"draft": None, "draft_window": None}
         return {"draft": state_digest(self.draft_state), **option_entries(draft_settings(self.draft).options)}
@@ -152,8 +159,10 @@ class Plan:
     @property
     def output_dir(self) -> Path:
         """The folder of the results; by default one per configuration."""
+        # A folder that the user names is used as it is, and checked for results of other runs.
         if self.options.output_dir:
             return Path(self.options.output_dir)
+        # A hub id has slashes, and a name of dots would leave the folder.
         model = re.sub(r"[^\w.+-]", "-", self.pair.name).strip(".") or "model"
         defaults = self.options.defaults | {"max_gen_len": TASKS[self.options.task].max_new_tokens}
         return Path("outputs", "inference", model, self.options.task, folder_name(self.configuration, defaults))
@@ -161,6 +170,7 @@ class Plan:
 
 def make_plan(options: argparse.Namespace) -> Plan:
     """Check everything that can be checked without the weights. Raises UserError."""
+    # Checks are ordered by cost: options, device, then files, then the tokenization of the prompts.
     max_new_tokens = TASKS[options.task].max_new_tokens if options.max_gen_len is None else options.max_gen_len
     check_sampling(max_new_tokens, options.temperature, options.top_p, options.top_k)
     check_numbers(options)
@@ -171,17 +181,19 @@ def make_plan(options: argparse.Namespace) -> Plan:
     pair = choose_pair(options.model_name, options.target, options.draft)
     config = read_config(pair.target)
     model_class = family_class(config, pair.target)
-    check_weights(pair.target)
+    check_loadable(config, pair.target)
     drafting = (options.method, options.tree_shape, options.gamma, options.tree_rule)
     check_drafting(*drafting, config.vocab_size, options.tree_nodes)
     tokenizer = load_tokenizer(pair.target, config, options.chat_template_kwargs)
     notes: list[str] = []
     chat_format = resolve_chat_format(options.chat_format, pair.target, config.model_type, tokenizer, notes.append)
+    # Some published pairs fix the EOS that their drafts were trained with.
     if pair.eos_token_id is None:
         stop_ids = stop_tokens(tokenizer, generation_eos(pair.target, config))
         pair = replace(pair, eos_token_id=stop_ids or None)
 
     # The draft.
+    # Loaded on the CPU here; a draft is small, and a wrong one should fail before the target loads.
     draft_state = None
     draft = _draft_in_use(options, pair)
     if draft:
@@ -190,6 +202,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
         check_draft_tokenizer(draft, pair.target, tokenizer)
 
     # The prompts.
+    # The shorter of the published context and the one that the target's files state.
     max_positions = min(pair.max_positions or sys.maxsize, position_limit(config))
     longest = max_positions - options.headroom
     selection = _select(options, config.model_type, tokenizer, chat_format, longest)
@@ -198,6 +211,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
 
     # The device.
     dtype = choose_dtype(options.dtype, config, device)
+    # Only its name: the engine selects the backend again with the same arguments.
     attention = decoding_attention(options.attention, device, dtype, head_dim(config)).name
     check_batch_memory(options, config, dtype, device, selection.prompts, max_new_tokens)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from longspec.data.records import Files, content_digests
+from longspec.data.lines import Files, content_digests
 from longspec.models.content import COMMIT, Digests, target_digests
 from longspec.models.target_files import read_config
 from longspec.train.config_schema import TrainConfig
@@ -46,6 +46,7 @@ def _changes(key: str, saved: Digests, current: Digests) -> list[str]:
         return []
     if len(old) != len(new):
         return [f"{key}: {_count_change(saved, current)}"]
+    # The order of files decides the order of rows.
     if sorted(old) == sorted(new):
         return [f"{key}: the same files in another order"]
     if len(new) == 1 and COMMIT.fullmatch(old[0]) and COMMIT.fullmatch(new[0]):

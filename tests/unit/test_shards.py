@@ -76,7 +76,7 @@ def test_another_layout_takes_the_same_next_step(
     arrays = {name: tensor.numpy() for name, tensor in batch.items()}
 
     def take(trainer: Trainer, step: int) -> dict[str, float]:
-        result = trainer.train_step(step, trainer.load_step(step, iter([arrays])), NEVER)
+        result = trainer.steps.take(step, trainer.steps.load(step, iter([arrays])), NEVER)
         assert result is not None
         return result.metrics
 

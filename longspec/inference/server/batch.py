@@ -42,6 +42,7 @@ class Method:
     gamma: int
     tree_rule: str
     tree_nodes: int | None = None
+    lookup_branches: bool = False
 
 
 class RowRounds(Rounds):
@@ -107,6 +108,7 @@ class Batch:
             method.gamma,
             method.tree_rule,
             method.tree_nodes,
+            method.lookup_branches,
         )
         drafter.reserve(capacity)
         all_rows = slice(0, max_rows)
