@@ -72,6 +72,7 @@ def generate(
     allow_untrained_draft: bool = False,
     stopping_criteria: Sequence[StoppingCriteria] | None = None,
     tree_nodes: int | None = None,
+    lookup_branches: bool = False,
     **options: Any,
 ) -> GenerationOutput:
     """Continue prompts losslessly: greedy at temperature 0, else samples of the target's own distribution.
@@ -95,7 +96,8 @@ def generate(
     stopping_criteria: each is called after every new token with the ids [1, length] of one row, its prompt as passed
     in followed by its new tokens, and with scores None.
     tree_nodes: the nodes of the drafted tree to be verified, the root included: those with the most probable paths;
-    None verifies the whole tree.
+    None verifies the whole tree. lookup_branches: let continuations of earlier occurrences of the newest tokens join
+    the tree; tree_nodes then selects among both.
     options: transformers' min_p, typical_p and epsilon_cutoff, applied above temperature 0; they default to the model's
     generation config. Every other option that changes the distribution is refused by name, whether it is an argument
     or in the generation config (see `options`).
@@ -146,11 +148,14 @@ def generate(
         room = rounded_room(max(lengths) + max_new_tokens, max_positions)
 
         def build() -> Engine:
-            drafter = make_drafter(method, runner, len(rows), sampler, shape, gamma, tree_rule, tree_nodes)
+            drafter = make_drafter(
+                method, runner, len(rows), sampler, shape, gamma, tree_rule, tree_nodes, lookup_branches
+            )
             return Engine(runner, drafter, sampler, prompts, lengths, room - max(lengths))
 
         proposed: Origin = "lookup" if method == "lookup" else "draft"
-        kind = engine_kind(runner, (method, shape, gamma, tree_rule, tree_nodes), len(rows), sampler, room)
+        drafting = (method, shape, gamma, tree_rule, tree_nodes, lookup_branches)
+        kind = engine_kind(runner, drafting, len(rows), sampler, room)
         with borrowed(kind, room, runner, build) as pooled:
             pooled.restart(prompts, lengths, seed)
             decoder = Decoder(pooled.engine, max_new_tokens, eos_ids, streamer, stops, proposed)

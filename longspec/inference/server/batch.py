@@ -12,6 +12,7 @@ from torch import Tensor
 from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.capture import capture_round, warm_up
 from longspec.inference.drafting.chain import NoDraft
+from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Played, Round, Rounds
 from longspec.inference.methods import make_drafter
 from longspec.inference.runner import Runner
@@ -42,6 +43,7 @@ class Method:
     gamma: int
     tree_rule: str
     tree_nodes: int | None = None
+    lookup_branches: bool = False
 
 
 class RowRounds(Rounds):
@@ -107,6 +109,7 @@ class Batch:
             method.gamma,
             method.tree_rule,
             method.tree_nodes,
+            method.lookup_branches,
         )
         drafter.reserve(capacity)
         all_rows = slice(0, max_rows)
@@ -196,11 +199,18 @@ class Batch:
         chosen, log_probability, fault = torch.cat([token.double(), log_p.double(), cache.faults.double()]).tolist()
         return int(chosen), log_probability, int(fault)
 
-    def start_draft(self, row: int, tokens: Tensor, prompt_length: int) -> None:
-        """Make the drafter's state that of a row which holds tokens [1, n], the first `prompt_length` its prompt."""
+    def start_draft(self, row: int, tokens: Tensor, prompt_length: int, former: int | None = None) -> None:
+        """Make the drafter's state that of a row which holds tokens [1, n], the first `prompt_length` its prompt.
+
+        former: the number that the row had until now. Its counts of lookup hits go with it, so that a seeded request
+        gets the same tokens in any row.
+        """
         lengths = torch.full((1,), tokens.shape[1], device=self.device)
         prompt_lengths = torch.full_like(lengths, prompt_length)
-        self.drafters["greedy"].share(slice(row, row + 1), GREEDY).start(tokens, lengths, prompt_lengths)
+        drafter = self.drafters["greedy"]
+        drafter.share(slice(row, row + 1), GREEDY).start(tokens, lengths, prompt_lengths)
+        if former is not None and isinstance(drafter, TreeDrafter) and drafter.lookup is not None:
+            drafter.lookup.copy_counts(former, row)
 
     def upload(self, tokens: Sequence[int]) -> Tensor:
         """LongTensor [1, n] on the device."""

@@ -13,6 +13,7 @@ import torch
 from longspec.errors import UserError, first_line
 from longspec.inference import engine_pool
 from longspec.inference.arguments import check_draft_window, check_drafting, check_trained
+from longspec.inference.drafting.lookup import BRANCH_SIZES
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE
 from longspec.inference.select_runner import make_runner
 from longspec.inference.server.admission import check_request, longest_request, row_capacity
@@ -55,9 +56,10 @@ class Scheduler:
         compile: bool = True,
         allow_untrained_draft: bool = False,
         tree_nodes: int | None = None,
+        lookup_branches: bool = False,
     ) -> None:
-        """The drafting settings, tree_nodes, attention, compile and allow_untrained_draft are those of
-        `longspec.generate`, except that tree_shape cannot be "auto".
+        """The drafting settings, tree_nodes and lookup_branches included, attention, compile and
+        allow_untrained_draft are those of `longspec.generate`, except that tree_shape cannot be "auto".
 
         max_rows: requests that run at the same time; memory: bytes for their caches and rounds, None takes 90% of the
         free memory; max_queue: requests that may wait; prefill_chunk: most prompt tokens read between two rounds.
@@ -75,13 +77,12 @@ class Scheduler:
         self.model = model
         runner = make_runner(model, attention, compile)
         engine_pool.release(model)  # the budget follows from the free memory
-        whole_tree = 1 + sum(tree_shape)
+        whole_tree = 1 + sum(tree_shape) + (sum(BRANCH_SIZES) if lookup_branches else 0)
         nodes = {"vanilla": 1, "tree": min(tree_nodes or whole_tree, whole_tree)}.get(method, gamma + 1)
         capacity = row_capacity(model.config, runner.dtype, runner.device, max_rows, nodes, memory)
         with torch.no_grad(), torch.cuda.device_of(model.lm_head.weight):
-            self.batch = Batch(
-                runner, Method(method, tuple(tree_shape), gamma, tree_rule, tree_nodes), max_rows, capacity
-            )
+            drafting = Method(method, tuple(tree_shape), gamma, tree_rule, tree_nodes, lookup_branches)
+            self.batch = Batch(runner, drafting, max_rows, capacity)
         self.longest = longest_request(model.config, capacity, self.batch.depth, self.batch.nodes)
         """Most tokens of a prompt and its answer together."""
         self.max_queue = max_queue

@@ -151,11 +151,12 @@ class Worker:
         """Exchange a running row with the first one that does not run."""
         running = {other.number for other in self.rows.running()}
         free = self.rows[min(set(range(self.batch.max_rows)) - running)]
-        self.batch.swap(row.number, free.number, len(row.tokens), len(free.tokens))
+        former = row.number
+        self.batch.swap(former, free.number, len(row.tokens), len(free.tokens))
         self.rows.swap(row, free)
         assert row.job is not None
         prompt_length = len(row.job.ticket.request.prompt)
-        self.batch.start_draft(row.number, self.batch.upload(row.tokens), prompt_length)
+        self.batch.start_draft(row.number, self.batch.upload(row.tokens), prompt_length, former)
 
     def _note(self, running: list[Row], report: Tensor, trace: Tensor) -> None:
         """Process a round's report. Reading the report waits for the round; nothing else does."""
