@@ -23,7 +23,7 @@ CAPACITY_STEP = 256
 MOST_SIZE_CLASSES = 128
 """From this number of steps on, the cache size does not change which kernels run, because splits are bounded."""
 
-Round = Callable[[Tensor], tuple[Tensor, Tensor]]
+Round = Callable[[Tensor], tuple[Tensor, ...]]
 """`Rounds.round`, or a captured one."""
 
 
@@ -74,7 +74,7 @@ class Rounds:
             self.runner.attention.name,
         )
 
-    def round(self, active: Tensor) -> tuple[Tensor, Tensor]:
+    def round(self, active: Tensor) -> tuple[Tensor, ...]:
         """`play`, returning only tokens and counts."""
         played = self.play(active)
         return played.tokens, played.counts
@@ -166,6 +166,11 @@ class Engine(Rounds):
             raise ValueError(f"a cache of {self.capacity} slots has no room for {drafter.nodes} nodes")
         drafter.reserve(self.capacity)
         self.drafter = drafter
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        for state in (self.root, self.cache.lengths, self.cache.faults, self.cache.newest_hidden):
+            state.zero_()
 
     def prefill(self) -> Tensor:
         """Read the prompts and choose the first token of each row, LongTensor [B], which becomes its root."""

@@ -1,0 +1,109 @@
+"""The drafters of all plans of a batch, on shared state: the draft's ring, its tree, and the history of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from copy import copy
+
+from torch import Tensor
+
+from longspec.inference.adaptive.plans import LOOKUPS, TREE_NODES, VANILLA, Plan
+from longspec.inference.cache import TargetCache
+from longspec.inference.drafting.chain import NoDraft
+from longspec.inference.drafting.glide import GlideDraft
+from longspec.inference.drafting.lookup import LookupDrafter
+from longspec.inference.drafting.proposal import Drafter, Proposal
+from longspec.inference.drafting.tree import TreeDrafter
+from longspec.inference.runner import Runner
+from longspec.inference.sampling import Sampler
+
+
+def plans_for(tree_shape: Sequence[int], has_draft: bool) -> tuple[Plan, ...]:
+    """The plans of a target with trees of this shape, or without a draft."""
+    # A tree that is verified whole has no ranks, which tell what smaller budgets would have accepted.
+    most = sum(tree_shape)
+    budgets = dict.fromkeys(min(nodes, most) for nodes in TREE_NODES) if has_draft else {}
+    return (VANILLA, *LOOKUPS, *(Plan("tree", nodes, len(tree_shape)) for nodes in budgets if nodes > 1))
+
+
+class PlanDrafter:
+    """The drafter of one plan. It feeds the history of tokens, whichever its own drafter."""
+
+    def __init__(self, drafter: Drafter, history: LookupDrafter, reads_hidden: bool) -> None:
+        """reads_hidden: of the draft, so that a round of any plan leaves what its next round reads."""
+        self.drafter = drafter
+        self.history = history
+        self.depth = drafter.depth
+        self.nodes = drafter.nodes
+        self.kind: Hashable = (type(self), drafter.kind)
+        self.reads_hidden = reads_hidden
+        self.reserve = drafter.reserve
+        self.start = drafter.start
+
+    def share(self, rows: slice, sampler: Sampler) -> PlanDrafter:
+        history = self.history.share(rows, sampler)
+        return PlanDrafter(self.drafter.share(rows, sampler), history, self.reads_hidden)
+
+    def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
+        return self.drafter.propose(root, cache)
+
+    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
+        self.history.feed(tokens, positions, valid)
+        if not isinstance(self.drafter, LookupDrafter):
+            self.drafter.feed(tokens, positions, valid)
+
+
+class PlanDrafters:
+    """What an engine takes for its drafter: it reads the prompts for all plans. Each plan proposes on its own."""
+
+    def __init__(
+        self, runner: Runner, batch: int, sampler: Sampler, tree_shape: Sequence[int], tree_rule: str, has_draft: bool
+    ) -> None:
+        self.plans = plans_for(tree_shape, has_draft)
+        self.depth = max(plan.depth for plan in self.plans)
+        self.nodes = max(plan.nodes for plan in self.plans)
+        self.kind: Hashable = (type(self), self.plans)
+        self.history = LookupDrafter(batch, self.depth, runner.device)
+        self.draft: GlideDraft | None = None
+        self.tree: TreeDrafter | None = None
+        if has_draft:
+            self.tree = TreeDrafter(runner, batch, tree_shape, sampler, tree_rule)
+            self.draft = self.tree.draft
+        self.reads_hidden = self.draft is not None and self.draft.reads_hidden
+
+    def drafter(self, plan: Plan) -> PlanDrafter:
+        """The drafter of a plan, after `reserve`."""
+        drafter: Drafter = NoDraft()
+        if plan.kind == "lookup":
+            drafter = self.history.with_depth(plan.depth)
+        elif plan.kind == "tree":
+            assert self.tree is not None
+            drafter = self.tree.with_budget(plan.nodes)
+        return PlanDrafter(drafter, self.history, self.reads_hidden)
+
+    def share(self, rows: slice, sampler: Sampler) -> PlanDrafters:
+        part = copy(self)
+        part.history = self.history.share(rows, sampler)
+        if self.tree is not None:
+            part.tree = self.tree.share(rows, sampler)
+            part.draft = part.tree.draft
+        return part
+
+    def reserve(self, capacity: int) -> None:
+        self.history.reserve(capacity)
+
+    def start(self, prompts: Tensor, lengths: Tensor) -> None:
+        self.history.start(prompts, lengths)
+        if self.draft is not None:
+            self.draft.start(prompts, lengths)
+
+    def refill(self, lengths: Tensor) -> None:
+        """Fill the draft's ring from the history, after rounds of other plans. lengths: int [B]."""
+        if self.draft is not None:
+            self.draft.start(self.history.history, lengths.long())
+
+    def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
+        raise NotImplementedError("each plan has a drafter of its own")
+
+    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
+        raise NotImplementedError("each plan has a drafter of its own")
