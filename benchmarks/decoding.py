@@ -185,8 +185,9 @@ def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
         return torch.randn(batch, width, heads, cache.keys.shape[-1], dtype=runner.dtype, device="cuda").transpose(1, 2)
 
     # The draft runs once for the root and once for each level but the last.
-    levels = [(0, 1), *enumerate(proposal.shape[:-1], 1)]
-    widths = {1, nodes, *proposal.shape}
+    shape: tuple[int, ...] = drafter.shape  # type: ignore[attr-defined]
+    levels = [(0, 1), *enumerate(shape[:-1], 1)]
+    widths = {1, nodes, *shape}
     queries = {width: random(width, config.num_attention_heads) for width in widths}
     hidden = {width: random(width, config.hidden_size // queries[1].shape[-1]) for width in widths}
     hidden = {width: x.transpose(1, 2).flatten(2) for width, x in hidden.items()}

@@ -28,9 +28,10 @@ from benchmarks.training_rows import synthetic_inputs
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError, reports_user_errors
 from longspec.models.parallel import model_parallel_rank_and_size
+from longspec.ranks.agreement import Termination
 from longspec.train.config import compose_config, typed
 from longspec.train.config_schema import TrainConfig
-from longspec.train.distributed import Termination, share_targets, start_ranks
+from longspec.train.distributed import share_targets, start_ranks
 from longspec.train.engine import build_engine, built_in_shards
 from longspec.train.loss import LOSSES
 from longspec.train.micro_batches import Batch

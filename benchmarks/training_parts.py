@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from longspec.train.distributed import Termination
+from longspec.ranks.agreement import Termination
 from longspec.train.micro_batches import StepBatches
 from longspec.train.trainer import Trainer
 

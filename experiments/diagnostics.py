@@ -75,7 +75,7 @@ def forced_acceptance(
     # A row takes part while its text reaches past the deepest node of the next tree.
     while (active := sampler.read + drafter.depth + 2 <= ends).any():
         counts = engine.round(active)[1]
-        bounds = 1 + depth_probabilities(drafter.proposal, sampler.logits).sum(1)
+        bounds = 1 + depth_probabilities(drafter.proposal(), sampler.logits).sum(1)
         sums["rounds"] += int(active.sum())
         sums["tokens"] += int(counts.sum())
         sums["bound"] += float(bounds[active].sum())

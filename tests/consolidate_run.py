@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from longspec.ranks.agreement import from_rank_zero
 from longspec.train.checkpoint import gather_draft, load_state, locate, read_draft
 from longspec.train.config import load_config
-from longspec.train.distributed import from_rank_zero, start_ranks
+from longspec.train.distributed import start_ranks
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.generations import find_latest
 

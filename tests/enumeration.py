@@ -88,6 +88,10 @@ class RandomLanguage:
 Levels = tuple[tuple[Tokens, ...], ...]
 
 
+Arrivals = tuple[tuple[Tokens, ...], ...]
+"""Groups of nodes that arrive together, in order of arrival."""
+
+
 def sampled_trees(language: RandomLanguage, shape: Tokens) -> dict[tuple[Tokens, ...], float]:
     """Probability of each tree sampled without replacement. A tree is the tuple of its nodes, level by level and in the
     order of sampling; a node is its token path.
@@ -95,17 +99,42 @@ def sampled_trees(language: RandomLanguage, shape: Tokens) -> dict[tuple[Tokens,
     Complete paths are sampled one after another without replacement, each in proportion to its probability among those
     that remain. Level d keeps the first shape[d - 1] distinct beginnings of length d whose parents are kept.
     """
-    leaves = language.sequences(len(shape))
-    finished: dict[tuple[Tokens, ...], float] = {}
-    growing: dict[Levels, float] = {((),) * len(shape): 1.0}
+    empty: Levels = ((),) * len(shape)
+    law = _sampling(language, len(shape), empty, lambda levels, leaf: _add(levels, leaf, shape))
+    return {sum(levels, ()): probability for levels, probability in law.items()}
+
+
+def arrivals(language: RandomLanguage, shape: Tokens) -> dict[Arrivals, float]:
+    """Probability of each order in which the nodes of a tree of `sampled_trees` arrive: a node arrives with the first
+    complete path that starts with it."""
+
+    def add(groups: Arrivals, leaf: Tokens) -> Arrivals:
+        present = sum(groups, ())
+        levels = tuple(tuple(node for node in present if len(node) == depth) for depth in range(1, len(shape) + 1))
+        new = tuple(node for level in _add(levels, leaf, shape) for node in level if node not in present)
+        return (*groups, new) if new else groups
+
+    return _sampling(language, len(shape), (), add)
+
+
+State = TypeVar("State")
+
+
+def _sampling(
+    language: RandomLanguage, depth: int, start: State, add: Callable[[State, Tokens], State]
+) -> dict[State, float]:
+    """The law of the state after all complete paths of length `depth` were sampled and added."""
+    leaves = language.sequences(depth)
+    finished: dict[State, float] = {}
+    growing: dict[State, float] = {start: 1.0}
     while growing:
-        grown: dict[Levels, float] = {}
-        for levels, probability in growing.items():
-            after = {leaf: _add(levels, leaf, shape) for leaf in leaves}
+        grown: dict[State, float] = {}
+        for state, probability in growing.items():
+            after = {leaf: add(state, leaf) for leaf in leaves}
             # Paths that leave the tree unchanged do not affect the law of the next change.
-            changing = {leaf: leaves[leaf] for leaf in leaves if after[leaf] != levels}
+            changing = {leaf: leaves[leaf] for leaf in leaves if after[leaf] != state}
             if not changing:
-                finished[sum(levels, ())] = probability
+                finished[state] = probability
             total = sum(changing.values())
             for leaf, weight in changing.items():
                 grown[after[leaf]] = grown.get(after[leaf], 0.0) + probability * weight / total

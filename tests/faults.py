@@ -15,7 +15,7 @@ from longspec.inference.drafting import tree as tree_drafting
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.sampling import Sampler
 from longspec.kernels.decoding import vocabulary
-from longspec.kernels.decoding.tree import Tree
+from longspec.kernels.decoding.tree import SelectedNodes, Tree
 
 follow, reject, accept = acceptance.follow, acceptance.reject, acceptance.accept
 Patch = pytest.MonkeyPatch
@@ -64,6 +64,45 @@ def siblings_out_of_order(patch: Patch) -> None:
         tree.visible[:, here, : above.stop] = tree.visible[:, here, : above.stop].flip(1)
 
     patch.setattr(tree_drafting, "sampled_children", faulty)
+
+
+def selection_sees_the_targets_draw(patch: Patch) -> None:
+    """A node is verified only if the token that the target draws after it is not token 0."""
+
+    def faulty(proposal: Proposal, choice: Tensor) -> Accepted:
+        return follow(replace(proposal, parents=proposal.parents.where(choice != 0, -1)), choice)
+
+    patch.setattr(acceptance, "follow", faulty)
+
+
+def siblings_reordered_before_selection(patch: Patch) -> None:
+    """The nodes of a level are reversed after they were drawn, before some of them are selected."""
+    select = tree_drafting.select_nodes
+
+    def faulty(tree: Tree, levels: Tensor, *args: Any, **kwargs: Any) -> SelectedNodes:
+        order = torch.cat([(levels == level).nonzero()[:, 0].flip(0) for level in range(int(levels.max()) + 1)])
+        parents = tree.parents[:, order]
+        reordered = Tree(
+            tree.tokens[:, order],
+            order.argsort()[parents.clamp(min=0)].where(parents >= 0, -1),
+            tree.visible[:, order][:, :, order],
+            tree.scores[:, order],
+            tree.arrivals[:, order],
+        )
+        selected = select(reordered, levels, *args, **kwargs)
+        return selected._replace(wide=order[selected.wide])
+
+    patch.setattr(tree_drafting, "select_nodes", faulty)
+
+
+def samples_selected_by_probability(patch: Patch) -> None:
+    """Sampled nodes are selected by the probability of their paths instead of their arrival."""
+    select = tree_drafting.select_nodes
+
+    def faulty(tree: Tree, *args: Any, **kwargs: Any) -> SelectedNodes:
+        return select(tree._replace(arrivals=-tree.scores), *args, **kwargs)
+
+    patch.setattr(tree_drafting, "select_nodes", faulty)
 
 
 def no_renormalization(patch: Patch) -> None:
@@ -158,7 +197,13 @@ def rounds_repeat_their_draws(patch: Patch) -> None:
 
 
 BY_REJECTION = ("seq", "tree", "magicdec")
-IN_THE_RULE = {
+IN_SELECTION = {
+    "selection sees the target's draw": Fault(selection_sees_the_targets_draw, ("tree, descend, budget",)),
+    "siblings reordered before selection": Fault(siblings_reordered_before_selection, ("tree, budget",)),
+    "samples selected by probability": Fault(samples_selected_by_probability, ("tree, budget",)),
+}
+"""Faults of the selection of nodes, detected by enumeration and in the distribution of generated text."""
+IN_THE_RULE = IN_SELECTION | {
     "probabilities by node number": Fault(probabilities_by_node_number, ("tree, descend",)),
     "no renormalization": Fault(no_renormalization, ("tree",)),
     "resampling from p": Fault(resampling_from_p, BY_REJECTION),

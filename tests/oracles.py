@@ -37,6 +37,9 @@ class Oracle:
         self.rounds = 0
         self.accepted: list[list[int]] = [[] for _ in prompt_lengths]
         """Number of draft tokens that each pass accepted, by row."""
+        self.planted: list[list[int]] = [[] for _ in prompt_lengths]
+        """Number of draft tokens that each pass should accept, by row: the planned one, or fewer if the tree has no
+        node of that level."""
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
         proposal = self.drafter.propose(root, cache)
@@ -53,8 +56,12 @@ class Oracle:
         Every other child of a node on the path is wrong. Tokens further from the path are right or wrong at random;
         acceptance never reaches them.
         """
-        levels, parents = proposal.levels.tolist(), proposal.parents[row].tolist()
-        node = self.random.choice([node for node, level in enumerate(levels) if level == planned])
+        levels = proposal.levels.expand_as(proposal.tokens)[row].tolist()
+        parents = proposal.parents[row].tolist()
+        linked = [node for node, parent in enumerate(parents) if parent >= 0 or node == 0]
+        deepest = max(levels[node] for node in linked if levels[node] <= planned)
+        node = self.random.choice([node for node in linked if levels[node] == deepest])
+        self.planted[row].append(deepest)
         path = {0}
         while node > 0:
             path.add(node)

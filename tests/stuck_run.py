@@ -9,8 +9,9 @@ import signal
 
 import torch.distributed as dist
 
-from longspec.train import distributed, peers
-from longspec.train.distributed import Termination, from_every_rank, start_ranks
+from longspec.ranks import agreement, peers
+from longspec.ranks.agreement import Termination, from_every_rank
+from longspec.train.distributed import start_ranks
 from longspec.train.logging import setup_logging
 
 
@@ -20,8 +21,8 @@ def wait_for_ever() -> None:
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
 
 
-distributed.WAIT_S, peers.END_S, peers.QUIET_S, peers.SILENT_S = 1, 4, 1, 5
-setup_logging(distributed.launched_rank())
+agreement.WAIT_S, peers.END_S, peers.QUIET_S, peers.SILENT_S = 1, 4, 1, 5
+setup_logging(agreement.launched_rank())
 start_ranks()
 with Termination() as termination, peers.watched(termination) as watch:
     watch.connect()

@@ -23,7 +23,7 @@ from pairs import Handed, save_target
 from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 from torch import Tensor
 
-from longspec.train import distributed
+from longspec.ranks import agreement
 from longspec.train.config_checks import MUON_FROM
 from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import start_ranks
@@ -76,7 +76,7 @@ def one_rank_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in alone.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(groups, "_WORLD_GROUP", None)  # that of a test before is gone
-    distributed._waiting_group.cache_clear()
+    agreement.waiting_group.cache_clear()
     start_ranks()
     yield
     dist.destroy_process_group()

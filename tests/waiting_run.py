@@ -5,7 +5,7 @@ The other ranks wait for rank 0 in a collective, which no signal interrupts."""
 import os
 from pathlib import Path
 
-from longspec.train.distributed import from_rank_zero
+from longspec.ranks.agreement import from_rank_zero
 from longspec.train.run import main
 
 main(before_steps=lambda: from_rank_zero(lambda: Path(os.environ["WAITS_FOR"]).read_text()))  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import deepspeed
 import torch
 from torch import nn
 
-from longspec.train.distributed import Termination
+from longspec.ranks.agreement import Termination
 from longspec.train.run import main
 from longspec.train.trainer import Trainer
 

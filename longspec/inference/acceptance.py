@@ -59,23 +59,39 @@ def reject(proposal: Proposal, q: Tensor, p: Tensor, sampler: Sampler) -> Accept
     A rejected child turns p into max(p - q, 0), normalized, and its token is removed from q, which is normalized too.
     Where no child is accepted, the bonus token is drawn from the remaining p.
 
-    p: probabilities [B, N, V] of the target; q: `proposal.sampled_from`. For a chain this is speculative sampling
-    (arXiv 2211.17192); for siblings sampled without replacement it is the recursion of arXiv 2402.14160.
+    A certain node was proposed without chance: it is accepted with the probability p of its token. If it is rejected,
+    its token is removed from p and from q, and both are normalized.
+
+    p: probabilities [B, N, V] of the target, which are overwritten; q: `proposal.sampled_from`. For a chain this is
+    speculative sampling (arXiv 2211.17192); for siblings sampled without replacement it is the recursion of arXiv
+    2402.14160.
+
+    Exactness asks of the tree: whether it holds a sampled node must not depend on that node's token, given the draws
+    before it; and whether it holds a certain node must not depend on the draws at all.
     """
     if runs_triton(p):
         from longspec.kernels.decoding.rejection import reject_children
 
         uniforms = sampler.uniforms(proposal.tokens)
-        path, count, residual = reject_children(proposal.tokens, proposal.parents, q, p, uniforms, proposal.depth)
+        path, count, residual = reject_children(
+            proposal.tokens, proposal.parents, q, p, uniforms, proposal.depth, proposal.q_rows, proposal.certain
+        )
         return Accepted(path, count, sampler.draw(residual))
 
+    q = _q_of_nodes(proposal, q)
     probability, ratio = _acceptance_probabilities(proposal, q, p)
     path, count = _descend(proposal, sampler.coin(probability))
     last = path[:, -1]
-    # A leaf has no q. Its ratio is 0, so any row of q will do.
-    last_inner = last.clamp(max=q.shape[1] - 1)
-    residual = _residual(_at_node(p, last), _at_node(q, last_inner), ratio.gather(1, path[:, -1:]))
+    residual = _residual(_at_node(p, last), _at_node(q, last), ratio.gather(1, path[:, -1:]))
     return Accepted(path, count, sampler.draw(residual))
+
+
+def _q_of_nodes(proposal: Proposal, q: Tensor) -> Tensor:
+    """The draft's distribution [B, N, V] at each node. A leaf has none; its ratio stays 0, so any row of q will do."""
+    rows = proposal.q_rows
+    if rows is None:
+        rows = torch.arange(proposal.tokens.shape[1], device=q.device).expand_as(proposal.tokens)
+    return q[torch.arange(len(q), device=q.device)[:, None], rows.clamp(max=q.shape[1] - 1)]
 
 
 def _acceptance_probabilities(proposal: Proposal, q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,26 +103,33 @@ def _acceptance_probabilities(proposal: Proposal, q: Tensor, p: Tensor) -> tuple
         rest of q     = q without the rejected tokens / mass
     The next rejection subtracts the rest of q from the residual of p, hence r += total / mass. Both sums are computed
     anew each time, because a difference of sums would lose the improbable tokens.
+
+    The rejection of a certain child sets its token's entries of p and q to 0, in place, and leaves r as it is. p, q:
+    [B, N, V] at every node.
     """
     batch, nodes = proposal.tokens.shape
     rows = torch.arange(batch, device=p.device)
     remaining = q.clone()  # 0 for rejected tokens
     probability, ratio = torch.zeros(2, batch, nodes, dtype=torch.float64, device=p.device)
-    total, mass = torch.ones(2, batch, q.shape[1], dtype=torch.float64, device=p.device)
+    total, mass = torch.ones(2, batch, nodes, dtype=torch.float64, device=p.device)
+    never = torch.zeros(batch, dtype=torch.bool, device=p.device)
 
     for child in range(1, nodes):
         exists = proposal.parents[:, child] >= 0
+        is_certain = never if proposal.certain is None else exists & proposal.certain[:, child]
         parent = (rows, proposal.parents[:, child].clamp(min=0))
         token = (*parent, proposal.tokens[:, child])
 
         # (residual of p) / (rest of q), at the child's token.
         residual = _residual(p[token], q[token], ratio[parent])
-        quotient = mass[parent] * residual / (q[token] * total[parent])
-        probability[:, child] = quotient.where(exists, 0.0)
+        rest = torch.where(is_certain, 1.0, q[token] / mass[parent])
+        probability[:, child] = (residual / (rest * total[parent])).where(exists, 0.0)
 
         # Reject the child, for the siblings that follow.
         remaining[token] = remaining[token].where(~exists, 0.0)
-        next_ratio = ratio[parent] + total[parent] / mass[parent]
+        p[token] = p[token].where(~is_certain, 0.0)
+        q[token] = q[token].where(~is_certain, 0.0)
+        next_ratio = ratio[parent] + (total[parent] / mass[parent]).where(~is_certain, 0.0)
         next_residual = _residual(p[parent], q[parent], next_ratio[:, None])
         next_total, next_mass = _sums(next_residual, remaining[parent])
         # Where p and q agree, rounding can leave an empty residual. Its rejection has probability zero.

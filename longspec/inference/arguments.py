@@ -96,13 +96,22 @@ def check_trained(model: GlideMixin, method: str, allow_untrained_draft: bool) -
         )
 
 
-def check_drafting(method: str, tree_shape: Sequence[int] | str, gamma: int, tree_rule: str, vocab_size: int) -> None:
-    """Raise UserError for an unknown method or tree rule, and for a tree shape or gamma outside its range."""
+def check_drafting(
+    method: str,
+    tree_shape: Sequence[int] | str,
+    gamma: int,
+    tree_rule: str,
+    vocab_size: int,
+    tree_nodes: int | None = None,
+) -> None:
+    """Raise UserError for an unknown method or tree rule, and for a tree or gamma outside its range."""
     for name, value, known in (("method", method, METHODS), ("tree_rule", tree_rule, TREE_RULES)):
         if value not in known:
             raise UserError(f"{name}: {value!r} is unknown; choose one of {', '.join(known)}")
     if method == "tree" and tree_shape != AUTO:
         _check_tree_shape(tree_shape, vocab_size)
+    if tree_nodes is not None:
+        _check_integer("tree_nodes", tree_nodes, 2, MAX_NODES)
     if method in ("seq", "magicdec", "lookup"):
         _check_integer("gamma", gamma, 1, MAX_NODES - 1)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import platform
+from functools import cache
 
 import psutil
 import torch
@@ -11,7 +13,10 @@ from transformers import PreTrainedConfig
 
 from longspec import __version__
 from longspec.errors import UserError
+from longspec.kernels.shared.device import OLDEST_GPU
 from longspec.models.pretrained import checked_dtype
+
+logger = logging.getLogger(__name__)
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
@@ -28,13 +33,25 @@ def choose_device(device: str | torch.device | None) -> torch.device:
 
 
 def choose_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """The dtype by name; "auto" is the target's own on CUDA and float32 on a CPU. Raises UserError."""
+    """The dtype by name; "auto" is the target's own on CUDA and float32 on a CPU. Raises UserError.
+
+    "auto" on a GPU without bfloat16 is float16 for a target in bfloat16, and logs it.
+    """
     checked = checked_dtype(dtype)
     if isinstance(checked, torch.dtype):
         return checked
     if device.type == "cpu":
         return torch.float32
-    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float16
+    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float16
+    if own == torch.bfloat16 and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] < OLDEST_GPU:
+        _log_no_bfloat16()
+        return torch.float16
+    return own
+
+
+@cache
+def _log_no_bfloat16() -> None:
+    logger.warning("dtype auto: float16 instead of the target's bfloat16, which this GPU does not compute in")
 
 
 def device_name(device: torch.device) -> str:

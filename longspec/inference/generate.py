@@ -70,6 +70,7 @@ def generate(
     attention: str = "auto",
     allow_untrained_draft: bool = False,
     stopping_criteria: Sequence[StoppingCriteria] | None = None,
+    tree_nodes: int | None = None,
     **options: Any,
 ) -> GenerationOutput:
     """Continue prompts losslessly: greedy at temperature 0, else samples of the target's own distribution.
@@ -92,6 +93,8 @@ def generate(
     attention: "auto", "flash", "triton" or "sdpa" (see `kernels.decoding.attention.decoding_attention`).
     stopping_criteria: each is called after every new token with the ids [1, length] of one row, its prompt as passed
     in followed by its new tokens, and with scores None.
+    tree_nodes: the nodes of the drafted tree to be verified, the root included: those with the most probable paths;
+    None verifies the whole tree.
     options: transformers' min_p, typical_p and epsilon_cutoff, applied above temperature 0; they default to the model's
     generation config. Every other option that changes the distribution is refused by name, whether it is an argument
     or in the generation config (see `options`).
@@ -99,7 +102,7 @@ def generate(
     """
     # All checks come before long work.
     check_pair(model)
-    check_drafting(method, tree_shape, gamma, tree_rule, model.config.vocab_size)
+    check_drafting(method, tree_shape, gamma, tree_rule, model.config.vocab_size, tree_nodes)
     check_trained(model, method, allow_untrained_draft)
     _check_options(options)
     refuse_options(options, model.generation_config, (*REFUSED, *STOPPING))
@@ -139,15 +142,17 @@ def generate(
         room = rounded_room(max(lengths) + max_new_tokens, max_positions)
 
         def build() -> Engine:
-            drafter = make_drafter(method, runner, len(rows), sampler, shape, gamma, tree_rule)
+            drafter = make_drafter(method, runner, len(rows), sampler, shape, gamma, tree_rule, tree_nodes)
             return Engine(runner, drafter, sampler, prompts, lengths, room - max(lengths))
 
         proposed: Origin = "lookup" if method == "lookup" else "draft"
-        kind = engine_kind(runner, (method, shape, gamma, tree_rule), len(rows), sampler, room)
+        drafting = (method, shape, gamma, tree_rule, tree_nodes)
+        kind = engine_kind(runner, drafting, len(rows), sampler, room)
         with borrowed(kind, room, runner, build) as pooled:
             pooled.restart(prompts, lengths, seed)
             decoder = Decoder(pooled.engine, max_new_tokens, eos_ids, streamer, stops, proposed)
             decoder.stats.tree_shape = shape
+            decoder.stats.tree_nodes = pooled.engine.drafter.nodes if method == "tree" else 0
             decoder.stats.measure_s = measure_s
             decoder.stats.build_s = time.perf_counter() - started - measure_s
             decoder.run(pooled.ready_round)

@@ -29,10 +29,12 @@ def make_drafter(
     tree_shape: Sequence[int],
     gamma: int,
     tree_rule: str,
+    tree_nodes: int | None = None,
 ) -> Drafter:
     """The drafter of one of METHODS for `batch` rows.
 
-    tree_shape and tree_rule apply to method tree only; gamma is the chain length of seq, magicdec and lookup.
+    tree_shape, tree_rule and tree_nodes apply to method tree only; tree_nodes: nodes to be verified, the root included,
+    None for the whole tree. gamma is the chain length of seq, magicdec and lookup.
     """
     from longspec.inference.drafting.chain import ChainDrafter, NoDraft
     from longspec.inference.drafting.glide import GlideDraft
@@ -41,7 +43,7 @@ def make_drafter(
     from longspec.inference.drafting.tree import TreeDrafter
 
     if method == "tree":
-        return TreeDrafter(runner, batch, tree_shape, sampler, tree_rule)
+        return TreeDrafter(runner, batch, tree_shape, sampler, tree_rule, nodes=tree_nodes)
     if method == "seq":
         return ChainDrafter(GlideDraft(runner, batch, gamma), gamma, sampler)
     if method == "magicdec":

@@ -6,6 +6,7 @@ import logging
 from functools import cache
 
 from longspec.inference.runner import Runner
+from longspec.kernels.shared.device import plain_gpu
 from longspec.models.glide import GlideMixin
 
 logger = logging.getLogger(__name__)
@@ -21,7 +22,9 @@ def make_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:
     if not compiled or runner.device.type != "cuda":
         return runner
     if not runner.attention.capturable:
-        _log_plain(f"{runner.attention.name} attention")
+        # On such a GPU the selection of the backend has logged the reason already.
+        if plain_gpu(runner.device) is None:
+            _log_plain(f"{runner.attention.name} attention")
         return runner
 
     # These modules need Triton.

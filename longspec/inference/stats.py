@@ -33,6 +33,8 @@ class GenerationStats:
     """Number of nodes in each level of the drafted trees; empty for other methods."""
     rounds_by_plan: dict[str, int] = field(default_factory=dict)
     """Number of rounds of the batch per plan of method "auto"; empty for other methods."""
+    tree_nodes: int = 0
+    """Number of nodes of each tree that were verified, the root included; 0 for other methods."""
     build_s: float = 0.0
     """Time to set up caches and layers before `ttft_s`, in seconds. Little for an engine that an earlier call built."""
     warm_up_s: float = 0.0

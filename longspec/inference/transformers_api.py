@@ -55,6 +55,7 @@ def generate_as_transformers(
     compile: bool = True,
     attention: str = "auto",
     allow_untrained_draft: bool = False,
+    tree_nodes: int | None = None,
     **kwargs: Any,
 ) -> Tensor | SpeculativeOutput:
     """transformers' `generate` with speculative decoding; for the other arguments see `longspec.generate`.
@@ -126,6 +127,7 @@ def generate_as_transformers(
             compile=compile,
             attention=attention,
             allow_untrained_draft=allow_untrained_draft,
+            tree_nodes=tree_nodes,
             stopping_criteria=[*timers, *criteria],
             **neutral,
         )

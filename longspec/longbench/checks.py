@@ -66,6 +66,8 @@ def check_batch_memory(
     """Raise UserError if a lower bound of the largest batch's memory exceeds that of the device."""
     shapes = CANDIDATES if options.tree_shape == AUTO else (options.tree_shape,)
     largest_tree = max(sum(shape) for shape in shapes)
+    if options.tree_nodes is not None:
+        largest_tree = min(largest_tree, options.tree_nodes - 1)
     draft_tokens = {"vanilla": 0, "tree": largest_tree}.get(options.method, options.gamma)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     rows = min(options.batch_size, len(prompts))

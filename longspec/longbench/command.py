@@ -128,6 +128,7 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
         default=TREE_RULES[0],
         help="how a tree is drafted and accepted above temperature 0",
     )
+    add("--tree_nodes", type=int, help="tree: verify this many nodes, the most probable ones; default: the whole tree")
     add("--gamma", type=int, default=4, help="length of the chain (seq, magicdec, lookup)")
     add("--seed", type=int, default=0)
 

@@ -43,7 +43,7 @@ from longspec.models.target_files import check_weights, generation_eos, load_tok
 SHAPE_OPTIONS = {
     "vanilla": (),
     "seq": ("gamma",),
-    "tree": ("tree_shape", "tree_rule"),
+    "tree": ("tree_shape", "tree_rule", "tree_nodes"),
     "magicdec": ("gamma",),
     "lookup": ("gamma",),
 }
@@ -101,6 +101,7 @@ class Plan:
             "tree_shape": options.tree_shape,
             "gamma": options.gamma,
             "tree_rule": options.tree_rule,
+            "tree_nodes": options.tree_nodes,
             "compile": options.compile,
             "attention": options.attention,
             "eos_token_id": self.pair.eos_token_id,
@@ -171,7 +172,8 @@ def make_plan(options: argparse.Namespace) -> Plan:
     config = read_config(pair.target)
     model_class = family_class(config, pair.target)
     check_weights(pair.target)
-    check_drafting(options.method, options.tree_shape, options.gamma, options.tree_rule, config.vocab_size)
+    drafting = (options.method, options.tree_shape, options.gamma, options.tree_rule)
+    check_drafting(*drafting, config.vocab_size, options.tree_nodes)
     tokenizer = load_tokenizer(pair.target, config, options.chat_template_kwargs)
     notes: list[str] = []
     chat_format = resolve_chat_format(options.chat_format, pair.target, config.model_type, tokenizer, notes.append)

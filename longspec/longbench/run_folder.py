@@ -19,6 +19,7 @@ LABELS = {
     "gamma": "gamma",
     "temperature": "t",
     "tree_rule": "",
+    "tree_nodes": "nodes",
     "top_p": "top_p",
     "top_k": "top_k",
     "seed": "seed",

@@ -24,9 +24,9 @@ from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_of_pair, save_
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.target_cache import resolve_target
 from longspec.models.target_files import read_config
+from longspec.ranks.agreement import from_every_rank, from_rank_zero
 from longspec.train.config import CONFIG_NAME, is_checkpoint, read_config_file, to_yaml
 from longspec.train.config_schema import TrainConfig
-from longspec.train.distributed import from_every_rank, from_rank_zero
 from longspec.train.generations import BEST, DRAFTS, STATES, settle
 from longspec.train.seals import Progress, Run, damage, describe, read_seal, seal
 from longspec.train.shards import MASTERS, Shards, adopt

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError
+from longspec.ranks.agreement import Termination
 from longspec.train.config_schema import TrainConfig
-from longspec.train.distributed import Termination, data_parallel_rank_and_size, summed_by_name
+from longspec.train.distributed import data_parallel_rank_and_size, summed_by_name
 from longspec.train.inputs import Inputs
 from longspec.train.loss import DraftLoss
 from longspec.train.micro_batches import batch_positions, engine_inputs

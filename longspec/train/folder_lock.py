@@ -7,7 +7,7 @@ from pathlib import Path
 
 from longspec.errors import UserError
 from longspec.locks import FolderLock, holder_token
-from longspec.train.distributed import from_every_rank, from_rank_zero
+from longspec.ranks.agreement import from_every_rank, from_rank_zero
 
 
 @contextmanager

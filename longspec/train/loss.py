@@ -27,7 +27,7 @@ from longspec.models.parallel import (
     vocabulary_log_softmax,
     vocabulary_size,
 )
-from longspec.train.distributed import from_every_rank, from_rank_zero
+from longspec.ranks.agreement import from_every_rank, from_rank_zero
 
 LOSSES = ("ce", "distill", "mixed")
 TEACHER_SHARE = {"ce": 0.0, "distill": 1.0, "mixed": 0.5}

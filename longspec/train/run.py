@@ -11,25 +11,19 @@ import torch.distributed as dist
 
 from longspec.errors import reports_user_errors
 from longspec.models.target_cache import resolve_target
+from longspec.ranks.agreement import Termination, from_rank_zero, launched_rank
+from longspec.ranks.peers import watched
 from longspec.signals import exit_code
 from longspec.train.checkpoint import load_state, locate, saved_draft
 from longspec.train.config import load_config
 from longspec.train.config_checks import make_output_dir
 from longspec.train.config_schema import TrainConfig
-from longspec.train.distributed import (
-    Termination,
-    from_rank_zero,
-    launched_rank,
-    rank_zero_first,
-    share_targets,
-    start_ranks,
-)
+from longspec.train.distributed import rank_zero_first, share_targets, start_ranks
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.evaluation import held_out_row_count
 from longspec.train.folder_lock import sole_writer
 from longspec.train.inputs import read_inputs
 from longspec.train.logging import setup_logging
-from longspec.train.peers import watched
 from longspec.train.resume import last_step, rows_per_step, where_to_start, with_draft_options
 from longspec.train.trainer import Trainer
 
@@ -40,7 +34,7 @@ logger = logging.getLogger(__name__)
 def main(argv: Sequence[str] | None = None, before_steps: Callable[[], None] | None = None) -> None:
     """Train as the command line says. Bad input is reported in one line on stderr with exit code 2.
 
-    SIGTERM, SIGINT or SIGHUP to any rank, or the end of the launcher (see `longspec.train.peers`), stops all ranks. The
+    SIGTERM, SIGINT or SIGHUP to any rank, or the end of the launcher (see `longspec.ranks.peers`), stops all ranks. The
     current step is finished if that takes at most `trainer.FINISH_S` seconds, the last finished step is saved, and the
     exit code is 128 + the signal's number. DeepSpeed's own processes have other exit codes after a signal: the
     `deepspeed` command dies of it (128 + n in shells); `launch.py` returns 1 after SIGTERM or SIGINT, and 0 after other

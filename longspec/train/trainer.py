@@ -13,17 +13,10 @@ from torch import Tensor
 
 from longspec.data.collators import IGNORED
 from longspec.kernels.training.segments import Segments
+from longspec.ranks.agreement import Termination, from_every_rank, from_rank_zero
 from longspec.train.checkpoint import read_best, save_best, save_checkpoint
 from longspec.train.config_schema import TrainConfig
-from longspec.train.distributed import (
-    Termination,
-    data_parallel_rank_and_size,
-    from_every_rank,
-    from_rank_zero,
-    rank_zero_first,
-    summed,
-    summed_by_name,
-)
+from longspec.train.distributed import data_parallel_rank_and_size, rank_zero_first, summed, summed_by_name
 from longspec.train.engine import cosine_with_warmup, set_learning_rate
 from longspec.train.evaluation import Evaluation
 from longspec.train.inputs import Inputs

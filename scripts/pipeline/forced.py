@@ -82,7 +82,7 @@ def teacher_forced_acceptance(
         counts = engine.round(active)[1]
         sampler.lengths += counts
         counted += counts[active].tolist()
-        reached += probability_by_depth(drafter.proposal, sampler.logits)[active].sum(0)
+        reached += probability_by_depth(drafter.proposal(), sampler.logits)[active].sum(0)
     if not counted:
         return None
     by_depth = [sum(count > depth for count in counted) for depth in range(1, drafter.depth + 1)]

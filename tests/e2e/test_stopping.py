@@ -135,11 +135,9 @@ def test_every_way_to_stop_a_launch_saves_and_ends_it(
     (line,) = our_lines(log)
     wanted = [f"{cause}: stopped after step {step}; resume=latest goes on from there" for cause in causes]
     assert line.endswith(tuple(wanted))
-    # The `deepspeed` command has Python's handler for SIGINT.
-    # W&B's process is ended too, and its own hook complains of that at the very end.
-    ours = log.read_text().partition("Exception ignored in atexit callback")[0]
-    tracebacks = re.findall(r"^Traceback.*\n(?:  .*\n)*(.*)", ours, re.MULTILINE)
-    assert tracebacks == (["KeyboardInterrupt"] if number == signal.SIGINT else [])
+    # The `deepspeed` command and W&B's own process may print tracebacks, in any order; ours may not.
+    frames = re.findall(r'File "(.*?)"', log.read_text())
+    assert not [frame for frame in frames if Path(frame).is_relative_to(ROOT / "longspec")]
 
 
 def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on(work: Path, tmp_path: Path) -> None:

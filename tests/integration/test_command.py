@@ -291,8 +291,14 @@ def test_a_batch_that_does_not_fit_into_memory_is_refused(
     assert make_plan(parse_options(line)).options.batch_size == 100000
 
 
-def test_the_dtype_is_the_targets_own_and_float32_on_a_cpu(setting: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_dtype_is_the_targets_own_and_float32_on_a_cpu(
+    setting: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     config = tiny_config("llama", dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert choose_dtype("auto", config, torch.device("cuda")) == torch.float16
+    assert "float16" in caplog.text and len(caplog.records) == 1
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert choose_dtype("auto", config, torch.device("cuda")) == torch.bfloat16
     assert choose_dtype("auto", config, torch.device("cpu")) == torch.float32
     assert choose_dtype("float16", config, torch.device("cpu")) == torch.float16

@@ -4,7 +4,7 @@ import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import cycle, product
+from itertools import product
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -55,6 +55,7 @@ class Case:
     tree_shape: tuple[int, ...] = (2, 4, 3)
     gamma: int = 3
     tree_rule: str = "descend"
+    tree_nodes: int | None = None
     plan: Plan = ()
     """The oracle's; empty: what the method drafts itself, tree and seq with a fresh draft."""
     eos: tuple[tuple[int, int], ...] = ()
@@ -71,7 +72,9 @@ class Case:
 
     @property
     def nodes(self) -> int:
-        return 1 + (sum(self.tree_shape) if self.method == "tree" else self.depth)
+        if self.method != "tree":
+            return 1 + self.depth
+        return min(1 + sum(self.tree_shape), self.tree_nodes or 1024)
 
     def prompts(self) -> list[list[int]]:
         generator = torch.Generator().manual_seed(self.prompt_seed)
@@ -149,7 +152,7 @@ def run(case: Case, eos: tuple[int, ...]) -> tuple[GenerationOutput, Oracle, lis
         patch.setattr(magicdec, "SINK", case.sparse_view[0])
         patch.setattr(magicdec, "RECENT", case.sparse_view[1])
         eos_token_id = eos[0] if len(eos) == 1 else eos or None
-        tree = {"tree_shape": case.tree_shape, "tree_rule": case.tree_rule}
+        tree = {"tree_shape": case.tree_shape, "tree_rule": case.tree_rule, "tree_nodes": case.tree_nodes}
         limits = {"max_new_tokens": case.max_new_tokens, "eos_token_id": eos_token_id, "pad_token_id": 0}
         out = generate(model, ids, mask if len(rows) > 1 else None, case.method, gamma=case.gamma, **tree, **limits)
     return out, drafters[0], columns
@@ -165,7 +168,7 @@ def check(case: Case, seen: Counter[int | str]) -> None:
         whole = prompt + new
         assert out.sequences[b].tolist() == whole + [0] * (out.sequences.shape[1] - len(whole))
         exact = same_tokens(case.target, prompt, new, greedy(case.target, tuple(prompt), case.max_new_tokens, eos))
-        planned = cycle(step[b] for step in case.plan) if case.plan and exact else oracle.accepted[b]
+        planned = oracle.planted[b] if case.plan and exact else oracle.accepted[b]
         passes, row_by_depth = passes_of(planned, len(new), case.depth)
         assert oracle.accepted[b] == passes and stats.row_rounds[b] == len(passes)
         assert -(-(len(new) - 1) // (case.depth + 1)) <= len(passes) <= len(new) - 1
@@ -176,6 +179,7 @@ def check(case: Case, seen: Counter[int | str]) -> None:
     passes_seen = verifications(columns, case)
     assert max(stats.row_rounds) == passes_seen and (len(prompts) > 1 or stats.rounds == passes_seen)
     assert (stats.rounds, stats.decoded_tokens) == (rounds, decoded)
+    assert stats.tree_nodes == (case.nodes if case.method == "tree" else 0)
     assert rounds == 0 or stats.mean_acceptance_length == decoded / rounds
 
 
@@ -224,6 +228,7 @@ def cases(draw: st.DrawFn, method: str) -> Case:
         tree_shape=tuple(draw(st.lists(st.integers(1, min(16, target.vocab)), min_size=1, max_size=5))),
         gamma=draw(st.integers(1, 6)),
         tree_rule=draw(st.sampled_from(TREE_RULES)),
+        tree_nodes=draw(st.none() | st.integers(2, 24)) if method == "tree" else None,
         eos=tuple(draw(st.lists(st.tuples(st.integers(0, batch - 1), st.integers(0, limit - 1)), max_size=3))),
         side=draw(st.sampled_from(["left", "right"])),
         prompt_seed=draw(st.integers(0, 999)),
@@ -245,6 +250,8 @@ def test_greedy_is_lossless(method: str, seeds: range) -> None:
     if depth := all_depths.depth:
         all_depths = replace(all_depths, plan=[(n, depth - n) for n in range(depth + 1)])
     check(all_depths, seen)
+    if method == "tree":
+        check(replace(all_depths, tree_nodes=17), seen)
     slow_is_fine = [HealthCheck.too_slow, HealthCheck.data_too_large]
     for number in seeds:
 

@@ -38,6 +38,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "magicdec": {"method": "magicdec", "gamma": 2},
     "lookup": {"method": "lookup", "gamma": 2},
 }
+BUDGETS: dict[str, dict[str, Any]] = {
+    "tree, descend, budget": {"method": "tree", "tree_shape": (2, 3), "tree_rule": "descend", "tree_nodes": 4},
+    "tree, budget": {"method": "tree", "tree_shape": (2, 3), "tree_nodes": 4},
+}
+"""Trees of which some nodes are verified."""
 TEMPERATURES = (0.6, 1.0, 1.5)
 EXTRA_WARPS: tuple[dict[str, Any], ...] = tuple(
     {"temperature": 1.5} | warp for warp in ({"min_p": 0.25}, {"typical_p": 0.8}, {"epsilon_cutoff": 0.15})
@@ -60,6 +65,7 @@ FAST_WARPS: tuple[dict[str, Any], ...] = (
 )
 FAST = list(zip(METHODS, FAST_WARPS, strict=True))
 FAST += zip(("seq", "tree", "tree, descend"), EXTRA_WARPS, strict=True)
+FAST += zip(BUDGETS, ({"temperature": 1.0}, {"temperature": 1.5, "top_k": 3}), strict=True)
 LEVEL = 1e-3 / (len(CASES) + len(FAST))
 TRIALS = 2**16
 DISTANCE = 0.028
@@ -88,7 +94,7 @@ def samples(model: GlideMixin, method: str, warp: dict[str, Any], rows: int, cou
     for start in range(0, rows, 2**15):
         times = min(2**15, rows - start) // len(PROMPTS)
         ids, mask = PROMPTS.repeat(times, 1), MASK.repeat(times, 1)
-        out = generate(model, ids, mask, **METHODS[method], **warp, max_new_tokens=count, seed=seed + start)
+        out = generate(model, ids, mask, **(METHODS | BUDGETS)[method], **warp, max_new_tokens=count, seed=seed + start)
         found += out.new_tokens
     return torch.stack(found).cpu()
 

@@ -34,6 +34,7 @@ COPIES, REPEATS = 128, 6
 METHODS = {
     "tree": Method("tree", (2, 3), 0, "reject"),
     "tree, descend": Method("tree", (2, 3), 0, "descend"),
+    "tree, budget": Method("tree", (2, 3), 0, "reject", tree_nodes=4),
     "seq": Method("seq", (), 2, ""),
 }
 LEVEL = 1e-3 / len(METHODS)

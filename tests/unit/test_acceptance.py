@@ -1,13 +1,14 @@
 """Acceptance emits the target's own distribution: exact sums over all draws, of the draft and of the rule."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from distributions import p_value
-from enumeration import RandomLanguage, Tokens, outcomes, sampled_trees
+from enumeration import RandomLanguage, Tokens, arrivals, outcomes, sampled_trees
 from faults import IN_THE_RULE
 from pairs import tiny_config
 from torch import Tensor
@@ -19,8 +20,8 @@ from longspec.inference.drafting.chain import ChainDrafter
 from longspec.inference.drafting.proposal import Proposal, chain
 from longspec.inference.options import build_warpers
 from longspec.inference.sampling import Sampler
-from longspec.kernels.decoding.tree import new_tree
-from longspec.kernels.decoding.vocabulary import sampled_children
+from longspec.kernels.decoding.tree import Tree, new_tree
+from longspec.kernels.decoding.vocabulary import best_children, sampled_children
 
 VOCAB = 3
 SHAPES = [(1,), (3,), (2, 2), (2, 3), (3, 1), (1, 2, 1)]
@@ -46,7 +47,7 @@ def build_tree(nodes: Iterable[Tokens], shape: Tokens, q: RandomLanguage | None 
         torch.tensor([[-1, *(paths.index(path[:-1]) if path else -1 for path in paths[1:])]]),
         torch.tensor(levels),
         torch.zeros(1, len(paths), len(paths), dtype=torch.bool),
-        shape,
+        len(shape),
         None if q is None else torch.stack([q(path) for path in inner])[None],
     )
 
@@ -103,6 +104,63 @@ def test_rejecting_in_a_tree_sampled_without_replacement_is_exact(shape: Tokens,
         proposal = build_tree(nodes, shape, q)
         rounds.append((weight, lambda sampler, proposal=proposal: emitted(proposal, p, sampler)))
     check_exact(p, len(shape), rounds)
+
+
+def arrived_tree(groups: Iterable[tuple[Tokens, ...]], shape: Tokens, q: RandomLanguage) -> tuple[Tree, Proposal]:
+    """The tree whose nodes arrived in this order, and the proposal of all its nodes."""
+    time = {node: float(number) for number, group in enumerate(groups) for node in group}
+    proposal = build_tree(time, shape, q)
+    tree = new_tree(1, proposal.tokens.shape[1], True, torch.device("cpu"))
+    tree.tokens.copy_(proposal.tokens)
+    tree.parents.copy_(proposal.parents)
+    for node, (path, parent) in enumerate(zip(token_paths(proposal), proposal.parents[0].tolist(), strict=True)):
+        exists = parent >= 0 or node == 0
+        tree.arrivals[0, node] = time.get(path, 0.0) if exists else torch.inf
+        q_path = torch.stack([q(path[:depth])[token] for depth, token in enumerate(path)] or [torch.tensor(1.0)])
+        tree.scores[0, node] = q_path.log().sum() if exists else -torch.inf
+        if parent >= 0:
+            tree.visible[0, node] |= tree.visible[0, parent]
+    return tree, proposal
+
+
+def selected_trees(q: RandomLanguage, shape: Tokens, nodes: int) -> Iterator[tuple[float, Proposal]]:
+    """Each proposal of `nodes` selected nodes of a tree sampled from q, with its probability."""
+    law: dict[tuple[Any, ...], tuple[float, Proposal]] = {}
+    for groups, weight in arrivals(q, shape).items():
+        tree, whole = arrived_tree(groups, shape, q)
+        selected = tree_drafting.select_nodes(tree, whole.levels, nodes, by_arrival=True)
+        links = selected.tokens, selected.parents, selected.levels, selected.visible
+        proposal = Proposal(*links, len(shape), whole.sampled_from, selected.wide)
+        key = tuple(zip(token_paths(proposal), selected.parents[0].tolist(), strict=True))
+        law[key] = (law[key][0] + weight if key in law else weight, proposal)
+    return iter(law.values())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("shape", "nodes"), [((3,), 2), ((2, 3), 4), ((3, 2), 4), ((1, 2, 1), 3)])
+def test_rejecting_among_selected_nodes_is_exact(shape: Tokens, nodes: int, seed: int) -> None:
+    """Summed over all trees that the draft can sample, and over the order in which their nodes arrive."""
+    p, q = RandomLanguage(VOCAB, seed), RandomLanguage(VOCAB, seed + 1000)
+    rounds = []
+    for weight, proposal in selected_trees(q, shape, nodes):
+        rounds.append((weight, lambda sampler, proposal=proposal: emitted(proposal, p, sampler)))
+    check_exact(p, len(shape), rounds)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("shape", "nodes"), [((3,), 2), ((2, 3), 4)])
+def test_descending_selected_nodes_is_exact(shape: Tokens, nodes: int, seed: int) -> None:
+    """Of a tree of the draft's most probable continuations."""
+    p, q = RandomLanguage(VOCAB, seed), RandomLanguage(VOCAB, seed + 1000, zeros=0.0)
+    tree = new_tree(1, 1 + sum(shape), False, torch.device("cpu"))
+    above, levels = slice(0, 1), torch.arange(len(shape) + 1).repeat_interleave(torch.tensor([1, *shape]))
+    for width in shape:
+        paths = token_paths(Proposal(*tree[:2], levels, tree.visible, len(shape)))[above]
+        best_children(tree, above, width, torch.stack([q(path) for path in paths]).log()[None], 1.0)
+        above = slice(above.stop, above.stop + width)
+    selected = tree_drafting.select_nodes(tree, levels, nodes, by_arrival=False)
+    proposal = Proposal(selected.tokens, selected.parents, selected.levels, selected.visible, len(shape))
+    check_exact(p, len(shape), [(1.0, lambda sampler: emitted(proposal, p, sampler))])
 
 
 class LanguageChain:
@@ -171,6 +229,22 @@ def test_sampled_trees_follow_the_law_that_was_integrated(shape: Tokens, monkeyp
             torch.testing.assert_close(drawn.sampled_from[row], tree.sampled_from[0].float())  # type: ignore[index]
 
 
+def test_selected_trees_follow_the_law_that_was_integrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for the nodes that the drafter selects from its trees."""
+    q, count, shape, nodes = RandomLanguage(VOCAB, 7, zeros=0.0), 50_000, (2, 3), 4
+    monkeypatch.setattr(tree_drafting, "GlideDraft", lambda *_: LanguageDraft(q))
+    sampler = Sampler(1.0, 0, 1.0, torch.Generator().manual_seed(0))
+    runner = SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(vocab_size=VOCAB))
+    drafter = tree_drafting.TreeDrafter(runner, count, shape, sampler, "reject", nodes=nodes)  # type: ignore[arg-type]
+    drawn = drafter.propose(torch.zeros(count, dtype=torch.long), CACHE)  # type: ignore[arg-type]
+    law = list(selected_trees(q, shape, nodes))
+    rows = torch.cat([torch.cat([tree.tokens, tree.parents], 1) for tree in [*(tree for _, tree in law), drawn]])
+    _, number, counts = rows.unique(dim=0, return_inverse=True, return_counts=True)
+    assert len(counts) == len(law), "a tree that cannot be"
+    weights = torch.tensor([[weight for weight, _ in law]])
+    assert p_value(counts[number[: len(law)]][None] - 1, weights) > 1e-6
+
+
 @pytest.mark.parametrize(("name", "method"), [(name, m) for name, fault in IN_THE_RULE.items() for m in fault.methods])
 def test_planted_faults_are_seen_in_the_sums(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tests as above fail with each fault of the rule."""
@@ -179,6 +253,10 @@ def test_planted_faults_are_seen_in_the_sums(name: str, method: str, monkeypatch
         for seed in range(2):
             if method == "tree, descend":
                 test_descending_any_tree_is_exact((2, 2), seed)
+            elif method == "tree, descend, budget":
+                test_descending_selected_nodes_is_exact((2, 3), 4, seed)
+            elif method == "tree, budget":
+                test_rejecting_among_selected_nodes_is_exact((2, 3), 4, seed)
             elif method == "tree":
                 test_rejecting_in_a_tree_sampled_without_replacement_is_exact((2, 2), seed)
             else:

@@ -12,7 +12,8 @@ import torch
 from longspec.errors import UserError
 from longspec.kernels.decoding import attention
 from longspec.kernels.decoding.attention import decoding_attention
-from longspec.kernels.training import varlen
+from longspec.kernels.shared import device as device_module
+from longspec.kernels.training import varlen, varlen_flash
 from longspec.kernels.training.varlen import resolve_attention
 
 
@@ -22,18 +23,47 @@ def test_unknown_and_unsupported_backends_raise_an_error_that_names_them() -> No
             decoding_attention(name, torch.device("cpu"), torch.bfloat16, 128)
 
 
-def test_a_gpu_before_ampere_runs_on_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
-    assert decoding_attention("auto", torch.device("cuda"), torch.float16, 128).name == "sdpa"
-    with pytest.raises(UserError, match="Ampere"):
-        decoding_attention("triton", torch.device("cuda"), torch.float16, 128)
+@pytest.mark.parametrize(
+    ("capability", "rocm", "reason"),
+    [((7, 5), None, "compute capability 7.5"), ((9, 4), "6.4.0", "ROCm"), ((9, 0), "6.4.0", "ROCm")],
+)
+def test_a_gpu_before_ampere_and_one_under_rocm_run_on_torchs_own_kernels(
+    capability: tuple[int, int],
+    rocm: str | None,
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One line says so. torch reports an MI300 as a CUDA device of capability 9.4, which is not a Hopper GPU."""
+    gpu = torch.device("cuda")
+    memories = (attention._log_plain_gpu, device_module._triton_runs_on, varlen_flash._torch_has_flash)
+    for remembered in (*memories, varlen_flash._forward_only):
+        remembered.cache_clear()
+    monkeypatch.setattr(attention, "_installed", lambda module: True)
+    monkeypatch.setattr(torch.version, "hip", rocm)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(varlen_flash, "FORWARD_MODULE", "math")
+
+    assert {decoding_attention("auto", gpu, torch.bfloat16, 128).name for _ in range(3)} == {"sdpa"}
+    assert len(caplog.records) == 1 and reason in caplog.text
+    for name in ("triton", "flash"):
+        with pytest.raises(UserError, match=reason):
+            decoding_attention(name, gpu, torch.bfloat16, 128)
+
+    assert not device_module._triton_runs_on(gpu)
+    assert not varlen_flash.runs(gpu, torch.bfloat16, 128)
+    assert varlen_flash._forward_only(gpu) is None
+    for remembered in (*memories, varlen_flash._forward_only):
+        remembered.cache_clear()
 
 
 @pytest.mark.parametrize(
     ("installed", "dtype", "used", "named"),
     [
         (("triton", "fa3_fwd_interface"), torch.bfloat16, "flash", []),
-        (("triton", "fa3_fwd_interface"), torch.float16, "triton", []),
+        (("triton", "fa3_fwd_interface"), torch.float16, "triton", ["FlashAttention-3 takes bfloat16"]),
+        (("triton",), torch.float16, "triton", []),
         (("triton",), torch.bfloat16, "triton", ["fa3_fwd_interface"]),
         ((), torch.float16, "sdpa", ["triton"]),
     ],
@@ -46,8 +76,9 @@ def test_auto_selects_the_fastest_backend_and_logs_missing_packages_once(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a Hopper GPU. A package that does not take the dtype is not logged."""
+    """On a Hopper GPU. A missing package that does not take the dtype is not logged; an installed one is."""
     attention._log_missing.cache_clear()
+    attention._log_half_precision.cache_clear()
     monkeypatch.setattr(attention, "_installed", lambda module: module in installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     properties = SimpleNamespace(major=9, multi_processor_count=132, shared_memory_per_block_optin=2**17)

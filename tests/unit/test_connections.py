@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from longspec.errors import UserError
-from longspec.train import connections
+from longspec.ranks import connections
 
 SECRET = bytes(range(16))
 

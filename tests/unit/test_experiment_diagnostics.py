@@ -51,7 +51,7 @@ def test_the_bound_sums_the_targets_probabilities_over_paths() -> None:
         parents=torch.tensor([[-1, 0, 0, 2, -1]]),
         levels=torch.tensor([0, 1, 1, 2, 2]),
         visible=torch.tensor([visible]) > 0,
-        shape=(2, 2),
+        depth=2,
     )
     logits = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0))
     p = logits.softmax(-1)[0]

@@ -11,6 +11,7 @@ FORBIDDEN = {
     "kernels": ("models", "data", "train", "inference", *COMMANDS),
     "models": ("data", "train", "inference", *COMMANDS),
     "data": ("models", "train", "inference", *COMMANDS),
+    "ranks": ("kernels", "models", "data", "train", "inference", *COMMANDS),
     "train": ("inference", *COMMANDS),
     "inference": ("train", *COMMANDS),
     "longbench": ("train",),

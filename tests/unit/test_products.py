@@ -1,11 +1,15 @@
 """Matrix products of one row and of a few, with the operations fused into them, against their references in fp64."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from longspec.kernels.decoding import product_reference
 from longspec.kernels.decoding import skinny_product as skinny
+from longspec.kernels.decoding import vector_product as vector
 from longspec.kernels.decoding.skinny_product import count_parts, skinny_product, split_product
 from longspec.kernels.decoding.vector_product import vector_product
 from longspec.kernels.shared.device import describe_gpu
@@ -33,7 +37,22 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize(("rows", "width"), [(12, 32), (10, 32), (6, 2100), (4, 4096), (2, 1)])
+@pytest.mark.parametrize(
+    ("rows", "width"),
+    [
+        (12, 32),
+        (10, 32),
+        (6, 2100),
+        (4, 4096),
+        (2, 1),
+        (4, 5120),
+        (4, 27648),
+        (8, 3584),
+        (4, 18944),
+        (4, 1792),
+        (6, 768),
+    ],
+)
 @pytest.mark.parametrize("gated", [False, True])
 def test_vector_product_equals_its_reference(
     rows: int, width: int, gated: bool, dtype: torch.dtype, device: str
@@ -51,9 +70,73 @@ def test_vector_product_equals_its_reference(
     torch.testing.assert_close(start, expected_sum, **close)
 
 
+class Recorded:
+    """A kernel that keeps the arguments of its launches instead of running."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[tuple[int, ...], dict[str, Any]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, **settings: self.launches.append((grid, settings))
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "gated", "programs", "settings"),
+    [
+        # Multiples of 2048 and smaller powers of two have no tail.
+        (4096, 4096, False, 1024, {"EVEN": True, "TAIL": 0, "BLOCK_N": 4, "BLOCK_K": 2048}),
+        (14336, 4096, True, 7168, {"EVEN": True, "TAIL": 0, "BLOCK_N": 2, "BLOCK_K": 2048}),
+        (4096, 14336, False, 1024, {"EVEN": True, "TAIL": 0, "BLOCK_N": 4, "BLOCK_K": 2048}),
+        (512, 256, False, 128, {"EVEN": True, "TAIL": 0, "BLOCK_N": 4, "BLOCK_K": 256}),
+        # QwQ-32B and Qwen2-7B
+        (5120, 5120, False, 1280, {"EVEN": True, "TAIL": 1024, "BLOCK_N": 4, "BLOCK_K": 2048}),
+        (5120, 27648, False, 1280, {"EVEN": True, "TAIL": 1024, "BLOCK_N": 4, "BLOCK_K": 2048}),
+        (18944, 3584, True, 9472, {"EVEN": True, "TAIL": 1536, "BLOCK_N": 2, "BLOCK_K": 2048}),
+        (3584, 18944, False, 896, {"EVEN": True, "TAIL": 512, "BLOCK_N": 4, "BLOCK_K": 2048}),
+        # No multiple of 256, and rows that are no multiple of the block.
+        (576, 576, False, 144, {"EVEN": False, "TAIL": 0, "BLOCK_N": 4, "BLOCK_K": 1024}),
+        (10, 5120, False, 3, {"EVEN": False, "TAIL": 0, "BLOCK_N": 4, "BLOCK_K": 2048}),
+    ],
+)
+def test_a_vector_product_masks_no_load_where_pieces_of_256_columns_divide_the_width(
+    rows: int, width: int, gated: bool, programs: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Recorded()
+    monkeypatch.setattr(vector, "_vector_product_kernel", kernel)
+    weight = torch.empty((2 if gated else 1) * rows, width, device="meta")
+    vector_product(torch.empty(1, 1, width, device="meta"), weight, gated=gated)
+    ((grid, launched),) = kernel.launches
+    assert grid == (programs,) and {name: launched[name] for name in settings} == settings
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "parts", "block_k", "even"),
+    [
+        (16, 4096, 1, 128, True),
+        (69, 4096, 1, 64, True),
+        (69, 14336, 2, 128, True),
+        (69, 18944, 2, 128, True),
+        (69, 768, 4, 64, True),
+        # 128 columns do not divide these widths or their halves, 64 do.
+        (16, 576, 1, 64, True),
+        (69, 29568, 2, 64, True),
+        (16, 600, 1, 128, False),
+    ],
+)
+def test_a_skinny_product_takes_the_longest_step_that_divides_its_parts(
+    tokens: int, width: int, parts: int, block_k: int, even: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Recorded()
+    monkeypatch.setattr(skinny, "_skinny_product_kernel", kernel)
+    x, weight = torch.empty(tokens, width, device="meta"), torch.empty(4096, width, device="meta")
+    skinny._launch(x, weight, None, x, 4096, False, parts)
+    ((_, launched),) = kernel.launches
+    assert (launched["BLOCK_K"], launched["EVEN"]) == (block_k, even)
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("tokens", [2, 16, 17, 64, 65, 69, 80])
-@pytest.mark.parametrize(("rows", "width"), [(70, 96), (128, 256), (96, 512), (2, 40)])
+@pytest.mark.parametrize(("rows", "width"), [(70, 96), (128, 256), (96, 512), (2, 40), (66, 192)])
 def test_skinny_products_equal_their_references(
     tokens: int, rows: int, width: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,8 +11,8 @@ import pytest
 from training_fixtures import one_rank_alone
 
 from longspec.errors import UserError
-from longspec.train import peers
-from longspec.train.distributed import Termination
+from longspec.ranks import peers
+from longspec.ranks.agreement import Termination
 
 
 @pytest.fixture

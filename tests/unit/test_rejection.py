@@ -18,7 +18,7 @@ from longspec.kernels.decoding.descent import follow_choices
 from longspec.kernels.decoding.rejection import reject_children
 from longspec.kernels.decoding.row_argmax import first_arrival
 from longspec.kernels.decoding.tree import new_tree
-from longspec.kernels.decoding.vocabulary import sampled_children
+from longspec.kernels.decoding.vocabulary import sampled_children, select_nodes
 
 DEVICES = [
     pytest.param(
@@ -42,8 +42,10 @@ class FixedSampler(Sampler):
         return self.noise
 
 
-def sampled_tree(batch: int, shape: Sequence[int], vocab: int, seed: int, sharpness: float = 2.0) -> Proposal:
-    """A tree sampled from random distributions, in which some tokens are impossible."""
+def sampled_tree(
+    batch: int, shape: Sequence[int], vocab: int, seed: int, sharpness: float = 2.0, selected: int | None = None
+) -> Proposal:
+    """A tree sampled from random distributions, in which some tokens are impossible; all its nodes, or the selected."""
     nodes = 1 + sum(shape)
     inner = 1 + sum(shape[:-1])
     generator = torch.Generator().manual_seed(seed)
@@ -57,7 +59,11 @@ def sampled_tree(batch: int, shape: Sequence[int], vocab: int, seed: int, sharpn
         noise = torch.empty(logits.shape, dtype=torch.float64).exponential_(generator=generator)
         sampled_children(tree, above, width, logits, 1.0, noise, q[:, above])
         above = slice(above.stop, above.stop + width)
-    return Proposal(tree.tokens, tree.parents, torch.empty(0), tree.visible, tuple(shape), q)
+    if selected is None:
+        return Proposal(tree.tokens, tree.parents, torch.empty(0), tree.visible, len(shape), q)
+    levels = torch.arange(len(shape) + 1).repeat_interleave(torch.tensor([1, *shape]))
+    few = select_nodes(tree, levels, selected, by_arrival=True)
+    return Proposal(few.tokens, few.parents, few.levels, few.visible, len(shape), q, few.wide)
 
 
 def near(q: Tensor, nodes: int, seed: int) -> Tensor:
@@ -78,13 +84,15 @@ def check_rejection(tree: Proposal, p: Tensor, device: str, seed: int = 0) -> tu
     assert tree.sampled_from is not None
     coins, noise = draws(*tree.tokens.shape, p.shape[-1], seed)
     inputs = (tree.tokens, tree.parents, tree.sampled_from, p, coins)
-    path, count, residual = tree_reference.reject_children(*inputs, tree.depth)
+    rules = (tree.depth, tree.q_rows, tree.certain)
+    path, count, residual = tree_reference.reject_children(*inputs, *rules)
     expected = (path, count, tree_reference.first_arrival(residual, noise))
 
     on_device = [x.clone().to(device) for x in inputs]
-    path, count, residual = reject_children(*on_device, tree.depth)
+    rules = (tree.depth, *(None if x is None else x.to(device) for x in (tree.q_rows, tree.certain)))
+    path, count, residual = reject_children(*on_device, *rules)
     check_same((path, count, first_arrival(residual, noise.to(device))), expected)
-    accepted = reject(tree, tree.sampled_from, p, FixedSampler(coins, noise))
+    accepted = reject(tree, tree.sampled_from, p.clone(), FixedSampler(coins, noise))
     check_same((accepted.path, accepted.count, accepted.bonus), expected)
     return expected
 
@@ -109,6 +117,21 @@ def test_rejection_equals_its_reference(batch: int, shape: tuple[int, ...], voca
         _, count, _ = check_rejection(tree, p, device, seed)
         steps |= set(count.tolist())
     assert len(steps) > 1, "rejections and acceptances"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(2, 3, 4), (4, 16, 16)])
+def test_rejection_among_selected_nodes_equals_its_reference(shape: tuple[int, ...], device: str) -> None:
+    """A node's row of q is not its own number, and the last level's rows are not the last ones."""
+    steps = set()
+    for seed in range(3):
+        tree = sampled_tree(8, shape, 13, seed, selected=8)
+        assert tree.sampled_from is not None and tree.q_rows is not None
+        rows = tree.q_rows.clamp(max=tree.sampled_from.shape[1] - 1)
+        p = near(tree.sampled_from.gather(1, rows[..., None].expand(-1, -1, 13)), 8, seed)
+        _, count, _ = check_rejection(tree, p, device, seed)
+        steps |= set(count.tolist())
+    assert {0, 1, 2} <= steps
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -18,10 +18,10 @@ from longspec.errors import UserError
 from longspec.locks import LOCK_NAME, FolderLock
 from longspec.models.content import target_digests
 from longspec.models.draft_files import load_draft
+from longspec.ranks.agreement import Termination
 from longspec.train.config import CONFIG_NAME, load_config, read_config_file
 from longspec.train.config_schema import TrainConfig
 from longspec.train.contents import Contents, changes
-from longspec.train.distributed import Termination
 from longspec.train.evaluation import Evaluation
 from longspec.train.generations import find_latest
 from longspec.train.logging import RunLog

@@ -500,6 +500,13 @@ def test_metrics_tell_what_the_scheduler_and_the_requests_did(client: TestClient
         assert line in lines, line
 
 
+def test_a_failure_of_the_server_itself_is_counted(script: Script) -> None:
+    script.refusal, script.room = ZeroDivisionError("a defect"), 0
+    with TestClient(application(script), raise_server_exceptions=False) as client:
+        assert "its log has the cause" in chat(client, 500, **HELLO)["error"]["message"]
+        assert '{path="/v1/chat/completions",status="500"} 1.0' in client.get("/metrics").text
+
+
 def test_the_page_loads_nothing_from_elsewhere(client: TestClient) -> None:
     response = client.get("/")
     policy = response.headers["content-security-policy"]

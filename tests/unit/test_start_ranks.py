@@ -46,7 +46,7 @@ def test_a_port_in_use_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 RANK = """
 import runpy, sys
-launcher = runpy.run_path("longspec/train/launcher.py")["Launcher"]()
+launcher = runpy.run_path("longspec/ranks/launcher.py")["Launcher"]()
 print(launcher.is_gone(), len(launcher._watched), flush=True)
 sys.stdin.readline()
 print(launcher.is_gone(), flush=True)

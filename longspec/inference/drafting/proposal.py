@@ -15,28 +15,31 @@ from longspec.inference.sampling import Sampler
 
 @dataclass
 class Proposal:
-    """A tree of N nodes per row, numbered level by level. Node 0 is the root: the row's newest token, which the target
-    has not read yet."""
+    """A tree of N nodes per row. Node 0 is the root: the row's newest token, which the target has not read yet."""
 
     tokens: Tensor
     """LongTensor [B, N]: the token of each node."""
     parents: Tensor
     """LongTensor [B, N]: the number of each node's parent, which is lower than its own. -1 for the root, and for nodes
-    that only fill up a level where the draft's distribution had no tokens left."""
+    that only fill up the tree where the draft's distribution had no tokens left."""
     levels: Tensor
-    """LongTensor [N]: the depth of each node, 0 for the root; the same for all rows."""
+    """LongTensor [N] or [B, N]: the depth of each node, 0 for the root; [N] if it is the same for all rows."""
     visible: Tensor
     """bool [B, N, N]: visible[b, i, j] is True if j is i or an ancestor of i."""
-    shape: tuple[int, ...]
-    """Number of nodes in each level below the root."""
+    depth: int
+    """Number of draft tokens on the longest possible path."""
     sampled_from: Tensor | None = None
-    """[B, N - shape[-1], V]: the draft distribution q at each inner node. Its children are samples of q without
-    replacement, numbered in the order of sampling. None for a tree that was built deterministically."""
-
-    @property
-    def depth(self) -> int:
-        """Number of levels below the root."""
-        return len(self.shape)
+    """[B, R, V]: the draft distribution q at inner nodes. A node's children are samples of its q without replacement,
+    numbered in the order of sampling. None for a tree that was built deterministically."""
+    q_rows: Tensor | None = None
+    """LongTensor [B, N]: the row of `sampled_from` that belongs to each node; numbers from R on are those of leaves.
+    None: row i belongs to node i."""
+    certain: Tensor | None = None
+    """bool [B, N]: nodes that were proposed without chance, whatever q says; each has a lower number than its sampled
+    siblings. None: no node."""
+    ranks: Tensor | None = None
+    """LongTensor [B, N]: the nodes in the order in which smaller budgets would keep them, 0 for the root. None for a
+    tree whose nodes were not selected."""
 
 
 def chain(tokens: Tensor, sampled_from: Tensor | None = None) -> Proposal:
@@ -49,7 +52,7 @@ def chain(tokens: Tensor, sampled_from: Tensor | None = None) -> Proposal:
         parents=(levels - 1).expand(batch, -1),
         levels=levels,
         visible=visible.expand(batch, -1, -1),
-        shape=(1,) * (nodes - 1),
+        depth=nodes - 1,
         sampled_from=sampled_from,
     )
 

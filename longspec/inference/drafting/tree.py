@@ -1,4 +1,5 @@
-"""Tree drafting: each level holds the best continuations of the level above, either the likeliest or sampled ones."""
+"""Tree drafting: each level holds the best continuations of the level above, either the likeliest or sampled ones. Of
+the tree, all nodes or the best ones are verified."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
 from longspec.kernels.decoding.tree import Tree, new_tree
-from longspec.kernels.decoding.vocabulary import best_children, sampled_children
+from longspec.kernels.decoding.vocabulary import best_children, sampled_children, select_nodes
 
 
 class TreeDrafter:
@@ -23,6 +24,9 @@ class TreeDrafter:
 
     tree_rule "reject" samples them from the draft without replacement, for recursive rejection; "descend" takes the
     most probable ones, as in LongSpec. At temperature 0 both rules take the most probable ones.
+
+    If fewer nodes are to be verified than the tree has, the most probable ones are selected, and from a sampled tree
+    the first ones in the order of sampling (see `acceptance.reject`).
     """
 
     def __init__(
@@ -33,37 +37,43 @@ class TreeDrafter:
         sampler: Sampler,
         tree_rule: str,
         draft: GlideDraft | None = None,
+        nodes: int | None = None,
     ) -> None:
-        """draft: None makes a new one."""
+        """draft: None makes a new one; it has room for the whole tree. nodes: nodes to be verified, the root included;
+        None verifies the whole tree."""
         self.runner = runner
         self.tree_rule = tree_rule
         self.shape = tuple(shape)
         self.depth = len(self.shape)
-        self.nodes = 1 + sum(self.shape)
+        grown_nodes = 1 + sum(self.shape)
+        self.nodes = min(nodes or grown_nodes, grown_nodes)
+        self.selects = self.nodes < grown_nodes
         self.sampler = sampler
-        self.kind: Hashable = (type(self), self.shape, tree_rule)
-        self.draft = draft or GlideDraft(runner, batch, self.nodes)
+        self.kind: Hashable = (type(self), self.shape, tree_rule, self.nodes)
+        self.draft = draft or GlideDraft(runner, batch, grown_nodes)
         self.start = self.draft.start
         self.feed = self.draft.feed
         self.reads_hidden = self.draft.reads_hidden
 
         # Every round grows the tree in the same tensors.
         is_sampled = tree_rule == "reject" and not sampler.greedy
-        self.tree = new_tree(batch, self.nodes, is_sampled, runner.device)
-        inner_nodes = self.nodes - self.shape[-1]
+        self.tree = new_tree(batch, grown_nodes, is_sampled, runner.device)
+        inner_nodes = grown_nodes - self.shape[-1]
         self.q: Tensor | None = None
         """fp32 [B, inner nodes, V]: the distributions that children are sampled from; None if they are not sampled."""
         if is_sampled:
             self.q = torch.empty(batch, inner_nodes, runner.config.vocab_size, device=runner.device)
         widths = torch.tensor([1, *self.shape])
-        levels = torch.arange(self.depth + 1).repeat_interleave(widths).to(runner.device)
-        self.proposal = Proposal(self.tree.tokens, self.tree.parents, levels, self.tree.visible, self.shape, self.q)
+        self.levels = torch.arange(self.depth + 1).repeat_interleave(widths).to(runner.device)
+        """LongTensor [M]: the depth of the nodes of the whole tree."""
 
     def share(self, rows: slice, sampler: Sampler) -> TreeDrafter:
         draft = self.draft.narrow(rows)
         # A greedy tree and a sampled one have different tensors, so such a part grows its own.
         if sampler.greedy != self.sampler.greedy:
-            return TreeDrafter(self.runner, len(draft.cache.keys), self.shape, sampler, self.tree_rule, draft)
+            return TreeDrafter(
+                self.runner, len(draft.cache.keys), self.shape, sampler, self.tree_rule, draft, self.nodes
+            )
 
         part = copy(self)
         part.sampler = sampler
@@ -72,16 +82,13 @@ class TreeDrafter:
         part.feed = draft.feed
         part.tree = Tree(*(values[rows] for values in self.tree))
         part.q = None if self.q is None else self.q[rows]
-        part.proposal = Proposal(
-            part.tree.tokens, part.tree.parents, self.proposal.levels, part.tree.visible, self.shape, part.q
-        )
         return part
 
     def reserve(self, capacity: int) -> None:
         pass
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
-        """Grow a tree from the root. Every round returns the same tensors with new content."""
+        """Grow a tree from the root, and select the nodes to be verified."""
         tree = self.tree
         tree.tokens[:, 0] = root
         noise = self._noise()
@@ -96,7 +103,24 @@ class TreeDrafter:
                 warped, temperature = self.sampler.warped(logits)
                 sampled_children(tree, above, width, warped, temperature, noise[level], self.q[:, above], watch)
             above = slice(above.stop, above.stop + width)
-        return self.proposal
+        return self.proposal()
+
+    def proposal(self) -> Proposal:
+        """The nodes of the grown tree that are to be verified."""
+        tree = self.tree
+        if not self.selects:
+            return Proposal(tree.tokens, tree.parents, self.levels, tree.visible, self.depth, self.q)
+        selected = select_nodes(tree, self.levels, self.nodes, by_arrival=self.q is not None)
+        return Proposal(
+            selected.tokens,
+            selected.parents,
+            selected.levels,
+            selected.visible,
+            self.depth,
+            self.q,
+            q_rows=selected.wide,
+            ranks=selected.ranks,
+        )
 
     def _noise(self) -> list[Tensor]:
         """Exponential noise, fp64 [B, n, V], for each level whose nodes have sampled children. One launch draws it."""

@@ -21,6 +21,7 @@ class KeyCheck:
         self.expected = f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # The page has to load before it can ask for the key, and health checks of containers have none.
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._has_key(scope):
             await self.app(scope, receive, send)
             return

@@ -40,7 +40,7 @@ class AnswerText:
             self.tokens += 1
             self._held.append(Piece(token, self._detokenizer.add(token), origin, logprob))
             if self._cut():
-                break
+                break  # the round's further tokens are not part of the answer
         return self._release(self._unsure())
 
     def end(self) -> list[Piece]:
@@ -56,11 +56,14 @@ class AnswerText:
 
     def _cut(self) -> bool:
         """End the held text before the first stop string in it."""
+        # A stop string can span several tokens, but never released text: `_unsure` holds its beginnings back.
         text = "".join(piece.text for piece in self._held)
         found = [start for start in map(text.find, self.stops) if start >= 0]
         if not found:
             return False
-        left, kept = min(found), []
+
+        left = min(found)  # characters of the answer that are still to be kept
+        kept = []
         for piece in self._held:
             if left <= 0:
                 break
@@ -74,12 +77,16 @@ class AnswerText:
         if self.stopped or not self.stops:
             return 0
         text = "".join(piece.text for piece in self._held)
-        longest = min(len(text), max(map(len, self.stops)) - 1)
-        return next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self.stops)), 0)
+        longest = min(len(text), max(map(len, self.stops)) - 1)  # the whole string would have been found
+        for length in range(longest, 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self.stops):
+                return length
+        return 0
 
     def _release(self, held_back: int) -> list[Piece]:
         """Take whole pieces off the held ones, but for the last `held_back` characters."""
-        free, count = sum(len(piece.text) for piece in self._held) - held_back, 0
+        free = sum(len(piece.text) for piece in self._held) - held_back
+        count = 0
         for piece in self._held:
             if len(piece.text) > free:
                 break

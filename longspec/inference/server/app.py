@@ -54,7 +54,8 @@ class Service:
     async def answer(self, http: Request, body: ChatRequest | CompletionRequest) -> Response:
         """Submit what a body asks for, and answer whole or as a stream. Raises ApiError."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.limits.max_seconds
+        deadline = loop.time() + self.limits.max_seconds  # time in the tokenizer and in the queue counts, too
+
         requests = await loop.run_in_executor(self.encoder, self.model.requests, body, self.limits)
         tokenizer = self.model.tokenizer
         stops = [stop for stop in body.stop if stop]
@@ -63,6 +64,7 @@ class Service:
         replies = make(
             self.model.name, tokenizer, body.wants_logprobs, body.longspec.tokens and body.stream, body.includes_usage
         )
+        # A request that is refused must get its status, so all choices are queued before a stream begins.
         job.submit()
         return EventStream(job, replies) if body.stream else await _whole(http, job, replies)
 
@@ -97,6 +99,7 @@ class EventStream(StreamingResponse):
                 if chunk := self.replies.chunk(delta):
                     yield server_sent_event(chunk)
         except ApiError as error:
+            # The status line is sent already; clients of OpenAI's API read an error from the stream as well.
             yield server_sent_event(self.replies.failure(error))
         else:
             for body in self.replies.closing(self.job):
@@ -114,11 +117,13 @@ async def _whole(http: Request, job: Job, replies: Replies) -> Response:
         while (await http.receive())["type"] != "http.disconnect":
             pass
 
-    answer, gone = asyncio.create_task(collect()), asyncio.create_task(disconnect())
+    # Unlike a stream, a whole answer sends nothing while it is made, so a lost connection has to be waited for.
+    answer = asyncio.create_task(collect())
+    gone = asyncio.create_task(disconnect())
     try:
         await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
-            return Response(status_code=CLIENT_GONE)
+            return Response(status_code=CLIENT_GONE)  # for the metrics; nobody receives it
         return JSONResponse(replies.whole(job, answer.result()))
     finally:
         answer.cancel()
@@ -133,13 +138,30 @@ class CountedResponses:
         self.app, self.metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        has_started = False
+
         async def counted(message: Message) -> None:
+            nonlocal has_started
             if message["type"] == "http.response.start":
-                route = getattr(scope.get("route"), "path", "other")
-                self.metrics.responses.labels(route, message["status"]).inc()
+                has_started = True
+                self._count(scope, message["status"])
             await send(message)
 
-        await self.app(scope, receive, counted if scope["type"] == "http" else send)
+        try:
+            await self.app(scope, receive, counted)
+        except Exception:
+            # Starlette's outermost middleware answers it with status 500, out of this one's sight.
+            if not has_started:
+                self._count(scope, 500)
+            raise
+
+    def _count(self, scope: Scope, status: int) -> None:
+        route = getattr(scope.get("route"), "path", "other")
+        self.metrics.responses.labels(route, status).inc()
 
 
 def build_app(
@@ -162,6 +184,8 @@ def build_app(
         service.encoder.shutdown(cancel_futures=True)
 
     app = FastAPI(title="LongSpec", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    # The middleware that is added last runs first: responses of all others are counted, and a wrong host or key is
+    # refused before the body is read.
     app.add_middleware(BodyLimit, limits=limits)
     if api_key is not None:
         app.add_middleware(KeyCheck, api_key=api_key)

@@ -41,6 +41,7 @@ class Method:
     tree_shape: tuple[int, ...]
     gamma: int
     tree_rule: str
+    tree_nodes: int | None = None
 
 
 class RowRounds(Rounds):
@@ -97,7 +98,16 @@ class Batch:
         self.settings = RowSettings.allocate(self.cache.lengths, self.vocab)
         self.sizes = _sizes(max_rows) if runner.capturable else list(range(1, max_rows + 1))
         runner.prepare(capacity)
-        drafter = make_drafter(method.name, runner, max_rows, GREEDY, method.tree_shape, method.gamma, method.tree_rule)
+        drafter = make_drafter(
+            method.name,
+            runner,
+            max_rows,
+            GREEDY,
+            method.tree_shape,
+            method.gamma,
+            method.tree_rule,
+            method.tree_nodes,
+        )
         drafter.reserve(capacity)
         all_rows = slice(0, max_rows)
         sampled = drafter.share(all_rows, self._sampler("sampled", Purpose.DRAFT, all_rows))

@@ -89,8 +89,9 @@ class Job:
         """Submit all choices or none. Raises ApiError."""
         try:
             for index, request in enumerate(self.requests):
-                started, text = time.perf_counter(), AnswerText(self.tokenizer, self.stops)
+                started = time.perf_counter()
                 ticket = self.engine.submit(request, partial(self._receive, index))
+                text = AnswerText(self.tokenizer, self.stops)
                 self.choices.append(Choice(text, ticket, started))
         except QueueFull as error:
             self.cancel()
@@ -119,6 +120,7 @@ class Job:
         while not all(choice.ended for choice in self.choices):
             index, event = await self._next_event()
             choice = self.choices[index]
+            # The engine learns of a stop string a round late, and until then goes on sending tokens.
             if choice.ended:
                 continue
             delta = self._finish(index, event) if isinstance(event, Finished) else self._extend(index, event)
@@ -130,7 +132,9 @@ class Job:
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the prompts, each counted once."""
-        return sum(len(prompt) for prompt in {id(request.prompt): request.prompt for request in self.requests}.values())
+        # The n choices of one prompt share its list of tokens.
+        prompts = {id(request.prompt): request.prompt for request in self.requests}
+        return sum(map(len, prompts.values()))
 
     @property
     def new_tokens(self) -> int:
@@ -148,11 +152,13 @@ class Job:
 
     def _receive(self, index: int, event: Event) -> None:
         """Called on the engine's thread."""
+        # asyncio's queues are not thread-safe, so the event loop itself puts the event into the queue.
         if not self._loop.is_closed():  # the server has ended without waiting for this request
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
     def _extend(self, index: int, event: Tokens) -> Delta:
-        choice, now = self.choices[index], time.perf_counter()
+        choice = self.choices[index]
+        now = time.perf_counter()
         self.latencies.note(now, choice.started, choice.newest, len(event.ids))
         choice.newest = now
         return Delta(index, choice.text.add(event.ids, event.origins, event.logprobs), event.tree)
@@ -163,7 +169,7 @@ class Job:
         if event.reason == "cancelled":
             raise ApiError(503, event.message or "the server stopped before the answer was complete")
         choice = self.choices[index]
-        pieces = choice.text.end()
+        pieces = choice.text.end()  # may find a stop string in text that was held back
         choice.ended = True
         self.cached_tokens += event.timings.cached_prompt_tokens
         reason: Literal["stop", "length"] = "stop" if choice.text.stopped else event.reason

@@ -54,10 +54,12 @@ class BodyLimit:
         """The whole body; None if the client has gone. Raises ApiError."""
         limit = self.limits.max_body_bytes
         too_large = ApiError(413, f"the body is larger than {limit} bytes", close=True)
+        # A declared length refuses the body unread; a chunked body declares none and is counted as it arrives.
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > limit:
             raise too_large
-        body, more = bytearray(), True
+        body = bytearray()
+        more = True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":

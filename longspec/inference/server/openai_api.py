@@ -40,6 +40,7 @@ def _one_or_more(value: Any) -> Any:
 
 def _prompts(value: Any) -> list[str | list[int]]:
     """A prompt or a list of prompts as a list. A prompt is text or a list of token ids."""
+    # A list that starts with an int is one prompt of token ids. `type`, because True is an int to isinstance.
     prompts = value if isinstance(value, list) and value and type(value[0]) is not int else [value]
     for prompt in prompts:
         is_ids = isinstance(prompt, list) and all(type(token) is int and token >= 0 for token in prompt)
@@ -66,6 +67,7 @@ Prompts = Annotated[list[Any], BeforeValidator(_prompts)]
 class _Strict(BaseModel):
     """Values are not converted between types, and a field that is null is absent."""
 
+    # A misspelled or unsupported field must not be ignored: the client would take the answer for one that obeys it.
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
     @model_validator(mode="before")
@@ -76,10 +78,10 @@ class _Strict(BaseModel):
         kept = {}
         for name, value in values.items():
             if name in cls.model_fields:
-                if value is not None:
+                if value is not None:  # OpenAI's clients send null for fields that are not set
                     kept[name] = value
             elif name not in IGNORED and value is not None and value not in WITHOUT_EFFECT.get(name, ()):
-                field = encodable(str(name)[:64])
+                field = encodable(str(name)[:64])  # the name is the client's text and goes into the error
                 raise PydanticCustomError("unsupported", "not supported by this server", {"field": field})
         return kept
 
@@ -173,7 +175,7 @@ class CompletionRequest(_Generation):
 
     prompt: Prompts
     """Each is a str or a list[int]."""
-    max_tokens: Count | None = 16
+    max_tokens: Count | None = 16  # OpenAI's default for this route
     logprobs: Literal[0] | None = None
     """0 returns the log-probability of each token of the answer."""
 

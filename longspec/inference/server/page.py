@@ -11,6 +11,7 @@ from importlib import resources
 def load_page() -> tuple[str, dict[str, str]]:
     """The page and its headers. Its policy admits the script and the style that the file contains, and no others."""
     page = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    # The page shows text that a model wrote. Should such text ever be taken for HTML, no script of it would run.
     policy = "; ".join(
         (
             "default-src 'none'",

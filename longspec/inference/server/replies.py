@@ -40,7 +40,8 @@ class Replies:
         for index in range(len(job.choices)):
             own = [delta for delta in deltas if delta.index == index]
             pieces = [piece for delta in own for piece in delta.pieces]
-            fields = self._choice("".join(piece.text for piece in pieces)) | self._logprobs(index, pieces)
+            text = "".join(piece.text for piece in pieces)
+            fields = self._choice(text) | self._logprobs(index, pieces)
             choices.append({"index": index, **fields, "finish_reason": own[-1].finish_reason})
         return {**self.head, "object": self.kind, "choices": choices, "usage": _usage(job)}
 
@@ -66,6 +67,7 @@ class Replies:
 
     def _chunk(self, choices: list[Body]) -> Body:
         body = {**self.head, "object": self.chunk_kind, "choices": choices}
+        # With usage requested, every chunk but the last has the field as null.
         return body | ({"usage": None} if self.usage else {})
 
     def _choice(self, text: str) -> Body:
@@ -81,6 +83,7 @@ class Replies:
         for piece in pieces:
             offsets.append(self._lengths.get(index, 0))
             self._lengths[index] = offsets[-1] + len(piece.text)
+        # Text that is left over after the last token has no id, and so no log-probability.
         known = [(piece, offset) for piece, offset in zip(pieces, offsets, strict=True) if piece.id is not None]
         return {"logprobs": self._logprob_fields(known)}
 
@@ -127,6 +130,7 @@ class ChatReplies(Replies):
         content = []
         for piece, _ in pieces:
             token = self._token(piece)
+            # A token that is a part of a character decodes to U+FFFD; its own bytes are not known.
             data = None if REPLACEMENT in token else list(token.encode())
             content.append({"token": token, "logprob": piece.logprob, "bytes": data, "top_logprobs": []})
         return {"content": content, "refusal": None}

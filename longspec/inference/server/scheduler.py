@@ -54,16 +54,17 @@ class Scheduler:
         attention: str = "auto",
         compile: bool = True,
         allow_untrained_draft: bool = False,
+        tree_nodes: int | None = None,
     ) -> None:
-        """The drafting settings, attention, compile and allow_untrained_draft are those of `longspec.generate`, except
-        that tree_shape cannot be "auto".
+        """The drafting settings, tree_nodes, attention, compile and allow_untrained_draft are those of
+        `longspec.generate`, except that tree_shape cannot be "auto".
 
         max_rows: requests that run at the same time; memory: bytes for their caches and rounds, None takes 90% of the
         free memory; max_queue: requests that may wait; prefill_chunk: most prompt tokens read between two rounds.
         Raises UserError.
         """
         check_pair(model)
-        check_drafting(method, tree_shape, gamma, tree_rule, model.config.vocab_size)
+        check_drafting(method, tree_shape, gamma, tree_rule, model.config.vocab_size, tree_nodes)
         check_trained(model, method, allow_untrained_draft)
         check_draft_window(method, tree_shape, gamma, model.draft_model.window)
         if tree_shape == AUTO:
@@ -74,10 +75,13 @@ class Scheduler:
         self.model = model
         runner = make_runner(model, attention, compile)
         engine_pool.release(model)  # the budget follows from the free memory
-        nodes = {"vanilla": 1, "tree": 1 + sum(tree_shape)}.get(method, gamma + 1)
+        whole_tree = 1 + sum(tree_shape)
+        nodes = {"vanilla": 1, "tree": min(tree_nodes or whole_tree, whole_tree)}.get(method, gamma + 1)
         capacity = row_capacity(model.config, runner.dtype, runner.device, max_rows, nodes, memory)
         with torch.no_grad(), torch.cuda.device_of(model.lm_head.weight):
-            self.batch = Batch(runner, Method(method, tuple(tree_shape), gamma, tree_rule), max_rows, capacity)
+            self.batch = Batch(
+                runner, Method(method, tuple(tree_shape), gamma, tree_rule, tree_nodes), max_rows, capacity
+            )
         self.longest = longest_request(model.config, capacity, self.batch.depth, self.batch.nodes)
         """Most tokens of a prompt and its answer together."""
         self.max_queue = max_queue

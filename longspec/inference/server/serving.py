@@ -43,6 +43,7 @@ def listen(host: str, port: int, api_key: str | None) -> socket.socket:
         bound = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
         raise UserError(f"--host {host}: no address of this machine ({error.strerror})") from error
+    # A restarted server takes its port again at once, while old connections are in TIME_WAIT.
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(address)

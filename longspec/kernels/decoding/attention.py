@@ -10,7 +10,7 @@ from longspec.errors import UserError
 from longspec.kernels import BACKENDS
 from longspec.kernels.decoding.attention_interface import DecodingAttention
 from longspec.kernels.decoding.sdpa_attention import SdpaAttention
-from longspec.kernels.shared.device import OLDEST_GPU, describe_gpu
+from longspec.kernels.shared.device import HOPPER, describe_gpu, gpu_generation, plain_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +21,8 @@ MODULES = {"flash": ("triton", "fa3_fwd_interface"), "triton": ("triton",), "sdp
 def decoding_attention(requested: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> DecodingAttention:
     """The requested backend: "flash" (FlashAttention-3), "triton", "sdpa", or "auto" for the fastest that runs here.
 
-    With "auto", logs once which missing package would provide a faster backend. Raises UserError for an unknown name
-    and for a backend requested by name that cannot run here.
+    Logs once why a GPU runs on "sdpa" alone, and with "auto" which missing package or other dtype would provide a
+    faster backend. Raises UserError for an unknown name and for a backend requested by name that cannot run here.
     """
     if requested not in ("auto", *BACKENDS):
         raise UserError(f"attention: unknown backend {requested!r}; choose one of auto, {', '.join(BACKENDS)}")
@@ -32,11 +32,17 @@ def decoding_attention(requested: str, device: torch.device, dtype: torch.dtype,
         name = next(name for name in supported if not _missing_module(name))
         faster = supported[: supported.index(name)]
         _log_missing(tuple(faster), name)
+        if dtype == torch.float16 and _unsupported("flash", device, torch.bfloat16, head_dim) is None:
+            _log_half_precision(name)
     else:
         name = requested
         reason = _unsupported(name, device, dtype, head_dim) or _missing_module(name)
         if reason:
             raise UserError(f"attention: {name!r} cannot run here: {reason}")
+
+    plain = plain_gpu(device) if device.type == "cuda" else None
+    if plain:
+        _log_plain_gpu(plain)
 
     # These modules import triton and fa3-fwd, which a machine without a GPU may lack.
     if name == "flash":
@@ -56,14 +62,14 @@ def _unsupported(name: str, device: torch.device, dtype: torch.dtype, head_dim: 
         return None
     if device.type != "cuda":
         return f"it needs a CUDA device, not {device.type}"
-    generation = torch.cuda.get_device_capability(device)[0]
-    if generation < OLDEST_GPU:
-        return "it needs an Ampere GPU or a later one"
+    plain = plain_gpu(device)
+    if plain:
+        return plain
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"it does not take {dtype}"
     if name == "flash" and (dtype != torch.bfloat16 or head_dim > 256 or head_dim % 8):
         return f"it takes bfloat16 and a head_dim of 8, 16, … 256, not {dtype} and {head_dim}"
-    if name == "flash" and generation != 9:
+    if name == "flash" and gpu_generation(device) != HOPPER:
         return "it needs a Hopper GPU"
     return None
 
@@ -77,6 +83,17 @@ def _missing_module(name: str) -> str | None:
 def _log_missing(faster: tuple[str, ...], used: str) -> None:
     for name in faster:
         logger.warning("decoding attention runs on %s; %s would be faster, but %s", used, name, _missing_module(name))
+
+
+@cache
+def _log_half_precision(used: str) -> None:
+    if _missing_module("flash") is None:
+        logger.warning("decoding attention runs on %s: FlashAttention-3 takes bfloat16, not float16", used)
+
+
+@cache
+def _log_plain_gpu(reason: str) -> None:
+    logger.warning("decoding runs on PyTorch's own kernels, without CUDA graphs: %s", reason)
 
 
 @cache

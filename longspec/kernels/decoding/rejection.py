@@ -8,8 +8,12 @@ The kernel keeps p and q as they are and tracks the effect of the failed childre
 Child x then passes if coin < mass * (p(x) - ratio * q(x)) / (q(x) * total). If it fails, ratio += total / mass, and one
 pass over the vocabulary sums the new total and mass. Updating them by differences would lose improbable tokens. For the
 sums, p and q of a failed child are set to 0 in place.
+
+Certain children, which were not drawn, are tried before the others. Such a child x passes with p(x) / total. If it
+fails, p and q lose x, and the ratio stays 0.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -49,6 +53,13 @@ def _sums(p_row, q_row, ratio, unit, vocab, BLOCK: tl.constexpr, LARGEST_FACTOR:
     return tl.sum(total, 0).to(tl.float64), tl.sum(mass, 0).to(tl.float64)
 
 
+@triton.jit
+def _row_of_q(q_rows_ptr, first, node, inner_nodes, OWN_ROWS: tl.constexpr):
+    """The row of q that belongs to a node, int64. A leaf has none; it has no sampled children, so any row will do."""
+    row = tl.load(q_rows_ptr + first + node) if OWN_ROWS else node
+    return tl.minimum(row, inner_nodes - 1).to(tl.int64)
+
+
 # Walks the whole path of one sequence in one program; stores the ratio and unit of the last node for the residual.
 @triton.jit
 def _rejection_kernel(
@@ -57,6 +68,8 @@ def _rejection_kernel(
     q_ptr,
     p_ptr,
     coins_ptr,
+    q_rows_ptr,
+    certain_ptr,
     path_ptr,
     count_ptr,
     state_ptr,
@@ -64,6 +77,8 @@ def _rejection_kernel(
     inner_nodes,
     vocab,
     DEPTH: tl.constexpr,
+    OWN_ROWS: tl.constexpr,
+    SOME_CERTAIN: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
     LARGEST_FACTOR: tl.constexpr,
@@ -73,7 +88,8 @@ def _rejection_kernel(
     tokens_row = tokens_ptr + batch * nodes
     parents_row = parents_ptr + batch * nodes
     p_row = p_ptr + batch * nodes * vocab
-    q_row = q_ptr + batch * inner_nodes * vocab
+    q_rows = q_ptr + batch * inner_nodes * vocab
+    q_row = q_rows
 
     step = tl.arange(0, BLOCK_D)
     path = tl.zeros([BLOCK_D], tl.int64)
@@ -82,7 +98,7 @@ def _rejection_kernel(
     # No child has failed: p - 0 * q, and both sums are 1. These are scalar tensors, which the loop can carry.
     one = tl.full((), 1.0, tl.float64)
     ratio, unit, total, mass = one - one, one, one, one
-    # Nodes are numbered level by level, so one pass in order meets the children of each node on the path.
+    # Parents precede their children, so one pass in order meets the children of each node on the path.
     for child in range(1, nodes):
         if tl.load(parents_row + child) == node:
             token = tl.load(tokens_row + child)
@@ -90,10 +106,14 @@ def _rejection_kernel(
             p_token = tl.load(p_row + token).to(tl.float64)
             q_token = tl.load(q_row + token).to(tl.float64)
             acceptance = mass * (p_token - ratio * q_token) / (q_token * total)
+            increase = total / mass
+            if SOME_CERTAIN:
+                is_certain = tl.load(certain_ptr + batch * nodes + child) != 0
+                acceptance = tl.where(is_certain, p_token / total, acceptance)
+                increase = tl.where(is_certain, 0.0, increase)
             if tl.load(coins_ptr + batch * nodes + child) < acceptance:
                 p_row += (child - node) * vocab
-                # A leaf has no row of q. It has no children either, so any row will do.
-                q_row += (tl.minimum(child, inner_nodes - 1) - node) * vocab
+                q_row = q_rows + _row_of_q(q_rows_ptr, batch * nodes, child, inner_nodes, OWN_ROWS) * vocab
                 node = node * 0 + child  # keeps the type int64
                 count += 1
                 path = tl.where(step >= count, node, path)
@@ -102,7 +122,7 @@ def _rejection_kernel(
                 tl.store(p_row + token, 0.0)
                 tl.store(q_row + token, 0.0)
                 tl.debug_barrier()  # all threads must read these zeros, which one of them writes
-                new_ratio = ratio + total / mass
+                new_ratio = ratio + increase
                 new_total, new_mass = _sums(p_row, q_row, new_ratio, mass, vocab, BLOCK, LARGEST_FACTOR)
                 # Rounding can leave nothing where p and q agree; a rejection there has probability zero.
                 changed = new_total > 0.0
@@ -124,6 +144,7 @@ def _rejection_kernel(
 def _residual_kernel(
     q_ptr,
     p_ptr,
+    q_rows_ptr,
     path_ptr,
     state_ptr,
     residual_ptr,
@@ -131,6 +152,7 @@ def _residual_kernel(
     inner_nodes,
     vocab,
     DEPTH: tl.constexpr,
+    OWN_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     LARGEST_FACTOR: tl.constexpr,
 ):
@@ -140,7 +162,8 @@ def _residual_kernel(
     ratio = tl.load(state_ptr + batch * 2)
     unit = tl.load(state_ptr + batch * 2 + 1)
     p_row = p_ptr + (batch * nodes + node) * vocab
-    q_row = q_ptr + (batch * inner_nodes + tl.minimum(node, inner_nodes - 1)) * vocab  # the ratio of a leaf is 0
+    q_number = _row_of_q(q_rows_ptr, batch * nodes, node, inner_nodes, OWN_ROWS)
+    q_row = q_ptr + (batch * inner_nodes + q_number) * vocab
     p = tl.load(p_row + token, mask=token < vocab, other=0.0)
     q = tl.load(q_row + token, mask=token < vocab, other=0.0)
     residual = _residual(p, q, ratio, unit, LARGEST_FACTOR)
@@ -148,19 +171,30 @@ def _residual_kernel(
 
 
 def reject_children(
-    tokens: Tensor, parents: Tensor, q: Tensor, p: Tensor, coins: Tensor, depth: int
+    tokens: Tensor,
+    parents: Tensor,
+    q: Tensor,
+    p: Tensor,
+    coins: Tensor,
+    depth: int,
+    q_rows: Tensor | None = None,
+    certain: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Descend from the root to the first child that passes, as long as there is one.
 
-    tokens, parents: LongTensor [B, N], numbered level by level, -1 for no parent. q fp32 [B, inner nodes, V]: the
-    distribution from which the children of each inner node were sampled. p fp32 [B, N, V]: the target's distribution.
-    coins fp64 [B, N]: uniform in [0, 1). depth: that of the tree.
+    tokens, parents: LongTensor [B, N]; parents precede their children, -1 for no parent. q fp32 [B, inner nodes, V]:
+    the distribution from which the children of each inner node were sampled. p fp32 [B, N, V]: the target's
+    distribution. coins fp64 [B, N]: uniform in [0, 1). depth: that of the tree. q_rows LongTensor [B, N]: the row of q
+    that belongs to each node; None if row i belongs to node i. certain bool [B, N]: nodes that were not drawn from q;
+    None for no node.
 
     Returns the path [B, depth + 1], which repeats its last node, the number of steps [B], and the residual fp32 [B, V],
     proportional to the distribution of the bonus token. Overwrites p and q: the entries of failed children become 0.
     """
     batch, nodes, vocab = p.shape
     tokens, parents, q, p, coins = (x.contiguous() for x in (tokens, parents, q, p, coins))
+    q_rows = None if q_rows is None else q_rows.contiguous()
+    certain = None if certain is None else certain.contiguous().view(torch.uint8)
 
     path = tokens.new_empty(batch, depth + 1)
     count = tokens.new_empty(batch)
@@ -176,11 +210,15 @@ def reject_children(
         q,
         p,
         coins,
+        q_rows,
+        certain,
         path,
         count,
         state,
         *sizes,
         DEPTH=depth,
+        OWN_ROWS=q_rows is not None,
+        SOME_CERTAIN=certain is not None,
         BLOCK_D=triton.next_power_of_2(depth + 1),
         BLOCK=block,
         LARGEST_FACTOR=LARGEST_FACTOR,
@@ -189,6 +227,16 @@ def reject_children(
 
     # The residual has its own launch: many programs read the vocabulary faster than the one that walks.
     _residual_kernel[(batch, triton.cdiv(vocab, RESIDUAL_BLOCK))](
-        q, p, path, state, residual, *sizes, DEPTH=depth, BLOCK=RESIDUAL_BLOCK, LARGEST_FACTOR=LARGEST_FACTOR
+        q,
+        p,
+        q_rows,
+        path,
+        state,
+        residual,
+        *sizes,
+        DEPTH=depth,
+        OWN_ROWS=q_rows is not None,
+        BLOCK=RESIDUAL_BLOCK,
+        LARGEST_FACTOR=LARGEST_FACTOR,
     )
     return path, count, residual

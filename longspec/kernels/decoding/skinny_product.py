@@ -142,6 +142,9 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, rows: i
     block_m, tail_m = (64, 16) if tokens > 64 else (max(16, triton.next_power_of_2(tokens)), 0)
     # More rows and a gate need more shared memory per stage, so as many stages run as fit, at most 5.
     block_k = SHORT_BLOCK if splits > 2 or (tokens > 16 and splits == 1) else 2 * SHORT_BLOCK
+    # Shorter steps where they divide the parts and the longer ones do not, because then no load is masked.
+    if width % (block_k * splits) and width % (SHORT_BLOCK * splits) == 0:
+        block_k = SHORT_BLOCK
     stage_bytes = x.element_size() * block_k * (BLOCK_N * (2 if gated else 1) + block_m + tail_m)
 
     _skinny_product_kernel[(triton.cdiv(rows, BLOCK_N), splits)](

@@ -40,6 +40,38 @@ class Tree(NamedTuple):
         self.visible[:, level] = self.visible[rows, node] & exists[..., None] | itself
 
 
+class Branches(NamedTuple):
+    """K chains below the root of each sequence, with distinct first tokens, that may be verified next to a tree."""
+
+    tokens: Tensor
+    """LongTensor [B, K, D]: the tokens at depths 1 ... D of each chain."""
+    merits: Tensor
+    """fp32 [B, K, D]: estimated log-probability of the path to each node, not increasing with depth; -inf from the
+    first node on that does not exist."""
+
+
+class SelectedNodes(NamedTuple):
+    """The N selected nodes of a tree and its branches: the root, then nodes of branches, then nodes of the tree, each
+    in their own order. If fewer nodes exist, the rest is padding."""
+
+    tokens: Tensor
+    """LongTensor [B, N]."""
+    parents: Tensor
+    """LongTensor [B, N]: lower than the node's own number; -1 for the root and for padding."""
+    levels: Tensor
+    """LongTensor [B, N]: depth of each node."""
+    visible: Tensor
+    """bool [B, N, N]: visible[b, i, j] if j is i or an ancestor of i."""
+    wide: Tensor
+    """LongTensor [B, N]: the number of each node in the tree; 0 for a node of a branch that the tree does not contain,
+    too."""
+    ranks: Tensor
+    """LongTensor [B, N]: the node's place in the order of selection, 0 for the root. The nodes of rank below n are
+    those that a selection of n nodes would hold."""
+    in_branch: Tensor
+    """bool [B, N]: whether the node belongs to a branch."""
+
+
 def new_tree(batch: int, nodes: int, sampled: bool, device: torch.device) -> Tree:
     """A tree with a root and room for `nodes` nodes."""
     shape = (batch, nodes)

@@ -1,7 +1,7 @@
 """Plain torch references of the kernels that grow a tree, accept its nodes and compact the KV cache.
 
 They have the signatures of the kernels' launchers. Decoding itself runs `argmax`,
-`first_arrival`, `grow_level` and `compact` of this file on devices without Triton.
+`first_arrival`, `grow_level`, `select_nodes` and `compact` of this file on devices without Triton.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longspec.kernels.decoding.tree import Tree
+from longspec.kernels.decoding.tree import Branches, SelectedNodes, Tree
 from longspec.kernels.shared.reference import softmax
 from longspec.kernels.shared.watch import Watch
 
@@ -83,6 +83,101 @@ def _grow_sampled(
     tree.arrivals[:, above.stop : above.stop + width] = arrival
 
 
+def select_nodes(
+    tree: Tree, levels: Tensor, nodes: int, by_arrival: bool, branches: Branches | None = None
+) -> SelectedNodes:
+    """Reference of `node_selection.select_nodes`."""
+    merit = -tree.arrivals if by_arrival else tree.scores
+    merit = merit.where(merit == merit, -torch.inf)  # NaN has no place in an order
+    # Rounding can make a child look better than its parent.
+    merit = merit[:, None, :].where(tree.visible, torch.inf).amin(2)
+    merit = merit.where(tree.parents >= 0, -torch.inf)
+    merit[:, 0] = torch.inf
+    wide = torch.arange(tree.tokens.shape[1], device=levels.device).expand_as(tree.tokens)
+    pool = SelectedNodes(tree.tokens, tree.parents, levels.expand_as(wide), tree.visible, wide, wide, wide < 0)
+    if branches is not None:
+        pool, merit = _merge_branches(pool, merit, branches, by_arrival)
+
+    order = merit.argsort(dim=1, descending=True, stable=True)  # of equal merits the lower number comes first
+    ranks = order.argsort(1)
+    chosen = order[:, :nodes].sort(1).values
+    size = pool.tokens.shape[1]
+    visible = pool.visible.gather(1, chosen[..., None].expand(-1, -1, size))
+    visible = visible.gather(2, chosen[:, None, :].expand(-1, nodes, -1))
+
+    # The closest ancestor is the last one, because ancestors precede their descendants.
+    number = torch.arange(nodes, device=levels.device)
+    is_ancestor = visible & (number != number[:, None])
+    parents = number.where(is_ancestor, -1).amax(2)
+    tokens, levels, wide, in_branch = (
+        values.gather(1, chosen) for values in (pool.tokens, pool.levels, pool.wide, pool.in_branch)
+    )
+    return SelectedNodes(tokens, parents, levels, visible, wide, ranks.gather(1, chosen), in_branch)
+
+
+def _merge_branches(
+    pool: SelectedNodes, merit: Tensor, branches: Branches, by_arrival: bool
+) -> tuple[SelectedNodes, Tensor]:
+    """The root, the nodes of all branches and those of the tree in one pool, and their merits [B, 1 + K * D + M - 1].
+
+    Nodes of the tree whose path is that of a branch's node are absorbed by it: they turn into padding, and their
+    children follow that node. The pool's parents and ranks are not filled in.
+    """
+    batch, chains, depth = branches.tokens.shape
+    extra = chains * depth
+    exists = (branches.merits > -torch.inf).flatten(1)
+    branch_tokens = branches.tokens.flatten(1)
+    slot_levels = torch.arange(1, depth + 1, device=merit.device).repeat(chains)
+    slot_chains = torch.arange(chains, device=merit.device).repeat_interleave(depth)
+
+    # followed[b, i, s]: the path of node i contains the node in slot s of the branches.
+    tree_exists = (pool.parents >= 0)[..., None]
+    equals = (pool.tokens[..., None] == branch_tokens[:, None]) & exists[:, None] & tree_exists
+    equals &= pool.levels[..., None] == slot_levels
+    on_path = (pool.visible.double() @ equals.double()) > 0  # the token of slot s at its depth on the path of node i
+    same_chain = slot_chains[:, None] == slot_chains
+    up_to = (same_chain & (slot_levels <= slot_levels[:, None])).double()  # [slot, slots from depth 1 to its own]
+    followed = (on_path.double() @ up_to.T) == slot_levels
+    absorbed_by = followed & equals
+    is_absorbed = absorbed_by.any(2)
+
+    absorbed_merit = merit[..., None].where(absorbed_by, -torch.inf).amax(1)
+    if by_arrival:
+        extra_merit = torch.full_like(absorbed_merit, torch.inf)
+    else:
+        extra_merit = torch.maximum(branches.merits.flatten(1).to(merit.dtype), absorbed_merit)
+    extra_merit = extra_merit.where(exists, -torch.inf)
+    merit = merit.masked_fill(is_absorbed, -torch.inf)
+    merit = torch.cat([merit[:, :1], extra_merit, merit[:, 1:]], 1)
+
+    size = pool.tokens.shape[1]
+    visible = torch.zeros(batch, extra + size, extra + size, dtype=torch.bool, device=merit.device)
+    tree_numbers = torch.arange(size, device=merit.device)
+    tree_numbers[1:] += extra
+    keeps = ~is_absorbed
+    in_tree = pool.visible & keeps[:, :, None] & keeps[:, None, :]
+    visible[:, tree_numbers[:, None], tree_numbers] = in_tree
+    visible[:, tree_numbers, 1 : extra + 1] = followed & keeps[..., None]
+    visible[:, 1 : extra + 1, 1 : extra + 1] = up_to.bool() & exists[..., None]
+    visible[:, 1 : extra + 1, 0] = exists
+    visible |= torch.eye(extra + size, dtype=torch.bool, device=merit.device)
+
+    def join(first: Tensor, middle: Tensor) -> Tensor:
+        return torch.cat([first[:, :1], middle.expand(batch, -1).to(first.dtype), first[:, 1:]], 1)
+
+    wide = pool.wide[..., None].where(absorbed_by, 0).amax(1)
+    merged = SelectedNodes(
+        tokens=join(pool.tokens, branch_tokens.where(exists, 0)),
+        parents=pool.parents,
+        levels=join(pool.levels, slot_levels),
+        visible=visible,
+        wide=join(pool.wide, wide),
+        ranks=pool.ranks,
+        in_branch=join(pool.in_branch, exists),
+    )
+    return merged, merit
+
+
 def follow_choices(tokens: Tensor, parents: Tensor, choice: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
     """Reference of `descent.follow_choices`."""
     batch = len(tokens)
@@ -98,7 +193,14 @@ def follow_choices(tokens: Tensor, parents: Tensor, choice: Tensor, depth: int) 
 
 
 def reject_children(
-    tokens: Tensor, parents: Tensor, q: Tensor, p: Tensor, coins: Tensor, depth: int
+    tokens: Tensor,
+    parents: Tensor,
+    q: Tensor,
+    p: Tensor,
+    coins: Tensor,
+    depth: int,
+    q_rows: Tensor | None = None,
+    certain: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Reference of `rejection.reject_children`: the recursion itself, p and q normalized after each rejection."""
     batch, nodes = tokens.shape
@@ -112,11 +214,16 @@ def reject_children(
             if parents[row, child] != node:
                 continue
             token = tokens[row, child]
-            if coins[row, child] < p_node[token] / q_node[token]:
+            is_certain = certain is not None and bool(certain[row, child])
+            if coins[row, child] < (p_node[token] if is_certain else p_node[token] / q_node[token]):
                 node, level = child, level + 1
                 path[row, level:] = child
                 p_node = p[row, child].double()
-                q_node = q[row, min(child, q.shape[1] - 1)].double()  # a leaf has no q and no children to use it
+                q_row = child if q_rows is None else int(q_rows[row, child])
+                q_node = q[row, min(q_row, q.shape[1] - 1)].double()  # a leaf has no q and no children to use it
+            elif is_certain:
+                p_node, q_node = (x.index_fill(0, token, 0.0) for x in (p_node, q_node))
+                p_node, q_node = p_node / p_node.sum(), q_node / q_node.sum()
             else:
                 left = (p_node - q_node).clamp(min=0)
                 # Rounding can leave nothing where p and q agree; a rejection there has probability zero.

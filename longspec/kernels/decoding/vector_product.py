@@ -12,6 +12,8 @@ BLOCK_N = 4
 """Rows of the weight per program."""
 BLOCK_K = 2048
 """Columns per step of the loop."""
+SMALLEST_PIECE = 256
+"""Columns of the smallest piece after the last whole step. A narrower one would leave most threads without a load."""
 
 
 @triton.jit
@@ -23,6 +25,22 @@ def _load(pointers, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _sum_tail(x_ptr, weight_row, column, TAIL: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[n]: the sums over the TAIL < BLOCK_K columns from `column` on, in pieces of BLOCK_K / 2, BLOCK_K / 4, …
+
+    The pieces are the binary digits of TAIL, so no load is masked.
+    """
+    result = tl.zeros([weight_row.shape[0]], tl.float32)
+    for halvings in tl.static_range(1, 12):
+        if TAIL & (BLOCK_K >> halvings):
+            piece = column + tl.arange(0, BLOCK_K >> halvings)
+            x = tl.load(x_ptr + piece).to(tl.float32)[None, :]
+            result += tl.sum(tl.load(weight_row + piece[None, :]).to(tl.float32) * x, 1)
+            column += BLOCK_K >> halvings
+    return result
+
+
+@triton.jit
 def _sum_by_eight(products):
     """[n, k] -> [n, k / 8]: adds the products of one 16-byte load at once, which leaves registers free for more
     loads."""
@@ -31,7 +49,7 @@ def _sum_by_eight(products):
 
 # y[o] = sum_e weight[o, e] * x[e] + bias[o]. If GATED, y = silu(gate) * up, where gate is that sum over the first
 # half of the rows of the weight and up over the second. If ADD, out += y, else out = y. One program takes BLOCK_N
-# outputs.
+# outputs. EVEN: rows and columns are multiples of the blocks, except for the last TAIL columns.
 @triton.jit
 def _vector_product_kernel(
     x_ptr,
@@ -44,6 +62,7 @@ def _vector_product_kernel(
     GATED: tl.constexpr,
     ADD: tl.constexpr,
     EVEN: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -54,7 +73,7 @@ def _vector_product_kernel(
     # The sums stay spread over BLOCK_K / 8 lanes; they are reduced once, after the loop.
     acc = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
-    for start in range(0, width, BLOCK_K):
+    for start in range(0, width - TAIL, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
         x = _load(x_ptr + column, column < width, EVEN).to(tl.float32)[None, :]
         in_tile = in_rows[:, None] & (column < width)[None, :]
@@ -63,10 +82,16 @@ def _vector_product_kernel(
             acc_up += _sum_by_eight(_load(up_row + column[None, :], in_tile, EVEN).to(tl.float32) * x)
 
     result = tl.sum(acc, 1)
+    if TAIL > 0:
+        result += _sum_tail(x_ptr, weight_row, width - TAIL, TAIL, BLOCK_K)
     if HAS_BIAS:
         result += tl.load(bias_ptr + row, mask=in_rows, other=0.0).to(tl.float32)
     if GATED:
-        result = result * tl.sigmoid(result) * tl.sum(acc_up, 1)
+        result = result * tl.sigmoid(result)
+        up = tl.sum(acc_up, 1)
+        if TAIL > 0:
+            up += _sum_tail(x_ptr, up_row, width - TAIL, TAIL, BLOCK_K)
+        result *= up
     if ADD:
         result += tl.load(out_ptr + row, mask=in_rows, other=0.0).to(tl.float32)
     tl.store(out_ptr + row, result, mask=in_rows)
@@ -91,6 +116,8 @@ def vector_product(
     # A gated program reads two rows of the weight per output.
     block_n = BLOCK_N // 2 if gated else BLOCK_N
     block_k = max(8, min(BLOCK_K, triton.next_power_of_2(width)))
+    tail = width % block_k
+    even = rows % block_n == 0 and tail % SMALLEST_PIECE == 0
     _vector_product_kernel[(triton.cdiv(rows, block_n),)](
         x,
         weight,
@@ -101,7 +128,8 @@ def vector_product(
         HAS_BIAS=bias is not None,
         GATED=gated,
         ADD=add_to is not None,
-        EVEN=rows % block_n == 0 and width % block_k == 0,
+        EVEN=even,
+        TAIL=tail if even else 0,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=4,

@@ -1,4 +1,5 @@
-"""Decoding's operations over the vocabulary: softmax, argmax, growth of a tree. Triton on CUDA, plain torch elsewhere.
+"""Decoding's operations over the vocabulary and on trees: softmax, argmax, growth, selection. Triton on CUDA, plain
+torch elsewhere.
 
 Shape letters are those of CONTRIBUTING.md; n is the number of nodes of one level. Nothing here waits for the device.
 Triton is imported where it runs, because a machine without a GPU may lack it.
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from longspec.kernels.decoding import tree_reference
-from longspec.kernels.decoding.tree import Tree
+from longspec.kernels.decoding.tree import Branches, SelectedNodes, Tree
 from longspec.kernels.shared import reference
 from longspec.kernels.shared.device import runs_triton
 from longspec.kernels.shared.watch import Watch
@@ -86,6 +87,18 @@ def sampled_children(
     """
     grow_level = _grow_level(logits, width)
     grow_level(tree, above, width, logits, temperature, noise, q, watch)
+
+
+def select_nodes(
+    tree: Tree, levels: Tensor, nodes: int, by_arrival: bool, branches: Branches | None = None
+) -> SelectedNodes:
+    """The best `nodes` nodes of a tree and its branches; see `node_selection.select_nodes`."""
+    if runs_triton(tree.tokens):
+        from longspec.kernels.decoding import node_selection
+
+        if node_selection.fits(tree, branches):
+            return node_selection.select_nodes(tree, levels, nodes, by_arrival, branches)
+    return tree_reference.select_nodes(tree, levels, nodes, by_arrival, branches)
 
 
 def _grow_level(logits: Tensor, width: int) -> Callable[..., None]:

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 OLDEST_GPU = 8
-"""Smallest major compute capability for the Triton kernels (Ampere)."""
+"""Smallest major compute capability for the Triton kernels and bf16 (Ampere)."""
+HOPPER = 9
+"""Major compute capability of the GPUs that FlashAttention-3 is built for."""
 SMALLEST_SHARED_MEMORY = 99 * 1024
 """Bytes of shared memory that a program can use on any such GPU."""
 
@@ -32,19 +34,39 @@ def describe_gpu(device: torch.device) -> Gpu:
     properties = torch.cuda.get_device_properties(device)
     # torch 2.6 does not report the shared memory.
     shared_memory = getattr(properties, "shared_memory_per_block_optin", SMALLEST_SHARED_MEMORY)
-    overlaps = properties.major >= 9 and hasattr(tl.extra.cuda, "gdc_wait")
+    overlaps = gpu_generation(device) >= HOPPER and hasattr(tl.extra.cuda, "gdc_wait")
     return Gpu(properties.multi_processor_count, shared_memory, overlaps)
 
 
+def gpu_generation(device: torch.device) -> int:
+    """Major compute capability of an NVIDIA GPU; 0 for every other device.
+
+    torch reports AMD GPUs as CUDA devices whose capability is that of another scale: an MI300 has 9.4.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    return torch.cuda.get_device_capability(device)[0]
+
+
+def plain_gpu(device: torch.device) -> str | None:
+    """Why a CUDA device runs on PyTorch's own kernels only; None for one that runs ours."""
+    if torch.version.hip is not None:
+        return "the kernels for NVIDIA GPUs do not run on ROCm"
+    if gpu_generation(device) < OLDEST_GPU:
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"this GPU has compute capability {major}.{minor}, the kernels need {OLDEST_GPU}.0 (Ampere)"
+    return None
+
+
 def runs_triton(x: Tensor) -> bool:
-    """Whether operations on x run as Triton kernels: on a CUDA device with Triton, in any dtype but fp64."""
+    """Whether operations on x run as Triton kernels: on an NVIDIA GPU with Triton, in any dtype but fp64."""
     return x.is_cuda and x.dtype != torch.float64 and _triton_runs_on(x.device)
 
 
 @cache
 def _triton_runs_on(device: torch.device) -> bool:
     installed = importlib.util.find_spec("triton") is not None
-    return installed and torch.cuda.get_device_capability(device)[0] >= OLDEST_GPU
+    return installed and gpu_generation(device) >= OLDEST_GPU
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:

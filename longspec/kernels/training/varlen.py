@@ -65,16 +65,21 @@ def resolve_attention(requested: str | None) -> str:
         raise UserError(f"attn_implementation: unknown value {requested!r}; choose one of {', '.join(known)}")
     if name not in varlen_flash.FLASH_MODULES:
         return name
-    used = (torch.cuda.is_available() and varlen_flash.installed_flash_attention()) or "sdpa"
+    used = (_on_gpu() and varlen_flash.installed_flash_attention()) or "sdpa"
     _log_replacement(name, used)
     return used
+
+
+def _on_gpu() -> bool:
+    # The compute capability is not read here, because that initializes CUDA. `varlen_flash` logs a GPU that is too old.
+    return torch.cuda.is_available() and torch.version.hip is None
 
 
 @cache
 def _log_replacement(requested: str, used: str) -> None:
     if requested == used:
         return
-    on_gpu = torch.cuda.is_available()
+    on_gpu = _on_gpu()
     has_triton = importlib.util.find_spec("triton") is not None
     training = "FlashAttention-2 as torch builds it" if on_gpu and used == "sdpa" else used
     decoding = "the Triton kernels" if on_gpu and has_triton else "sdpa"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longspec.errors import first_line
-from longspec.kernels.shared.device import OLDEST_GPU
+from longspec.kernels.shared.device import HOPPER, gpu_generation, plain_gpu
 from longspec.kernels.training.segments import Segments
 
 logger = logging.getLogger(__name__)
@@ -55,10 +55,12 @@ def runs(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 
 @cache
 def _torch_has_flash(device: torch.device) -> bool:
-    # Before torch 2.7, and in its builds for AMD, the LSE of segments has another layout.
-    lse_is_packed = torch.__version__ >= "2.7" and torch.version.hip is None
-    new_enough = torch.cuda.get_device_capability(device)[0] >= OLDEST_GPU
-    return lse_is_packed and new_enough and torch.backends.cuda.is_flash_attention_available()
+    plain = plain_gpu(device)
+    if plain:
+        logger.warning("attention in training runs on padded segments: %s", plain)
+        return False
+    # Before torch 2.7 the LSE of segments has another layout, as it has on ROCm.
+    return torch.__version__ >= "2.7" and torch.backends.cuda.is_flash_attention_available()
 
 
 def attention(
@@ -113,7 +115,7 @@ def _installed_varlen() -> Callable[..., Any] | None:
 
 @cache
 def _forward_only(device: torch.device) -> Callable[..., Any] | None:
-    if torch.cuda.get_device_capability(device)[0] != 9 or importlib.util.find_spec(FORWARD_MODULE) is None:
+    if gpu_generation(device) != HOPPER or importlib.util.find_spec(FORWARD_MODULE) is None:
         return None
     try:
         return importlib.import_module(FORWARD_MODULE).flash_attn_varlen_func

@@ -11,7 +11,7 @@ from multiprocessing.connection import wait
 import torch.distributed as dist
 
 from longspec.errors import UserError
-from longspec.train.distributed import from_every_rank, from_rank_zero
+from longspec.ranks.agreement import from_every_rank, from_rank_zero
 
 SECRET_BYTES = 16
 GREETING_BYTES = SECRET_BYTES + 4

@@ -28,10 +28,10 @@ from multiprocessing.connection import wait
 import torch.distributed as dist
 
 from longspec.errors import UserError
+from longspec.ranks.agreement import Termination, from_every_rank, launched_rank
+from longspec.ranks.connections import connect_ranks
+from longspec.ranks.launcher import Launcher
 from longspec.signals import STOP_SIGNALS, exit_code
-from longspec.train.connections import connect_ranks
-from longspec.train.distributed import Termination, from_every_rank, launched_rank
-from longspec.train.launcher import Launcher
 
 logger = logging.getLogger(__name__)
 
