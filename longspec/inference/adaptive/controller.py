@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from longspec.inference.adaptive.tracked_mean import TrackedMean
 from longspec.inference.adaptive.lookup_trace import LookupTrace
 from longspec.inference.adaptive.plans import Plan
+from longspec.inference.adaptive.tracked_mean import TrackedMean
 
 PRIOR_WEIGHT = 2.0
 """Weight of the priors below, in rounds."""
@@ -19,12 +19,11 @@ PRIOR_LOOKUP = 1.2
 """Tokens of a round of lookup."""
 PRIOR_FIRST_TREE, PRIOR_MORE_NODES = 1.6, 0.3
 """Accepted tokens of the smallest tree, and additional ones of each larger tree."""
-PROBE_SHARE = 0.01
-"""Largest share of the time that probes may lose."""
-FIRST_LOSS = 3.0
+PROBE_SHARES = (0.0075, 0.0025)
+"""Largest shares of the time that probes may lose: those of the tree that costs least, and those of the largest tree,
+which informs about all others."""
+FIRST_LOSSES = (2.0, 1.0)
 """What they may lose in addition, in rounds of the first plan."""
-LARGEST_EVERY = 4
-"""Every probe of this number is one of the largest tree, the others are those that cost least."""
 
 RoundTime = Callable[[Plan, float], float]
 """The time of a round of a plan, by the mean number of prefix slots per row. Any unit of time."""
@@ -84,10 +83,10 @@ class Controller:
         self.active = [True] * len(prompts)
         self.elapsed = 0.0
         """Time of all rounds."""
-        self.lost = 0.0
-        """Time that probes lost."""
-        self.probes = 0
-        """Number of probes."""
+        self.lost = [0.0, 0.0]
+        """Time that the probes of either kind lost."""
+        self.probe: int | None = None
+        """The kind of probe that this round is, as an index of `lost`."""
         self.plan = self.plans[0]
         """The plan of the current round."""
         self.best = self.plans[0]
@@ -96,7 +95,7 @@ class Controller:
     def choose(self) -> Plan:
         """The plan of the next round."""
         self.best = max(self.plans, key=self.speed)
-        self.plan = self._due_probe() or self.best
+        self.plan = self._due_probe()
         self.played[self.plan] += 1
         self.elapsed += self._time(self.plan)
         return self.plan
@@ -108,9 +107,10 @@ class Controller:
                 trace.extend(row.tokens)
         played = [row for row in rows if row is not None]
         self._learn(played)
-        if self.plan != self.best:
+        if self.probe is not None:
             tokens = sum(len(row.tokens) for row in played) / len(played)
-            self.lost = max(self.lost + self._time(self.plan) - tokens / self.speed(self.best), 0.0)
+            loss = self._time(self.plan) - tokens / self.speed(self.best)
+            self.lost[self.probe] = max(self.lost[self.probe] + loss, 0.0)
         self.active = list(active)
 
     def tokens(self, plan: Plan) -> float:
@@ -145,18 +145,20 @@ class Controller:
             gain.add(within - accepted)
             accepted = within
 
-    def _due_probe(self) -> Plan | None:
-        """The plan to probe, or None if there is nothing to learn or the probes' share of the time is spent."""
+    def _due_probe(self) -> Plan:
+        """The plan to probe; the best one if there is nothing to learn, or the probes' share of the time is spent."""
+        self.probe = None
         known = self.trees.index(self.best) + 1 if self.best.kind == "tree" else 0
         unknown = self.trees[known:]
         if not unknown:
-            return None
-        losses = {plan: self._time(plan) - self.tokens(plan) / self.speed(self.best) for plan in unknown}
-        plan = unknown[-1] if self.probes % LARGEST_EVERY == LARGEST_EVERY - 1 else min(unknown, key=losses.__getitem__)
+            return self.best
         refill_time = 0.0 if self.plan.kind == "tree" else self.refill_time
-        budget = PROBE_SHARE * self.elapsed + FIRST_LOSS * self._time(self.plans[0])
-        if self.lost + losses[plan] + refill_time > budget:
-            return None
-        self.probes += 1
-        self.lost += refill_time
-        return plan
+        losses = [self._time(plan) + refill_time - self.tokens(plan) / self.speed(self.best) for plan in unknown]
+        cheapest = min(range(len(unknown)), key=losses.__getitem__)
+        for kind, number in enumerate((cheapest, -1)):
+            budget = PROBE_SHARES[kind] * self.elapsed + FIRST_LOSSES[kind] * self._time(self.plans[0])
+            if self.lost[kind] + losses[number] <= budget:
+                self.probe = kind
+                self.lost[kind] += refill_time
+                return unknown[number]
+        return self.best

@@ -18,6 +18,13 @@ from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
 
 
+def fitting_shape(tree_shape: Sequence[int], vocab_size: int) -> Sequence[int]:
+    """A shape whose levels have no more nodes than the vocabulary. What is not a shape is left to later checks."""
+    if isinstance(tree_shape, str) or not all(isinstance(width, int) for width in tree_shape):
+        return tree_shape
+    return tuple(min(width, vocab_size) for width in tree_shape)
+
+
 def plans_for(tree_shape: Sequence[int], has_draft: bool) -> tuple[Plan, ...]:
     """The plans of a target with trees of this shape, or without a draft."""
     # A tree that is verified whole has no ranks, which tell what smaller budgets would have accepted.

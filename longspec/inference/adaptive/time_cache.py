@@ -90,7 +90,11 @@ def load_times(path: Path, plans: Sequence[Plan]) -> RoundTimes | None:
     try:
         times = json.loads(path.read_text())["times"]
         low, high = times["contexts"]
-        seconds = {plan.name: (float(at_low), float(at_high)) for plan in plans for at_low, at_high in [times["seconds"][plan.name]]}
+        seconds = {
+            plan.name: (float(at_low), float(at_high))
+            for plan in plans
+            for at_low, at_high in [times["seconds"][plan.name]]
+        }
         loaded = RoundTimes((int(low), int(high)), seconds, float(times["refill"]))
     except FileNotFoundError:
         return None

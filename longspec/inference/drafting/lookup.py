@@ -37,6 +37,14 @@ class LookupDrafter:
         part.history = self.history[rows]
         return part
 
+    def with_depth(self, gamma: int) -> LookupDrafter:
+        """A drafter of chains of `gamma` tokens on the same history."""
+        part = copy(self)
+        part.depth = gamma
+        part.nodes = gamma + 1
+        part.kind = (type(self), gamma)
+        return part
+
     def reserve(self, capacity: int) -> None:
         if self.history.shape[1] < capacity:
             self.history = self.history.new_zeros(len(self.history), capacity)

@@ -84,6 +84,14 @@ class TreeDrafter:
         part.q = None if self.q is None else self.q[rows]
         return part
 
+    def with_budget(self, nodes: int) -> TreeDrafter:
+        """A drafter that grows the same tree, in the same tensors, and verifies `nodes` of its nodes."""
+        part = copy(self)
+        part.nodes = nodes
+        part.selects = nodes < self.tree.tokens.shape[1]
+        part.kind = (type(self), self.shape, self.tree_rule, nodes)
+        return part
+
     def reserve(self, capacity: int) -> None:
         pass
 
