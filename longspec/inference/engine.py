@@ -167,11 +167,6 @@ class Engine(Rounds):
         drafter.reserve(self.capacity)
         self.drafter = drafter
 
-    def clear(self) -> None:
-        """Forget all tokens."""
-        for state in (self.root, self.cache.lengths, self.cache.faults, self.cache.newest_hidden):
-            state.zero_()
-
     def prefill(self) -> Tensor:
         """Read the prompts and choose the first token of each row, LongTensor [B], which becomes its root."""
         lengths = torch.tensor(self.prompt_lengths, device=self.prompts.device)

@@ -13,7 +13,7 @@ from transformers import StoppingCriteria
 
 from longspec.errors import UserError
 from longspec.inference.adaptive.auto_rounds import AutoRounds
-from longspec.inference.adaptive.plan_drafters import PlanDrafters, fitting_shape
+from longspec.inference.adaptive.plan_drafters import PlanDrafters, fitting_shape, plans_for
 from longspec.inference.arguments import (
     check_draft_window,
     check_drafting,
@@ -142,7 +142,7 @@ def generate(
 
         def build() -> RoundSource:
             if method == AUTO:
-                drafters = PlanDrafters(runner, len(rows), sampler, shape, tree_rule, has_draft)
+                drafters = PlanDrafters(runner, len(rows), sampler, plans_for(shape, has_draft), shape, tree_rule)
                 engine = Engine(runner, drafters, sampler, prompts, lengths, room - max(lengths))
                 return AutoRounds(engine, drafters, room)
             drafter = make_drafter(method, runner, len(rows), sampler, shape, gamma, tree_rule, tree_nodes)

@@ -14,7 +14,7 @@ from torch import Tensor
 from longspec import generate
 from longspec.errors import UserError
 from longspec.inference import engine_pool
-from longspec.inference.adaptive import auto_rounds
+from longspec.inference.adaptive import auto_rounds, measurement
 from longspec.inference.adaptive.auto_rounds import AutoRounds
 from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.plans import Plan
@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {"method": "auto", "tree_shape": (3, 6, 6), "max_new_
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(auto_rounds, "REPLAYS", 1)
+    monkeypatch.setattr(measurement, "REPLAYS", 1)
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_a_measurement_is_a_few_rounds_of_each_plan(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(auto_rounds.PlanRounds, "round", counted)
     generate(model, ids, **(SETTINGS | {"max_new_tokens": 2}))
-    rounds = (1 + auto_rounds.REPLAYS) * 4
+    rounds = (1 + measurement.REPLAYS) * 4
     assert len(lengths) == 2 * rounds + 1 and lengths.count(64) == rounds == lengths.count(256)
 
 

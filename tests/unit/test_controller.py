@@ -20,6 +20,12 @@ EIGHT_ROWS = dict(zip(PLANS, (11.4, 12.2, 13.5, 15.5, 19.7, 33.0), strict=True))
 ByRound = Callable[[int], float]
 
 
+def start(controller: Controller, row: int, prompt: list[int], first_token: int) -> None:
+    trace = controller.new_trace()
+    trace.read(prompt)
+    controller.start(row, trace, first_token)
+
+
 class Simulation:
     """Rows of text, part of which repeats the prompt, and a draft whose nodes are accepted with a given probability."""
 
@@ -31,9 +37,9 @@ class Simulation:
         self.copying = copying
         self.texts = [[self.random.randrange(5000) for _ in range(1000)] for _ in range(rows)]
         self.sources: list[int | None] = [None] * rows
-        prompts = [list(text) for text in self.texts]
-        first_tokens = [self._token(row, 0) for row in range(rows)]
-        self.controller = Controller(PLANS, lambda plan, context: seconds[plan], prompts, first_tokens)
+        self.controller = Controller(PLANS, lambda plan, read: seconds[plan])
+        for row, text in enumerate(self.texts):
+            start(self.controller, row, list(text), self._token(row, 0))
         self.played: list[tuple[Plan, float, float]] = []
         """Plan, tokens per row and time of each round."""
 
@@ -41,10 +47,10 @@ class Simulation:
         """plan: None plays the controller's."""
         for _ in range(rounds):
             chosen = self.controller.choose()
-            parts = [self._row_round(row, plan or chosen) for row in range(len(self.texts))]
+            parts = {row: self._row_round(row, plan or chosen) for row in range(len(self.texts))}
             self.controller.plan = plan or chosen
-            self.controller.observe(parts, [True] * len(parts))
-            tokens = sum(len(part.tokens) for part in parts) / len(parts)
+            self.controller.observe(parts)
+            tokens = sum(len(part.tokens) for part in parts.values()) / len(parts)
             self.played.append((plan or chosen, tokens, self.seconds[plan or chosen]))
 
     def speed(self, first: int = 0) -> float:
@@ -152,14 +158,15 @@ def test_the_choice_depends_on_the_past_only() -> None:
 
 
 def test_a_tree_tells_what_smaller_ones_would_have_accepted() -> None:
-    controller = Controller(PLANS, lambda plan, context: 1.0, [[1, 2]], [3])
+    controller = Controller(PLANS, lambda plan, read: 1.0)
+    start(controller, 0, [1, 2], 3)
     controller.plan = TREES[2]
     for _ in range(400):
-        controller.observe([RowRound([4, 5, 6, 7], [1, 15, 40])], [True])
+        controller.observe({0: RowRound([4, 5, 6, 7], [1, 15, 40])})
     assert [round(controller.tokens(plan), 1) for plan in (VANILLA, *TREES)] == [1, 3, 3, 4]
     controller.plan = TREES[0]
     for _ in range(400):
-        controller.observe([RowRound([4, 5], [1])], [True])
+        controller.observe({0: RowRound([4, 5], [1])})
     # What the larger trees add to the smallest one stays as it was.
     assert [round(controller.tokens(plan), 1) for plan in TREES] == [2, 2, 3]
 
@@ -167,15 +174,17 @@ def test_a_tree_tells_what_smaller_ones_would_have_accepted() -> None:
 def test_only_active_rows_count() -> None:
     """A row that copies ends: lookup is expected to emit what the other row gets from it."""
     copy = list(range(100, 200))
-    controller = Controller(PLANS, lambda plan, context: 1.0 + context, [copy, [1, 2]], [100, 3])
+    controller = Controller(PLANS, lambda plan, read: read)
+    start(controller, 0, copy, 100)
+    start(controller, 1, [1, 2], 3)
     new = Random(0)
     for number in range(60):
-        controller.observe([RowRound([101 + number]), RowRound([new.randrange(1000, 9000)])], [True, True])
+        controller.observe({0: RowRound([101 + number]), 1: RowRound([new.randrange(1000, 9000)])})
     both = controller.tokens(LOOKUPS[1])
-    context = controller._time(VANILLA)
-    controller.observe([None, RowRound([999])], [False, True])
+    assert controller._time(VANILLA) == 161 + 63
+    controller.end(0)
     assert controller.tokens(LOOKUPS[1]) < both / 2
-    assert controller._time(VANILLA) < context / 1.9
+    assert controller._time(VANILLA) == 63
 
 
 def test_lookup_is_simulated_on_the_text() -> None:
@@ -186,7 +195,9 @@ def test_lookup_is_simulated_on_the_text() -> None:
         def add(self, observation: float) -> None:
             rounds.append(observation)
 
-    trace = LookupTrace([1, 2, 3, 4, 9], [4], [Recorded(1.0, 1.0)])
+    trace = LookupTrace([4], [Recorded(1.0, 1.0)])
+    trace.read([1, 2])
+    trace.read([3, 4, 9])
     trace.extend([1])
     assert trace._chains == [[2, 3, 4, 9]]
     trace.extend([2, 3, 7])  # 2 3 are accepted, 7 is the bonus token without an earlier match
@@ -195,6 +206,17 @@ def test_lookup_is_simulated_on_the_text() -> None:
     assert rounds == [3, 1] and trace._chains == [[2, 3, 7, 1]]
     trace.extend([2, 3, 7, 1, 5])
     assert rounds == [3, 1, 5]
+
+
+def test_a_prompt_read_in_chunks_is_indexed_like_a_text() -> None:
+    random = Random(2)
+    text = [random.randrange(4) for _ in range(60)]
+    whole, chunks, one_by_one = (LookupTrace([4], [TrackedMean(1.0, 1.0)]) for _ in range(3))
+    whole.read(text)
+    for first in range(0, 60, 7):
+        chunks.read(text[first : first + 7])
+    one_by_one.extend(text)
+    assert whole._latest == chunks._latest == one_by_one._latest and len(whole._latest) > 20
 
 
 def test_a_mean_forgets_what_a_change_made_wrong() -> None:

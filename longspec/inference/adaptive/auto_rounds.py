@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from longspec.inference.adaptive.controller import Controller, RowRound
+from longspec.inference.adaptive.measurement import measure_times
 from longspec.inference.adaptive.plan_drafters import PlanDrafters
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.adaptive.time_cache import RoundTimes, cache_file, cache_key, load_times, store_times
@@ -17,14 +16,6 @@ from longspec.inference.capture import generator_of
 from longspec.inference.engine import Engine, Round, Rounds
 from longspec.inference.round_source import Origin, playable
 from longspec.inference.stats import GenerationStats
-
-REPLAYS = 3
-"""Rounds of each plan that are timed at each of two contexts, after one that is not."""
-LOW_CONTEXT = 64
-"""Prefix slots per row of the shorter context, at most half of the longer one."""
-
-Clock = Callable[[], float]
-"""Returns the time in seconds."""
 
 
 class PlanRounds(Rounds):
@@ -43,12 +34,11 @@ class PlanRounds(Rounds):
 class AutoRounds:
     """Plays the plan that a controller chooses before each round."""
 
-    def __init__(self, engine: Engine, drafters: PlanDrafters, room: int, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, engine: Engine, drafters: PlanDrafters, room: int) -> None:
         """drafters: those of the engine. room: positions per row for a prompt and its new tokens."""
         self.engine = engine
         self.drafters = drafters
         self.room = room
-        self.clock = clock
         self.times: RoundTimes | None = None
         self.rounds: dict[Plan, Round] = {}
         self.controller: Controller | None = None
@@ -86,9 +76,14 @@ class AutoRounds:
         """Begin a generation, after prefill. first_tokens: the first new token of each row."""
         assert self.times is not None
         engine = self.engine
-        rows = zip(engine.prompts.tolist(), engine.prompt_lengths, strict=True)
-        prompts = [row[:length] for row, length in rows]
-        self.controller = Controller(self.drafters.plans, self.times, prompts, first_tokens, self.times.refill)
+        times, batch = self.times, len(first_tokens)
+        # A round computes all rows, but only active ones read their prefix.
+        self.controller = Controller(self.drafters.plans, lambda plan, read: times(plan, read / batch), times.refill)
+        prompts = engine.prompts.tolist()
+        for row, (length, token) in enumerate(zip(engine.prompt_lengths, first_tokens, strict=True)):
+            trace = self.controller.new_trace()
+            trace.read(prompts[row][:length])
+            self.controller.start(row, trace, token)
         self.behind = False
 
     def play(self, active: Tensor) -> tuple[Tensor, ...]:
@@ -106,42 +101,21 @@ class AutoRounds:
     def observe(self, rows: Sequence[RowRound | None], active: Sequence[bool]) -> None:
         """Report the part of the round in each row, None for inactive ones, and the active rows of the next round."""
         assert self.controller is not None
-        self.controller.observe(rows, active)
+        self.controller.observe({row: part for row, part in enumerate(rows) if part is not None})
+        for row, is_active in enumerate(active):
+            if not is_active:
+                self.controller.end(row)
 
     def finish(self, stats: GenerationStats) -> None:
         """Report the rounds of each plan."""
         assert self.controller is not None
         stats.rounds_by_plan = {plan.name: rounds for plan, rounds in self.controller.played.items()}
 
-    @torch.no_grad()
     def measure(self) -> RoundTimes:
-        """Time the rounds on the empty cache, as if it held tokens. The random generator is left as it was."""
+        """Time the rounds. The random generator is left as it was."""
         engine = self.engine
         generator = generator_of(engine)
         state = generator.get_state()
-        contexts = (min(LOW_CONTEXT, self.room // 2), self.room)
-        seconds: dict[str, tuple[float, float]] = {}
-        for plan in self.drafters.plans:
-            low, high = (self._median_seconds(plan, context) for context in contexts)
-            seconds[plan.name] = (low, high)
-        refill = self._median_seconds(None, self.room)
-        engine.clear()
+        times = measure_times(engine, self.rounds, lambda: self.drafters.refill(engine.cache.lengths), self.room)
         generator.set_state(state)
-        return RoundTimes(contexts, seconds, refill)
-
-    def _median_seconds(self, plan: Plan | None, context: int) -> float:
-        """The time of a round after `context` tokens, or of a refill of the draft's ring if there is no plan."""
-        lengths = self.engine.cache.lengths
-        all_rows = torch.ones_like(self.engine.root, dtype=torch.bool)
-        seconds = []
-        for _ in range(1 + REPLAYS):
-            lengths.fill_(context)
-            lengths.tolist()  # the device is idle
-            start = self.clock()
-            if plan is None:
-                self.drafters.refill(lengths)
-            else:
-                self.rounds[plan](all_rows)
-            lengths.tolist()  # waits for the round
-            seconds.append(self.clock() - start)
-        return median(seconds[1:])
+        return times

@@ -6,7 +6,7 @@ Plain Python: given the table of times, the choice depends on past rounds only, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from longspec.inference.adaptive.lookup_trace import LookupTrace
@@ -25,8 +25,8 @@ which informs about all others."""
 FIRST_LOSSES = (2.0, 1.0)
 """What they may lose in addition, in rounds of the first plan."""
 
-RoundTime = Callable[[Plan, float], float]
-"""The time of a round of a plan, by the mean number of prefix slots per row. Any unit of time."""
+RoundTime = Callable[[Plan, int], float]
+"""The time of a round of a plan, by the number of prefix slots that it reads, summed over rows. Any unit of time."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,7 @@ class Controller:
       from the best one is probed rarely, and one that is nearly as good often.
     """
 
-    def __init__(
-        self,
-        plans: Sequence[Plan],
-        time: RoundTime,
-        prompts: Sequence[Sequence[int]],
-        first_tokens: Sequence[int],
-        refill_time: float = 0.0,
-    ) -> None:
+    def __init__(self, plans: Sequence[Plan], time: RoundTime, refill_time: float = 0.0) -> None:
         """plans: vanilla first, trees in the order of their nodes. refill_time: of the draft, when a tree follows
         another plan."""
         self.plans = tuple(plans)
@@ -68,19 +61,14 @@ class Controller:
         self.trees = [plan for plan in plans if plan.kind == "tree"]
         self.lookups = [plan for plan in plans if plan.kind == "lookup"]
 
-        depths = [plan.depth for plan in self.lookups]
-        self.traces: list[LookupTrace] = []
-        for prompt, token in zip(prompts, first_tokens, strict=True):
-            means = [TrackedMean(PRIOR_LOOKUP, PRIOR_WEIGHT) for _ in depths]
-            self.traces.append(LookupTrace(prompt, depths, means))
-            self.traces[-1].extend([token])
+        self.traces: dict[Hashable, LookupTrace] = {}
+        """The active rows."""
         self.gains = [
             TrackedMean(PRIOR_MORE_NODES if number else PRIOR_FIRST_TREE, PRIOR_WEIGHT)
             for number in range(len(self.trees))
         ]
         """Tokens that each tree accepts in addition to those of the next smaller one."""
 
-        self.active = [True] * len(prompts)
         self.elapsed = 0.0
         """Time of all rounds."""
         self.lost = [0.0, 0.0]
@@ -92,6 +80,20 @@ class Controller:
         self.best = self.plans[0]
         """The plan with the highest expected speed."""
 
+    def new_trace(self) -> LookupTrace:
+        """A row that has not read its prompt yet."""
+        means = [TrackedMean(PRIOR_LOOKUP, PRIOR_WEIGHT) for _ in self.lookups]
+        return LookupTrace([plan.depth for plan in self.lookups], means)
+
+    def start(self, row: Hashable, trace: LookupTrace, first_token: int) -> None:
+        """Make a row active after prefill."""
+        trace.extend([first_token])
+        self.traces[row] = trace
+
+    def end(self, row: Hashable) -> None:
+        """Make a row inactive."""
+        self.traces.pop(row, None)
+
     def choose(self) -> Plan:
         """The plan of the next round."""
         self.best = max(self.plans, key=self.speed)
@@ -100,18 +102,23 @@ class Controller:
         self.elapsed += self._time(self.plan)
         return self.plan
 
-    def observe(self, rows: Sequence[RowRound | None], active: Sequence[bool]) -> None:
-        """Learn from the round. rows: its part in each row, None for rows that were inactive. active: of the next."""
-        for trace, row in zip(self.traces, rows, strict=True):
-            if row is not None:
-                trace.extend(row.tokens)
-        played = [row for row in rows if row is not None]
-        self._learn(played)
+    def impose(self, plan: Plan) -> None:
+        """The next round plays a plan that was not chosen here."""
+        self.plan = plan
+        self.probe = None
+        self.played[plan] += 1
+        self.elapsed += self._time(plan)
+
+    def observe(self, parts: Mapping[Hashable, RowRound]) -> None:
+        """Learn from the round: its part in each row, rows that have ended included."""
+        for row, part in parts.items():
+            if row in self.traces:
+                self.traces[row].extend(part.tokens)
+        self._learn(list(parts.values()))
         if self.probe is not None:
-            tokens = sum(len(row.tokens) for row in played) / len(played)
+            tokens = sum(len(part.tokens) for part in parts.values()) / len(parts)
             loss = self._time(self.plan) - tokens / self.speed(self.best)
             self.lost[self.probe] = max(self.lost[self.probe] + loss, 0.0)
-        self.active = list(active)
 
     def tokens(self, plan: Plan) -> float:
         """Expected number of tokens per active row and round."""
@@ -119,10 +126,8 @@ class Controller:
             return 1 + sum(gain.value for gain in self.gains[: self.trees.index(plan) + 1])
         if plan.kind == "lookup":
             number = self.lookups.index(plan)
-            means = [
-                trace.means[number].value for trace, active in zip(self.traces, self.active, strict=True) if active
-            ]
-            return sum(means) / max(len(means), 1)
+            means = [trace.means[number].value for trace in self.traces.values()]
+            return sum(means) / len(means)
         return 1.0
 
     def speed(self, plan: Plan) -> float:
@@ -130,18 +135,16 @@ class Controller:
         return self.tokens(plan) / self._time(plan)
 
     def _time(self, plan: Plan) -> float:
-        # A round computes all rows, but only active ones read their prefix.
-        read = sum(len(trace.tokens) for trace, active in zip(self.traces, self.active, strict=True) if active)
-        return self.time(plan, read / len(self.traces))
+        return self.time(plan, sum(len(trace.tokens) for trace in self.traces.values()))
 
-    def _learn(self, rows: Sequence[RowRound]) -> None:
+    def _learn(self, parts: Sequence[RowRound]) -> None:
         """Update the trees' gains."""
         size = self.trees.index(self.plan) + 1 if self.plan.kind == "tree" else 0
         for gain in self.gains[size:]:
             gain.age()
         accepted = 0.0
         for tree, gain in zip(self.trees[:size], self.gains, strict=False):
-            within = sum(min(sum(rank < tree.nodes for rank in row.ranks), tree.depth) for row in rows) / len(rows)
+            within = sum(sum(rank < tree.nodes for rank in part.ranks) for part in parts) / len(parts)
             gain.add(within - accepted)
             accepted = within
 

@@ -17,7 +17,7 @@ LONGEST_MATCH = 3
 class LookupTrace:
     """One row: its tokens, and the simulated rounds of a lookup chain of each length in `depths`."""
 
-    def __init__(self, prompt: Sequence[int], depths: Sequence[int], means: Sequence[TrackedMean]) -> None:
+    def __init__(self, depths: Sequence[int], means: Sequence[TrackedMean]) -> None:
         """means: take the number of tokens of each simulated round, one mean per depth."""
         self.tokens: list[int] = []
         self.depths = depths
@@ -28,12 +28,19 @@ class LookupTrace:
         self._matched = [0] * len(depths)
         """Number of tokens of each chain that the text has followed."""
         self._roots = 0
-        for token in prompt:
-            self._index()
-            self.tokens.append(token)
+
+    def read(self, prompt: Sequence[int]) -> None:
+        """Take the next tokens of the prompt."""
+        self.tokens.extend(prompt)
+        first = max(len(self.tokens) - len(prompt) - LONGEST_MATCH, 0)
+        for length in range(1, LONGEST_MATCH + 1):
+            # All sequences of this length that end before the newest token. Later ones replace earlier ones.
+            starts = (self.tokens[first + back : -1] for back in range(length))
+            ends = range(first + length - 1, len(self.tokens))
+            self._latest.update(zip(zip(*starts, strict=False), ends, strict=False))
 
     def extend(self, new_tokens: Sequence[int]) -> None:
-        """Take the next tokens of the text. The first call's first token is that of the prefill."""
+        """Take the next tokens of the text after the prompt. The first one of all is that of the prefill."""
         for token in new_tokens:
             self._index()
             self.tokens.append(token)

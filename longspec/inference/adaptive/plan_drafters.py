@@ -7,7 +7,7 @@ from copy import copy
 
 from torch import Tensor
 
-from longspec.inference.adaptive.plans import LOOKUPS, TREE_NODES, VANILLA, Plan
+from longspec.inference.adaptive.plans import LOOKUPS, SERVED_LOOKUP, SERVED_NODES, TREE_NODES, VANILLA, Plan
 from longspec.inference.cache import TargetCache
 from longspec.inference.drafting.chain import NoDraft
 from longspec.inference.drafting.glide import GlideDraft
@@ -31,6 +31,16 @@ def plans_for(tree_shape: Sequence[int], has_draft: bool) -> tuple[Plan, ...]:
     most = sum(tree_shape)
     budgets = dict.fromkeys(min(nodes, most) for nodes in TREE_NODES) if has_draft else {}
     return (VANILLA, *LOOKUPS, *(Plan("tree", nodes, len(tree_shape)) for nodes in budgets if nodes > 1))
+
+
+def served_plans(tree_shape: Sequence[int], has_draft: bool) -> tuple[Plan, ...]:
+    """The plans of a server."""
+    plans = plans_for(tree_shape, has_draft)
+    return tuple(
+        plan
+        for plan in plans
+        if plan in (VANILLA, SERVED_LOOKUP) or (plan.kind == "tree" and plan.nodes <= SERVED_NODES)
+    )
 
 
 class PlanDrafter:
@@ -64,16 +74,22 @@ class PlanDrafters:
     """What an engine takes for its drafter: it reads the prompts for all plans. Each plan proposes on its own."""
 
     def __init__(
-        self, runner: Runner, batch: int, sampler: Sampler, tree_shape: Sequence[int], tree_rule: str, has_draft: bool
+        self,
+        runner: Runner,
+        batch: int,
+        sampler: Sampler,
+        plans: Sequence[Plan],
+        tree_shape: Sequence[int],
+        tree_rule: str,
     ) -> None:
-        self.plans = plans_for(tree_shape, has_draft)
+        self.plans = tuple(plans)
         self.depth = max(plan.depth for plan in self.plans)
         self.nodes = max(plan.nodes for plan in self.plans)
         self.kind: Hashable = (type(self), self.plans)
         self.history = LookupDrafter(batch, self.depth, runner.device)
         self.draft: GlideDraft | None = None
         self.tree: TreeDrafter | None = None
-        if has_draft:
+        if any(plan.kind == "tree" for plan in plans):
             self.tree = TreeDrafter(runner, batch, tree_shape, sampler, tree_rule)
             self.draft = self.tree.draft
         self.reads_hidden = self.draft is not None and self.draft.reads_hidden

@@ -28,3 +28,5 @@ VANILLA = Plan("vanilla", 1, 0)
 LOOKUPS = (lookup(5), lookup(16))
 TREE_NODES = (16, 32, 64)
 """Node budgets of the draft trees, in increasing order."""
+SERVED_LOOKUP, SERVED_NODES = LOOKUPS[-1], 32
+"""The lookup plan and the largest tree of a server, which has rounds for several batch sizes and ways to sample."""
