@@ -7,7 +7,8 @@ from types import FrameType
 
 def end_at_once(number: int, frame: FrameType | None) -> None:
     """Handles a stop signal while the libraries are imported; `main` installs its own handlers."""
-    os.write(2, f"stopped by {signal.Signals(number).name}\n".encode())
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, f"stopped by {signal.Signals(number).name}\n".encode())
     os._exit(128 + number)
 
 

@@ -12,25 +12,31 @@ import torch
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Copy bandwidth and matrix-product rate of this device, measured in this run."""
+    """Bandwidths and matrix-product rate of this device, measured in this run."""
 
+    read_bytes_per_s: float
+    """Rate of a kernel that only reads (see `read_bandwidth`), as a decoding step reads weights, keys and values."""
     copy_bytes_per_s: float
-    """Rate of a device-to-device copy of 4 GiB; bytes read and bytes written both count."""
+    """Rate of a device-to-device copy of 4 GiB; bytes read and bytes written both count. For comparison only."""
     matmul_flops_per_s: float
     """Rate of an 8192³ bf16 product of random matrices, sustained over half a second rather than in a first burst."""
 
     def __str__(self) -> str:
-        return f"copy {self.copy_bytes_per_s / 1e12:.2f} TB/s, product {self.matmul_flops_per_s / 1e12:.0f} TFLOP/s"
+        read, copy = (f"{rate / 1e12:.2f} TB/s" for rate in (self.read_bytes_per_s, self.copy_bytes_per_s))
+        return f"read {read}, copy {copy}, product {self.matmul_flops_per_s / 1e12:.0f} TFLOP/s"
 
     def floor_ms(self, read_bytes: float, flops: float) -> float:
-        """Milliseconds that moving the bytes or doing the arithmetic takes, whichever is longer."""
-        return 1e3 * max(read_bytes / self.copy_bytes_per_s, flops / self.matmul_flops_per_s)
+        """Milliseconds that reading the bytes or doing the arithmetic takes, whichever is longer."""
+        return 1e3 * max(read_bytes / self.read_bytes_per_s, flops / self.matmul_flops_per_s)
 
     def describe(self) -> dict[str, float | str]:
         return {"device": torch.cuda.get_device_name(), "torch": torch.__version__} | asdict(self)
 
 
 def measure_ceilings() -> Ceilings:
+    from benchmarks.read_bandwidth import measure_read_bandwidth  # needs Triton
+
+    read_bytes_per_s = measure_read_bandwidth()
     source = torch.ones(1 << 30, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
     timed_ms(partial(target.copy_, source), runs=9, repeats=5)
@@ -40,7 +46,7 @@ def measure_ceilings() -> Ceilings:
     out = torch.empty_like(a)
     product_ms = timed_ms(partial(torch.mm, a, b, out=out), runs=9, repeats=40)
     torch.cuda.empty_cache()
-    return Ceilings(2 * 4 * (1 << 30) / copy_ms * 1e3, 2 * 8192**3 / product_ms * 1e3)
+    return Ceilings(read_bytes_per_s, 2 * 4 * (1 << 30) / copy_ms * 1e3, 2 * 8192**3 / product_ms * 1e3)
 
 
 def captured_ms(work: Callable[[], object], runs: int = 5, replays: int = 5) -> float:

@@ -1,26 +1,31 @@
 """Time of a decoding step and of a speculation round at published shapes, compared with the floor of the device.
 
-`python -m benchmarks.decoding` prints a table and, last, one JSON line. `--picture` also draws the parts of a tree
-round. Weights and caches are random, because the time of a round depends on shapes alone.
+`python -m benchmarks.decoding` prints tables and, last, one JSON line, from which `benchmarks.tables` makes them again.
+`--picture` also draws the parts of a tree round. Weights and caches are random, because the time of a round depends on
+shapes alone. Tokens/s need acceptance lengths that an evaluation of a real pair measured: `--acceptance`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
+from benchmarks.acceptance import Key, key, read_acceptance
 from benchmarks.ceilings import Ceilings, captured_ms, measure_ceilings, timed_ms
 from benchmarks.floors import round_floor_ms
 from benchmarks.picture import draw_rounds
 from benchmarks.shapes import SHAPES, random_pair
+from benchmarks.tables import tables
+from benchmarks.transformers_baseline import PEERS, peer_ms
 from longspec.errors import UserError, reports_user_errors
 from longspec.inference.capture import CapturedRound, warm_up
 from longspec.inference.decoder import Decoder
@@ -30,11 +35,6 @@ from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import METHODS, make_drafter
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
-from longspec.models.draft_layer import head_dim
-from longspec.models.glide import GlideMixin
-
-ACCEPTANCE_LENGTH = 3.5
-"""Acceptance length that the tokens/s of a tree assume."""
 
 
 @dataclass
@@ -51,7 +51,9 @@ class Measured:
     busy: float
     """Device time of a round divided by its wall-clock time."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Milliseconds per part of a round; empty except for a greedy tree."""
+    """Milliseconds per part of a round; empty except for a greedy tree. They add up to `round_ms`."""
+    acceptance_length: float | None = None
+    """Tokens per round: 1 for vanilla, else measured on a real pair; None if no such figure was given."""
 
     @property
     def ratio(self) -> float:
@@ -59,9 +61,10 @@ class Measured:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens/s of the batch, at 1 token per vanilla step and ACCEPTANCE_LENGTH per tree round; else None."""
-        per_round = {"vanilla": 1.0, "tree": ACCEPTANCE_LENGTH}.get(self.method)
-        return per_round and self.batch * per_round / self.round_ms * 1e3
+        """Tokens/s of the batch at the acceptance length; None without one."""
+        if self.acceptance_length is None:
+            return None
+        return self.batch * self.acceptance_length / self.round_ms * 1e3
 
 
 @reports_user_errors
@@ -69,6 +72,7 @@ def main() -> None:
     options = parse_options()
     if not torch.cuda.is_available():
         raise UserError("benchmarks.decoding: needs a CUDA device; none is available")
+    acceptance = read_acceptance(options.acceptance)
     ceilings = measure_ceilings()
     measurements: list[Measured] = []
     peers: list[dict[str, Any]] = []
@@ -78,23 +82,28 @@ def main() -> None:
         model = random_pair(shape)
         runner = FusedRunner(model, options.attention)
         for context in options.contexts:
-            peers.append({"shape": shape, "context": context, "ms": transformers_ms(model, context)})
             for method in options.methods:
-                measurements.append(measure(shape, runner, [context], method, ceilings, options))
+                measurements.append(measure(shape, runner, [context], method, ceilings, options, acceptance))
         for batch in options.batches:
             lengths = torch.linspace(0.75, 1.0, batch).mul(options.batch_context).long().tolist()
             for method in ("vanilla", "tree"):
-                measurements.append(measure(shape, runner, lengths, method, ceilings, options))
+                measurements.append(measure(shape, runner, lengths, method, ceilings, options, acceptance))
+        for context in options.contexts:
+            for peer in options.peers:
+                name = f"transformers, {peer} cache{', compiled' if peer == 'static' else ''}"
+                peers.append({"shape": shape, "context": context, "name": name, "ms": peer_ms(peer, model, context)})
+                print(f"{name}, {shape} at {context}: {peers[-1]['ms']} ms per token", flush=True)
         del model, runner
         torch.cuda.empty_cache()
 
-    for peer in peers:
-        print(f"transformers, dynamic cache, {peer['shape']} at {peer['context']}: {peer['ms']:.1f} ms per token")
     if options.picture:
         draw_rounds([row for row in measurements if row.parts], options.picture)
     rows = [asdict(row) | {"ratio": row.ratio, "tokens_per_s": row.tokens_per_s} for row in measurements]
-    config = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    print(json.dumps({"benchmark": "decoding", "rounds": rows, "peers": peers, "config": config} | ceilings.describe()))
+    # Paths are the only options that JSON does not have.
+    config = json.loads(json.dumps(vars(options), default=str))
+    result = {"benchmark": "decoding", "rounds": rows, "peers": peers, "config": config} | ceilings.describe()
+    print(tables(result))
+    print(json.dumps(result))
 
 
 def parse_options() -> argparse.Namespace:
@@ -109,13 +118,21 @@ def parse_options() -> argparse.Namespace:
     add("--batches", type=int, nargs="*", default=[], help="batch sizes of ragged batches, for vanilla and tree")
     add("--batch_context", type=int, default=32768, help="longest row of a batch; the shortest is 3/4 as long")
     add("--attention", default="auto")
+    add("--acceptance", type=Path, nargs="*", default=[], help="summary.json of evaluations of one real pair")
+    add("--peers", nargs="*", default=list(PEERS), choices=PEERS, help="caches of transformers' own code to time")
     add("--picture", type=Path, help="PNG file with the parts of each tree round")
     return parser.parse_args()
 
 
 @torch.no_grad()
 def measure(
-    shape: str, runner: FusedRunner, lengths: list[int], method: str, ceilings: Ceilings, options: argparse.Namespace
+    shape: str,
+    runner: FusedRunner,
+    lengths: list[int],
+    method: str,
+    ceilings: Ceilings,
+    options: argparse.Namespace,
+    acceptance: Mapping[Key, float] | None = None,
 ) -> Measured:
     engine = filled_engine(runner, lengths, method, options)
     warm_up(engine)
@@ -150,6 +167,7 @@ def measure(
         floor_ms,
         round_ms / wall_ms,
         parts_of_round(engine, round_ms) if method == "tree" and engine.sampler.greedy else {},
+        1.0 if method == "vanilla" else (acceptance or {}).get(key(method, vars(options))),
     )
     print(line(measured), flush=True)
     return measured
@@ -158,9 +176,9 @@ def measure(
 def filled_engine(runner: Runner, lengths: list[int], method: str, options: argparse.Namespace) -> Engine:
     """An engine in its state after a prefill of `lengths` tokens per row, with random keys and values in all caches."""
     batch = len(lengths)
-    sampler = Sampler(options.temperature, 0, 1.0, torch.Generator("cuda").manual_seed(0))
+    sampler = Sampler(options.temperature, 0, 1.0, torch.Generator(runner.device).manual_seed(0))
     drafter: Any = make_drafter(method, runner, batch, sampler, options.tree_shape, options.gamma, "reject")
-    prompts = torch.randint(0, min(1000, runner.config.vocab_size), (batch, max(lengths)), device="cuda")
+    prompts = torch.randint(0, min(1000, runner.config.vocab_size), (batch, max(lengths)), device=runner.device)
     engine = Engine(runner, drafter, sampler, prompts, lengths, max_new_tokens=1024)
     stores = [engine.cache.keys, engine.cache.values]
     draft = getattr(drafter, "draft", getattr(drafter, "model", None))
@@ -173,7 +191,11 @@ def filled_engine(runner: Runner, lengths: list[int], method: str, options: argp
 
 
 def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
-    """Milliseconds per part of a tree round. Each part is captured and timed alone; the remainders are differences."""
+    """Milliseconds per part of a tree round. Each part is captured and timed alone.
+
+    "draft rest", "verify rest" and "residual" are differences. The residual is what the parts leave unexplained; it is
+    negative if they take less time within a round than alone.
+    """
     runner, cache, drafter = engine.runner, engine.cache, engine.drafter
     draft: GlideDraft = drafter.draft  # type: ignore[attr-defined]
     proposal = drafter.propose(engine.root, cache)
@@ -182,7 +204,9 @@ def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
     scale = draft.scale
 
     def random(width: int, heads: int) -> Tensor:
-        return torch.randn(batch, width, heads, cache.keys.shape[-1], dtype=runner.dtype, device="cuda").transpose(1, 2)
+        return torch.randn(
+            batch, width, heads, cache.keys.shape[-1], dtype=runner.dtype, device=runner.device
+        ).transpose(1, 2)
 
     # The draft runs once for the root and once for each level but the last.
     shape: tuple[int, ...] = drafter.shape  # type: ignore[attr-defined]
@@ -208,33 +232,35 @@ def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
         for _, width in levels:
             runner.logits(hidden[width])
 
+    active = torch.ones(batch, dtype=torch.bool, device=runner.device)
+    static_hidden = engine.forward_tree(proposal, cache)
+    static_logits = runner.logits(static_hidden)
+
+    def accept_and_compact() -> None:
+        with (
+            patch.object(drafter, "propose", lambda *_: proposal),
+            patch.object(engine, "forward_tree", lambda *_: static_hidden),
+            patch.object(runner, "logits", lambda _: static_logits),
+        ):
+            engine.round(active)
+
     propose = captured_ms(lambda: drafter.propose(engine.root, cache))
     verify = captured_ms(lambda: engine.verify(proposal))
     draft_attention_ms = captured_ms(draft_attention)
     verify_attention_ms = captured_ms(verify_attention)
     draft_lm_head_ms = captured_ms(draft_lm_head)
     verify_lm_head_ms = captured_ms(lambda: runner.logits(hidden[nodes]))
+    # Last, because it alone changes the lengths of the cached rows.
+    accept_ms = captured_ms(accept_and_compact)
     return {
         "draft attention": draft_attention_ms,
         "draft rest": propose - draft_attention_ms - draft_lm_head_ms,
         "lm_head": draft_lm_head_ms + verify_lm_head_ms,
         "verify attention": verify_attention_ms,
         "verify rest": verify - verify_attention_ms - verify_lm_head_ms,
-        "accept + compact": round_ms - propose - verify,
+        "accept + compact": accept_ms,
+        "residual": round_ms - propose - verify - accept_ms,
     }
-
-
-@torch.no_grad()
-def transformers_ms(model: GlideMixin, context: int) -> float:
-    """Milliseconds per token of transformers' own forward pass, with a dynamic cache and without a CUDA graph."""
-    config = model.config
-    shape = (1, config.num_key_value_heads, context, head_dim(config))
-    cache = DynamicCache()
-    for layer in range(config.num_hidden_layers):
-        keys, values = torch.randn(2, *shape, dtype=torch.bfloat16, device="cuda")
-        cache.update(keys, values, layer)
-    token = torch.zeros(1, 1, dtype=torch.long, device="cuda")
-    return timed_ms(lambda: model(token, past_key_values=cache, use_cache=True), runs=5, repeats=2)
 
 
 HEADER = (

@@ -210,22 +210,22 @@ def measure(
     arrays = iter(trainer.loader)
     seconds: list[float] = []
     waits: list[float] = []
-    batches = trainer.load_step(1, arrays)
+    batches = trainer.steps.load(1, arrays)
     reset_peak()
     with Termination() as termination:
         for step in range(1, WARM_UP + options.steps + 1):
             began = perf_counter()
-            result = trainer.train_step(step, batches, termination, arrays)
+            result = trainer.steps.take(step, batches, termination, arrays)
             assert result is not None and result.next_batches is not None
             seconds.append(perf_counter() - began)
             batches = result.next_batches
             waits.append(batches.wait_s)
         # Drop the loaded step: the target's pass over its first micro-batch may have started.
-        batches = trainer.load_step(step + 1, arrays)
+        batches = trainer.steps.load(step + 1, arrays)
         parts = timed_parts(trainer, step + 1, batches, termination)
         if options.profile:
-            say(profile(trainer, step + 2, trainer.load_step(step + 2, arrays), termination))
-    micro_batch = median(seconds[WARM_UP:]) / trainer.accumulation
+            say(profile(trainer, step + 2, trainer.steps.load(step + 2, arrays), termination))
+    micro_batch = median(seconds[WARM_UP:]) / trainer.steps.accumulation
     micro_batches = batches.micro_batches
     flops = sum(flops_of(shape, batch, trainer.objective.reads_target) for batch in micro_batches) / len(micro_batches)
     rate = flops / micro_batch

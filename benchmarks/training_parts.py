@@ -51,7 +51,7 @@ def timed_parts(trainer: Trainer, step: int, batches: StepBatches, termination: 
     clock = Clock()
     with marked(trainer.engine, clock):
         clock.mark("start")
-        trainer.train_step(step, batches, termination)
+        trainer.steps.take(step, batches, termination)
     return clock.shares()
 
 
@@ -89,7 +89,7 @@ def profile(trainer: Trainer, step: int, batches: StepBatches, termination: Term
     kinds = [torch.profiler.ProfilerActivity.CPU]
     kinds += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
     with torch.profiler.profile(activities=kinds) as profiler:
-        trainer.train_step(step, batches, termination)
+        trainer.steps.take(step, batches, termination)
     device = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
     kernels = [
         (kernel.self_device_time_total if on_gpu else kernel.self_cpu_time_total, kernel.count, kernel.key)

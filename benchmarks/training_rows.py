@@ -9,8 +9,9 @@ from datasets import Dataset
 from datasets.table import InMemoryTable
 
 from longspec.data.collators import Collator
-from longspec.data.dataset import TOKEN_FEATURES, RowDataset
+from longspec.data.dataset import RowDataset
 from longspec.data.packing import Rows
+from longspec.data.tokenization import TOKEN_FEATURES
 from longspec.models.target_files import position_limit
 from longspec.train.inputs import Inputs
 

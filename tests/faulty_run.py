@@ -7,26 +7,26 @@ import sys
 import torch
 
 from longspec.train import run, trainer
-from longspec.train.trainer import Trainer
+from longspec.train.steps import OptimizerSteps
 
 STEP = 3
 rank = int(os.environ["RANK"])
-train_step, forward, save_checkpoint = Trainer.train_step, Trainer.forward, trainer.save_checkpoint
+train_step, forward, save_checkpoint = OptimizerSteps.take, OptimizerSteps.forward, trainer.save_checkpoint
 
 
-def one_rank_throws(self: Trainer, step: int, *args: object) -> object:
+def one_rank_throws(self: OptimizerSteps, step: int, *args: object) -> object:
     if step == STEP and rank == 1:
         raise ValueError("this rank has had enough")
     return train_step(self, step, *args)  # type: ignore[arg-type]
 
 
-def one_rank_dies(self: Trainer, step: int, *args: object) -> object:
+def one_rank_dies(self: OptimizerSteps, step: int, *args: object) -> object:
     if step == STEP and rank == 1:
         os.kill(os.getpid(), 9)
     return train_step(self, step, *args)  # type: ignore[arg-type]
 
 
-def loss_is_nan(self: Trainer, micro_step: int, batch: dict) -> tuple:
+def loss_is_nan(self: OptimizerSteps, micro_step: int, batch: dict) -> tuple:
     loss, terms = forward(self, micro_step, batch)
     if micro_step == (STEP - 1) * self.accumulation + 1 and rank == 1:
         return loss * torch.nan, {name: term * torch.nan for name, term in terms.items()}
@@ -47,11 +47,11 @@ def disks_are_local() -> None:
 
 fault = os.environ["FAULT"]
 if fault == "throws":
-    Trainer.train_step = one_rank_throws  # type: ignore[assignment, method-assign]
+    OptimizerSteps.take = one_rank_throws  # type: ignore[assignment, method-assign]
 elif fault == "dies":
-    Trainer.train_step = one_rank_dies  # type: ignore[assignment, method-assign]
+    OptimizerSteps.take = one_rank_dies  # type: ignore[assignment, method-assign]
 elif fault == "nan":
-    Trainer.forward = loss_is_nan  # type: ignore[assignment, method-assign]
+    OptimizerSteps.forward = loss_is_nan  # type: ignore[assignment, method-assign]
 elif fault == "local":
     disks_are_local()
 elif fault == "full":

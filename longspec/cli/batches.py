@@ -1,4 +1,4 @@
-"""Answers to many prompts, in batches of similar length. Interruptions do not change the answers."""
+"""Answers to many prompts, in batches of similar length. Neither interruptions nor ranks change the answers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from longspec.inference.draft_fingerprint import draft_fingerprint
 from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.stats import GenerationStats, pool
 from longspec.models.content import target_digest
+from longspec.ranks.replicas import Replicas
 from longspec.signals import StopSignals
 
+PROMPTS = "prompts"
+"""Name of the shared counter of prompts that have a line."""
 SORTED_BATCHES = 16
 """Number of batches whose prompts are sorted by length together. At most this many batches wait to be written."""
 
@@ -78,39 +81,60 @@ class Job:
                 yield by_length[start : start + self.batch_size]
 
 
-def answer_prompts(job: Job, results: Results, stop: StopSignals) -> dict[str, Any]:
-    """Answer the prompts that have no result line yet, until all have one or a stop signal arrives. Returns a summary.
+@dataclass
+class Share:
+    """The figures of the batches that a rank has decoded."""
 
-    The prompts and the seed of a batch do not depend on earlier batches, so a continued run draws the same tokens as an
-    uninterrupted one.
+    new_tokens: int = 0
+    """Number of tokens in the answers that were written."""
+    stats: GenerationStats = field(default_factory=GenerationStats)
+    """Counts and times of all batches."""
+
+
+def answer_prompts(job: Job, results: Results, stop: StopSignals, replicas: Replicas) -> Share | None:
+    """Answer this rank's share of the prompts without a result line, until all have one or a stop signal arrives.
+
+    The prompts and the seed of a batch depend neither on earlier batches nor on the ranks, so the answers are those of
+    an uninterrupted single process. Returns once all ranks have finished; None if one has ended before.
     """
-    pair = job.pair
-    earlier = results.done
-    pooled = GenerationStats()
-    new_tokens = 0
-    with tqdm(total=len(job.prompts), initial=earlier, unit="prompt", disable=not sys.stderr.isatty()) as progress:
-        for number, batch in enumerate(job.batches()):
-            if stop.received is not None:
+    earlier = set(results.done)
+    # Batches whose answers are all written are skipped; a partly written one is decoded again.
+    batches = [(number, batch) for number, batch in enumerate(job.batches()) if not earlier.issuperset(batch)]
+    loads = [max(len(job.token_ids[row]) for row in batch) + job.sampling.max_new_tokens for _, batch in batches]
+    share = Share()
+    replicas.count(PROMPTS, len(earlier) if replicas.rank == 0 else 0)
+    is_hidden = replicas.rank > 0 or not sys.stderr.isatty()
+    with tqdm(total=len(job.prompts), initial=len(earlier), unit="prompt", disable=is_hidden) as progress:
+
+        def show(written: int = 0) -> None:
+            progress.update(replicas.count(PROMPTS, written) - progress.n)
+
+        for number, batch in (batches[index] for index in replicas.share(loads)):
+            if replicas.stopped(stop):
                 break
-            # Batches whose answers are all written are skipped; a partly written one is decoded again.
-            if max(batch) < earlier:
-                continue
-
-            output = pair.generate([job.token_ids[row] for row in batch], job.sampling, seed=job.seed + number)
-            pooled = pool([pooled, output.stats])
+            before = len(results.done)
+            output = job.pair.generate([job.token_ids[row] for row in batch], job.sampling, seed=job.seed + number)
+            share.stats = pool([share.stats, output.stats])
             for row, row_tokens in zip(batch, output.new_tokens, strict=True):
-                if row >= earlier:
-                    new_tokens += len(row_tokens)
-                    results.add(row, _answer(pair, row_tokens.tolist()))
-            progress.update(results.done - progress.n)
+                if row not in earlier:
+                    share.new_tokens += len(row_tokens)
+                    results.add(row, _answer(job.pair, row_tokens.tolist()))
+            show(len(results.done) - before)
+        return share if replicas.meet(stop, show) else None
 
+
+def summarize(job: Job, answered: int, shares: Sequence[Share]) -> dict[str, Any]:
+    """The summary of a launch. answered: number of prompts with a line; shares: those of all ranks."""
+    pair = job.pair
+    pooled = pool([share.stats for share in shares])
     return {
         "model": pair.name,
         "method": pair.method,
         "device": device_name(pair.model.device),
         "prompts": len(job.prompts),
-        "answered": results.done,
-        "new_tokens": new_tokens,
+        "answered": answered,
+        "processes": len(shares),
+        "new_tokens": sum(share.new_tokens for share in shares),
         "rounds": pooled.rounds,
         "mean_acceptance_length": pooled.mean_acceptance_length if pooled.rounds else None,
         "tokens_per_second": pooled.tokens_per_second if pooled.decode_s else None,

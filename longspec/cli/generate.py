@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -75,32 +74,41 @@ def generate(
     ] = False,
     json_file: JsonOption = None,
 ) -> None:
-    """Answer prompts, and write one JSON line per prompt in the same order."""
-    from longspec.cli.batches import Job, answer_prompts
+    """Answer prompts, and write one JSON line per prompt in the same order. Under torchrun, ranks share the prompts."""
+    from longspec.cli.batches import Job
     from longspec.cli.pair import Sampling, note_plain_format, open_pair
-    from longspec.cli.prompts import read_prompts
-    from longspec.cli.results import check_folder, open_results, write_summary
+    from longspec.cli.prompts import Prompt, read_prompts
+    from longspec.cli.results import Results, check_folder, open_results, write_summary
+    from longspec.cli.shares import answer_together
     from longspec.errors import UserError
-    from longspec.signals import StopSignals, exit_code
+    from longspec.ranks.replicas import joined_replicas
+    from longspec.signals import StopSignals
 
-    check_folder(json_file, "--json")
-    sampling = Sampling(max_new_tokens, temperature, top_p, top_k)
-    asked = read_prompts(prompts or [])
-    with StopSignals(at_once=True) as stop, open_results(output, asked) as results:
-        pair = open_pair(model, draft, method, dtype, device, chat_template_kwargs)
-        has_template = pair.chat_format != "plain"
-        if chat and not has_template:
-            raise UserError(f"--chat: {pair.name} has no chat template; use --raw")
-        if any(not isinstance(prompt.content, str) for prompt in asked):
-            note_plain_format(pair)
-        uses_template = has_template if chat is None else chat
-        job = Job(pair, asked, sampling, batch_size, seed, uses_template)
-        results.resume(job.run, overwrite)
-        stop.at_once = False
-        summary = answer_prompts(job, results, stop)
-        write_summary(summary, json_file)
-        if stop.received is not None:
-            name = signal.Signals(stop.received).name
-            again = "" if output is None else "; the same command continues"
-            print(f"stopped by {name} after {results.done} of {len(asked)} prompts{again}", file=sys.stderr)
-            raise SystemExit(exit_code(stop.received))
+    with StopSignals(at_once=True) as stop, joined_replicas() as replicas, ExitStack() as stack:
+        first: list[Results] = []
+
+        def read() -> tuple[list[Prompt], Sampling]:
+            check_folder(json_file, "--json")
+            sampling = Sampling(max_new_tokens, temperature, top_p, top_k)
+            if output is None and replicas.size > 1:
+                raise UserError("--output: give a file; several ranks do not write to stdout")
+            asked = read_prompts(prompts or [])
+            first.append(stack.enter_context(open_results(output, asked, replicas.size == 1)))
+            return asked, sampling
+
+        def load() -> Job:
+            pair = open_pair(model, draft, method, dtype, replicas.device(device), chat_template_kwargs)
+            has_template = pair.chat_format != "plain"
+            if chat and not has_template:
+                raise UserError(f"--chat: {pair.name} has no chat template; use --raw")
+            if any(not isinstance(prompt.content, str) for prompt in asked):
+                note_plain_format(pair)
+            uses_template = has_template if chat is None else chat
+            return Job(pair, asked, sampling, batch_size, seed, uses_template)
+
+        # Only rank 0 reads stdin. It locks the output before the weights are loaded.
+        asked, sampling = replicas.from_rank_zero(read)
+        job = replicas.together(load)
+        answer_together(
+            job, output, first, overwrite, stop, replicas, lambda summary: write_summary(summary, json_file)
+        )

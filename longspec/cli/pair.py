@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -115,4 +116,5 @@ def choose_model(positional: str | None, option: str | None) -> str | None:
 
 
 def _note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    if os.environ.get("RANK", "0") == "0":  # once per launch
+        print(line, file=sys.stderr, flush=True)

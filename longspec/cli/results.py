@@ -1,4 +1,8 @@
-"""The JSONL output of `longspec generate`, in prompt order. An interrupted file is continued."""
+"""The JSONL output of `longspec generate`, in prompt order. An interrupted file is continued.
+
+In a launch of several ranks, each rank writes its answers as they come: rank 0 to the output, the others to part files,
+whose lines rank 0 collects. The lines are put in order at the end.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +10,38 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from longspec.cli.prompts import Prompt
 from longspec.errors import UserError
+from longspec.parts import all_parts, complete_lines, open_part, part_paths, write_in_order
 
 
 class Results:
-    """Writes the line of each prompt as soon as the lines of all earlier prompts are written."""
+    """Writes a line per prompt: once the lines of all earlier prompts are written, or at once among several ranks."""
 
-    def __init__(self, path: Path | None, stream: IO[bytes], prompts: Sequence[Prompt]) -> None:
-        """path: None is stdout, where there is nothing to continue. Use `open_results`."""
+    def __init__(
+        self, path: Path | None, stream: IO[bytes], prompts: Sequence[Prompt], is_alone: bool = True, run: str = ""
+    ) -> None:
+        """path: None is stdout, where there is nothing to continue. Use `open_results` or `open_part_results`.
+
+        is_alone: whether this process answers all prompts. run: a digest of everything that determines the answers.
+        """
         self.path = path
         self.prompts = prompts
-        self.done = 0
-        """Number of written lines."""
+        self.order: list[int] = []
+        """The numbers of the prompts that have a line in this file, in order of lines."""
+        self.done: set[int] = set()
+        """The numbers of the prompts that have a line in any file."""
         self._stream = stream
+        self._is_alone = is_alone
+        self._next = 0
+        """The first prompt without a line."""
         self._waiting: dict[int, dict[str, Any]] = {}
-        self._run = ""
+        self._run = run
 
     def resume(self, run: str, overwrite: bool = False) -> None:
         """Keep the complete lines of an earlier run, and remove the rest; with `overwrite` remove all.
@@ -38,57 +53,111 @@ class Results:
         if self.path is None:
             return
         size = 0
-        self._stream.seek(0)
-        for number, raw in enumerate(() if overwrite else self._stream, 1):
-            if not raw.endswith(b"\n"):
-                break
-            if problem := self._problem(raw):
-                raise UserError(
-                    f"--output {self.path}, line {number}: {problem}; give another file, or --overwrite to replace it"
-                )
-            self.done = number
+        for number, raw in enumerate(() if overwrite else complete_lines(self._stream), 1):
+            self._note(self._number(raw, f"--output {self.path}, line {number}", self.done))
             size += len(raw)
-        self._stream.truncate(size)
+        with all_parts(self.path):
+            self._stream.truncate(size)
+            for part in part_paths(self.path) if overwrite else ():
+                part.unlink()
+        self.collect()
 
-    def _problem(self, raw: bytes) -> str | None:
-        """The reason why a line is not the next one of this run; None if it is."""
+    def collect(self, wait: bool = False) -> None:
+        """Append the lines in the part files of other ranks, and remove these files. Needs a path.
+
+        wait: for ranks that have not closed their files yet. Raises UserError if a rank still writes to its file, for
+        lines of other prompts or of a different run, and if the lines cannot be written.
+        """
+        assert self.path is not None
+        with all_parts(self.path, wait) as parts:
+            for part in parts:
+                for number, raw in enumerate(complete_lines(part), 1):
+                    prompt = self._number(raw, f"{part.name}, line {number}")
+                    if prompt not in self.done:  # or it was collected before rank 0 was killed
+                        self._write(prompt, raw)
+                Path(part.name).unlink()
+
+    def _number(self, raw: bytes, location: str, earlier: Collection[int] = ()) -> int:
+        """The number of a line's prompt. Raises UserError for a line that this run does not write after `earlier`."""
+        if problem := self._problem(raw, earlier):
+            raise UserError(f"{location}: {problem}; give another file, or --overwrite to replace it")
+        return int(json.loads(raw)["index"])
+
+    def _problem(self, raw: bytes, earlier: Collection[int]) -> str | None:
+        """The reason why a line does not belong to this run; None if it does."""
         try:
             line = json.loads(raw)
         except ValueError:
             line = None
         if not isinstance(line, dict) or not {"index", "text", "run"} <= line.keys():
             return "not a line that this command writes"
-        if self.done == len(self.prompts) or any(line.get(name) != value for name, value in self._head().items()):
+        index = line["index"]
+        is_known = isinstance(index, int) and 0 <= index < len(self.prompts) and index not in earlier
+        if not is_known or any(line.get(name) != value for name, value in self._head(index).items()):
             return "belongs to another prompt"
         return None if line["run"] == self._run else "was written by another pair or with other options"
 
-    def _head(self) -> dict[str, Any]:
-        """The fields of the next line that come before its answer."""
-        return {"index": self.done, **self.prompts[self.done].record}
+    def _head(self, number: int) -> dict[str, Any]:
+        """The fields of a line that come before its answer."""
+        return {"index": number, **self.prompts[number].record}
 
     def add(self, number: int, answer: dict[str, Any]) -> None:
-        """Accept the answer to a prompt, and write it with the later lines that waited for it.
+        """Accept the answer to a prompt, and write it, with the later lines that waited for it.
 
         Raises UserError on a full disk.
         """
         self._waiting[number] = answer
-        while self.done in self._waiting:
-            line = self._head() | self._waiting.pop(self.done) | {"run": self._run}
-            try:
-                self._stream.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-                self._stream.flush()
-            except BrokenPipeError:
-                raise
-            except OSError as error:
-                raise UserError(
-                    f"{self.path or 'stdout'}: cannot be written ({error.strerror}) after {self.done} answers"
-                ) from error
-            self.done += 1
+        for ready in sorted(self._waiting):
+            # The lines of several ranks are put in order at the end.
+            if self._is_alone and ready > self._next:
+                return
+            line = self._head(ready) | self._waiting.pop(ready) | {"run": self._run}
+            self._write(ready, json.dumps(line, ensure_ascii=False).encode() + b"\n")
+
+    def _write(self, number: int, raw: bytes) -> None:
+        try:
+            self._stream.write(raw)
+            self._stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise UserError(
+                f"{self.path or 'stdout'}: cannot be written ({error.strerror}) after {len(self.done)} answers"
+            ) from error
+        self._note(number)
+
+    def _note(self, number: int) -> None:
+        self.order.append(number)
+        self.done.add(number)
+        while self._next in self.done:
+            self._next += 1
+
+    def finish(self) -> None:
+        """Put the lines in the order of the prompts if all have one. Raises UserError if the file cannot be written."""
+        if self.path is None or len(self.order) < len(self.prompts) or self.order == sorted(self.order):
+            return
+        try:
+            write_in_order(self.path.resolve(), self.order)
+        except OSError as error:
+            raise UserError(f"--output {self.path}: cannot be put in order ({error.strerror})") from error
+        self.order.sort()
 
 
 @contextmanager
-def open_results(path: Path | None, prompts: Sequence[Prompt]) -> Iterator[Results]:
-    """Results in a file, locked against other processes, or on stdout. Raises UserError if it cannot be written."""
+def open_part_results(path: Path, rank: int, prompts: Sequence[Prompt], run: str, done: set[int]) -> Iterator[Results]:
+    """The results of a rank other than 0, in a locked part file. run, done: those of rank 0's results."""
+    with open_part(path, rank) as stream:
+        results = Results(path, stream, prompts, is_alone=False, run=run)
+        results.done |= done
+        yield results
+
+
+@contextmanager
+def open_results(path: Path | None, prompts: Sequence[Prompt], is_alone: bool = True) -> Iterator[Results]:
+    """Results in a file, locked against other processes, or on stdout. Raises UserError if it cannot be written.
+
+    is_alone: whether no other rank answers prompts.
+    """
     if path is None:
         yield Results(None, sys.stdout.buffer, prompts)
         return
@@ -104,7 +173,7 @@ def open_results(path: Path | None, prompts: Sequence[Prompt]) -> Iterator[Resul
             raise UserError(
                 f"--output {path}: cannot be locked ({error.strerror}); is another run writing it?"
             ) from error
-        yield Results(path, stream, prompts)
+        yield Results(path, stream, prompts, is_alone)
 
 
 def check_folder(path: Path | None, option: str) -> None:

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from longspec.data.aligners import DEFAULT_ALIGNERS, ROLES, Turn
+from longspec.data.lines import Files, data_files
 from longspec.data.records import (
     KINDS,
     SOURCE_TAGS,
     TURN_KINDS,
     WHERE,
-    Files,
     Record,
     RecordError,
-    data_files,
     located,
     parse_record,
     split_pairs,
@@ -55,6 +54,8 @@ class _Line(NamedTuple):
     """Line number, from 1."""
     start: int
     """Byte offset in the file."""
+    size: int
+    """Number of bytes."""
 
 
 class PromptFiles:
@@ -87,6 +88,10 @@ class PromptFiles:
                     prompts.append(Prompt(source_id, turns, text))
         return prompts
 
+    def size(self, start: int, end: int) -> int:
+        """The number of bytes of records `start` … `end` - 1."""
+        return sum(line.size for line in self.lines[start:end])
+
     def _index(self, path: str) -> None:
         """Check the records of a file and note where they start."""
         digest = hashlib.sha256()
@@ -97,7 +102,7 @@ class PromptFiles:
                 if raw.strip():
                     with located(path, number):
                         _prompts(parse_record(path, number, raw))
-                    self.lines.append(_Line(path, number, start))
+                    self.lines.append(_Line(path, number, start, len(raw)))
                 start += len(raw)
         self.digests[path] = digest.hexdigest()
 

@@ -52,6 +52,9 @@ class FusedRunner(Runner):
     def logits(self, hidden: Tensor) -> Tensor:
         return linear(hidden, self.model.lm_head.weight)
 
+    def product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear(hidden, weight, bias)
+
     def target(self, tokens: Tensor, positions: Tensor, cache: TargetCache, slots: Tensor, attend: Attend) -> Tensor:
         stream = self.embed(tokens)
         for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):

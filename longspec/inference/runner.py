@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from longspec.inference.cache import DraftCache, SlotWriter, TargetCache
@@ -46,6 +47,10 @@ class Runner:
     def logits(self, hidden: Tensor) -> Tensor:
         """The target's head, which the draft shares: [B, N, hidden] -> [B, N, V]."""
         return self.model.lm_head(hidden)
+
+    def product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """A head of other rows: hidden [B, N, hidden], weight [C, hidden], bias [C] -> [B, N, C]."""
+        return F.linear(hidden, weight, bias)
 
     def target(self, tokens: Tensor, positions: Tensor, cache: TargetCache, slots: Tensor, attend: Attend) -> Tensor:
         """The target's hidden states [B, N, hidden] after the final norm.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -29,27 +30,24 @@ class _Parser(argparse.ArgumentParser):
 
 
 @reports_user_errors
-def main(argv: Sequence[str] | None = None, prog: str | None = None) -> dict[str, Any]:
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> dict[str, Any] | None:
     """Run one method on one task and return the summary. An interrupted run continues after its last line.
 
-    Bad input ends the process with exit code 2. A stop signal ends it with 128 + its number: at once during the
-    preparation, after the running batch during the measurement.
+    Under torchrun the ranks share the samples, and only rank 0 returns the summary. Bad input ends the process with
+    exit code 2. A stop signal ends it with 128 + its number: at once during the preparation, after the running batch
+    during the measurement.
     """
     with StopSignals(at_once=True) as stop:
         try:
             options = parse_options(argv, prog)
             # Imported here, so that --help and a misspelled option do not wait for torch.
-            from longspec.longbench.measurement import measure
-            from longspec.longbench.plan import make_plan
-            from longspec.longbench.run_folder import open_report
+            from longspec.longbench.shares import measure_share
+            from longspec.ranks.replicas import joined_replicas
 
-            plan = make_plan(options)
-            for note in plan.notes:
-                print(note)
-            with open_report(plan.output_dir, plan.record, plan.options.overwrite) as report:
-                return measure(plan, report, stop)
+            with joined_replicas() as replicas:
+                return measure_share(options, stop, replicas)
         except SystemExit:
-            if stop.received is not None and stop.at_once:
+            if stop.received is not None and stop.at_once and os.environ.get("RANK", "0") == "0":
                 print(f"stopped by {signal.Signals(stop.received).name} before the measurement", file=sys.stderr)
             raise
 
@@ -138,7 +136,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--output_dir", help="default: one per configuration, outputs/inference/<model>/<task>/<options>")
     add("--overwrite", action="store_true", help="replace the results in the output folder, whichever run wrote them")
     add("--dtype", choices=DTYPES, default="auto", help="auto: that of the target's weights; float32 on a CPU")
-    add("--device", help="default: cuda if there is one")
+    add("--device", help="default: cuda if there is one; under torchrun that of the rank")
     add("--attention", choices=("auto", *BACKENDS), default="auto", help="backend of the attention in decoding")
     add(
         "--compile",

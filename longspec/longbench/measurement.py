@@ -1,4 +1,7 @@
-"""The measurement: loads the weights, runs the samples batch by batch and times them."""
+"""The measurement: loads the weights, runs the samples batch by batch and times them.
+
+Under torchrun each rank runs a share of the batches. The rows and the seed of a batch do not depend on the ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,43 +23,55 @@ from longspec.longbench.run_folder import DIGESTS
 from longspec.models.draft_files import draft_settings
 from longspec.models.families import family_class
 from longspec.models.glide import GlideMixin
+from longspec.ranks.replicas import Replicas
 from longspec.signals import StopSignals, exit_code
 
+SAMPLES = "samples"
+"""Name of the shared counter of samples that have a line."""
 WARM_UP_TOKENS = 16
 """New tokens per row of the warm-up."""
 
 
-def measure(plan: Plan, report: Report, stop: StopSignals) -> dict[str, Any]:
+def measure(plan: Plan, report: Report, stop: StopSignals, replicas: Replicas) -> dict[str, Any] | None:
     """Run the samples that have no result line yet, then write and return the summary of all samples.
 
-    Raises SystemExit after the running batch if `stop` receives a signal.
+    Only rank 0 writes and returns it. Raises SystemExit after the running batch if a rank receives a stop signal, and
+    after this rank's share if another rank has ended before.
     """
     samples = len(plan.selection.prompts)
-    earlier = len(report.lines)
+    earlier = len(report.done)
+    is_lost = False
     if earlier == samples:
-        print(f"{plan.output_dir}: complete already, {samples} of {samples} samples")
+        if replicas.rank == 0:
+            print(f"{plan.output_dir}: complete already, {samples} of {samples} samples")
     else:
-        if earlier:
+        if earlier and replicas.rank == 0:
             print(f"{plan.output_dir}: continues after {earlier} of {samples} samples")
-        model = load_model(plan)
-        run(model, plan, report, stop)
+        model = replicas.together(lambda: load_model(plan))
+        is_lost = not run(model, plan, report, stop, replicas)
 
     stop.at_once = False
-    if len(report.lines) == samples:
-        summary = report.finish(plan.device, **describe(plan))
-        print(table(summary))
-        print(f"written to {plan.output_dir}")
-    if stop.received is not None:
-        print(_interruption(plan, len(report.lines), stop.received), file=sys.stderr)
-        raise SystemExit(exit_code(stop.received))
+    summary = None
+    if replicas.rank == 0:
+        if not is_lost:
+            report.collect(wait=True)
+        if len(report.done) == samples:
+            summary = report.finish(plan.device, **describe(plan))
+            print(table(summary))
+            print(f"written to {plan.output_dir}")
+    done = replicas.last_count(SAMPLES) if is_lost else len(report.done)
+    if is_lost or stop.received is not None:
+        if replicas.reports_loss() if is_lost else replicas.rank == 0:
+            print(_interruption(plan, done, stop.received), file=sys.stderr, flush=True)
+        raise SystemExit(1 if stop.received is None else exit_code(stop.received))
     return summary
 
 
-def _interruption(plan: Plan, done: int, signal_number: int) -> str:
-    """A line on a stopped run. done: number of samples with a line."""
-    name = signal.Signals(signal_number).name
+def _interruption(plan: Plan, done: int, signal_number: int | None) -> str:
+    """A line on a run that ended early. done: number of samples with a line. signal_number: None if a rank ended."""
+    cause = "a rank has ended" if signal_number is None else f"stopped by {signal.Signals(signal_number).name}"
     samples = len(plan.selection.prompts)
-    line = f"stopped by {name}: {done} of {samples} samples are done, in {plan.output_dir}"
+    line = f"{cause}: {done} of {samples} samples are done, in {plan.output_dir}"
     if done == samples:
         return line
     again = "the same command without --overwrite" if plan.options.overwrite and done else "the same command"
@@ -73,30 +88,57 @@ def load_model(plan: Plan) -> GlideMixin:
     return model.to(plan.device).eval()  # type: ignore[arg-type]
 
 
-def run(model: GlideMixin, plan: Plan, report: Report, stop: StopSignals) -> None:
+def run(model: GlideMixin, plan: Plan, report: Report, stop: StopSignals, replicas: Replicas) -> bool:
     """Run a warm-up, which is not timed, then the samples that have no result line yet, batch by batch.
 
-    Returns after the running batch once `stop` has received a signal.
+    Returns once all ranks have finished their shares, or after the running batch once a rank has received a stop
+    signal. The result is False if another rank has ended before.
     """
     prompts = plan.selection.prompts
     batch_size = plan.options.batch_size
+    batches = _missing_batches(plan, report)
+    share = replicas.share([_load(plan, batch) for batch in batches])
     _warm_up(model, plan)
+    # The earlier results are kept until all ranks are ready.
+    replicas.gather(None)
+    replicas.from_rank_zero(lambda: report.start(replicas.size))
     stop.at_once = False
+
     label = f"{plan.options.task}, {plan.options.method}"
-    with tqdm(total=len(prompts), initial=len(report.lines), desc=label, unit="sample") as progress:
-        for number, first in enumerate(range(0, len(prompts), batch_size)):
-            batch = prompts[first : first + batch_size]
-            if report.done.issuperset(range(first, first + len(batch))):
-                continue
-            if stop.received is not None:
-                return
+    earlier = len(report.done) if replicas.rank == 0 else 0
+    replicas.count(SAMPLES, earlier)
+    with tqdm(total=len(prompts), initial=earlier, desc=label, unit="sample", disable=replicas.rank > 0) as progress:
+
+        def show(finished: int = 0) -> None:
+            progress.update(replicas.count(SAMPLES, finished) - progress.n)
+
+        for batch in (batches[index] for index in share):
+            if replicas.stopped(stop):
+                break
+            rows = prompts[batch.start : batch.stop]
             # The seed depends only on the batch, so a resumed run draws the same tokens as an uninterrupted one.
-            output = generate(model, *_padded(batch), **plan.settings, seed=plan.options.seed + number)
+            seed = plan.options.seed + batch.start // batch_size
+            output = generate(model, *_padded(rows), **plan.settings, seed=seed)
             results = []
-            for prompt, new_tokens in zip(batch, output.new_tokens, strict=True):
+            for prompt, new_tokens in zip(rows, output.new_tokens, strict=True):
                 results.append(_result(prompt, new_tokens.tolist(), plan.tokenizer))
-            report.add(results, output.stats, first)
-            progress.update(len(report.lines) - progress.n)
+            before = len(report.done)
+            report.add(results, output.stats, batch.start)
+            show(len(report.done) - before)
+        return replicas.meet(stop, show)
+
+
+def _missing_batches(plan: Plan, report: Report) -> list[range]:
+    """The indices of the samples of each batch that has to run."""
+    samples = len(plan.selection.prompts)
+    size = plan.options.batch_size
+    batches = (range(first, min(first + size, samples)) for first in range(0, samples, size))
+    return [batch for batch in batches if not report.done.issuperset(batch)]
+
+
+def _load(plan: Plan, batch: range) -> int:
+    """The work of a batch, to be balanced over ranks: the positions of its longest row."""
+    return max(len(plan.selection.prompts[index].token_ids) for index in batch) + plan.max_new_tokens
 
 
 def _warm_up(model: GlideMixin, plan: Plan) -> None:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from longspec.errors import UserError
 from longspec.inference.device import device_name, versions
 from longspec.inference.stats import GenerationStats, pool
+from longspec.parts import all_parts, complete_lines, part_paths, write_in_order
 
 RUN_NAME = "run.json"
 SAMPLES_NAME = "samples.jsonl"
@@ -42,38 +43,51 @@ class Report:
 
     It starts with the complete lines that an interrupted run left. An incomplete last line does not count; its sample
     runs again. With `resume=False` it starts empty, and the first `add` removes the earlier results.
+
+    In a run of several ranks, rank 0 writes `samples.jsonl`. Each other rank has a report of its own on a part file,
+    whose lines rank 0 collects. The lines are in the order of samples once all samples have one.
     """
 
-    def __init__(self, folder: str | Path, resume: bool = True, record: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        resume: bool = True,
+        record: dict[str, Any] | None = None,
+        name: str = SAMPLES_NAME,
+        done: Iterable[int] = (),
+    ) -> None:
         """Read the folder, without changing it. Raises UserError for complete lines that are not a report's.
 
         record: the run's configuration. The first `add` stores it and removes everything that does not belong to it.
         Until then the folder does not change, so a run without any result leaves the earlier results unchanged.
-        None stores nothing and removes nothing.
+        None stores nothing and removes nothing. name: of the file of lines. done: indices of the samples that have a
+        line in another file.
         """
         self.folder = Path(folder)
+        self.path = self.folder / name
         self.resume = resume
         self.record = record
         """The configuration that is still to be stored."""
         self.lines: list[dict[str, Any]] = []
         """The lines on disk, without texts and token ids."""
+        self.done = set(done)
+        """Indices of the samples that have a line."""
         self.size = 0
         """Number of bytes in the complete lines on disk."""
-        if resume and (self.folder / SAMPLES_NAME).exists():
+        self.processes = 1
+        """Number of ranks of the largest launch that wrote results of this run."""
+        if resume and self.path.exists():
             self._read()
 
     def _read(self) -> None:
-        path = self.folder / SAMPLES_NAME
-        with path.open("rb") as handle:
-            for number, raw in enumerate(handle, 1):
-                if raw.endswith(b"\n"):
-                    self.lines.append(_parse_line(raw, f"{path}, line {number}"))
-                    self.size += len(raw)
+        with self.path.open("rb") as handle:
+            for number, raw in enumerate(complete_lines(handle), 1):
+                self._note(_parse_line(raw, f"{self.path}, line {number}"))
+                self.size += len(raw)
 
-    @property
-    def done(self) -> set[int]:
-        """Indices of the samples that have a line."""
-        return {line["index"] for line in self.lines}
+    def _note(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
+        self.done.add(line["index"])
 
     def add(self, results: Sequence[SampleResult], stats: GenerationStats, first: int) -> None:
         """Append a line for each row of a batch. Its first row is sample `first` of the run; times are the batch's.
@@ -82,34 +96,62 @@ class Report:
         whole, because the seed belongs to the batch. Raises UserError if the lines cannot be written; the earlier ones
         stay intact.
         """
-        done = self.done
         lines = []
         for index, (result, rounds) in enumerate(zip(results, stats.row_rounds, strict=True), first):
-            if index not in done:
+            if index not in self.done:
                 lines.append(_sample_line(index, result, rounds, len(results), first, stats))
         content = b"".join(_encoded(line) + b"\n" for line in lines)
         with self._writing():
             self._store_record()
             self._append(content)
-        self.lines += [_without_answer(line) for line in lines]
-        self.size += len(content)
+        for line in lines:
+            self._note(_without_answer(line))
+
+    def start(self, processes: int) -> None:
+        """Store the run's configuration before the first `add`, because other ranks write parts. Raises UserError."""
+        self.processes = max(self.processes, processes)
+        if self.record is not None:
+            self.record["processes"] = self.processes
+        if processes > 1:
+            with self._writing():
+                self._store_record()
+
+    def collect(self, wait: bool = False) -> None:
+        """Append the lines in the part files of other ranks, and remove these files.
+
+        A line that is here already was collected by a process that was killed before it removed the file. wait: for
+        ranks that have not closed their files yet. Raises UserError if a rank still writes to its file, for lines that
+        are not a report's, and if the lines cannot be written.
+        """
+        with all_parts(self.path, wait) as parts:
+            for part in parts:
+                lines = {}
+                for number, raw in enumerate(complete_lines(part), 1):
+                    line = _parse_line(raw, f"{part.name}, line {number}")
+                    if line["index"] not in self.done:
+                        lines[raw] = line
+                with self._writing():
+                    self._store_record()
+                    self._append(b"".join(lines))
+                    Path(part.name).unlink()
+                for line in lines.values():
+                    self._note(line)
 
     def _store_record(self) -> None:
         """Store the run's configuration, once, and remove results that do not belong to it. Raises OSError."""
         if self.record is None:
             return
-        samples = self.folder / SAMPLES_NAME
         if not self.resume:
-            (self.folder / SUMMARY_NAME).unlink(missing_ok=True)
-            samples.unlink(missing_ok=True)
-        if samples.exists():
-            os.truncate(samples, self.size)
+            for path in (self.folder / SUMMARY_NAME, self.path, *part_paths(self.path)):
+                path.unlink(missing_ok=True)
+        if self.path.exists():
+            os.truncate(self.path, self.size)
         write_json(self.folder / RUN_NAME, self.record)
         self.record = None
 
     def _append(self, content: bytes) -> None:
         """Append whole lines or nothing. Raises OSError."""
-        with (self.folder / SAMPLES_NAME).open("ab", buffering=0) as handle:
+        with self.path.open("ab", buffering=0) as handle:
             try:
                 rest = memoryview(content)
                 while rest:
@@ -118,6 +160,7 @@ class Report:
             except OSError:
                 handle.truncate(self.size)
                 raise
+        self.size += len(content)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -131,13 +174,19 @@ class Report:
             ) from error
 
     def finish(self, device: torch.device, **facts: Any) -> dict[str, Any]:
-        """Write `summary.json` atomically and return it: `facts` first, then the pooled figures."""
+        """Put the lines in order, write `summary.json` atomically and return it: `facts`, then the pooled figures."""
+        order = [line["index"] for line in self.lines]
+        if order != sorted(order):
+            with self._writing():
+                write_in_order(self.path, order)
+            self.lines.sort(key=lambda line: line["index"])
         # The rows of a batch share its figures, so each batch counts once.
         batches = {line["batch"]["first"]: _batch_stats(line) for line in self.lines}
         pooled = pool(list(batches.values()))
         samples = len(self.lines)
         summary = facts | {
             "samples": samples,
+            "processes": self.processes,
             "mean_acceptance_length": _number(pooled.mean_acceptance_length),
             "accepted_by_depth": pooled.accepted_by_depth,
             "rounds": pooled.rounds,

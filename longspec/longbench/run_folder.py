@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from longspec.errors import UserError
 from longspec.locks import locked
 from longspec.longbench.report import RUN_NAME, SAMPLES_NAME, SUMMARY_NAME, Report
+from longspec.parts import all_parts, open_part, part_paths
 
 LABELS = {
     "tree_shape": "",
@@ -80,26 +81,46 @@ def open_report(folder: Path, record: Mapping[str, Any], overwrite: bool) -> Ite
     except OSError as error:
         raise UserError(f"--output_dir: {folder} cannot be created ({error.strerror})") from error
     with locked(folder):
+        with all_parts(folder / SAMPLES_NAME):
+            pass  # no rank of an earlier run may still write
         if not overwrite:
             _check_same_run(folder, record["run"])
-        yield Report(folder, resume=not overwrite, record=dict(record))
+        report = Report(folder, resume=not overwrite, record=dict(record))
+        if not overwrite:
+            report.processes = _stored(folder / RUN_NAME).get("processes", 1)
+            report.collect()
+        yield report
+
+
+@contextmanager
+def open_part_report(folder: Path, rank: int, done: Iterable[int]) -> Iterator[Report]:
+    """The report of a rank other than 0, whose part file is locked until the context ends.
+
+    done: indices of the samples that have a line in `samples.jsonl`. Raises UserError if the file cannot be written.
+    """
+    with open_part(folder / SAMPLES_NAME, rank) as part:
+        yield Report(folder, name=Path(part.name).name, done=done)
 
 
 def _check_same_run(folder: Path, configuration: Configuration) -> None:
     """Raise UserError if `folder` holds results of a run with another configuration."""
-    results = [folder / name for name in (SAMPLES_NAME, SUMMARY_NAME)]
+    results = [folder / SAMPLES_NAME, folder / SUMMARY_NAME, *part_paths(folder / SAMPLES_NAME)]
     if not any(file.exists() and file.stat().st_size for file in results):
         return
     advice = "choose another --output_dir, or replace these results with --overwrite"
-    stored = _stored_configuration(folder / RUN_NAME)
-    if stored is None:
+    stored = _stored(folder / RUN_NAME).get("run")
+    if not isinstance(stored, dict):
         raise UserError(f"{folder}: holds results without a readable {RUN_NAME}; {advice}")
+    if differing := differences(stored, configuration):
+        raise UserError(f"{folder}: holds results of a different run ({differing}); {advice}")
+
+
+def differences(stored: Configuration, current: Configuration) -> str:
+    """The entries that differ between two configurations; empty if none does."""
     # As JSON stores it: tuples become lists.
-    current = json.loads(json.dumps(configuration))
+    stored, current = (json.loads(json.dumps(configuration)) for configuration in (stored, current))
     differing = [name for name in {**stored, **current} if stored.get(name) != current.get(name)]
-    if differing:
-        differences = "; ".join(_difference(name, stored.get(name), current.get(name)) for name in differing)
-        raise UserError(f"{folder}: holds results of a different run ({differences}); {advice}")
+    return "; ".join(_difference(name, stored.get(name), current.get(name)) for name in differing)
 
 
 def _difference(name: str, stored: object, current: object) -> str:
@@ -108,9 +129,9 @@ def _difference(name: str, stored: object, current: object) -> str:
     return f"{name}: {json.dumps(stored)} there, {json.dumps(current)} here"
 
 
-def _stored_configuration(path: Path) -> dict[str, Any] | None:
-    """The configuration in `path`; None if there is none."""
+def _stored(path: Path) -> dict[str, Any]:
+    """The record in `path`; empty if there is none."""
     try:
-        return dict(json.loads(path.read_bytes())["run"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+        return dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return {}

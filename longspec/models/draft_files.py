@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from longspec.errors import UserError, first_line
-from longspec.models.draft_layer import MAX_WINDOW, PUBLISHED, DraftOptions
+from longspec.models.draft_layer import MAX_WINDOW, PUBLISHED, DraftOptions, GlideDecoderLayer
+from longspec.models.draft_vocabulary import MAPS, maps_problem
 from longspec.models.target_files import HUB_ERRORS, check_hub_id, without_memory
 from longspec.models.weight_files import is_plain, read_metadata, read_weights
 from longspec.untrusted import read_json, read_yaml
@@ -107,13 +108,15 @@ def strip_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return draft or dict(state)
 
 
-def fit_draft(state: Mapping[str, Tensor], layer: nn.Module, source: str) -> dict[str, Tensor]:
+def fit_draft(state: Mapping[str, Tensor], layer: GlideDecoderLayer, source: str) -> dict[str, Tensor]:
     """`state` without the prefix and the unused weights, if it fits `layer` (which may be on the meta device).
 
-    Raises UserError that names `source` and the missing, unexpected, wrongly shaped and non-finite weights.
+    The vocabulary list is that of `state`, whether or not `layer` has one. Raises UserError that names `source` and the
+    missing, unexpected, wrongly shaped and non-finite weights, or the fault of the vocabulary list.
     """
     weights = {name: w for name, w in strip_prefix(state).items() if name not in DEAD_WEIGHTS}
-    expected = layer.state_dict()
+    maps = {name: weights.pop(name) for name in MAPS if name in weights}
+    expected = {name: weight for name, weight in layer.state_dict().items() if name not in MAPS}
 
     faults = [f"missing {name}" for name in expected.keys() - weights.keys()]
     faults += [f"unexpected {_printable(name)}" for name in weights.keys() - expected.keys()]
@@ -123,12 +126,15 @@ def fit_draft(state: Mapping[str, Tensor], layer: nn.Module, source: str) -> dic
         elif name in expected and weight.shape != expected[name].shape:
             faults.append(f"{name} is {list(weight.shape)}, the target needs {list(expected[name].shape)}")
 
+    if problem := maps_problem(maps, layer.vocab_size):
+        faults.append(problem)
+
     if faults:
         named = sorted(faults)[:NAMED_FAULTS]
         rest = f"; and {len(faults) - len(named)} more" if len(faults) > len(named) else ""
         raise UserError(f"{source}: the draft does not fit the target: {'; '.join(named)}{rest}")
     check_finite(weights, source)
-    return weights
+    return weights | maps
 
 
 def check_finite(state: Mapping[str, Tensor], source: str) -> None:
@@ -163,6 +169,12 @@ def check_draft(path: str | Path, config: PreTrainedConfig, layer_class: Any) ->
 def draft_window(path: str | Path) -> int:
     """The self-attention window W, in tokens, of the draft at `path`; see `draft_settings`. Raises UserError."""
     return draft_settings(path).options.window
+
+
+def list_size(path: str | Path) -> int | None:
+    """Number of tokens in the vocabulary list of the draft at `path`; None if it has none. Raises UserError."""
+    state = load_draft(path)
+    return state["d2t"].numel() if "d2t" in state else None
 
 
 def draft_settings(path: str | Path) -> DraftSettings:

@@ -13,6 +13,8 @@ Two options extend the published layer (see `DraftOptions`). Additional cross-at
 target: they take the same normalized input, and their outputs are added. A target feature W·RMSNorm(s) is added to h
 before the cross-attention, where s is the target's last hidden state at the newest token whose keys the query sees.
 
+A draft may have a vocabulary list (see `draft_vocabulary`). Its head then consists of these rows of lm_head.
+
 The caller decides which keys a query sees: training passes attention over whole sequences, decoding attention over its
 caches. The layer itself is the same in both.
 """
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import rotate_half
 
 from longspec.errors import UserError
+from longspec.models.draft_vocabulary import MAPS, listed_tokens, vocabulary_maps
 
 WINDOW = 512
 """Default self-attention window W in tokens: a query sees itself and the W positions before it."""
@@ -130,12 +133,18 @@ class DraftCrossAttention(_Attention):
 class GlideDecoderLayer(nn.Module):
     """One draft layer; the subclass of a family names its norm and MLP classes."""
 
+    d2t: Tensor | None
+    t2d: Tensor | None
     norm_class: Callable[..., nn.Module]
     mlp_class: Callable[..., nn.Module]
 
     def __init__(self, config: Any, options: DraftOptions = PUBLISHED) -> None:
         super().__init__()
         self.options = options
+        self.vocab_size: int = config.vocab_size
+        # The vocabulary list; a draft without one has no such entries in its state dict.
+        for name in MAPS:
+            self.register_buffer(name, None)
 
         # The names of these modules are those in the published weight files.
         norm = type(self).norm_class
@@ -160,6 +169,19 @@ class GlideDecoderLayer(nn.Module):
     @window.setter
     def window(self, tokens: int) -> None:
         self.options = replace(self.options, window=tokens)
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """The token ids that the draft proposes, LongTensor [Vd], ascending; None for the whole vocabulary."""
+        return None if self.d2t is None else listed_tokens(self.d2t)
+
+    def set_vocabulary(self, tokens: Tensor | None) -> None:
+        """Restrict the draft to `tokens`, ascending ids, LongTensor [Vd]; None lifts the restriction."""
+        maps = (
+            {} if tokens is None else vocabulary_maps(tokens.to(self.self_attn.q_proj.weight.device), self.vocab_size)
+        )
+        for name in MAPS:
+            self.register_buffer(name, maps.get(name))
 
     @property
     def cross_attentions(self) -> list[DraftCrossAttention]:

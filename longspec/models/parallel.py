@@ -100,6 +100,13 @@ def vocabulary_size(lm_head: nn.Module) -> int:
     return lm_head.size if isinstance(lm_head, VocabularyHead) else lm_head.out_features  # type: ignore[return-value]
 
 
+def head_rows(lm_head: nn.Module, tokens: Tensor) -> Tensor:
+    """The rows [..., hidden] of the head for tokens, LongTensor [...], the same on all ranks."""
+    if isinstance(lm_head, VocabularyHead):
+        return VocabularyEmbedding(lm_head.weight, lm_head.first)(tokens)
+    return F.embedding(tokens, lm_head.weight)  # type: ignore[arg-type]
+
+
 def join_ranks(target: Any, vocab_size: int) -> None:
     """Connect this rank's part of a target with those of the other ranks, so that each computes the whole target.
 

@@ -26,6 +26,7 @@ from longspec.models.draft_files import (
     save_draft_folder,
 )
 from longspec.models.draft_layer import PUBLISHED, DraftOptions, GlideDecoderLayer
+from longspec.models.draft_vocabulary import checked_tokens, listed_tokens
 from longspec.models.parallel import PretrainedModelParallelPreSplitMixin, join_ranks, model_parallel_rank_and_size
 from longspec.models.target_files import WEIGHT_ERRORS, check_target, check_target_path, read_config, weight_problem
 from longspec.models.target_split import rank_config
@@ -101,6 +102,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         *,
         kv_layers: Sequence[int] | None = None,
         target_feature: bool | None = None,
+        draft_vocabulary: Sequence[int] | None = None,
         dtype: str | torch.dtype | None = None,
         revision: str | None = None,
         device_map: Any = None,
@@ -116,8 +118,8 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         revision, device_map, quantization_config: as in transformers, for the target; one device for the whole target.
         gradient_checkpointing recomputes the draft layer in backward. window, kv_layers, target_feature: see
         `DraftOptions`; None is the saved draft's own value, else the published one. ignore_mismatched_sizes has no
-        effect; published configs contain it. Raises UserError, also for unknown arguments and a draft that does not
-        fit.
+        effect; published configs contain it. draft_vocabulary: the token ids that a fresh draft proposes, None for all.
+        Raises UserError, also for unknown arguments and a draft that does not fit.
         """
         if unknown:
             raise UserError(f"{cls.__name__}.from_pretrained: no argument {', '.join(sorted(unknown))}")
@@ -137,6 +139,11 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         config = read_config(path, revision)
         if state_dict is None and glide_path is None:
             glide_path = draft_of_pair(path, revision)
+        vocabulary = None
+        if draft_vocabulary is not None:
+            if state_dict is not None or glide_path is not None:
+                raise UserError("draft_vocabulary: for a fresh draft; a saved draft has its own list")
+            vocabulary = checked_tokens(draft_vocabulary, config.vocab_size, "draft_vocabulary")
 
         if dtype is None:
             dtype = "auto" if torch_dtype is None else torch_dtype
@@ -152,6 +159,8 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
             options=_draft_options(stated, glide_path),
         )
 
+        if vocabulary is not None:
+            model.draft_model.set_vocabulary(vocabulary)
         if state_dict is not None:
             model.load_draft_state(state_dict, source="state_dict")
         if pad_token_id is not None:
@@ -250,6 +259,8 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
 
         Raises UserError that names missing, unexpected, wrongly shaped and non-finite weights.
         """
-        self.draft_model.load_state_dict(fit_draft(state, self.draft_model, source))
+        weights = fit_draft(state, self.draft_model, source)
+        self.draft_model.set_vocabulary(listed_tokens(weights["d2t"]) if "d2t" in weights else None)
+        self.draft_model.load_state_dict(weights)
         check_finite(self.draft_model.state_dict(), f"{source}, in {self.draft_model.self_attn.q_proj.weight.dtype}")
         self.draft_is_trained = True

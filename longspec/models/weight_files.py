@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from safetensors import safe_open
@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from longspec.errors import UserError, first_line
+from longspec.models.draft_vocabulary import MAPS
 from longspec.models.target_files import WEIGHT_ERRORS, check_start, weight_problem
 from longspec.untrusted import check_regular
 
@@ -31,7 +32,9 @@ def read_weights(file: Path) -> dict[str, Tensor]:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{file}: not a readable file of plain weights ({weight_problem(error)})") from error
-    if not isinstance(state, dict) or not all(isinstance(name, str) and is_plain(w) for name, w in state.items()):
+    if not isinstance(state, dict) or not all(
+        isinstance(name, str) and _is_readable(name, w) for name, w in state.items()
+    ):
         raise UserError(f"{file}: not a dictionary of plain weights")
     return state
 
@@ -52,11 +55,19 @@ def _read_pickle(file: Path) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
 
 
+def _is_readable(name: str, value: object) -> bool:
+    """Whether a value is a weight, or a tensor of a draft's vocabulary list."""
+    return is_plain(value) or (name.rpartition(".")[2] in MAPS and _is_dense(value))
+
+
+def _is_dense(value: object) -> TypeGuard[Tensor]:
+    """Whether a value is a dense tensor that holds data."""
+    return isinstance(value, Tensor) and not value.is_meta and value.layout == torch.strided and not value.is_nested
+
+
 def is_plain(weight: object) -> bool:
     """Whether a value is a dense floating-point tensor that holds data."""
-    if not isinstance(weight, Tensor) or weight.is_meta or weight.layout != torch.strided or weight.is_nested:
-        return False
-    return weight.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    return _is_dense(weight) and weight.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def read_metadata(file: Path) -> dict[str, Any]:

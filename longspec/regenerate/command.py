@@ -11,11 +11,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 import transformers
 
 from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.errors import UserError, reports_user_errors
+from longspec.ranks.replicas import joined_replicas
 from longspec.regenerate.run import regenerate
 from longspec.regenerate.settings import SPLITS, Settings
 from longspec.signals import StopSignals
@@ -32,7 +32,7 @@ class _Parser(argparse.ArgumentParser):
 
 @reports_user_errors
 def main(argv: Sequence[str] | None = None, prog: str = "python -m longspec.regenerate") -> Path | None:
-    """Write a split. Returns the path of its file, or None on a rank that ends before the others.
+    """Write a split. Returns the path of its file on rank 0, None on other ranks.
 
     A stop signal ends the process at once with 128 + its number; complete shards are kept.
     """
@@ -40,20 +40,16 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m longspec.rege
     dtype = options.pop("dtype")
     device = options.pop("device")
 
-    rank = _environment_number("RANK", 0)
-    world = _environment_number("WORLD_SIZE", 1)
-    if device is None and torch.cuda.is_available():
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-
     transformers.utils.logging.disable_progress_bar()
     settings: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
     }
     with StopSignals(at_once=True) as stop:
         try:
-            path = regenerate(Settings(**settings), dtype, device, rank, world)
+            with joined_replicas() as replicas:
+                path = regenerate(Settings(**settings), dtype, replicas.device(device), replicas)
         except SystemExit:
-            if stop.received is not None:
+            if stop.received is not None and os.environ.get("RANK", "0") == "0":
                 name = signal.Signals(stop.received).name
                 print(f"stopped by {name}; the same command continues after the last complete shard", file=sys.stderr)
             raise
@@ -61,14 +57,6 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m longspec.rege
     if path is not None:
         print(f"written to {path}")
     return path
-
-
-def _environment_number(name: str, default: int) -> int:
-    """A variable that torchrun sets. Raises UserError if it is not a number."""
-    value = os.environ.get(name, str(default))
-    if not value.isdecimal():
-        raise UserError(f"environment variable {name}: {value!r} is not a number; use torchrun, or unset it")
-    return int(value)
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:

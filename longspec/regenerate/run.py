@@ -1,4 +1,4 @@
-"""A run: each rank writes its share of the shards, and the last one to finish merges them into the split's file.
+"""A run: each rank writes its share of the shards, and rank 0 merges them into the split's file.
 
 A split is SPLIT.jsonl with SPLIT.provenance.yaml next to it; its shards are in SPLIT.shards/.
 """
@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,45 +23,87 @@ from longspec.inference.load_pair import load_pair
 from longspec.inference.registry import choose_target
 from longspec.models.content import target_digest
 from longspec.models.target_files import load_tokenizer, read_config
+from longspec.ranks.replicas import LostRank, Replicas
 from longspec.regenerate.settings import Settings, check_settings
 from longspec.regenerate.shards import Shards
 from longspec.regenerate.writer import Writer
+from longspec.signals import StopSignals
 
 LIBRARIES = ("torch", "transformers")
 """Libraries whose versions are noted with the text."""
 
 
 def regenerate(
-    settings: Settings, dtype: str = "auto", device: str | None = None, rank: int = 0, world: int = 1
+    settings: Settings, dtype: str = "auto", device: str | None = None, replicas: Replicas | None = None
 ) -> Path | None:
-    """Write the missing shards of this rank. Returns the split's file once the shards of all ranks exist, else None.
+    """Write this rank's share of the missing shards. Returns the split's file on rank 0, once all shards exist.
 
-    Raises UserError for settings that cannot work, and for a folder with shards of other settings.
+    replicas: those of the launch; None for a single process. Raises UserError for settings that cannot work, and for a
+    folder with shards of other settings, and SystemExit if another rank has ended before.
     """
+    replicas = replicas or Replicas()
+    run = replicas.rank_zero_first(lambda: _prepare(settings, replicas))
+    shards = run.shards
+    replicas.from_rank_zero(lambda: shards.claim(run.facts))
+    replicas.check_shared(shards.folder)
+    replicas.together(lambda: shards.claim(run.facts))
+
+    missing = replicas.from_rank_zero(
+        lambda: [shard for shard in range(shards.count) if not shards.path(shard).exists()]
+    )
+    if missing:
+        share = [missing[index] for index in replicas.share([run.load(shard) for shard in missing])]
+        writer = replicas.together(lambda: run.writer(dtype, device))
+        total = sum(len(shards.range(shard)) for shard in missing)
+        with _progress_bar(settings.split, total, replicas) as bar:
+            for shard in share:
+                rows = shards.range(shard)
+                records, dropped = writer.write_shard(shard, rows, bar.add)
+                shards.write(shard, records, dropped)
+                bar.end_shard(len(rows))
+            if not replicas.meet(StopSignals(), bar.show):
+                raise LostRank(replicas)
+    return shards.merge() if replicas.rank == 0 else None
+
+
+@dataclass
+class _Run:
+    """A run that has been checked. Only the weights are still to be loaded."""
+
+    settings: Settings
+    """The settings, with the chat format by name."""
+    target: str
+    """Folder or hub id."""
+    tokenizer: Any
+    files: PromptFiles | None
+    """The prompts; None if the target writes the user turns."""
+    facts: dict[str, Any]
+    """Everything that determines the text, and versions."""
+    shards: Shards
+
+    def writer(self, dtype: str, device: str | None) -> Writer:
+        """Load the weights."""
+        model, _ = load_pair(self.target, dtype=dtype, device=device)
+        return Writer(self.settings, model, self.tokenizer, self.files)
+
+    def load(self, shard: int) -> int:
+        """The work of a shard, to be balanced over ranks: the length of its prompts in bytes, and its new tokens."""
+        rows = self.shards.range(shard)
+        size = self.files.size(rows.start, rows.stop) if self.files else 0
+        return size + len(rows) * self.settings.max_new_tokens
+
+
+def _prepare(settings: Settings, replicas: Replicas) -> _Run:
     check_settings(settings)
     files = PromptFiles(settings.files) if settings.files else None
     target = choose_target(settings.target)
     config = read_config(target)
     tokenizer = load_tokenizer(target, config, settings.chat_template_kwargs)
-    report = print if rank == 0 else lambda line: None
+    report = print if replicas.rank == 0 else lambda line: None
     chat_format = resolve_chat_format(settings.chat_format, target, config.model_type, tokenizer, report)
     settings = replace(settings, chat_format=chat_format)
-
-    shards = Shards(settings, _total(settings, files))
-    shards.claim(_facts(settings, files, target_digest(target, config)))
-    own_shards = range(rank, shards.count, world)
-    missing = [shard for shard in own_shards if not shards.path(shard).exists()]
-    if missing:
-        model, _ = load_pair(target, dtype=dtype, device=device)
-        writer = Writer(settings, model, tokenizer, files)
-        total = sum(len(shards.range(shard)) for shard in missing)
-        with _progress_bar(f"{settings.split}, rank {rank}", total, shown=rank == 0) as bar:
-            for shard in missing:
-                rows = shards.range(shard)
-                records, dropped = writer.write_shard(shard, rows, bar.add)
-                shards.write(shard, records, dropped)
-                bar.end_shard(len(rows))
-    return shards.merge()
+    facts = _facts(settings, files, target_digest(target, config))
+    return _Run(settings, target, tokenizer, files, facts, Shards(settings, _total(settings, files)))
 
 
 def _total(settings: Settings, files: PromptFiles | None) -> int:
@@ -84,29 +126,36 @@ def _facts(settings: Settings, files: PromptFiles | None, digest: str) -> dict[s
 
 
 class _ProgressBar:
-    """Counts finished prompts and shows new tokens per second."""
+    """Counts finished prompts and shows new tokens per second, over all ranks."""
 
-    def __init__(self, bar: tqdm) -> None:
+    def __init__(self, bar: tqdm, replicas: Replicas) -> None:
         self.bar = bar
+        self.replicas = replicas
         self.start = time.perf_counter()
-        self.new_tokens = 0
-        self.ended = 0
-        """Number of prompts in the shards that have ended."""
+        self.answers = 0
+        """Number of finished answers of the running shard."""
 
     def add(self, new_tokens: int, answers: int) -> None:
         """Count new tokens and finished answers."""
-        self.new_tokens += new_tokens
-        speed = self.new_tokens / (time.perf_counter() - self.start)
-        self.bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
-        self.bar.update(answers)
+        self.answers += answers
+        self._count(new_tokens, answers)
 
     def end_shard(self, prompts: int) -> None:
         """Count the prompts of a shard that were dropped without an answer."""
-        self.ended += prompts
-        self.bar.update(self.ended - self.bar.n)
+        self._count(0, prompts - self.answers)
+        self.answers = 0
+
+    def show(self) -> None:
+        """Show the progress of the other ranks."""
+        self._count(0, 0)
+
+    def _count(self, new_tokens: int, prompts: int) -> None:
+        speed = self.replicas.count("tokens", new_tokens) / (time.perf_counter() - self.start)
+        self.bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
+        self.bar.update(self.replicas.count("prompts", prompts) - self.bar.n)
 
 
 @contextmanager
-def _progress_bar(label: str, total: int, shown: bool) -> Iterator[_ProgressBar]:
-    with tqdm(total=total, desc=label, unit="prompt", disable=not shown) as bar:
-        yield _ProgressBar(bar)
+def _progress_bar(label: str, total: int, replicas: Replicas) -> Iterator[_ProgressBar]:
+    with tqdm(total=total, desc=label, unit="prompt", disable=replicas.rank > 0) as bar:
+        yield _ProgressBar(bar, replicas)

@@ -11,8 +11,9 @@ from typing import Any
 
 import yaml
 
+from longspec.data.lines import data_files
 from longspec.data.prompts import prompt_key
-from longspec.data.records import Record, data_files, parse_record
+from longspec.data.records import Record, parse_record
 from longspec.errors import UserError
 from longspec.regenerate.settings import Settings
 from longspec.untrusted import read_yaml

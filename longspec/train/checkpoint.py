@@ -195,7 +195,8 @@ def _write_errors(output: Path, progress: Progress) -> Iterator[None]:
 
 
 def gather_draft(model: nn.Module) -> dict[str, Tensor]:
-    """The draft's weights on the CPU, without prefix, on global rank 0; {} on the other ranks. All ranks call it.
+    """The draft's weights and vocabulary list on the CPU, without prefix, on global rank 0; {} on the other ranks. All
+    ranks call it.
 
     Under ZeRO-3 one parameter at a time is gathered. DeepSpeed's consolidation would also gather the frozen target.
     """
@@ -204,6 +205,8 @@ def gather_draft(model: nn.Module) -> dict[str, Tensor]:
         with deepspeed.zero.GatheredParameters(parameter):
             if dist.get_rank() == 0:
                 state[name] = parameter.detach().cpu().clone()
+    if dist.get_rank() == 0:
+        state |= {name: buffer.cpu().clone() for name, buffer in model.draft_model.named_buffers()}  # type: ignore[union-attr, operator]
     return state
 
 
@@ -221,9 +224,10 @@ def read_draft(folder: str | Path) -> dict[str, Tensor]:
 
 
 def saved_draft(folder: Path) -> dict[str, Tensor]:
-    """The draft's weights in an undamaged DeepSpeed state: its fp32 master weights in the model's dtype."""
+    """The draft in an undamaged DeepSpeed state: fp32 master weights in the model's dtype, and its vocabulary list."""
     dtype = getattr(torch, read_config_file(folder / CONFIG_NAME).model.torch_dtype)
-    return {name: weight.to(dtype) for name, weight in Shards(folder).parameters(MASTERS)}
+    shards = Shards(folder)
+    return {name: weight.to(dtype) for name, weight in shards.parameters(MASTERS)} | shards.vocabulary_maps
 
 
 def load_state(engine: Any, folder: Path, progress: Progress) -> None:

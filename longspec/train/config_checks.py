@@ -12,10 +12,10 @@ from omegaconf import OmegaConf
 from packaging.version import Version
 from pydantic import ValidationError
 
-from longspec.data.dataset import OVERFLOWS
-from longspec.data.records import data_files
+from longspec.data.lines import data_files
 from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.data.templates import check_templates
+from longspec.data.tokenization import OVERFLOWS
 from longspec.errors import UserError
 from longspec.kernels.training.varlen import resolve_attention
 from longspec.train.config_schema import TrainConfig
@@ -33,7 +33,7 @@ WANDB_MODES = ("auto", "online", "offline", "disabled")
 POSITIVE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "save_steps"),
     *("learning_rate", "max_grad_norm", "data.num_proc", "tp_size", "evaluation.steps", "evaluation.rows"),
-    *("model.window", "data.max_length"),
+    *("model.window", "model.draft_vocabulary", "data.max_length"),
 )
 """Keys with a number > 0."""
 NOT_NEGATIVE = ("seed", "weight_decay", "data.num_workers", "variant.max_offset")
@@ -60,7 +60,7 @@ def _check_numbers(config: TrainConfig) -> None:
     values = OmegaConf.structured(config)
     for key in (*POSITIVE, *NOT_NEGATIVE):
         value = OmegaConf.select(values, key)
-        if value is None:  # max_steps and evaluation.rows may be null
+        if value is None:  # max_steps, evaluation.rows and model.draft_vocabulary may be null
             continue
         if isinstance(value, int):
             _require(value <= LARGEST_NUMBER, key, "must be at most 2^64 - 1", value)

@@ -23,6 +23,8 @@ class ModelConfig:
     window: int = WINDOW
     kv_layers: list[int] = field(default_factory=list)
     target_feature: bool = False
+    draft_vocabulary: int | None = None
+    """Number of tokens in the vocabulary list of the draft; `from_pretrained` takes the list itself."""
 
     @property
     def draft_options(self) -> DraftOptions:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from longspec.data.records import Files, content_digests
+from longspec.data.lines import Files, content_digests
 from longspec.models.content import COMMIT, Digests, target_digests
 from longspec.models.target_files import read_config
 from longspec.train.config_schema import TrainConfig

@@ -23,6 +23,7 @@ from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.models.target_graph import TargetGraphs
 from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import ReplicatedDraft, keep_drafts_equal
+from longspec.train.vocabulary import check_list_split
 
 MUON_MOMENTUM = 0.95
 
@@ -69,21 +70,27 @@ def engine_config(config: TrainConfig) -> dict[str, Any]:
     return settings
 
 
-def build_pair(config: TrainConfig, draft: dict[str, Tensor] | None) -> nn.Module:
+def build_pair(config: TrainConfig, draft: dict[str, Tensor] | None, vocabulary: Tensor | None = None) -> nn.Module:
     """The target with the weights `draft`, or with a fresh draft that is the same on all ranks.
 
-    Raises UserError if target or draft cannot be loaded.
+    vocabulary: the list of a fresh draft, LongTensor [Vd]; None for the whole vocabulary. Raises UserError if target or
+    draft cannot be loaded, or if the list cannot be split over the ranks that share a target.
     """
     # A fresh draft is drawn from this seed.
     torch.manual_seed(config.seed)
     try:
         with built_in_shards(config):
-            return hydra.utils.call(config.model, config.model_name_or_path, state_dict=draft)
+            pair = hydra.utils.call(config.model, config.model_name_or_path, state_dict=draft, draft_vocabulary=None)
     except InstantiationException as error:
         # Hydra wraps the pair's own error in one without its message.
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from None
         raise
+    if vocabulary is not None:
+        pair.draft_model.set_vocabulary(vocabulary)
+    if pair.draft_model.vocabulary is not None:
+        check_list_split(pair.draft_model.vocabulary, pair.config.vocab_size, config.tp_size)
+    return pair
 
 
 @contextmanager

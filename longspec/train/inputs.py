@@ -73,6 +73,11 @@ def read_inputs(config: TrainConfig) -> Inputs:
 
     # A draft fits only targets with the same heads, width and layers.
     config.model.draft_options.check_target(target, "config key model.kv_layers")
+    if (size := config.model.draft_vocabulary) is not None and size >= target.vocab_size:
+        raise UserError(
+            f"config key model.draft_vocabulary: {size}, but the target has only {target.vocab_size} tokens; use "
+            "fewer, or null for all"
+        )
     draft = None
     if config.draft_model_name_or_path is not None:
         draft = check_draft(config.draft_model_name_or_path, target, glide.draft_layer_class)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError
 from longspec.kernels.shared.device import runs_triton, upload
+from longspec.kernels.training.reference import OUTSIDE
 from longspec.models.parallel import (
     first_token,
     log_sum_exp_over_ranks,
@@ -50,6 +51,10 @@ class DraftLoss:
     The sum (fp32, or fp64 for fp64 input) is over tokens; the caller divides it by the number of tokens of all ranks.
     metrics holds detached sums over the same tokens: `loss`, `ce` and `kl` if they are part of the loss, and
     `target_loss`, the target's own cross-entropy, if `log_target_loss`.
+
+    With a draft's vocabulary list, only these rows of lm_head are read. Labels outside the list add nothing to `ce`,
+    and `distill` uses the target's distribution restricted to the list and normalized. `target_loss` is that of the
+    whole vocabulary in any case.
     """
 
     loss: str
@@ -58,6 +63,8 @@ class DraftLoss:
     """Whether metrics include the target's own cross-entropy."""
     chunk_logits: int = CHUNK_LOGITS
     """Largest number of logits in a chunk."""
+    vocabulary: Tensor | None = None
+    """The draft's vocabulary list, LongTensor [Vd], ascending; None for the whole vocabulary."""
 
     @property
     def teacher_share(self) -> float:
@@ -73,10 +80,11 @@ class DraftLoss:
         self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: nn.Module
     ) -> tuple[Tensor, dict[str, Tensor]]:
         student, teacher, targets = self._select_scored(hidden, target_hidden, labels)
-        targets = targets - first_token(lm_head)
         chunk = self._chunk_tokens(lm_head)
         with gathered_weight(lm_head) as weight:
-            total, sums = ChunkedLoss.apply(student, teacher, targets, weight, self.teacher_share, chunk)
+            rows, row_labels = self._draft_head(lm_head, weight, targets)
+            total, sums = ChunkedLoss.apply(student, teacher, row_labels, rows, self.teacher_share, chunk)
+            self._restore_target_loss(sums, teacher, targets, lm_head, weight)
         return total, self._metrics(sums)
 
     @torch.no_grad()
@@ -88,14 +96,15 @@ class DraftLoss:
         The flags are False for labels that do not count. They are on the same device as `labels`.
         """
         student, teacher, targets = self._select_scored(hidden, target_hidden, labels)
-        targets = targets - first_token(lm_head)
         sums = _zero_sums(student)
         correct = torch.empty_like(targets, dtype=torch.bool)
         with gathered_weight(lm_head) as weight:
-            for span, logits, teacher_logits in _chunks(student, teacher, weight, self._chunk_tokens(lm_head)):
-                correct[span] = _ranked_first(logits, targets[span])
-                _chunk_terms(logits, teacher_logits, targets[span], self.teacher_share, sums)
-        sum_over_ranks(sums)
+            rows, row_labels = self._draft_head(lm_head, weight, targets)
+            for span, logits, teacher_logits in _chunks(student, teacher, rows, self._chunk_tokens(lm_head)):
+                correct[span] = _ranked_first(logits, row_labels[span])
+                _chunk_terms(logits, teacher_logits, row_labels[span], self.teacher_share, sums)
+            sum_over_ranks(sums)
+            self._restore_target_loss(sums, teacher, targets, lm_head, weight)
 
         # The first column has no hidden state before it.
         scored = labels != IGNORED
@@ -122,7 +131,38 @@ class DraftLoss:
 
     def _chunk_tokens(self, lm_head: nn.Module) -> int:
         """Tokens per chunk, the same on all ranks."""
-        return max(1, self.chunk_logits // vocabulary_size(lm_head))
+        size = vocabulary_size(lm_head) if self.vocabulary is None else len(self.vocabulary)
+        return max(1, self.chunk_logits // size)
+
+    def _draft_head(self, lm_head: nn.Module, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's rows of the draft's head, and the labels [N] as numbers of these rows.
+
+        Labels of rows on other ranks are out of range, those of tokens that the draft does not propose are OUTSIDE.
+        """
+        first = first_token(lm_head)
+        if self.vocabulary is None:
+            return weight, targets - first
+        tokens = self.vocabulary.to(targets.device)
+        # The list is ascending, so this rank's part of it is a slice.
+        start, end = 0, len(tokens)
+        if len(weight) < vocabulary_size(lm_head):
+            start, end = (int((tokens < token).sum()) for token in (first, first + len(weight)))
+        number = torch.searchsorted(tokens, targets)
+        is_listed = tokens[number.clamp(max=len(tokens) - 1)] == targets
+        return weight[tokens[start:end] - first], torch.where(is_listed, number - start, OUTSIDE)
+
+    def _restore_target_loss(
+        self, sums: Tensor, teacher: Tensor | None, targets: Tensor, lm_head: nn.Module, weight: Tensor
+    ) -> None:
+        """Write the target's cross-entropy over the whole vocabulary to `sums`, if it was computed over a list."""
+        if self.vocabulary is None or not self.log_target_loss:
+            return
+        assert teacher is not None
+        whole = _zero_sums(teacher)
+        chunk = max(1, self.chunk_logits // vocabulary_size(lm_head))
+        for span, logits, _ in _chunks(teacher, None, weight, chunk):
+            _chunk_terms(logits, None, targets[span] - first_token(lm_head), 0.0, whole)
+        sums[TERMS.index("target_loss")] = sum_over_ranks(whole)[TERMS.index("ce")]
 
     def _metrics(self, sums: Tensor) -> dict[str, Tensor]:
         """The reported terms of `sums` by name."""
@@ -219,6 +259,8 @@ def _chunk_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, 
         loss = (1 - share) · -log q(y) + share · KL(p ‖ q)
         d loss / d logits = q - (1 - share) · onehot(y) - share · p
 
+    For the label OUTSIDE, only share · KL and its gradient remain.
+
     The gradient may reuse the memory of `logits`.
     """
     compute = _kernel_terms if runs_triton(logits) else _plain_terms
@@ -255,7 +297,7 @@ def _plain_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, 
             # KL(p ‖ q) = Σ p · (log p - log q), where p = 0 contributes 0. In place: a chunk takes some GB.
             terms[:, 1] = log_p.sub_(log_q).mul_(p).masked_fill_(p == 0, 0).sum(1)
 
-    gradient = log_q.exp_()
+    gradient = log_q.exp_().mul_(torch.where(labels == OUTSIDE, share, 1.0).to(dtype)[:, None])
     if p is not None:
         gradient.sub_(p, alpha=share)
     return terms, gradient.scatter_add_(1, label_index, -(1 - share) * on_this_rank)

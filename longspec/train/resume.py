@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from longspec.errors import UserError
-from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_settings
+from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_settings, list_size
 from longspec.models.draft_layer import PUBLISHED
 from longspec.train.checkpoint import absolute_paths
 from longspec.train.config import CONFIG_NAME, read_config_file
@@ -106,16 +106,18 @@ def _start_without_state(config: TrainConfig, run: Run, draft: tuple[Path, Progr
 
 
 def with_draft_options(config: TrainConfig, state: Path | None, draft: str | None) -> TrainConfig:
-    """`config` with the `model.kv_layers` and `model.target_feature` of the state or draft that training starts from.
+    """`config` with the options of the state or draft that training starts from: `kv_layers`, `target_feature` and
+    `draft_vocabulary` of the section `model`.
 
     Raises UserError if `config` sets other values than the saved ones. The default values are always accepted.
     """
     if state is not None:
         source = str(state)
-        saved = read_config_file(state / CONFIG_NAME).model.draft_options
+        saved_model = read_config_file(state / CONFIG_NAME).model
+        saved, saved_size = saved_model.draft_options, saved_model.draft_vocabulary
     elif draft is not None:
         source = draft
-        saved = draft_settings(draft).options
+        saved, saved_size = draft_settings(draft).options, list_size(draft)
     else:
         return config
 
@@ -124,7 +126,16 @@ def with_draft_options(config: TrainConfig, state: Path | None, draft: str | Non
         value, saved_value = getattr(configured, name), getattr(saved, name)
         if value not in (getattr(PUBLISHED, name), saved_value):
             raise UserError(f"config key model.{name}: {value}, but the draft at {source} has {saved_value}; omit it")
-    model = replace(config.model, kv_layers=list(saved.kv_layers), target_feature=saved.target_feature)
+    size = config.model.draft_vocabulary
+    if size not in (None, saved_size):
+        own = "the whole vocabulary" if saved_size is None else f"a list of {saved_size} tokens"
+        raise UserError(f"config key model.draft_vocabulary: {size}, but the draft at {source} has {own}; omit it")
+    model = replace(
+        config.model,
+        kv_layers=list(saved.kv_layers),
+        target_feature=saved.target_feature,
+        draft_vocabulary=saved_size,
+    )
     return replace(config, model=model)
 
 

@@ -26,6 +26,7 @@ from longspec.train.inputs import read_inputs
 from longspec.train.logging import setup_logging
 from longspec.train.resume import last_step, rows_per_step, where_to_start, with_draft_options
 from longspec.train.trainer import Trainer
+from longspec.train.vocabulary import fresh_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,10 @@ def _train_locked(
 
     # A resumed run builds its draft from the saved master weights, otherwise from the previous stage.
     draft_weights = saved_draft(start.state) if start.state else inputs.draft
-    engine = build_engine(run_config, build_pair(local_config, draft_weights))
+    vocabulary = None
+    if draft_weights is None:
+        vocabulary = from_rank_zero(lambda: fresh_vocabulary(local_config, inputs))
+    engine = build_engine(run_config, build_pair(local_config, draft_weights, vocabulary))
     if start.state:
         load_state(engine, start.state, start.progress)
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from longspec.errors import UserError
 from longspec.models.draft_files import DRAFT_PREFIX
+from longspec.models.draft_vocabulary import MAPS
 from longspec.models.target_files import WEIGHT_ERRORS, weight_problem
 from longspec.train.distributed import data_parallel_rank_and_size
 
@@ -71,10 +72,16 @@ class Shards:
         states = folder / (folder / "latest").read_text().strip()
         files = sorted(states.glob("*_optim_states.pt"), key=_rank)
         self.ranks: list[dict[str, Any]] = [load_plain(file)["optimizer_state_dict"] for file in files]
-        groups = load_plain(min(states.glob("*_model_states.pt"), key=_rank))["param_shapes"]
+        module_state = load_plain(min(states.glob("*_model_states.pt"), key=_rank))
+        groups = module_state["param_shapes"]
         self.shapes: dict[str, torch.Size] = {
             name.removeprefix(DRAFT_PREFIX): shape for group in groups for name, shape in group.items()
         }
+        saved = module_state["module"]
+        self.vocabulary_maps: dict[str, Tensor] = {
+            name: saved[DRAFT_PREFIX + name].clone() for name in MAPS if DRAFT_PREFIX + name in saved
+        }
+        """The draft's vocabulary list, {} if it has none."""
         self.is_zero3 = "fp32_flat_groups" in self.ranks[0]
 
     @property

@@ -44,6 +44,8 @@ class Target:
     attention: str = "sdpa"
     seed: int = 0
     draft: DraftOptions = PUBLISHED
+    listed: tuple[int, ...] = ()
+    """The draft's vocabulary list; empty: no list."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,8 @@ def build(target: Target) -> tuple[GlideMixin, PreTrainedModel]:
         random.save_pretrained(folder)
         model = GLIDE[target.family].from_pretrained(folder, torch_dtype=target.dtype, **asdict(target.draft))
         model.draft_is_trained = True  # as far as decoding is concerned
+        if target.listed:
+            model.draft_model.set_vocabulary(torch.tensor(target.listed))
         own = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype, attn_implementation=target.attention)
     assert not isinstance(own, GlideMixin) and own.dtype == model.dtype == target.dtype
     return model, own
@@ -273,6 +277,18 @@ def test_an_extended_draft_is_lossless(method: str) -> None:
     check(case, seen)
     check(replace(case, plan=((0, 3), (3, 1), (2, 0), (1, 2))), seen)
     assert set(seen) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", GLIDE_METHODS)
+def test_a_draft_with_a_vocabulary_is_lossless(family: str, method: str) -> None:
+    """Most of the target's tokens are neither in the list nor in the prompt; some are in another row's prompt."""
+    target = Target(family, listed=(1, 4, 19, 20, 44))
+    case = Case(target, method, (9, 1, 4), 20, tree_shape=(3, 8, 4), chunk=4)
+    tokens = {token for row in case.truth() for token in row}
+    assert tokens - set(target.listed) - {token for row in case.prompts() for token in row}
+    for one in (case, replace(case, plan=((0, 3, 1), (3, 1, 2), (2, 0, 0), (1, 2, 3)))):
+        check(one, Counter())
 
 
 @pytest.mark.parametrize(("family", "method"), zip(FAMILIES, METHODS[1:], strict=True))

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from longspec import generate
-from longspec.inference.drafting import magicdec
+from longspec.inference.drafting import magicdec, reduced_head
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.glide import GlideMixin
 
@@ -164,6 +164,37 @@ def test_three_tokens_follow_the_targets_law(
 def test_tokens_of_an_extended_draft_follow_the_targets_law(tmp_path: Path, device: str) -> None:
     pair = small_pair(tmp_path, DraftOptions(window=8, kv_layers=(0,), target_feature=True))
     assert fit(pair.to(device), "tree", {"temperature": 1.0}, TRIALS // 4) > LEVEL
+
+
+LISTED = torch.tensor([0, 2])
+"""A draft's vocabulary without 1 and 3. The first of PROMPTS has neither, the second both of them."""
+
+
+@pytest.mark.parametrize(
+    ("method", "warp"),
+    [
+        ("tree", {"temperature": 1.0}),
+        ("tree, descend", {"temperature": 0.6}),
+        ("seq", {"temperature": 1.5, "top_p": 0.8}),
+    ],
+)
+def test_tokens_of_a_draft_with_a_vocabulary_follow_the_targets_law(
+    model: GlideMixin, method: str, warp: dict[str, Any], device: str
+) -> None:
+    model.draft_model.set_vocabulary(LISTED)
+    assert fit(model.to(device), method, warp, TRIALS // 4) > LEVEL
+
+
+def test_a_token_with_two_columns_is_seen(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt tokens that are in the list, too, would be drawn without replacement twice."""
+    model.draft_model.set_vocabulary(LISTED)
+    own = reduced_head.prompt_tokens
+
+    def also_listed(prompts: Tensor, lengths: Tensor, listed: Tensor, vocab: int) -> Tensor:
+        return own(prompts, lengths, listed[:0], vocab)
+
+    monkeypatch.setattr(reduced_head, "prompt_tokens", also_listed)
+    assert fit(model, "tree", {"temperature": 1.5}, TRIALS // 4) < LEVEL
 
 
 @pytest.mark.slow

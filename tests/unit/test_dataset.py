@@ -17,7 +17,7 @@ from longspec.data.aligners import add_id_aligner, common_form_aligner, rename_f
 from longspec.data.cache import DIGESTS, cached_table
 from longspec.data.collators import Collator
 from longspec.data.dataset import build_dataset
-from longspec.data.records import content_digests
+from longspec.data.lines import content_digests
 from longspec.data.templates import chat_prompt
 from longspec.errors import UserError
 

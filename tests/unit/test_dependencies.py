@@ -103,14 +103,15 @@ from longspec.errors import reports_user_errors
 from longspec.train.command import main as train
 from longspec.longbench.command import main as evaluate
 
-TRAIN_ONLY = ("longspec.train.", "longspec.data.dataset", "longspec.data.packing", "longspec.data.cache")
+TRAIN_DATA = ("dataset", "tokenization", "token_counts", "packing", "cache")
+TRAIN_ONLY = ("longspec.train.", *("longspec.data." + name for name in TRAIN_DATA))
 SERVE_ONLY = "longspec.inference.server."
 for module in pkgutil.walk_packages(longspec.__path__, "longspec."):
     if not module.name.startswith((*TRAIN_ONLY, SERVE_ONLY)):
         importlib.import_module(module.name)
 sys.stderr.write("everything else is imported\\n")
 
-from longspec.data.records import FileDigest, index_lines
+from longspec.data.lines import FileDigest, index_lines
 
 def build_dataset():
     from longspec.data.dataset import build_dataset

@@ -46,10 +46,10 @@ def test_log_sum_exp_equals_its_reference(vocab: int, dtype: torch.dtype, device
 def test_terms_and_gradient_equal_the_reference(
     vocab: int, share: float, teacher: bool, dtype: torch.dtype, device: str
 ) -> None:
-    """Including labels in other parts of the vocabulary."""
+    """Including labels in other parts of the vocabulary and outside the draft's."""
     logits = logits_of(vocab, dtype, device, seed=1)
     teacher_logits = logits_of(vocab, dtype, device, seed=2) if teacher else None
-    labels = torch.tensor([0, vocab - 1, 3, -1, vocab, -vocab, 2], device=device)
+    labels = torch.tensor([0, vocab - 1, 3, -1, vocab, reference.OUTSIDE, 2], device=device)
     expected, gradient = exact(logits, teacher_logits, labels, share)
 
     teacher_norm = None if teacher_logits is None else log_sum_exp(teacher_logits)
@@ -61,7 +61,7 @@ def test_terms_and_gradient_equal_the_reference(
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_the_loss_without_kernels_equals_the_reference(share: float) -> None:
     logits, teacher = (logits_of(9, torch.float64, "cpu", seed) for seed in (1, 2))
-    labels = torch.tensor([0, 8, 3, -1, 9, 7, 2])
+    labels = torch.tensor([0, 8, reference.OUTSIDE, -1, 9, 7, 2])
     torch.testing.assert_close(_plain_terms(logits, teacher, labels, share), exact(logits, teacher, labels, share))
 
 

@@ -108,3 +108,40 @@ def test_never_more_than_a_chunk_of_logits() -> None:
         value, _ = DraftLoss("mixed", log_target_loss=True, chunk_logits=4 * V)(hidden, teacher, labels, head)
         value.backward()
     assert max(rows) == 4
+
+
+LISTED = torch.tensor([0, 2, 3, 7, 11, 12, 19, 22])
+
+
+def plain_listed(loss: str, hidden: Tensor, target_hidden: Tensor, labels: Tensor, head: nn.Linear) -> Tensor:
+    """`plain` over the tokens of LISTED alone; labels outside count for the KL divergence only."""
+    rows = nn.Linear(HIDDEN, len(LISTED), bias=False, dtype=head.weight.dtype).requires_grad_(False)
+    rows.weight.copy_(head.weight[LISTED])
+    number = torch.full((V,), -100)
+    number[LISTED] = torch.arange(len(LISTED))
+    listed_labels = torch.where(labels == -100, -100, number[labels.clamp(min=0)])
+    ce = plain("ce", hidden, target_hidden, listed_labels, rows)
+    kl = plain("distill", hidden, target_hidden, torch.where(labels == -100, -100, 0), rows)
+    return {"ce": ce, "distill": kl, "mixed": (ce + kl) / 2}[loss]
+
+
+@pytest.mark.parametrize("chunk", [4, 1000])
+@pytest.mark.parametrize("loss", ["ce", "distill", "mixed"])
+def test_a_vocabulary_list_restricts_draft_and_target(loss: str, chunk: int) -> None:
+    """Value and gradient are those of the formula on the list's logits. A label outside the list is a miss."""
+    hidden, teacher, labels, head = example()
+    objective = DraftLoss(loss, log_target_loss=True, chunk_logits=chunk * V, vocabulary=LISTED)
+    value, metrics = objective(hidden, teacher, labels, head)
+    (gradient,) = torch.autograd.grad(value, hidden)
+    expected = plain_listed(loss, hidden, teacher, labels, head)
+    (expected_gradient,) = torch.autograd.grad(expected, hidden)
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(metrics["target_loss"], plain("ce", teacher, teacher, labels, head))
+
+    scores, hits = objective.score(hidden, teacher, labels, head)
+    assert scores == metrics
+    guessed = LISTED[head(hidden[:, :-1])[..., LISTED].argmax(-1)]
+    assert torch.equal(hits[:, 1:], guessed == labels[:, 1:])
+    outside = ~torch.isin(labels, LISTED) & (labels != -100)
+    assert outside.any() and not hits[outside].any()

@@ -7,18 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from longspec.data.records import (
-    WHERE,
-    RecordError,
-    content_digests,
-    data_files,
-    index_lines,
-    located,
-    parse_record,
-    read_lines,
-    record_kind,
-    split_pairs,
-)
+from longspec.data.lines import content_digests, data_files, index_lines, read_lines
+from longspec.data.records import WHERE, RecordError, located, parse_record, record_kind, split_pairs
 from longspec.errors import UserError
 
 

@@ -27,6 +27,7 @@ from longspec.train.generations import find_latest
 from longspec.train.logging import RunLog
 from longspec.train.run import train
 from longspec.train.seals import MARKER, read_seal
+from longspec.train.steps import OptimizerSteps
 from longspec.train.trainer import Trainer
 
 STEPS = 2
@@ -298,15 +299,15 @@ def test_a_linked_or_deleted_output_folder_takes_the_checkpoints(
     disk, output = work / "disk", work / "linked"
     disk.mkdir()
     output.symlink_to(disk)
-    step = Trainer.train_step
+    step = OptimizerSteps.take
 
-    def delete(self: Trainer, number: int, *args: Any) -> Any:
+    def delete(self: OptimizerSteps, number: int, *args: Any) -> Any:
         if number == 2:
             shutil.rmtree(disk)
             disk.mkdir()
         return step(self, number, *args)
 
-    monkeypatch.setattr(Trainer, "train_step", delete)
+    monkeypatch.setattr(OptimizerSteps, "take", delete)
     train(configured(work, f"output_dir={output}"), Termination())
     assert "was deleted during the run" in caplog.text
     assert find_latest(disk)[1].step == STEPS and (disk / "checkpoint-last").is_dir()  # type: ignore[index]

@@ -76,7 +76,7 @@ def test_another_layout_takes_the_same_next_step(
     arrays = {name: tensor.numpy() for name, tensor in batch.items()}
 
     def take(trainer: Trainer, step: int) -> dict[str, float]:
-        result = trainer.train_step(step, trainer.load_step(step, iter([arrays])), NEVER)
+        result = trainer.steps.take(step, trainer.steps.load(step, iter([arrays])), NEVER)
         assert result is not None
         return result.metrics
 
@@ -101,7 +101,7 @@ def save_state(folder: Path, ranks: list[dict[str, Any]], shapes: dict[str, torc
     """Write the parts of DeepSpeed's files that are read."""
     (folder / "now").mkdir(parents=True)
     (folder / "latest").write_text("now")
-    torch.save({"param_shapes": [shapes]}, folder / "now" / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    torch.save({"param_shapes": [shapes], "module": {}}, folder / "now" / "zero_pp_rank_0_mp_rank_00_model_states.pt")
     for number, rank in enumerate(ranks):
         file = folder / "now" / f"zero_pp_rank_{number}_mp_rank_00_optim_states.pt"
         torch.save({"optimizer_state_dict": rank}, file)

@@ -16,6 +16,7 @@ from longspec.models.draft_layer import GlideDecoderLayer
 from longspec.models.target_graph import TargetGraphs
 from longspec.train import distributed, resume
 from longspec.train import engine as engine_module
+from longspec.train import steps as steps_module
 from longspec.train import trainer as trainer_module
 from longspec.train.checkpoint import gather_draft
 from longspec.train.config import load_config
@@ -47,6 +48,12 @@ def load(tmp_path: Path):  # type: ignore[no-untyped-def]
     return run
 
 
+def idle_engine() -> SimpleNamespace:
+    """An engine that is never called; its draft has no vocabulary list."""
+    pair = SimpleNamespace(draft_model=SimpleNamespace(vocabulary=None))
+    return SimpleNamespace(device=torch.device("cpu"), module=pair)
+
+
 def handed_over(config: TrainConfig, rank: int, micro_step: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The engine's arguments for one micro-batch of 2 x 16 tokens on `rank`."""
 
@@ -54,8 +61,8 @@ def handed_over(config: TrainConfig, rank: int, micro_step: int, monkeypatch: py
     inputs = Inputs([[]], None, lambda rows: {}, None, None, MAX_POSITIONS)  # type: ignore[arg-type]
     tokens = torch.arange(32).view(2, 16)
     batch = {"input_ids": tokens, "labels": tokens + 1, "cu_seqlens": SEGMENTS}
-    trainer = Trainer(config, SimpleNamespace(device=torch.device("cpu")), inputs, start_step=0, total_steps=1)
-    return trainer.micro_batch_inputs(micro_step, batch)
+    trainer = Trainer(config, idle_engine(), inputs, start_step=0, total_steps=1)
+    return trainer.steps.micro_batch_inputs(micro_step, batch)
 
 
 def test_slicing_draws_positions_and_lags_by_seed_step_and_rank(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,8 +173,7 @@ def test_a_step_is_loaded_while_the_one_before_trains(load: Any, monkeypatch: py
     monkeypatch.setattr(trainer_module, "data_parallel_rank_and_size", lambda: (0, 1))
     monkeypatch.setattr(resume, "data_parallel_rank_and_size", lambda: (0, 1))
     inputs = Inputs([[]], None, lambda rows: {"labels": torch.ones(4)}, None, None, MAX_POSITIONS)  # type: ignore[arg-type]
-    engine = SimpleNamespace(device=torch.device("cpu"))
-    trainer = Trainer(config, engine, inputs, start_step=0, total_steps=1)
+    trainer = Trainer(config, idle_engine(), inputs, start_step=0, total_steps=1)
     assert trainer.loader.num_workers * trainer.loader.prefetch_factor >= 16 + trainer.loader.num_workers
     micro_batches, _ = take_micro_batches(iter(trainer.loader), 16)
     assert len(micro_batches) == 16 and not any(batch["labels"].is_shared() for batch in micro_batches)
@@ -192,7 +198,9 @@ def test_the_target_goes_on_to_the_next_micro_batch_before_the_optimizer_steps(
     engine = Engine(
         device=torch.device("cpu"),
         module=SimpleNamespace(
-            target_pass=SimpleNamespace(begin=begin), needs_whole_pass=lambda objective: objective.reads_target
+            target_pass=SimpleNamespace(begin=begin),
+            needs_whole_pass=lambda objective: objective.reads_target,
+            draft_model=SimpleNamespace(vocabulary=None),
         ),
         optimizer=SimpleNamespace(param_groups=[]),
         backward=lambda loss: done.append(("backward", None)),
@@ -201,7 +209,7 @@ def test_the_target_goes_on_to_the_next_micro_batch_before_the_optimizer_steps(
     )
     monkeypatch.setattr(trainer_module, "data_parallel_rank_and_size", lambda: (0, 1))
     monkeypatch.setattr(resume, "data_parallel_rank_and_size", lambda: (0, 1))
-    for module in (trainer_module, distributed):
+    for module in (steps_module, distributed):
         monkeypatch.setattr(module, "summed", lambda values: values)
     inputs = Inputs([[]], None, lambda rows: {}, None, None, MAX_POSITIONS)  # type: ignore[arg-type]
     patience: list[float] = []
@@ -209,11 +217,11 @@ def test_the_target_goes_on_to_the_next_micro_batch_before_the_optimizer_steps(
     trainer = Trainer(config, engine, inputs, start_step=0, total_steps=2)
     tokens = [torch.arange(32).view(2, 16) + number for number in range(4)]
     batches = iter([{"input_ids": x.numpy(), "labels": x.numpy(), "cu_seqlens": SEGMENTS.numpy()} for x in tokens])
-    first = trainer.train_step(1, trainer.load_step(1, batches), never, batches)  # type: ignore[arg-type]
+    first = trainer.steps.take(1, trainer.steps.load(1, batches), never, batches)  # type: ignore[arg-type]
     assert first is not None and first.next_batches is not None
-    second = trainer.train_step(2, first.next_batches, never)  # type: ignore[arg-type]
+    second = trainer.steps.take(2, first.next_batches, never)  # type: ignore[arg-type]
     assert second is not None and second.next_batches is None
-    assert patience == [0, trainer_module.FINISH_S] * 2
+    assert patience == [0, steps_module.FINISH_S] * 2
     one = ["forward", "backward", "begin", "step"]
     assert [name for name, _ in done] == [*one * 3, "forward", "backward", "step"]
     given = {name: [what for one, what in done if one == name] for name in one}
@@ -232,7 +240,7 @@ def test_the_chunked_losses_train_as_plain_ones_on_whole_logits(load: Any, one_r
     arrays = iter(trainer.loader)
     losses = []
     for step in range(1, steps + 1):
-        result = trainer.train_step(step, trainer.load_step(step, arrays), never)  # type: ignore[arg-type]
+        result = trainer.steps.take(step, trainer.steps.load(step, arrays), never)  # type: ignore[arg-type]
         assert result is not None
         losses.append(result.metrics["loss"])
     expected, draft = plain_training(config, steps, ranks=1)

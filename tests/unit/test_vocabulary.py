@@ -108,6 +108,41 @@ def test_the_sampled_level_equals_the_reference(sizes: tuple[int, ...], temperat
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_level_of_a_reduced_vocabulary_equals_the_reference(sampled: bool, device: str) -> None:
+    """Columns have tokens of their own in each row, empty columns the id of another one; q is 0 elsewhere."""
+    batch, parents, width, columns, vocab = 2, 3, 7, 300, 1000
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.stack([torch.randperm(vocab, generator=generator)[:columns] for _ in range(batch)])
+    logits = random_logits(batch, parents, columns)
+    logits[..., 290:] = -torch.inf
+    ids[:, 290:] = ids[:, 3:4]
+    noise = torch.empty(logits.shape, dtype=torch.float64).exponential_(generator=generator)
+
+    trees, qs = [], []
+    for grow, place in ((tree_reference.grow_level, "cpu"), (tree_growth.grow_level, device)):
+        tree, above = half_grown(batch, parents, width, sampled)
+        trees.append(Tree(*(x.to(place) for x in tree)))
+        qs.append(torch.full((batch, parents + 2, vocab), torch.nan, device=place))
+        draws = (noise.to(place), qs[-1][:, 1:-1]) if sampled else ()
+        grow(trees[-1], above, width, logits.to(place), 0.8, *draws, ids=ids.to(place))
+    check_same(trees[1], trees[0])
+
+    # The same level of the whole vocabulary, where all other tokens are impossible.
+    whole = torch.full((batch, parents, vocab), -torch.inf)
+    whole.scatter_(2, ids[:, None, :290].expand(-1, parents, -1), logits[..., :290])
+    whole_noise = torch.ones(whole.shape, dtype=torch.float64)
+    whole_noise.scatter_(2, ids[:, None, :290].expand(-1, parents, -1), noise[..., :290])
+    tree, above = half_grown(batch, parents, width, sampled)
+    whole_q = torch.empty(whole.shape)
+    tree_reference.grow_level(tree, above, width, whole, 0.8, *((whole_noise, whole_q) if sampled else ()))
+    check_same(trees[0], tree)
+    for q in qs if sampled else ():
+        torch.testing.assert_close(q[:, 1:-1].cpu(), whole_q, atol=1e-9, rtol=1e-5)
+        assert q[:, 0].isnan().all() and q[:, -1].isnan().all(), "rows of other levels changed"
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_levels_read_logits_of_half_precision(dtype: torch.dtype, device: str) -> None:
     """With distinct logits, because the kernel has its own order of equal ones."""

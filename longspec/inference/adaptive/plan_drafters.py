@@ -87,6 +87,8 @@ class PlanDrafters:
         self.nodes = max(plan.nodes for plan in self.plans)
         self.kind: Hashable = (type(self), self.plans)
         self.history = LookupDrafter(batch, self.depth, runner.device)
+        self.prompt_lengths: Tensor | None = None
+        """LongTensor [B], from `start` on."""
         self.draft: GlideDraft | None = None
         self.tree: TreeDrafter | None = None
         if any(plan.kind == "tree" for plan in plans):
@@ -115,15 +117,16 @@ class PlanDrafters:
     def reserve(self, capacity: int) -> None:
         self.history.reserve(capacity)
 
-    def start(self, prompts: Tensor, lengths: Tensor) -> None:
+    def start(self, prompts: Tensor, lengths: Tensor, prompt_lengths: Tensor | None = None) -> None:
+        self.prompt_lengths = lengths if prompt_lengths is None else prompt_lengths
         self.history.start(prompts, lengths)
         if self.draft is not None:
-            self.draft.start(prompts, lengths)
+            self.draft.start(prompts, lengths, prompt_lengths)
 
     def refill(self, lengths: Tensor) -> None:
         """Fill the draft's ring from the history, after rounds of other plans. lengths: int [B]."""
         if self.draft is not None:
-            self.draft.start(self.history.history, lengths.long())
+            self.draft.start(self.history.history, lengths.long(), self.prompt_lengths)
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
         raise NotImplementedError("each plan has a drafter of its own")

@@ -21,7 +21,7 @@ class ChainModel(Protocol):
     def narrow(self, rows: slice) -> ChainModel:
         """The model for some consecutive rows, on the same state."""
 
-    def start(self, prompts: Tensor, lengths: Tensor) -> None: ...
+    def start(self, prompts: Tensor, lengths: Tensor, prompt_lengths: Tensor | None = None) -> None: ...
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None: ...
 
@@ -78,7 +78,7 @@ class NoDraft:
     def reserve(self, capacity: int) -> None:
         pass
 
-    def start(self, prompts: Tensor, lengths: Tensor) -> None:
+    def start(self, prompts: Tensor, lengths: Tensor, prompt_lengths: Tensor | None = None) -> None:
         pass
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:

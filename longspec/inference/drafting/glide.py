@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from longspec.inference.cache import DraftCache, TargetCache
+from longspec.inference.drafting.reduced_head import ReducedHead
 from longspec.inference.runner import Runner
 from longspec.models.draft_layer import head_dim
 
@@ -21,31 +22,47 @@ class GlideDraft:
         self.options = runner.model.draft_model.options
         self.cache = DraftCache(runner.config, batch, self.options.window, nodes, runner.dtype, runner.device)
         self.scale = head_dim(runner.config) ** -0.5
+        vocabulary = runner.model.draft_model.vocabulary
+        self.head = None if vocabulary is None else ReducedHead(runner, vocabulary, batch)
+        """The head of a draft with a vocabulary list, otherwise None."""
         self.reads_hidden = self.options.target_feature
         self.feature: Tensor | None = None
         """[B, 1, hidden]: the target feature of this round, if the draft has one."""
 
+    @property
+    def ids(self) -> Tensor | None:
+        """LongTensor [B, C]: the token of each column of the logits; None if columns are tokens."""
+        return None if self.head is None else self.head.ids
+
+    @property
+    def columns(self) -> int:
+        """Number of columns of the logits, at most V."""
+        return self.runner.config.vocab_size if self.head is None else self.head.columns
+
     def narrow(self, rows: slice) -> GlideDraft:
         """The draft for some consecutive rows, on the same ring."""
         part = copy(self)
+        part.head = None if self.head is None else self.head.narrow(rows)
         part.cache = self.cache.narrow(rows)
         return part
 
-    def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        """Fill the ring with the last W tokens of each prompt. prompts: [B, P], padded on the right; lengths: [B]."""
+    def start(self, prompts: Tensor, lengths: Tensor, prompt_lengths: Tensor | None = None) -> None:
+        """Fill the ring with the last W tokens of each row; see `Drafter.start`."""
         # Masked slots must be finite, and earlier requests may have left NaN.
         self.cache.clear()
         offsets = torch.arange(-self.cache.window, 0, device=prompts.device)
         positions = lengths[:, None] + offsets
         tokens = prompts.gather(1, positions.clamp(min=0))
         self.feed(tokens, positions, positions >= 0)
+        if self.head is not None:
+            self.head.start(prompts, lengths if prompt_lengths is None else prompt_lengths)
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
         """Store accepted tokens [B, T] at consecutive positions [B, T] in the ring, where `valid`."""
         self.runner.feed_draft(tokens, positions, valid, self.cache)
 
     def level(self, tokens: Tensor, level: int, first: int, visible: Tensor, cache: TargetCache) -> Tensor:
-        """The draft's logits [B, n, V] at the n nodes of one level. A round calls it for level 0, 1, 2, ...
+        """The draft's logits [B, n, C] at the n nodes of one level. A round calls it for level 0, 1, 2, ...
 
         tokens: LongTensor [B, n], the nodes first ... first + n - 1; visible: bool [B, n, N], the nodes that each of
         them sees.
@@ -67,10 +84,11 @@ class GlideDraft:
 
         cross_attends = [partial(cross_attend, layer=layer) for layer in (-1, *self.options.kv_layers)]
         hidden = self.runner.draft(tokens, positions, self.cache, first, self_attend, cross_attends, self.feature)
-        return self.runner.logits(hidden)
+        return self.runner.logits(hidden) if self.head is None else self.head.logits(hidden)
 
     def next_logits(self, tokens: Tensor, step: int, cache: TargetCache) -> Tensor:
         """Logits [B, V] after tokens, LongTensor [B], which are node number `step` of a chain."""
         nodes = self.cache.keys.shape[2] - self.cache.window
         visible = torch.arange(nodes, device=tokens.device) <= step
-        return self.level(tokens[:, None], step, step, visible.expand(len(tokens), 1, -1), cache)[:, 0]
+        logits = self.level(tokens[:, None], step, step, visible.expand(len(tokens), 1, -1), cache)[:, 0]
+        return logits if self.head is None else self.head.whole(logits)

@@ -49,7 +49,7 @@ class LookupDrafter:
         if self.history.shape[1] < capacity:
             self.history = self.history.new_zeros(len(self.history), capacity)
 
-    def start(self, prompts: Tensor, lengths: Tensor) -> None:
+    def start(self, prompts: Tensor, lengths: Tensor, prompt_lengths: Tensor | None = None) -> None:
         self.history[:, : prompts.shape[1]] = prompts
         self.history[:, prompts.shape[1] :] = 0  # a chain can read past the root, and a row can have held other tokens
 

@@ -29,7 +29,7 @@ class SparseTarget:
     def narrow(self, rows: slice) -> SparseTarget:
         return self
 
-    def start(self, prompts: Tensor, lengths: Tensor) -> None:
+    def start(self, prompts: Tensor, lengths: Tensor, prompt_lengths: Tensor | None = None) -> None:
         pass  # its whole state is the target's cache
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:

@@ -9,6 +9,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
+from longspec.errors import UserError
 from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.drafting.proposal import Proposal
@@ -51,6 +52,11 @@ class TreeDrafter:
         self.sampler = sampler
         self.kind: Hashable = (type(self), self.shape, tree_rule, self.nodes)
         self.draft = draft or GlideDraft(runner, batch, grown_nodes)
+        if max(self.shape) > self.draft.columns:
+            raise UserError(
+                f"tree_shape: {list(self.shape)}; with this draft's vocabulary a level has at most "
+                f"{self.draft.columns} nodes"
+            )
         self.start = self.draft.start
         self.feed = self.draft.feed
         self.reads_hidden = self.draft.reads_hidden
@@ -106,10 +112,11 @@ class TreeDrafter:
             logits = self.draft.level(tree.tokens[:, above], level, above.start, tree.visible[:, above], cache)
             if self.q is None:
                 # At temperature 0 the paths are ranked by the draft's own probabilities.
-                best_children(tree, above, width, logits, self.sampler.temperature or 1.0, watch)
+                best_children(tree, above, width, logits, self.sampler.temperature or 1.0, watch, self.draft.ids)
             else:
                 warped, temperature = self.sampler.warped(logits)
-                sampled_children(tree, above, width, warped, temperature, noise[level], self.q[:, above], watch)
+                q = self.q[:, above]
+                sampled_children(tree, above, width, warped, temperature, noise[level], q, watch, self.draft.ids)
             above = slice(above.stop, above.stop + width)
         return self.proposal()
 
@@ -131,7 +138,8 @@ class TreeDrafter:
         )
 
     def _noise(self) -> list[Tensor]:
-        """Exponential noise, fp64 [B, n, V], for each level whose nodes have sampled children. One launch draws it."""
+        """Exponential noise, fp64 [B, n, C], for each level whose nodes have sampled children. One launch draws it."""
         if self.q is None:
             return []
-        return self.sampler.exponentials_by_part(self.q, (1, *self.shape[:-1]))
+        like = self.q[..., : self.draft.columns]
+        return self.sampler.exponentials_by_part(like, (1, *self.shape[:-1]))

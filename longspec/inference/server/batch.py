@@ -243,15 +243,16 @@ class Batch:
         self.root[rows] = token
         if self.drafters["greedy"].reads_hidden:
             cache.newest_hidden.copy_(last_hidden)
-        self.start_draft(row, prompt)
+        self.start_draft(row, prompt, prompt.shape[1])
         log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)[0, token]
         chosen, log_probability, fault = torch.cat([token.double(), log_p.double(), cache.faults.double()]).tolist()
         return int(chosen), log_probability, int(fault)
 
-    def start_draft(self, row: int, tokens: Tensor) -> None:
-        """Make the drafter's state that of a row which holds tokens [1, n]."""
+    def start_draft(self, row: int, tokens: Tensor, prompt_length: int) -> None:
+        """Make the drafter's state that of a row which holds tokens [1, n], the first `prompt_length` its prompt."""
         lengths = torch.full((1,), tokens.shape[1], device=self.device)
-        self.drafters["greedy"].share(slice(row, row + 1), GREEDY).start(tokens, lengths)
+        prompt_lengths = torch.full_like(lengths, prompt_length)
+        self.drafters["greedy"].share(slice(row, row + 1), GREEDY).start(tokens, lengths, prompt_lengths)
 
     def upload(self, tokens: Sequence[int]) -> Tensor:
         """LongTensor [1, n] on the device."""

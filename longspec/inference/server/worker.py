@@ -183,7 +183,7 @@ class Worker:
             plan = self.controller.choose()
         for row in running:
             if plan.kind == "tree" and row.behind:
-                self.batch.start_draft(row.number, self.batch.upload(row.tokens))
+                self._restart_draft(row)
             row.behind = plan.kind != "tree"
         return plan
 
@@ -193,7 +193,13 @@ class Worker:
         free = self.rows[min(set(range(self.batch.max_rows)) - running)]
         self.batch.swap(row.number, free.number, len(row.tokens), len(free.tokens))
         self.rows.swap(row, free)
-        self.batch.start_draft(row.number, self.batch.upload(row.tokens))
+        self._restart_draft(row)
+
+    def _restart_draft(self, row: Row) -> None:
+        """Make the drafter's state that of a running row."""
+        assert row.job is not None
+        prompt_length = len(row.job.ticket.request.prompt)
+        self.batch.start_draft(row.number, self.batch.upload(row.tokens), prompt_length)
         row.behind = False
 
     def _note(self, running: list[Row], report: Tensor, trace: Tensor) -> None:

@@ -16,7 +16,7 @@ from longspec.kernels.shared.logit_statistics import (
     SUB,
     logit_statistics,
     row_log_sum_exp,
-    write_softmax_chunk,
+    softmax_chunk,
 )
 from longspec.kernels.shared.watch import Watch, launch_arguments
 
@@ -45,6 +45,7 @@ def _write_links(visible_ptr, parents_ptr, tree, parent, child, exists, in_level
 # children = top-WIDTH over (parent, token) of _merit(...), written to the tree of one sequence by program (b, 0).
 # In a race, programs (b, 1 + parent * chunks + c) write q[parent] = softmax(logits[parent] / T), a chunk each. They are
 # part of this launch because a launch of their own would cost more than they do.
+# With IDS, column c of the logits belongs to the token ids[b, c], and a q of 0 is not written.
 @triton.jit
 def _grow_level_kernel(
     logits_ptr,
@@ -54,6 +55,9 @@ def _grow_level_kernel(
     chunk_sums_ptr,
     q_ptr,
     stride_qb,
+    stride_qn,
+    ids_ptr,
+    stride_ids,
     tokens_ptr,
     parents_ptr,
     visible_ptr,
@@ -73,6 +77,7 @@ def _grow_level_kernel(
     SUB: tl.constexpr,
     CHUNK: tl.constexpr,
     RACE: tl.constexpr,
+    IDS: tl.constexpr,
     WATCH: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -84,12 +89,11 @@ def _grow_level_kernel(
     if RACE:  # noqa: SIM102 (a compile-time condition, unlike the next one)
         if tl.program_id(1) > 0:
             q_parent = (tl.program_id(1) - 1) // chunks
-            q_row = q_ptr + batch * stride_qb + q_parent.to(tl.int64) * vocab
-            write_softmax_chunk(
+            q_row = q_ptr + batch * stride_qb + q_parent.to(tl.int64) * stride_qn
+            column, q, _ = softmax_chunk(
                 logits_ptr,
                 chunk_maxima_ptr,
                 chunk_sums_ptr,
-                q_row,
                 batch * num_parents + q_parent,
                 (tl.program_id(1) - 1) % chunks,
                 inverse_temperature,
@@ -98,6 +102,11 @@ def _grow_level_kernel(
                 CHUNK,
                 BLOCK_C,
             )
+            if IDS:
+                q_token = tl.load(ids_ptr + batch * stride_ids + column, mask=column < vocab, other=0)
+                tl.store(q_row + q_token, q, mask=(column < vocab) & (q != 0.0))
+            else:
+                tl.store(q_row + column, q, mask=column < vocab)
             return
 
     # The state of the parents, [BLOCK_P] each.
@@ -145,7 +154,11 @@ def _grow_level_kernel(
     node = first_parent + child_parent
     _write_links(visible_ptr, parents_ptr, batch, node, child, exists, in_level, nodes, BLOCK_N)
     entry = batch * nodes + child
-    tl.store(tokens_ptr + entry, token.to(tl.int64), mask=in_level)
+    if IDS:
+        child_token = tl.load(ids_ptr + batch * stride_ids + token, mask=exists, other=0)
+        tl.store(tokens_ptr + entry, child_token, mask=in_level)
+    else:
+        tl.store(tokens_ptr + entry, token.to(tl.int64), mask=in_level)
     if RACE:
         # The merit is minus the arrival; the score, the log-probability of the path, follows from the logit.
         offsets = (batch * num_parents + child_parent) * vocab + token
@@ -172,17 +185,21 @@ def grow_level(
     noise: Tensor | None = None,
     q: Tensor | None = None,
     watch: Watch | None = None,
+    ids: Tensor | None = None,
 ) -> None:
     """Write the level after the nodes `above` to the tree, whose tensors are contiguous.
 
     Arguments as in `vocabulary.best_children`; with `noise` and `q`, which go together, as in
-    `vocabulary.sampled_children`.
+    `vocabulary.sampled_children`. The rows of ids are contiguous.
     """
     logits = logits.contiguous()
     batch, num_parents, vocab = logits.shape
     statistics = logit_statistics(logits, temperature, noise)
     subs = statistics.best.shape[1]
     chunks = statistics.chunk_sums.shape[1]
+
+    if q is not None and ids is not None:
+        q.zero_()
 
     # Program 0 of a sequence grows its tree. The others, of a race only, write a chunk of a parent's q each.
     _grow_level_kernel[(batch, 1 if q is None else 1 + num_parents * chunks)](
@@ -191,6 +208,9 @@ def grow_level(
         *statistics,
         q,
         0 if q is None else q.stride(0),
+        0 if q is None else q.stride(1),
+        ids,
+        0 if ids is None else ids.stride(0),
         tree.tokens,
         tree.parents,
         tree.visible.view(torch.uint8),
@@ -209,6 +229,7 @@ def grow_level(
         SUB=SUB,
         CHUNK=CHUNK,
         RACE=noise is not None,
+        IDS=ids is not None,
         WATCH=watch is not None,
         BLOCK_W=triton.next_power_of_2(width),
         BLOCK_P=triton.next_power_of_2(num_parents),

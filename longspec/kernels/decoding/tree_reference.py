@@ -36,12 +36,23 @@ def grow_level(
     noise: Tensor | None = None,
     q: Tensor | None = None,
     watch: Watch | None = None,
+    ids: Tensor | None = None,
 ) -> None:
     """Reference of `tree_growth.grow_level`."""
     if noise is None or q is None:
         _grow_most_probable(tree, above, width, logits, temperature, watch)
-    else:
+    elif ids is None:
         _grow_sampled(tree, above, width, logits, temperature, noise, q, watch)
+    else:
+        column_q = q.new_empty(logits.shape)
+        _grow_sampled(tree, above, width, logits, temperature, noise, column_q, watch)
+        # Columns that do not exist add 0 to their token.
+        q.zero_().scatter_add_(2, ids[:, None].expand_as(column_q), column_q)
+
+    if ids is not None:
+        level = slice(above.stop, above.stop + width)
+        exists = tree.parents[:, level] >= 0
+        tree.tokens[:, level] = ids.gather(1, tree.tokens[:, level]).where(exists, 0)
 
 
 def _grow_most_probable(

@@ -53,15 +53,24 @@ def first_arrival(weights: Tensor, noise: Tensor) -> Tensor:
 
 
 def best_children(
-    tree: Tree, above: slice, width: int, logits: Tensor, temperature: float, watch: Watch | None = None
+    tree: Tree,
+    above: slice,
+    width: int,
+    logits: Tensor,
+    temperature: float,
+    watch: Watch | None = None,
+    ids: Tensor | None = None,
 ) -> None:
     """Grow the level after `above` by the `width` most probable continuations, best first.
 
     above: node numbers of the last level. logits [B, n, V]: at each node of that level; divided by the temperature.
     Candidates are all pairs of a parent and a token; they are ordered by the log-probability of their whole path.
+
+    ids: LongTensor [B, C], the token of each column of logits [B, n, C]; None if columns are tokens. Columns with a
+    logit other than -inf have distinct tokens.
     """
     grow_level = _grow_level(logits, width)
-    grow_level(tree, above, width, logits, temperature, watch=watch)
+    grow_level(tree, above, width, logits, temperature, watch=watch, ids=ids)
 
 
 def sampled_children(
@@ -73,6 +82,7 @@ def sampled_children(
     noise: Tensor,
     q: Tensor,
     watch: Watch | None = None,
+    ids: Tensor | None = None,
 ) -> None:
     """Grow the level after `above` by `width` continuations sampled without replacement, in the order of the draws, and
     write the distributions from which they are drawn to `q`.
@@ -84,9 +94,11 @@ def sampled_children(
 
     logits [B, n, V]: divided by the temperature. noise fp64 [B, n, V]: exponential draws of rate 1; fp32 draws are too
     coarse near 0 for a large vocabulary (on CUDA none is below 6e-8). q fp32 [B, n, V] with contiguous rows.
+
+    ids: as in `best_children`. Logits and noise are then [B, n, C], and q is 0 for tokens without a column.
     """
     grow_level = _grow_level(logits, width)
-    grow_level(tree, above, width, logits, temperature, noise, q, watch)
+    grow_level(tree, above, width, logits, temperature, noise, q, watch, ids)
 
 
 def select_nodes(

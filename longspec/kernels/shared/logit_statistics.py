@@ -95,11 +95,10 @@ def row_log_sum_exp(chunk_maxima_ptr, chunk_sums_ptr, row, is_row, chunks, BLOCK
 
 
 @triton.jit
-def write_softmax_chunk(
+def softmax_chunk(
     logits_ptr,
     chunk_maxima_ptr,
     chunk_sums_ptr,
-    out_row,
     row,
     chunk,
     inverse_temperature,
@@ -108,9 +107,9 @@ def write_softmax_chunk(
     CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Write the softmax of one chunk of a row; `out_row` points to the first entry of the row.
+    """The columns of one chunk of a row and their softmax, [CHUNK] each; columns from `vocab` on do not exist.
 
-    Returns sum exp(logit - maximum) over the row, which is NaN if the row defines no distribution.
+    The third value is sum exp(logit - maximum) over the row, which is NaN if the row defines no distribution.
     """
     part = tl.arange(0, BLOCK_C)
     maxima = tl.load(chunk_maxima_ptr + row * chunks + part, mask=part < chunks, other=float("-inf"))
@@ -120,8 +119,7 @@ def write_softmax_chunk(
 
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     logits = tl.load(logits_ptr + row * vocab + column, mask=column < vocab).to(tl.float32) * inverse_temperature
-    tl.store(out_row + column, tl.exp(logits - maximum) / total, mask=column < vocab)
-    return total
+    return column, tl.exp(logits - maximum) / total, total
 
 
 # out = exp(logit - m) / sum_c chunk_sums[c] * exp(chunk_maxima[c] - m) with m = max_c chunk_maxima[c]. One program
@@ -143,11 +141,10 @@ def _softmax_kernel(
     WATCH: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    total = write_softmax_chunk(
+    column, probabilities, total = softmax_chunk(
         logits_ptr,
         chunk_maxima_ptr,
         chunk_sums_ptr,
-        out_ptr + row * vocab,
         row,
         tl.program_id(1),
         inverse_temperature,
@@ -156,6 +153,7 @@ def _softmax_kernel(
         CHUNK,
         BLOCK_C,
     )
+    tl.store(out_ptr + row * vocab + column, probabilities, mask=column < vocab)
     if WATCH:
         tl.store(faults_ptr + row // rows_per_sequence, fault, mask=total != total)
 

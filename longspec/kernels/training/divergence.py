@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspec.kernels.shared.logit_statistics import logit_statistics
+from longspec.kernels.training.reference import OUTSIDE
 
 BLOCK = 4096
 """Columns per step of the loop."""
@@ -26,7 +27,8 @@ def log_sum_exp(logits: Tensor) -> Tensor:
 # With q = softmax of the draft's logits, p = softmax of the teacher's and y the label:
 #   terms = (-log q(y), KL(p || q) = sum p * (log p - log q), -log p(y))
 #   gradient = q - (1 - share) * onehot(y) - share * p, the derivative of (1 - share) * terms[0] + share * terms[1]
-# where log q = logits - norm and log p = teacher - teacher_norm. One program takes one token.
+# where log q = logits - norm and log p = teacher - teacher_norm. One program takes one token. A token with the label
+# OUTSIDE has no cross-entropy: its gradient is share * (q - p).
 @triton.jit
 def _terms_kernel(
     logits_ptr,
@@ -37,6 +39,7 @@ def _terms_kernel(
     terms_ptr,
     vocab,
     share,
+    OUTSIDE: tl.constexpr,
     TEACHER: tl.constexpr,
     DISTILL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -45,6 +48,7 @@ def _terms_kernel(
     logits_ptr += row * vocab
     label = tl.load(labels_ptr + row)
     norm = tl.load(norm_ptr + row)
+    q_weight = tl.where(label == OUTSIDE, share, 1.0)
     # log q and log p need the log-sum-exp of the whole vocabulary, which a first pass (over all ranks) has computed.
     if TEACHER:
         teacher_ptr += row * vocab
@@ -60,7 +64,7 @@ def _terms_kernel(
         token = start + column
         inside = token < vocab
         log_q = tl.load(logits_ptr + token, mask=inside, other=float("-inf")).to(tl.float32) - norm
-        gradient = tl.exp(log_q)  # q
+        gradient = q_weight * tl.exp(log_q)
         is_label = (token == label) & inside
         ce -= tl.where(is_label, log_q, 0.0)
         gradient -= tl.where(is_label, 1.0 - share, 0.0)
@@ -85,7 +89,7 @@ def terms_and_gradient(
 
     The terms are the cross-entropy of the draft's distribution q with the label, KL(p || q) with the teacher's
     distribution p, and the cross-entropy of p with the label. The gradient is that of
-    (1 - share) * cross-entropy + share * KL.
+    (1 - share) * cross-entropy + share * KL, or of share * KL for the label OUTSIDE.
 
     logits, teacher: contiguous [T, V], a part of the vocabulary each, or the whole. norm, teacher_norm: fp32 [T], the
     log-sum-exp over the whole vocabulary. labels: LongTensor [T], counted from the first token of the part; they may be
@@ -102,6 +106,7 @@ def terms_and_gradient(
             terms,
             logits.shape[1],
             share,
+            OUTSIDE=OUTSIDE,
             TEACHER=teacher is not None,
             DISTILL=teacher is not None and share > 0,
             BLOCK=BLOCK,

@@ -57,6 +57,10 @@ def _offsets(segments: Segments) -> tuple[Tensor, Tensor]:
     return offsets.to(segments.device), number.to(segments.device)
 
 
+OUTSIDE = -(2**31)
+"""Label of a token that is not in the draft's vocabulary. Its cross-entropy is not part of the loss."""
+
+
 def log_sum_exp(logits: Tensor) -> Tensor:
     """Reference of `divergence.log_sum_exp`."""
     return logits.float().logsumexp(-1)
@@ -70,7 +74,8 @@ def terms_and_gradient(
     # One-hot labels; a label outside of this part of the vocabulary has no 1.
     onehot = (torch.arange(logits.shape[1], device=logits.device) == labels[:, None]).to(wide)
     log_q = logits.to(wide) - norm[:, None]
-    gradient = log_q.exp() - (1 - share) * onehot
+    weight = torch.where(labels == OUTSIDE, share, 1.0).to(wide)[:, None]
+    gradient = weight * log_q.exp() - (1 - share) * onehot
 
     terms = log_q.new_zeros(len(logits), 3)
     terms[:, 0] = -_sum_where(onehot, log_q)

@@ -1,0 +1,79 @@
+"""Markdown tables of the output of `benchmarks.decoding`.
+
+`python -m benchmarks.tables FILE...` prints the tables of saved outputs, one section per device. The last line of each
+FILE is the benchmark's JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Result = dict[str, Any]
+"""The JSON object that the benchmark prints last."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", type=Path, nargs="+")
+    for path in parser.parse_args().files:
+        result = json.loads(path.read_text().splitlines()[-1])
+        print(f"## {result['device']}\n\n{tables(result)}\n")
+
+
+def tables(result: Result) -> str:
+    """The tables of one run: rounds, their parts, and other implementations."""
+    parts = [row for row in result["rounds"] if row["parts"]]
+    sections = [rounds_table(result["rounds"])]
+    if parts:
+        sections.append(parts_table(parts))
+    if result["peers"]:
+        sections.append(peers_table(result["peers"]))
+    return "\n\n".join(sections)
+
+
+def rounds_table(rounds: Sequence[Result]) -> str:
+    """Time and floor of each round, and tokens/s where an acceptance length was measured."""
+    with_speed = any(row["acceptance_length"] for row in rounds)
+    header = ["shape", "context", "batch", "method", "ms", "floor", "ratio"]
+    header += ["tokens per round", "tokens/s"] if with_speed else []
+    rows = []
+    for row in rounds:
+        cells = [row["shape"], str(row["context"]), str(row["batch"]), row["method"]]
+        cells += [f"{row[name]:.2f}" for name in ("round_ms", "floor_ms", "ratio")]
+        if with_speed:
+            cells += [_cell(row["acceptance_length"], ".2f"), _cell(row["tokens_per_s"], ".0f")]
+        rows.append(cells)
+    return markdown(header, rows)
+
+
+def parts_table(rounds: Sequence[Result]) -> str:
+    """Milliseconds per part of each round. The parts add up to the round; a residual can be negative."""
+    names = list(rounds[0]["parts"])
+    rows = []
+    for row in rounds:
+        times = [f"{row['parts'][name]:.2f}" for name in names]
+        rows.append([row["shape"], str(row["context"]), str(row["batch"]), *times, f"{row['round_ms']:.2f}"])
+    return markdown(["shape", "context", "batch", *names, "round"], rows)
+
+
+def peers_table(peers: Sequence[Result]) -> str:
+    """Milliseconds per token of other implementations."""
+    rows = [[peer["shape"], str(peer["context"]), peer["name"], _cell(peer["ms"], ".1f")] for peer in peers]
+    return markdown(["shape", "context", "implementation", "ms per token"], rows)
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Tokenization of records: from lines of JSONL to samples of token ids, in a table that is cached on disk."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from longspec.data import aligners as aligner_functions
+from longspec.data import lines, records, templates
+from longspec.data.aligners import AlignedRecord, Aligner
+from longspec.data.cache import cache_folder, cached_table
+from longspec.errors import UserError, first_line
+from longspec.extras import extra
+
+with extra("train"):
+    from datasets import Dataset, Features, Value
+    from datasets import Sequence as ListOf
+    from datasets.fingerprint import Hasher
+
+OVERFLOWS = ("split", "truncate")
+"""Treatments of samples that are longer than a row."""
+TOKEN_FEATURES = Features(
+    {
+        "id": Value("string"),
+        "input_ids": ListOf(Value("int32")),
+        "prompt_length": Value("int32"),
+        "length": Value("int32"),
+    }
+)
+"""Columns of the table of tokenized samples."""
+NO_ANSWER = 0
+"""`length` of a record that is left out because its answer or text is empty."""
+NO_ROOM = -1
+"""`length` of a record that is left out because its prompt fills the whole row."""
+LINES_PER_BATCH = 64
+"""Lines that are tokenized together. Long documents are held in memory as Python integers."""
+
+
+@dataclass(frozen=True)
+class Tokenize:
+    """A function from a batch of `lines.index_lines` rows to tokenized samples (TOKEN_FEATURES).
+
+    See `dataset.build_dataset` for the attributes.
+    """
+
+    tokenizer: Any
+    eos_token_id: int
+    family: str
+    chat_format: str
+    max_length: int
+    overflow: str
+    answer_only: bool
+    aligners: tuple[Aligner, ...]
+    templates: Mapping[str, str] = field(default_factory=dict)
+
+    def __call__(self, index: dict[str, list]) -> dict[str, list]:
+        aligned, texts = self._texts(index)
+        # Encoded as one text, as the target reads it, and the prompt again by itself to find where it ends.
+        whole = templates.encode_texts([prompt + answer for prompt, answer in texts], self.tokenizer)
+        prompts = iter(templates.encode_texts([prompt for prompt, _ in texts if prompt], self.tokenizer))
+
+        columns: dict[str, list] = {name: [] for name in TOKEN_FEATURES}
+        for record, (prompt, answer), ids in zip(aligned, texts, whole, strict=True):
+            prompt_length = _common_prefix(next(prompts), ids) if prompt else 0
+            if answer.strip():
+                splits = not prompt or self._is_pairs(record)
+                pieces = self._pieces(ids, prompt_length, splits)
+            else:
+                pieces = [_piece([], 0, NO_ANSWER)]
+            for piece in pieces:
+                for name, value in {"id": record["id"], **piece}.items():
+                    columns[name].append(value)
+        return columns
+
+    def table(self, index: Dataset, num_proc: int, cache_dir: str | None) -> Dataset:
+        """The samples of all lines of `index`, memory-mapped. At most `num_proc` processes tokenize them if needed."""
+        fingerprint = self.fingerprint(index)
+        workers = min(num_proc, -(-len(index) // LINES_PER_BATCH))
+
+        def build(folder: str) -> None:
+            index.map(
+                self,
+                batched=True,
+                batch_size=LINES_PER_BATCH,
+                remove_columns=index.column_names,
+                features=TOKEN_FEATURES,
+                num_proc=workers if workers > 1 else None,
+                new_fingerprint=fingerprint,
+                cache_file_name=str(Path(folder) / "tokens.arrow"),
+                desc="Tokenizing",
+            )
+
+        return cached_table(cache_folder(cache_dir) / f"tokens-{fingerprint}", build)
+
+    def fingerprint(self, index: Dataset) -> str:
+        """A hash of everything that determines the tokens: lines, settings, tokenizer and code, aligners included."""
+        # Lines with the same digests have the same path, number and bytes.
+        line_digests = np.asarray(index.data.column("digest")).tobytes()
+        modules = [lines, records, templates, aligner_functions, inspect.getmodule(Tokenize)]
+        modules += [inspect.getmodule(getattr(aligner, "func", aligner)) for aligner in self.aligners]
+        sources = [inspect.getsource(module) for module in modules if module and hasattr(module, "__file__")]
+        settings = {name: value for name, value in vars(self).items() if name != "tokenizer"}
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        tokenizer: Any = self.tokenizer
+        # Hash what the tokenizer does. A pickle of it would depend on its path.
+        if backend:
+            tokenizer = backend.to_str(), tokenizer.chat_template, str(tokenizer.special_tokens_map)
+        return Hasher.hash([line_digests, sources, settings, tokenizer])
+
+    def _texts(self, index: dict[str, list]) -> tuple[list[AlignedRecord], list[tuple[str, str]]]:
+        """The aligned records of some lines, and the prompt and answer text of each."""
+        aligned_records: list[AlignedRecord] = []
+        texts: list[tuple[str, str]] = []
+        for path, line, raw in lines.read_lines(index):
+            record = records.parse_record(path, line, raw)
+            with records.located(path, line):
+                record = _apply_aligners(record, self.aligners[:-1])
+                # A conversation has only its last answer in the loss, so pairs become samples of their own.
+                parts = records.split_pairs(record) if self.answer_only else [record]
+                for part in parts:
+                    aligned: Any = self.aligners[-1](part)
+                    aligned_records.append(aligned)
+                    texts.append(
+                        templates.render(aligned, self.family, self.tokenizer, self.chat_format, self.templates)
+                    )
+        return aligned_records, texts
+
+    def _is_pairs(self, record: AlignedRecord) -> bool:
+        """Whether a record is a conversation of (article, abstract) pairs with all tokens in the loss."""
+        return record["kind"] == "article" and isinstance(record["prompt"], list)
+
+    def _pieces(self, ids: list[int], prompt_length: int, splits: bool) -> list[dict[str, Any]]:
+        """One sample cut to max_length: its beginning, or all pieces if it may be split and `overflow` is "split".
+
+        Pieces have no prompt, because samples that may be split have all tokens in the loss.
+        """
+        if ids[-1:] != [self.eos_token_id]:
+            ids = [*ids, self.eos_token_id]
+        if self.answer_only and prompt_length >= self.max_length:
+            return [_piece([], 0, NO_ROOM)]
+        if not splits or self.overflow == "truncate":
+            kept = ids[: self.max_length]
+            return [_piece(kept, min(prompt_length, len(kept)), len(kept))]
+        pieces = [ids[start : start + self.max_length] for start in range(0, len(ids), self.max_length)]
+        # A single token has nothing to predict.
+        return [_piece(piece, 0, len(piece)) for piece in pieces if len(piece) > 1]
+
+
+def _apply_aligners(record: records.Record, aligners: Sequence[Aligner]) -> records.Record:
+    """`record` after each of `aligners`. An error in one becomes a UserError that names the record."""
+    origin = record[records.WHERE]
+    for aligner in aligners:
+        try:
+            record = aligner(record)
+        except UserError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            name = getattr(getattr(aligner, "func", aligner), "__qualname__", type(aligner).__name__)
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise UserError(f"{origin}: the aligner {name} failed on this record ({reason})") from error
+    return record
+
+
+def _piece(ids: list[int], prompt_length: int, length: int) -> dict[str, Any]:
+    return {"input_ids": np.array(ids, dtype=np.int32), "prompt_length": prompt_length, "length": length}
+
+
+def _common_prefix(prompt: Sequence[int], whole: Sequence[int]) -> int:
+    """The number of leading tokens that the prompt alone shares with `whole`.
+
+    The tokenizer may merge the end of the prompt with the start of the answer. Such a token belongs to the answer.
+    """
+    shared = min(len(prompt), len(whole))
+    return next((i for i in range(shared) if prompt[i] != whole[i]), shared)

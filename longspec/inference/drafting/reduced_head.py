@@ -1,0 +1,100 @@
+"""The head of a draft with a vocabulary list: the rows of lm_head for the list and for the tokens of each prompt."""
+
+from __future__ import annotations
+
+from copy import copy
+
+import torch
+from torch import Tensor
+
+from longspec.inference.runner import Runner
+from longspec.models.parallel import head_rows
+
+MOST_EXTRA = 2048
+"""Largest number of prompt tokens outside the list per row."""
+TOTAL_EXTRA = 8192
+"""Number of prompt tokens outside the list that all rows share."""
+LEAST_EXTRA = 64
+"""Number that a row has in any case."""
+
+
+class ReducedHead:
+    """Logits over C columns per row: the Vd tokens of the list, then E tokens of the row's own prompt.
+
+    E is the same for all rows. A row with fewer such tokens leaves the last columns empty; their logits are -inf. A row
+    with more keeps the most recent ones. No token has two columns. Rounds are captured as CUDA graphs, so all tensors
+    are allocated once and `start` changes them in place.
+    """
+
+    def __init__(self, runner: Runner, tokens: Tensor, rows: int) -> None:
+        """tokens: the list, LongTensor [Vd]."""
+        self.runner = runner
+        self.vocab: int = runner.config.vocab_size
+        self.tokens = tokens.to(runner.device)
+        self.listed = len(tokens)
+        self.extra = min(MOST_EXTRA, max(LEAST_EXTRA, TOTAL_EXTRA // rows), self.vocab - self.listed)
+        shape = (rows, self.listed + self.extra)
+
+        listed_weight = head_rows(runner.model.lm_head, self.tokens)
+        self.weight = listed_weight.new_zeros(self.listed + rows * self.extra, listed_weight.shape[1])
+        """[Vd + rows * E, hidden]: the list, then the regions of all rows. A narrowed head has the same tensor."""
+        self.weight[: self.listed] = listed_weight
+        self.first_row = 0
+        self.ids = torch.zeros(shape, dtype=torch.long, device=runner.device)
+        """LongTensor [rows, C]: the token of each column; any for empty columns."""
+        self.ids[:, : self.listed] = self.tokens
+        self.bias = listed_weight.new_zeros(shape)
+        """[rows, C]: 0, and -inf for empty columns."""
+        self.bias[:, self.listed :] = -torch.inf
+
+    @property
+    def columns(self) -> int:
+        """C."""
+        return self.ids.shape[1]
+
+    @property
+    def regions(self) -> Tensor:
+        """The weights of the rows' own tokens, [rows, E, hidden]."""
+        start = self.listed + self.first_row * self.extra
+        return self.weight[start : start + len(self.ids) * self.extra].view(len(self.ids), self.extra, -1)
+
+    def narrow(self, rows: slice) -> ReducedHead:
+        """The head of some consecutive rows, on the same tensors."""
+        part = copy(self)
+        part.first_row = self.first_row + range(len(self.ids))[rows].start
+        part.ids = self.ids[rows]
+        part.bias = self.bias[rows]
+        return part
+
+    def start(self, prompts: Tensor, lengths: Tensor) -> None:
+        """Gather the rows' own tokens. prompts: LongTensor [B, P], padded on the right; lengths: LongTensor [B]."""
+        newest = prompt_tokens(prompts, lengths, self.tokens, self.vocab)
+        position, token = newest.topk(self.extra, dim=1)
+        self.ids[:, self.listed :] = token
+        self.bias[:, self.listed :].zero_().masked_fill_(position < 0, -torch.inf)
+        self.regions.copy_(head_rows(self.runner.model.lm_head, token))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [B, n, hidden] -> logits [B, n, C]."""
+        if len(self.ids) == 1 and self.first_row == 0:
+            # The list and the first row's own tokens are adjacent: one product.
+            return self.runner.product(hidden, self.weight[: self.columns], self.bias[0])
+        listed = self.runner.product(hidden, self.weight[: self.listed])
+        own = torch.baddbmm(self.bias[:, None, self.listed :], hidden, self.regions.transpose(1, 2))
+        return torch.cat([listed, own], 2)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Logits [B, C] over columns -> logits [B, V] over all tokens, -inf for those without a column."""
+        # The maximum, because empty columns have the id of some other token.
+        return logits.new_full((len(logits), self.vocab), -torch.inf).scatter_reduce_(1, self.ids, logits, "amax")
+
+
+def prompt_tokens(prompts: Tensor, lengths: Tensor, listed: Tensor, vocab: int) -> Tensor:
+    """The position at which each token occurs last in a prompt, LongTensor [B, V].
+
+    -1 for tokens that do not occur, and for those in `listed`.
+    """
+    positions = torch.arange(prompts.shape[1], device=prompts.device).expand_as(prompts)
+    positions = positions.where(positions < lengths[:, None], -1)
+    last = prompts.new_full((len(prompts), vocab), -1).scatter_reduce_(1, prompts, positions, "amax")
+    return last.index_fill_(1, listed, -1)

@@ -1,0 +1,246 @@
+"""The replicas of a command: the ranks of a torchrun launch. Each has a copy of the model and a share of the work.
+
+Ranks do not exchange tensors. They agree on the work before it starts, count finished items in a shared counter, and
+meet at the end. A command without a launcher is a single replica, for which all of this costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+import transformers
+
+from longspec.errors import UserError
+from longspec.ranks.agreement import connecting, from_every_rank, from_rank_zero, launched_rank, waiting_group
+from longspec.signals import StopSignals
+
+T = TypeVar("T")
+
+CONNECT = timedelta(minutes=5)
+"""Time in which all ranks must connect."""
+POLL_S = 0.1
+"""Seconds between two looks at stop signals while a rank waits for the others."""
+STOP = "stop"
+"""Key of the store that holds the number of the first stop signal."""
+LOST = "lost"
+"""Counter of the ranks that have noticed the end of another rank."""
+
+
+class Replicas:
+    """The ranks of a launch, as seen by one of them."""
+
+    def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, store: dist.Store | None = None) -> None:
+        """store: shared by all ranks; None for a single replica. Use `joined_replicas`."""
+        self.rank = rank
+        self.size = size
+        self.local_rank = local_rank
+        self._store = store
+        self._counts: Counter[str] = Counter()
+
+    def device(self, device: str | None) -> str | None:
+        """The device of this rank for the option `--device`: the GPU with the number of the rank on its host."""
+        if self.size == 1 or device not in (None, "cuda") or not torch.cuda.is_available():
+            return device
+        if self.local_rank < torch.cuda.device_count():
+            torch.cuda.set_device(self.local_rank)
+        return f"cuda:{self.local_rank}"
+
+    def from_rank_zero(self, compute: Callable[[], T]) -> T:
+        """The result of `compute()`, which runs on rank 0 only, on every rank; see `agreement.from_rank_zero`."""
+        if self._store is None:
+            return compute()
+        own_errors: list[RuntimeError] = []
+
+        def noting() -> T:
+            try:
+                return compute()
+            except RuntimeError as error:
+                own_errors.append(error)
+                raise
+
+        try:
+            return from_rank_zero(noting)
+        except RuntimeError as error:
+            if error in own_errors:
+                raise
+            raise LostRank(self) from error
+
+    def together(self, build: Callable[[], T]) -> T:
+        """The result of this rank's own `build()`, once it has succeeded on all ranks.
+
+        A UserError on any rank ends all ranks with exit code 2, and the message of the first such rank is printed.
+        """
+        if self._store is None:
+            return build()
+        built: list[T] = []
+        problem = None
+        try:
+            built.append(build())
+        except UserError as error:
+            problem = str(error)
+        problems = self.gather(problem)
+        failed = [rank for rank, text in enumerate(problems) if text is not None]
+        if failed:
+            if self.rank == failed[0]:
+                label = f"rank {self.rank} on {socket.gethostname()}: " if self.rank else ""
+                print(f"error: {label}{problem}", file=sys.stderr, flush=True)
+            # The first of these ranks has printed its message before another one ends.
+            self.gather(None)
+            raise SystemExit(2)
+        return built[0]
+
+    def rank_zero_first(self, build: Callable[[], T]) -> T:
+        """The result of `build()`, which runs on rank 0 first, so that the others find downloads and caches."""
+        built: list[T] = []
+        self.from_rank_zero(lambda: built.append(build()))
+        return self.together(lambda: built[0] if built else build())
+
+    def gather(self, value: T) -> list[T]:
+        """The `value` of each rank, in order of rank. It is sent pickled."""
+        if self._store is None:
+            return [value]
+        with self._connected():
+            return from_every_rank(value)
+
+    def check_shared(self, folder: Path) -> None:
+        """End all ranks with an error if one does not see what rank 0 writes to a folder, as on disks of each host."""
+        if self._store is None:
+            return
+        mark = Path(self.from_rank_zero(lambda: tempfile.mkdtemp(prefix=".shared-", dir=folder)))
+
+        def check() -> None:
+            if not mark.exists():
+                raise UserError(f"{folder}: is not the folder of rank 0; give a path on a disk that all hosts share")
+
+        try:
+            self.together(check)
+        finally:
+            if self.rank == 0:
+                mark.rmdir()
+
+    def share(self, loads: Sequence[int]) -> list[int]:
+        """The indices of this rank's items. All ranks must call it with the same loads."""
+        return balanced(loads, self.size)[self.rank]
+
+    def count(self, name: str, items: int) -> int:
+        """Add to the shared counter `name`, and return its value, to which all ranks have added."""
+        if self._store is None:
+            self._counts[name] += items
+        else:
+            with self._connected():
+                self._counts[name] = self._store.add(f"count/{name}", items)
+        return self._counts[name]
+
+    def last_count(self, name: str) -> int:
+        """The last value of a shared counter that this rank has seen."""
+        return self._counts[name]
+
+    def stopped(self, stop: StopSignals) -> bool:
+        """Whether a stop signal has reached any rank. Then `stop.received` is set on this rank, too."""
+        with self._connected():
+            self._pass_on(stop)
+        return stop.received is not None
+
+    def _pass_on(self, stop: StopSignals) -> None:
+        """Tell the other ranks about a stop signal, or learn of theirs. Raises RuntimeError if the store has ended."""
+        if self._store is None:
+            return
+        if stop.received is not None:
+            self._store.set(STOP, str(stop.received))
+        elif self._store.check([STOP]):
+            stop.received = int(self._store.get(STOP))
+
+    def meet(self, stop: StopSignals, watch: Callable[[], object] = lambda: None) -> bool:
+        """Wait until every rank has called this. Returns False if one has ended before.
+
+        Stop signals are passed on meanwhile, so that the others come after their current work. watch: called every
+        POLL_S seconds, and once more after it.
+        """
+        if self._store is None:
+            return True
+        try:
+            arrival = dist.barrier(group=waiting_group(), async_op=True)
+            while not arrival.is_completed():
+                self._pass_on(stop)
+                watch()
+                time.sleep(POLL_S)
+            arrival.wait()
+            watch()
+            # Rank 0 may host the store, so it leaves after the last use of it.
+            from_every_rank(None)
+        except RuntimeError:
+            return False
+        return True
+
+    def reports_loss(self) -> bool:
+        """Whether this rank is to report that another one has ended. True on one of those that notice it."""
+        try:
+            return self._store is None or self._store.add(LOST, 1) == 1
+        except RuntimeError:  # the store has ended with rank 0
+            return True
+
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        """Turn the error of a broken connection into LostRank."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise LostRank(self) from error
+
+
+class LostRank(SystemExit):
+    """The end of a process that has lost another rank. One of the remaining ranks prints a line."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        line = (
+            f"rank {replicas.rank} of {replicas.size} ends, because another rank has ended; the same command continues"
+        )
+        super().__init__(line if replicas.reports_loss() else 1)
+
+
+def balanced(loads: Sequence[int], ranks: int) -> list[list[int]]:
+    """The indices of each rank's items, in ascending order.
+
+    The largest items come first, each to the rank with the smallest load so far. Ties go to the lower number.
+    """
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    totals = [0] * ranks
+    for index in sorted(range(len(loads)), key=lambda index: (-loads[index], index)):
+        rank = totals.index(min(totals))
+        shares[rank].append(index)
+        totals[rank] += loads[index]
+    return [sorted(share) for share in shares]
+
+
+@contextmanager
+def joined_replicas() -> Iterator[Replicas]:
+    """The replicas of this process's launch, connected until the context ends.
+
+    Raises UserError for environment variables that contradict each other, and if the ranks do not connect.
+    """
+    rank, size = launched_rank(), int(os.environ["WORLD_SIZE"])
+    if size == 1:
+        yield Replicas()
+        return
+    with connecting():
+        store, _, _ = next(dist.rendezvous("env://", timeout=CONNECT))
+        group_store = dist.PrefixStore("group", store)
+        dist.init_process_group("gloo", store=group_store, rank=rank, world_size=size, timeout=CONNECT)
+    if rank > 0:
+        transformers.utils.logging.disable_progress_bar()
+    try:
+        yield Replicas(rank, size, int(os.environ["LOCAL_RANK"]), dist.PrefixStore("replicas", store))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,43 @@
+"""The `longspec` command with a fault on one rank: FAULT=RANK:CALL:NAME, where NAME is a signal or `error`."""
+
+import os
+import signal
+import sys
+from typing import Any
+
+from longspec.cli.app import main
+from longspec.cli.pair import LoadedPair
+from longspec.errors import UserError
+from longspec.longbench import measurement
+from longspec.regenerate.writer import Writer
+
+FUNCTIONS: dict[str, tuple[Any, str, int]] = {
+    "evaluate": (measurement, "generate", 1),
+    "generate": (LoadedPair, "generate", 0),
+    "regenerate": (Writer, "write_shard", 0),
+}
+"""The function of each command that does a unit of work, and the number of its calls before the first unit."""
+
+
+def break_call(call: int, name: str) -> None:
+    """Let the fault strike at the start of unit number `call` of the command in `sys.argv`."""
+    owner, attribute, before = FUNCTIONS[sys.argv[1]]
+    real = getattr(owner, attribute)
+    calls: list[None] = []
+
+    def faulty(*args: Any, **settings: Any) -> Any:
+        calls.append(None)
+        if len(calls) == before + call + 1:
+            if name == "error":
+                raise UserError("sample 'x': bad")
+            os.kill(os.getpid(), getattr(signal, name))
+        return real(*args, **settings)
+
+    setattr(owner, attribute, faulty)
+
+
+if __name__ == "__main__":
+    rank, call, name = os.environ.get("FAULT", "-1:0:none").split(":")
+    if os.environ["RANK"] == rank:
+        break_call(int(call), name)
+    main()

@@ -1,0 +1,242 @@
+"""Commands on several ranks: the results of a single process, whatever happens to the ranks."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_ranks import exit_code, start_forked
+from test_command import SHORT, draft_of, make_target, refusal, write_records
+from test_run_folder import COUNTS
+from tiny_tokenizer import byte_tokenizer
+from training_fixtures import launch_environment
+from typer.testing import CliRunner
+
+from longspec.cli.app import app
+from longspec.errors import UserError
+from longspec.locks import LOCK_NAME
+from longspec.longbench import measurement
+from longspec.longbench.command import main
+from longspec.parts import open_part
+from longspec.ranks.replicas import balanced, joined_replicas
+from longspec.regenerate.command import main as regenerate
+from scripts.pipeline.machine import free_port
+
+SAMPLED = ("--method", "seq", "--max_gen_len", "6", "--temperature", "1", "--batch_size", "2")
+TIMES = ("ttft_s", "decode_s", "tokens_per_second")
+LIMIT_S = 120
+FAULTY = "tests/faulty_replica.py"
+LOST = r"(a rank has ended: \d+ of 11 samples are done|rank . of . ends, because another rank has ended)"
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with its draft and a chat template."""
+    target = make_target(tmp_path_factory.mktemp("pair") / "target")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '</s>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    )
+    tokenizer.save_pretrained(target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def line(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options of a run of eleven samples of uneven lengths, without its output folder."""
+    data = write_records(tmp_path_factory.mktemp("data") / "data", count=11)
+    model = ["--target", str(pair), "--draft", str(draft_of(pair))]
+    return [*model, "--task", "lcc", "--data_path_prefix", str(data), "--device", "cpu", *SHORT, *SAMPLED]
+
+
+@pytest.fixture(scope="module")
+def alone(line: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of a single process."""
+    out = tmp_path_factory.mktemp("alone") / "out"
+    main([*line, "--output_dir", str(out)])
+    return out
+
+
+class Launch:
+    """A finished launch: the exit code of each rank, stdout and stderr of all."""
+
+    def __init__(self, script: str, arguments: list[str], folder: Path, ranks: int = 2, fault: str = "") -> None:
+        files = [folder / "stdout", folder / "stderr"]
+        for file in files:
+            file.write_text("")
+        environment = launch_environment(**({"FAULT": fault} if fault else {}))
+        started = start_forked(script, arguments, ranks, free_port(), environment, *files)
+        exit_code(started, LIMIT_S)
+        self.codes = [rank.exitcode for rank in started]
+        self.stdout, self.stderr = (file.read_text() for file in files)
+
+    @property
+    def said(self) -> list[str]:
+        """The lines of stderr, without progress bars and warnings of torch about a lost connection."""
+        text = re.sub(r"[^\r\n]*?\d+%\|.*?\]", "\n", self.stderr)
+        noise = re.compile(r"Exception raised|frame #|<omitting|\[rank\d\]:\[W")
+        return [line for line in re.split(r"[\r\n]+", text) if line.strip() and not noise.match(line)]
+
+
+def evaluate(line: list[str], out: Path, ranks: int = 2, fault: str = "") -> Launch:
+    options = [*line, "--output_dir", str(out)]
+    if fault:
+        return Launch(FAULTY, ["evaluate", *options], out.parent, ranks, fault)
+    return Launch("inference_long-bench.py", options, out.parent, ranks)
+
+
+def records(out: Path) -> list[dict[str, Any]]:
+    """The lines of results, without times and memory."""
+    lines = [json.loads(raw) for raw in (out / "samples.jsonl").read_text().splitlines()]
+    for record in lines:
+        record["batch"] = {name: record["batch"][name] for name in ("first", "rounds", "decoded_tokens")}
+    return [{name: value for name, value in record.items() if name not in TIMES} for record in lines]
+
+
+def on_disk(out: Path) -> set[str]:
+    """The complete lines of the samples that are saved, with their times."""
+    files = [file for file in out.iterdir() if file.name.startswith("samples.jsonl")]
+    return {raw for file in files for raw in file.read_text().splitlines(keepends=True) if raw.endswith("\n")}
+
+
+def check_complete(out: Path, alone: Path) -> None:
+    """The folder holds the results of a single process, in the same order, and nothing else."""
+    assert records(out) == records(alone)
+    assert sorted(file.name for file in out.iterdir()) == [LOCK_NAME, "run.json", "samples.jsonl", "summary.json"]
+    one, other = (json.loads((folder / "summary.json").read_text()) for folder in (out, alone))
+    assert {name: one[name] for name in COUNTS} == {name: other[name] for name in COUNTS}
+
+
+def test_longest_items_go_first_to_the_rank_with_the_smallest_load() -> None:
+    assert balanced([5, 9, 1, 7, 3, 3], 2) == [[1, 4, 5], [0, 2, 3]]  # 9 + 3 + 3 and 7 + 5 + 1
+    assert balanced([2, 2, 2], 2) == [[0, 2], [1]]
+    assert balanced([4], 3) == [[0], [], []]
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE: 2 ranks, but RANK, MASTER_ADDR, MASTER_PORT not set"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: 'two' is not a number"),
+        ({"RANK": "1"}, "RANK: 1, but WORLD_SIZE is 1"),
+    ],
+)
+def test_an_environment_of_no_launch_is_one_line(
+    given: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=problem), joined_replicas():
+        pass
+
+
+def test_ranks_write_the_results_of_a_single_process(line: list[str], alone: Path, tmp_path: Path) -> None:
+    """And print them once, with one progress bar."""
+    launch = evaluate(line, tmp_path / "out")
+    assert launch.codes == [0, 0], launch.stderr
+    check_complete(tmp_path / "out", alone)
+    assert json.loads((tmp_path / "out/summary.json").read_text())["processes"] == 2
+    assert launch.stdout.count("acceptance length") == launch.stdout.count("11 prompts kept") == 1
+    assert launch.said == [] and "11/11" in launch.stderr
+
+
+@pytest.mark.parametrize(("killed", "ranks_of_next"), [(1, 1), (0, 3)])
+def test_a_run_resumes_on_any_number_of_ranks_after_one_was_killed(
+    line: list[str], alone: Path, tmp_path: Path, killed: int, ranks_of_next: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank ends with one line. No sample is lost, and no sample is evaluated twice."""
+    out = tmp_path / "out"
+    launch = evaluate(line, out, fault=f"{killed}:1:SIGKILL")
+    assert (launch.codes[killed], launch.codes[1 - killed]) == (-9, 1), launch.stderr
+    assert len(launch.said) == 1 and re.match(LOST, launch.said[0]), launch.stderr
+    saved = on_disk(out)
+    assert 2 <= len(saved) < 11
+    if ranks_of_next == 1:
+        summary = main([*line, "--output_dir", str(out)])
+        assert summary is not None and summary["processes"] == 2
+    else:
+        assert evaluate(line, out, ranks_of_next).codes == [0] * ranks_of_next
+    check_complete(out, alone)
+    assert saved < on_disk(out)
+
+
+def test_a_stop_signal_to_one_rank_stops_all_after_their_batches(line: list[str], alone: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    launch = evaluate(line, out, fault="1:1:SIGTERM")
+    assert launch.codes == [143, 143], launch.stderr
+    saved = (out / "samples.jsonl").read_text().splitlines()
+    assert launch.said == [
+        f"stopped by SIGTERM: {len(saved)} of 11 samples are done, in {out}; the same command continues"
+    ]
+    assert 4 <= len(saved) < 11 and sorted(on_disk(out)) == sorted(f"{raw}\n" for raw in saved)
+    main([*line, "--output_dir", str(out)])
+    check_complete(out, alone)
+
+
+def test_an_error_on_one_rank_ends_all(line: list[str], tmp_path: Path) -> None:
+    """Each rank says one line: the error, and the end of the others."""
+    launch = evaluate(line, tmp_path / "out", fault="1:0:error")
+    assert launch.codes == [1, 2], launch.stderr
+    error, end = sorted(launch.said, reverse=True)
+    assert error == "error: sample 'x': bad" and re.match(LOST, end)
+
+
+def test_bad_input_is_one_line_of_all_ranks(line: list[str], tmp_path: Path) -> None:
+    launch = evaluate([*line, "--temperature", "-1"], tmp_path / "out")
+    assert launch.codes == [2, 2]
+    assert len(launch.said) == 1 and launch.said[0].startswith("error: temperature: -1.0; it must be 0")
+
+
+def test_a_rank_of_an_earlier_run_that_still_writes_is_respected(
+    line: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its rank 0 was killed, so nobody holds the folder's lock."""
+    monkeypatch.setattr(measurement, "load_model", None)
+    (tmp_path / "out").mkdir()
+    with open_part(tmp_path / "out" / "samples.jsonl", 1):
+        for more in ((), ("--overwrite",)):
+            message = refusal(capsys, [*line, "--output_dir", str(tmp_path / "out"), *more])
+            assert "samples.jsonl.rank-1: a rank of another run is writing to it" in message
+
+
+def test_answers_of_several_ranks_are_those_of_one(pair: Path, tmp_path: Path) -> None:
+    """After one rank was killed, and a launch of two ranks has continued."""
+    texts = ["a" * (7 * number % 23 + 1) for number in range(13)]
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(texts))
+    options = ["--model", str(pair), "--temperature", "1", "--batch_size", "2", "--max_new_tokens", "6"]
+    given = ["generate", str(prompts), *options, "--device", "cpu", "--output"]
+    assert CliRunner().invoke(app, [*given, str(tmp_path / "alone.jsonl")]).exit_code == 0
+    out = tmp_path / "out.jsonl"
+    launch = Launch(FAULTY, [*given, str(out)], tmp_path, fault="1:1:SIGKILL")
+    assert launch.codes == [1, -9] and "a rank has ended after" in launch.said[-1], launch.stderr
+    assert len(list(tmp_path.glob("out.jsonl*"))) == 2
+    launch = Launch(FAULTY, [*given, str(out), "--json", str(tmp_path / "summary.json")], tmp_path)
+    assert launch.codes == [0, 0], launch.stderr
+    assert out.read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
+    assert [file.name for file in tmp_path.glob("out.jsonl*")] == ["out.jsonl"]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["answered"], summary["processes"]) == (13, 2) and summary["rounds"] > 0
+    assert "prompt lookup" not in "".join(launch.said[1:])
+
+
+def test_text_of_several_ranks_is_that_of_one(pair: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"problem": f"{n} " * (n + 1)}) + "\n" for n in range(10)))
+    options = ["--target", str(pair), "--files", str(prompts), "--shard_size", "2", "--max_new_tokens", "6"]
+    options += ["--device", "cpu", "--output_dir"]
+    regenerate([*options, str(tmp_path / "alone")])
+    out = tmp_path / "out"
+    launch = Launch(FAULTY, ["regenerate", *options, str(out)], tmp_path, fault="1:1:SIGKILL")
+    assert launch.codes == [1, -9] and "another rank has ended" in launch.said[-1], launch.stderr
+    shards = {path: path.stat().st_mtime_ns for path in (out / "train.shards").glob("shard-*")}
+    assert len(shards) == 4 and not (out / "train.jsonl").exists()
+    launch = Launch(FAULTY, ["regenerate", *options, str(out)], tmp_path)
+    assert launch.codes == [0, 0] and launch.stdout.count("written to") == 1
+    assert (out / "train.jsonl").read_bytes() == (tmp_path / "alone" / "train.jsonl").read_bytes()
+    assert {path: path.stat().st_mtime_ns for path in shards} == shards

@@ -1,0 +1,108 @@
+"""The benchmark of decoding on tiny shapes: parts of a round, other implementations, acceptance files and tables."""
+
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import decoding
+from benchmarks.acceptance import read_acceptance
+from benchmarks.cards import cards_table
+from benchmarks.decoding import Measured, filled_engine, parts_of_round
+from benchmarks.read_bandwidth import LAUNCHES, read_sums
+from benchmarks.shapes import random_pair
+from benchmarks.tables import tables
+from benchmarks.transformers_baseline import dynamic_ms, static_ms
+from longspec.errors import UserError
+from longspec.inference.runner import Runner
+from longspec.models.glide import GlideMixin
+
+SHAPE = [2, 3]
+OPTIONS = Namespace(temperature=0.0, tree_shape=SHAPE, gamma=4)
+
+
+@pytest.fixture(scope="module")
+def pair() -> GlideMixin:
+    return random_pair("tiny", "cpu", torch.float32)
+
+
+@pytest.mark.parametrize(("block", "steps", "warps"), [*LAUNCHES, (64, 3, 1)])
+def test_the_read_kernel_reads_every_number_once(block: int, steps: int, warps: int, device: str) -> None:
+    x = torch.randint(-8, 8, (2 * 3 * block * steps,), generator=torch.Generator().manual_seed(0))
+    x = x.to(device, torch.float16)
+    assert torch.equal(read_sums(x, block, steps, warps), x.float().view(-1, block * steps).sum(1))
+
+
+def test_the_parts_of_a_round_add_up_to_it_with_a_negative_residual(
+    pair: GlideMixin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts that take 5 ms alone do not fit into a round of 9 ms. Only "accept + compact" changes the cache."""
+    lengths: list[int] = []
+
+    def timed(work: Callable[[], object]) -> float:
+        work()
+        lengths.append(int(engine.cache.lengths))
+        return 5.0
+
+    monkeypatch.setattr(decoding, "captured_ms", timed)
+    engine = filled_engine(Runner(pair), [20], "tree", OPTIONS)
+    with torch.no_grad():
+        parts = parts_of_round(engine, 9.0)
+    assert sum(parts.values()) == pytest.approx(9.0)
+    assert parts["accept + compact"] == 5.0 and parts["residual"] == -6.0
+    assert set(lengths[:-1]) == {20} and lengths[-1] > 20
+
+
+def test_transformers_decodes_on_the_pairs_own_weights_with_both_caches(pair: GlideMixin) -> None:
+    attention = pair.config._attn_implementation
+    assert static_ms(pair, 40) > 0 and pair.config._attn_implementation == attention
+    assert dynamic_ms(pair, 40) > 0 if torch.cuda.is_available() else True
+
+
+def summary(folder: Path, shape: list[int], tokens: int, rounds: int, **changes: Any) -> Path:
+    path = folder / f"summary-{tokens}.json"
+    config = {"tree_shape": shape, "gamma": 4, "draft": "draft", "temperature": 0.0}
+    path.write_text(
+        json.dumps(
+            {"method": "tree", "model": "m", "decoded_tokens": tokens, "rounds": rounds, "config": config} | changes
+        )
+    )
+    return path
+
+
+def test_acceptance_is_pooled_over_evaluations_of_one_pair(tmp_path: Path) -> None:
+    files = [summary(tmp_path, SHAPE, 30, 10), summary(tmp_path, SHAPE, 20, 10), summary(tmp_path, [1], 9, 6)]
+    chain = summary(tmp_path, SHAPE, 8, 4, method="seq")
+    assert read_acceptance([*files, chain]) == {
+        ("tree", (2, 3), None): 2.5,
+        ("tree", (1,), None): 1.5,
+        ("seq", (4,), None): 2.0,
+    }
+    assert read_acceptance([]) == {}
+    with pytest.raises(UserError, match="one pair"):
+        read_acceptance([*files, summary(tmp_path, SHAPE, 31, 10, model="other")])
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(UserError, match=r"other\.json: not the summary"):
+        read_acceptance([tmp_path / "other.json"])
+
+
+def result(acceptance_length: float | None) -> dict[str, Any]:
+    row = Measured("llama", 4096, 2, "tree", 0.0, 8.0, 5.0, 1.0, {"verify": 8.5, "residual": -0.5}, acceptance_length)
+    shown = vars(row) | {"ratio": row.ratio, "tokens_per_s": row.tokens_per_s}
+    return {"rounds": [shown], "peers": [{"shape": "llama", "context": 4096, "name": "other", "ms": None}]}
+
+
+def test_tables_have_every_part_and_speeds_only_at_a_measured_acceptance() -> None:
+    with_speed, without = tables(result(3.25)), tables(result(None))
+    assert "| llama | 4096 | 2 | tree | 8.00 | 5.00 | 1.60 | 3.25 | 812 |" in with_speed
+    assert "tokens/s" not in without and "| llama | 4096 | 2 | tree | 8.00 | 5.00 | 1.60 |" in without
+    assert "| llama | 4096 | 2 | 8.50 | -0.50 | 8.00 |" in without and "| other | – |" in without
+
+
+def test_cards_that_were_not_measured_are_marked() -> None:
+    _, _, *rows = cards_table("llama3-8b", [4096], [4, 16]).splitlines()
+    assert len(rows) == 5 and all(row.endswith("| arithmetic |") for row in rows)

@@ -1,0 +1,126 @@
+"""A draft's vocabulary list survives every file format, and a list that does not fit is refused."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from pairs import make_pair, tiny_config
+from safetensors.torch import load_file
+
+from longspec.errors import UserError
+from longspec.models.draft_files import check_draft, list_size, load_draft, save_draft_file, save_draft_folder
+from longspec.models.draft_vocabulary import most_frequent, vocabulary_maps
+from longspec.models.glide import GlideMixin
+from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
+
+TOKENS = torch.tensor([0, 3, 4, 9, 60])
+V = 61
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> GlideMixin:
+    """A pair whose draft proposes TOKENS; its target is in `name_or_path`."""
+    folder = tmp_path_factory.mktemp("target")
+    model = make_pair(folder)
+    model.draft_model.set_vocabulary(TOKENS)
+    model.name_or_path = str(folder)
+    return model
+
+
+def save(pair: GlideMixin, form: str, folder: Path) -> Path:
+    state = pair.draft_model.state_dict()
+    if form == "pth":
+        save_draft_file(state, folder / "draft.pth")
+        return folder / "draft.pth"
+    if form == "plain folder":
+        torch.save(
+            {f"draft_model.{name}": weight for name, weight in state.items()}, folder / "draft_model_weights.pth"
+        )
+    elif form == "hf":
+        save_draft_folder(state, pair.config, folder)
+    else:
+        pair.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("form", ["pth", "plain folder", "hf", "pair"])
+def test_the_list_comes_back_from_every_format(pair: GlideMixin, form: str, tmp_path: Path) -> None:
+    draft = save(pair, form, tmp_path)
+    saved = load_draft(draft)
+    assert saved["d2t"].dtype == torch.int64 and saved["d2t"].tolist() == [0, 2, 2, 6, 56]
+    assert saved["t2d"].dtype == torch.bool and saved["t2d"].nonzero()[:, 0].tolist() == TOKENS.tolist()
+    assert list_size(draft) == 5
+    target = tmp_path if form == "pair" else pair.name_or_path
+    for given in ({"glide_path": draft}, {"state_dict": saved}):
+        loaded = LlamaGlide.from_pretrained(target, torch_dtype=torch.bfloat16, **given)
+        assert torch.equal(loaded.draft_model.vocabulary, TOKENS)
+        assert not any(parameter is loaded.draft_model.d2t for parameter in loaded.parameters())
+    # A state without a list lifts it.
+    loaded.load_draft_state({name: w for name, w in saved.items() if name not in ("d2t", "t2d")}, "state")
+    assert loaded.draft_model.vocabulary is None
+
+
+def test_drafts_without_a_list_have_no_entry_for_it(tmp_path: Path) -> None:
+    model = make_pair(tmp_path / "target")
+    model.save_pretrained(tmp_path / "pair")
+    parameters = {name for name, _ in model.draft_model.named_parameters()}
+    assert set(load_file(tmp_path / "pair" / "draft" / "model.safetensors")) == parameters
+    assert "vocab" not in (tmp_path / "pair" / "draft" / "config.json").read_text().replace("vocab_size", "")
+    assert list_size(tmp_path / "pair") is None
+
+
+def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[State], None]:
+    return lambda state: state.update({name: change(state[name])})
+
+
+BAD: dict[str, Callable[[State], object]] = {
+    "its vocabulary list lacks t2d": lambda state: state.pop("t2d"),
+    "its vocabulary list lacks d2t": lambda state: state.pop("d2t"),
+    "d2t is no int64 vector": changed("d2t", lambda d2t: d2t.int()),
+    "t2d is no bool vector": changed("t2d", lambda t2d: t2d[None]),
+    r"t2d has 60 entries, the target has 61 tokens": changed("t2d", lambda t2d: t2d[:60]),
+    r"d2t contains token ids outside of 0 … 60": changed("d2t", lambda d2t: d2t + torch.tensor([0, 0, 0, 0, 1])),
+    "d2t contains token ids outside": changed("d2t", lambda d2t: d2t - 1),
+    "d2t contains token ids": changed("d2t", lambda d2t: d2t.fill_(2**63 - 1)),
+    "the token ids of d2t are not ascending": changed("d2t", lambda d2t: d2t - torch.tensor([0, 0, 1, 0, 0])),
+    "d2t and t2d are different lists": changed("t2d", lambda t2d: t2d.roll(1)),
+    "t2d has 62 entries": lambda state: state.update(vocabulary_maps(TOKENS, 62)),
+}
+
+
+@pytest.mark.parametrize("problem", BAD)
+def test_a_list_that_does_not_fit_is_refused(pair: GlideMixin, problem: str, tmp_path: Path) -> None:
+    """In one line, by the check before the target is loaded."""
+    state = {name: weight.clone() for name, weight in pair.draft_model.state_dict().items()}
+    BAD[problem](state)
+    torch.save(state, tmp_path / "draft.pth")
+    with pytest.raises(UserError, match=rf"draft\.pth: the draft does not fit the target: {problem}") as refusal:
+        check_draft(tmp_path / "draft.pth", tiny_config("llama"), LlamaGlideDecoderLayer)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_fresh_draft_takes_a_list_and_a_saved_one_does_not(pair: GlideMixin, tmp_path: Path) -> None:
+    fresh = LlamaGlide.from_pretrained(pair.name_or_path, draft_vocabulary=[9, 0, 60, 4, 3])
+    assert torch.equal(fresh.draft_model.vocabulary, TOKENS)
+    for tokens in ([], [1, 1], [61], [-1], [0.5], 5):
+        with pytest.raises(UserError, match=r"draft_vocabulary: must be a list of distinct token ids in 0 … 60"):
+            LlamaGlide.from_pretrained(pair.name_or_path, draft_vocabulary=tokens)
+    state = pair.draft_model.state_dict()
+    with pytest.raises(UserError, match="draft_vocabulary: for a fresh draft"):
+        LlamaGlide.from_pretrained(pair.name_or_path, state_dict=state, draft_vocabulary=[1])
+
+
+@pytest.mark.parametrize(
+    ("size", "always", "expected"),
+    [
+        (3, (), [1, 2, 5]),  # counts 9, 9, 5
+        (4, (), [0, 1, 2, 5]),  # 0 and 3 both occur twice
+        (2, (3, 4), [2, 3]),  # 4 does not occur; 2 and 5 both occur nine times
+        (6, (), [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_the_list_holds_the_most_frequent_tokens(size: int, always: Sequence[int], expected: list[int]) -> None:
+    counts = torch.tensor([2, 5, 9, 2, 0, 9])
+    assert most_frequent(counts, size, always).tolist() == expected
