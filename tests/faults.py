@@ -15,7 +15,7 @@ from longspec.inference.drafting import tree as tree_drafting
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.sampling import Sampler
 from longspec.kernels.decoding import vocabulary
-from longspec.kernels.decoding.tree import SelectedNodes, Tree
+from longspec.kernels.decoding.tree import Branches, SelectedNodes, Tree
 
 follow, reject, accept = acceptance.follow, acceptance.reject, acceptance.accept
 Patch = pytest.MonkeyPatch
@@ -101,6 +101,22 @@ def samples_selected_by_probability(patch: Patch) -> None:
 
     def faulty(tree: Tree, *args: Any, **kwargs: Any) -> SelectedNodes:
         return select(tree._replace(arrivals=-tree.scores), *args, **kwargs)
+
+    patch.setattr(tree_drafting, "select_nodes", faulty)
+
+
+def branches_admitted_by_the_draws(patch: Patch) -> None:
+    """A lookup branch takes part only if its first token was sampled below the root."""
+    select = tree_drafting.select_nodes
+
+    def faulty(
+        tree: Tree, levels: Tensor, nodes: int, by_arrival: bool, branches: Branches | None = None
+    ) -> SelectedNodes:
+        if branches is not None:
+            children = tree.tokens.where(tree.parents == 0, -1)
+            drawn = (children[:, None] == branches.tokens[..., :1]).any(2, keepdim=True)
+            branches = branches._replace(merits=branches.merits.where(drawn, -torch.inf))
+        return select(tree, levels, nodes, by_arrival, branches)
 
     patch.setattr(tree_drafting, "select_nodes", faulty)
 
@@ -201,6 +217,7 @@ IN_SELECTION = {
     "selection sees the target's draw": Fault(selection_sees_the_targets_draw, ("tree, descend, budget",)),
     "siblings reordered before selection": Fault(siblings_reordered_before_selection, ("tree, budget",)),
     "samples selected by probability": Fault(samples_selected_by_probability, ("tree, budget",)),
+    "branches admitted by the draws": Fault(branches_admitted_by_the_draws, ("tree, lookup",)),
 }
 """Faults of the selection of nodes, detected by enumeration and in the distribution of generated text."""
 IN_THE_RULE = IN_SELECTION | {

@@ -73,6 +73,7 @@ def generate(
     allow_untrained_draft: bool = False,
     stopping_criteria: Sequence[StoppingCriteria] | None = None,
     tree_nodes: int | None = None,
+    lookup_branches: bool = False,
     **options: Any,
 ) -> GenerationOutput:
     """Continue prompts losslessly: greedy at temperature 0, else samples of the target's own distribution.
@@ -98,7 +99,8 @@ def generate(
     stopping_criteria: each is called after every new token with the ids [1, length] of one row, its prompt as passed
     in followed by its new tokens, and with scores None.
     tree_nodes: the nodes of the drafted tree to be verified, the root included: those with the most probable paths;
-    None verifies the whole tree.
+    None verifies the whole tree. lookup_branches: let continuations of earlier occurrences of the newest tokens join
+    the tree; tree_nodes then selects among both.
     options: transformers' min_p, typical_p and epsilon_cutoff, applied above temperature 0; they default to the model's
     generation config. Every other option that changes the distribution is refused by name, whether it is an argument
     or in the generation config (see `options`).
@@ -145,11 +147,12 @@ def generate(
                 drafters = PlanDrafters(runner, len(rows), sampler, plans_for(shape, has_draft), shape, tree_rule)
                 engine = Engine(runner, drafters, sampler, prompts, lengths, room - max(lengths))
                 return AutoRounds(engine, drafters, room)
-            drafter = make_drafter(method, runner, len(rows), sampler, shape, gamma, tree_rule, tree_nodes)
+            settings = (shape, gamma, tree_rule, tree_nodes, lookup_branches)
+            drafter = make_drafter(method, runner, len(rows), sampler, *settings)
             engine = Engine(runner, drafter, sampler, prompts, lengths, room - max(lengths))
             return FixedRounds(engine, "lookup" if method == "lookup" else "draft")
 
-        drafting = (method, shape, gamma, tree_rule, tree_nodes, has_draft)
+        drafting = (method, shape, gamma, tree_rule, tree_nodes, lookup_branches, has_draft)
         kind = engine_kind(runner, drafting, len(rows), sampler, room)
         with borrowed(kind, room, runner, build) as pooled:
             pooled.restart(prompts, lengths, seed)

@@ -31,20 +31,24 @@ def make_drafter(
     gamma: int,
     tree_rule: str,
     tree_nodes: int | None = None,
+    lookup_branches: bool = False,
 ) -> Drafter:
     """The drafter of one of METHODS for `batch` rows.
 
-    tree_shape, tree_rule and tree_nodes apply to method tree only; tree_nodes: nodes to be verified, the root included,
-    None for the whole tree. gamma is the chain length of seq, magicdec and lookup.
+    tree_shape, tree_rule, tree_nodes and lookup_branches apply to method tree only; tree_nodes: nodes to be verified,
+    the root included, None for all. gamma is the chain length of seq, magicdec and lookup.
     """
     from longspec.inference.drafting.chain import ChainDrafter, NoDraft
     from longspec.inference.drafting.glide import GlideDraft
-    from longspec.inference.drafting.lookup import LookupDrafter
+    from longspec.inference.drafting.lookup import LookupBranches, LookupDrafter
     from longspec.inference.drafting.magicdec import SparseTarget
     from longspec.inference.drafting.tree import TreeDrafter
 
     if method == "tree":
-        return TreeDrafter(runner, batch, tree_shape, sampler, tree_rule, nodes=tree_nodes)
+        # A round feeds as many tokens as its longest path has, and the draft's ring takes at most a window of them.
+        depth = runner.model.draft_model.window - 1
+        lookup = LookupBranches(batch, depth, runner.device) if lookup_branches else None
+        return TreeDrafter(runner, batch, tree_shape, sampler, tree_rule, nodes=tree_nodes, lookup=lookup)
     if method == "seq":
         return ChainDrafter(GlideDraft(runner, batch, gamma), gamma, sampler)
     if method == "magicdec":

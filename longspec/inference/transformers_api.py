@@ -56,6 +56,7 @@ def generate_as_transformers(
     attention: str = "auto",
     allow_untrained_draft: bool = False,
     tree_nodes: int | None = None,
+    lookup_branches: bool = False,
     **kwargs: Any,
 ) -> Tensor | SpeculativeOutput:
     """transformers' `generate` with speculative decoding; for the other arguments see `longspec.generate`.
@@ -128,6 +129,7 @@ def generate_as_transformers(
             attention=attention,
             allow_untrained_draft=allow_untrained_draft,
             tree_nodes=tree_nodes,
+            lookup_branches=lookup_branches,
             stopping_criteria=[*timers, *criteria],
             **neutral,
         )

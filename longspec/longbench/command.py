@@ -126,6 +126,7 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
         help="how a tree is drafted and accepted above temperature 0",
     )
     add("--tree_nodes", type=int, help="tree: verify this many nodes, the most probable ones; default: the whole tree")
+    add("--lookup_branches", action="store_true", help="tree: add continuations that the context already holds")
     add("--gamma", type=int, default=4, help="length of the chain (seq, magicdec, lookup)")
     add("--seed", type=int, default=0)
 

@@ -43,7 +43,7 @@ from longspec.models.target_files import check_weights, generation_eos, load_tok
 SHAPE_OPTIONS = {
     "vanilla": (),
     "seq": ("gamma",),
-    "tree": ("tree_shape", "tree_rule", "tree_nodes"),
+    "tree": ("tree_shape", "tree_rule", "tree_nodes", "lookup_branches"),
     "magicdec": ("gamma",),
     "lookup": ("gamma",),
     "auto": ("tree_shape", "tree_rule"),
@@ -103,6 +103,7 @@ class Plan:
             "gamma": options.gamma,
             "tree_rule": options.tree_rule,
             "tree_nodes": options.tree_nodes,
+            "lookup_branches": options.lookup_branches,
             "compile": options.compile,
             "attention": options.attention,
             "eos_token_id": self.pair.eos_token_id,

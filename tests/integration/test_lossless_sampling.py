@@ -41,8 +41,9 @@ METHODS: dict[str, dict[str, Any]] = {
 BUDGETS: dict[str, dict[str, Any]] = {
     "tree, descend, budget": {"method": "tree", "tree_shape": (2, 3), "tree_rule": "descend", "tree_nodes": 4},
     "tree, budget": {"method": "tree", "tree_shape": (2, 3), "tree_nodes": 4},
+    "tree, lookup": {"method": "tree", "tree_shape": (2, 3), "tree_nodes": 7, "lookup_branches": True},
 }
-"""Trees of which some nodes are verified."""
+"""Trees of which some nodes are verified, one with lookup branches."""
 TEMPERATURES = (0.6, 1.0, 1.5)
 EXTRA_WARPS: tuple[dict[str, Any], ...] = tuple(
     {"temperature": 1.5} | warp for warp in ({"min_p": 0.25}, {"typical_p": 0.8}, {"epsilon_cutoff": 0.15})
@@ -65,7 +66,7 @@ FAST_WARPS: tuple[dict[str, Any], ...] = (
 )
 FAST = list(zip(METHODS, FAST_WARPS, strict=True))
 FAST += zip(("seq", "tree", "tree, descend"), EXTRA_WARPS, strict=True)
-FAST += zip(BUDGETS, ({"temperature": 1.0}, {"temperature": 1.5, "top_k": 3}), strict=True)
+FAST += zip(BUDGETS, ({"temperature": 1.0}, {"temperature": 1.5, "top_k": 3}, {"temperature": 1.0}), strict=True)
 LEVEL = 1e-3 / (len(CASES) + len(FAST))
 TRIALS = 2**16
 DISTANCE = 0.028

@@ -34,7 +34,7 @@ COPIES, REPEATS = 128, 6
 METHODS = {
     "tree": Method("tree", (2, 3), 0, "reject"),
     "tree, descend": Method("tree", (2, 3), 0, "descend"),
-    "tree, budget": Method("tree", (2, 3), 0, "reject", tree_nodes=4),
+    "tree, budget": Method("tree", (2, 3), 0, "reject", tree_nodes=7, lookup_branches=True),
     "seq": Method("seq", (), 2, ""),
 }
 LEVEL = 1e-3 / len(METHODS)

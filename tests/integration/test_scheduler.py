@@ -41,7 +41,7 @@ Models = Callable[..., GlideMixin]
         ("llama", "published", {}),
         ("qwen2", "both", {}),
         ("llama", "published", {"tree_rule": "descend"}),
-        ("qwen2", "published", {"tree_nodes": 6}),
+        ("qwen2", "published", {"tree_nodes": 9, "lookup_branches": True}),
         ("qwen2", "published", {"method": "seq"}),
         ("llama", "published", {"method": "lookup"}),
         ("qwen2", "published", {"method": "magicdec"}),

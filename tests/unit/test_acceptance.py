@@ -20,7 +20,7 @@ from longspec.inference.drafting.chain import ChainDrafter
 from longspec.inference.drafting.proposal import Proposal, chain
 from longspec.inference.options import build_warpers
 from longspec.inference.sampling import Sampler
-from longspec.kernels.decoding.tree import Tree, new_tree
+from longspec.kernels.decoding.tree import Branches, Tree, new_tree
 from longspec.kernels.decoding.vocabulary import best_children, sampled_children
 
 VOCAB = 3
@@ -123,20 +123,37 @@ def arrived_tree(groups: Iterable[tuple[Tokens, ...]], shape: Tokens, q: RandomL
     return tree, proposal
 
 
-def selected_trees(q: RandomLanguage, shape: Tokens, nodes: int) -> Iterator[tuple[float, Proposal]]:
-    """Each proposal of `nodes` selected nodes of a tree sampled from q, with its probability."""
+def branches_of(*chains: Tokens) -> Branches:
+    """Branches with these tokens, each less probable than the one before."""
+    depth = max(map(len, chains))
+    tokens = torch.tensor([[(*chain, *[0] * (depth - len(chain))) for chain in chains]])
+    merits = torch.tensor(
+        [
+            [
+                [-0.4 * d - 0.5 * k if d <= len(chain) else -torch.inf for d in range(1, depth + 1)]
+                for k, chain in enumerate(chains)
+            ]
+        ]
+    )
+    return Branches(tokens, merits)
+
+
+def selected_trees(
+    q: RandomLanguage, shape: Tokens, nodes: int, branches: Branches | None = None
+) -> Iterator[tuple[float, Proposal]]:
+    """Each proposal of `nodes` selected nodes of a tree sampled from q and of branches, with its probability."""
+    depth = max(len(shape), 0 if branches is None else branches.tokens.shape[2])
     law: dict[tuple[Any, ...], tuple[float, Proposal]] = {}
     for groups, weight in arrivals(q, shape).items():
         tree, whole = arrived_tree(groups, shape, q)
-        selected = tree_drafting.select_nodes(tree, whole.levels, nodes, by_arrival=True)
-        links = selected.tokens, selected.parents, selected.levels, selected.visible
-        proposal = Proposal(*links, len(shape), whole.sampled_from, selected.wide)
-        key = tuple(zip(token_paths(proposal), selected.parents[0].tolist(), strict=True))
+        selected = tree_drafting.select_nodes(tree, whole.levels, nodes, True, branches)
+        proposal = Proposal(*selected[:4], depth, whole.sampled_from, selected.wide, selected.in_branch)
+        key = (*token_paths(proposal), *selected.parents[0].tolist(), *selected.in_branch[0].tolist())
         law[key] = (law[key][0] + weight if key in law else weight, proposal)
     return iter(law.values())
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", SEEDS[:8])
 @pytest.mark.parametrize(("shape", "nodes"), [((3,), 2), ((2, 3), 4), ((3, 2), 4), ((1, 2, 1), 3)])
 def test_rejecting_among_selected_nodes_is_exact(shape: Tokens, nodes: int, seed: int) -> None:
     """Summed over all trees that the draft can sample, and over the order in which their nodes arrive."""
@@ -147,10 +164,29 @@ def test_rejecting_among_selected_nodes_is_exact(shape: Tokens, nodes: int, seed
     check_exact(p, len(shape), rounds)
 
 
+@pytest.mark.parametrize("seed", SEEDS[:8])
+@pytest.mark.parametrize(
+    ("shape", "nodes", "chains"),
+    [((2,), 4, ((0, 1), (2,))), ((2, 2), 5, ((0, 1), (2,))), ((2, 3), 5, ((1, 2),)), ((2, 1), 8, ((0, 0), (1, 2)))],
+)
+def test_rejecting_among_nodes_and_branches_is_exact(
+    shape: Tokens, nodes: int, chains: tuple[Tokens, ...], seed: int
+) -> None:
+    """With a budget for some of both, and without one; branches are longer than the tree, or follow it."""
+    p, q, branches = RandomLanguage(VOCAB, seed), RandomLanguage(VOCAB, seed + 1000), branches_of(*chains)
+    rounds = []
+    for weight, proposal in selected_trees(q, shape, nodes, branches):
+        rounds.append((weight, lambda sampler, proposal=proposal: emitted(proposal, p, sampler)))
+    check_exact(p, max(len(shape), len(chains[0])), rounds)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("shape", "nodes"), [((3,), 2), ((2, 3), 4)])
-def test_descending_selected_nodes_is_exact(shape: Tokens, nodes: int, seed: int) -> None:
-    """Of a tree of the draft's most probable continuations."""
+@pytest.mark.parametrize(
+    ("shape", "nodes", "branches"),
+    [((3,), 2, None), ((2, 3), 4, None), ((2, 3), 5, branches_of((0, 1), (2,))), ((2,), 6, branches_of((1, 0, 1)))],
+)
+def test_descending_selected_nodes_is_exact(shape: Tokens, nodes: int, branches: Branches | None, seed: int) -> None:
+    """Of a tree of the draft's most probable continuations and of branches."""
     p, q = RandomLanguage(VOCAB, seed), RandomLanguage(VOCAB, seed + 1000, zeros=0.0)
     tree = new_tree(1, 1 + sum(shape), False, torch.device("cpu"))
     above, levels = slice(0, 1), torch.arange(len(shape) + 1).repeat_interleave(torch.tensor([1, *shape]))
@@ -158,9 +194,10 @@ def test_descending_selected_nodes_is_exact(shape: Tokens, nodes: int, seed: int
         paths = token_paths(Proposal(*tree[:2], levels, tree.visible, len(shape)))[above]
         best_children(tree, above, width, torch.stack([q(path) for path in paths]).log()[None], 1.0)
         above = slice(above.stop, above.stop + width)
-    selected = tree_drafting.select_nodes(tree, levels, nodes, by_arrival=False)
-    proposal = Proposal(selected.tokens, selected.parents, selected.levels, selected.visible, len(shape))
-    check_exact(p, len(shape), [(1.0, lambda sampler: emitted(proposal, p, sampler))])
+    selected = tree_drafting.select_nodes(tree, levels, nodes, False, branches)
+    depth = max(len(shape), 0 if branches is None else branches.tokens.shape[2])
+    proposal = Proposal(*selected[:4], depth)
+    check_exact(p, depth, [(1.0, lambda sampler: emitted(proposal, p, sampler))])
 
 
 class LanguageChain:
@@ -254,7 +291,9 @@ def test_planted_faults_are_seen_in_the_sums(name: str, method: str, monkeypatch
             if method == "tree, descend":
                 test_descending_any_tree_is_exact((2, 2), seed)
             elif method == "tree, descend, budget":
-                test_descending_selected_nodes_is_exact((2, 3), 4, seed)
+                test_descending_selected_nodes_is_exact((2, 3), 4, None, seed)
+            elif method == "tree, lookup":
+                test_rejecting_among_nodes_and_branches_is_exact((2, 2), 5, ((0, 1), (2,)), seed)
             elif method == "tree, budget":
                 test_rejecting_among_selected_nodes_is_exact((2, 3), 4, seed)
             elif method == "tree":

@@ -1,5 +1,6 @@
 """Selection of the nodes to be verified: the kernel against its reference, and both against a plain search."""
 
+import math
 import os
 
 import pytest
@@ -9,7 +10,7 @@ pytest.importorskip("triton")
 
 from longspec.kernels.decoding import tree_reference
 from longspec.kernels.decoding.node_selection import select_nodes
-from longspec.kernels.decoding.tree import Tree, new_tree
+from longspec.kernels.decoding.tree import Branches, Tree, new_tree
 from longspec.kernels.decoding.vocabulary import best_children, sampled_children
 
 DEVICES = [
@@ -104,3 +105,69 @@ def test_faulty_scores_select_some_nodes(device: str) -> None:
     got = select_nodes(on_device, levels.to(device), 4, False)
     expected = tree_reference.select_nodes(tree, levels, 4, False)
     assert torch.equal(got.wide.cpu(), expected.wide) and got.ranks.sort(1).values.tolist() == [[0, 1, 2, 3]] * 2
+
+
+def random_branches(tree: Tree, depth: int, vocab: int, seed: int) -> Branches:
+    """A long and a short branch, which follow paths of the tree for a while."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocab, (len(tree.tokens), 2, depth), generator=generator)
+    merits = -torch.rand(tokens.shape, generator=generator).cumsum(2)
+    for row in range(len(tokens)):
+        known = [path for path in paths(tree.tokens[row].tolist(), tree.parents[row].tolist()) if path]
+        for chain in range(2):
+            path = known[int(torch.randint(len(known), (1,), generator=generator))][:depth]
+            tokens[row, chain, : len(path)] = torch.tensor(path)
+        if tokens[row, 0, 0] == tokens[row, 1, 0]:
+            tokens[row, 1, 0] = (tokens[row, 0, 0] + 1) % vocab
+        merits[row, 0, int(torch.randint(depth + 1, (1,), generator=generator)) :] = -torch.inf
+    merits[:, 1, depth // 2 :] = -torch.inf
+    merits[0] = -torch.inf
+    return Branches(tokens, merits)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sampled", [False, True], ids=["most probable", "sampled"])
+@pytest.mark.parametrize(("shape", "vocab", "nodes"), [((4, 16, 16), 9, 24), ((2, 3, 4), 5, 12), ((2, 3), 4, 18)])
+def test_branches_compete_with_the_tree_and_absorb_its_nodes(
+    shape: tuple[int, ...], vocab: int, nodes: int, sampled: bool, device: str
+) -> None:
+    """Every path is verified once. Paths of a branch come first; next to a sampled tree, all of them."""
+    tree, levels = grown(8, shape, vocab, sampled, seed=vocab)
+    branches = random_branches(tree, 6, vocab, seed=nodes)
+    expected = tree_reference.select_nodes(tree, levels, nodes, sampled, branches)
+    on_device = [type(group)(*(values.to(device) for values in group)) for group in (tree, branches)]
+    got = select_nodes(on_device[0], levels.to(device), nodes, sampled, on_device[1])
+    for mine, plain in zip(got, expected, strict=True):
+        assert torch.equal(mine.cpu(), plain)
+
+    absorbed = 0
+    for row in range(8):
+        known = paths(tree.tokens[row].tolist(), tree.parents[row].tolist())
+        merit: dict[tuple[int, ...] | None, float] = {}
+        for path, own in zip(known, (-tree.arrivals if sampled else tree.scores)[row].tolist(), strict=True):
+            merit[path] = own
+        in_branch: dict[tuple[int, ...], int] = {}
+        for tokens, merits in zip(branches.tokens[row].tolist(), branches.merits[row].tolist(), strict=True):
+            for depth, own in enumerate(merits, start=1):
+                path = tuple(tokens[:depth])
+                if own > -math.inf:
+                    in_branch[path] = known.index(path) if path in known else 0
+                    merit[path] = math.inf if sampled else max(own, merit.get(path, own))
+        merit |= {(): math.inf}
+        merit.pop(None, None)
+        order = sorted(merit, key=lambda path: (-merit[path], path not in in_branch and path != ()))
+        selected = paths(expected.tokens[row].tolist(), expected.parents[row].tolist())
+        real = [path for path in selected if path is not None]
+        assert len(real) == len(set(real)) and set(real) == set(order[:nodes])
+        count = sum(expected.in_branch[row].tolist())
+        assert all(path in in_branch for path in real[1 : 1 + count])
+        assert not any(path in in_branch for path in real[1 + count :])
+        for number, path in enumerate(selected):
+            if path is None:
+                continue
+            assert expected.wide[row, number] == (in_branch[path] if path in in_branch else known.index(path))
+            assert expected.levels[row, number] == len(path)
+            above = {j for j, p in enumerate(selected) if p is not None and p == path[: len(p)]}
+            assert set(expected.visible[row, number].nonzero()[:, 0].tolist()) == above
+        absorbed += sum(path in known for path in in_branch)
+    assert absorbed > 8

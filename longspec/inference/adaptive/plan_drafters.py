@@ -11,7 +11,7 @@ from longspec.inference.adaptive.plans import LOOKUPS, SERVED_LOOKUP, SERVED_NOD
 from longspec.inference.cache import TargetCache
 from longspec.inference.drafting.chain import NoDraft
 from longspec.inference.drafting.glide import GlideDraft
-from longspec.inference.drafting.lookup import LookupDrafter
+from longspec.inference.drafting.lookup import BRANCH_SIZES, LookupBranches, LookupDrafter
 from longspec.inference.drafting.proposal import Drafter, Proposal
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.runner import Runner
@@ -25,17 +25,21 @@ def fitting_shape(tree_shape: Sequence[int], vocab_size: int) -> Sequence[int]:
     return tuple(min(width, vocab_size) for width in tree_shape)
 
 
-def plans_for(tree_shape: Sequence[int], has_draft: bool) -> tuple[Plan, ...]:
-    """The plans of a target with trees of this shape, or without a draft."""
-    # A tree that is verified whole has no ranks, which tell what smaller budgets would have accepted.
-    most = sum(tree_shape)
-    budgets = dict.fromkeys(min(nodes, most) for nodes in TREE_NODES) if has_draft else {}
-    return (VANILLA, *LOOKUPS, *(Plan("tree", nodes, len(tree_shape)) for nodes in budgets if nodes > 1))
+def plans_for(tree_shape: Sequence[int], has_draft: bool, branches: bool = True) -> tuple[Plan, ...]:
+    """The plans of a target with trees of this shape, or without a draft. branches: whether lookup joins the trees."""
+    # Without branches a tree that is verified whole has no ranks, which tell what smaller budgets would have accepted.
+    most = 1 + sum(tree_shape) if branches else sum(tree_shape)
+    budgets = [nodes for nodes in dict.fromkeys(min(nodes, most) for nodes in TREE_NODES) if nodes > 1 and has_draft]
+    depth = max(len(tree_shape), *BRANCH_SIZES) if branches else len(tree_shape)
+    return (VANILLA, *LOOKUPS, *(Plan("tree", nodes, depth) for nodes in budgets))
 
 
 def served_plans(tree_shape: Sequence[int], has_draft: bool) -> tuple[Plan, ...]:
-    """The plans of a server."""
-    plans = plans_for(tree_shape, has_draft)
+    """The plans of a server.
+
+    Its trees have no branches: their hit rates start anew when a row moves, which depends on the other requests.
+    """
+    plans = plans_for(tree_shape, has_draft, branches=False)
     return tuple(
         plan
         for plan in plans
@@ -44,12 +48,14 @@ def served_plans(tree_shape: Sequence[int], has_draft: bool) -> tuple[Plan, ...]
 
 
 class PlanDrafter:
-    """The drafter of one plan. It feeds the history of tokens, whichever its own drafter."""
+    """The drafter of one plan. It feeds the history of tokens, and the draft if the plan is a tree."""
 
-    def __init__(self, drafter: Drafter, history: LookupDrafter, reads_hidden: bool) -> None:
-        """reads_hidden: of the draft, so that a round of any plan leaves what its next round reads."""
+    def __init__(self, drafter: Drafter, history: LookupDrafter, draft: GlideDraft | None, reads_hidden: bool) -> None:
+        """history: that of lookup, which the trees' branches share. draft: that of a tree. reads_hidden: of the draft,
+        so that a round of any plan leaves what its next round reads."""
         self.drafter = drafter
         self.history = history
+        self.draft = draft
         self.depth = drafter.depth
         self.nodes = drafter.nodes
         self.kind: Hashable = (type(self), drafter.kind)
@@ -58,16 +64,17 @@ class PlanDrafter:
         self.start = drafter.start
 
     def share(self, rows: slice, sampler: Sampler) -> PlanDrafter:
+        draft = self.draft and self.draft.narrow(rows)
         history = self.history.share(rows, sampler)
-        return PlanDrafter(self.drafter.share(rows, sampler), history, self.reads_hidden)
+        return PlanDrafter(self.drafter.share(rows, sampler), history, draft, self.reads_hidden)
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
         return self.drafter.propose(root, cache)
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
         self.history.feed(tokens, positions, valid)
-        if not isinstance(self.drafter, LookupDrafter):
-            self.drafter.feed(tokens, positions, valid)
+        if self.draft is not None:
+            self.draft.feed(tokens, positions, valid)
 
 
 class PlanDrafters:
@@ -81,7 +88,9 @@ class PlanDrafters:
         plans: Sequence[Plan],
         tree_shape: Sequence[int],
         tree_rule: str,
+        branches: bool = True,
     ) -> None:
+        """plans: with or without `branches` in the trees."""
         self.plans = tuple(plans)
         self.depth = max(plan.depth for plan in self.plans)
         self.nodes = max(plan.nodes for plan in self.plans)
@@ -92,19 +101,22 @@ class PlanDrafters:
         self.draft: GlideDraft | None = None
         self.tree: TreeDrafter | None = None
         if any(plan.kind == "tree" for plan in plans):
-            self.tree = TreeDrafter(runner, batch, tree_shape, sampler, tree_rule)
+            lookup = LookupBranches(batch, max(BRANCH_SIZES), runner.device) if branches else None
+            self.tree = TreeDrafter(runner, batch, tree_shape, sampler, tree_rule, lookup=lookup)
             self.draft = self.tree.draft
         self.reads_hidden = self.draft is not None and self.draft.reads_hidden
 
     def drafter(self, plan: Plan) -> PlanDrafter:
         """The drafter of a plan, after `reserve`."""
         drafter: Drafter = NoDraft()
+        draft = None
         if plan.kind == "lookup":
             drafter = self.history.with_depth(plan.depth)
         elif plan.kind == "tree":
             assert self.tree is not None
             drafter = self.tree.with_budget(plan.nodes)
-        return PlanDrafter(drafter, self.history, self.reads_hidden)
+            draft = self.tree.draft
+        return PlanDrafter(drafter, self.history, draft, self.reads_hidden)
 
     def share(self, rows: slice, sampler: Sampler) -> PlanDrafters:
         part = copy(self)
@@ -116,12 +128,14 @@ class PlanDrafters:
 
     def reserve(self, capacity: int) -> None:
         self.history.reserve(capacity)
+        if self.tree is not None and self.tree.lookup is not None:
+            self.tree.lookup.share_history(self.history.history)
 
     def start(self, prompts: Tensor, lengths: Tensor, prompt_lengths: Tensor | None = None) -> None:
         self.prompt_lengths = lengths if prompt_lengths is None else prompt_lengths
         self.history.start(prompts, lengths)
-        if self.draft is not None:
-            self.draft.start(prompts, lengths, prompt_lengths)
+        if self.tree is not None:
+            self.tree.start(prompts, lengths, prompt_lengths)
 
     def refill(self, lengths: Tensor) -> None:
         """Fill the draft's ring from the history, after rounds of other plans. lengths: int [B]."""

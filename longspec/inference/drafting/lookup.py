@@ -11,9 +11,30 @@ from torch import Tensor
 from longspec.inference.cache import TargetCache
 from longspec.inference.drafting.proposal import Proposal, chain
 from longspec.inference.sampling import Sampler
+from longspec.kernels.decoding.lookup_reference import longest_matches
+from longspec.kernels.decoding.tree import Branches, LookupState
+from longspec.kernels.decoding.vocabulary import extend_branches
 
 LONGEST_MATCH = 3
-"""Maximum length of a match in tokens, the root included."""
+"""Maximum length of a match in tokens, the root included, for a chain."""
+BRANCH_SIZES = (12, 4)
+"""Number of tokens of each branch; the first one follows the longest match."""
+PRIORS = (0.25, 0.45, 0.6, 0.7, 0.78, 0.84, 0.88, 0.92)
+"""Share of tokens that continue a match of 1, 2, ... tokens rightly, as expected before any trial."""
+PRIOR_WEIGHT = 4.0
+"""Number of trials that PRIORS count as."""
+
+
+def store_tokens(history: Tensor, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
+    """Write tokens [B, T] to history [B, S] at positions [B, T], where `valid`."""
+    positions = positions.long()
+    history.scatter_(1, positions, tokens.where(valid, history.gather(1, positions)))
+
+
+def store_prompts(history: Tensor, prompts: Tensor) -> None:
+    """Fill history [B, S] with prompts [B, P]. The rest becomes 0, because a row can have held other tokens."""
+    history[:, : prompts.shape[1]] = prompts
+    history[:, prompts.shape[1] :] = 0
 
 
 class LookupDrafter:
@@ -50,30 +71,70 @@ class LookupDrafter:
             self.history = self.history.new_zeros(len(self.history), capacity)
 
     def start(self, prompts: Tensor, lengths: Tensor, prompt_lengths: Tensor | None = None) -> None:
-        self.history[:, : prompts.shape[1]] = prompts
-        self.history[:, prompts.shape[1] :] = 0  # a chain can read past the root, and a row can have held other tokens
+        store_prompts(self.history, prompts)
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
-        positions = positions.long()
-        self.history.scatter_(1, positions, tokens.where(valid, self.history.gather(1, positions)))
+        store_tokens(self.history, tokens, positions, valid)
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
-        root_position = cache.lengths[:, None].long()
-        self.history.scatter_(1, root_position, root[:, None])
-
-        # match_length[b, p]: number of tokens up to position p that equal those up to the root, at most LONGEST_MATCH.
-        positions = torch.arange(self.history.shape[1], device=root.device)
-        match_length = torch.zeros_like(self.history)
-        matches = (positions < root_position).expand_as(match_length)
-        for back in range(LONGEST_MATCH):
-            newest = self.history.gather(1, (root_position - back).clamp(min=0))
-            exists = (positions >= back) & (root_position >= back)
-            matches = matches & exists & (self.history.roll(back, 1) == newest)
-            match_length = match_length + matches
-
-        # The longest match first, then the latest position. Without a match the chain starts anywhere.
-        score = (match_length * len(positions) + positions).where(match_length > 0, -1)
-        best = score.argmax(1, keepdim=True)
-        following = best + torch.arange(1, self.depth + 1, device=root.device)
-        tokens = self.history.gather(1, following.clamp(max=len(positions) - 1))
+        self.history.scatter_(1, cache.lengths[:, None].long(), root[:, None])
+        # Without a match the chain starts anywhere.
+        ends, _ = longest_matches(self.history, cache.lengths, LONGEST_MATCH, chains=1)
+        following = ends + torch.arange(1, self.depth + 1, device=root.device)
+        tokens = self.history.gather(1, following.clamp(max=self.history.shape[1] - 1))
         return chain(torch.cat([root[:, None], tokens], 1))
+
+
+class LookupBranches:
+    """Continuations of earlier matches that join a tree as branches, with their probability estimated from the share of
+    such continuations that were right so far in the row.
+
+    The branches depend on the tokens before the tree's root alone, and not on draws of the round.
+    """
+
+    def __init__(self, batch: int, depth: int, device: torch.device) -> None:
+        """depth: largest number of tokens of a branch."""
+        self.depth = min(depth, max(BRANCH_SIZES))
+        sizes = [min(size, self.depth) for size in BRANCH_SIZES]
+        self.nodes = sum(sizes)
+        self.sizes = torch.tensor(sizes, device=device)
+        shape = (batch, len(sizes), self.depth)
+        self.state = LookupState(
+            history=torch.zeros(batch, 0, dtype=torch.long, device=device),
+            hits=torch.zeros(batch, len(PRIORS), device=device),
+            trials=torch.zeros(batch, len(PRIORS), device=device),
+            priors=torch.tensor(PRIORS, device=device),
+            tokens=torch.zeros(shape, dtype=torch.long, device=device),
+            merits=torch.full(shape, -torch.inf, device=device),
+            match_lengths=torch.zeros(shape[:2], dtype=torch.long, device=device),
+            roots=torch.zeros(batch, dtype=torch.long, device=device),
+        )
+
+    def narrow(self, rows: slice) -> LookupBranches:
+        """The branches of some consecutive rows, on the same state."""
+        part = copy(self)
+        priors = self.state.priors
+        part.state = LookupState(*(values[rows] for values in self.state))._replace(priors=priors)
+        return part
+
+    def reserve(self, capacity: int) -> None:
+        history = self.state.history
+        if history.shape[1] < capacity:
+            self.share_history(history.new_zeros(len(history), capacity))
+
+    def share_history(self, history: Tensor) -> None:
+        """Take over history, LongTensor [B, capacity], which others may feed as well."""
+        self.state = self.state._replace(history=history)
+
+    def start(self, prompts: Tensor, lengths: Tensor) -> None:
+        store_prompts(self.state.history, prompts)
+        for values in (self.state.hits, self.state.trials, self.state.match_lengths):
+            values.zero_()
+
+    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
+        store_tokens(self.state.history, tokens, positions, valid)
+
+    def propose(self, root: Tensor, lengths: Tensor) -> Branches:
+        """The branches below root, LongTensor [B], at positions lengths [B]. Every round returns the same tensors."""
+        extend_branches(self.state, root, lengths, self.sizes, PRIOR_WEIGHT)
+        return Branches(self.state.tokens, self.state.merits)

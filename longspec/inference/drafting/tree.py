@@ -1,9 +1,10 @@
 """Tree drafting: each level holds the best continuations of the level above, either the likeliest or sampled ones. Of
-the tree, all nodes or the best ones are verified."""
+the tree and of lookup branches next to it, all nodes or the best ones are verified."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Sequence
 from copy import copy
 
 import torch
@@ -12,11 +13,17 @@ from torch import Tensor
 from longspec.errors import UserError
 from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.drafting.glide import GlideDraft
+from longspec.inference.drafting.lookup import LookupBranches
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
-from longspec.kernels.decoding.tree import Tree, new_tree
+from longspec.kernels.decoding.tree import Branches, Tree, new_tree
 from longspec.kernels.decoding.vocabulary import best_children, sampled_children, select_nodes
+
+LEAST_PROBABILITY = 0.1
+"""Estimated probability from which on a node of a lookup branch is verified next to a sampled tree."""
+LARGEST_SHARE = 0.5
+"""Largest share of the verified nodes that lookup branches may have next to a sampled tree."""
 
 
 class TreeDrafter:
@@ -26,8 +33,9 @@ class TreeDrafter:
     tree_rule "reject" samples them from the draft without replacement, for recursive rejection; "descend" takes the
     most probable ones, as in LongSpec. At temperature 0 both rules take the most probable ones.
 
-    If fewer nodes are to be verified than the tree has, the most probable ones are selected, and from a sampled tree
-    the first ones in the order of sampling (see `acceptance.reject`).
+    Lookup branches may join the tree. If fewer nodes are to be verified than both have, the most probable ones are
+    selected. Next to a sampled tree, branches are cut where they are improbable, whatever was sampled, and the other
+    nodes are the first ones in the order of sampling (see `acceptance.reject`).
     """
 
     def __init__(
@@ -39,26 +47,30 @@ class TreeDrafter:
         tree_rule: str,
         draft: GlideDraft | None = None,
         nodes: int | None = None,
+        lookup: LookupBranches | None = None,
     ) -> None:
         """draft: None makes a new one; it has room for the whole tree. nodes: nodes to be verified, the root included;
-        None verifies the whole tree."""
+        None verifies the whole tree and all branches. lookup: the branches; None for a tree without.
+
+        Several drafters may have one draft and one lookup. Each token is then fed to one of them.
+        """
         self.runner = runner
         self.tree_rule = tree_rule
         self.shape = tuple(shape)
-        self.depth = len(self.shape)
+        self.lookup = lookup
+        self.depth = max(len(self.shape), lookup.depth if lookup else 0)
         grown_nodes = 1 + sum(self.shape)
-        self.nodes = min(nodes or grown_nodes, grown_nodes)
-        self.selects = self.nodes < grown_nodes
+        most_nodes = grown_nodes + (lookup.nodes if lookup else 0)
+        self.nodes = min(nodes or most_nodes, most_nodes)
+        self.selects = self.nodes < grown_nodes or lookup is not None
         self.sampler = sampler
-        self.kind: Hashable = (type(self), self.shape, tree_rule, self.nodes)
+        self.kind: Hashable = (type(self), self.shape, tree_rule, self.nodes, lookup and lookup.depth)
         self.draft = draft or GlideDraft(runner, batch, grown_nodes)
         if max(self.shape) > self.draft.columns:
             raise UserError(
                 f"tree_shape: {list(self.shape)}; with this draft's vocabulary a level has at most "
                 f"{self.draft.columns} nodes"
             )
-        self.start = self.draft.start
-        self.feed = self.draft.feed
         self.reads_hidden = self.draft.reads_hidden
 
         # Every round grows the tree in the same tensors.
@@ -70,22 +82,26 @@ class TreeDrafter:
         if is_sampled:
             self.q = torch.empty(batch, inner_nodes, runner.config.vocab_size, device=runner.device)
         widths = torch.tensor([1, *self.shape])
-        self.levels = torch.arange(self.depth + 1).repeat_interleave(widths).to(runner.device)
+        self.levels = torch.arange(len(widths)).repeat_interleave(widths).to(runner.device)
         """LongTensor [M]: the depth of the nodes of the whole tree."""
+        self.least_merits: Tensor | None = None
+        """fp32 [K, D]: merit that each node of the branches needs next to a sampled tree."""
+        if lookup is not None and is_sampled:
+            self.least_merits = least_merits(self.nodes, lookup)
 
     def share(self, rows: slice, sampler: Sampler) -> TreeDrafter:
         draft = self.draft.narrow(rows)
+        lookup = self.lookup and self.lookup.narrow(rows)
         # A greedy tree and a sampled one have different tensors, so such a part grows its own.
         if sampler.greedy != self.sampler.greedy:
             return TreeDrafter(
-                self.runner, len(draft.cache.keys), self.shape, sampler, self.tree_rule, draft, self.nodes
+                self.runner, len(draft.cache.keys), self.shape, sampler, self.tree_rule, draft, self.nodes, lookup
             )
 
         part = copy(self)
         part.sampler = sampler
         part.draft = draft
-        part.start = draft.start
-        part.feed = draft.feed
+        part.lookup = lookup
         part.tree = Tree(*(values[rows] for values in self.tree))
         part.q = None if self.q is None else self.q[rows]
         return part
@@ -94,12 +110,25 @@ class TreeDrafter:
         """A drafter that grows the same tree, in the same tensors, and verifies `nodes` of its nodes."""
         part = copy(self)
         part.nodes = nodes
-        part.selects = nodes < self.tree.tokens.shape[1]
-        part.kind = (type(self), self.shape, self.tree_rule, nodes)
+        part.selects = nodes < self.tree.tokens.shape[1] or self.lookup is not None
+        part.kind = (self.kind, nodes)
+        if self.lookup is not None and self.least_merits is not None:
+            part.least_merits = least_merits(nodes, self.lookup)
         return part
 
     def reserve(self, capacity: int) -> None:
-        pass
+        if self.lookup is not None:
+            self.lookup.reserve(capacity)
+
+    def start(self, prompts: Tensor, lengths: Tensor, prompt_lengths: Tensor | None = None) -> None:
+        self.draft.start(prompts, lengths, prompt_lengths)
+        if self.lookup is not None:
+            self.lookup.start(prompts, lengths)
+
+    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
+        self.draft.feed(tokens, positions, valid)
+        if self.lookup is not None:
+            self.lookup.feed(tokens, positions, valid)
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
         """Grow a tree from the root, and select the nodes to be verified."""
@@ -118,14 +147,24 @@ class TreeDrafter:
                 q = self.q[:, above]
                 sampled_children(tree, above, width, warped, temperature, noise[level], q, watch, self.draft.ids)
             above = slice(above.stop, above.stop + width)
-        return self.proposal()
+        return self.proposal(self._branches(root, cache))
 
-    def proposal(self) -> Proposal:
-        """The nodes of the grown tree that are to be verified."""
+    def _branches(self, root: Tensor, cache: TargetCache) -> Branches | None:
+        """The lookup branches. Next to a sampled tree, only their past decides which nodes take part."""
+        if self.lookup is None:
+            return None
+        branches = self.lookup.propose(root, cache.lengths)
+        if self.least_merits is None:
+            return branches
+        takes_part = branches.merits >= self.least_merits
+        return branches._replace(merits=branches.merits.where(takes_part, -torch.inf))
+
+    def proposal(self, branches: Branches | None = None) -> Proposal:
+        """The nodes of the grown tree and of `branches` that are to be verified."""
         tree = self.tree
         if not self.selects:
             return Proposal(tree.tokens, tree.parents, self.levels, tree.visible, self.depth, self.q)
-        selected = select_nodes(tree, self.levels, self.nodes, by_arrival=self.q is not None)
+        selected = select_nodes(tree, self.levels, self.nodes, self.q is not None, branches)
         return Proposal(
             selected.tokens,
             selected.parents,
@@ -134,6 +173,7 @@ class TreeDrafter:
             self.depth,
             self.q,
             q_rows=selected.wide,
+            certain=None if branches is None else selected.in_branch,
             ranks=selected.ranks,
         )
 
@@ -143,3 +183,13 @@ class TreeDrafter:
             return []
         like = self.q[..., : self.draft.columns]
         return self.sampler.exponentials_by_part(like, (1, *self.shape[:-1]))
+
+
+def least_merits(nodes: int, lookup: LookupBranches) -> Tensor:
+    """The log-probability [K, D] from which on the branches' nodes take part next to a sampled tree of which all in all
+    `nodes` nodes are verified. It is infinite for nodes that never do."""
+    steps = torch.arange(lookup.depth, device=lookup.sizes.device)
+    room = int(LARGEST_SHARE * (nodes - 1))
+    share = lookup.sizes * min(1.0, room / lookup.nodes)
+    never = steps >= share.floor()[:, None]
+    return torch.full(never.shape, math.log(LEAST_PROBABILITY), device=steps.device).masked_fill(never, torch.inf)

@@ -51,6 +51,7 @@ class Method:
     gamma: int
     tree_rule: str
     tree_nodes: int | None = None
+    lookup_branches: bool = False
     has_draft: bool = True
     """Whether method "auto" plays trees."""
 
@@ -291,8 +292,8 @@ def _drafter(runner: Runner, method: Method, rows: int) -> Drafter:
     """The greedy drafter of a batch."""
     if method.name == AUTO:
         plans = served_plans(method.tree_shape, method.has_draft)
-        return PlanDrafters(runner, rows, GREEDY, plans, method.tree_shape, method.tree_rule)
-    settings = (method.tree_shape, method.gamma, method.tree_rule, method.tree_nodes)
+        return PlanDrafters(runner, rows, GREEDY, plans, method.tree_shape, method.tree_rule, branches=False)
+    settings = (method.tree_shape, method.gamma, method.tree_rule, method.tree_nodes, method.lookup_branches)
     return make_drafter(method.name, runner, rows, GREEDY, *settings)
 
 

@@ -15,6 +15,7 @@ from longspec.inference import engine_pool
 from longspec.inference.adaptive.plan_drafters import fitting_shape
 from longspec.inference.adaptive.plans import SERVED_NODES
 from longspec.inference.arguments import check_draft_window, check_drafting, check_trained
+from longspec.inference.drafting.lookup import BRANCH_SIZES
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE
 from longspec.inference.select_runner import make_runner
 from longspec.inference.server.admission import check_request, longest_request, row_capacity
@@ -57,9 +58,10 @@ class Scheduler:
         compile: bool = True,
         allow_untrained_draft: bool = False,
         tree_nodes: int | None = None,
+        lookup_branches: bool = False,
     ) -> None:
-        """The drafting settings, tree_nodes, attention, compile and allow_untrained_draft are those of
-        `longspec.generate`.
+        """The drafting settings, tree_nodes and lookup_branches included, attention, compile and
+        allow_untrained_draft are those of `longspec.generate`.
 
         max_rows: requests that run at the same time; memory: bytes for their caches and rounds, None takes 90% of the
         free memory; max_queue: requests that may wait; prefill_chunk: most prompt tokens read between two rounds.
@@ -78,14 +80,14 @@ class Scheduler:
         runner = make_runner(model, attention, compile)
         engine_pool.release(model)  # the budget follows from the free memory
         has_draft = model.draft_is_trained or allow_untrained_draft
-        whole_tree = 1 + sum(tree_shape)
+        whole_tree = 1 + sum(tree_shape) + (sum(BRANCH_SIZES) if lookup_branches else 0)
         by_method = {"vanilla": 1, "tree": min(tree_nodes or whole_tree, whole_tree), AUTO: SERVED_NODES}
-        nodes = by_method.get(method, gamma + 1)
-        capacity = row_capacity(model.config, runner.dtype, runner.device, max_rows, nodes, memory)
+        capacity = row_capacity(
+            model.config, runner.dtype, runner.device, max_rows, by_method.get(method, gamma + 1), memory
+        )
         with torch.no_grad(), torch.cuda.device_of(model.lm_head.weight):
-            self.batch = Batch(
-                runner, Method(method, tuple(tree_shape), gamma, tree_rule, tree_nodes, has_draft), max_rows, capacity
-            )
+            drafting = Method(method, tuple(tree_shape), gamma, tree_rule, tree_nodes, lookup_branches, has_draft)
+            self.batch = Batch(runner, drafting, max_rows, capacity)
         self.longest = longest_request(model.config, capacity, self.batch.depth, self.batch.nodes)
         """Most tokens of a prompt and its answer together."""
         self.max_queue = max_queue

@@ -50,6 +50,28 @@ class Branches(NamedTuple):
     first node on that does not exist."""
 
 
+class LookupState(NamedTuple):
+    """State of lookup branches: continuations of earlier occurrences of the newest tokens. S positions per sequence, K
+    branches of up to D tokens, matches of 1 to M tokens."""
+
+    history: Tensor
+    """LongTensor [B, S]: the token at each position, up to the root's."""
+    hits: Tensor
+    """fp32 [B, M]: number of tokens that followed a match of each length as proposed; longer matches count as M."""
+    trials: Tensor
+    """fp32 [B, M]: number of tokens proposed after a match of each length, given that those before them were right."""
+    priors: Tensor
+    """fp32 [M]: the share of hits that is expected before any trial."""
+    tokens: Tensor
+    """LongTensor [B, K, D]: the newest branches."""
+    merits: Tensor
+    """fp32 [B, K, D]: their merits, as in `Branches`."""
+    match_lengths: Tensor
+    """LongTensor [B, K]: the length of the match that each of them follows; 0 for no branch."""
+    roots: Tensor
+    """LongTensor [B]: position of the root below which they were proposed."""
+
+
 class SelectedNodes(NamedTuple):
     """The N selected nodes of a tree and its branches: the root, then nodes of branches, then nodes of the tree, each
     in their own order. If fewer nodes exist, the rest is padding."""

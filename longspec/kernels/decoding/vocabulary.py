@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from longspec.kernels.decoding import tree_reference
-from longspec.kernels.decoding.tree import Branches, SelectedNodes, Tree
+from longspec.kernels.decoding import lookup_reference, tree_reference
+from longspec.kernels.decoding.tree import Branches, LookupState, SelectedNodes, Tree
 from longspec.kernels.shared import reference
 from longspec.kernels.shared.device import runs_triton
 from longspec.kernels.shared.watch import Watch
@@ -111,6 +111,11 @@ def select_nodes(
         if node_selection.fits(tree, branches):
             return node_selection.select_nodes(tree, levels, nodes, by_arrival, branches)
     return tree_reference.select_nodes(tree, levels, nodes, by_arrival, branches)
+
+
+def extend_branches(state: LookupState, root: Tensor, lengths: Tensor, sizes: Tensor, prior_weight: float) -> None:
+    """Count the hits of the former lookup branches, and find new ones; see `lookup_branches.extend_branches`."""
+    lookup_reference.extend_branches(state, root, lengths, sizes, prior_weight)
 
 
 def _grow_level(logits: Tensor, width: int) -> Callable[..., None]:
