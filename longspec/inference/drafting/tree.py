@@ -4,7 +4,7 @@ the tree and of lookup branches next to it, all nodes or the best ones are verif
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from copy import copy
 
 import torch
