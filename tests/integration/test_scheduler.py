@@ -172,12 +172,15 @@ def test_a_finished_row_goes_to_the_next_request(models: Models) -> None:
         assert scheduler.snapshot().rounds < 230
 
 
-def test_rounds_are_as_small_as_the_running_rows_allow(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("settings", [{}, {"tree_nodes": 10, "lookup_branches": True}], ids=["tree", "lookup"])
+def test_rounds_are_as_small_as_the_running_rows_allow(
+    models: Models, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A row moves down when those below it finish, and goes on as if nothing had happened."""
     sizes = []
     model = models("qwen2", "both")
     requests = [Request([1, 2], 3), Request([3] * 20, 4), Request([4, 1] * 30, 40, Sampling(1.0, seed=1), trace=True)]
-    with serving(model, max_rows=3, prefill_chunk=512) as scheduler:
+    with serving(model, max_rows=3, prefill_chunk=512, **settings) as scheduler:
         rounds = scheduler.batch.rounds
 
         def recorded(mode: Any, rows: int) -> Any:
@@ -189,7 +192,7 @@ def test_rounds_are_as_small_as_the_running_rows_allow(models: Models, monkeypat
         again = answers(scheduler, [replace(requests[1], prompt=[3] * 21)])[0]
     assert sizes[0] == 3 and sizes[-1] == 1 and sizes.count(1) > 5
     assert again.finished.timings.cached_prompt_tokens == 20  # what the row held when it was exchanged
-    with serving(model, max_rows=1) as scheduler:
+    with serving(model, max_rows=1, **settings) as scheduler:
         fresh = answers(scheduler, requests[2:])[0]
     assert moved[2].ids == fresh.ids
     assert [event.tree for event in moved[2].events] == [event.tree for event in fresh.events]

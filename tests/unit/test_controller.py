@@ -10,7 +10,7 @@ from longspec.inference.adaptive.lookup_trace import LookupTrace
 from longspec.inference.adaptive.plans import LOOKUPS, VANILLA, Plan
 from longspec.inference.adaptive.tracked_mean import TrackedMean
 
-TREES = [Plan("tree", nodes, 5) for nodes in (16, 32, 64)]
+TREES = [Plan("tree", nodes) for nodes in (16, 32, 64)]
 PLANS = (VANILLA, *LOOKUPS, *TREES)
 ONE_ROW = dict(zip(PLANS, (4.2, 4.5, 4.7, 6.5, 6.9, 7.2), strict=True))
 """Times of rounds in ms: a batch of 1, in which nodes cost little."""
@@ -68,13 +68,13 @@ class Simulation:
         chain: list[int] = []
         if plan.kind == "tree":
             rank = 0
-            for depth in range(plan.depth):
+            for depth in range(5):
                 rank += 1 + int(self.random.expovariate(1 / (1 + 2.2 * depth)))
                 if self.random.random() >= self.accepted(number) or rank >= plan.nodes:
                     break
                 ranks.append(rank)
         elif plan.kind == "lookup":
-            chain = self.controller.traces[row]._following()[: plan.depth]
+            chain = self.controller.traces[row]._following()[: plan.nodes - 1]
         tokens = [self._token(row, number) for _ in ranks]
         tokens.append(self._token(row, number))
         while len(tokens) <= len(chain) and tokens[-1] == chain[len(tokens) - 1]:

@@ -1,11 +1,22 @@
-"""Prompt lookup against a plain search, row by row."""
+"""Prompt lookup and lookup branches against a plain search, row by row."""
 
+import math
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from longspec.inference.drafting.lookup import LONGEST_MATCH, LookupDrafter
+from longspec.inference.drafting.lookup import (
+    BRANCH_SIZES,
+    LONGEST_MATCH,
+    PRIOR_WEIGHT,
+    PRIORS,
+    LookupBranches,
+    LookupDrafter,
+)
+from longspec.kernels.decoding import lookup_reference
+from longspec.kernels.decoding.tree import LookupState
 
 GAMMA, POSITIONS = 4, 64
 
@@ -66,3 +77,91 @@ def test_a_proposal_does_not_depend_on_what_a_row_held_before(device: str) -> No
             drafter.start(tokens, torch.tensor([len(prompt)], device=device))
         proposals.append(drafter.propose(root, cache).tokens.tolist())  # type: ignore[arg-type]
     assert proposals[0] == proposals[1] == [[7, 7, 0, 0, 0]]
+
+
+class PlainBranches:
+    """The branches of one row, from lists of tokens."""
+
+    def __init__(self, depth: int) -> None:
+        self.sizes = [min(size, depth) for size in BRANCH_SIZES]
+        self.hits, self.trials = [0] * len(PRIORS), [0] * len(PRIORS)
+        self.former: list[tuple[int, list[int]]] = []
+        self.known = 0
+
+    def propose(self, tokens: list[int]) -> list[tuple[list[int], list[float]]]:
+        """Tokens and log-probabilities of each branch after `tokens`; counts the former ones."""
+        for length, branch in self.former:
+            for number, (token, truth) in enumerate(zip(branch, tokens[self.known :], strict=False)):
+                bucket = min(length + number, len(PRIORS)) - 1
+                self.trials[bucket] += 1
+                self.hits[bucket] += token == truth
+                if token != truth:
+                    break
+        matches = []
+        for place in range(len(tokens) - 1):
+            length = 0
+            while length < len(PRIORS) and length <= place and tokens[place - length] == tokens[-1 - length]:
+                length += 1
+            matches.append((length, place))
+        self.former, self.known, found, taken = [], len(tokens), [], set()
+        for size in self.sizes:
+            length, place = max((m for m in matches if m[0] and tokens[m[1] + 1] not in taken), default=(0, 0))
+            if not length:
+                break
+            after = tokens[place + 1 :]
+            branch = [after[number % len(after)] for number in range(size)]
+            taken.add(branch[0])
+            buckets = [min(length + number, len(PRIORS)) - 1 for number in range(size)]
+            rates = [(self.hits[b] + PRIOR_WEIGHT * PRIORS[b]) / (self.trials[b] + PRIOR_WEIGHT) for b in buckets]
+            found.append((branch, [sum(map(math.log, rates[: number + 1])) for number in range(size)]))
+            self.former.append((length, branch))
+        return found
+
+
+@pytest.mark.parametrize(("vocab", "depth"), [(2, 12), (4, 3), (30, 12)])
+def test_branches_are_what_a_plain_search_finds(vocab: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ragged rows that repeat themselves, fed with different counts; in some rounds the kernel is compared."""
+    generator = torch.Generator().manual_seed(vocab)
+    lengths = [1, 9, 40]
+    text = torch.randint(vocab, (3, 25), generator=generator).repeat(1, 8)
+    noise = torch.rand(text.shape, generator=generator) < 0.05
+    text[noise] = torch.randint(vocab, (int(noise.sum()),), generator=generator)
+    branches, plain = LookupBranches(3, depth, torch.device("cpu")), [PlainBranches(depth) for _ in lengths]
+    branches.reserve(256)
+    branches.start(text[:, :40], torch.tensor(lengths))
+    root_at, seen = torch.tensor(lengths), 0
+    for step in range(14):
+        root = text.gather(1, root_at[:, None])[:, 0]
+        twin = LookupState(*(values.clone() for values in branches.state))
+        got = branches.propose(root, root_at.int())
+        if os.environ.get("TRITON_INTERPRET") == "1" and step % 5 == 3:
+            from longspec.kernels.decoding import lookup_branches
+
+            monkeypatch.setattr(lookup_branches, "CHUNK", 64)
+            lookup_branches.extend_branches(twin, root, root_at.int(), branches.sizes, PRIOR_WEIGHT)
+            for mine, reference in zip(twin, branches.state, strict=True):
+                where = twin.match_lengths > 0 if mine is twin.tokens else ...
+                torch.testing.assert_close(mine[where], reference[where])
+        for b, end in enumerate(root_at.tolist()):
+            expected = plain[b].propose(text[b, : end + 1].tolist())
+            assert [n > 0 for n in branches.state.match_lengths[b].tolist()] == [k < len(expected) for k in range(2)]
+            for k, (tokens, merits) in enumerate(expected):
+                assert got.tokens[b, k, : len(tokens)].tolist() == tokens
+                assert got.merits[b, k, : len(tokens)].tolist() == pytest.approx(merits, abs=1e-4)
+                assert got.merits[b, k, len(tokens) :].isinf().all()
+                seen += 1
+        counts = torch.tensor([step % 4, 1 + step % 2 * 12, 5 if step % 3 else 0])
+        steps = torch.arange(14)
+        positions = (root_at[:, None] + steps).clamp(max=199)
+        branches.feed(text.gather(1, positions), positions, steps < counts[:, None])
+        root_at = root_at + counts
+    assert seen > 40 and branches.state.trials.sum() > 40
+    branches.start(text[:, :40], torch.tensor(lengths))
+    assert not branches.state.trials.any() and not branches.state.match_lengths.any()
+
+
+def test_the_second_branch_is_found_across_chunks() -> None:
+    """The reference needs no chunks; the longest match and the runner-up follow in any order."""
+    history = torch.tensor([[1, 2, 9, 5, 2, 8, 7, 2, 9, 1, 2, 0]])
+    ends, matched = lookup_reference.longest_matches(history, torch.tensor([10]), 8, chains=2)
+    assert ends.tolist() == [[1, 4]] and matched.tolist() == [[2, 1]]

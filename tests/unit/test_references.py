@@ -16,6 +16,7 @@ REFERENCES = {
     "decoding.compaction": "decoding.tree_reference",
     "decoding.descent": "decoding.tree_reference",
     "decoding.flash_attention": "decoding.attention_reference",
+    "decoding.lookup_branches": "decoding.lookup_reference",
     "decoding.node_selection": "decoding.tree_reference",
     "decoding.prefix_attention": "decoding.attention_reference",
     "decoding.rejection": "decoding.tree_reference",

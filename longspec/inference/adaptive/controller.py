@@ -83,7 +83,7 @@ class Controller:
     def new_trace(self) -> LookupTrace:
         """A row that has not read its prompt yet."""
         means = [TrackedMean(PRIOR_LOOKUP, PRIOR_WEIGHT) for _ in self.lookups]
-        return LookupTrace([plan.depth for plan in self.lookups], means)
+        return LookupTrace([plan.nodes - 1 for plan in self.lookups], means)
 
     def start(self, row: Hashable, trace: LookupTrace, first_token: int) -> None:
         """Make a row active after prefill."""

@@ -11,7 +11,7 @@ from longspec.inference.adaptive.plans import LOOKUPS, SERVED_LOOKUP, SERVED_NOD
 from longspec.inference.cache import TargetCache
 from longspec.inference.drafting.chain import NoDraft
 from longspec.inference.drafting.glide import GlideDraft
-from longspec.inference.drafting.lookup import BRANCH_SIZES, LookupBranches, LookupDrafter
+from longspec.inference.drafting.lookup import LookupBranches, LookupDrafter
 from longspec.inference.drafting.proposal import Drafter, Proposal
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.runner import Runner
@@ -25,21 +25,15 @@ def fitting_shape(tree_shape: Sequence[int], vocab_size: int) -> Sequence[int]:
     return tuple(min(width, vocab_size) for width in tree_shape)
 
 
-def plans_for(tree_shape: Sequence[int], has_draft: bool, branches: bool = True) -> tuple[Plan, ...]:
-    """The plans of a target with trees of this shape, or without a draft. branches: whether lookup joins the trees."""
-    # Without branches a tree that is verified whole has no ranks, which tell what smaller budgets would have accepted.
-    most = 1 + sum(tree_shape) if branches else sum(tree_shape)
-    budgets = [nodes for nodes in dict.fromkeys(min(nodes, most) for nodes in TREE_NODES) if nodes > 1 and has_draft]
-    depth = max(len(tree_shape), *BRANCH_SIZES) if branches else len(tree_shape)
-    return (VANILLA, *LOOKUPS, *(Plan("tree", nodes, depth) for nodes in budgets))
+def plans_for(tree_shape: Sequence[int], has_draft: bool) -> tuple[Plan, ...]:
+    """The plans of a target with trees of this shape and lookup branches, or without a draft."""
+    budgets = dict.fromkeys(min(nodes, 1 + sum(tree_shape)) for nodes in TREE_NODES) if has_draft else {}
+    return (VANILLA, *LOOKUPS, *(Plan("tree", nodes) for nodes in budgets))
 
 
 def served_plans(tree_shape: Sequence[int], has_draft: bool) -> tuple[Plan, ...]:
-    """The plans of a server.
-
-    Its trees have no branches: their hit rates start anew when a row moves, which depends on the other requests.
-    """
-    plans = plans_for(tree_shape, has_draft, branches=False)
+    """The plans of a server."""
+    plans = plans_for(tree_shape, has_draft)
     return tuple(
         plan
         for plan in plans
@@ -88,22 +82,22 @@ class PlanDrafters:
         plans: Sequence[Plan],
         tree_shape: Sequence[int],
         tree_rule: str,
-        branches: bool = True,
     ) -> None:
-        """plans: with or without `branches` in the trees."""
         self.plans = tuple(plans)
-        self.depth = max(plan.depth for plan in self.plans)
         self.nodes = max(plan.nodes for plan in self.plans)
         self.kind: Hashable = (type(self), self.plans)
+        self.depth = max(plan.nodes - 1 for plan in self.plans if plan.kind != "tree")
         self.history = LookupDrafter(batch, self.depth, runner.device)
         self.prompt_lengths: Tensor | None = None
         """LongTensor [B], from `start` on."""
         self.draft: GlideDraft | None = None
         self.tree: TreeDrafter | None = None
         if any(plan.kind == "tree" for plan in plans):
-            lookup = LookupBranches(batch, max(BRANCH_SIZES), runner.device) if branches else None
-            self.tree = TreeDrafter(runner, batch, tree_shape, sampler, tree_rule, lookup=lookup)
+            # A round feeds as many tokens as its longest path has, and the draft's ring takes at most a window of them.
+            branches = LookupBranches(batch, runner.model.draft_model.window - 1, runner.device)
+            self.tree = TreeDrafter(runner, batch, tree_shape, sampler, tree_rule, lookup=branches)
             self.draft = self.tree.draft
+            self.depth = max(self.depth, self.tree.depth)
         self.reads_hidden = self.draft is not None and self.draft.reads_hidden
 
     def drafter(self, plan: Plan) -> PlanDrafter:
@@ -111,7 +105,7 @@ class PlanDrafters:
         drafter: Drafter = NoDraft()
         draft = None
         if plan.kind == "lookup":
-            drafter = self.history.with_depth(plan.depth)
+            drafter = self.history.with_depth(plan.nodes - 1)
         elif plan.kind == "tree":
             assert self.tree is not None
             drafter = self.tree.with_budget(plan.nodes)
@@ -128,7 +122,8 @@ class PlanDrafters:
 
     def reserve(self, capacity: int) -> None:
         self.history.reserve(capacity)
-        if self.tree is not None and self.tree.lookup is not None:
+        if self.tree is not None:
+            assert self.tree.lookup is not None
             self.tree.lookup.share_history(self.history.history)
 
     def start(self, prompts: Tensor, lengths: Tensor, prompt_lengths: Tensor | None = None) -> None:

@@ -17,9 +17,9 @@ from longspec.kernels.decoding.vocabulary import extend_branches
 
 LONGEST_MATCH = 3
 """Maximum length of a match in tokens, the root included, for a chain."""
-BRANCH_SIZES = (12, 4)
+BRANCH_SIZES = (20, 4)
 """Number of tokens of each branch; the first one follows the longest match."""
-PRIORS = (0.25, 0.45, 0.6, 0.7, 0.78, 0.84, 0.88, 0.92)
+PRIORS = (0.15, 0.4, 0.55, 0.65, 0.75, 0.8, 0.85, 0.92)
 """Share of tokens that continue a match of 1, 2, ... tokens rightly, as expected before any trial."""
 PRIOR_WEIGHT = 4.0
 """Number of trials that PRIORS count as."""
@@ -133,6 +133,12 @@ class LookupBranches:
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
         store_tokens(self.state.history, tokens, positions, valid)
+
+    def copy_counts(self, source: int, row: int) -> None:
+        """Continue a row's counts in another row, which holds the same tokens."""
+        state = self.state
+        for values in (state.hits, state.trials, state.tokens, state.match_lengths, state.roots):
+            values[row] = values[source]
 
     def propose(self, root: Tensor, lengths: Tensor) -> Branches:
         """The branches below root, LongTensor [B], at positions lengths [B]. Every round returns the same tensors."""

@@ -16,7 +16,9 @@ from longspec.inference.adaptive.time_cache import RoundTimes, cache_file, cache
 from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.capture import capture_round, warm_up
 from longspec.inference.drafting.chain import NoDraft
+from longspec.inference.drafting.lookup import LookupBranches
 from longspec.inference.drafting.proposal import Drafter
+from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Played, Round, Rounds
 from longspec.inference.methods import AUTO, make_drafter
 from longspec.inference.runner import Runner
@@ -249,11 +251,26 @@ class Batch:
         chosen, log_probability, fault = torch.cat([token.double(), log_p.double(), cache.faults.double()]).tolist()
         return int(chosen), log_probability, int(fault)
 
-    def start_draft(self, row: int, tokens: Tensor, prompt_length: int) -> None:
-        """Make the drafter's state that of a row which holds tokens [1, n], the first `prompt_length` its prompt."""
+    def start_draft(self, row: int, tokens: Tensor, prompt_length: int, former: int | None = None) -> None:
+        """Make the drafter's state that of a row which holds tokens [1, n], the first `prompt_length` its prompt.
+
+        former: the number that the row had until now. Its counts of lookup hits go with it, so that a seeded request
+        gets the same tokens in any row.
+        """
         lengths = torch.full((1,), tokens.shape[1], device=self.device)
         prompt_lengths = torch.full_like(lengths, prompt_length)
-        self.drafters["greedy"].share(slice(row, row + 1), GREEDY).start(tokens, lengths, prompt_lengths)
+        drafter = self.drafters["greedy"]
+        drafter.share(slice(row, row + 1), GREEDY).start(tokens, lengths, prompt_lengths)
+        if former is not None and (branches := _branches(drafter)) is not None:
+            branches.copy_counts(former, row)
+
+    def refill_draft(self, row: int, prompt_length: int) -> None:
+        """Fill the draft's ring in a row that played plans without the draft."""
+        rows = slice(row, row + 1)
+        drafter = self.drafters["greedy"].share(rows, GREEDY)
+        assert isinstance(drafter, PlanDrafters)
+        drafter.prompt_lengths = torch.full((1,), prompt_length, device=self.device)
+        drafter.refill(self.cache.lengths[rows])
 
     def upload(self, tokens: Sequence[int]) -> Tensor:
         """LongTensor [1, n] on the device."""
@@ -292,9 +309,15 @@ def _drafter(runner: Runner, method: Method, rows: int) -> Drafter:
     """The greedy drafter of a batch."""
     if method.name == AUTO:
         plans = served_plans(method.tree_shape, method.has_draft)
-        return PlanDrafters(runner, rows, GREEDY, plans, method.tree_shape, method.tree_rule, branches=False)
+        return PlanDrafters(runner, rows, GREEDY, plans, method.tree_shape, method.tree_rule)
     settings = (method.tree_shape, method.gamma, method.tree_rule, method.tree_nodes, method.lookup_branches)
     return make_drafter(method.name, runner, rows, GREEDY, *settings)
+
+
+def _branches(drafter: Drafter) -> LookupBranches | None:
+    """The lookup branches of a drafter."""
+    tree = drafter.tree if isinstance(drafter, PlanDrafters) else drafter
+    return tree.lookup if isinstance(tree, TreeDrafter) else None
 
 
 def _exchange(x: Tensor, y: Tensor) -> None:

@@ -182,8 +182,8 @@ class Worker:
         else:
             plan = self.controller.choose()
         for row in running:
-            if plan.kind == "tree" and row.behind:
-                self._restart_draft(row)
+            if plan.kind == "tree" and row.behind and row.job is not None:
+                self.batch.refill_draft(row.number, len(row.job.ticket.request.prompt))
             row.behind = plan.kind != "tree"
         return plan
 
@@ -191,15 +191,12 @@ class Worker:
         """Exchange a running row with the first one that does not run."""
         running = {other.number for other in self.rows.running()}
         free = self.rows[min(set(range(self.batch.max_rows)) - running)]
-        self.batch.swap(row.number, free.number, len(row.tokens), len(free.tokens))
+        former = row.number
+        self.batch.swap(former, free.number, len(row.tokens), len(free.tokens))
         self.rows.swap(row, free)
-        self._restart_draft(row)
-
-    def _restart_draft(self, row: Row) -> None:
-        """Make the drafter's state that of a running row."""
         assert row.job is not None
         prompt_length = len(row.job.ticket.request.prompt)
-        self.batch.start_draft(row.number, self.batch.upload(row.tokens), prompt_length)
+        self.batch.start_draft(row.number, self.batch.upload(row.tokens), prompt_length, former)
         row.behind = False
 
     def _note(self, running: list[Row], report: Tensor, trace: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Plain torch: continuations of earlier occurrences of the newest tokens, and how often such continuations were right."""
+"""Plain torch: continuations of earlier occurrences of the newest tokens, and the share of them that was right."""
 
 from __future__ import annotations
 

@@ -101,10 +101,13 @@ def _select_nodes_kernel(
             shared = tl.max(tl.where(sees & absorbed[None, :], level[None, :], 0), 1)
             follows |= (shared[:, None] >= slot_level[None, :]) & (slot_chain == chain)[None, :]
 
+        same_chain = is_slot[None, :] & (slot_chain[:, None] == slot_chain[None, :])
+        above = same_chain & (slot_level[None, :] <= slot_level[:, None])
         absorbs = is_absorbed[None, :] & (into[None, :] == pool[:, None])
         if BY_ARRIVAL:
             slot_merit = tl.where(slot_exists, infinity, slot_merit)
         else:
+            slot_merit = tl.min(tl.where(above, slot_merit[None, :], infinity), 1)  # rounded sums may increase
             slot_merit = tl.maximum(slot_merit, tl.max(tl.where(absorbs, merit[None, :], -infinity), 1))
         merit = tl.where(is_absorbed, -infinity, merit)
         merit = tl.where(is_slot, tl.where(slot_exists, slot_merit, -infinity), merit)
@@ -113,8 +116,6 @@ def _select_nodes_kernel(
         level = tl.where(is_slot, slot_level, level)
         exists = (exists & (is_absorbed == 0)) | slot_exists
 
-        same_chain = slot_chain[:, None] == slot_chain[None, :]
-        above = same_chain & (slot_level[None, :] <= slot_level[:, None])
         on_slot = tl.where(is_slot[:, None], above, follows) & slot_exists[None, :]
         linked_visible = tl.where(is_slot[None, :], on_slot, sees | (pool == 0)[None, :])
 
@@ -164,6 +165,7 @@ def select_nodes(
     visible = torch.empty(batch, nodes, nodes, dtype=torch.bool, device=levels.device)
     in_branch = torch.empty(batch, nodes, dtype=torch.bool, device=levels.device)
     _, chains, depth = (0, 0, 1) if branches is None else branches.tokens.shape
+    block = triton.next_power_of_2(size + chains * depth)
     _select_nodes_kernel[(batch,)](
         tree.tokens,
         tree.parents,
@@ -184,7 +186,7 @@ def select_nodes(
         BY_ARRIVAL=by_arrival,
         CHAINS=chains,
         DEPTH=depth,
-        BLOCK=triton.next_power_of_2(size + chains * depth),
-        num_warps=8,
+        BLOCK=block,
+        num_warps=16 if block > 64 else 4,  # the matrices of all pairs stay in registers
     )
     return SelectedNodes(tokens, parents, new_levels, visible, wide, ranks, in_branch)

@@ -115,7 +115,12 @@ def select_nodes(
 
 def extend_branches(state: LookupState, root: Tensor, lengths: Tensor, sizes: Tensor, prior_weight: float) -> None:
     """Count the hits of the former lookup branches, and find new ones; see `lookup_branches.extend_branches`."""
-    lookup_reference.extend_branches(state, root, lengths, sizes, prior_weight)
+    if runs_triton(root):
+        from longspec.kernels.decoding import lookup_branches
+
+        lookup_branches.extend_branches(state, root, lengths, sizes, prior_weight)
+    else:
+        lookup_reference.extend_branches(state, root, lengths, sizes, prior_weight)
 
 
 def _grow_level(logits: Tensor, width: int) -> Callable[..., None]:
