@@ -114,6 +114,7 @@ def parse_options() -> argparse.Namespace:
     add("--methods", nargs="*", default=list(METHODS), choices=METHODS)
     add("--temperature", type=float, default=0.0)
     add("--tree_shape", type=int, nargs="+", default=[4, 16, 16, 16, 16])
+    add("--tree_nodes", type=int, help="nodes of the tree to be verified, the root included; default: all")
     add("--gamma", type=int, default=4)
     add("--batches", type=int, nargs="*", default=[], help="batch sizes of ragged batches, for vanilla and tree")
     add("--batch_context", type=int, default=32768, help="longest row of a batch; the shortest is 3/4 as long")
@@ -156,7 +157,8 @@ def measure(
     rewind()
     widths = {"tree": tuple(options.tree_shape), "vanilla": ()}.get(method, (1,) * options.gamma)
     drafted_by = {"magicdec": "target", "lookup": "nothing"}.get(method, "glide")
-    floor_ms = round_floor_ms(runner.config, ceilings, lengths, widths, drafted_by)
+    verified = engine.drafter.nodes
+    floor_ms = round_floor_ms(runner.config, ceilings, lengths, widths, drafted_by, verified)
     measured = Measured(
         shape,
         max(lengths),
@@ -177,7 +179,8 @@ def filled_engine(runner: Runner, lengths: list[int], method: str, options: argp
     """An engine in its state after a prefill of `lengths` tokens per row, with random keys and values in all caches."""
     batch = len(lengths)
     sampler = Sampler(options.temperature, 0, 1.0, torch.Generator(runner.device).manual_seed(0))
-    drafter: Any = make_drafter(method, runner, batch, sampler, options.tree_shape, options.gamma, "reject")
+    shape, nodes = options.tree_shape, vars(options).get("tree_nodes")
+    drafter: Any = make_drafter(method, runner, batch, sampler, shape, options.gamma, "reject", nodes)
     prompts = torch.randint(0, min(1000, runner.config.vocab_size), (batch, max(lengths)), device=runner.device)
     engine = Engine(runner, drafter, sampler, prompts, lengths, max_new_tokens=1024)
     stores = [engine.cache.keys, engine.cache.values]
@@ -218,7 +221,7 @@ def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
 
     def draft_attention() -> None:
         for level, width in levels:
-            visible = proposal.visible[:, :width]
+            visible = drafter.tree.visible[:, :width]  # type: ignore[attr-defined]
             args = (draft.cache.keys, draft.cache.values, cache.lengths, level, visible, scale)
             runner.attention.window(queries[width], *args)
             runner.attention.prefix(queries[width], *cache.layer(-1), cache.lengths, scale)

@@ -17,7 +17,12 @@ BYTES = 2
 
 
 def round_floor_ms(
-    config: Any, ceilings: Ceilings, lengths: Sequence[int], widths: Sequence[int], drafted_by: str
+    config: Any,
+    ceilings: Ceilings,
+    lengths: Sequence[int],
+    widths: Sequence[int],
+    drafted_by: str,
+    verified: int | None = None,
 ) -> float:
     """Milliseconds of a round, summed over its parts.
 
@@ -26,8 +31,10 @@ def round_floor_ms(
 
     lengths: cached tokens per row. widths: nodes per level of the tree; () is a vanilla step. drafted_by: "glide",
     "target" (magicdec, which attends to a constant number of tokens), or "nothing" if drafting takes no device time.
+    verified: nodes that the target reads, the root included; None for the whole tree.
     """
-    batch, nodes = len(lengths), 1 + sum(widths)
+    batch = len(lengths)
+    nodes = verified or 1 + sum(widths)
     total = _pass_ms(config, ceilings, lengths, nodes)
     above = [1, *widths[:-1]] if widths else []
     for width in above:

@@ -88,6 +88,7 @@ def _common_form(record: Record) -> Record:
         answer = text_of(record[kind.answer_field], kind.answer_field)
         if kind.prompt_field is not None:
             prompt = text_of(record[kind.prompt_field], kind.prompt_field)
+        # Alpaca: `input` is the text that the instruction refers to, and is often empty.
         if kind.name == "instruction" and record.get("input"):
             prompt = f"{prompt}\n\n{text_of(record['input'], 'input')}"
     return {
@@ -124,6 +125,7 @@ def _turn(turn: object, field: str) -> Turn:
     """One turn, from {role, content} or ShareGPT's {from, value}. Raises RecordError if it has no text."""
     if not isinstance(turn, dict):
         raise RecordError(field, f"must be an object with role and content, not {type(turn).__name__}")
+    # OpenAI writes role and content, ShareGPT from and value.
     is_sharegpt = "from" in turn and "role" not in turn
     role_key, content_key = ("from", "value") if is_sharegpt else ("role", "content")
     role = text_of(turn.get(role_key), f"{field}.{role_key}")
@@ -150,6 +152,7 @@ def _content(content: object, field: str) -> str:
 
 def _last_answer(turns: list[Turn], field: str) -> tuple[list[Turn], str]:
     """The turns before the last answer, and that answer. Later turns are dropped."""
+    # A draft is trained on answers; turns after the last one belong to no answer.
     answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
     if not answers:
         raise RecordError(field, "has no turn with role 'assistant'")

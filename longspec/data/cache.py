@@ -56,12 +56,15 @@ def cached_table(folder: Path, build: Callable[[str], object]) -> Dataset:
                 f"{folder.parent}: the cached table cannot be written ({first_line(error)}); "
                 "free space, or give another folder as data.cache_dir"
             ) from error
+
+    # Memory-mapped: data-loading processes share the pages, and start-up reads nothing.
     tables = [MemoryMappedTable.from_file(str(path)) for path in _arrow_files(folder)]
     # Without a fingerprint, datasets would pickle and hash the whole table.
     return Dataset(concat_tables(tables), fingerprint=folder.name)
 
 
 def _build(folder: Path, build: Callable[[str], object]) -> None:
+    # A crash leaves only a folder of another name, which is never read.
     unfinished = Path(mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         build(str(unfinished))

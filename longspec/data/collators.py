@@ -50,6 +50,7 @@ class Collator:
                 # Nothing in the segment predicts its first token.
                 first_label = max(1, int(segment["prompt_length"]) if self.answer_only else 1)
                 input_ids[row_number, start:end] = ids
+                # In Hugging Face form: `labels` equals `input_ids`, and the loss shifts them.
                 labels[row_number, start + first_label : end] = ids[first_label:]
                 borders.append(row_number * length + end)
                 start = end
@@ -68,4 +69,6 @@ class Collator:
         longest = max(lengths)
         if self.pad_to is not None and longest > self.pad_to:
             raise ValueError(f"a row has {longest} tokens, more than pad_to = {self.pad_to}")
+
+        # A fixed length gives every micro-batch the same shape, which CUDA graphs need.
         return self.pad_to or longest

@@ -90,6 +90,7 @@ def build_dataset(
     aligners = tuple(aligners)
     _check_settings(tokenizer, family, chat_format, max_length, overflow, aligners)
     checked_templates = check_templates(templates or {}, "templates")
+    # The EOS of a chat template can differ from that of the tokenizer (Llama-3).
     eos = tokenizer.eos_token_id if eos_token_id is None else eos_token_id
     if eos is None:
         raise UserError("the tokenizer has no EOS token: give eos_token_id, or a tokenizer with one")
@@ -109,6 +110,8 @@ def build_dataset(
     digests = lines.content_digests(files)
     index = lines.index_lines(digests, num_proc, cache_dir)
     samples = tokenize.table(index, num_proc, cache_dir)
+
+    # From here on only numbers are in memory; the tokens stay in the mapped table.
     lengths = np.asarray(samples.data.column("length"))
     rows = _rows(lengths, max_length, pack)
     _log_counts(len(index), lengths, len(rows), max_length)

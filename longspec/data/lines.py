@@ -42,6 +42,7 @@ def data_files(files: Files) -> list[str]:
         if not matches:
             raise UserError(f"no data file at '{name}': give a .jsonl file, a folder of them, or a pattern")
         paths += matches
+    # Checked here, because tokenization of the files before an unreadable one can take hours.
     for path in paths:
         if not os.access(path, os.R_OK):
             raise UserError(f"data file '{path}' cannot be read: check its permissions")
@@ -91,26 +92,31 @@ def index_lines(digests: Sequence[FileDigest], num_proc: int = 1, cache_dir: str
 
     from longspec.data.cache import cache_folder, cached_table
 
+    # Only the first line is read, so its file cannot be compared with its digest yet.
     unverified = [FileDigest(file.path, "") for file in digests]
     if next(_lines(unverified), None) is None:
         names = ", ".join(file.path for file in digests[:3])
         raise UserError(f"no record in {names}{' …' if len(digests) > 3 else ''}: all lines are blank")
     workers = min(num_proc, len(digests))
 
+    features = Features({name: Value(dtype) for name, dtype in LINE_COLUMNS.items()})
+
     def build(folder: str) -> None:
         try:
             Dataset.from_generator(
                 _lines,
-                features=Features({name: Value(dtype) for name, dtype in LINE_COLUMNS.items()}),
+                features=features,
                 cache_dir=folder,
                 gen_kwargs={"files": list(digests)},
                 num_proc=workers if workers > 1 else None,
             )
+        # datasets wraps every exception of the generator.
         except DatasetGenerationError as error:
             if isinstance(error.__cause__, UserError):
                 raise error.__cause__ from error
             raise
 
+    # The paths are part of the name, because they are a column of the table.
     name = content_hash(json.dumps([VERSION, digests]).encode()).hexdigest()
     return cached_table(cache_folder(cache_dir) / f"lines-{name}", build)
 
@@ -121,6 +127,7 @@ def _lines(files: list[FileDigest]) -> Iterator[dict[str, Any]]:
     Raises UserError at the end of a file whose bytes do not have the digest. An empty digest is not compared.
     """
     for path, expected in files:
+        # The digest covers the bytes that are indexed here, not those of a second read.
         whole = content_hash()
         with open(path, "rb") as handle:
             start = 0
@@ -128,12 +135,14 @@ def _lines(files: list[FileDigest]) -> Iterator[dict[str, Any]]:
                 whole.update(raw)
                 if raw.strip():
                     yield {"file": path, "line": number, "start": start, "digest": _line_digest(path, number, raw)}
+                # In bytes, so that `read_lines` can seek in files of any encoding.
                 start += len(raw)
         if expected and whole.hexdigest() != expected:
             raise _changed(path)
 
 
 def _line_digest(path: str, number: int, raw: bytes) -> int:
+    # Two equal lines at different places are two samples, so the place is part of the digest.
     digest = hashlib.blake2b(f"{path}\0{number}\0".encode(errors="surrogateescape"), digest_size=8)
     digest.update(raw)
     return int.from_bytes(digest.digest(), "little", signed=True)
@@ -151,6 +160,7 @@ def read_lines(index: dict[str, list]) -> Iterator[tuple[str, int, bytes]]:
     handle = None
     columns = (index[name] for name in ("file", "line", "start", "digest"))
     try:
+        # Rows of a batch mostly come from one file in order, so one open handle suffices.
         for path, number, start, digest in zip(*columns, strict=True):
             if handle is None or handle.name != path:
                 if handle is not None:

@@ -37,6 +37,7 @@ def pack(lengths: np.ndarray, max_length: int) -> Rows:
     lengths = np.asarray(lengths, dtype=np.int64)
     if len(lengths) and (lengths.min() < 1 or lengths.max() > max_length):
         raise ValueError(f"sample lengths must be in 1 … {max_length}, not {lengths.min()} … {lengths.max()}")
+    # Stable, so that equal lengths keep their order and the result does not depend on NumPy.
     order = np.argsort(-lengths, kind="stable")
     row_of, row_count = _best_fit(lengths[order].tolist(), max_length)
     starts = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=row_count))])
@@ -50,6 +51,7 @@ def _best_fit(lengths: list[int], max_length: int) -> tuple[np.ndarray, int]:
     room for exactly r tokens, so the best fit for a length is the lowest set bit from there on.
     """
     rows_by_room: list[list[int]] = [[] for _ in range(max_length + 1)]
+    # A Python integer as a bit set: one shift finds the best fit among thousands of rows.
     rooms = 0
     row_of = np.empty(len(lengths), dtype=np.int64)
     row_count = 0
@@ -66,6 +68,7 @@ def _best_fit(lengths: list[int], max_length: int) -> tuple[np.ndarray, int]:
             row = row_count
             row_count += 1
         room_left = room - length
+        # A full row takes part in no further search.
         if room_left and not rows_by_room[room_left]:
             rooms |= 1 << room_left
         rows_by_room[room_left].append(row)

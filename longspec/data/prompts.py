@@ -82,6 +82,7 @@ class PromptFiles:
                 handle.seek(line.start)
                 record = parse_record(line.path, line.number, handle.readline())
             with located(line.path, line.number):
+                # One record can hold several articles, and so several prompts.
                 for source_id, turns, text in _prompts(record):
                     if turns:
                         text = conversation_text(turns, family, tokenizer, chat_format)
@@ -100,6 +101,7 @@ class PromptFiles:
             for number, raw in enumerate(handle, 1):
                 digest.update(raw)
                 if raw.strip():
+                    # Converted once only for its errors; the text is read again when it is needed.
                     with located(path, number):
                         _prompts(parse_record(path, number, raw))
                     self.lines.append(_Line(path, number, start, len(raw)))
@@ -119,6 +121,7 @@ def _prompts(record: Record) -> list[tuple[str, list[Turn], str]]:
         content = "\n\n".join(part for part in (record["context"], record["input"]) if part.strip())
         record = {"id": record.get("id", record.get("_id")), WHERE: record[WHERE], **_as_turns(content)}
     prompts = []
+    # The same aligners as in training, so that any training file serves as a file of prompts.
     for part in split_pairs(_with_answer(record)):
         for aligner in DEFAULT_ALIGNERS:
             part = aligner(part)
@@ -146,6 +149,7 @@ def _with_answer(record: Record) -> Record:
         turns = record.get(name)
         if not (isinstance(turns, list) and turns and isinstance(turns[-1], dict)):
             continue
+        # A conversation that ends with the user lacks exactly the answer that the target will write.
         role = str(turns[-1].get("role", turns[-1].get("from")))
         if ROLES.get(role) != "assistant":
             return {**record, name: [*turns, {"role": "assistant", "content": ""}]}
@@ -164,6 +168,7 @@ def user_turn_marks(tokenizer: Any) -> tuple[str, str]:
         text = tokenizer.apply_chat_template([{"role": "user", "content": PLACEHOLDER}], tokenize=False)
     except ValueError as error:
         raise UserError("the tokenizer has no chat template, so the target cannot write user turns") from error
+    # Works for any template that inserts the content unchanged.
     before, placeholder, after = text.partition(PLACEHOLDER)
     if not placeholder or not before or not after:
         raise UserError("the chat template does not mark user turns, so the target cannot write them")
@@ -182,6 +187,8 @@ def answered(prompt: Prompt, answer: str, **provenance: Any) -> Record:
 def prompt_key(record: Record) -> bytes:
     """A digest of the prompt of an `answered` record, independent of case and spacing, to find duplicates."""
     turns = [turn["content"] for turn in record["messages"][:-1]] if "messages" in record else [record["prefix"]]
+
+    # Data sets repeat prompts with other spacing or case.
     words = [" ".join(text.casefold().split()) for text in turns]
     return hashlib.blake2b(json.dumps(words).encode(errors="surrogatepass"), digest_size=16).digest()
 

@@ -66,7 +66,7 @@ def located(path: str, line: int) -> Iterator[None]:
 
 def parse_record(path: str, line: int, raw: bytes) -> Record:
     """The JSON object on one line, with its origin under WHERE. Raises UserError if the line is anything else."""
-    # A byte order mark.
+    # A byte order mark, which editors on Windows write although JSON does not allow it.
     if line == 1:
         raw = raw.removeprefix(b"\xef\xbb\xbf")
     try:
@@ -99,10 +99,12 @@ def split_pairs(record: Record) -> list[Record]:
     if len(articles) != len(abstracts):
         raise RecordError("abstract", f"has {len(abstracts)} items where 'article' has {len(articles)}")
 
+    # Two empty lists count as one record with an empty answer, which the log reports.
     pairs = list(zip(articles, abstracts, strict=True)) or [("", "")]
     name_keys = [key for key in ("id", WHERE) if key in record]
     records = []
     for number, (article, abstract) in enumerate(pairs):
+        # Results and errors name a pair as id#0, id#1, …
         names = {key: f"{record[key]}#{number}" for key in name_keys}
         records.append({**record, "article": article, "abstract": abstract, **names})
     return records
@@ -115,6 +117,7 @@ def record_kind(record: Record) -> Kind:
     """
     # Datasets with a common schema write null for the fields that a record lacks.
     present = {name for name, value in record.items() if value is not None}
+    # `source` is a prompt in some data sets and the name of the corpus in others.
     if record.get("source") in ("", *SOURCE_TAGS):
         present.discard("source")
     for kind in KINDS:
@@ -141,6 +144,7 @@ def text_of(value: Any, field: str) -> str:
     if not isinstance(value, str):
         raise RecordError(field, f"must be a string, not {_type_name(value)}")
     try:
+        # JSON can escape one half of a surrogate pair; tokenizers fail on such text.
         value.encode("utf-8")
     except UnicodeEncodeError:
         raise RecordError(

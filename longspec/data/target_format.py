@@ -80,6 +80,7 @@ def _template_end(tokenizer: Any) -> int | None:
     answer = "An answer."
     turns = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": answer}]
     try:
+        # Rendered once to see which token follows an answer; the texts are arbitrary.
         text = tokenizer.apply_chat_template(turns, tokenize=False)
     except TemplateError:
         return None

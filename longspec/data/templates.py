@@ -156,6 +156,7 @@ def render(
     if kind in CONTINUED_KINDS and isinstance(prompt, str):
         return prompt, answer
 
+    # A template from the configuration replaces the built-in text, its lead-in word included.
     template = (templates or {}).get(kind)
     composition = COMPOSITIONS.get(kind, BARE) if template is None else Composition((template,))
     prefix = lead_in(composition.answer_prefix, family, chat_format)
@@ -212,6 +213,7 @@ def _conversation(turns: list[Turn], family: str, tokenizer: Any, chat_format: s
             return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
             raise RecordError("role", f"is rejected by the tokenizer's chat template ({error})") from error
+    # The published drafts were trained with this system turn.
     if not turns or turns[0]["role"] != "system":
         turns = [SYSTEM_TURN, *turns]
     form = TURN_FORMATS[family]
@@ -223,6 +225,7 @@ def encode_texts(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
     if not texts:
         return []
     encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    # Some tokenizers have a BOS that they never add, so the tokenizer is asked.
     bos = tokenizer.bos_token_id
     if bos is None or tokenizer("")["input_ids"][:1] != [bos]:
         return encoded

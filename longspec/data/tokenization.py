@@ -27,6 +27,7 @@ TOKEN_FEATURES = Features(
         "id": Value("string"),
         "input_ids": ListOf(Value("int32")),
         "prompt_length": Value("int32"),
+        # > 0, or the reason why the record is left out: NO_ANSWER, NO_ROOM.
         "length": Value("int32"),
     }
 )
@@ -70,6 +71,7 @@ class Tokenize:
                 pieces = self._pieces(ids, prompt_length, splits)
             else:
                 pieces = [_piece([], 0, NO_ANSWER)]
+            # One record can become several samples, all with its id.
             for piece in pieces:
                 for name, value in {"id": record["id"], **piece}.items():
                     columns[name].append(value)
@@ -78,6 +80,8 @@ class Tokenize:
     def table(self, index: Dataset, num_proc: int, cache_dir: str | None) -> Dataset:
         """The samples of all lines of `index`, memory-mapped. At most `num_proc` processes tokenize them if needed."""
         fingerprint = self.fingerprint(index)
+
+        # A process without a whole batch of lines would only cost its start.
         workers = min(num_proc, -(-len(index) // LINES_PER_BATCH))
 
         def build(folder: str) -> None:
@@ -99,6 +103,8 @@ class Tokenize:
         """A hash of everything that determines the tokens: lines, settings, tokenizer and code, aligners included."""
         # Lines with the same digests have the same path, number and bytes.
         line_digests = np.asarray(index.data.column("digest")).tobytes()
+
+        # A change to this code may change the tokens, so its source is hashed, not a version number.
         modules = [lines, records, templates, aligner_functions, inspect.getmodule(Tokenize)]
         modules += [inspect.getmodule(getattr(aligner, "func", aligner)) for aligner in self.aligners]
         sources = [inspect.getsource(module) for module in modules if module and hasattr(module, "__file__")]
@@ -117,6 +123,7 @@ class Tokenize:
         for path, line, raw in lines.read_lines(index):
             record = records.parse_record(path, line, raw)
             with records.located(path, line):
+                # The last aligner runs after the split, so that each pair is converted on its own.
                 record = _apply_aligners(record, self.aligners[:-1])
                 # A conversation has only its last answer in the loss, so pairs become samples of their own.
                 parts = records.split_pairs(record) if self.answer_only else [record]
@@ -137,8 +144,11 @@ class Tokenize:
 
         Pieces have no prompt, because samples that may be split have all tokens in the loss.
         """
+
+        # The draft must learn to propose the EOS; a template may have written it already.
         if ids[-1:] != [self.eos_token_id]:
             ids = [*ids, self.eos_token_id]
+        # A truncated prompt without an answer would add no token to the loss.
         if self.answer_only and prompt_length >= self.max_length:
             return [_piece([], 0, NO_ROOM)]
         if not splits or self.overflow == "truncate":

@@ -67,7 +67,8 @@ class PooledEngine:
 def engine_kind(runner: Runner, method: Hashable, rows: int, sampler: Sampler, room: int) -> Hashable:
     """Everything that the kernels of an engine's rounds depend on. method: the method and its settings."""
     device = runner.device
-    weights = tuple(tensor.data_ptr() for tensor in (*runner.model.parameters(), *runner.model.buffers()))
+    tensors = (*runner.model.parameters(), *runner.model.buffers())
+    weights = tuple((tensor.data_ptr(), tensor.numel()) for tensor in tensors)
     warpers = tuple((type(warper), repr(sorted(vars(warper).items()))) for warper in sampler.extra_warpers)
     return (
         method,

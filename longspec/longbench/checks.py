@@ -36,6 +36,7 @@ def check_output(folder: str | None) -> None:
     """Raise UserError if the output folder clearly cannot be created or written. Creates nothing."""
     path = Path(folder or ".").absolute()
     try:
+        # The folder need not exist: the nearest existing parent decides.
         existing = next(part for part in (path, *path.parents) if part.exists())
     except OSError as error:
         raise UserError(f"--output_dir: {folder}: {error.strerror}; give a folder") from error
@@ -68,8 +69,10 @@ def check_batch_memory(
     if options.tree_nodes is not None:
         largest_tree = min(largest_tree, options.tree_nodes - 1)
     draft_tokens = {"vanilla": 0, "tree": largest_tree, AUTO: max(TREE_NODES) - 1}.get(options.method, options.gamma)
+    # All rows of a batch have the cache of the longest one.
     longest = max(len(prompt.token_ids) for prompt in prompts)
     rows = min(options.batch_size, len(prompts))
+    # One more than the draft tokens: the root is verified, too.
     check_memory(config, dtype, device, rows, longest + max_new_tokens, draft_tokens + 1)
 
 
@@ -77,6 +80,7 @@ def check_prompts(prompts: Sequence[TaskPrompt], max_new_tokens: int, max_positi
     """Raise UserError for a prompt that leaves no room for its answer or has token ids outside the vocabulary."""
     for prompt in prompts:
         length = len(prompt.token_ids)
+        # An id without an embedding would end a GPU run with a device-side assert.
         highest = max(prompt.token_ids)
         if length + max_new_tokens > max_positions:
             raise UserError(

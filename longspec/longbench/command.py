@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> dict[str
             with joined_replicas() as replicas:
                 return measure_share(options, stop, replicas)
         except SystemExit:
+            # One line for the launch, not one for each rank.
             if stop.received is not None and stop.at_once and os.environ.get("RANK", "0") == "0":
                 print(f"stopped by {signal.Signals(stop.received).name} before the measurement", file=sys.stderr)
             raise
@@ -67,6 +68,7 @@ def parse_options(argv: Sequence[str] | None = None, prog: str | None = None) ->
     _add_decoding(parser)
     _add_run(parser)
     options = parser.parse_args(argv)
+    # Folder names leave out options at their default values.
     options.defaults = {name: parser.get_default(name) for name in vars(options)}
     return options
 

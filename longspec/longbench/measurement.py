@@ -80,11 +80,13 @@ def _interruption(plan: Plan, done: int, signal_number: int | None) -> str:
 
 def load_model(plan: Plan) -> GlideMixin:
     """Target and draft on the plan's device. If no draft is used, the model has a fresh one that nothing reads."""
+    # The plan read the draft already, so its file is not opened again.
     model_class = family_class(plan.config, plan.pair.target)
     draft_options = asdict(draft_settings(plan.draft).options) if plan.draft else {}
     model = model_class.from_pretrained(
         plan.pair.target, state_dict=plan.draft_state, torch_dtype=plan.dtype, **draft_options
     )
+    # Moved as a whole: target and draft share a device.
     return model.to(plan.device).eval()  # type: ignore[arg-type]
 
 
@@ -97,6 +99,7 @@ def run(model: GlideMixin, plan: Plan, report: Report, stop: StopSignals, replic
     prompts = plan.selection.prompts
     batch_size = plan.options.batch_size
     batches = _missing_batches(plan, report)
+    # Every rank computes all shares, so they need not be sent.
     share = replicas.share([_load(plan, batch) for batch in batches])
     _warm_up(model, plan)
     # The earlier results are kept until all ranks are ready.
@@ -122,6 +125,7 @@ def run(model: GlideMixin, plan: Plan, report: Report, stop: StopSignals, replic
             results = []
             for prompt, new_tokens in zip(rows, output.new_tokens, strict=True):
                 results.append(_result(prompt, new_tokens.tolist(), plan.tokenizer))
+            # Some rows of a batch may have had a line, and these do not count again.
             before = len(report.done)
             report.add(results, output.stats, batch.start)
             show(len(report.done) - before)
@@ -155,6 +159,8 @@ def _padded(batch: Sequence[TaskPrompt]) -> tuple[Tensor, Tensor]:
     """input_ids and attention_mask, LongTensor [B, longest] each, padded on the right."""
     rows = [torch.tensor(prompt.token_ids) for prompt in batch]
     masks = [torch.ones_like(row) for row in rows]
+
+    # The padding's token is masked, so any id will do.
     pad = torch.nn.utils.rnn.pad_sequence
     return pad(rows, batch_first=True), pad(masks, batch_first=True)
 

@@ -120,6 +120,8 @@ class Plan:
     def configuration(self) -> dict[str, Any]:
         """Everything that distinguishes this run from others, as JSON values. Input files count by their content."""
         options = self.options
+
+        # The token ids cover everything that makes the prompts: data, templates, chat format, tokenizer.
         prompts = [[prompt.id, prompt.token_ids] for prompt in self.selection.prompts]
         return {
             **{name: getattr(options, name) for name in (*OTHER_OPTIONS, *SHAPE_OPTIONS[options.method])},
@@ -137,6 +139,7 @@ class Plan:
         }
 
     def _draft_identity(self) -> dict[str, Any]:
+        # A draft that is given but not used does not change the results.
         if self.options.method not in (*GLIDE_METHODS, AUTO) or self.draft is None or self.draft_state is None:
             return {"draft": None, "draft_window": None}
         return {"draft": state_digest(self.draft_state), **option_entries(draft_settings(self.draft).options)}
@@ -154,8 +157,10 @@ class Plan:
     @property
     def output_dir(self) -> Path:
         """The folder of the results; by default one per configuration."""
+        # A folder that the user names is used as it is, and checked for results of other runs.
         if self.options.output_dir:
             return Path(self.options.output_dir)
+        # A hub id has slashes, and a name of dots would leave the folder.
         model = re.sub(r"[^\w.+-]", "-", self.pair.name).strip(".") or "model"
         defaults = self.options.defaults | {"max_gen_len": TASKS[self.options.task].max_new_tokens}
         return Path("outputs", "inference", model, self.options.task, folder_name(self.configuration, defaults))
@@ -163,6 +168,7 @@ class Plan:
 
 def make_plan(options: argparse.Namespace) -> Plan:
     """Check everything that can be checked without the weights. Raises UserError."""
+    # Checks are ordered by cost: options, device, then files, then the tokenization of the prompts.
     max_new_tokens = TASKS[options.task].max_new_tokens if options.max_gen_len is None else options.max_gen_len
     check_sampling(max_new_tokens, options.temperature, options.top_p, options.top_k)
     check_numbers(options)
@@ -179,11 +185,13 @@ def make_plan(options: argparse.Namespace) -> Plan:
     tokenizer = load_tokenizer(pair.target, config, options.chat_template_kwargs)
     notes: list[str] = []
     chat_format = resolve_chat_format(options.chat_format, pair.target, config.model_type, tokenizer, notes.append)
+    # Some published pairs fix the EOS that their drafts were trained with.
     if pair.eos_token_id is None:
         stop_ids = stop_tokens(tokenizer, generation_eos(pair.target, config))
         pair = replace(pair, eos_token_id=stop_ids or None)
 
     # The draft.
+    # Loaded on the CPU here; a draft is small, and a wrong one should fail before the target loads.
     draft_state = None
     draft = _draft_in_use(options, pair)
     if draft:
@@ -192,6 +200,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
         check_draft_tokenizer(draft, pair.target, tokenizer)
 
     # The prompts.
+    # The shorter of the published context and the one that the target's files state.
     max_positions = min(pair.max_positions or sys.maxsize, position_limit(config))
     longest = max_positions - options.headroom
     selection = _select(options, config.model_type, tokenizer, chat_format, longest)
@@ -200,6 +209,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
 
     # The device.
     dtype = choose_dtype(options.dtype, config, device)
+    # Only its name: the engine selects the backend again with the same arguments.
     attention = decoding_attention(options.attention, device, dtype, head_dim(config)).name
     check_batch_memory(options, config, dtype, device, selection.prompts, max_new_tokens)
 

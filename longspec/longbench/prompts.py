@@ -73,6 +73,7 @@ def read_prompt(file: str | Path, task: str) -> str:
         raise UserError(f"--prompt_file: {file} is not a readable JSON file ({first_line(error)})") from error
     if not isinstance(prompts, dict) or task not in prompts:
         raise UserError(f"--prompt_file: {file} has no prompt for {task}; it must be an object {{task: prompt}}")
+    # LongBench's records all have `context` and `input`, even where its own prompt quotes one.
     fields = LONGBENCH_FIELDS if "context" in TASKS[task].fields else TASKS[task].fields
     return check_template(prompts[task], fields, f"--prompt_file: {file}, {task}")
 
@@ -89,6 +90,7 @@ def read_questions(
     path = Path(folder) / f"{name}.jsonl"
     if not path.is_file():
         raise UserError(f"{path}: no such file; --data_path_prefix names the folder that holds {name}.jsonl")
+    # The first that exists: a custom prompt, the published one in its chat format, LongBench's.
     published_prompt = task.published_prompt if chat_format == "published" else None
     template = prompt or published_prompt or task.prompt
     answer_prefix = "" if prompt else lead_in(task.answer_prefix, family, chat_format)
@@ -107,8 +109,10 @@ def read_questions(
 
 def _question(task: Task, record: Record, template: str, answer_prefix: str) -> Question:
     identity = record.get(task.id_field)
+    # Results name samples by this id, so it must exist and print in one line.
     if not isinstance(identity, str | int):
         raise RecordError(task.id_field, "is missing; it must be a string or a whole number")
+    # Only the quoted fields must be text; a record may hold anything else.
     fields = {name for _, name, _, _ in Formatter().parse(template) if name}
     values = {field: text_of(record.get(field), field) for field in fields}
     return Question(str(identity), template.format(**values), answer_prefix)
@@ -116,6 +120,7 @@ def _question(task: Task, record: Record, template: str, answer_prefix: str) -> 
 
 def encode_question(question: Question, family: str, tokenizer: Any, chat_format: str) -> TaskPrompt:
     """The prompt in the chat format of the target, as token ids."""
+    # The answer's first word belongs to the prompt, so that the target continues it.
     text = chat_prompt(question.prompt, family, tokenizer, chat_format, question.answer_prefix)
     return TaskPrompt(question.id, encode_texts([text], tokenizer)[0])
 
@@ -134,12 +139,14 @@ def select_prompts(
 
     Tasks that are not filtered keep every length. Raises UserError if no prompt is left.
     """
+    # AIME's prompts are short, and its answers are what is long.
     filtered = TASKS[name].filtered
     selection = Selection([])
     for number, question in enumerate(questions):
         if test_length and len(selection.prompts) == test_length:
             selection.not_reached = len(questions) - number
             break
+        # Encoded one by one, because encoding stops at `test_length`.
         prompt = encode_question(question, family, tokenizer, chat_format)
         if filtered and len(prompt.token_ids) <= shortest:
             selection.too_short += 1

@@ -97,6 +97,7 @@ class Report:
         stay intact.
         """
         lines = []
+        # Times and memory belong to the batch, counts to the row.
         for index, (result, rounds) in enumerate(zip(results, stats.row_rounds, strict=True), first):
             if index not in self.done:
                 lines.append(_sample_line(index, result, rounds, len(results), first, stats))
@@ -112,6 +113,7 @@ class Report:
         self.processes = max(self.processes, processes)
         if self.record is not None:
             self.record["processes"] = self.processes
+        # A rank that dies before rank 0 has a result must not leave parts of an unknown run.
         if processes > 1:
             with self._writing():
                 self._store_record()
@@ -133,6 +135,7 @@ class Report:
                 with self._writing():
                     self._store_record()
                     self._append(b"".join(lines))
+                    # After the append: a crash in between leaves lines twice, and the next run skips them.
                     Path(part.name).unlink()
                 for line in lines.values():
                     self._note(line)
@@ -145,6 +148,7 @@ class Report:
             for path in (self.folder / SUMMARY_NAME, self.path, *part_paths(self.path)):
                 path.unlink(missing_ok=True)
         if self.path.exists():
+            # Cuts the incomplete last line, so that the next one starts on a line of its own.
             os.truncate(self.path, self.size)
         write_json(self.folder / RUN_NAME, self.record)
         self.record = None
@@ -153,11 +157,13 @@ class Report:
         """Append whole lines or nothing. Raises OSError."""
         with self.path.open("ab", buffering=0) as handle:
             try:
+                # An unbuffered write may take only part of the bytes.
                 rest = memoryview(content)
                 while rest:
                     rest = rest[handle.write(rest) :]
                 os.fsync(handle.fileno())
             except OSError:
+                # Half a batch would count as done when the run continues.
                 handle.truncate(self.size)
                 raise
         self.size += len(content)
@@ -175,6 +181,7 @@ class Report:
 
     def finish(self, device: torch.device, **facts: Any) -> dict[str, Any]:
         """Put the lines in order, write `summary.json` atomically and return it: `facts`, then the pooled figures."""
+        # Ranks finish in any order, but results do not depend on the number of ranks.
         order = [line["index"] for line in self.lines]
         if order != sorted(order):
             with self._writing():
@@ -206,6 +213,7 @@ class Report:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write `content` to `path` atomically. Raises OSError."""
+    # A rename replaces the old file as a whole, also after a crash.
     unfinished = path.with_name(path.name + ".tmp")
     try:
         unfinished.write_bytes(_encoded(content, indent=2) + b"\n")
@@ -241,6 +249,7 @@ def _sample_line(
     index: int, result: SampleResult, rounds: int, rows: int, first: int, stats: GenerationStats
 ) -> dict[str, Any]:
     """The line of a sample. rounds: its passes; rows, first, stats: the size, first sample and figures of its batch."""
+    # With --tree_shape auto, batches may use different shapes.
     shape = {"tree_shape": list(stats.tree_shape)} if stats.tree_shape else {}
     return {
         "index": index,
@@ -285,6 +294,7 @@ def _parse_line(raw: bytes, location: str) -> dict[str, Any]:
 
 def _batch_stats(line: dict[str, Any]) -> GenerationStats:
     """The figures of the whole batch that a line belongs to."""
+    # The row index `first` identifies the batch and is no figure.
     counts = {name: value for name, value in line["batch"].items() if name != "first"}
     return GenerationStats(**counts, ttft_s=line["ttft_s"], decode_s=line["decode_s"])
 

@@ -52,10 +52,12 @@ def folder_name(configuration: Configuration, defaults: Mapping[str, Any]) -> st
     It consists of the method, the tree shape or gamma, the temperature, the options that differ from their defaults,
     the dtype, and a short digest of the whole configuration.
     """
+    # Options at their defaults are left out, so that names stay short.
     parts = [configuration["method"]]
     for name, label in LABELS.items():
         if name in configuration and (name in ALWAYS_NAMED or configuration[name] != defaults[name]):
             parts.append(label + _spelled(configuration[name]))
+    # File systems limit names to 255 bytes; the digest keeps cut names distinct.
     readable = re.sub(r"[^\w.,+-]", "-", "_".join(parts))[:LONGEST_NAME]
     content = json.dumps(configuration, sort_keys=True).encode()
     return f"{readable}_{hashlib.blake2b(content).hexdigest()[:DIGEST_LENGTH]}"
@@ -80,6 +82,7 @@ def open_report(folder: Path, record: Mapping[str, Any], overwrite: bool) -> Ite
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output_dir: {folder} cannot be created ({error.strerror})") from error
+    # Two processes that append to one file would mix their lines.
     with locked(folder):
         with all_parts(folder / SAMPLES_NAME):
             pass  # no rank of an earlier run may still write
@@ -105,6 +108,7 @@ def open_part_report(folder: Path, rank: int, done: Iterable[int]) -> Iterator[R
 def _check_same_run(folder: Path, configuration: Configuration) -> None:
     """Raise UserError if `folder` holds results of a run with another configuration."""
     results = [folder / SAMPLES_NAME, folder / SUMMARY_NAME, *part_paths(folder / SAMPLES_NAME)]
+    # An empty file is what a full disk leaves of a run without results.
     if not any(file.exists() and file.stat().st_size for file in results):
         return
     advice = "choose another --output_dir, or replace these results with --overwrite"

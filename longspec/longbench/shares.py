@@ -38,10 +38,12 @@ def _open(plan: Plan, stack: ExitStack, replicas: Replicas) -> Report:
         reports.append(stack.enter_context(open_report(plan.output_dir, plan.record, plan.options.overwrite)))
         return plan.configuration, reports[0].done
 
+    # Part files take up only samples that the file of results lacks.
     configuration, done = replicas.from_rank_zero(open_first)
     replicas.check_shared(plan.output_dir)
 
     def open_other() -> Report:
+        # A copy of the data or the draft on another host may be older.
         if differing := differences(configuration, plan.configuration):
             raise UserError(f"the run differs from that of rank 0 ({differing}); all hosts must have the same inputs")
         return stack.enter_context(open_part_report(plan.output_dir, replicas.rank, done))

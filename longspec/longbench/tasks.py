@@ -31,6 +31,7 @@ class Task:
 
 LONGBENCH_FIELDS = ("context", "input")
 """The fields that a custom prompt may quote."""
+# The spaces before line breaks are LongBench's own; prompts must match to the byte.
 PUBLISHED_CODE_PROMPT = "Please complete the code given below. \n{context}Now, complete the code given."
 TASKS = {
     "gov_report": Task(

@@ -34,6 +34,7 @@ def target_digests(target: str, config: PreTrainedConfig) -> Digests:
     that cannot be read.
     """
     folder = Path(target)
+    # A commit identifies its files, so gigabytes of weights need not be read.
     if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name):
         return [[target, folder.name]]
     if not folder.is_dir():
@@ -45,6 +46,7 @@ def target_digests(target: str, config: PreTrainedConfig) -> Digests:
 
 def target_digest(target: str, config: PreTrainedConfig) -> str:
     """Identity of a target: one digest over its `target_digests`, or a hub id with its commit."""
+    # A split target has the same digest for all ranks: the parts are files below its folder.
     digests = target_digests(target, config)
     if not Path(target).is_dir():
         return "@".join(digests[0])
@@ -55,6 +57,7 @@ def state_digest(state: Mapping[str, Tensor]) -> str:
     """Digest of all names, dtypes, shapes and values of a state dict on the CPU."""
     digest = content_hash()
     for name, tensor in sorted(state.items()):
+        # Separators, so that different names and shapes never give the same bytes.
         digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

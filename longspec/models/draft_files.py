@@ -185,6 +185,7 @@ def draft_settings(path: str | Path) -> DraftSettings:
     draft = resolve_draft(path)
     run = _folder(draft) / TRAINING_CONFIG_NAME
     config_file = _folder(draft) / "config.json"
+    # Later sources take precedence: the weight file is what users pass around.
     stated: dict[str, Any] = {}
     if run.exists() and isinstance(model := read_yaml(run).get("model"), dict):
         stated |= {name: model[name] for name in OPTION_KEYS if name in model}
@@ -251,6 +252,7 @@ def _compare_configs(file: Path, config: PreTrainedConfig) -> None:
     draft = read_json(file)
     for name in ("model_type", "num_attention_heads", "num_key_value_heads", "head_dim"):
         own = getattr(config, name, None)
+        # Published drafts leave out some of these keys.
         if own is not None and draft.get(name, own) not in (None, own):
             stated = _printable(str(draft[name]))
             raise UserError(f"{file}: a draft for a target with {name} {stated}; this target has {own}")
@@ -273,6 +275,7 @@ def save_draft_file(state: Mapping[str, Tensor], file: str | Path, options: Draf
     """Write a `.pth` of plain weights without the prefix, with the options in the state dict's metadata."""
     file = Path(file)
     file.parent.mkdir(parents=True, exist_ok=True)
+    # torch keeps `_metadata` of an OrderedDict, and loaders of plain weights ignore it.
     weights = OrderedDict(strip_prefix(state))
     weights._metadata = {"": {"version": 1, **option_entries(options)}}  # type: ignore[attr-defined]
     with _replacing(file) as unfinished:
@@ -293,6 +296,7 @@ def save_draft_folder(
     entries = option_entries(options)
     with _replacing(folder / "model.safetensors") as unfinished:
         save_file(weights, unfinished, {"format": "pt"} | {key: json.dumps(value) for key, value in entries.items()})
+    # A trained draft has no such key, so files of other tools count as trained.
     settings = entries | ({} if is_trained else {TRAINED_KEY: False})
     with _replacing(folder / "config.json") as unfinished:
         unfinished.write_text(json.dumps(json.loads(config.to_json_string()) | settings, indent=2) + "\n")

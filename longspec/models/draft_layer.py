@@ -222,6 +222,7 @@ class GlideDecoderLayer(nn.Module):
         cross_attends: one function per layer of `cross_attentions`. feature: [B, T, hidden], or [B, 1, hidden] if it is
         the same for all tokens of a row; None without `options.target_feature`.
         """
+        # E(tokens) is the target's embedding, which the draft shares.
         h = embeddings + self.self_attn(self.input_layernorm(embeddings), rope, self_attend)
         if feature is not None:
             # Before the cross-attention, so that its queries depend on the target's state.

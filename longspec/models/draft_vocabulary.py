@@ -24,6 +24,7 @@ def listed_tokens(d2t: Tensor) -> Tensor:
 
 def vocabulary_maps(tokens: Tensor, vocab_size: int) -> dict[str, Tensor]:
     """`d2t` and `t2d` of ascending token ids, LongTensor [Vd]."""
+    # d2t[i] = tokens[i] - i, so a draft's token i is the target's token i + d2t[i].
     in_list = torch.zeros(vocab_size, dtype=torch.bool, device=tokens.device)
     in_list[tokens] = True
     return {"d2t": tokens - torch.arange(len(tokens), device=tokens.device), "t2d": in_list}
@@ -53,6 +54,7 @@ def maps_problem(maps: Mapping[str, Tensor], vocab_size: int) -> str | None:
         return f"d2t contains token ids outside of 0 … {vocab_size - 1}"
     if (tokens.diff() <= 0).any():
         return "the token ids of d2t are not ascending"
+    # Both tensors describe one list; files of other tools may disagree.
     if not torch.equal(t2d.nonzero()[:, 0], tokens):
         return "d2t and t2d are different lists"
     return None
@@ -73,5 +75,6 @@ def most_frequent(counts: Tensor, size: int, always: Collection[int]) -> Tensor:
     """
     first = torch.zeros_like(counts, dtype=torch.bool)
     first[[token for token in always if 0 <= token < len(counts)]] = True
+    # Tokens of `always` that occur rank above the largest count.
     rank = counts + first * (counts > 0) * (counts.max() + 1)
     return rank.argsort(descending=True, stable=True)[:size].sort().values

@@ -36,6 +36,7 @@ def pair_class(target: str) -> type[GlideMixin]:
     The name comes from a file, so it is compared with known names and never imported. Raises UserError.
     """
     for family, name in FAMILIES.items():
+        # Published configs name their own module; ours name `longspec` or `longspec.models`.
         modules = {"longspec", f"longspec.models.{family}", PUBLISHED_MODULES.get(family)}
         if target in {f"{module}.{name}.from_pretrained" for module in modules}:
             return class_of(family)

@@ -166,6 +166,7 @@ class _FusedSelfAttention:
         self.head_norms = _head_norms(attention)
 
     def add_to(self, stream: ResidualStream, slots: TokenSlots, attend: QueryAttend) -> None:
+        # One product for queries, keys and values; rotation and store in one kernel after it.
         q = slots.rotate_and_store(stream.project(self.norm, self.qkv.weight, self.qkv.bias), self.head_norms)
         stream.add_product(_heads_last(attend(q)), self.output)
 

@@ -97,6 +97,7 @@ def _config(model_class: Any, metadata: Mapping[str, Callable[..., Any]], tensor
     hidden = required("embedding_length")
     # An answer may end with the token of a document's end or with that of a turn's end.
     ends = [value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    # transformers takes one id or a list of distinct ones.
     ends = list(dict.fromkeys(number for number in ends if number is not None))
     settings = {
         "architectures": [model_class.__name__],
@@ -132,6 +133,7 @@ def _rope(architecture: str, value: Callable[..., Any], tensors: dict[str, Any],
     prefix = f"{architecture}.rope."
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(value(f"{prefix}freq_base", 10000.0))}
     kind = value(f"{prefix}scaling.type", "none")
+    # llama.cpp stores Llama 3.1's scaling as divisors and no settings.
     if ROPE_FACTORS in tensors:
         return rope | _llama3_scaling(np.asarray(tensors[ROPE_FACTORS].data), rope["rope_theta"], head_dim)
     if kind == "none":
@@ -148,7 +150,9 @@ def _llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[st
     """Llama 3.1's settings, if they give these divisors [D / 2]; else raises UserError."""
     largest = float(factors.max())
     low, high, original = LLAMA3_SCALING.values()
+    # Turns of each frequency theta^(-2i / D) within the original context.
     turns = original * theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
+    # 0 for slow frequencies, which are divided by `factor`; 1 for fast ones, which stay.
     smooth = ((turns - low) / (high - low)).clip(0, 1)
     if not np.allclose(factors, 1 / ((1 - smooth) / largest + smooth), rtol=1e-3):
         raise UserError("unknown rotary frequency factors (not Llama 3.1's); use the model's folder instead")
@@ -163,7 +167,9 @@ def _state(config: PreTrainedConfig, tensors: dict[str, Any]) -> dict[str, Tenso
     for name, tensor in tensors.items():
         if name == ROPE_FACTORS:
             continue
+        # fp32 [out, in]; GGUF stores the same order of rows as PyTorch.
         weight = dequantize(tensor.data, tensor.tensor_type)
+        # llama.cpp permutes queries and keys of the Llama architecture only.
         if config.model_type == "llama" and ".attn_q." in name:
             weight = _pair_halves(weight, config.num_attention_heads)
         if config.model_type == "llama" and ".attn_k." in name:
@@ -187,8 +193,10 @@ def _name(name: str) -> str:
 
 def _check_complete(model_class: Any, config: PreTrainedConfig, state: dict[str, Tensor]) -> None:
     """Raise UserError unless `state` has exactly the weights of the model."""
+    # Names and shapes only; nothing is allocated.
     with torch.device("meta"):
         needed = {name: tuple(weight.shape) for name, weight in model_class(config).state_dict().items()}
+    # A tied head is the embedding and has no tensor of its own in the file.
     if config.tie_word_embeddings:
         del needed["lm_head.weight"]
     shapes = {name: tuple(weight.shape) for name, weight in state.items()}

@@ -103,8 +103,10 @@ def _byte_level_bpe(tokens: list[str], merges: list[str], split: str) -> Tokeniz
     if split not in SPLITS:
         raise UserError(f"the unknown pre-tokenizer {split!r}; use the model's own folder")
     vocab = {token: number for number, token in enumerate(tokens)}
+    # GGUF writes a merge as "left right"; byte-level tokens contain no space.
     pairs = [(left, right) for left, right in (merge.split(" ", 1) for merge in merges)]
     tokenizer = Tokenizer(BPE(vocab, pairs, ignore_merges=SPLITS[split] is LLAMA3))
+    # Qwen2 is trained on text in Unicode form NFC.
     if SPLITS[split] is QWEN2:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = SPLITS[split]
@@ -117,10 +119,12 @@ def _sentencepiece_bpe(tokens: list[str], scores: list[float], unknown: str | No
     vocab = {token: number for number, token in enumerate(tokens)}
     merges = []
     for token, score in zip(tokens, scores, strict=True):
+        # SentencePiece has scores instead of merges: any split into two tokens is a merge.
         halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         merges += [(-score, vocab[a], vocab[b], (a, b)) for a, b in halves if a in vocab and b in vocab]
     pairs = [pair for *_, pair in sorted(merges)]
     tokenizer = Tokenizer(BPE(vocab, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    # SentencePiece writes a space as ▁ (U+2581).
     spaces = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefixed else spaces
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]

@@ -84,6 +84,7 @@ class GlideMixin(PretrainedPairMixin):
         with without_memory(config):
             super().__init__(config)
 
+        # Logs which attention runs; `use_flash` alone decides about flash-attn.
         resolve_attention(attn_implementation)
         self.use_flash = (attn_implementation or "").startswith("flash")
 
@@ -94,9 +95,11 @@ class GlideMixin(PretrainedPairMixin):
         self.generation_config = target.generation_config
         self.model = target.model
         self.lm_head = target.lm_head
+        # Quantized and placed targets need these for `to` and `save_pretrained`.
         for name in LOADED_WITH:
             if hasattr(target, name):
                 setattr(self, name, getattr(target, name))
+        # Before the draft exists: target, embedding and head stay frozen.
         self.requires_grad_(False)
 
         self.draft_model = self.draft_layer_class(self.config, draft_options)
@@ -162,6 +165,7 @@ class GlideMixin(PretrainedPairMixin):
         states are None.
         """
         causal = partial(self._causal, segments=segments)
+        # The last layer's attention and MLP cost 1 / L of the pass and are skipped where nothing reads them.
         others = self.draft_model.options.kv_layers
         if not whole:
             inputs = self.embed(input_ids, position_ids)
@@ -197,6 +201,7 @@ class GlideMixin(PretrainedPairMixin):
             target_hidden, layers = run_target(input_ids, position_ids, segments, self.needs_whole_pass(objective))
             # The draft is replicated on the ranks that share a target, so each of them needs all KV heads.
             layers = [(gather_heads(keys), gather_heads(values)) for keys, values in layers]
+        # Scores are q · k / sqrt(D), as in the target.
         scale = self.draft_model.self_attn.head_dim**-0.5
 
         def self_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -217,6 +222,7 @@ class GlideMixin(PretrainedPairMixin):
                 assert target_hidden is not None
                 feature = self.draft_model.feature(_rows(target_hidden, seen.newest_keys(blocks=lags is None)))
             inputs = embeddings, rope, self_attend, cross_attends, feature
+            # The target's keys and values are kept either way; only the layer is recomputed.
             if self.gradient_checkpointing:
                 hidden = checkpoint(self.draft_model, *inputs, use_reentrant=False)
             else:

@@ -68,6 +68,7 @@ class VocabularyEmbedding(nn.Module):
         """tokens Long [B, T], the same on all ranks -> embeddings [B, T, hidden], the same on all ranks."""
         rows = tokens - self.first
         elsewhere = (rows < 0) | (rows >= len(self.weight))
+        # Tokens of other ranks read row 0 and then count as zeros in the sum.
         embeddings = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
         return _reduce(embeddings.masked_fill(elsewhere[..., None], 0))
 
@@ -113,6 +114,7 @@ def join_ranks(target: Any, vocab_size: int) -> None:
     target: a …ForCausalLM of this rank's sizes. vocab_size: that of the whole target.
     """
     rank, world = model_parallel_rank_and_size()
+    # The modules stay transformers' own; only embedding, head and two sums per layer differ.
     first = vocabulary_rows(vocab_size, rank, world).start
     target.model.embed_tokens = VocabularyEmbedding(target.model.embed_tokens.weight, first)
     target.lm_head = VocabularyHead(target.lm_head.weight, first, vocab_size)
@@ -125,6 +127,7 @@ def gather_heads(heads: Tensor) -> Tensor:
     """The KV heads of all ranks [B, K, T, D] from those of this rank [B, K / world, T, D]."""
     if model_parallel_rank_and_size()[1] == 1:
         return heads
+    # Heads become the last dimension, along which parts are concatenated: [B, T, K · D].
     whole = _gather(heads.transpose(1, 2).flatten(2))
     return whole.unflatten(2, (-1, heads.shape[-1])).transpose(1, 2)
 
@@ -147,6 +150,7 @@ def log_sum_exp_over_ranks(partial: Tensor) -> Tensor:
     """The log-sum-exp [N] over the whole vocabulary; `partial` is that over this rank's part of it."""
     if model_parallel_rank_and_size()[1] == 1:
         return partial
+    # log sum over ranks of exp(partial), one number per token and rank.
     return _gather(partial[:, None]).logsumexp(-1)
 
 
@@ -154,5 +158,6 @@ def vocabulary_log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
     """Log-probabilities [N, rows] of this rank's tokens, normalized over the whole vocabulary; logits [N, rows]."""
     if model_parallel_rank_and_size()[1] == 1:
         return logits.log_softmax(-1, dtype=dtype)
+    # log p(v) = logit(v) - LSE over the parts of all ranks.
     logits = logits.to(dtype)
     return logits - log_sum_exp_over_ranks(logits.logsumexp(-1))[:, None]

@@ -132,6 +132,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
             if not isinstance(value, kinds) or isinstance(value, bool):
                 raise UserError(f"{name}: a {type(value).__name__}; see {cls.__name__}.from_pretrained")
 
+        # An argument takes precedence over the state dict's metadata.
         asked = {"window": window, "kv_layers": kv_layers, "target_feature": target_feature}
         stated = _saved_options(state_dict) | {name: value for name, value in asked.items() if value is not None}
         checked_options(stated)
@@ -145,6 +146,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
                 raise UserError("draft_vocabulary: for a fresh draft; a saved draft has its own list")
             vocabulary = checked_tokens(draft_vocabulary, config.vocab_size, "draft_vocabulary")
 
+        # transformers renamed torch_dtype to dtype; both are accepted.
         if dtype is None:
             dtype = "auto" if torch_dtype is None else torch_dtype
         model = cls(
@@ -190,6 +192,8 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         folder = Path(save_directory)
         if (folder / DRAFT_FOLDER).is_symlink():
             raise UserError(f"{folder / DRAFT_FOLDER}: a link; remove it, because the draft is saved in this folder")
+
+        # transformers would upload the target alone, before the draft is written.
         hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if push_to_hub and name in kwargs}
         target = None
         draft = self.draft_model.state_dict()
@@ -205,6 +209,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
 
     def _target_alone(self) -> PreTrainedModel:
         """An ordinary transformers model that shares the target's modules."""
+        # On the meta device, so that the modules that are replaced take no memory.
         with torch.device("meta"):
             target = self.target_class(copy.deepcopy(self.config))
         target.model, target.lm_head, target.generation_config = self.model, self.lm_head, self.generation_config
@@ -243,11 +248,13 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
             )
         except (*WEIGHT_ERRORS, ImportError) as error:
             raise UserError(f"{folder}: the target's weights do not load ({weight_problem(error)})") from error
+        # transformers initializes missing weights at random and only warns.
         if absent := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
             raise UserError(
                 f"{folder}: incomplete target: {len(absent)} weights are missing or have the wrong shape, such as "
                 f"{absent[0]}"
             )
+        # The draft, its cache and the target's last layer exchange tensors in every round.
         if len(devices := sorted({str(p.device) for p in target.parameters()})) > 1:
             raise UserError(
                 f"device_map: places the target on {', '.join(devices)}; use a single device, such as cuda:0"
@@ -262,5 +269,6 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         weights = fit_draft(state, self.draft_model, source)
         self.draft_model.set_vocabulary(listed_tokens(weights["d2t"]) if "d2t" in weights else None)
         self.draft_model.load_state_dict(weights)
+        # A finite fp32 weight can overflow when it is cast to fp16.
         check_finite(self.draft_model.state_dict(), f"{source}, in {self.draft_model.self_attn.q_proj.weight.dtype}")
         self.draft_is_trained = True

@@ -58,6 +58,7 @@ class ResidualStream:
         if self.is_vector:
             vector_product(x, weight, add_to=self.hidden)
         elif self.is_skinny and not last:
+            # The next norm adds the parts, which saves a launch.
             self.parts = split_product(x.flatten(0, 1), weight)
         else:
             self.hidden.flatten(0, 1).addmm_(x.flatten(0, 1), weight.t())

@@ -39,6 +39,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     if attend is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    # transformers expects [B, T, H, D].
     return attend(query, key, value, scaling).transpose(1, 2), None
 
 
@@ -87,6 +88,7 @@ def last_keys_values(
     embeddings [B, T, hidden] of the tokens, their rotary table and positions [B, T]. The results are bitwise equal to
     those that `run_backbone` writes to a cache (on CUDA, if the target runs on `target_kernels`).
     """
+    # The draft reads K and V of the last layer, which depend on the layers before it only.
     *before, last = backbone.layers  # type: ignore[misc, union-attr]
     kept = ChosenKV(others)
     hidden = embeddings

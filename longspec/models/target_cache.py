@@ -31,6 +31,7 @@ def resolve_target(target: str) -> str:
     if target == SMOLLM2:
         return str(converted(_smollm2_file(), SMOLLM2_DIGEST))
     path = Path(target)
+    # A folder may be named like a file.
     if path.suffix.lower() != SUFFIX or path.is_dir():
         return target
     if not path.is_file():
@@ -52,6 +53,7 @@ def converted(file: Path, expected: str | None = None) -> Path:
         digest = _digest(file)
         if expected not in (None, digest):
             raise UserError(f"{file}: damaged (its SHA-256 is {digest}, not {expected}); install it again")
+        # The content is part of the name, so a new file under an old name is converted again.
         folder = cache_folder() / f"{file.stem}-{digest[:16]}-{CONVERSION}"
         if _is_whole(folder, digest):
             return folder
@@ -67,6 +69,7 @@ def converted(file: Path, expected: str | None = None) -> Path:
 def _convert(file: Path, digest: str, folder: Path) -> None:
     from longspec.models.gguf import convert_gguf  # imports torch
 
+    # Renamed at the end, so that an interrupted conversion is never used.
     part = folder.with_name(folder.name + ".part")
     for old in (part, folder):
         if old.exists():
@@ -75,6 +78,7 @@ def _convert(file: Path, digest: str, folder: Path) -> None:
     try:
         convert_gguf(file, part)
         files = {path.name: _digest(path) for path in sorted(part.iterdir())}
+        # Written last, so that a folder without it is not whole.
         manifest = {"source": file.name, "source_sha256": digest, "files": files}
         (part / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
         part.rename(folder)

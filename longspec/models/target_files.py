@@ -48,6 +48,7 @@ RESCALED_BY_LENGTH = ("dynamic", "longrope")
 def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConfig:
     """The transformers config of a target folder or hub id. Runs no remote code. Raises UserError if there is none."""
     check_target_path(path)
+    # transformers would take the folder's name for a hub id.
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise UserError(
             f"{path}: no model checkpoint (no config.json in this folder); give a target's folder or hub id"
@@ -88,6 +89,7 @@ def check_files(folder: Path) -> None:
     transformers and tokenizers would block on a pipe, and read a file of any size into memory. Links are followed,
     because the hub's cache consists of them.
     """
+    # A tokenizer may be large, a configuration never is.
     limits = {".json": TOKENIZER_BYTES, ".jinja": CONFIG_BYTES, ".model": TOKENIZER_BYTES, ".txt": TOKENIZER_BYTES}
     try:
         files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
@@ -119,6 +121,7 @@ def generation_eos(path: str | Path, config: PreTrainedConfig) -> list[int]:
         if (Path(path) / "generation_config.json").exists():
             raise UserError(f"{path}: generation_config.json does not load ({first_line(error)})") from error
         generation = GenerationConfig.from_model_config(config)
+    # A chat model lists several: the end of a turn and that of a document.
     ids = generation.eos_token_id
     if ids is None:
         return []
@@ -170,6 +173,7 @@ def check_target(config: PreTrainedConfig, path: str | Path) -> None:
     for layer, layer_type in enumerate(layer_types):
         if layer_type != "full_attention":
             raise UserError(f"{path}: layer {layer} of this target has {layer_type}; the draft needs full_attention")
+    # A fixed scaling is part of the table; cached keys stay valid.
     kind = (config.rope_parameters or {}).get("rope_type")
     if kind in RESCALED_BY_LENGTH:
         # Its frequencies change with the longest position of a call, so cached keys would not fit later queries.
@@ -186,6 +190,7 @@ def check_weights(target: str) -> None:
         check_start(file)
     if not folder.is_dir() or files:
         return
+    # The parts are subfolders, so the folder itself has no weights.
     for part in folder.glob("mp_0-of-*"):
         world = part.name.rpartition("-")[2]
         raise UserError(f"{target}: a target split for {world} ranks; training takes it with tp_size={world}")
@@ -249,6 +254,7 @@ def set_template_arguments(tokenizer: Any, arguments: TemplateArguments) -> None
             raise UserError(f"chat_template_kwargs: the target's chat template has no variable {name}")
         if not isinstance(value, bool | int | float | str):
             raise UserError(f"chat_template_kwargs: {name} must be true, false, a number or text, not {value!r}")
+        # The assignment comes first in the template and so replaces the variable's default.
         assignments += f"{{% set {name} = {json.dumps(value)} %}}"
     if assignments:
         tokenizer.chat_template = f"{assignments}{template}"

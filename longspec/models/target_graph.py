@@ -49,6 +49,7 @@ class TargetGraphs:
 
         begun, self.begun = self.begun, None
         if begun is not None:
+            # `begin` ran on another stream; its result must not be read early.
             torch.cuda.current_stream().wait_stream(self.stream)
             if begun[0] is input_ids and begun[1] == whole:
                 return self.graphs[kind].result
@@ -69,6 +70,7 @@ class TargetGraphs:
         If the next call has the same `input_ids`, it waits for this pass and returns its result. The caller keeps the
         inputs alive until then.
         """
+        # A pass is captured in `__call__` only, so the first steps of a kind start nothing early.
         graph = self.graphs.get((input_ids.shape, whole))
         if graph is None or len(segments.lengths) > MOST_SEGMENTS:
             return
@@ -88,6 +90,7 @@ class _Graph:
     def __init__(
         self, run: TargetPass, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool
     ) -> None:
+        # A graph replays fixed addresses: each call copies its inputs here.
         self.input_ids = input_ids.clone()
         self.position_ids = position_ids.clone()
         self.bounds = _padded_bounds(segments)
@@ -114,6 +117,7 @@ class _FixedSegments(Segments):
 
 def _padded_bounds(segments: Segments) -> Tensor:
     """Borders as int32 [MOST_SEGMENTS + 1] on the device, filled up with empty segments."""
+    # The number of segments is part of a graph, so it is always the largest.
     missing = MOST_SEGMENTS - len(segments.lengths)
     bounds = [*segments.bounds, *[segments.bounds[-1]] * missing]
     return upload(torch.tensor(bounds, dtype=torch.int32), segments.device)

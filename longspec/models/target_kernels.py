@@ -50,6 +50,7 @@ def _attention(
     module: Any, hidden_states: Tensor, position_embeddings: Rope, past_key_values: Any = None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     attend = kwargs.get("attend")
+    # transformers' own call, as in `generate` or an evaluation of the target alone.
     if attend is None or _learns(hidden_states):
         return type(module).forward(
             module,

@@ -41,6 +41,7 @@ def rank_folder(rank: int, world: int) -> str:
 
 def vocabulary_rows(vocab_size: int, rank: int, world: int) -> range:
     """The tokens whose embeddings a rank holds: equal numbers of tokens, except that the last rank may have fewer."""
+    # ceil(V / world), as in VocabularyHead's padding.
     most = -(-vocab_size // world)
     return range(min(rank * most, vocab_size), min((rank + 1) * most, vocab_size))
 
@@ -48,6 +49,7 @@ def vocabulary_rows(vocab_size: int, rank: int, world: int) -> range:
 def rank_config(config: PreTrainedConfig, rank: int, world: int) -> PreTrainedConfig:
     """The config of a rank's part, which is a target with fewer heads, columns and tokens."""
     part = copy.deepcopy(config)
+    # Fixed before the heads change, because its default is hidden_size / H.
     part.head_dim = head_dim(config)
     part.num_attention_heads //= world
     part.num_key_value_heads //= world
@@ -89,13 +91,17 @@ def part_of(name: str, shape: tuple[int, ...], rank: int, world: int) -> tuple[s
     Raises UserError for a weight that no supported target has, such as a quantized one.
     """
     *_, module, kind = name.split(".")
+    # [V, hidden]: rows are tokens.
     if module in VOCABULARY and kind == "weight":
         rows = vocabulary_rows(shape[0], rank, world)
         return (slice(rows.start, rows.stop),)
+    # [out, in]: a rank computes its own outputs from the whole input.
     if module in COLUMN_PARALLEL and kind in ("weight", "bias"):
         return (_share(shape[0], rank, world),)
+    # [out, in]: a rank has some of the inputs and computes a term of every output.
     if module in ROW_PARALLEL and kind == "weight":
         return slice(None), _share(shape[1], rank, world)
+    # Norms, and biases that are added once after the sum over ranks.
     if module in WHOLE or is_added_once(name):
         return (slice(None),)
     raise UserError(f"weight {name}: not a weight of a supported target, so it cannot be split")
@@ -206,5 +212,6 @@ def _write_index(folder: Path) -> None:
 def _copy_files(source: Path, folder: Path, patterns: tuple[str, ...]) -> None:
     for pattern in patterns:
         for file in source.glob(pattern):
+            # The parts have an index of their own.
             if not file.name.endswith(".index.json"):
                 shutil.copyfile(file, folder / file.name)

@@ -42,14 +42,17 @@ def read_weights(file: Path) -> dict[str, Tensor]:
 def _read_pickle(file: Path) -> Any:
     """The content of a `.pth`; the unpickler creates only tensors and containers. Raises WEIGHT_ERRORS."""
     with file.open("rb") as handle:
+        # "P" starts a zip archive (PK), 0x80 a pickle of protocol 2 or later.
         if handle.read(1) not in (b"P", b"\x80"):
             raise ValueError("neither a .pth archive nor a pickle")
     if not zipfile.is_zipfile(file):
         return torch.load(file, map_location="cpu", weights_only=True)
     with zipfile.ZipFile(file) as archive:
         for member in archive.infolist():
+            # A compressed archive can expand to a thousand times its size.
             if member.compress_type != zipfile.ZIP_STORED:
                 raise ValueError("a compressed archive, which torch.save does not write")
+            # A large pickle takes memory long before its content can be checked.
             if member.filename.endswith(".pkl") and member.file_size > PICKLE_BYTES:
                 raise ValueError(f"its pickle has {member.file_size} bytes; at most {PICKLE_BYTES}")
     return torch.load(file, map_location="cpu", weights_only=True, mmap=True)

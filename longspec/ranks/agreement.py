@@ -33,6 +33,7 @@ def launched_rank() -> int:
     defaults = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     rank = _environment_number("RANK", defaults["RANK"])
     world_size = _environment_number("WORLD_SIZE", defaults["WORLD_SIZE"])
+    # Defaults are for one process only; guessed values would make ranks wait for each other.
     missing = [name for name in defaults if name not in os.environ and name != "LOCAL_RANK"]
     if world_size > 1 and missing:
         raise UserError(
@@ -65,6 +66,7 @@ def connecting() -> Iterator[None]:
     rank, world_size = launched_rank(), int(os.environ["WORLD_SIZE"])
     master = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     warning = f"rank {rank} of {world_size} waits for the others; rank 0 is expected at {master}"
+    # Connecting blocks without a word if one rank was started elsewhere or not at all.
     reminder = threading.Timer(WAIT_S, logger.warning, [warning])
     reminder.daemon = True
     reminder.start()
@@ -143,6 +145,7 @@ class Termination(StopSignals):
         if self.received is not None and self._noticed_at is None:
             self._noticed_at = time.monotonic()
         due = self._noticed_at is not None and time.monotonic() - self._noticed_at >= patience_s
+        # The largest number wins, so that all ranks report the same signal.
         number = torch.tensor((self.received or 0) if due else 0)
         dist.all_reduce(number, dist.ReduceOp.MAX, group=waiting_group())
         if number:

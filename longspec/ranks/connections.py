@@ -41,6 +41,7 @@ def connect_ranks() -> dict[socket.socket, int]:
         servers.append(_listen(host, world_size))
         return servers[0].getsockname()[1], secrets.token_bytes(SECRET_BYTES)
 
+    # The operating system chooses a free port; the process group tells it to the others.
     port, secret = from_rank_zero(listen)
     if rank == 0:
         with servers[0] as server:
@@ -96,6 +97,7 @@ class _Caller:
 
     def rank(self, secret: bytes) -> int | None:
         """The caller's rank; None if the greeting does not start with `secret`."""
+        # In constant time, so that a stranger cannot guess the secret byte by byte.
         if not secrets.compare_digest(self.greeting[:SECRET_BYTES], secret):
             return None
         return int.from_bytes(self.greeting[SECRET_BYTES:], "big")
@@ -111,6 +113,7 @@ def accept_ranks(server: socket.socket, secret: bytes, count: int) -> dict[socke
     server.setblocking(False)
     deadline = time.monotonic() + CONNECT_S
     while len(ranks) < count and time.monotonic() < deadline:
+        # A short timeout, so that late callers are dropped on time.
         ready = wait([server, *callers], timeout=0.2)
         for connection in [connection for connection in callers if connection in ready]:
             caller = callers[connection]

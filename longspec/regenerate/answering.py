@@ -66,6 +66,7 @@ class RowTemperatures(LogitsProcessor):
         self.divisors = torch.where(is_greedy, 1.0, temperatures)[:, None]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        # A sampler draws from these scores, so a greedy row keeps a single finite one.
         best = scores.argmax(-1, keepdim=True)
         # The best logit keeps its value, because the engine's watch must see NaN and infinity.
         only_best = torch.full_like(scores, -torch.inf).scatter(-1, best, scores.gather(-1, best))
@@ -74,6 +75,7 @@ class RowTemperatures(LogitsProcessor):
 
 def row_sampler(temperatures: Tensor, generator: torch.Generator) -> Sampler:
     """A sampler that gives each row its own temperature, for passes over one node per row."""
+    # All rows are greedy: argmax needs neither noise nor a softmax.
     if not temperatures.any():
         return Sampler(0.0, 0, 1.0, generator)
     return Sampler(1.0, 0, 1.0, generator, [RowTemperatures(temperatures)])
@@ -88,6 +90,7 @@ class Answerer:
         self.device = self.runner.device
         self.batch_size = batch_size
         config = model.config
+        # Keys and values of all layers for one token.
         values_per_slot = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config)
         self.slot_bytes = values_per_slot * self.runner.dtype.itemsize
         self.cache_bytes = _cache_bytes(model, self.device)
@@ -102,6 +105,7 @@ class Answerer:
         did not finish continues in a later batch, with the answer so far as part of its prompt. Raises UserError, with
         the request and the position, for logits that are NaN or infinite.
         """
+        # One stream for all batches, whose order depends only on the requests.
         generator = torch.Generator(self.device).manual_seed(seed)
         stops = torch.tensor(list(stop_ids), dtype=torch.long, device=self.device)
         waiting = [request for request in requests if request.remaining > 0]
@@ -119,6 +123,7 @@ class Answerer:
     def _rows(self, waiting: Sequence[Request]) -> int:
         """Number of rows in the next batch: as many as fit into memory with the length of the first one."""
         longest_rest = max(request.remaining for request in waiting[: self.batch_size])
+        # Sorted by length, so the first row has the longest prefix.
         slots = waiting[0].prefix_length + longest_rest + CAPACITY_STEP
         return max(1, min(self.batch_size, self.cache_bytes // (slots * self.slot_bytes)))
 
@@ -129,6 +134,7 @@ class Answerer:
         steps = max(request.remaining for request in batch)
         limits = torch.tensor([request.remaining for request in batch], device=self.device)
         engine = self._engine(batch, steps, generator)
+        # Compiles kernels before the graph is captured.
         if self.runner.capturable:
             warm_up(engine)
         newest = engine.prefill()
@@ -142,8 +148,10 @@ class Answerer:
             if step > 0:
                 emitted, _ = play_round(active)
                 newest = emitted[:, 0]
+            # Kept on the device as a marker, because reading it would wait for every step.
             newest = torch.where(engine.cache.faults > 0, FAULTY, newest)
             tokens[:, step] = torch.where(active, newest, UNUSED)
+            # A stop token is part of the answer and ends its row.
             active = active & ~torch.isin(newest, stops) & (limits > step + 1)
 
             # Reading these counts waits for the device, so on CUDA it happens only every few steps.
@@ -156,6 +164,7 @@ class Answerer:
                 progress(written_tokens - reported_tokens, finished_rows - reported_rows)
                 reported_tokens = written_tokens
                 reported_rows = finished_rows
+                # A few long answers would otherwise run alone in a large batch.
                 if unfinished_rows <= most_unfinished or faults:
                     break
 
@@ -175,6 +184,7 @@ class Answerer:
 def _check_faults(requests: Sequence[Request]) -> None:
     """Raise UserError for the first request with a token whose logits were NaN or infinite."""
     for number, request in enumerate(requests):
+        # The logits of a token come from the position before it.
         if FAULTY in request.answer:
             position = len(request.prompt) + request.answer.index(FAULTY) - 1
             raise UserError(

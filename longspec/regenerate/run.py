@@ -115,6 +115,7 @@ def _total(settings: Settings, files: PromptFiles | None) -> int:
 
 def _facts(settings: Settings, files: PromptFiles | None, digest: str) -> dict[str, Any]:
     """Everything that determines the text of a run, and the versions of the libraries. digest: the target's."""
+    # As YAML will store it: tuples become lists.
     facts = json.loads(json.dumps(asdict(settings)))
     del facts["output_dir"]
     if not settings.chat_template_kwargs:

@@ -66,5 +66,6 @@ def check_settings(settings: Settings) -> None:
 
 def shard_seed(settings: Settings, shard: int, use: str) -> int:
     """The seed of a shard for one use of random numbers. Splits, shards and uses never share a seed."""
+    # A hash, because sums of seed and shard would collide between runs with nearby seeds.
     name = f"{settings.seed}/{settings.split}/{shard}/{use}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")

@@ -47,6 +47,7 @@ class Shards:
         file = self.folder / PROVENANCE_NAME
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            # Another rank may write the same facts at the same time; the rename makes that harmless.
             if file.exists():
                 _compare(file, _read_facts(file), facts)
             else:
@@ -61,6 +62,7 @@ class Shards:
 
     def merge(self) -> Path | None:
         """Write the split's file without duplicate or excluded prompts. None while shards are missing."""
+        # The rank that finishes last sees all shards; two that do so write the same file.
         if not all(self.path(shard).exists() for shard in range(self.count)):
             return None
 
@@ -69,6 +71,7 @@ class Shards:
         lines = []
         new_tokens = 0
         for shard in range(self.count):
+            # In order of shards, so the file does not depend on which rank was faster.
             head, *records = map(json.loads, self.path(shard).read_bytes().splitlines())
             dropped.update(head["dropped"])
             for row, record in enumerate(records):
@@ -117,6 +120,7 @@ def _prompt_keys(files: Sequence[str]) -> set[bytes]:
     for path in data_files(files):
         for number, raw in enumerate(Path(path).read_bytes().splitlines(), 1):
             record = parse_record(path, number, raw)
+            # Only records of this command have the prompt in the form that the key is computed from.
             if "messages" not in record and "prefix" not in record:
                 raise UserError(f"{path}, line {number}: exclude takes files that this command wrote")
             keys.add(prompt_key(record))
@@ -125,6 +129,7 @@ def _prompt_keys(files: Sequence[str]) -> set[bytes]:
 
 def _write(file: Path, text: str) -> None:
     """Write a file atomically. Raises UserError if it cannot be written."""
+    # The process id keeps ranks apart that write the same file.
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         unfinished.write_bytes(text.encode())

@@ -34,6 +34,8 @@ class Writer:
         self.special_ids = set(tokenizer.all_special_ids)
 
         max_positions = position_limit(model.config)
+
+        # Prompt and longest answer must fit the target together.
         self.longest_prompt = settings.max_prompt_tokens or max_positions - settings.max_new_tokens
         if self.longest_prompt < 1 or self.longest_prompt + settings.max_new_tokens > max_positions:
             raise UserError(
@@ -64,6 +66,7 @@ class Writer:
 
         prompts = []
         for row, request in zip(rows, requests, strict=True):
+            # A user turn without its end is no question; a cut answer is still good training text.
             is_cut_off = request.answer[-1] not in self.turn_stop_ids
             reason = "cut off" if is_cut_off else self._defect(request, self.turn_stop_ids)
             if reason:
@@ -104,6 +107,7 @@ class Writer:
 
     def _defect(self, request: Request, stop_ids: list[int]) -> str | None:
         """The reason to drop a text; None for a good one."""
+        # A special token inside a text would end or open a turn where the text is trained on.
         if (self.special_ids - set(stop_ids)) & set(request.answer):
             return "special tokens"
         if loops(request.answer):
@@ -111,6 +115,7 @@ class Writer:
         return None if self._text(request, stop_ids) else "empty"
 
     def _text(self, request: Request, stop_ids: list[int]) -> str:
+        # The stop token comes from the chat format again.
         tokens = request.answer[:-1] if request.answer[-1] in stop_ids else request.answer
         text = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         if not text.strip():

@@ -86,6 +86,7 @@ def _recorded_paths(engine: Any) -> Iterator[list[Path]]:
         written.append(Path(path))
         return save(state_dict, path, *args, **kwargs)
 
+    # DeepSpeed does not say which files it writes on this rank.
     engine.checkpoint_engine.save = record
     try:
         yield written
@@ -111,6 +112,7 @@ def save_best(
             folder = output / BEST[0]
             _write_draft(folder, draft, config.model.draft_options, tokenizer)
             _write_config(folder, config)
+            # The metrics are part of the sealed folder, so a resumed run can trust them.
             (folder / EVALUATION_NAME).write_text(json.dumps({"step": progress.step, **metrics}, indent=2) + "\n")
             seal(folder, progress, run)
             settle(output)
@@ -154,6 +156,7 @@ def _same_held_out_rows(folder: Path, saved_run: Run, config: TrainConfig, run: 
     """
     saved = read_config_file(folder / CONFIG_NAME).evaluation
     current = absolute_paths(config).evaluation
+    # Another number of rows gives another mean, even of the same files.
     if saved.rows != current.rows:
         return False
     if saved_run.contents is None or run is None or run.contents is None:
@@ -225,6 +228,7 @@ def read_draft(folder: str | Path) -> dict[str, Tensor]:
 
 def saved_draft(folder: Path) -> dict[str, Tensor]:
     """The draft in an undamaged DeepSpeed state: fp32 master weights in the model's dtype, and its vocabulary list."""
+    # Rounded as in the run, so that the draft equals the one saved for users.
     dtype = getattr(torch, read_config_file(folder / CONFIG_NAME).model.torch_dtype)
     shards = Shards(folder)
     return {name: weight.to(dtype) for name, weight in shards.parameters(MASTERS)} | shards.vocabulary_maps
@@ -255,6 +259,7 @@ def locate(config: TrainConfig) -> TrainConfig:
         return replace(
             config, model_name_or_path=target, draft_model_name_or_path=draft or str(folder / DRAFT_WEIGHTS_NAME)
         )
+    # Nothing needs to be looked up: the user named both.
     if draft is not None:
         return config
     resolved = resolve_target(config.model_name_or_path)

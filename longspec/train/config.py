@@ -36,6 +36,7 @@ def load_config(argv: Sequence[str]) -> TrainConfig | None:
         print(OmegaConf.to_yaml(composed), end="")
         return None
     config = typed(composed)
+    # Only what the user typed counts; the experiment file names a draft, too.
     overridden = {override.lstrip("+").partition("=")[0] for override in args.overrides}
     if "model_name_or_path" in overridden and "draft_model_name_or_path" not in overridden and is_checkpoint(config):
         # The checkpoint's own draft takes precedence over the draft that the experiment names.
@@ -84,6 +85,8 @@ def typed(composed: DictConfig) -> TrainConfig:
 
 def _unknown_key(key: str) -> UserError:
     known = list(_keys(TrainConfig))
+
+    # A known name in the wrong section is more likely than a misspelled one.
     same_name = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
     similar = same_name or difflib.get_close_matches(key, known)
     # A key is a better suggestion than the section that holds it.

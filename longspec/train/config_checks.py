@@ -71,6 +71,7 @@ def _check_numbers(config: TrainConfig) -> None:
         else:
             _require(value >= 0, key, "must not be negative", value)
     _require(0 <= config.warmup_ratio <= 1, "warmup_ratio", "must be in 0 … 1", config.warmup_ratio)
+    # A beta of 1 would divide by zero in Adam's bias correction.
     two_betas = len(config.adam_betas) == 2 and all(0 <= beta < 1 for beta in config.adam_betas)
     _require(two_betas, "adam_betas", "must be two numbers in [0, 1)", config.adam_betas)
 
@@ -105,6 +106,7 @@ def _check_zero(section: dict[str, Any]) -> None:
     try:
         DeepSpeedZeroConfig(**section)
     except ValidationError as error:
+        # One problem per launch: the first often causes the others.
         first = error.errors()[0]
         key = ".".join(map(str, ("deepspeed.zero_optimization", *first["loc"])))
         raise UserError(f"config key {key}: {first['msg']}, not {first['input']!r}") from error
@@ -116,6 +118,8 @@ def _check_muon(config: TrainConfig) -> None:
     In other settings it clips Muon's update, whose norm is the same in every step.
     """
     zero = config.deepspeed.zero_optimization
+
+    # The gradient is clipped before the update only here.
     plain = zero["stage"] == 1 and not zero.get("offload_optimizer") and config.tp_size == 1
     fits = plain and config.model.torch_dtype == "bfloat16"
     if not fits:
@@ -130,6 +134,7 @@ def _check_data_files(config: TrainConfig) -> None:
     if evaluation.files is None:
         _require(not evaluation.keep_best, "evaluation.keep_best", "needs evaluation.files", True)
         return
+    # Real paths, so that a link to a training file does not pass as held-out data.
     held_out_files = _real_files("evaluation.files", evaluation.files)
     if shared := sorted(held_out_files & training_files):
         raise UserError(

@@ -13,6 +13,7 @@ from longspec.models.draft_layer import WINDOW, DraftOptions
 class ModelConfig:
     """Keyword arguments of `_target_`, the `from_pretrained` of a pair class."""
 
+    # Hydra's key for the function to call. It must name a known pair class (see `pair_class`).
     _target_: str = MISSING
     torch_dtype: str = MISSING
     attn_implementation: str | None = MISSING
@@ -38,6 +39,7 @@ class DataConfig:
     """Arguments of `longspec.data.dataset.build_dataset`, and the number of loading processes per rank."""
 
     files: Any = MISSING
+    # Tokens per row, the unit of a micro-batch.
     max_length: int = MISSING
     pack: bool = MISSING
     overflow: str = MISSING
@@ -114,6 +116,7 @@ class TrainConfig:
     max_grad_norm: float = MISSING
     per_device_train_batch_size: int = MISSING
     gradient_accumulation_steps: int = MISSING
+    # The length of the run: `max_steps`, or these epochs where it is null.
     num_train_epochs: float = MISSING
     max_steps: int | None = MISSING
     save_steps: int = MISSING

@@ -46,6 +46,7 @@ def _changes(key: str, saved: Digests, current: Digests) -> list[str]:
         return []
     if len(old) != len(new):
         return [f"{key}: {_count_change(saved, current)}"]
+    # The order of files decides the order of rows.
     if sorted(old) == sorted(new):
         return [f"{key}: the same files in another order"]
     if len(new) == 1 and COMMIT.fullmatch(old[0]) and COMMIT.fullmatch(new[0]):

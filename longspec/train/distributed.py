@@ -99,6 +99,7 @@ def share_targets(tp_size: int) -> None:
             )
 
     from_rank_zero(check)
+    # Neighbors are on one host, where the links between GPUs are fastest.
     if tp_size > 1:
         groups.initialize_model_parallel(tp_size)
 

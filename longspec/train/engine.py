@@ -36,6 +36,7 @@ def cosine_with_warmup(total_steps: int, warmup_ratio: float) -> Callable[[int],
     warmup = math.ceil(total_steps * warmup_ratio)
 
     def factor(step: int) -> float:
+        # Positive from the first step on, which would otherwise be lost.
         if step < warmup:
             return (step + 1) / warmup
         progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
@@ -50,6 +51,7 @@ def engine_config(config: TrainConfig) -> dict[str, Any]:
     optimizer: dict[str, Any] = {
         "lr": config.learning_rate,
         "betas": config.adam_betas,
+        # Muon's groups get their own decay in `build_engine`.
         "weight_decay": config.weight_decay,
         # DeepSpeedCPUAdam steps offloaded states.
         "torch_adam": not offload,
@@ -129,6 +131,7 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
         # DeepSpeed would compile Muon's update, which takes longer than a short run.
         engine.step = torch.compiler.set_stance("force_eager")(engine.step)
     for group in engine.optimizer.param_groups:
+        # One configured rate for both optimizers; Muon's updates have another norm.
         scale = muon_scale(model.config.hidden_size) if group.get("use_muon") else 1.0
         group["rate_scale"] = scale
         # The optimizer multiplies the decay by the scaled rate.
@@ -168,6 +171,7 @@ def _restore_rotary(target: Any) -> None:
     Some versions of transformers cast them when ZeRO-3 builds the target in shards, and old versions of DeepSpeed cast
     all buffers.
     """
+    # At position 100k, the rounding of bf16 exceeds a full turn of the fast frequencies.
     rotary = target.rotary_emb
     fresh = type(rotary)(target.config).to(rotary.inv_freq.device)
     for name, frequencies in fresh.named_buffers():

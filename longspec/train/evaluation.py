@@ -52,6 +52,8 @@ def held_out_row_count(config: TrainConfig, inputs: Inputs) -> int:
     """
     if inputs.held_out is None:
         return 0
+
+    # A single row with a chain suffices, so the search stops at the first.
     count = min(len(inputs.held_out), config.evaluation.rows or len(inputs.held_out))
     depth = trained_depth(config)
     for row in range(count):
@@ -126,6 +128,7 @@ class Evaluation:
         chains = sums.pop("chains")
         correct = sums.pop("correct")
         means = {f"eval_{name}": value / tokens for name, value in sums.items()}
+        # The bonus token adds one to the correct tokens of each chain.
         means["eval_acceptance_length"] = 1 + correct / chains
         means["eval_seconds"] = time.perf_counter() - start
         return means

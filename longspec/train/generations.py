@@ -96,6 +96,7 @@ def _is_superseded(folder: Path, new: Seal) -> bool:
     if not is_whole(folder):
         return False
     old = _seal_of(folder)
+    # Its later steps were trained from a state that could not be loaded again.
     went_back = old.run.launch != new.run.launch and old.progress.step > new.run.start
     return old.run.id != new.run.id or went_back
 
@@ -133,6 +134,7 @@ def states(output: Path) -> list[Path]:
 
 def drafts(output: Path) -> list[Path]:
     """Draft folders of finished saves in an output folder, newest first."""
+    # Shorter names have smaller numbers: -2 comes before -10.
     earlier = sorted(output.glob(f"{EARLIER}-*"), key=lambda path: (len(path.name), path.name), reverse=True)
     folders = [*(output / name for name in (*DRAFTS, *BEST)), *earlier]
     return [folder for folder in folders if is_whole(folder)]
@@ -157,6 +159,7 @@ def find_latest(output_dir: str | Path) -> tuple[Path, Progress] | None:
     output = Path(output_dir)
     latest, problems = _first_undamaged(states(output))
     if latest is not None:
+        # Going back silently would look like lost steps.
         if latest[0].name == STATES[2]:
             reason = problems[0] if problems else f"{output / STATES[1]} is missing"
             logger.warning("%s: going back to the older checkpoint %s", reason, latest[0])

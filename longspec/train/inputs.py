@@ -81,6 +81,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
     draft = None
     if config.draft_model_name_or_path is not None:
         draft = check_draft(config.draft_model_name_or_path, target, glide.draft_layer_class)
+        # The weights fit any window, but the draft was trained with one.
         _check_window(config.model.window, config.draft_model_name_or_path)
 
     read_rows = partial(
@@ -123,6 +124,7 @@ def _targets(entry: Any) -> list[str]:
     if isinstance(entry, dict):
         if "_target_" in entry:
             targets.append(str(entry["_target_"]))
+        # Aligners may be nested in lists and mappings of arguments.
         entry = list(entry.values())
     if isinstance(entry, list):
         for part in entry:
@@ -139,6 +141,7 @@ def _eos_token(config: TrainConfig, target: PreTrainedConfig, tokenizer: Any, ch
         eos = answer_end(tokenizer, generation_eos(config.model_name_or_path, target), chat_format)
     if eos is None:
         raise UserError(f"config key eos_token_id: {config.model_name_or_path} has no EOS token; give its id")
+    # An id outside the vocabulary would end the first step with an indexing error.
     _check_token("eos_token_id", eos, target.vocab_size)
     return eos
 

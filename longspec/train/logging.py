@@ -81,6 +81,7 @@ class RunLog:
         self._write(metrics)
         self._tell_wandb(lambda: self.wandb.log(metrics, step=metrics["step"]))
         values = " ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name != "step")
+        # Lines would otherwise break the progress bar.
         with logging_redirect_tqdm():
             logger.info("step %d/%d %s", metrics["step"], self.total_steps, values)
         self.bar.update()
@@ -102,6 +103,7 @@ class RunLog:
     def _write(self, metrics: dict[str, Any]) -> None:
         """Append a line. If the disk is full, training continues, and the line is written with the next one."""
         was_full = bool(self.unwritten)
+        # Lines wait here while the disk is full, in order.
         self.unwritten += json.dumps(metrics).encode() + b"\n"
         try:
             # Unbuffered, so that the number of written bytes is known after an error.
@@ -137,6 +139,7 @@ def _cut(path: Path, last_step: int) -> dict[str, Any]:
     if not path.exists():
         return {}
     text = path.read_bytes()
+    # A new run must not append to the metrics of another.
     if text and not last_step:
         _set_aside(path)
         return {}

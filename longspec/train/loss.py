@@ -223,6 +223,7 @@ class ChunkedLoss(torch.autograd.Function):
         gradient = torch.empty_like(hidden)
         sums = _zero_sums(hidden)
         for span, logits, teacher_logits in _chunks(hidden, teacher, weight, chunk):
+            # Chunk by chunk, because logits of 16k tokens and 128k entries take 4 GiB in bf16.
             logits_gradient = _chunk_terms(logits, teacher_logits, labels[span], share, sums)
             torch.mm(logits_gradient.to(hidden.dtype), weight, out=gradient[span])
 

@@ -21,6 +21,7 @@ RESERVED_POSITIONS = 1000
 
 def micro_step_generator(seed: int, micro_step: int, rank: int) -> torch.Generator:
     """A CPU generator whose stream depends only on these three numbers, each >= 0."""
+    # Seeds that differ by one give independent streams, unlike sums of the three numbers.
     state = np.random.SeedSequence([seed, micro_step, rank]).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0]))
 
@@ -51,11 +52,14 @@ def anchor_offset_positions(
     max_positions: the target's context length, including the effect of rotary scaling.
     """
     lengths = cu_seqlens.diff().long()
+
+    # A segment with offset o occupies positions up to o + n - 1, within the range of the target.
     largest = (min(max_offset, max_positions - RESERVED_POSITIONS) - lengths).clamp(min=0)
     # A long segment already covers distant positions.
     largest[lengths > MAX_OFFSET_TOKENS] = 0
 
     uniform = torch.rand(len(lengths), generator=generator, dtype=torch.float64)
+    # Uniform in 0 … largest, drawn in fp64 so that all offsets are equally likely.
     offsets = (uniform * (largest + 1)).long()
     token_offsets = offsets.repeat_interleave(lengths).view(shape)
 

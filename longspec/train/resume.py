@@ -54,6 +54,7 @@ def where_to_start(config: TrainConfig, target: str) -> Start:
     the data or the target differ from those of the checkpoint.
     """
     output = Path(config.output_dir)
+    # Random, because two launches may start in the same second.
     launch = secrets.token_hex(8)
     check_folders(output)
     if config.resume is None and not config.overwrite_output_dir:
@@ -154,6 +155,7 @@ def check_same_run(
 
     saved_contents: digests from the checkpoint, None in older checkpoints. contents: digests of the current files.
     """
+    # Relative paths are compared as what they name, not as they were typed.
     saved = absolute_paths(read_config_file(folder / CONFIG_NAME))
     current = absolute_paths(config)
     keys: tuple[str, ...] = RESUMED_KEYS
@@ -167,6 +169,7 @@ def check_same_run(
 
     saved_split = _batch_split(saved, progress.world_size)
     split = _batch_split(current, world_size)
+    # The number of rows per step fixes which rows each step trains on.
     if math.prod(saved_split) != math.prod(split):
         problems.append(
             f"rows per step (micro-batch x accumulation x ranks) was {math.prod(saved_split)}, is {math.prod(split)}"

@@ -43,11 +43,13 @@ def main(argv: Sequence[str] | None = None, before_steps: Callable[[], None] | N
 
     before_steps: called after loading, right before the first step.
     """
+    # Before anything else that may log.
     setup_logging(launched_rank())
     with Termination(at_once=True) as termination:
         with watched(termination) as watch:
             start_ranks()
             watch.connect()
+            # Read once: files could differ between hosts.
             config = from_rank_zero(lambda: load_config(sys.argv[1:] if argv is None else argv))
             finished = config is None or train(config, termination, before_steps)
         dist.destroy_process_group()
@@ -85,6 +87,7 @@ def _train_locked(
     start_step = start.progress.step
     total_steps = from_rank_zero(lambda: last_step(run_config, len(inputs.rows), start_step))
     held_out_rows = from_rank_zero(lambda: held_out_row_count(run_config, inputs))
+    # The resumed run may no longer have held-out data.
     evaluation_due = start.progress.evaluation_due and held_out_rows > 0
     if start_step == total_steps and not evaluation_due:
         logger.info("nothing left to do: %s already holds step %d, the last one", run_config.output_dir, total_steps)

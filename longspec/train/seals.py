@@ -73,12 +73,14 @@ def seal(folder: Path, progress: Progress, run: Run | None = None, reports: Sequ
     """
     files: Files = {}
     for rank, report in enumerate(reports):
+        # Every rank wrote to the path; only a shared folder shows rank 0 the files of all hosts.
         _check_visible(folder, rank, report)
         files |= report
     others = [
         path for path in sorted(folder.rglob("*")) if path.is_file() and str(path.relative_to(folder)) not in files
     ]
     files |= describe(folder, others)
+    # A file is safe only once the folder that names it is on disk, too.
     for path in folder.rglob("*"):
         if path.is_dir():
             sync(path)
@@ -150,6 +152,7 @@ def damage(folder: Path) -> str | None:
         saved = read_seal(folder)
         if saved is None:
             return f"{folder / MARKER} is not a valid marker"
+        # Digests read gigabytes, so sizes are compared first.
         return _size_damage(folder, saved.files) or _content_damage(folder, saved.files)
     except ValueError as error:  # a name with a null byte
         return f"{folder / MARKER} names an impossible file ({error})"

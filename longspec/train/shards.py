@@ -69,6 +69,7 @@ class Shards:
 
     def __init__(self, folder: Path) -> None:
         """Raises UserError for files that are not plain state (see `load_plain`)."""
+        # DeepSpeed names the folder of the last save in the file `latest`.
         states = folder / (folder / "latest").read_text().strip()
         files = sorted(states.glob("*_optim_states.pt"), key=_rank)
         self.ranks: list[dict[str, Any]] = [load_plain(file)["optimizer_state_dict"] for file in files]
@@ -114,6 +115,7 @@ class Shards:
 
     def _zero3_pieces(self, kind: str) -> dict[str, list[Tensor]]:
         """The pieces of each parameter in order of rank, under ZeRO-3; {} if there is no state of `kind`."""
+        # Equal pieces per rank; the last one is padded to the same length.
         lengths = [math.ceil(shape.numel() / len(self.ranks)) for shape in self.shapes.values()]
         pieces: dict[str, list[Tensor]] = {name: [] for name in self.shapes}
         for rank in self.ranks:

@@ -81,7 +81,9 @@ class OptimizerSteps:
         """
         tokens = self.count_tokens(batches.micro_batches)
         # DeepSpeed divides the gradient by the accumulation steps and averages it over ranks. This undoes both.
+        # With W ranks, A micro-batches and n tokens in all: W · A / n times the sum of the loss.
         loss_scale = self.sampler.world_size * self.accumulation / tokens
+        # Steps count from 1, the schedule from 0.
         learning_rate = self.config.learning_rate * self.learning_rate_factor(step - 1)
         set_learning_rate(self.engine, learning_rate)
 
@@ -90,9 +92,11 @@ class OptimizerSteps:
             return None
         terms, next_batches = outcome
 
+        # Metrics are means over tokens of all ranks, not means of per-rank means.
         means = summed_by_name(terms, divisor=tokens)
         grad_norm = self.gradient_norm()
         self.check_finite(step, terms, means["loss"], grad_norm)
+        # A fraction, because epochs end within a step.
         epoch = step * rows_per_step(self.config) / len(self.inputs.rows)
         metrics = {**means, "lr": learning_rate, "grad_norm": grad_norm, "tokens": tokens, "epoch": epoch}
         return StepResult(metrics, next_batches)
@@ -141,8 +145,10 @@ class OptimizerSteps:
     def micro_batch_inputs(self, micro_step: int, batch: Batch) -> EngineInputs:
         """The engine's inputs for a micro-batch, with positions and lags drawn for `micro_step` and this rank."""
         variant = self.config.variant
+        # Positions first, then lags: a resumed run draws them in the same order.
         generator = micro_step_generator(self.config.seed, micro_step, self.sampler.rank)
         positions = batch_positions(batch, variant, self.inputs.max_positions, generator)
+        # The base variant has GLIDE's block pattern instead of lags.
         lags = None
         if variant.name != "base":
             lags = random_lags(len(batch["cu_seqlens"]) - 1, variant.depth, generator)
@@ -153,6 +159,7 @@ class OptimizerSteps:
 
         Torch's generators are seeded by `micro_step`, so random operations do not depend on the steps before.
         """
+        # Dropout and the like would otherwise depend on how often the run was resumed.
         torch.manual_seed(micro_step_generator(self.config.seed, micro_step, self.sampler.rank).initial_seed())
         return self.engine(**inputs)
 
@@ -177,13 +184,16 @@ class OptimizerSteps:
         """Raise UserError on all ranks, with the ids of the samples, if the loss or the gradient is not finite."""
         if math.isfinite(loss) and math.isfinite(grad_norm):
             return
+
+        # The means say that the step is broken, the terms of each micro-batch in which one.
         losses = [micro_batch_terms["loss"] for micro_batch_terms in terms]
         stop_at_broken_loss(step, loss, grad_norm, losses, self.sample_ids(step))
 
     def sample_ids(self, step: int) -> list[list[str]]:
         """The ids of this rank's samples in `step`, one list per micro-batch."""
         micro_steps = range((step - 1) * self.accumulation, step * self.accumulation)
-        return [
-            [sample for row in self.sampler.batch(micro_step) for sample in self.inputs.rows.ids(row)]
-            for micro_step in micro_steps
-        ]
+        ids = []
+        for micro_step in micro_steps:
+            rows = self.sampler.batch(micro_step)
+            ids.append([sample for row in rows for sample in self.inputs.rows.ids(row)])
+        return ids

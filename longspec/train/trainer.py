@@ -105,8 +105,10 @@ class Trainer:
             step += 1
             batches = result.next_batches
             metrics = {"step": step, **result.metrics, "seconds": time.perf_counter() - start}
+            # Waiting shows that the loader is slower than training.
             metrics["data_seconds"] = batches.wait_s if batches else 0.0
-            log.step({**metrics, **self.evaluate(step, termination)})
+            metrics |= self.evaluate(step, termination)
+            log.step(metrics)
             if step % self.config.save_steps == 0 or step == self.total_steps:
                 self.save(step)
 
@@ -150,6 +152,7 @@ class Trainer:
 
     def evaluate(self, step: int, termination: Termination) -> dict[str, float]:
         """The held-out metrics after `step`; {} if no evaluation is due there or a request to stop interrupted it."""
+        # The last step is evaluated even if `evaluation.steps` does not divide its number.
         if self.evaluation is None or (step % self.config.evaluation.steps and step != self.total_steps):
             return {}
         return self.run_evaluation(step, termination)
@@ -161,6 +164,7 @@ class Trainer:
         """
         assert self.evaluation is not None
         metrics = self.evaluation.run(termination)
+        # Saved with the checkpoint, so that the resumed run can select the best draft as well.
         self.evaluation_due = not metrics
         if self.config.evaluation.keep_best and metrics:
             acceptance_length = metrics["eval_acceptance_length"]

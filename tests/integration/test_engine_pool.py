@@ -17,6 +17,7 @@ from longspec.errors import UserError
 from longspec.inference import engine_pool
 from longspec.inference.engine import Engine
 from longspec.inference.methods import METHODS
+from longspec.models.draft_vocabulary import vocabulary_maps
 from longspec.models.glide import GlideMixin
 
 SHAPE = (3, 4)
@@ -121,6 +122,22 @@ def test_weights_that_change_in_place_take_effect(tmp_path: Path, built: list[En
     after = tokens(model, prompt(9))
     assert after == [target_greedy(model, prompt(9)[0], 12)] != before
     assert len(built) == 1
+
+
+def test_a_vocabulary_and_a_head_that_change_take_effect(tmp_path: Path, built: list[Engine]) -> None:
+    """In place, and by a list of another length."""
+    model = make_pair(tmp_path)
+    model.draft_model.set_vocabulary(torch.arange(0, 40, 2))
+    settings = {"temperature": 1.0, "seed": 1, "max_new_tokens": 40}
+    before = tokens(model, prompt(9), **settings)
+    model.lm_head.weight.data.neg_()
+    for name, tensor in vocabulary_maps(torch.arange(20, 40), 61).items():
+        getattr(model.draft_model, name).copy_(tensor)
+    after = tokens(model, prompt(9), **settings)
+    assert len(built) == 1
+    assert after == without_pool(model, prompt(9), **settings) != before
+    model.draft_model.set_vocabulary(torch.arange(0, 40, 3))
+    assert tokens(model, prompt(9), **settings) == without_pool(model, prompt(9), **settings)
 
 
 def test_a_faulty_call_leaves_no_nan_to_the_next_one(tmp_path: Path) -> None:

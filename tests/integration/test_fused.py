@@ -28,10 +28,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "mha": {"num_key_value_heads": 4, "head_dim": 16},
     "mqa": {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 20},
     "extended": {"options": OPTIONS["both"]},
+    "listed": {},
 }
 CASES = [
     ("llama", "gqa"),
     ("llama", "mqa"),
+    ("llama", "listed"),
     ("qwen2", "mha"),
     ("qwen2", "extended"),
     ("qwen3", "gqa"),
@@ -72,6 +74,10 @@ def test_fused_passes_equal_transformers_modules(tmp_path: Path, family: str, la
     model.draft_model.window = 8  # the ring wraps around, and the interpreter is slow
     lengths = [9, 4]
     prompts = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1)).to(device)
+    if layout == "listed":
+        # A single row has the list and its own tokens in one product.
+        lengths, prompts = lengths[:1], prompts[:1]
+        model.draft_model.set_vocabulary(torch.tensor([3, 4, 9, 20, 33, 60]))
     plain = passes(Runner(model), prompts, lengths, rounds=2)
     fused = passes(FusedRunner(model), prompts, lengths, rounds=2)
     for want, got in zip(plain, fused, strict=True):

@@ -295,7 +295,8 @@ def test_a_draft_with_a_vocabulary_is_lossless(family: str, method: str) -> None
     case = Case(target, method, (9, 1, 4), 20, tree_shape=(3, 8, 4), chunk=4)
     tokens = {token for row in case.truth() for token in row}
     assert tokens - set(target.listed) - {token for row in case.prompts() for token in row}
-    for one in (case, replace(case, plan=((0, 3, 1), (3, 1, 2), (2, 0, 0), (1, 2, 3)))):
+    planned = replace(case, plan=((0, 3, 1), (3, 1, 2), (2, 0, 0), (1, 2, 3)))
+    for one in (case, planned, replace(case, lengths=(9,))):
         check(one, Counter())
 
 

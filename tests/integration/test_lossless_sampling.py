@@ -175,7 +175,7 @@ LISTED = torch.tensor([0, 2])
     ("method", "warp"),
     [
         ("tree", {"temperature": 1.0}),
-        ("tree, descend", {"temperature": 0.6}),
+        ("tree, budget", {"temperature": 0.6}),
         ("seq", {"temperature": 1.5, "top_p": 0.8}),
     ],
 )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from longspec.models.llama import LlamaGlide
 from longspec.models.mistral import MistralGlide
+from longspec.models.parallel import head_rows
 from longspec.models.qwen2 import Qwen2Glide
 from longspec.models.qwen3 import Qwen3Glide
 from longspec.models.target_split import split_target
@@ -45,13 +46,20 @@ def outcome(model: Any) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, model.config.vocab_size, (2, 20), generator=generator)
     positions = torch.cat([torch.arange(int(length)) for length in LENGTHS.diff()]).view(2, 20)
-    found = {"logits": model(tokens).logits.detach()}
+    found = {"logits": model(tokens).logits.detach(), "rows of the head": head_rows(model.lm_head, tokens)}
     some = torch.where(torch.rand(2, 20, generator=generator) < 0.5, tokens, -100)
     for labelled, labels in (("all", tokens), ("some", some), ("none", torch.full_like(tokens, -100))):
-        for loss, lags in (("ce", None), ("distill", torch.tensor([1, 3, 5])), ("mixed", None)):
+        lags = torch.tensor([1, 3, 5])
+        for kind, lag, listed in (
+            ("ce", None, None),
+            ("distill", lags, None),
+            ("mixed", None, None),
+            ("mixed", lags, torch.arange(0, model.config.vocab_size, 3)),
+        ):
             model.draft_model.zero_grad()
-            objective = DraftLoss(loss, log_target_loss=lags is not None, chunk_logits=7 * model.config.vocab_size)
-            given = {"labels": labels, "position_ids": positions, "cu_seqlens": LENGTHS, "lags": lags}
+            objective = DraftLoss(kind, lag is not None, 7 * model.config.vocab_size, listed)
+            loss = kind if listed is None else f"{kind}, listed"
+            given = {"labels": labels, "position_ids": positions, "cu_seqlens": LENGTHS, "lags": lag}
             total, terms = model(tokens, objective=objective, **given)
             total.backward()
             scores, hits = model(tokens, objective=DraftScores(objective), **given)

@@ -8,6 +8,7 @@ from distributions import p_value
 from pairs import make_pair
 from torch import Tensor
 
+from longspec.inference.drafting import reduced_head
 from longspec.inference.sampling import Sampler
 from longspec.inference.select_runner import make_runner
 from longspec.inference.server import batch as batch_module
@@ -93,6 +94,18 @@ def outcomes(model: GlideMixin, method: Method) -> Tensor:
 @pytest.mark.parametrize("name", METHODS)
 def test_every_row_follows_its_own_distribution(model: GlideMixin, name: str) -> None:
     assert p_value(outcomes(model, METHODS[name]), laws(model)) > LEVEL
+
+
+def test_a_draft_with_a_vocabulary_follows_every_rows_distribution(model: GlideMixin) -> None:
+    """The prompt has every token; the rows keep the newest one of the two outside the list."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MOST_EXTRA", "LEAST_EXTRA"):
+            patch.setattr(reduced_head, name, 1)
+        model.draft_model.set_vocabulary(torch.tensor([1, 2]))
+        try:
+            assert p_value(outcomes(model, METHODS["tree"]), laws(model)) > LEVEL
+        finally:
+            model.draft_model.set_vocabulary(None)
 
 
 def test_planted_faults_are_seen(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:

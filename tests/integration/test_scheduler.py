@@ -16,6 +16,8 @@ from longspec.models.glide import GlideMixin
 
 VOCAB = 7
 """Small, so that random drafts get tokens accepted."""
+LISTED = (0, 2, 5)
+"""Vocabulary list of the draft `listed`."""
 SIZES = (2**20, 2**21, 2**24)
 
 
@@ -26,7 +28,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Gli
     def model(family: str, options: str = "published") -> GlideMixin:
         if (family, options) not in known:
             folder = tmp_path_factory.mktemp(f"{family}-{options}")
-            known[family, options] = make_pair(folder, family, options=OPTIONS[options], vocab_size=VOCAB)
+            architecture = OPTIONS["published" if options == "listed" else options]
+            known[family, options] = make_pair(folder, family, options=architecture, vocab_size=VOCAB)
+            if options == "listed":
+                known[family, options].draft_model.set_vocabulary(torch.tensor(LISTED))
         return known[family, options]
 
     return model
@@ -42,6 +47,7 @@ Models = Callable[..., GlideMixin]
         ("qwen2", "both", {}),
         ("llama", "published", {"tree_rule": "descend"}),
         ("qwen2", "published", {"tree_nodes": 9, "lookup_branches": True}),
+        ("qwen2", "listed", {"tree_nodes": 6}),
         ("qwen2", "published", {"method": "seq"}),
         ("llama", "published", {"method": "lookup"}),
         ("qwen2", "published", {"method": "magicdec"}),
@@ -98,7 +104,9 @@ def test_events_of_an_answer(models: Models) -> None:
     assert timings.rounds == len(rounds) and timings.ttft_s > 0 and answer.finished.reason == "length"
 
 
-@pytest.mark.parametrize(("options", "temperature"), [*((options, 0.0) for options in OPTIONS), ("both", 1.0)])
+@pytest.mark.parametrize(
+    ("options", "temperature"), [*((options, 0.0) for options in OPTIONS), ("both", 1.0), ("listed", 1.0)]
+)
 def test_a_follow_up_reuses_its_row(models: Models, options: str, temperature: float) -> None:
     """Trees are compared too, as a wrong ring, feature or layer of the draft changes nothing else."""
     model = models("qwen2", options)
@@ -172,13 +180,17 @@ def test_a_finished_row_goes_to_the_next_request(models: Models) -> None:
         assert scheduler.snapshot().rounds < 230
 
 
-@pytest.mark.parametrize("settings", [{}, {"tree_nodes": 10, "lookup_branches": True}], ids=["tree", "lookup"])
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [("both", {}), ("listed", {}), ("both", {"tree_nodes": 10, "lookup_branches": True})],
+    ids=["both", "listed", "lookup"],
+)
 def test_rounds_are_as_small_as_the_running_rows_allow(
-    models: Models, settings: Any, monkeypatch: pytest.MonkeyPatch
+    models: Models, options: str, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row moves down when those below it finish, and goes on as if nothing had happened."""
     sizes = []
-    model = models("qwen2", "both")
+    model = models("qwen2", options)
     requests = [Request([1, 2], 3), Request([3] * 20, 4), Request([4, 1] * 30, 40, Sampling(1.0, seed=1), trace=True)]
     with serving(model, max_rows=3, prefill_chunk=512, **settings) as scheduler:
         rounds = scheduler.batch.rounds

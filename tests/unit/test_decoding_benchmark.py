@@ -37,8 +37,9 @@ def test_the_read_kernel_reads_every_number_once(block: int, steps: int, warps: 
     assert torch.equal(read_sums(x, block, steps, warps), x.float().view(-1, block * steps).sum(1))
 
 
+@pytest.mark.parametrize("tree_nodes", [None, 4])
 def test_the_parts_of_a_round_add_up_to_it_with_a_negative_residual(
-    pair: GlideMixin, monkeypatch: pytest.MonkeyPatch
+    pair: GlideMixin, tree_nodes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts that take 5 ms alone do not fit into a round of 9 ms. Only "accept + compact" changes the cache."""
     lengths: list[int] = []
@@ -49,7 +50,8 @@ def test_the_parts_of_a_round_add_up_to_it_with_a_negative_residual(
         return 5.0
 
     monkeypatch.setattr(decoding, "captured_ms", timed)
-    engine = filled_engine(Runner(pair), [20], "tree", OPTIONS)
+    engine = filled_engine(Runner(pair), [20], "tree", Namespace(**vars(OPTIONS), tree_nodes=tree_nodes))
+    assert engine.drafter.nodes == (tree_nodes or 6)
     with torch.no_grad():
         parts = parts_of_round(engine, 9.0)
     assert sum(parts.values()) == pytest.approx(9.0)

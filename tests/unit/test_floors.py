@@ -28,6 +28,12 @@ def test_floors_of_a_step_and_a_round(context: int, vanilla: float, tree: float)
     assert round_floor_ms(LLAMA3_8B, CEILINGS, [context], TREE, "glide") == pytest.approx(tree, abs=0.05)
 
 
+def test_a_node_budget_lowers_the_floor_where_arithmetic_sets_it() -> None:
+    whole = round_floor_ms(LLAMA3_8B, CEILINGS, [131072], TREE, "glide")
+    assert round_floor_ms(LLAMA3_8B, CEILINGS, [131072], TREE, "glide", verified=69) == whole
+    assert round_floor_ms(LLAMA3_8B, CEILINGS, [131072], TREE, "glide", verified=32) < 0.8 * whole
+
+
 def test_rows_share_the_weights_but_not_their_keys() -> None:
     one, two = (round_floor_ms(LLAMA3_8B, CEILINGS, [32768] * rows, (), "glide") for rows in (1, 2))
     keys = 2 * 2 * 8 * 128 * 32768 * 32 / 4.57e12 * 1e3

@@ -23,7 +23,7 @@ class GlideDraft:
         self.cache = DraftCache(runner.config, batch, self.options.window, nodes, runner.dtype, runner.device)
         self.scale = head_dim(runner.config) ** -0.5
         vocabulary = runner.model.draft_model.vocabulary
-        self.head = None if vocabulary is None else ReducedHead(runner, vocabulary, batch)
+        self.head = None if vocabulary is None else ReducedHead(runner, len(vocabulary), batch)
         """The head of a draft with a vocabulary list, otherwise None."""
         self.reads_hidden = self.options.target_feature
         self.feature: Tensor | None = None

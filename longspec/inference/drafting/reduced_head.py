@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,29 +24,23 @@ class ReducedHead:
 
     E is the same for all rows. A row with fewer such tokens leaves the last columns empty; their logits are -inf. A row
     with more keeps the most recent ones. No token has two columns. Rounds are captured as CUDA graphs, so all tensors
-    are allocated once and `start` changes them in place.
+    are allocated once and `start` fills them.
     """
 
-    def __init__(self, runner: Runner, tokens: Tensor, rows: int) -> None:
-        """tokens: the list, LongTensor [Vd]."""
+    def __init__(self, runner: Runner, listed: int, rows: int) -> None:
+        """listed: Vd, the length of the draft's list."""
         self.runner = runner
         self.vocab: int = runner.config.vocab_size
-        self.tokens = tokens.to(runner.device)
-        self.listed = len(tokens)
-        self.extra = min(MOST_EXTRA, max(LEAST_EXTRA, TOTAL_EXTRA // rows), self.vocab - self.listed)
-        shape = (rows, self.listed + self.extra)
-
-        listed_weight = head_rows(runner.model.lm_head, self.tokens)
-        self.weight = listed_weight.new_zeros(self.listed + rows * self.extra, listed_weight.shape[1])
-        """[Vd + rows * E, hidden]: the list, then the regions of all rows. A narrowed head has the same tensor."""
-        self.weight[: self.listed] = listed_weight
+        self.listed = listed
+        self.extra = min(MOST_EXTRA, max(LEAST_EXTRA, TOTAL_EXTRA // rows), self.vocab - listed)
         self.first_row = 0
-        self.ids = torch.zeros(shape, dtype=torch.long, device=runner.device)
+        like: dict[str, Any] = {"dtype": runner.dtype, "device": runner.device}
+        self.weight = torch.zeros(listed + rows * self.extra, runner.config.hidden_size, **like)
+        """[Vd + rows * E, hidden]: the list, then the regions of all rows. A narrowed head has the same tensor."""
+        self.ids = torch.zeros(rows, listed + self.extra, dtype=torch.long, device=runner.device)
         """LongTensor [rows, C]: the token of each column; any for empty columns."""
-        self.ids[:, : self.listed] = self.tokens
-        self.bias = listed_weight.new_zeros(shape)
+        self.bias = torch.zeros(rows, listed + self.extra, **like)
         """[rows, C]: 0, and -inf for empty columns."""
-        self.bias[:, self.listed :] = -torch.inf
 
     @property
     def columns(self) -> int:
@@ -67,12 +62,20 @@ class ReducedHead:
         return part
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        """Gather the rows' own tokens. prompts: LongTensor [B, P], padded on the right; lengths: LongTensor [B]."""
-        newest = prompt_tokens(prompts, lengths, self.tokens, self.vocab)
-        position, token = newest.topk(self.extra, dim=1)
-        self.ids[:, self.listed :] = token
+        """Gather the weights of the list and of the rows' own tokens.
+
+        prompts: LongTensor [B, P], padded on the right; lengths: LongTensor [B].
+        """
+        model = self.runner.model
+        tokens = model.draft_model.vocabulary
+        assert tokens is not None
+        position, own = prompt_tokens(prompts, lengths, tokens, self.vocab).topk(self.extra, dim=1)
+        self.ids[:, : self.listed] = tokens
+        self.ids[:, self.listed :] = own
         self.bias[:, self.listed :].zero_().masked_fill_(position < 0, -torch.inf)
-        self.regions.copy_(head_rows(self.runner.model.lm_head, token))
+        # The list's weights, too, because an engine is kept between calls and weights can change in place.
+        self.weight[: self.listed] = head_rows(model.lm_head, tokens)
+        self.regions.copy_(head_rows(model.lm_head, own))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [B, n, hidden] -> logits [B, n, C]."""

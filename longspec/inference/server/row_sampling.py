@@ -139,10 +139,11 @@ class RowSampler(Sampler):
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """transformers' top-k warper, then its top-p warper: dropped tokens get -inf, NaN and infinity stay in place.
 
-    logits: fp32 [B, ..., V]; top_k, int64, and top_p, fp64: [B, ..., 1] with 1 in every dimension but the first.
+    logits: fp32 [B, ..., V], or with fewer columns; top_k, int64, and top_p, fp64: [B, ..., 1] with 1 in every
+    dimension but the first.
     """
     ascending, order = logits.sort(dim=-1)
-    kth = (logits.shape[-1] - top_k).expand(*logits.shape[:-1], 1)
+    kth = (logits.shape[-1] - top_k).clamp(min=0).expand(*logits.shape[:-1], 1)
     ascending = ascending.masked_fill(ascending < ascending.gather(-1, kth), -torch.inf)
     mass = ascending.softmax(-1).cumsum(-1)
     is_dropped = (mass <= 1 - top_p) & (top_p < 1)

@@ -11,12 +11,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspec.kernels.shared.device import describe_gpu
+
 
 # x = x + sum_p parts[p];  out = weight * x / sqrt(mean(x^2) + eps). One program takes one row.
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, parts_ptr, weight_ptr, out_ptr, width, eps, part_size, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    parts_ptr,
+    weight_ptr,
+    out_ptr,
+    width,
+    eps,
+    part_size,
+    NUM_PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
+    if OVERLAP:
+        # A matrix-vector product may start now and prefetch its weights. It waits before it reads `out`.
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -31,6 +45,7 @@ def _rms_norm_kernel(
         tl.store(x_ptr + offset, x, mask=inside)
         x = x.to(tl.float32)
 
+    # Masked columns are 0 and add nothing to the sum.
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
     # transformers rounds before it multiplies by the weight.
     normed = (x * scale).to(out_ptr.dtype.element_ty).to(tl.float32)
@@ -44,6 +59,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, parts: Tensor | None = None)
     """
     out = torch.empty_like(x)
     width = x.shape[-1]
+    # The whole row in one program, because the mean needs all of it.
     block = triton.next_power_of_2(width)
     _rms_norm_kernel[(x.numel() // width,)](
         x,
@@ -54,6 +70,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, parts: Tensor | None = None)
         eps,
         x.numel(),
         NUM_PARTS=0 if parts is None else len(parts),
+        OVERLAP=describe_gpu(x.device).overlaps,
         BLOCK=block,
         num_warps=1 if block <= 256 else max(4, min(16, block // 512)),
     )
@@ -136,6 +153,7 @@ def _rotate_and_store_kernel(
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     dim = tl.arange(0, BLOCK_HALF)
     heads = q_heads + 2 * kv_heads
+    # D may be no power of two, such as 96.
     inside = (head < heads)[:, None] & (dim < HALF)[None, :]
     row = qkv_ptr + (token * heads + head)[:, None] * HEAD_DIM + dim[None, :]
     low = tl.load(row, mask=inside, other=0.0).to(tl.float32)
@@ -167,6 +185,7 @@ def _rotate_and_store_kernel(
     rotated_low = low * cos_low - high * sin_low
     rotated_high = high * cos_high + low * sin_high
 
+    # Masks select the destination, so that one program handles heads of all kinds.
     is_query = inside & (head < q_heads)[:, None]
     out = q_ptr + (token * q_heads + head)[:, None] * HEAD_DIM + dim[None, :]
     tl.store(out, rotated_low, mask=is_query)

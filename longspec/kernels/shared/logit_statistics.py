@@ -90,6 +90,7 @@ def row_log_sum_exp(chunk_maxima_ptr, chunk_sums_ptr, row, is_row, chunks, BLOCK
     in_parts = is_row[:, None] & (part < chunks)[None, :]
     maxima = tl.load(chunk_maxima_ptr + parts, mask=in_parts, other=float("-inf"))
     sums = tl.load(chunk_sums_ptr + parts, mask=in_parts, other=0.0)
+    # log sum exp = M + log sum_c sums_c · exp(maxima_c - M), with M the largest of the maxima.
     maximum = tl.where(is_row, tl.max(maxima, 1), 0.0)
     return maximum + tl.log(tl.where(is_row, tl.sum(sums * tl.exp(maxima - maximum[:, None]), 1), 1.0))
 
@@ -166,9 +167,11 @@ def logit_statistics(logits: Tensor, temperature: float, noise: Tensor | None = 
     """
     vocab = logits.shape[-1]
     rows = logits.numel() // vocab
+    # Two levels: softmax needs few numbers per row, the selection of large entries fine ones.
     subs = triton.cdiv(vocab, SUB)
     chunks = triton.cdiv(vocab, CHUNK)
 
+    # Every entry is written by exactly one program, so nothing is initialized.
     best = torch.empty(rows, subs, device=logits.device)
     chunk_maxima, chunk_sums = torch.empty(2, rows, chunks, device=logits.device)
 

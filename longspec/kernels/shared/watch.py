@@ -21,6 +21,7 @@ class Watch(NamedTuple):
 
     def record(self, is_faulty: Tensor) -> None:
         """Record the fault for sequences with a faulty row; is_faulty is bool [B] or [B, n]."""
+        # On the device: the host reads the faults together with the tokens of the round.
         self.faults.masked_fill_(is_faulty.reshape(len(is_faulty), -1).any(1), self.fault)
 
 

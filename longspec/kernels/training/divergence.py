@@ -20,6 +20,7 @@ def log_sum_exp(logits: Tensor) -> Tensor:
     """log sum exp over the last dimension of contiguous logits [T, V], fp32 [T]; each row needs a finite logit."""
     if not len(logits):
         return logits.new_empty(0, dtype=torch.float32)
+    # Exact over chunks: LSE = log sum_c exp(chunk maximum_c + log chunk sum_c).
     statistics = logit_statistics(logits, temperature=1.0)
     return (statistics.chunk_maxima + statistics.chunk_sums.log()).logsumexp(-1)
 

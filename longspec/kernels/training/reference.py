@@ -38,6 +38,7 @@ def causal_mask(segments: Segments, window: int | None = None) -> Tensor:
     offsets, number = _offsets(segments)
     lag = torch.tensor(segments.lags, device=segments.device)[number][:, None]
     distance = offsets[:, None] - offsets[None]
+    # Both conditions: the same segment, and far enough back.
     visible = (number[:, None] == number[None]) & (distance >= lag)
     return visible if window is None else visible & (distance <= window)
 

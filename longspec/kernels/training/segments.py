@@ -35,6 +35,7 @@ class Segments:
     def __init__(self, cu_seqlens: Sequence[int], device: torch.device, lags: Sequence[int] | None = None) -> None:
         """cu_seqlens: first token of each segment, then N. device: where attention runs. lags: per segment, or None
         for 0."""
+        # On the host, where shapes are decided; tensors on the device are built when first used.
         self.bounds = list(cu_seqlens)
         self.device = device
         self.lengths = [end - start for start, end in pairwise(self.bounds)]
@@ -90,6 +91,7 @@ class Segments:
     def keys(self) -> Keys:
         """The visible keys, on the device."""
         counts = [max(0, length - lag) for length, lag in zip(self.lengths, self.lags, strict=True)]
+        # Without lags, all keys are visible, and no copy is needed.
         if counts == self.lengths:
             return Keys(None, self.query_bounds, self.longest)
 

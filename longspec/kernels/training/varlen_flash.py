@@ -75,6 +75,7 @@ def attention(
         flash = _forward_only(q.device)
     if flash is None and use_flash:
         flash = _installed_varlen()
+    # FlashAttention counts the window back from the newest visible key, which is `lag` back.
     reach = -1 if window is None else window - segments.lags[0]
     return _run(flash or _torch_varlen, q, k, v, segments, scale, reach)
 

@@ -40,6 +40,7 @@ class Span(NamedTuple):
 
 def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None) -> Tensor:
     """See `varlen.varlen_attention`."""
+    # Segments of one bucket are padded by at most BUCKET - 1 tokens.
     groups: dict[tuple[int, int | None], list[Span]] = defaultdict(list)
     for span in _spans(segments):
         # Among the visible keys of a query, those from i - window to i - lag: `reach` before the newest one.
@@ -85,6 +86,7 @@ def _run(
     outputs = [q[:0]]
     rows = [torch.empty(0, dtype=torch.long)]
     for spans, attend in batches:
+        # Query i of the batch is at offset lag + i, key j at offset j: plain causal attention.
         key_starts = torch.tensor([span.start for span in spans])[:, None]
         query_starts = key_starts + torch.tensor([span.lag for span in spans])[:, None]
         counts = torch.tensor([span.queries for span in spans])[:, None]
@@ -101,6 +103,7 @@ def _run(
         real = (query_offsets < counts).flatten().nonzero()[:, 0]
         outputs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, real.to(q.device)))
         rows.append((query_starts + query_offsets).flatten()[real])
+    # Queries without a visible key keep 0.
     return torch.zeros_like(q).index_copy(0, torch.cat(rows).to(q.device), torch.cat(outputs))
 
 
@@ -132,6 +135,7 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, scale: float, reach: int | None) 
     values = _sliding_chunks(F.pad(v, (0, 0, 0, padding)), reach)
     queries = _sliding_chunks(F.pad(q[:, :, reach:], (0, 0, 0, padding)), 0)
     band = torch.ones(WINDOW_CHUNK, WINDOW_CHUNK + reach, dtype=torch.bool, device=q.device)
+    # Query i of a chunk sees its keys i … i + reach.
     band = band.triu().tril(reach)
     tail = F.scaled_dot_product_attention(queries, keys, values, attn_mask=band, scale=scale)
 
@@ -156,6 +160,7 @@ def _block_causal(q: Tensor, k: Tensor, v: Tensor, scale: float, block: int) -> 
     length = q.shape[2]
 
     def attend_chunk(first: int, q_chunk: Tensor, k_chunk: Tensor, v_chunk: Tensor) -> Tensor:
+        # `first` is a multiple of `block`, so blocks never cross a chunk.
         query_blocks = torch.arange(first, first + q_chunk.shape[2], device=q.device) // block
         key_blocks = torch.arange(k_chunk.shape[2], device=q.device) // block
         mask = key_blocks <= query_blocks[:, None]
