@@ -38,9 +38,7 @@ def every_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = cycle([0, 1, 2, 3, 0, 3, 1, 3, 2, 0, 2, 1, 0])
 
     def choose(self: Controller) -> Plan:
-        self.plan = self.plans[next(turns) % len(self.plans)]
-        self.played[self.plan] += 1
-        return self.plan
+        return self.impose(self.plans[next(turns) % len(self.plans)])
 
     monkeypatch.setattr(Controller, "choose", choose)
 

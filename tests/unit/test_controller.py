@@ -46,12 +46,12 @@ class Simulation:
     def run(self, rounds: int, plan: Plan | None = None) -> None:
         """plan: None plays the controller's."""
         for _ in range(rounds):
-            chosen = self.controller.choose()
-            parts = {row: self._row_round(row, plan or chosen) for row in range(len(self.texts))}
-            self.controller.plan = plan or chosen
+            chosen = self.controller.choose() if plan is None else self.controller.impose(plan)
+            self.controller.think()
+            parts = {row: self._row_round(row, chosen) for row in range(len(self.texts))}
             self.controller.observe(parts)
             tokens = sum(len(part.tokens) for part in parts.values()) / len(parts)
-            self.played.append((plan or chosen, tokens, self.seconds[plan or chosen]))
+            self.played.append((chosen, tokens, self.seconds[chosen]))
 
     def speed(self, first: int = 0) -> float:
         """Tokens per row and time from a round on."""
@@ -160,13 +160,15 @@ def test_the_choice_depends_on_the_past_only() -> None:
 def test_a_tree_tells_what_smaller_ones_would_have_accepted() -> None:
     controller = Controller(PLANS, lambda plan, read: 1.0)
     start(controller, 0, [1, 2], 3)
-    controller.plan = TREES[2]
     for _ in range(400):
+        controller.impose(TREES[2])
         controller.observe({0: RowRound([4, 5, 6, 7], [1, 15, 40])})
+        controller.think()
     assert [round(controller.tokens(plan), 1) for plan in (VANILLA, *TREES)] == [1, 3, 3, 4]
-    controller.plan = TREES[0]
     for _ in range(400):
+        controller.impose(TREES[0])
         controller.observe({0: RowRound([4, 5], [1])})
+        controller.think()
     # What the larger trees add to the smallest one stays as it was.
     assert [round(controller.tokens(plan), 1) for plan in TREES] == [2, 2, 3]
 
@@ -180,6 +182,7 @@ def test_only_active_rows_count() -> None:
     new = Random(0)
     for number in range(60):
         controller.observe({0: RowRound([101 + number]), 1: RowRound([new.randrange(1000, 9000)])})
+        controller.think()
     both = controller.tokens(LOOKUPS[1])
     assert controller._time(VANILLA) == 161 + 63
     controller.end(0)

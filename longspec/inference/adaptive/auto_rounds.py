@@ -89,8 +89,9 @@ class AutoRounds:
     def play(self, active: Tensor) -> tuple[Tensor, ...]:
         """Play a round; see `PlanRounds.round`."""
         assert self.controller is not None
-        plan = self.controller.choose()
-        return self.play_plan(plan, active)
+        result = self.play_plan(self.controller.choose(), active)
+        self.controller.think()  # while the device plays
+        return result
 
     def play_plan(self, plan: Plan, active: Tensor) -> tuple[Tensor, ...]:
         if plan.kind == "tree" and self.behind:

@@ -40,6 +40,21 @@ class RowRound:
     a budget of n nodes would have verified."""
 
 
+@dataclass(frozen=True)
+class Decision:
+    """The plan of a round."""
+
+    plan: Plan
+    probe: int | None = None
+    """For a probe: its kind, as an index of PROBE_SHARES."""
+    loss: float = 0.0
+    """Time that a probe is expected to lose."""
+    expected_tokens: float = 0.0
+    """Tokens per row that a probe is expected to emit."""
+    best_speed: float = 0.0
+    """Tokens per row and unit of time that the best plan was expected to emit at the time of a probe."""
+
+
 class Controller:
     """Chooses plans for one batch.
 
@@ -73,12 +88,15 @@ class Controller:
         """Time of all rounds."""
         self.lost = [0.0, 0.0]
         """Time that the probes of either kind lost."""
-        self.probe: int | None = None
-        """The kind of probe that this round is, as an index of `lost`."""
-        self.plan = self.plans[0]
-        """The plan of the current round."""
-        self.best = self.plans[0]
-        """The plan with the highest expected speed."""
+        self._current = Decision(self.plans[0])
+        """About the newest round."""
+        self._next: Decision | None = None
+        self._unlearned: list[tuple[Decision, Mapping[Hashable, RowRound]]] = []
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the newest round."""
+        return self._current.plan
 
     def new_trace(self) -> LookupTrace:
         """A row that has not read its prompt yet."""
@@ -96,29 +114,37 @@ class Controller:
 
     def choose(self) -> Plan:
         """The plan of the next round."""
-        self.best = max(self.plans, key=self.speed)
-        self.plan = self._due_probe()
-        self.played[self.plan] += 1
-        self.elapsed += self._time(self.plan)
-        return self.plan
+        if self._next is None:
+            self._next = self._decide()
+        return self._begin(self._next)
 
-    def impose(self, plan: Plan) -> None:
+    def impose(self, plan: Plan) -> Plan:
         """The next round plays a plan that was not chosen here."""
-        self.plan = plan
-        self.probe = None
-        self.played[plan] += 1
-        self.elapsed += self._time(plan)
+        if self._next is not None and self._next.probe is not None:
+            self.lost[self._next.probe] -= self._next.loss
+        return self._begin(Decision(plan))
 
     def observe(self, parts: Mapping[Hashable, RowRound]) -> None:
-        """Learn from the round: its part in each row, rows that have ended included."""
-        for row, part in parts.items():
-            if row in self.traces:
-                self.traces[row].extend(part.tokens)
-        self._learn(list(parts.values()))
-        if self.probe is not None:
-            tokens = sum(len(part.tokens) for part in parts.values()) / len(parts)
-            loss = self._time(self.plan) - tokens / self.speed(self.best)
-            self.lost[self.probe] = max(self.lost[self.probe] + loss, 0.0)
+        """Take the result of the round: its part in each row, rows that have ended included."""
+        self._unlearned.append((self._current, parts))
+
+    def think(self) -> None:
+        """Learn from the observed rounds, and decide about the next one. To be called while the device plays a round,
+        whose result therefore counts for the round after the next one."""
+        for decision, parts in self._unlearned:
+            for row, part in parts.items():
+                if row in self.traces:
+                    self.traces[row].extend(part.tokens)
+            self._learn(decision, list(parts.values()))
+        self._unlearned.clear()
+        if self.traces and self._next is None:
+            self._next = self._decide()
+
+    def _begin(self, decision: Decision) -> Plan:
+        self._current, self._next = decision, None
+        self.played[decision.plan] += 1
+        self.elapsed += self._time(decision.plan)
+        return decision.plan
 
     def tokens(self, plan: Plan) -> float:
         """Expected number of tokens per active row and round."""
@@ -137,9 +163,9 @@ class Controller:
     def _time(self, plan: Plan) -> float:
         return self.time(plan, sum(len(trace.tokens) for trace in self.traces.values()))
 
-    def _learn(self, parts: Sequence[RowRound]) -> None:
-        """Update the trees' gains."""
-        size = self.trees.index(self.plan) + 1 if self.plan.kind == "tree" else 0
+    def _learn(self, decision: Decision, parts: Sequence[RowRound]) -> None:
+        """Update the trees' gains, and what probes have lost."""
+        size = self.trees.index(decision.plan) + 1 if decision.plan.kind == "tree" else 0
         for gain in self.gains[size:]:
             gain.age()
         accepted = 0.0
@@ -147,21 +173,26 @@ class Controller:
             within = sum(sum(rank < tree.nodes for rank in part.ranks) for part in parts) / len(parts)
             gain.add(within - accepted)
             accepted = within
+        if decision.probe is not None:
+            tokens = sum(len(part.tokens) for part in parts) / len(parts)
+            surplus = (decision.expected_tokens - tokens) / decision.best_speed
+            self.lost[decision.probe] = max(self.lost[decision.probe] + surplus, 0.0)
 
-    def _due_probe(self) -> Plan:
-        """The plan to probe; the best one if there is nothing to learn, or the probes' share of the time is spent."""
-        self.probe = None
-        known = self.trees.index(self.best) + 1 if self.best.kind == "tree" else 0
+    def _decide(self) -> Decision:
+        """The best plan, or one to probe if there is something to learn and the probes' share of the time allows it."""
+        best = max(self.plans, key=self.speed)
+        best_speed = self.speed(best)
+        known = self.trees.index(best) + 1 if best.kind == "tree" else 0
         unknown = self.trees[known:]
         if not unknown:
-            return self.best
-        refill_time = 0.0 if self.plan.kind == "tree" else self.refill_time
-        losses = [self._time(plan) + refill_time - self.tokens(plan) / self.speed(self.best) for plan in unknown]
+            return Decision(best)
+        refill_time = 0.0 if self._current.plan.kind == "tree" else self.refill_time
+        losses = [self._time(plan) + refill_time - self.tokens(plan) / best_speed for plan in unknown]
         cheapest = min(range(len(unknown)), key=losses.__getitem__)
-        for kind, number in enumerate((cheapest, -1)):
+        for kind, number in enumerate((cheapest, len(unknown) - 1)):
             budget = PROBE_SHARES[kind] * self.elapsed + FIRST_LOSSES[kind] * self._time(self.plans[0])
             if self.lost[kind] + losses[number] <= budget:
-                self.probe = kind
-                self.lost[kind] += refill_time
-                return unknown[number]
-        return self.best
+                self.lost[kind] += losses[number]
+                plan = unknown[number]
+                return Decision(plan, kind, losses[number], self.tokens(plan), best_speed)
+        return Decision(best)

@@ -72,6 +72,8 @@ class Worker:
             return
         report, trace = self._launch(running)
         deliver()
+        if self.controller is not None:
+            self.controller.think()
         self._note(running, report, trace)
 
     def end_all(self, reason: FinishReason, message: str) -> None:
@@ -177,8 +179,7 @@ class Worker:
             return None
         requests = [row.job.ticket.request for row in running if row.job is not None]
         if any(request.sampling.seed is not None and request.sampling.temperature > 0 for request in requests):
-            plan = self.batch.plans[-1]
-            self.controller.impose(plan)
+            plan = self.controller.impose(self.batch.plans[-1])
         else:
             plan = self.controller.choose()
         for row in running:
