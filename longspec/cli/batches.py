@@ -59,9 +59,11 @@ class Job:
         """A digest of everything that determines the answers, apart from the prompts."""
         pair = self.pair
         is_greedy = self.sampling.temperature == 0
+        # Method "auto" does without an untrained draft.
+        drafts = pair.method in GLIDE_METHODS or (pair.method == AUTO and pair.model.draft_is_trained)
         facts = {
             "target": target_digest(str(pair.model.config.name_or_path), pair.model.config),
-            "draft": draft_fingerprint(pair.model) if pair.method in (*GLIDE_METHODS, AUTO) else None,
+            "draft": draft_fingerprint(pair.model) if drafts else None,
             "method": pair.method,
             "dtype": str(pair.model.dtype),
             "chat_format": pair.chat_format,
