@@ -23,6 +23,8 @@ class StopSignals:
 
     received: int | None = None
     """Number of the first signal; None before it."""
+    cause: str | None = None
+    """Reason of the request that is shown to the user, if it is not a signal."""
 
     def __init__(self, at_once: bool = False) -> None:
         """at_once: whether the first signal raises SystemExit(exit_code(received)) in the main thread.

@@ -1,4 +1,7 @@
-"""The `longspec` command with a fault on one rank: FAULT=RANK:CALL:NAME, where NAME is a signal or `error`."""
+"""The `longspec` command with a fault on one rank: FAULT=RANK:CALL:NAME, where NAME is a signal or `error`.
+
+With DISKS=FOLDER each rank runs in a folder of its own, so that a relative path is local to it.
+"""
 
 import os
 import signal
@@ -37,6 +40,8 @@ def break_call(call: int, name: str) -> None:
 
 
 if __name__ == "__main__":
+    if "DISKS" in os.environ:
+        os.chdir(os.path.join(os.environ["DISKS"], os.environ["RANK"]))
     rank, call, name = os.environ.get("FAULT", "-1:0:none").split(":")
     if os.environ["RANK"] == rank:
         break_call(int(call), name)

@@ -24,6 +24,7 @@ from longspec.cli.options import (
     TemplateOption,
     TopKOption,
     TopPOption,
+    TpSizeOption,
 )
 
 
@@ -49,6 +50,7 @@ def generate(
     method: MethodOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = "auto",
+    tp_size: TpSizeOption = 1,
     chat_template_kwargs: TemplateOption = None,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
@@ -81,10 +83,13 @@ def generate(
     from longspec.cli.results import Results, check_folder, open_results, write_summary
     from longspec.cli.shares import answer_together
     from longspec.errors import UserError
+    from longspec.inference.process_group import shared_target
     from longspec.ranks.replicas import joined_replicas
     from longspec.signals import StopSignals
 
-    with StopSignals(at_once=True) as stop, joined_replicas() as replicas, ExitStack() as stack:
+    with StopSignals(at_once=True) as stop, ExitStack() as stack:
+        stack.enter_context(shared_target(tp_size, device, stop))
+        replicas = stack.enter_context(joined_replicas(tp_size))
         first: list[Results] = []
 
         def read() -> tuple[list[Prompt], Sampling]:

@@ -58,6 +58,12 @@ DtypeOption = Annotated[
     Dtype,
     typer.Option("--dtype", help="auto: that of the weights; float32 on a CPU.", rich_help_panel=PAIR),
 ]
+TpSizeOption = Annotated[
+    int,
+    typer.Option(
+        "--tp_size", min=1, help="Number of ranks that share the target, started by torchrun.", rich_help_panel=PAIR
+    ),
+]
 TemperatureOption = Annotated[
     float, typer.Option("--temperature", min=0.0, help="0 is greedy.", rich_help_panel=SAMPLING)
 ]

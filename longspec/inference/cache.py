@@ -15,13 +15,24 @@ from longspec.kernels.decoding import tree_reference
 from longspec.kernels.shared.device import runs_triton
 from longspec.kernels.shared.watch import Watch
 from longspec.models.draft_layer import head_dim
+from longspec.models.parallel import model_parallel_rank_and_size, ranks_differ
 
 
 class Fault(IntEnum):
-    """The model whose logits are NaN or infinite and thus define no distribution."""
+    """The reason why a row's tokens are undefined.
+
+    DRAFT, TARGET: this model's logits are NaN or infinite and thus define no distribution. RANKS: the ranks that share
+    the target have different tokens.
+    """
 
     DRAFT = 1
     TARGET = 2
+    RANKS = 3
+
+
+def rank_kv_heads(config: PreTrainedConfig) -> int:
+    """KV heads K of this process: those of the target with `config`, or a share if several ranks share the target."""
+    return config.num_key_value_heads // model_parallel_rank_and_size()[1]
 
 
 class TargetCache:
@@ -35,7 +46,7 @@ class TargetCache:
         self, config: PreTrainedConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """capacity: slots per row, S."""
-        shape = (config.num_hidden_layers, batch, config.num_key_value_heads, capacity, head_dim(config))
+        shape = (config.num_hidden_layers, batch, rank_kv_heads(config), capacity, head_dim(config))
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -88,6 +99,19 @@ class TargetCache:
     def watch(self, fault: Fault) -> Watch:
         """A record for kernels that read logits: they set `fault` for rows whose logits define no distribution."""
         return Watch(self.faults, int(fault))
+
+    def compare_ranks(self, tokens: Tensor, counts: Tensor) -> None:
+        """Set `Fault.RANKS` for all rows if the ranks that share the target disagree on the result of a round.
+
+        tokens: LongTensor [B, n]; counts: LongTensor [B], the number of valid tokens per row.
+        """
+        if model_parallel_rank_and_size()[1] == 1:
+            return
+        is_valid = self.faults == 0
+        counts = counts.where(is_valid, 0)
+        steps = torch.arange(tokens.shape[1], device=tokens.device)
+        result = torch.cat([tokens.where(steps < counts[:, None], 0), counts[:, None]], 1)
+        self.faults.masked_fill_(ranks_differ(result) & is_valid, int(Fault.RANKS))
 
     def next_slots(self, count: int) -> Tensor:
         """The `count` slots after the accepted tokens of each row, LongTensor [B, count]."""
@@ -147,7 +171,7 @@ class DraftCache:
         device: torch.device,
     ) -> None:
         """window: W, the draft's attention window; nodes: N."""
-        shape = (batch, config.num_key_value_heads, window + nodes, head_dim(config))
+        shape = (batch, rank_kv_heads(config), window + nodes, head_dim(config))
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.window = window

@@ -132,6 +132,11 @@ class Decoder:
 
     def _check_fault(self, row: int, fault: int) -> None:
         """Raise UserError if `fault`, the row's entry in `TargetCache.faults`, is not 0."""
+        if fault == Fault.RANKS:
+            raise UserError(
+                f"row {row}, token {len(self.new_tokens[row]) + 1}: the ranks that share the target disagree; run all "
+                "of them on GPUs of one model, with the same versions of the driver, torch, NCCL and longspec"
+            )
         if fault:
             position = self.engine.prompt_lengths[row] + len(self.new_tokens[row]) - 1
             raise UserError(

@@ -77,6 +77,7 @@ class Rounds:
     def round(self, active: Tensor) -> tuple[Tensor, ...]:
         """`play`, returning only tokens and counts."""
         played = self.play(active)
+        self.cache.compare_ranks(played.tokens, played.counts)
         return played.tokens, played.counts
 
     def play(self, active: Tensor) -> Played:
@@ -180,6 +181,7 @@ class Engine(Rounds):
         self.cache.faults.zero_()
         logits = self.runner.logits(last_hidden)[:, 0]
         self.root.copy_(self.sampler.choose(logits, self.cache.watch(Fault.TARGET)))
+        self.cache.compare_ranks(self.root[:, None], torch.ones_like(self.root))
         return self.root.clone()
 
     def _read_prompts(self) -> Tensor:

@@ -23,6 +23,7 @@ from longspec.inference.round_source import RoundSource
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
 from longspec.models.glide import GlideMixin
+from longspec.models.parallel import least_over_ranks, model_parallel_rank_and_size
 
 MOST_IDLE = 4
 """Largest number of idle engines per model."""
@@ -119,11 +120,14 @@ def borrowed(kind: Hashable, room: int, runner: Runner, build: Callable[[], Roun
 
 
 def with_released_memory(model: GlideMixin, call: Callable[[], T]) -> T:
-    """`call()`; if memory runs out, the idle engines of the model are freed for a second attempt."""
+    """`call()`; if memory runs out, the idle engines of the model are freed for a second attempt.
+
+    There is none if several ranks share the target, because the others do not repeat the call.
+    """
     try:
         return call()
     except torch.OutOfMemoryError:
-        if not release(model):
+        if model_parallel_rank_and_size()[1] > 1 or not release(model):
             raise
     return call()
 
@@ -155,7 +159,9 @@ def _give_back(model: GlideMixin, pooled: PooledEngine) -> None:
         engines = _idle.setdefault(model, [])
         engines.append(pooled)
         held = sum(engine.bytes for engine in engines)
-        limit = IDLE_SHARE * (free_bytes(pooled.engine.root.device) + held)
+        # Ranks that share a target keep the same engines, because building one runs collectives.
+        free = least_over_ranks(free_bytes(pooled.engine.root.device), pooled.engine.root.device)
+        limit = IDLE_SHARE * (free + held)
         while engines and (len(engines) > MOST_IDLE or held > limit):
             held -= engines.pop(0).bytes
 

@@ -14,6 +14,7 @@ from longspec.kernels.shared.elementwise import gather_rows
 from longspec.models.draft_layer import head_dim
 from longspec.models.fused import FusedDraftLayer, FusedTargetLayer, RopeTable, TokenSlots, rope_table
 from longspec.models.glide import GlideMixin
+from longspec.models.parallel import VocabularyEmbedding, VocabularyHead
 from longspec.models.residual import ResidualStream, linear
 from longspec.models.target_attention import Attend, QueryAttend
 
@@ -47,10 +48,15 @@ class FusedRunner(Runner):
 
     def embed(self, tokens: Tensor) -> ResidualStream:
         """A residual stream that starts with the embeddings of tokens [B, N]."""
-        return ResidualStream(gather_rows(self.backbone.embed_tokens.weight, tokens), self.config.rms_norm_eps)
+        embedding = self.backbone.embed_tokens
+        is_split = isinstance(embedding, VocabularyEmbedding)
+        embeddings = embedding(tokens) if is_split else gather_rows(embedding.weight, tokens)
+        return ResidualStream(embeddings, self.config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self.model.lm_head.weight)
+        head = self.model.lm_head
+        logits = linear(hidden, head.weight)
+        return head.gathered(logits) if isinstance(head, VocabularyHead) else logits
 
     def product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear(hidden, weight, bias)

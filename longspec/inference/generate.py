@@ -33,6 +33,7 @@ from longspec.inference.engine import Engine
 from longspec.inference.engine_pool import borrowed, engine_kind, rounded_room
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE, make_drafter
 from longspec.inference.options import REFUSED, STOPPING, WARPERS, build_warpers, refuse_options
+from longspec.inference.process_group import repeat_generation
 from longspec.inference.round_source import FixedRounds, RoundSource
 from longspec.inference.sampling import Sampler
 from longspec.inference.select_runner import make_runner
@@ -106,6 +107,7 @@ def generate(
     or in the generation config (see `options`).
     Raises UserError (a ValueError) for settings that cannot work, and for logits that are NaN or infinite.
     """
+    arguments = dict(locals())  # for the other ranks, if several share the target
     # All checks come before long work.
     check_pair(model)
     if method == AUTO:
@@ -123,6 +125,8 @@ def generate(
     eos_ids = end_tokens(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
     pad_id = pad_token(model, pad_token_id)
     check_draft_window(method, tree_shape, gamma, model.draft_model.window)
+    arguments |= {"input_ids": input_ids, "attention_mask": attention_mask, "eos_token_id": sorted(eos_ids)}
+    seed = repeat_generation(generate, arguments)
 
     started = time.perf_counter()
     extra_warpers = build_warpers(options, model.generation_config)

@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from longspec.data.target_format import stop_tokens
 from longspec.inference.device import choose_device, choose_dtype
+from longspec.inference.process_group import on_every_rank, repeat_load
 from longspec.inference.registry import PAIRS, choose_pair
 from longspec.models.families import family_class
 from longspec.models.glide import GlideMixin
+from longspec.models.parallel import model_parallel_rank_and_size, split_draft
 from longspec.models.target_files import TemplateArguments, check_weights, generation_eos, load_tokenizer, read_config
+from longspec.models.target_split import check_shared
 
 
 def load_pair(
@@ -34,22 +38,58 @@ def load_pair(
     device = choose_device(device)
     pair = choose_pair(name, None, draft) if name in PAIRS else choose_pair(None, name, draft)
     config = read_config(pair.target)
-    model_class = family_class(config, pair.target)
-    check_weights(pair.target)
+    # Bad input is reported before the weights are read.
+    family_class(config, pair.target)
+    check_loadable(config, pair.target)
     tokenizer = load_tokenizer(pair.target, config, chat_template_kwargs)
     eos_token_id = pair.eos_token_id
     if eos_token_id is None:
         stop_ids = stop_tokens(tokenizer, generation_eos(pair.target, config))
         eos_token_id = stop_ids[0] if len(stop_ids) == 1 else stop_ids or None
 
-    model = model_class.from_pretrained(
-        pair.target,
-        glide_path=pair.draft,
-        dtype=choose_dtype(dtype, config, device),
-        attn_implementation=attn_implementation,
-    )
+    model = load_model(pair.target, pair.draft, choose_dtype(dtype, config, device), device, attn_implementation)
     for attribute, ids in (("eos_token_id", eos_token_id), ("pad_token_id", pair.pad_token_id)):
         if ids is not None:
             setattr(model.generation_config, attribute, ids)
             setattr(model.config, attribute, ids)
-    return model.to(device).eval(), tokenizer  # type: ignore[arg-type]
+    return model, tokenizer
+
+
+def check_loadable(config: PreTrainedConfig, target: str) -> None:
+    """Raise UserError for a local target without weights, or that cannot be split for the ranks that share it."""
+    ranks = model_parallel_rank_and_size()[1]
+    if ranks == 1:
+        check_weights(target)
+    else:
+        check_shared(config, ranks, target)
+
+
+def load_model(
+    target: str,
+    draft: str | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    attn_implementation: str | None = None,
+) -> GlideMixin:
+    """A pair in evaluation mode on its device, or this rank's part of it if ranks share the target.
+
+    target, draft: folders or hub ids; None is the draft that was saved with the target, else a fresh one, the same on
+    all ranks. Rank 0's call makes the others load their parts. Raises UserError.
+    """
+    arguments = dict(locals())
+    repeat_load(load_model, arguments)
+    return on_every_rank(lambda: _load(**arguments))
+
+
+def _load(
+    target: str, draft: str | None, dtype: torch.dtype, device: torch.device, attn_implementation: str | None
+) -> GlideMixin:
+    """This rank's part of `load_model`."""
+    model_class = family_class(read_config(target), target)
+    ranks = model_parallel_rank_and_size()[1]
+    if ranks > 1:
+        torch.manual_seed(0)  # for a fresh draft
+    model = model_class.from_pretrained(target, glide_path=draft, dtype=dtype, attn_implementation=attn_implementation)
+    if ranks > 1:
+        split_draft(model)
+    return model.to(device).eval()  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from longspec.inference.memory import check_memory
 from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.longbench.prompts import TaskPrompt
 from longspec.models.draft_files import draft_settings
+from longspec.models.target_split import rank_config
 
 SEED_LIMIT = 2**63
 """Seeds are below this value. torch takes larger ones, but batch numbers are added to a seed."""
@@ -24,9 +25,18 @@ SEED_LIMIT = 2**63
 
 def check_numbers(options: argparse.Namespace) -> None:
     """Raise UserError for a number outside its range. `inference.arguments` checks those that `generate` takes."""
-    for name, least in (("test_length", 0), ("batch_size", 1), ("min_prompt_len", 0), ("headroom", 0), ("seed", 0)):
+    for name, least in (
+        ("test_length", 0),
+        ("batch_size", 1),
+        ("tp_size", 1),
+        ("min_prompt_len", 0),
+        ("headroom", 0),
+        ("seed", 0),
+    ):
         if getattr(options, name) < least:
             raise UserError(f"--{name}: {getattr(options, name)}; it must be at least {least}")
+    if options.tp_size > 1 and AUTO in (options.method, options.tree_shape):
+        raise UserError("--tp_size: not with auto, because times differ between ranks; give --method and --tree_shape")
     for name, limit in (("seed", SEED_LIMIT), ("top_k", SEED_LIMIT)):
         if getattr(options, name) >= limit:
             raise UserError(f"--{name}: {getattr(options, name)}; it must be less than {limit}")
@@ -72,6 +82,8 @@ def check_batch_memory(
     # All rows of a batch have the cache of the longest one.
     longest = max(len(prompt.token_ids) for prompt in prompts)
     rows = min(options.batch_size, len(prompts))
+    if options.tp_size > 1:
+        config = rank_config(config, 0, options.tp_size)
     # One more than the draft tokens: the root is verified, too.
     check_memory(config, dtype, device, rows, longest + max_new_tokens, draft_tokens + 1)
 

@@ -41,10 +41,11 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> dict[str
         try:
             options = parse_options(argv, prog)
             # Imported here, so that --help and a misspelled option do not wait for torch.
+            from longspec.inference.process_group import shared_target
             from longspec.longbench.shares import measure_share
             from longspec.ranks.replicas import joined_replicas
 
-            with joined_replicas() as replicas:
+            with shared_target(options.tp_size, options.device, stop), joined_replicas(options.tp_size) as replicas:
                 return measure_share(options, stop, replicas)
         except SystemExit:
             # One line for the launch, not one for each rank.
@@ -140,6 +141,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--overwrite", action="store_true", help="replace the results in the output folder, whichever run wrote them")
     add("--dtype", choices=DTYPES, default="auto", help="auto: that of the target's weights; float32 on a CPU")
     add("--device", help="default: cuda if there is one; under torchrun that of the rank")
+    add("--tp_size", type=int, default=1, help="number of ranks that share the target, started by torchrun")
     add("--attention", choices=("auto", *BACKENDS), default="auto", help="backend of the attention in decoding")
     add(
         "--compile",

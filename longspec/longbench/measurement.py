@@ -8,20 +8,18 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from longspec.inference import load_pair
 from longspec.inference.generate import generate
 from longspec.longbench.plan import Plan
 from longspec.longbench.prompts import TaskPrompt
 from longspec.longbench.report import Report, SampleResult, table
 from longspec.longbench.run_folder import DIGESTS
-from longspec.models.draft_files import draft_settings
-from longspec.models.families import family_class
 from longspec.models.glide import GlideMixin
 from longspec.ranks.replicas import Replicas
 from longspec.signals import StopSignals, exit_code
@@ -80,14 +78,7 @@ def _interruption(plan: Plan, done: int, signal_number: int | None) -> str:
 
 def load_model(plan: Plan) -> GlideMixin:
     """Target and draft on the plan's device. If no draft is used, the model has a fresh one that nothing reads."""
-    # The plan read the draft already, so its file is not opened again.
-    model_class = family_class(plan.config, plan.pair.target)
-    draft_options = asdict(draft_settings(plan.draft).options) if plan.draft else {}
-    model = model_class.from_pretrained(
-        plan.pair.target, state_dict=plan.draft_state, torch_dtype=plan.dtype, **draft_options
-    )
-    # Moved as a whole: target and draft share a device.
-    return model.to(plan.device).eval()  # type: ignore[arg-type]
+    return load_pair.load_model(plan.pair.target, plan.draft, plan.dtype, plan.device)
 
 
 def run(model: GlideMixin, plan: Plan, report: Report, stop: StopSignals, replicas: Replicas) -> bool:

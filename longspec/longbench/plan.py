@@ -20,6 +20,7 @@ from longspec.digests import content_hash, file_digest
 from longspec.errors import UserError
 from longspec.inference.arguments import check_drafting, check_sampling
 from longspec.inference.device import choose_device, choose_dtype, device_name, versions
+from longspec.inference.load_pair import check_loadable
 from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.options import REFUSED, STOPPING, WARPERS
 from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair
@@ -38,7 +39,7 @@ from longspec.models.content import state_digest, target_digest
 from longspec.models.draft_files import check_draft, draft_settings, option_entries
 from longspec.models.draft_layer import head_dim
 from longspec.models.families import family_class
-from longspec.models.target_files import check_weights, generation_eos, load_tokenizer, position_limit, read_config
+from longspec.models.target_files import generation_eos, load_tokenizer, position_limit, read_config
 
 SHAPE_OPTIONS = {
     "vanilla": (),
@@ -125,6 +126,8 @@ class Plan:
         prompts = [[prompt.id, prompt.token_ids] for prompt in self.selection.prompts]
         return {
             **{name: getattr(options, name) for name in (*OTHER_OPTIONS, *SHAPE_OPTIONS[options.method])},
+            # Absent for a target on one device, whose folders keep their names.
+            **({"tp_size": options.tp_size} if options.tp_size > 1 else {}),
             "max_gen_len": self.max_new_tokens,
             "dtype": str(self.dtype).removeprefix("torch."),
             "attention": self.attention,
@@ -179,7 +182,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     pair = choose_pair(options.model_name, options.target, options.draft)
     config = read_config(pair.target)
     model_class = family_class(config, pair.target)
-    check_weights(pair.target)
+    check_loadable(config, pair.target)
     drafting = (options.method, options.tree_shape, options.gamma, options.tree_rule)
     check_drafting(*drafting, config.vocab_size, options.tree_nodes)
     tokenizer = load_tokenizer(pair.target, config, options.chat_template_kwargs)

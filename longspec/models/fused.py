@@ -15,6 +15,7 @@ from transformers.activations import SiLUActivation
 
 from longspec.kernels.shared.elementwise import HeadNorms, rms_norm, rotate_and_store, rotate_queries
 from longspec.models.draft_layer import DraftCrossAttention, GlideDecoderLayer
+from longspec.models.parallel import sum_output
 from longspec.models.residual import ResidualStream, linear
 from longspec.models.target_attention import QueryAttend
 
@@ -48,9 +49,9 @@ class TokenSlots(NamedTuple):
 def can_fuse(model: Any) -> bool:
     """Whether the classes below compute every layer of a pair exactly.
 
-    They need plain linears without hooks in one dtype, biases on q, k and v only, the family's RMSNorm, a gated SiLU
-    MLP, and weights that own their memory, so that they can become views of merged weights. An adapter or a quantized
-    linear rules a pair out.
+    They need plain linears in one dtype, biases on q, k and v only, no hooks but the sum over the ranks that share a
+    target, the family's RMSNorm, a gated SiLU MLP, and weights that own their memory, so that they can become views of
+    merged weights. An adapter or a quantized linear rules a pair out.
     """
     layers = (*model.model.layers, model.draft_model)
     return all(_is_plain(layer, model.draft_layer_class.norm_class, model.lm_head.weight.dtype) for layer in layers)
@@ -67,7 +68,7 @@ def _is_plain(layer: Any, norm_class: type, dtype: torch.dtype) -> bool:
         and all(type(x) is nn.Linear and x.weight.dtype == dtype for x in linears.values())
         and all(x.bias is None for name, x in linears.items() if not name.endswith(("q_proj", "k_proj", "v_proj")))
         and all(isinstance(x, norm_class | nn.SiLU | SiLUActivation) for x in others)
-        and not any(x._forward_hooks or x._forward_pre_hooks for x in modules.values())
+        and not any(x._forward_pre_hooks or {*x._forward_hooks.values()} - {sum_output} for x in modules.values())
         and all(_can_merge(linears) for linears in _merged_linears(layer))
     )
 

@@ -1,9 +1,12 @@
-"""Tensor parallelism for targets: fairscale's model-parallel groups around transformers' own modules.
+"""Tensor parallelism for targets, around transformers' own modules.
 
 Each rank holds the heads, MLP columns and vocabulary rows that `target_split` assigned to it, in modules of that size.
 Partial sums are all-reduced after the embedding, each attention and each MLP. The target is frozen, so these sums need
-no backward. Without a model-parallel group every function here returns its input.
+no backward. In training the group is fairscale's model-parallel one and each rank holds the whole draft; in decoding
+`share_target` sets the group and the draft is split as well. Without a group every function here returns its input.
 """
+
+from __future__ import annotations
 
 import sys
 from pathlib import Path
@@ -14,47 +17,62 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspec.models.target_split import rank_folder, vocabulary_rows
+from longspec.models.draft_layer import GlideDecoderLayer
+from longspec.models.target_split import cut_weights, has_parts, rank_config, rank_folder, vocabulary_rows
+
+CHECKSUM_MODULUS = 2**31 - 1
+_decoding_group: dist.ProcessGroup | None = None
+
+
+def share_target(group: dist.ProcessGroup | None) -> None:
+    """Let the ranks of `group` share a target in decoding. None ends this."""
+    global _decoding_group
+    _decoding_group = group
+
+
+def _group() -> Any:
+    """The process group of the ranks that share a target; None if this process has the whole target."""
+    if _decoding_group is not None:
+        return _decoding_group
+    # If nothing has imported fairscale, it has no group.
+    groups = sys.modules.get("fairscale.nn.model_parallel.initialize")
+    if groups is None or not dist.is_initialized() or not groups.model_parallel_is_initialized():
+        return None
+    return groups.get_model_parallel_group()
 
 
 def model_parallel_rank_and_size() -> tuple[int, int]:
-    """This process's (rank, world size) in fairscale's model-parallel group; (0, 1) without one."""
-    groups = _groups()
-    if groups is None or not dist.is_initialized() or not groups.model_parallel_is_initialized():
-        return 0, 1
-    return groups.get_model_parallel_rank(), groups.get_model_parallel_world_size()
-
-
-def _groups() -> Any:
-    """The module that holds fairscale's groups; None if nothing has imported it, because then no group exists."""
-    return sys.modules.get("fairscale.nn.model_parallel.initialize")
-
-
-def _reduce(partial: Tensor) -> Tensor:
-    """`partial` summed over the ranks."""
-    from fairscale.nn.model_parallel.mappings import reduce_from_model_parallel_region
-
-    return reduce_from_model_parallel_region(partial)
+    """This process's (rank, world size) among the ranks that share a target; (0, 1) if it has the whole target."""
+    group = _group()
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
 
 def _gather(part: Tensor) -> Tensor:
-    """The parts [..., n] of all ranks, concatenated along the last dimension.
+    """The parts [..., n] of all ranks, concatenated along the last dimension: [..., world * n].
 
     The backward pass returns to each rank the gradient of its own part.
     """
-    from fairscale.nn.model_parallel.mappings import gather_from_model_parallel_region
+    if part.requires_grad:
+        from fairscale.nn.model_parallel.mappings import gather_from_model_parallel_region
 
-    return gather_from_model_parallel_region(part)
+        return gather_from_model_parallel_region(part)
+    part = part.contiguous()
+    parts = [torch.empty_like(part) for _ in range(model_parallel_rank_and_size()[1])]
+    dist.all_gather(parts, part, _group())
+    return torch.cat(parts, -1)
 
 
 class PretrainedModelParallelPreSplitMixin:
-    """Loads a target from `path`, or with tensor parallelism this rank's part from `path/mp_{rank}-of-{world}/`."""
+    """Loads a target from `path`, or with tensor parallelism this rank's part from `path/mp_{rank}-of-{world}/`.
+
+    A target that is not split is cut while it is read.
+    """
 
     @staticmethod
     def shard_path(path: str | Path) -> str:
-        """The folder (or hub id) this rank loads: `path` itself when tensor parallelism is off."""
+        """The folder (or hub id) this rank loads: `path` itself when tensor parallelism is off or it is not split."""
         rank, world = model_parallel_rank_and_size()
-        return str(path) if world == 1 else str(Path(path) / rank_folder(rank, world))
+        return str(Path(path) / rank_folder(rank, world)) if world > 1 and has_parts(path, world) else str(path)
 
 
 class VocabularyEmbedding(nn.Module):
@@ -70,7 +88,7 @@ class VocabularyEmbedding(nn.Module):
         elsewhere = (rows < 0) | (rows >= len(self.weight))
         # Tokens of other ranks read row 0 and then count as zeros in the sum.
         embeddings = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
-        return _reduce(embeddings.masked_fill(elsewhere[..., None], 0))
+        return sum_over_ranks(embeddings.masked_fill(elsewhere[..., None], 0))
 
 
 class VocabularyHead(nn.Module):
@@ -85,10 +103,13 @@ class VocabularyHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [..., hidden] -> logits [..., size]"""
-        logits = F.linear(hidden, self.weight)
+        return self.gathered(F.linear(hidden, self.weight))
+
+    def gathered(self, logits: Tensor) -> Tensor:
+        """The logits of all ranks [..., size], bitwise the same on each, from those of this rank's rows [..., rows]."""
         most = len(vocabulary_rows(self.size, 0, model_parallel_rank_and_size()[1]))
         padded = F.pad(logits, (0, most - len(self.weight)))  # only the last rank has fewer
-        return _gather(padded)[..., : self.size]
+        return _gather(padded)[..., : self.size].contiguous()
 
 
 def first_token(lm_head: nn.Module) -> int:
@@ -119,8 +140,35 @@ def join_ranks(target: Any, vocab_size: int) -> None:
     target.model.embed_tokens = VocabularyEmbedding(target.model.embed_tokens.weight, first)
     target.lm_head = VocabularyHead(target.lm_head.weight, first, vocab_size)
     for layer in target.model.layers:
-        for partial in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            partial.register_forward_hook(lambda module, inputs, output: _reduce(output))
+        _sum_outputs(layer.self_attn.o_proj, layer.mlp.down_proj)
+
+
+def split_draft(model: Any) -> None:
+    """Replace the draft of a pair whose target is shared by this rank's part of it: its heads and its MLP columns."""
+    rank, world = model_parallel_rank_and_size()
+    whole: GlideDecoderLayer = model.draft_model
+    config = rank_config(model.config, rank, world)
+    config.vocab_size = model.config.vocab_size
+    with torch.device("meta"):
+        part = type(whole)(config, whole.options)
+    weights = {name: weight.detach() for name, weight in whole.named_parameters()}
+    part.load_state_dict(cut_weights(weights, rank, world), assign=True)
+    part.set_vocabulary(whole.vocabulary)
+    part.requires_grad_(False)
+    mlp: Any = part.mlp
+    _sum_outputs(part.self_attn.o_proj, mlp.down_proj, *(cross.o_proj for cross in part.cross_attentions))
+    model.draft_model = part
+
+
+def _sum_outputs(*row_parallel: nn.Module) -> None:
+    """Let the outputs of these modules be summed over the ranks."""
+    for module in row_parallel:
+        module.register_forward_hook(sum_output)
+
+
+def sum_output(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """A forward hook that sums a module's output over the ranks."""
+    return sum_over_ranks(output)
 
 
 def gather_heads(heads: Tensor) -> Tensor:
@@ -133,17 +181,36 @@ def gather_heads(heads: Tensor) -> Tensor:
 
 
 def sum_over_ranks(partial: Tensor) -> Tensor:
-    """`partial` summed over the ranks that share a target, in place."""
+    """`partial` summed over the ranks that share a target, in place; bitwise the same on each."""
     if model_parallel_rank_and_size()[1] > 1:
-        dist.all_reduce(partial, group=_groups().get_model_parallel_group())
+        dist.all_reduce(partial, group=_group())
     return partial
 
 
 def max_over_ranks(values: Tensor) -> Tensor:
     """The elementwise maximum of `values` over the ranks that share a target, in place."""
     if model_parallel_rank_and_size()[1] > 1:
-        dist.all_reduce(values, dist.ReduceOp.MAX, _groups().get_model_parallel_group())
+        dist.all_reduce(values, dist.ReduceOp.MAX, _group())
     return values
+
+
+def least_over_ranks(number: int, device: torch.device) -> int:
+    """The smallest `number` of the ranks that share a target. The host waits for `device`."""
+    if model_parallel_rank_and_size()[1] == 1:
+        return number
+    return -int(max_over_ranks(torch.tensor(-number, device=device)))
+
+
+def ranks_differ(values: Tensor) -> Tensor:
+    """Whether the ranks that share a target hold different `values`, an integer tensor: bool [], the same on all.
+
+    Compares a weighted sum of the values. One all-reduce, which a CUDA graph can capture.
+    """
+    flat = values.flatten().long()
+    weights = (torch.arange(len(flat), device=flat.device) * 48271 + 11) ** 2 % CHECKSUM_MODULUS
+    checksum = ((flat + 1) * weights).sum() % CHECKSUM_MODULUS
+    highest, lowest = max_over_ranks(torch.stack([checksum, -checksum]))
+    return highest != -lowest
 
 
 def log_sum_exp_over_ranks(partial: Tensor) -> Tensor:

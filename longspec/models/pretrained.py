@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from longspec.errors import UserError
 from longspec.models.draft_files import (
@@ -28,8 +28,15 @@ from longspec.models.draft_files import (
 from longspec.models.draft_layer import PUBLISHED, DraftOptions, GlideDecoderLayer
 from longspec.models.draft_vocabulary import checked_tokens, listed_tokens
 from longspec.models.parallel import PretrainedModelParallelPreSplitMixin, join_ranks, model_parallel_rank_and_size
-from longspec.models.target_files import WEIGHT_ERRORS, check_target, check_target_path, read_config, weight_problem
-from longspec.models.target_split import rank_config
+from longspec.models.target_files import (
+    WEIGHT_ERRORS,
+    check_target,
+    check_target_path,
+    local_target,
+    read_config,
+    weight_problem,
+)
+from longspec.models.target_split import has_parts, rank_config, read_part
 
 LOADED_WITH = (
     "hf_device_map",
@@ -242,10 +249,18 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         """The weights of the target, or of this rank's part of it, in modules of `config`."""
         folder = self.shard_path(path)
         check_target_path(folder)
+        rank, world = model_parallel_rank_and_size()
+        is_cut = world > 1 and not has_parts(path, world)
+        if is_cut:
+            # Only this rank's part of each weight is read.
+            folder = str(local_target(folder, options.pop("revision", None)))
+            options["state_dict"] = read_part(Path(folder), rank, world)
         try:
             target, info = self.target_class.from_pretrained(
-                folder, config=config, output_loading_info=True, trust_remote_code=False, **options
+                None if is_cut else folder, config=config, output_loading_info=True, trust_remote_code=False, **options
             )
+            if is_cut and Path(folder, "generation_config.json").is_file():
+                target.generation_config = GenerationConfig.from_pretrained(folder)
         except (*WEIGHT_ERRORS, ImportError) as error:
             raise UserError(f"{folder}: the target's weights do not load ({weight_problem(error)})") from error
         # transformers initializes missing weights at random and only warns.

@@ -4,6 +4,8 @@ The number of tokens decides how products are computed:
 - 1: matrix-vector kernels, which add the output of a branch to the stream themselves.
 - up to MAX_ROWS in half precision: skinny products, which leave the output of a branch in parts for the next norm.
 - more: the library's products.
+
+If ranks share the target, a product that is added to the stream is summed over the ranks first.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch import Tensor
 from longspec.kernels.decoding.skinny_product import MAX_ROWS, skinny_product, split_product
 from longspec.kernels.decoding.vector_product import vector_product
 from longspec.kernels.shared.elementwise import rms_norm, swiglu
+from longspec.models.parallel import model_parallel_rank_and_size, sum_over_ranks
 
 LIBRARY_ROWS = 16
 """Number of tokens above which the library's product is as fast, if neither a gate nor a split is fused."""
@@ -27,6 +30,8 @@ class ResidualStream:
         """eps: the epsilon of every RMSNorm in the pass."""
         self.hidden, self.eps = hidden, eps
         tokens = hidden.shape[0] * hidden.shape[1]
+        self.is_shared = model_parallel_rank_and_size()[1] > 1
+        """Whether a product added to the stream is a part of a sum over ranks."""
         self.is_vector = tokens == 1
         self.is_skinny = 1 < tokens <= MAX_ROWS and hidden.dtype in (torch.float16, torch.bfloat16)
         self.parts: Tensor | None = None
@@ -55,7 +60,9 @@ class ResidualStream:
 
     def add_product(self, x: Tensor, weight: Tensor, last: bool = False) -> None:
         """stream += x @ weight.T, x [B, N, in]. last: no norm follows, so the parts of the product are added now."""
-        if self.is_vector:
+        if self.is_shared:
+            self.add(sum_over_ranks(linear(x, weight)))
+        elif self.is_vector:
             vector_product(x, weight, add_to=self.hidden)
         elif self.is_skinny and not last:
             # The next norm adds the parts, which saves a launch.

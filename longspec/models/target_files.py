@@ -128,13 +128,13 @@ def generation_eos(path: str | Path, config: PreTrainedConfig) -> list[int]:
     return list(ids) if isinstance(ids, list | tuple) else [ids]
 
 
-def local_target(target: str) -> Path:
+def local_target(target: str, revision: str | None = None) -> Path:
     """The folder of a target; a hub id is fetched. Raises UserError."""
     check_target_path(target)
     if Path(target).is_dir():
         return Path(target)
     try:
-        return Path(snapshot_download(target))
+        return Path(snapshot_download(target, revision=revision))
     except HUB_ERRORS as error:
         raise UserError(f"{target}: neither a folder nor a hub id ({first_line(error)})") from error
 
@@ -193,7 +193,7 @@ def check_weights(target: str) -> None:
     # The parts are subfolders, so the folder itself has no weights.
     for part in folder.glob("mp_0-of-*"):
         world = part.name.rpartition("-")[2]
-        raise UserError(f"{target}: a target split for {world} ranks; training takes it with tp_size={world}")
+        raise UserError(f"{target}: a target split for {world} ranks; it needs tp_size {world}")
     raise UserError(f"{target}: no model checkpoint (no {' or '.join(WEIGHT_FILES)} in this folder)")
 
 

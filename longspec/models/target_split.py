@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,16 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from longspec.errors import UserError, first_line
 from longspec.models.draft_layer import head_dim
-from longspec.models.target_files import WEIGHT_ERRORS, read_config, weight_problem
+from longspec.models.target_files import WEIGHT_ERRORS, check_weights, read_config, weight_problem
 
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")
 VOCABULARY = ("embed_tokens", "lm_head")
 WHOLE = ("norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "rotary_emb")
+WHOLE_OF_DRAFT = (
+    *("post_self_attention_layernorm", "post_cross_attention_layernorm"),
+    *("feature_layernorm", "feature_proj"),
+)
 SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 """Config, generation config and tokenizer in all formats."""
 
@@ -75,9 +79,25 @@ def check_split(config: PreTrainedConfig, world: int, path: str | Path) -> None:
     for folder in (rank_folder(rank, world) for rank in range(world)):
         if not (Path(path) / folder / "config.json").is_file():
             raise UserError(
-                f"config key tp_size: {path} holds no {folder}; make it with python scripts/split_target.py "
-                f"--target {path} --tp_size {world} --output DIR, and give model_name_or_path=DIR"
+                f"tp_size: {path} holds no {folder}; make it with longspec split --target {path} --tp_size {world} "
+                "--output DIR, and give DIR"
             )
+
+
+def check_shared(config: PreTrainedConfig, world: int, path: str | Path) -> None:
+    """Raise UserError unless `world` ranks can share the target at `path`, whole or split for this number of ranks."""
+    if has_parts(path, world):
+        check_split(config, world, path)
+        return
+    check_divisible(config, world, path)
+    if getattr(config, "quantization_config", None) is not None:
+        raise UserError(f"{path}: a quantized target, which cannot be split; use its unquantized weights")
+    check_weights(str(path))
+
+
+def has_parts(path: str | Path, world: int) -> bool:
+    """Whether the folder `path` is that of a target split for `world` ranks."""
+    return (Path(path) / rank_folder(0, world)).is_dir()
 
 
 def is_added_once(name: str) -> bool:
@@ -86,7 +106,7 @@ def is_added_once(name: str) -> bool:
 
 
 def part_of(name: str, shape: tuple[int, ...], rank: int, world: int) -> tuple[slice, ...]:
-    """The slices of the weight `name` that a rank holds.
+    """The slices of the weight `name`, of a target or a draft, that a rank holds.
 
     Raises UserError for a weight that no supported target has, such as a quantized one.
     """
@@ -102,7 +122,7 @@ def part_of(name: str, shape: tuple[int, ...], rank: int, world: int) -> tuple[s
     if module in ROW_PARALLEL and kind == "weight":
         return slice(None), _share(shape[1], rank, world)
     # Norms, and biases that are added once after the sum over ranks.
-    if module in WHOLE or is_added_once(name):
+    if module in (*WHOLE, *WHOLE_OF_DRAFT) or is_added_once(name):
         return (slice(None),)
     raise UserError(f"weight {name}: not a weight of a supported target, so it cannot be split")
 
@@ -187,6 +207,14 @@ def _opened(file: Path) -> Iterator[dict[str, Any]]:
 
 def _write_part(weights: dict[str, Any], file: Path, rank: int, world: int) -> None:
     """One rank's parts of the weights of one source file."""
+    save_file(cut_weights(weights, rank, world), file, metadata={"format": "pt"})
+
+
+def cut_weights(weights: Mapping[str, Any], rank: int, world: int) -> dict[str, Tensor]:
+    """One rank's parts of weights, which are tensors or safetensors slices. The parts own their memory.
+
+    Raises UserError (see `part_of`).
+    """
     parts: dict[str, Tensor] = {}
     for name, weight in weights.items():
         shape = weight.shape if isinstance(weight, Tensor) else weight.get_shape()
@@ -194,7 +222,16 @@ def _write_part(weights: dict[str, Any], file: Path, rank: int, world: int) -> N
         parts[name] = part.clone(memory_format=torch.contiguous_format)  # weights of a .bin file may share storage
         if rank and is_added_once(name):
             parts[name].zero_()
-    save_file(parts, file, metadata={"format": "pt"})
+    return parts
+
+
+def read_part(source: Path, rank: int, world: int) -> dict[str, Tensor]:
+    """One rank's part of the target in the folder `source`, which is not split. Raises UserError."""
+    parts: dict[str, Tensor] = {}
+    for file in weight_files(source):
+        with _opened(file) as weights:
+            parts |= cut_weights(weights, rank, world)
+    return parts
 
 
 def _write_index(folder: Path) -> None:

@@ -127,9 +127,6 @@ class Termination(StopSignals):
     each step calls `agreed`, so that all ranks stop after the same step.
     """
 
-    cause: str | None = None
-    """Reason shown to the user, if it is not a signal."""
-
     def __init__(self, at_once: bool = False) -> None:
         super().__init__(at_once)
         self._noticed_at: float | None = None

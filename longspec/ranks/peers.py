@@ -31,7 +31,7 @@ from longspec.errors import UserError
 from longspec.ranks.agreement import Termination, from_every_rank, launched_rank
 from longspec.ranks.connections import connect_ranks
 from longspec.ranks.launcher import Launcher
-from longspec.signals import STOP_SIGNALS, exit_code
+from longspec.signals import STOP_SIGNALS, StopSignals, exit_code
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ LOSSES = {GONE: "is gone", SILENT: "does not answer"}
 
 
 @contextmanager
-def watched(termination: Termination) -> Iterator["Watch"]:
+def watched(termination: StopSignals) -> Iterator["Watch"]:
     """Watch signals, the launcher and, after `Watch.connect`, the other ranks.
 
     A rank that dies or leaves the context by an exception ends the others within half a minute, a stopped one (SIGSTOP)
@@ -88,12 +88,14 @@ def watched(termination: Termination) -> Iterator["Watch"]:
 class Watch:
     """The watching thread of this rank."""
 
-    def __init__(self, termination: Termination) -> None:
+    def __init__(self, termination: StopSignals) -> None:
         self.termination = termination
         self.peers: dict[socket.socket, int] = {}
         """Rank of the peer at each connection."""
         self._last_heard: dict[int, float] = {}
         """Time of the last message of each peer."""
+        self._lost_rank: int | None = None
+        self._has_lost = threading.Event()
         self._launcher = Launcher()
         self._closed = threading.Event()
         self._stopping = False
@@ -117,6 +119,14 @@ class Watch:
             # Last, because the thread reads it.
             self.peers = peers
             self._wake()
+
+    def lost_rank(self) -> int | None:
+        """The rank that is gone or silent; None if there is none after QUIET_S seconds.
+
+        The main thread calls it after a collective failed, which may be earlier than the thread hears of the loss.
+        """
+        self._has_lost.wait(QUIET_S)
+        return self._lost_rank
 
     def close(self) -> None:
         """End the thread and the connections."""
@@ -220,8 +230,8 @@ class Watch:
         if termination.received is None:
             termination.received = number
         if termination.at_once:
-            # One line for all ranks.
-            if launched_rank() == 0:
+            # One line for all ranks. The commands of inference print their own.
+            if launched_rank() == 0 and isinstance(termination, Termination):
                 logger.warning("%s: stopped before the first step", termination)
             self._exit_timer = threading.Timer(AT_ONCE_S, os._exit, [exit_code(termination.received)])
             self._exit_timer.daemon = True
@@ -231,6 +241,8 @@ class Watch:
 
     def _end(self, loss: int, rank: int) -> None:
         """Report a lost rank to the others, and give the main thread END_S seconds to end."""
+        self._lost_rank = rank
+        self._has_lost.set()
         self._tell(loss, rank)
         _end_soon()
         if not self._closed.wait(QUIET_S):

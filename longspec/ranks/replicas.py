@@ -225,13 +225,15 @@ def balanced(loads: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 @contextmanager
-def joined_replicas() -> Iterator[Replicas]:
+def joined_replicas(tp_size: int = 1) -> Iterator[Replicas]:
     """The replicas of this process's launch, connected until the context ends.
 
-    Raises UserError for environment variables that contradict each other, and if the ranks do not connect.
+    tp_size: number of ranks that share a target (see `inference.process_group`). If there are several, they are a
+    single replica. Raises UserError for environment variables that contradict each other, and if the ranks do not
+    connect.
     """
     rank, size = launched_rank(), int(os.environ["WORLD_SIZE"])
-    if size == 1:
+    if size == 1 or tp_size > 1:
         yield Replicas()
         return
     with connecting():

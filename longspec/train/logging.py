@@ -95,8 +95,9 @@ class RunLog:
         logger.info("step %d evaluated on resume: %s", metrics["step"], metrics)
 
     def close(self) -> None:
-        """Finish the progress bar and W&B's upload."""
+        """Write the lines that are left, and finish the progress bar and W&B's upload."""
         if self.active:
+            self._flush()
             self.bar.close()
             self._tell_wandb(lambda: self.wandb.finish())
 
@@ -105,6 +106,12 @@ class RunLog:
         was_full = bool(self.unwritten)
         # Lines wait here while the disk is full, in order.
         self.unwritten += json.dumps(metrics).encode() + b"\n"
+        self._flush(warns=not was_full)
+
+    def _flush(self, warns: bool = True) -> None:
+        """Write the waiting lines. warns: whether to log that they cannot be written."""
+        if not self.unwritten:
+            return
         try:
             # Unbuffered, so that the number of written bytes is known after an error.
             with self.path.open("ab", buffering=0) as file:
@@ -112,7 +119,7 @@ class RunLog:
                     written = file.write(self.unwritten)
                     self.unwritten = self.unwritten[written:]
         except OSError as error:
-            if not was_full:
+            if warns:
                 logger.warning(
                     "%s cannot be written (%s); its lines are kept for the next step", self.path, error.strerror
                 )

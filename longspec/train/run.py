@@ -115,6 +115,7 @@ def _train_locked(
         held_out_rows=held_out_rows,
         evaluation_due=evaluation_due,
         run=start.run,
+        vocabulary=engine.module.draft_model.vocabulary,
         before_save=before_save,
     )
     if before_steps:

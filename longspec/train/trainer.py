@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from longspec.ranks.agreement import Termination, from_every_rank, from_rank_zero
 from longspec.train.checkpoint import read_best, save_best, save_checkpoint
@@ -37,13 +38,14 @@ class Trainer:
         held_out_rows: int = 0,
         evaluation_due: bool = False,
         run: Run | None = None,
+        vocabulary: Tensor | None = None,
         before_save: Callable[[], None] | None = None,
     ) -> None:
         """Prepare steps `start_step` + 1 … `total_steps`.
 
         held_out_rows: number of rows per evaluation. evaluation_due: whether a request to stop interrupted the
-        evaluation after `start_step`. run: the run that the checkpoints belong to. before_save: called on all ranks
-        before each save (see `sole_writer`).
+        evaluation after `start_step`. run: the run that the checkpoints belong to. vocabulary: the draft's list,
+        LongTensor [Vd]. before_save: called on all ranks before each save (see `sole_writer`).
         """
         self.config = config
         self.engine = engine
@@ -70,7 +72,6 @@ class Trainer:
         )
         self.loader = loader(inputs.rows, inputs.collate, sampler, config.data.num_workers, accumulation)
 
-        vocabulary = engine.module.draft_model.vocabulary
         self.objective = DraftLoss(config.loss, config.log_target_loss, vocabulary=vocabulary)
         self.steps = OptimizerSteps(config, engine, inputs, self.objective, sampler, total_steps)
         self.evaluation: Evaluation | None = None

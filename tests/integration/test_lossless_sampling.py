@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from longspec import generate
-from longspec.inference.drafting import magicdec, reduced_head
+from longspec.inference.drafting import lookup, magicdec, reduced_head
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.glide import GlideMixin
 
@@ -81,6 +81,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     """Drafts are often wrong; windows are short, so that the draft's ring turns and magicdec leaves keys out."""
     monkeypatch.setattr(magicdec, "SINK", 1)
     monkeypatch.setattr(magicdec, "RECENT", 2)
+    monkeypatch.setattr(lookup, "BRANCH_SIZES", (3, 1))  # of which three tokens use all
     return small_pair(tmp_path, DraftOptions(window=8), request.param)
 
 

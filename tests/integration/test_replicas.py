@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,13 @@ def alone(line: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Launch:
     """A finished launch: the exit code of each rank, stdout and stderr of all."""
 
-    def __init__(self, script: str, arguments: list[str], folder: Path, ranks: int = 2, fault: str = "") -> None:
+    def __init__(
+        self, script: str, arguments: list[str], folder: Path, ranks: int = 2, fault: str = "", **variables: str
+    ) -> None:
         files = [folder / "stdout", folder / "stderr"]
         for file in files:
             file.write_text("")
-        environment = launch_environment(**({"FAULT": fault} if fault else {}))
+        environment = launch_environment(**({"FAULT": fault} if fault else {}), **variables)
         started = start_forked(script, arguments, ranks, free_port(), environment, *files)
         exit_code(started, LIMIT_S)
         self.codes = [rank.exitcode for rank in started]
@@ -92,7 +95,9 @@ def records(out: Path) -> list[dict[str, Any]]:
     """The lines of results, without times and memory."""
     lines = [json.loads(raw) for raw in (out / "samples.jsonl").read_text().splitlines()]
     for record in lines:
-        record["batch"] = {name: record["batch"][name] for name in ("first", "rounds", "decoded_tokens")}
+        record["batch"] = {
+            name: value for name, value in record["batch"].items() if not name.endswith(("_s", "_bytes"))
+        }
     return [{name: value for name, value in record.items() if name not in TIMES} for record in lines]
 
 
@@ -192,6 +197,15 @@ def test_bad_input_is_one_line_of_all_ranks(line: list[str], tmp_path: Path) -> 
     assert len(launch.said) == 1 and launch.said[0].startswith("error: temperature: -1.0; it must be 0")
 
 
+def test_a_folder_that_ranks_do_not_share_is_refused(line: list[str], tmp_path: Path) -> None:
+    for rank in ("0", "1"):
+        (tmp_path / rank).mkdir()
+    launch = Launch(FAULTY, ["evaluate", *line, "--output_dir", "out"], tmp_path, DISKS=str(tmp_path))
+    assert launch.codes == [2, 2]
+    (message,) = launch.said
+    assert re.match(r"error: rank 1 on .*: out: is not the folder of rank 0; give a path on a disk", message)
+
+
 def test_a_rank_of_an_earlier_run_that_still_writes_is_respected(
     line: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,7 +219,7 @@ def test_a_rank_of_an_earlier_run_that_still_writes_is_respected(
 
 
 def test_answers_of_several_ranks_are_those_of_one(pair: Path, tmp_path: Path) -> None:
-    """After one rank was killed, and a launch of two ranks has continued."""
+    """After one rank was killed, and a single process or a launch of two ranks has continued."""
     texts = ["a" * (7 * number % 23 + 1) for number in range(13)]
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(texts))
@@ -215,7 +229,13 @@ def test_answers_of_several_ranks_are_those_of_one(pair: Path, tmp_path: Path) -
     out = tmp_path / "out.jsonl"
     launch = Launch(FAULTY, [*given, str(out)], tmp_path, fault="1:1:SIGKILL")
     assert launch.codes == [1, -9] and "a rank has ended after" in launch.said[-1], launch.stderr
-    assert len(list(tmp_path.glob("out.jsonl*"))) == 2
+    (tmp_path / "copy").mkdir()
+    files = sorted(tmp_path.glob("out.jsonl*"))
+    assert [file.name for file in files] == ["out.jsonl", "out.jsonl.rank-1"]
+    for file in files:
+        shutil.copy(file, tmp_path / "copy")
+    assert CliRunner().invoke(app, [*given, str(tmp_path / "copy" / "out.jsonl")]).exit_code == 0
+    assert (tmp_path / "copy" / "out.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
     launch = Launch(FAULTY, [*given, str(out), "--json", str(tmp_path / "summary.json")], tmp_path)
     assert launch.codes == [0, 0], launch.stderr
     assert out.read_bytes() == (tmp_path / "alone.jsonl").read_bytes()

@@ -153,7 +153,7 @@ def selected_trees(
     return iter(law.values())
 
 
-@pytest.mark.parametrize("seed", SEEDS[:8])
+@pytest.mark.parametrize("seed", SEEDS[:4])
 @pytest.mark.parametrize(("shape", "nodes"), [((3,), 2), ((2, 3), 4), ((3, 2), 4), ((1, 2, 1), 3)])
 def test_rejecting_among_selected_nodes_is_exact(shape: Tokens, nodes: int, seed: int) -> None:
     """Summed over all trees that the draft can sample, and over the order in which their nodes arrive."""
@@ -164,7 +164,7 @@ def test_rejecting_among_selected_nodes_is_exact(shape: Tokens, nodes: int, seed
     check_exact(p, len(shape), rounds)
 
 
-@pytest.mark.parametrize("seed", SEEDS[:8])
+@pytest.mark.parametrize("seed", SEEDS[:4])
 @pytest.mark.parametrize(
     ("shape", "nodes", "chains"),
     [((2,), 4, ((0, 1), (2,))), ((2, 2), 5, ((0, 1), (2,))), ((2, 3), 5, ((1, 2),)), ((2, 1), 8, ((0, 0), (1, 2)))],
@@ -204,6 +204,8 @@ class LanguageChain:
     """A ChainModel that says what a language says."""
 
     reads_hidden = False
+    ids = None
+    columns = VOCAB
 
     def __init__(self, language: RandomLanguage) -> None:
         self.language = language
@@ -235,6 +237,8 @@ class LanguageDraft:
     """In place of the tree drafter's GLIDE draft: says what a language says, after at most one token."""
 
     reads_hidden = False
+    ids = None
+    columns = VOCAB
 
     def __init__(self, language: RandomLanguage) -> None:
         self.language = language

@@ -116,6 +116,20 @@ def test_a_cut_report_continues_after_its_last_complete_line(tmp_path: Path, lin
     assert report.finish(CPU, **FACTS) == summary == Report(tmp_path).finish(CPU, **FACTS)
 
 
+def test_parts_are_collected_once(tmp_path: Path) -> None:
+    """A part may hold lines that a killed process has already collected, and an incomplete last line."""
+    summary, path = two_batches(tmp_path), tmp_path / SAMPLES_NAME
+    first, second, third = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(third)
+    (tmp_path / f"{SAMPLES_NAME}.rank-1").write_bytes(third + first + second[:9])
+    (tmp_path / f"{SAMPLES_NAME}.rank-12").write_bytes(second)
+    report = Report(tmp_path)
+    report.collect()
+    assert report.finish(CPU, **FACTS) == summary
+    assert path.read_bytes() == first + second + third
+    assert sorted(file.name for file in tmp_path.iterdir()) == [SAMPLES_NAME, SUMMARY_NAME]
+
+
 def test_earlier_results_go_only_if_told_and_only_for_a_new_one(tmp_path: Path) -> None:
     two_batches(tmp_path)
     report = Report(tmp_path, resume=False, record={"run": {"seed": 1}})

@@ -292,19 +292,23 @@ def test_an_interrupted_evaluation_is_repeated_on_resume(
     assert same(load_draft(straight / "checkpoint-best"), load_draft(cut / "checkpoint-best"))
 
 
+@pytest.mark.parametrize("linked", [True, False])
 def test_a_linked_or_deleted_output_folder_takes_the_checkpoints(
-    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, linked: bool
 ) -> None:
-    """A folder that is deleted during the run is created again."""
-    disk, output = work / "disk", work / "linked"
-    disk.mkdir()
-    output.symlink_to(disk)
+    """A folder that is deleted during the run is created again; the target of a link is not."""
+    disk = output = work / "disk"
+    if linked:
+        disk.mkdir()
+        output = work / "linked"
+        output.symlink_to(disk)
     step = OptimizerSteps.take
 
     def delete(self: OptimizerSteps, number: int, *args: Any) -> Any:
         if number == 2:
             shutil.rmtree(disk)
-            disk.mkdir()
+            if linked:
+                disk.mkdir()
         return step(self, number, *args)
 
     monkeypatch.setattr(OptimizerSteps, "take", delete)

@@ -1,6 +1,7 @@
 """The parts of a split target: every byte of it, each rank's share of them, and what cannot be split."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from longspec.errors import UserError
 from longspec.models.target_files import check_weights, load_tokenizer, read_config
-from longspec.models.target_split import check_split, is_added_once, rank_folder, split_target, vocabulary_rows
+from longspec.models.target_split import (
+    check_shared,
+    check_split,
+    is_added_once,
+    rank_folder,
+    split_target,
+    vocabulary_rows,
+)
 
 LAYOUTS: list[dict[str, Any]] = [
     {},
@@ -115,7 +123,7 @@ def test_the_script_makes_a_folder_that_stands_for_the_target(tmp_path: Path) ->
     assert load_tokenizer(str(tmp_path / "split"), config).get_vocab()
     assert (tmp_path / "split" / "generation_config.json").is_file()
     check_split(config, 2, tmp_path / "split")
-    with pytest.raises(UserError, match="split for 2 ranks; training takes it with tp_size=2"):
+    with pytest.raises(UserError, match="split for 2 ranks; it needs tp_size 2"):
         check_weights(str(tmp_path / "split"))
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert again.returncode == 2 and "exists already" in again.stderr and "Traceback" not in again.stderr
@@ -137,10 +145,28 @@ def test_what_cannot_be_split_is_one_line(layout: dict[str, Any], world: int, pa
     assert not (tmp_path / "split").exists()
 
 
-def test_a_folder_without_parts_names_the_script(tmp_path: Path) -> None:
+def test_a_folder_without_parts_names_the_command(tmp_path: Path) -> None:
     source = save_target(tmp_path / "target", "llama")
-    with pytest.raises(UserError, match=rf"holds no mp_0-of-2.*split_target\.py --target {source} --tp_size 2"):
+    with pytest.raises(UserError, match=rf"holds no mp_0-of-2.*longspec split --target {source} --tp_size 2"):
         check_split(read_config(source), 2, source)
+
+
+def test_ranks_in_decoding_share_a_target_whole_or_in_parts(tmp_path: Path) -> None:
+    source = save_target(tmp_path / "target", "llama")
+    split_target(source, tmp_path / "split", 2)
+    config = read_config(source)
+    for folder in (source, tmp_path / "split"):
+        check_shared(config, 2, folder)
+    with pytest.raises(UserError, match="num_key_value_heads 2 cannot be split for 4 ranks"):
+        check_shared(config, 4, source)
+    shutil.rmtree(tmp_path / "split" / "mp_1-of-2")
+    with pytest.raises(UserError, match="holds no mp_1-of-2"):
+        check_shared(config, 2, tmp_path / "split")
+    with pytest.raises(UserError, match="split for 2 ranks; it needs tp_size 2"):
+        check_shared(config, 1, tmp_path / "split")
+    config.quantization_config = {"quant_method": "gptq"}
+    with pytest.raises(UserError, match="a quantized target, which cannot be split"):
+        check_shared(config, 2, source)
 
 
 def test_damaged_and_foreign_weights_leave_nothing(tmp_path: Path) -> None:

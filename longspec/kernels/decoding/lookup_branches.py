@@ -127,7 +127,7 @@ def _branches_kernel(
     match = score & 0xFFFFFFFF
     following = _token_at(history_row, match + 1, root, newest, score >= 0)
     prior = tl.load(priors_ptr + bucket, mask=in_buckets, other=1.0)
-    log_rate = tl.log((hits + prior_weight * prior) / (trials + prior_weight))
+    log_rate = tl.minimum(tl.log((hits + prior_weight * prior) / (trials + prior_weight)), 0.0)
     for chain in tl.static_range(CHAINS):
         best = tl.max(score, 0)
         exists = best >= 0
@@ -136,9 +136,13 @@ def _branches_kernel(
         # Where a branch reaches the root, it goes on as the tokens since the match repeat.
         period = tl.maximum(newest - end, 1)
         token = _token_at(history_row, end + 1 + step % period, root, newest, step < DEPTH)
-        counted = tl.minimum(tl.maximum(match_length + step, 1), LONGEST) - 1
-        own = tl.sum(tl.where(counted[None, :] == bucket[:, None], log_rate[:, None], 0.0), 0)
-        merit = tl.cumsum(own, 0)
+        # Summed one by one, because sums in another order could increase with depth.
+        path_merit = tl.full((), 0.0, tl.float32)
+        merit = tl.zeros([BLOCK_D], tl.float32)
+        for depth in range(DEPTH):
+            rate_bucket = tl.minimum(tl.maximum(match_length + depth, 1), LONGEST) - 1
+            path_merit += tl.sum(tl.where(bucket == rate_bucket, log_rate, 0.0), 0)
+            merit = tl.where(step == depth, path_merit, merit)
         size = tl.load(sizes_ptr + chain)
         merit = tl.where(exists & (step < size), merit, float("-inf"))
         out = (batch * CHAINS + chain) * DEPTH + step

@@ -1,4 +1,4 @@
-"""Plain torch: continuations of earlier occurrences of the newest tokens, and the share of them that was right."""
+"""Plain torch: continuations of earlier occurrences of the newest tokens, and how often they were right."""
 
 from __future__ import annotations
 

@@ -107,7 +107,6 @@ def _select_nodes_kernel(
         if BY_ARRIVAL:
             slot_merit = tl.where(slot_exists, infinity, slot_merit)
         else:
-            slot_merit = tl.min(tl.where(above, slot_merit[None, :], infinity), 1)  # rounded sums may increase
             slot_merit = tl.maximum(slot_merit, tl.max(tl.where(absorbs, merit[None, :], -infinity), 1))
         merit = tl.where(is_absorbed, -infinity, merit)
         merit = tl.where(is_slot, tl.where(slot_exists, slot_merit, -infinity), merit)

@@ -156,8 +156,7 @@ def _merge_branches(
     if by_arrival:
         extra_merit = torch.full_like(absorbed_merit, torch.inf)
     else:
-        own_merit = branches.merits.cummin(2).values.flatten(1).to(merit.dtype)  # rounded sums may increase
-        extra_merit = torch.maximum(own_merit, absorbed_merit)
+        extra_merit = torch.maximum(branches.merits.flatten(1).to(merit.dtype), absorbed_merit)
     extra_merit = extra_merit.where(exists, -torch.inf)
     merit = merit.masked_fill(is_absorbed, -torch.inf)
     merit = torch.cat([merit[:, :1], extra_merit, merit[:, 1:]], 1)

@@ -1,0 +1,210 @@
+"""One target on several processes: starting them, and the calls that all of them make.
+
+Rank 0 runs the command: it alone reads prompts, prints and writes files. The other ranks follow: they repeat rank 0's
+calls with their parts of the target, the one that loads it first. All ranks compute every round; its tokens are
+compared within the round (see `TargetCache.compare_ranks`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+from longspec.errors import UserError
+from longspec.inference.device import choose_device
+from longspec.inference.methods import AUTO
+from longspec.models.parallel import model_parallel_rank_and_size, share_target
+from longspec.ranks.agreement import connecting, from_every_rank, launched_rank, waiting_group
+from longspec.ranks.peers import watched
+from longspec.signals import StopSignals
+
+T = TypeVar("T")
+
+
+class Call(NamedTuple):
+    """A message of rank 0 to the others."""
+
+    function: Callable[..., Any] | None
+    """The function to call; None if rank 0 has ended."""
+    arguments: Mapping[str, Any]
+    loads: bool = False
+    """Whether the function returns this rank's part of the pair, which is the first argument of later calls."""
+    failed: bool = False
+    """Whether rank 0 has ended with an error."""
+
+
+ONLY_RANK_ZERO = ("model", "streamer", "stopping_criteria", "options")
+"""Arguments of `generate` that are not sent to the other ranks as they are."""
+_leads = False
+"""Whether other ranks repeat the calls of this process."""
+
+
+@contextmanager
+def shared_target(tp_size: int, device: str | None, stop: StopSignals) -> Iterator[None]:
+    """Context of a command whose target is shared by the `tp_size` ranks of its launch. 1 changes nothing.
+
+    Only rank 0 enters the context. The other ranks follow it and exit when it leaves. A signal to any rank reaches
+    `stop` on rank 0; a rank that dies ends the others (see `ranks.peers`). device: as for `choose_device`, without an
+    index. Raises UserError, on one rank, for a launch that does not fit.
+    """
+    if tp_size < 1:
+        raise UserError(f"--tp_size: {tp_size}; it must be at least 1")
+    if tp_size == 1:
+        yield
+        return
+    rank = launched_rank()
+    try:
+        own_device = _check_launch(tp_size, device)
+    except UserError:
+        if rank > 0:
+            raise SystemExit(2) from None  # rank 0 reports it
+        raise
+    with watched(stop) as watch:
+        _connect(own_device)
+        watch.connect()
+        share_target(dist.group.WORLD)
+        try:
+            if rank > 0:
+                _follow(stop)
+            else:
+                yield from _lead()
+        except RuntimeError as error:
+            # The collectives of the others fail when a rank is gone.
+            lost = watch.lost_rank()
+            if lost is None:
+                raise
+            reporter = 1 if lost == 0 else 0
+            if rank == reporter and stop.received is None:
+                print(f"error: rank {lost} is gone, so all ranks that share the target end", file=sys.stderr)
+            raise SystemExit(1) from error
+        finally:
+            share_target(None)
+            if rank > 0:
+                stop.at_once = False  # rank 0 reports the stop
+    dist.destroy_process_group()
+    if rank > 0:
+        raise SystemExit(0)
+
+
+def _check_launch(tp_size: int, device: str | None) -> torch.device:
+    """The device of this process: the CPU, or the GPU of its local rank. Raises UserError for a launch without it."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size != tp_size:
+        problem = (
+            f"--tp_size {tp_size}: {world_size} processes; start {tp_size} with torchrun --nproc_per_node {tp_size}"
+        )
+        raise UserError(problem + (", because a launch has one shared target" if world_size > tp_size else ""))
+    chosen = choose_device(device)
+    if chosen.type == "cpu":
+        return chosen
+    if chosen.index is not None:
+        raise UserError(f"--device {device}: each rank of --tp_size takes the GPU of its number; give cuda")
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))
+    if ranks > torch.cuda.device_count():
+        raise UserError(f"--tp_size {tp_size}: {ranks} ranks on a machine with {torch.cuda.device_count()} GPUs")
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+
+def _connect(device: torch.device) -> None:
+    """Join the process group: NCCL on GPUs, gloo on the CPU."""
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+        # Without NVLink multicast, which needs a fabric manager that virtual machines often lack.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    with connecting():
+        dist.init_process_group(backend)
+
+
+def _lead() -> Iterator[None]:
+    """The part of rank 0. The other ranks end when the command ends."""
+    global _leads
+    _leads = True
+    try:
+        yield
+    except UserError:
+        _broadcast(Call(None, {}, failed=True))
+        raise
+    finally:
+        _leads = False
+    _broadcast(Call(None, {}))
+
+
+def _follow(stop: StopSignals) -> None:
+    """Repeat the calls of rank 0 until it ends. Raises SystemExit if it ends with an error."""
+    logging.getLogger("longspec").setLevel(logging.ERROR)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    model: Any = None
+    while (call := _broadcast(None)).function is not None:
+        # A signal ends the loading immediately, and other calls when rank 0 ends.
+        stop.at_once = call.loads
+        with suppress(UserError):  # rank 0 gets the same error
+            if call.loads:
+                model = call.function(**call.arguments)
+            else:
+                call.function(model, **call.arguments)
+    if call.failed:
+        raise SystemExit(2)
+
+
+def _broadcast(call: Call | None) -> Call:
+    """Rank 0's `call`, on every rank."""
+    message = [call]
+    dist.broadcast_object_list(message, group=waiting_group())
+    assert message[0] is not None
+    return message[0]
+
+
+def repeat_load(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Let the other ranks call `function`, which returns this rank's part of the pair. No effect without them."""
+    if _leads:
+        _broadcast(Call(function, arguments, loads=True))
+
+
+def on_every_rank(compute: Callable[[], T]) -> T:
+    """The result of `compute()`, which each rank that shares the target calls. A UserError of one is raised on all."""
+    if model_parallel_rank_and_size()[1] == 1:
+        return compute()
+    results: list[T] = []
+    problem = None
+    try:
+        results.append(compute())
+    except UserError as error:
+        problem = str(error)
+    for reported in from_every_rank(problem):
+        if reported is not None:
+            raise UserError(reported)
+    return results[0]
+
+
+def repeat_generation(generate: Callable[..., Any], arguments: Mapping[str, Any]) -> int | None:
+    """Let the other ranks make the same call of `generate`. Returns the seed, which is the same on all ranks.
+
+    arguments: all of `generate`'s, by name. Without other ranks there is no effect. Raises UserError for arguments that
+    ranks could read differently.
+    """
+    seed: int | None = arguments["seed"]
+    if not _leads:
+        return seed
+    if arguments["stopping_criteria"]:
+        raise UserError("stopping_criteria: not supported by ranks that share a target; use eos_token_id")
+    if AUTO in (arguments["method"], arguments["tree_shape"]):
+        raise UserError("auto: not supported by ranks that share a target, whose times differ; give method and shape")
+    if seed is None:
+        seed = int(torch.randint(2**63 - 1, ()))
+    sent = {name: value for name, value in arguments.items() if name not in ONLY_RANK_ZERO}
+    sent |= arguments["options"] | {"seed": seed}
+    on_host = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in sent.items()}
+    _broadcast(Call(generate, on_host))
+    return seed

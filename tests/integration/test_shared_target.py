@@ -1,0 +1,117 @@
+"""Decoding with a target that several ranks share: the tokens of one process, and errors that end all ranks."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from forked_ranks import exit_code, start_forked
+from pairs import FAMILIES, make_pair
+from shared_target_run import SMALL_WINDOW
+from test_command import arguments, lines_of, make_target, write_records
+from training_fixtures import launch_environment
+
+from longspec.cli.batches import _answer
+from longspec.cli.pair import Sampling, open_pair
+from longspec.longbench.command import main
+from longspec.models.draft_files import save_draft_file
+from longspec.models.draft_layer import PUBLISHED, DraftOptions
+from longspec.models.target_split import split_target
+from scripts.pipeline.machine import free_port
+
+LIMIT_S = 120
+HEADS = {2: (4, 2), 4: (8, 4)}
+"""Query and KV heads of the targets by number of ranks."""
+
+
+def run(script: str, *arguments: str, folder: Path, ranks: int = 2, **environment: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a script on forked ranks."""
+    logs = folder / "stdout", folder / "stderr"
+    for log in logs:
+        log.write_text("")
+    started = start_forked(script, list(arguments), ranks, free_port(), launch_environment(**environment), *logs)
+    code = exit_code(started, LIMIT_S)
+    return code, logs[0].read_text(), logs[1].read_text()
+
+
+def write_pairs(work: Path, families: tuple[str, ...], ranks: int) -> None:
+    """A random pair of each family: the target whole and split, and its draft. Each draft has other options; that of
+    Qwen3 has a vocabulary list."""
+    heads, kv_heads = HEADS[ranks]
+    options = (PUBLISHED, DraftOptions(kv_layers=(0,)), DraftOptions(target_feature=True), PUBLISHED)
+    pairs = {family: (family, drafted) for family, drafted in zip(families, options, strict=False)}
+    pairs["fused"] = families[0], DraftOptions(window=SMALL_WINDOW, kv_layers=(0,), target_feature=True)
+    for name, (family, drafted) in pairs.items():
+        target = work / name / "target"
+        layout = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_hidden_layers": 2}
+        model = make_pair(target, family, options=drafted, **layout)
+        if family == "qwen3":
+            model.draft_model.set_vocabulary(torch.arange(1, model.config.vocab_size, 2))
+        save_draft_file(model.draft_model.state_dict(), work / name / "draft.pth", drafted)
+        split_target(target, work / name / "split", ranks)
+
+
+@pytest.mark.parametrize(("ranks", "families"), [(2, FAMILIES), (4, ("qwen2",))])
+def test_ranks_that_share_a_target_generate_what_one_process_does(
+    ranks: int, families: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Every method and family, ragged batches whose rows end in different rounds, sampling, and a planted
+    disagreement (see tests/shared_target_run.py)."""
+    write_pairs(tmp_path, families, ranks)
+    code, stdout, stderr = run(
+        "tests/shared_target_run.py", str(tmp_path), str(ranks), *families, ranks=ranks, folder=tmp_path
+    )
+    assert code == 0, stderr[-4000:]
+    assert stdout == f"{6 * len(families) + 5} generations are the same\n"
+
+
+def test_an_evaluation_survives_its_ranks_and_writes_what_one_process_writes(tmp_path: Path) -> None:
+    """Rank 1 dies in the second batch, then gets a signal there; the third launch completes the run. Rank 0 alone
+    prints and writes."""
+    target, data = make_target(tmp_path / "target"), write_records(tmp_path / "data", count=9)
+    options = ("--max_gen_len", "9", "--batch_size", "1", "--tree_shape", "2", "3")
+    alone = tmp_path / "alone"
+    main(arguments(target, data, alone, *options))
+    expected = [line["token_ids"] for line in lines_of(alone)]
+    shared = tmp_path / "shared"
+    line = [*arguments(target, data, shared, *options), "--tp_size", "2"]
+
+    def launch(fault: str, *arguments: str) -> tuple[int, str, list[str]]:
+        code, stdout, stderr = run("tests/lost_share_run.py", *arguments, folder=tmp_path, FAULT=fault)
+        assert "Traceback" not in stderr, stderr[-4000:]
+        return code, stdout, [line for line in stderr.splitlines() if line.startswith(("error", "stopped", "rank"))]
+
+    start = time.monotonic()
+    code, _, lines = launch("dies", *line)
+    assert code in (1, 9) and lines == ["error: rank 1 is gone, so all ranks that share the target end"]
+    assert time.monotonic() - start < 30
+    assert [line["token_ids"] for line in lines_of(shared)] == expected[:1]
+
+    code, _, lines = launch("signal", *line)
+    done = len(lines_of(shared))
+    assert code == 128 + signal.SIGTERM and 2 <= done < 9, lines
+    assert len(lines) == 1 and lines[0].startswith(f"stopped by SIGTERM: {done} of 9 samples"), lines
+
+    code, stdout, lines = launch("", *line)
+    assert (code, lines) == (0, [])
+    assert stdout.count("9 prompts kept") == stdout.count("written to") == 1
+    assert [line["token_ids"] for line in lines_of(shared)] == expected
+
+    code, stdout, lines = launch("", *line[:-1], "3")
+    assert (code, stdout) == (2, "")
+    assert len(lines) == 1 and lines[0].startswith("error: --tp_size 3: this launch has 2 processes"), lines
+
+
+def test_longspec_generate_answers_on_rank_zero(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target")
+    options = ("--model", str(target), "--method", "lookup", "--device", "cpu", "--max_new_tokens", "6")
+    code, stdout, stderr = run(
+        "longspec/__main__.py", "generate", "x = 1", "y = 22", *options, "--tp_size", "2", folder=tmp_path
+    )
+    assert code == 0, stderr[-4000:]
+    pair = open_pair(str(target), None, "lookup", device="cpu")
+    output = pair.generate(pair.encode(["x = 1", "y = 22"]), Sampling(6))
+    expected = [_answer(pair, tokens.tolist())["text"] for tokens in output.new_tokens]
+    assert [json.loads(line)["text"] for line in stdout.splitlines()] == expected

@@ -1,0 +1,152 @@
+"""Generations whose target the ranks share, compared with those of one process. A run script for forked ranks.
+
+Arguments: the folder of `write_pairs`. Rank 0 makes the calls twice, alone and with the others, and compares.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from longspec.errors import UserError
+from longspec.inference import engine
+from longspec.inference import generate as generate_module
+from longspec.inference.engine_pool import PooledEngine
+from longspec.inference.fused_runner import FusedRunner
+from longspec.inference.load_pair import load_model
+from longspec.inference.methods import METHODS
+from longspec.inference.process_group import shared_target
+from longspec.inference.runner import Runner
+from longspec.models.fused import can_fuse
+from longspec.models.glide import GlideMixin
+from longspec.models.parallel import model_parallel_rank_and_size
+from longspec.ranks.agreement import launched_rank
+from longspec.signals import StopSignals
+
+PROMPTS = [[5, 9, 2, 7, 7, 1, 30, 12, 9], [3, 8, 3, 8], [11, 4, 6, 2, 19, 23, 40, 2, 7, 1, 30, 5, 17]]
+SAMPLED: dict[str, dict[str, Any]] = {
+    "seq": {"temperature": 1.0},
+    "tree": {"temperature": 0.8, "top_p": 0.9},
+    "tree, descend": {"temperature": 1.2, "tree_rule": "descend", "top_k": 20},
+    "lookup": {"temperature": 0.7},
+}
+"""Settings of the sampled generations by label, which starts with the method."""
+SMALL_WINDOW = 8
+FAULTY_SEED = 13
+"""Rank 1 draws other numbers for this seed."""
+
+
+class Collector:
+    """A streamer that keeps what it receives."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
+def outcome(model: GlideMixin, prompts: list[list[int]], **settings: Any) -> tuple[Any, ...]:
+    """New tokens, rounds per row and accepted tokens by depth of a generation."""
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    shape = {"tree_shape": (3, 4, 2), "gamma": 3, "max_new_tokens": 12}
+    output = generate_module.generate(
+        model, pad_sequence(rows, batch_first=True), mask, allow_untrained_draft=True, **(shape | settings)
+    )
+    stats = output.stats
+    return [row.tolist() for row in output.new_tokens], stats.row_rounds, stats.accepted_by_depth
+
+
+def outcomes(work: Path, families: list[str], target: str) -> dict[str, Any]:
+    """Greedy generations of each family with every method, and sampled ones in float64, whose draws cannot flip."""
+    found: dict[str, Any] = {}
+    for family in families:
+        model = load_model(str(work / family / target), str(work / family / "draft.pth"), torch.float32, CPU)
+        # A token of the middle row's answer ends it while the others go on.
+        (answer,), *_ = outcome(model, PROMPTS[1:2], method="vanilla", max_new_tokens=5)
+        for method in METHODS:
+            found[f"{family} {method}"] = outcome(model, PROMPTS, method=method, eos_token_id=answer[-1])
+        streamer = Collector()
+        outcome(model, PROMPTS[:1], method="lookup", max_new_tokens=5, streamer=streamer)
+        found[f"{family} streamed"] = streamer.tokens
+    return found
+
+
+def sampled(work: Path, family: str, target: str) -> dict[str, Any]:
+    model = load_model(str(work / family / target), str(work / family / "draft.pth"), torch.float64, CPU)
+    found = {}
+    for number, (label, settings) in enumerate(SAMPLED.items()):
+        found[label] = outcome(model, PROMPTS, method=label.split(",")[0], seed=number, **settings)
+    # Without a seed, rank 0's global generator decides.
+    torch.manual_seed(3)
+    outcome(model, PROMPTS, method="seq", temperature=1.0, max_new_tokens=5)
+    return found
+
+
+class InterpretedRunner(FusedRunner):
+    """The fused passes through Triton's interpreter, which no graph captures."""
+
+    capturable = False
+
+
+def choose_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:
+    """Fused passes for the shared pair with a small window, because the interpreter is slow; else plain ones."""
+    is_shared = model_parallel_rank_and_size()[1] > 1
+    return InterpretedRunner(model) if is_shared and model.draft_model.window == SMALL_WINDOW else Runner(model)
+
+
+def fused(work: Path, target: str) -> dict[str, Any]:
+    model = load_model(str(work / "fused" / target), str(work / "fused" / "draft.pth"), torch.float32, CPU)
+    assert can_fuse(model)
+    return {"fused": outcome(model, PROMPTS[1:2], method="tree", tree_shape=(2,), max_new_tokens=2)}
+
+
+def plant_fault() -> None:
+    """Let this rank draw other numbers than the others for FAULTY_SEED."""
+    restart = PooledEngine.restart
+
+    def faulty(self: PooledEngine, prompts: Any, lengths: Any, seed: int | None) -> None:
+        restart(self, prompts, lengths, FAULTY_SEED + 1 if seed == FAULTY_SEED else seed)
+
+    PooledEngine.restart = faulty  # type: ignore[method-assign]
+
+
+def check_disagreement(work: Path, family: str) -> None:
+    """It is reported by the round in which it happens, and the ranks go on with the next call."""
+    model = load_model(str(work / family / "split"), str(work / family / "draft.pth"), torch.float32, CPU)
+    settings = {"method": "vanilla", "temperature": 1.5, "max_new_tokens": 40}
+    try:
+        outcome(model, PROMPTS, seed=FAULTY_SEED, **settings)
+        raise AssertionError("the ranks drew different tokens, and no error")
+    except UserError as error:
+        assert "the ranks that share the target disagree" in str(error), error
+    outcome(model, PROMPTS, seed=FAULTY_SEED - 1, **settings)
+
+
+CPU = torch.device("cpu")
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    work, ranks, families = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    generate_module.make_runner = choose_runner
+    engine.PREFILL_TOKENS = 15  # several chunks
+    alone: dict[str, Any] = {}
+    if launched_rank() == 0:
+        alone = outcomes(work, families, "target") | sampled(work, families[0], "target")
+        alone |= fused(work, "target")
+    elif launched_rank() == 1:
+        plant_fault()
+    with StopSignals(at_once=True) as stop, shared_target(ranks, "cpu", stop):
+        # Half of the targets are cut while they are read.
+        shared = outcomes(work, families[::2], "split") | outcomes(work, families[1::2], "target")
+        shared |= sampled(work, families[0], "split")
+        shared |= fused(work, "target")
+        check_disagreement(work, families[0])
+    assert shared == alone, {name: (alone[name], shared[name]) for name in alone if alone[name] != shared[name]}
+    print(f"{len(shared)} generations are the same")
