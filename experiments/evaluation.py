@@ -26,7 +26,7 @@ from longspec import generate, load_pair
 from longspec.data.prompts import loops
 from longspec.errors import UserError
 from longspec.inference.device import device_name, versions
-from longspec.inference.shape_cache import draft_fingerprint
+from longspec.inference.draft_fingerprint import draft_fingerprint
 
 FACTS = "settings.json"
 """File with the draft, target, device and versions that all samples of a folder share."""

@@ -16,8 +16,8 @@ from longspec.cli.prompts import Prompt
 from longspec.cli.results import Results
 from longspec.errors import UserError
 from longspec.inference.device import device_name
-from longspec.inference.methods import GLIDE_METHODS
-from longspec.inference.shape_cache import draft_fingerprint
+from longspec.inference.draft_fingerprint import draft_fingerprint
+from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.stats import GenerationStats, pool
 from longspec.models.content import target_digest
 from longspec.ranks.replicas import Replicas
@@ -59,9 +59,11 @@ class Job:
         """A digest of everything that determines the answers, apart from the prompts."""
         pair = self.pair
         is_greedy = self.sampling.temperature == 0
+        # Method "auto" does without an untrained draft.
+        drafts = pair.method in GLIDE_METHODS or (pair.method == AUTO and pair.model.draft_is_trained)
         facts = {
             "target": target_digest(str(pair.model.config.name_or_path), pair.model.config),
-            "draft": draft_fingerprint(pair.model) if pair.method in GLIDE_METHODS else None,
+            "draft": draft_fingerprint(pair.model) if drafts else None,
             "method": pair.method,
             "dtype": str(pair.model.dtype),
             "chat_format": pair.chat_format,
@@ -139,6 +141,7 @@ def summarize(job: Job, answered: int, shares: Sequence[Share]) -> dict[str, Any
         "mean_acceptance_length": pooled.mean_acceptance_length if pooled.rounds else None,
         "tokens_per_second": pooled.tokens_per_second if pooled.decode_s else None,
         **pooled.setup,
+        "rounds_by_plan": pooled.rounds_by_plan,
         "ttft_s": pooled.ttft_s,
         "decode_s": pooled.decode_s,
     }

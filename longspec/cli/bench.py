@@ -53,7 +53,7 @@ def bench(
     temperature: TemperatureOption = 0.0,
     png: Annotated[Path, typer.Option("--png", help="Picture to write.", rich_help_panel=OUTPUT)] = Path("bench.png"),
 ) -> None:
-    """Compare vanilla, lookup, tree and tree with an automatic shape: a table, a picture, and a JSON line on stdout.
+    """Compare vanilla, lookup, tree and auto: a table, a picture, and a JSON line on stdout.
 
     Prompts run one at a time, and answers end at the token limit, not at an EOS. Methods that need a trained draft
     are skipped on a pair without one.

@@ -20,10 +20,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "vanilla": {"method": "vanilla"},
     "lookup": {"method": "lookup"},
     "tree": {"method": "tree"},
-    "tree auto": {"method": "tree", "tree_shape": AUTO},
+    "auto": {"method": AUTO},
 }
 """The arguments of `longspec.generate` by label."""
-COLORS = {"vanilla": "#999999", "lookup": "#e69f00", "tree": "#56b4e9", "tree auto": "#0072b2"}
+COLORS = {"vanilla": "#999999", "lookup": "#e69f00", "tree": "#56b4e9", "auto": "#0072b2"}
 WARM_UP_TOKENS = 16
 """New tokens of the warm-up."""
 SEED = 0

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 EMBEDDED_PAIR = "smollm2-135m"
-Method = Literal["vanilla", "seq", "tree", "magicdec", "lookup"]
+Method = Literal["vanilla", "seq", "tree", "magicdec", "lookup", "auto"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 LARGEST_SEED = 2**63 - 1
 """torch takes larger seeds, but the number of a turn or batch is added to a seed."""

@@ -23,6 +23,7 @@ STYLES: dict[Origin, str] = {"target": "", "draft": "#56b4e9", "lookup": "#e69f0
 _DRAFT_LEGEND = f"Plain text: the target's own tokens. [{STYLES['draft']}]Blue: accepted tokens of the draft.[/]"
 LEGEND = {
     "lookup": f"Plain text: the target's own tokens. [{STYLES['lookup']}]Orange: accepted tokens of prompt lookup.[/]",
+    "auto": f"{_DRAFT_LEGEND} [{STYLES['lookup']}]Orange: those of prompt lookup.[/]",
     **dict.fromkeys(("tree", "seq", "magicdec"), _DRAFT_LEGEND),
 }
 """Explanations of the colors by method; vanilla needs none."""

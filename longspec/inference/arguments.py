@@ -11,7 +11,6 @@ from torch import Tensor
 
 from longspec.errors import UserError
 from longspec.inference.methods import AUTO, GLIDE_METHODS, METHODS, TREE_RULES
-from longspec.inference.tree_shapes import CANDIDATES
 from longspec.models.draft_layer import check_window
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import position_limit
@@ -98,17 +97,17 @@ def check_trained(model: GlideMixin, method: str, allow_untrained_draft: bool) -
 
 def check_drafting(
     method: str,
-    tree_shape: Sequence[int] | str,
+    tree_shape: Sequence[int],
     gamma: int,
     tree_rule: str,
     vocab_size: int,
     tree_nodes: int | None = None,
 ) -> None:
     """Raise UserError for an unknown method or tree rule, and for a tree or gamma outside its range."""
-    for name, value, known in (("method", method, METHODS), ("tree_rule", tree_rule, TREE_RULES)):
+    for name, value, known in (("method", method, (*METHODS, AUTO)), ("tree_rule", tree_rule, TREE_RULES)):
         if value not in known:
             raise UserError(f"{name}: {value!r} is unknown; choose one of {', '.join(known)}")
-    if method == "tree" and tree_shape != AUTO:
+    if method in ("tree", AUTO):
         _check_tree_shape(tree_shape, vocab_size)
     if tree_nodes is not None:
         _check_integer("tree_nodes", tree_nodes, 2, MAX_NODES)
@@ -116,21 +115,23 @@ def check_drafting(
         _check_integer("gamma", gamma, 1, MAX_NODES - 1)
 
 
-def check_draft_window(method: str, tree_shape: Sequence[int] | str, gamma: int, window: int) -> None:
+def check_draft_window(method: str, tree_shape: Sequence[int], gamma: int, window: int) -> None:
     """Raise UserError if the draft's window, in tokens, is too small for the method's depth."""
     if method == "seq":
         check_window(window, gamma, "gamma")
-    elif method == "tree":
-        # With "auto", candidates that are too deep for the draft are skipped.
-        depth = min(len(shape) for shape in CANDIDATES) if tree_shape == AUTO else len(tree_shape)
-        check_window(window, depth, "tree_shape")
+    elif method in ("tree", AUTO):
+        check_window(window, len(tree_shape), "tree_shape")
 
 
 def _check_tree_shape(tree_shape: Any, vocab_size: int) -> None:
     """Raise UserError unless tree_shape is a list of level sizes within the limits."""
+    if tree_shape == AUTO:
+        raise UserError(
+            f"tree_shape: {AUTO!r} is not a shape; use method {AUTO!r}, which chooses the tree in each round"
+        )
     is_sequence = isinstance(tree_shape, Sequence) and not isinstance(tree_shape, str)
     if not is_sequence or not all(_is_integer(width) for width in tree_shape):
-        raise UserError(f"tree_shape: {tree_shape!r}; give the nodes of each level, as in 4 16 16 16 16, or {AUTO!r}")
+        raise UserError(f"tree_shape: {tree_shape!r}; give the nodes of each level, as in 4 16 16 16 16")
     if not tree_shape:
         raise UserError("tree_shape: empty; give the number of nodes of each level, as in 4 16 16 16 16")
     if not all(1 <= width <= vocab_size for width in tree_shape):

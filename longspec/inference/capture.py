@@ -32,7 +32,7 @@ def warm_up(engine: Rounds) -> None:
     if kind in warm_kinds:
         return
 
-    generator = _generator(engine)
+    generator = generator_of(engine)
     state = generator.get_state()
     no_row = torch.zeros_like(engine.root, dtype=torch.bool)
     engine.round(no_row)
@@ -47,7 +47,7 @@ class CapturedRound:
         """Record the round without running it. The device continues with work that is already queued."""
         self.active = torch.ones_like(engine.root, dtype=torch.bool)
         self.graph = torch.cuda.CUDAGraph()
-        self.graph.register_generator_state(_generator(engine))
+        self.graph.register_generator_state(generator_of(engine))
         pool = _pool_keeper(torch.cuda.current_stream()).pool()
         stream = _capture_stream(self.active.device)
         stream.wait_stream(torch.cuda.current_stream())
@@ -63,7 +63,7 @@ class CapturedRound:
             self.graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
 
-    def __call__(self, active: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, active: Tensor) -> tuple[Tensor, ...]:
         self.active.copy_(active)
         self.graph.replay()
         return self.result
@@ -113,6 +113,8 @@ def _pool_keeper(replay_stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _generator(engine: Rounds) -> torch.Generator:
+def generator_of(engine: Rounds) -> torch.Generator:
     """The generator that the engine draws from: its own, or torch's global one of the device."""
-    return engine.sampler.generator or torch.cuda.default_generators[engine.root.device.index]
+    device = engine.root.device
+    global_one = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    return engine.sampler.generator or global_one

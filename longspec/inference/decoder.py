@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from longspec.errors import UserError
+from longspec.inference.adaptive.controller import RowRound
 from longspec.inference.cache import Fault
-from longspec.inference.engine import Engine, Round
+from longspec.inference.engine import Engine
 from longspec.inference.engine_pool import with_released_memory
+from longspec.inference.round_source import Origin, RoundSource
 from longspec.inference.stats import GenerationStats
 
 Stops = Callable[[int, Sequence[int]], bool]
 """Whether a row ends after its newest token, for other reasons than EOS and the token limit. Called with the row number
 and its new tokens."""
-
-Origin = Literal["target", "draft", "lookup"]
-"""The source of an emitted token: the target itself (a row's first token and every bonus token), or an accepted
-proposal of a draft (GLIDE's, or MagicDec's sparse target) or of prompt lookup."""
 
 
 class Streamer(Protocol):
@@ -46,15 +44,15 @@ class Decoder:
         eos_ids: set[int],
         streamer: Streamer | None,
         stops: Stops | None = None,
-        proposed: Origin = "draft",
     ) -> None:
-        """max_new_tokens: per row; proposed: the origin of accepted draft tokens."""
+        """max_new_tokens: per row."""
         self.engine = engine
         self.max_new_tokens = max_new_tokens
         self.eos_ids = eos_ids
         self.streamer = streamer
         self.stops = stops
-        self.proposed = proposed
+        self.proposed: Origin = "draft"
+        """The origin of accepted proposals."""
 
         batch = len(engine.prompts)
         self.new_tokens: list[list[int]] = [[] for _ in range(batch)]
@@ -67,16 +65,13 @@ class Decoder:
         """Whether no row has met a fault, its end included; otherwise the caches can hold NaN."""
         self.stats = GenerationStats(row_rounds=[0] * batch, accepted_by_depth=[0] * engine.drafter.depth)
 
-    def run(self, ready_round: Callable[[GenerationStats], Round]) -> None:
-        """Generate. Raises UserError for logits that are NaN or infinite.
-
-        ready_round: returns the engine's round, and adds the time that its preparation took to the stats.
-        """
+    def run(self, source: RoundSource) -> None:
+        """Generate with the rounds of the engine's `source`. Raises UserError for logits that are NaN or infinite."""
         device = self.engine.prompts.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         if self.max_new_tokens > 1:
-            play_round = ready_round(self.stats)
+            source.prepare(self.stats)
 
         # The first token comes from prefill and counts for ttft_s only.
         start = time.perf_counter()
@@ -86,9 +81,13 @@ class Decoder:
             self._emit(row, [token], accepted=0)
 
         start = time.perf_counter()
-        while any(self.active):
-            tokens, counts = play_round(self.device_active)
-            self.note(tokens, counts)
+        if any(self.active):
+            source.start(first_tokens)
+            while any(self.active):
+                result = source.play(self.device_active)
+                self.proposed = source.origin
+                source.observe(self.note(*result), self.active)
+            source.finish(self.stats)
         self.stats.decode_s = time.perf_counter() - start
 
         if device.type == "cuda":
@@ -104,14 +103,20 @@ class Decoder:
             self._check_fault(row, fault)
         return tokens
 
-    def note(self, tokens: Tensor, counts: Tensor) -> None:
-        """Take the result of a round (see `Engine.round`). The host waits for the round here and nowhere else."""
-        # One transfer for tokens, counts and faults.
-        result = torch.cat([tokens, counts[:, None], self.engine.cache.faults[:, None]], 1).tolist()
-        for row, (*row_tokens, count, fault) in enumerate(result):
+    def note(self, tokens: Tensor, counts: Tensor, ranks: Tensor | None = None) -> list[RowRound | None]:
+        """Take the result of a round (see `RoundSource.play`). Returns the part of each row, None for inactive rows.
+
+        The host waits for the round here and nowhere else.
+        """
+        # One transfer for everything.
+        columns = [counts[:, None], self.engine.cache.faults[:, None], tokens]
+        result = torch.cat(columns if ranks is None else [*columns, ranks], 1).tolist()
+        parts: list[RowRound | None] = [None] * len(result)
+        for row, (count, fault, *values) in enumerate(result):
             if not self.active[row]:
                 self.finite &= not fault
                 continue
+            row_tokens, row_ranks = values[: tokens.shape[1]], values[tokens.shape[1] :]
             self._check_fault(row, fault)
 
             # The last of the `count` tokens is the target's bonus token.
@@ -122,6 +127,8 @@ class Decoder:
             self.stats.decoded_tokens += emitted
             for depth in range(min(emitted, accepted)):
                 self.stats.accepted_by_depth[depth] += 1
+            parts[row] = RowRound(row_tokens[:emitted], row_ranks[1 : accepted + 1])
+        return parts
 
     def _check_fault(self, row: int, fault: int) -> None:
         """Raise UserError if `fault`, the row's entry in `TargetCache.faults`, is not 0."""

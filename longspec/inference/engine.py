@@ -23,7 +23,7 @@ CAPACITY_STEP = 256
 MOST_SIZE_CLASSES = 128
 """From this number of steps on, the cache size does not change which kernels run, because splits are bounded."""
 
-Round = Callable[[Tensor], tuple[Tensor, Tensor]]
+Round = Callable[[Tensor], tuple[Tensor, ...]]
 """`Rounds.round`, or a captured one."""
 
 
@@ -74,7 +74,7 @@ class Rounds:
             self.runner.attention.name,
         )
 
-    def round(self, active: Tensor) -> tuple[Tensor, Tensor]:
+    def round(self, active: Tensor) -> tuple[Tensor, ...]:
         """`play`, returning only tokens and counts."""
         played = self.play(active)
         self.cache.compare_ranks(played.tokens, played.counts)

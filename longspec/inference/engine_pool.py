@@ -6,7 +6,6 @@ built for.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,13 +16,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from longspec.inference.capture import capture_round, warm_up
 from longspec.inference.device import free_bytes
-from longspec.inference.engine import CAPACITY_STEP, MOST_SIZE_CLASSES, Engine, Round
+from longspec.inference.engine import CAPACITY_STEP, MOST_SIZE_CLASSES, Engine
 from longspec.inference.memory import row_bytes
+from longspec.inference.round_source import RoundSource
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
-from longspec.inference.stats import GenerationStats
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import least_over_ranks, model_parallel_rank_and_size
 
@@ -43,17 +41,20 @@ _idle: WeakKeyDictionary[GlideMixin, list[PooledEngine]] = WeakKeyDictionary()
 
 @dataclass
 class PooledEngine:
-    """An engine with its captured round."""
+    """An engine with its rounds."""
 
     kind: Hashable
     room: int
     """Positions per row for a prompt and its new tokens."""
-    engine: Engine
+    source: RoundSource
     bytes: int
     """Estimated size of its caches and of a round's logits."""
-    captured: Round | None = None
     reusable: bool = True
     """Whether its caches are finite."""
+
+    @property
+    def engine(self) -> Engine:
+        return self.source.engine
 
     def restart(self, prompts: Tensor, lengths: Sequence[int], seed: int | None) -> None:
         """Prepare for other prompts [B, P], padded on the right, and for a seed if the engine has its own generator."""
@@ -62,20 +63,6 @@ class PooledEngine:
         generator = self.engine.sampler.generator
         if generator is not None and seed is not None:
             generator.manual_seed(seed)
-
-    def ready_round(self, stats: GenerationStats) -> Round:
-        """The round to play: captured at the first call if the runner allows it. `stats` takes the times."""
-        engine = self.engine
-        if not engine.runner.capturable:
-            return engine.round
-        if self.captured is None:
-            start = time.perf_counter()
-            warm_up(engine)
-            warm = time.perf_counter()
-            self.captured = capture_round(engine)
-            stats.warm_up_s += warm - start
-            stats.capture_s += time.perf_counter() - warm
-        return self.captured
 
 
 def engine_kind(runner: Runner, method: Hashable, rows: int, sampler: Sampler, room: int) -> Hashable:
@@ -111,7 +98,7 @@ def rounded_room(positions: int, max_positions: int) -> int:
 
 
 @contextmanager
-def borrowed(kind: Hashable, room: int, runner: Runner, build: Callable[[], Engine]) -> Iterator[PooledEngine]:
+def borrowed(kind: Hashable, room: int, runner: Runner, build: Callable[[], RoundSource]) -> Iterator[PooledEngine]:
     """An engine of this kind with room for `room` positions per row: an idle one, or a new one from `build`.
 
     It becomes idle at the end, unless an exception ends the call, because the state of its caches is unknown then.
@@ -124,8 +111,8 @@ def borrowed(kind: Hashable, room: int, runner: Runner, build: Callable[[], Engi
         pooled.engine.runner.adopt(runner)
     else:
         del pooled  # its memory is free for the new engine
-        engine = with_released_memory(model, build)
-        pooled = PooledEngine(kind, room, engine, _size(engine, room))
+        source = with_released_memory(model, build)
+        pooled = PooledEngine(kind, room, source, _size(source.engine, room))
     yield pooled
     if pooled.reusable:
         pooled.engine.runner.disown()

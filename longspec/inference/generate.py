@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import StoppingCriteria
 
 from longspec.errors import UserError
+from longspec.inference.adaptive.auto_rounds import AutoRounds
+from longspec.inference.adaptive.plan_drafters import PlanDrafters, fitting_shape, plans_for
 from longspec.inference.arguments import (
     check_draft_window,
     check_drafting,
@@ -26,16 +28,16 @@ from longspec.inference.arguments import (
     prompt_rows,
     seeded_generator,
 )
-from longspec.inference.decoder import Decoder, Origin, Stops, Streamer
+from longspec.inference.decoder import Decoder, Stops, Streamer
 from longspec.inference.engine import Engine
 from longspec.inference.engine_pool import borrowed, engine_kind, rounded_room
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE, make_drafter
 from longspec.inference.options import REFUSED, STOPPING, WARPERS, build_warpers, refuse_options
 from longspec.inference.process_group import repeat_generation
+from longspec.inference.round_source import FixedRounds, RoundSource
 from longspec.inference.sampling import Sampler
 from longspec.inference.select_runner import make_runner
 from longspec.inference.stats import GenerationStats
-from longspec.inference.tree_shapes import choose_shape
 from longspec.models.glide import GlideMixin, check_pair
 from longspec.models.target_files import position_limit
 
@@ -60,7 +62,7 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int = 0,
-    tree_shape: Sequence[int] | str = DEFAULT_SHAPE,
+    tree_shape: Sequence[int] = DEFAULT_SHAPE,
     gamma: int = 4,
     eos_token_id: int | Sequence[int] | Tensor | None = None,
     pad_token_id: int | None = None,
@@ -79,10 +81,12 @@ def generate(
 
     input_ids, attention_mask: LongTensor [B, P], padded left or right as the mask says; without a mask all tokens are
     real. input_ids may also be a tokenizer's output.
-    method: vanilla, seq, tree, magicdec or lookup (prompt lookup). seq, magicdec and lookup draft chains of gamma
-    tokens, tree drafts trees of tree_shape. seq and tree need a trained draft unless allow_untrained_draft is set.
-    tree_shape: number of nodes in each level, or "auto": the fastest shape for this model, device and context. It is
-    measured on these prompts before generation, unless it is cached (see `tree_shapes.choose_shape`).
+    method: vanilla, seq, tree, magicdec, lookup (prompt lookup) or auto. seq, magicdec and lookup draft chains of gamma
+    tokens, tree drafts trees of tree_shape. seq and tree need a trained draft unless allow_untrained_draft is set. auto
+    chooses between vanilla, lookup and the best 16, 32 or 64 nodes of a tree before each round, from the acceptances so
+    far and the times of rounds, which it measures once per device (see `adaptive`); without a trained draft it does
+    without trees.
+    tree_shape: number of nodes in each level; auto takes no more than the vocabulary has.
     eos_token_id, pad_token_id: None takes the model's own. seed: 0 ... 2^64 - 1; None draws from torch's global
     generator.
     streamer: receives the prompt [1, P] and then each new token [1] on the CPU, as in transformers, and the token's
@@ -106,6 +110,8 @@ def generate(
     arguments = dict(locals())  # for the other ranks, if several share the target
     # All checks come before long work.
     check_pair(model)
+    if method == AUTO:
+        tree_shape = fitting_shape(tree_shape, model.config.vocab_size)
     check_drafting(method, tree_shape, gamma, tree_rule, model.config.vocab_size, tree_nodes)
     check_trained(model, method, allow_untrained_draft)
     _check_options(options)
@@ -136,34 +142,29 @@ def generate(
     with torch.cuda.device_of(model.lm_head.weight):  # kernels are launched on the current device
         prompts = _pad_right(rows, 0).to(device)
         lengths = [len(row) for row in rows]
-        # "auto" is resolved here, so that the engine below only knows a shape.
-        max_positions = position_limit(model.config)
-        measure_s = 0.0
-        if method == "tree" and tree_shape == AUTO:
-            measuring = time.perf_counter()
-            tree_shape = choose_shape(runner, prompts, lengths, sampler, tree_rule, max_positions)
-            measure_s = time.perf_counter() - measuring
+        shape = tuple(map(int, tree_shape)) if method in ("tree", AUTO) else ()
+        room = rounded_room(max(lengths) + max_new_tokens, position_limit(model.config))
+        has_draft = model.draft_is_trained or allow_untrained_draft
 
-        shape = tuple(map(int, tree_shape)) if method == "tree" else ()
-        room = rounded_room(max(lengths) + max_new_tokens, max_positions)
+        def build() -> RoundSource:
+            if method == AUTO:
+                drafters = PlanDrafters(runner, len(rows), sampler, plans_for(shape, has_draft), shape, tree_rule)
+                engine = Engine(runner, drafters, sampler, prompts, lengths, room - max(lengths))
+                return AutoRounds(engine, drafters, room)
+            settings = (shape, gamma, tree_rule, tree_nodes, lookup_branches)
+            drafter = make_drafter(method, runner, len(rows), sampler, *settings)
+            engine = Engine(runner, drafter, sampler, prompts, lengths, room - max(lengths))
+            return FixedRounds(engine, "lookup" if method == "lookup" else "draft")
 
-        def build() -> Engine:
-            drafter = make_drafter(
-                method, runner, len(rows), sampler, shape, gamma, tree_rule, tree_nodes, lookup_branches
-            )
-            return Engine(runner, drafter, sampler, prompts, lengths, room - max(lengths))
-
-        proposed: Origin = "lookup" if method == "lookup" else "draft"
-        drafting = (method, shape, gamma, tree_rule, tree_nodes, lookup_branches)
+        drafting = (method, shape, gamma, tree_rule, tree_nodes, lookup_branches, has_draft)
         kind = engine_kind(runner, drafting, len(rows), sampler, room)
         with borrowed(kind, room, runner, build) as pooled:
             pooled.restart(prompts, lengths, seed)
-            decoder = Decoder(pooled.engine, max_new_tokens, eos_ids, streamer, stops, proposed)
+            decoder = Decoder(pooled.engine, max_new_tokens, eos_ids, streamer, stops)
             decoder.stats.tree_shape = shape
             decoder.stats.tree_nodes = pooled.engine.drafter.nodes if method == "tree" else 0
-            decoder.stats.measure_s = measure_s
-            decoder.stats.build_s = time.perf_counter() - started - measure_s
-            decoder.run(pooled.ready_round)
+            decoder.stats.build_s = time.perf_counter() - started
+            decoder.run(pooled.source)
             pooled.reusable = decoder.finite
 
     # Rows end at different lengths; each output is its prompt without padding and its new tokens.

@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     from longspec.inference.sampling import Sampler
 
 METHODS = ("vanilla", "seq", "tree", "magicdec", "lookup")
+"""The methods that draft in one way."""
 GLIDE_METHODS = ("seq", "tree")
 """The methods that need a trained GLIDE draft."""
 TREE_RULES = ("reject", "descend")
 """The ways to draft and accept a tree above temperature 0 (see `drafting.tree`)."""
 AUTO = "auto"
-"""The value of tree_shape that selects the fastest measured shape (see `tree_shapes`)."""
+"""The method that chooses between vanilla, lookup and draft trees before each round (see `adaptive`)."""
 DEFAULT_SHAPE = (4, 16, 16, 16, 16)
 """The paper's tree: number of nodes in each level below the root."""
 

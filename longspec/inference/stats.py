@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -30,6 +31,10 @@ class GenerationStats:
     """Peak of memory allocated on the CUDA device during the call; 0 on a CPU."""
     tree_shape: tuple[int, ...] = ()
     """Number of nodes in each level of the drafted trees; empty for other methods."""
+    rounds_by_plan: dict[str, int] = field(default_factory=dict)
+    """Number of rounds of the batch per plan of method "auto"; empty for other methods."""
+    tree_nodes: int = 0
+    """Number of nodes of each tree that were verified, the root included; 0 for other methods."""
     build_s: float = 0.0
     """Time to set up caches and layers before `ttft_s`, in seconds. Little for an engine that an earlier call built."""
     warm_up_s: float = 0.0
@@ -38,8 +43,6 @@ class GenerationStats:
     """Time to record the CUDA graphs of rounds before `ttft_s`, in seconds; 0 if an earlier call did."""
     measure_s: float = 0.0
     """Time of the measurements of "auto" before `ttft_s`, in seconds; 0 if they are cached."""
-    tree_nodes: int = 0
-    """Number of nodes of each tree that were verified, the root included; 0 for other methods."""
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -62,6 +65,7 @@ def pool(batches: Sequence[GenerationStats]) -> GenerationStats:
     by_depth = zip_longest(*(stats.accepted_by_depth for stats in batches), fillvalue=0)
     return GenerationStats(
         rounds=sum(stats.rounds for stats in batches),
+        rounds_by_plan=dict(sum((Counter(stats.rounds_by_plan) for stats in batches), Counter())),
         decoded_tokens=sum(stats.decoded_tokens for stats in batches),
         accepted_by_depth=[sum(counts) for counts in by_depth],
         ttft_s=sum(stats.ttft_s for stats in batches),

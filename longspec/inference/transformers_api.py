@@ -48,7 +48,7 @@ def generate_as_transformers(
     *,
     streamer: Streamer | None = None,
     method: str = "tree",
-    tree_shape: Sequence[int] | str = DEFAULT_SHAPE,
+    tree_shape: Sequence[int] = DEFAULT_SHAPE,
     gamma: int = 4,
     tree_rule: str = "reject",
     seed: int | None = None,

@@ -11,10 +11,10 @@ import torch
 from transformers import PreTrainedConfig
 
 from longspec.errors import UserError
+from longspec.inference.adaptive.plans import TREE_NODES
 from longspec.inference.arguments import check_draft_window
 from longspec.inference.memory import check_memory
 from longspec.inference.methods import AUTO, GLIDE_METHODS
-from longspec.inference.tree_shapes import CANDIDATES
 from longspec.longbench.prompts import TaskPrompt
 from longspec.models.draft_files import draft_settings
 from longspec.models.target_split import rank_config
@@ -75,12 +75,10 @@ def check_batch_memory(
     max_new_tokens: int,
 ) -> None:
     """Raise UserError if a lower bound of the largest batch's memory exceeds that of the device."""
-    # With "auto", any of the shapes may be played.
-    shapes = CANDIDATES if options.tree_shape == AUTO else (options.tree_shape,)
-    largest_tree = max(sum(shape) for shape in shapes)
+    largest_tree = sum(options.tree_shape)
     if options.tree_nodes is not None:
         largest_tree = min(largest_tree, options.tree_nodes - 1)
-    draft_tokens = {"vanilla": 0, "tree": largest_tree}.get(options.method, options.gamma)
+    draft_tokens = {"vanilla": 0, "tree": largest_tree, AUTO: max(TREE_NODES) - 1}.get(options.method, options.gamma)
     # All rows of a batch have the cache of the longest one.
     longest = max(len(prompt.token_ids) for prompt in prompts)
     rows = min(options.batch_size, len(prompts))

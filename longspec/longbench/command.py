@@ -71,8 +71,6 @@ def parse_options(argv: Sequence[str] | None = None, prog: str | None = None) ->
     options = parser.parse_args(argv)
     # Folder names leave out options at their default values.
     options.defaults = {name: parser.get_default(name) for name in vars(options)}
-    # nargs="*" makes a list of the single word auto.
-    options.tree_shape = AUTO if options.tree_shape == [AUTO] else options.tree_shape
     return options
 
 
@@ -111,7 +109,7 @@ def _add_pair_and_data(parser: argparse.ArgumentParser) -> None:
 
 def _add_decoding(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--method", choices=METHODS, default="tree")
+    add("--method", choices=(*METHODS, AUTO), default="tree")
     add("--max_gen_len", type=int, help="new tokens per sample; default: that of the task")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--top_p", type=float, default=1.0)
@@ -153,9 +151,10 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _width(value: str) -> int | str:
+def _width(value: str) -> int:
     """One value of --tree_shape."""
     try:
-        return AUTO if value == AUTO else int(value)
+        return int(value)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"invalid int value: {value!r}, and not {AUTO}") from None
+        hint = f"; use --method {AUTO}, which chooses the tree in each round" if value == AUTO else ""
+        raise argparse.ArgumentTypeError(f"invalid int value: {value!r}{hint}") from None

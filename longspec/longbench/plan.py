@@ -21,7 +21,7 @@ from longspec.errors import UserError
 from longspec.inference.arguments import check_drafting, check_sampling
 from longspec.inference.device import choose_device, choose_dtype, device_name, versions
 from longspec.inference.load_pair import check_loadable
-from longspec.inference.methods import GLIDE_METHODS
+from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.options import REFUSED, STOPPING, WARPERS
 from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair
 from longspec.kernels.decoding.attention import decoding_attention
@@ -47,6 +47,7 @@ SHAPE_OPTIONS = {
     "tree": ("tree_shape", "tree_rule", "tree_nodes", "lookup_branches"),
     "magicdec": ("gamma",),
     "lookup": ("gamma",),
+    "auto": ("tree_shape", "tree_rule"),
 }
 """The options that determine each method's proposals."""
 OTHER_OPTIONS = (
@@ -142,7 +143,7 @@ class Plan:
 
     def _draft_identity(self) -> dict[str, Any]:
         # A draft that is given but not used does not change the results.
-        if self.options.method not in GLIDE_METHODS or self.draft is None or self.draft_state is None:
+        if self.options.method not in (*GLIDE_METHODS, AUTO) or self.draft is None or self.draft_state is None:
             return {"draft": None, "draft_window": None}
         return {"draft": state_digest(self.draft_state), **option_entries(draft_settings(self.draft).options)}
 
@@ -237,7 +238,7 @@ def _draft_in_use(options: argparse.Namespace, pair: Pair) -> str | None:
         if pair.draft is None:
             raise UserError(f"--draft: method {options.method} needs the draft of {pair.target}; give its path")
         return pair.draft
-    return options.draft
+    return pair.draft if options.method == AUTO else options.draft
 
 
 def _select(options: argparse.Namespace, family: str, tokenizer: Any, chat_format: str, longest: int) -> Selection:

@@ -271,6 +271,7 @@ def _sample_line(
             "accepted_by_depth": stats.accepted_by_depth,
             "peak_memory_bytes": stats.peak_memory_bytes or _resident_peak(),
             **stats.setup,
+            **({"rounds_by_plan": stats.rounds_by_plan} if stats.rounds_by_plan else {}),
         },
         "text": result.text,
         "token_ids": result.token_ids,

@@ -8,8 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from longspec.inference.methods import AUTO, DEFAULT_SHAPE
-from longspec.inference.tree_shapes import CANDIDATES
+from longspec.inference.methods import DEFAULT_SHAPE
 from longspec.train.logging import METRICS_NAME
 from scripts.pipeline.files import read_jsonl, write_json
 from scripts.reproduce.cells import CELLS, Measurement, read_cells
@@ -33,6 +32,8 @@ CURVES = {"losses": "loss", "held_out_losses": "eval_loss"}
 """Of an arm's last stage."""
 WITH_AND_WITHOUT = {"anchor_offset": ("on", "off")}
 """Ablations about how soon a loss is reached: the arm with the feature, and the one without."""
+
+SHAPES: tuple[tuple[int, ...], ...] = (DEFAULT_SHAPE, (1,) * 4, (2, 4, 4, 4), (4, 8, 8, 8, 8), (16, 32, 32, 32, 32))
 
 
 def arm_settings(settings: EvaluationSettings, limit_s: float = 60.0) -> EvaluationSettings:
@@ -77,12 +78,8 @@ def curriculum(folder: Path, run: Run, settings: EvaluationSettings) -> dict[str
 
 
 def tree_shapes(folder: Path, run: Run, settings: EvaluationSettings) -> dict[str, Any]:
-    """The main draft with each of the shapes that `--tree_shape auto` chooses from, and with what that chooses.
-
-    In twice the time that an arm has.
-    """
-    names: dict[str, tuple[int, ...] | str] = {f"tree {' '.join(map(str, shape))}": shape for shape in CANDIDATES}
-    names["tree auto"] = AUTO
+    """The main draft with trees of several shapes. In twice the time that an arm has."""
+    names = {f"tree {' '.join(map(str, shape))}": shape for shape in SHAPES}
     shapes = (Measurement(name, "tree", prompts=3, tree_shape=shape) for name, shape in names.items())
     plan = Measurement("vanilla", prompts=3), *shapes
     evaluate(folder / "evaluation", run, replace(settings, plan=plan, limit_s=2 * settings.limit_s))

@@ -28,7 +28,7 @@ class Measurement:
     seeds: int = 1
     share: float = 1.0
     """Of the evaluation's time, beside the others' shares."""
-    tree_shape: tuple[int, ...] | str = DEFAULT_SHAPE
+    tree_shape: tuple[int, ...] = DEFAULT_SHAPE
     tree_rule: str = "reject"
     tasks: tuple[str, ...] = ()
     """None means all."""

@@ -15,8 +15,8 @@ from transformers.utils import logging
 
 from longspec import generate
 from longspec.inference.device import device_name, versions
+from longspec.inference.draft_fingerprint import draft_fingerprint
 from longspec.inference.methods import DEFAULT_SHAPE
-from longspec.inference.shape_cache import draft_fingerprint
 from scripts.pipeline.files import write_json
 from scripts.reproduce.baselines import BASELINES, LOOKUP_TOKENS, BaselineFailed, Transformers
 from scripts.reproduce.cells import CELLS, Budget, Cell, CellLog, Measurement

@@ -18,7 +18,7 @@ PLAN = (
     Measurement("vanilla", prompts=10, share=12),
     Measurement("tree", prompts=20, share=24),
     Measurement("lookup", prompts=7, share=9),
-    Measurement("tree-auto", "tree", prompts=7, share=10, tree_shape=AUTO),
+    Measurement("tree-auto", AUTO, prompts=7, share=10),
     Measurement("tree", temperature=1.0, prompts=3, seeds=3, share=13),
     Measurement(DESCEND, "tree", temperature=1.0, prompts=3, share=5, tree_rule="descend"),
     Measurement("vanilla", temperature=1.0, prompts=2, share=5),

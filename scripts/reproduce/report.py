@@ -127,7 +127,6 @@ def page(summary: dict[str, Any], pictures: dict[str, str]) -> str:
         "",
         *method_table(summary["methods"]),
         "",
-        *shape_lines(summary["methods"]),
         *forced_lines(summary["forced"]),
         *missing_lines(summary),
         *ablation_lines(summary["ablations"]),
@@ -147,13 +146,6 @@ def training_line(training: Sequence[dict[str, Any]]) -> list[str]:
         f"The target read {last['tokens'] / 1e6:.0f}M tokens in {last['seconds']:.0f} s, to a held-out loss of "
         f"{held_out[-1]:.2f} nats a token."
     ]
-
-
-def shape_lines(methods: Sequence[dict[str, Any]]) -> list[str]:
-    """What `--tree_shape auto` chose."""
-    chosen = [shape for row in methods if row["name"] == "tree-auto" for shape in row["all"]["tree_shapes"]]
-    told = [f"{' '.join(map(str, shape))} at {context:,} tokens" for context, *shape in chosen]
-    return [f"`--tree_shape auto` chose {'; '.join(told)}.", ""] if told else []
 
 
 def marks_of(summary: dict[str, Any]) -> list[Verdict]:

@@ -28,7 +28,7 @@ from longspec.cli.app import app
 from longspec.cli.session import Session
 from longspec.cli.stream import STYLES, AnswerStream
 from longspec.errors import UserError
-from longspec.inference import shape_cache, tree_shapes
+from longspec.inference.adaptive import time_cache
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -129,12 +129,11 @@ def test_prompts_that_leave_no_room_are_named_before_anything_is_generated(targe
 
 
 def test_bench_measures_what_the_pair_can_do(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shape_cache, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(tree_shapes, "CANDIDATES", ((2, 2), (1, 1)))
+    monkeypatch.setattr(time_cache, "cache_folder", lambda: tmp_path)
     given = ["--max_new_tokens", 3, "--png", tmp_path / "a.png"]
     result = invoke("bench", target, *given)
     summary = json.loads(result.stdout.splitlines()[-1])
-    assert list(summary["methods"]) == ["vanilla", "lookup"] and list(summary["skipped"]) == ["tree", "tree auto"]
+    assert list(summary["methods"]) == ["vanilla", "lookup", "auto"] and list(summary["skipped"]) == ["tree"]
     assert "tree: skipped" in result.stderr and (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
     model = make_pair(tmp_path / "random", **SIZE)
     model.save_pretrained(tmp_path / "pair")
@@ -142,7 +141,7 @@ def test_bench_measures_what_the_pair_can_do(target: Path, tmp_path: Path, monke
     (tmp_path / "prompts.txt").write_text("the target reads\n")
     result = invoke("bench", tmp_path / "pair", "--prompts", tmp_path / "prompts.txt", *given)
     summary = json.loads(result.stdout.splitlines()[-1])
-    assert list(summary["methods"]) == ["vanilla", "lookup", "tree", "tree auto"] and not summary["skipped"]
+    assert list(summary["methods"]) == ["vanilla", "lookup", "tree", "auto"] and not summary["skipped"]
     assert all(row["tokens_per_second"] > 0 for row in summary["methods"].values())
 
 

@@ -417,7 +417,7 @@ def test_a_window_smaller_than_the_depth_is_refused(tmp_path: Path) -> None:
     model = make_pair(tmp_path)
     model.draft_model.window = 3
     (row,) = prompts(8)
-    for settings in ({"method": "seq", "gamma": 3}, {"tree_shape": (2, 2, 2)}, {"tree_shape": "auto"}):
+    for settings in ({"method": "seq", "gamma": 3}, {"tree_shape": (2, 2, 2)}, {"method": "auto"}):
         with pytest.raises(UserError, match=r"(gamma|tree_shape): \d levels, but the draft's window is 3 tokens"):
             generate(model, row[None], **settings)
     expected = target_greedy(model, row, 20)

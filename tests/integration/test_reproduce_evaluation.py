@@ -34,8 +34,7 @@ PLAN = (
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("longspec.inference.tree_shapes.TOKENS", 2)
-    monkeypatch.setattr("longspec.inference.tree_shapes.PREFIXES", 2)
+    monkeypatch.setattr("longspec.inference.adaptive.measurement.REPLAYS", 1)
 
 
 def test_cells_hold_what_generate_says(tmp_path: Path) -> None:

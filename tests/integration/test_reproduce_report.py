@@ -24,8 +24,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("longspec.inference.tree_shapes.TOKENS", 2)
-    monkeypatch.setattr("longspec.inference.tree_shapes.PREFIXES", 2)
+    monkeypatch.setattr("longspec.inference.adaptive.measurement.REPLAYS", 1)
 
 
 @pytest.fixture

@@ -52,9 +52,13 @@ Models = Callable[..., GlideMixin]
         ("llama", "published", {"method": "lookup"}),
         ("qwen2", "published", {"method": "magicdec"}),
         ("llama", "published", {"method": "vanilla"}),
+        ("qwen2", "both", {"method": "auto"}),
     ],
 )
-def test_every_request_is_answered_as_alone(models: Models, family: str, options: str, settings: Any) -> None:
+def test_every_request_is_answered_as_alone(
+    models: Models, family: str, options: str, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = models(family, options)
     requests = random_requests(10, VOCAB)
     with serving(model, max_rows=3, **settings) as scheduler:

@@ -15,7 +15,7 @@ from longspec.cli.options import EMBEDDED_PAIR, Dtype, Method
 from longspec.cli.prompts import read_prompts
 from longspec.cli.train import ROOT
 from longspec.errors import UserError
-from longspec.inference.methods import METHODS
+from longspec.inference.methods import AUTO, METHODS
 from longspec.longbench.command import DTYPES
 from longspec.models.target_cache import SMOLLM2
 from longspec.models.target_split import rank_folder
@@ -45,7 +45,7 @@ def test_help_imports_no_torch_and_is_fast() -> None:
 
 def test_the_options_name_what_there_is() -> None:
     """They are written out once more because help must not import torch."""
-    assert get_args(Method) == METHODS and get_args(Dtype) == DTYPES and EMBEDDED_PAIR == SMOLLM2
+    assert get_args(Method) == (*METHODS, AUTO) and get_args(Dtype) == DTYPES and EMBEDDED_PAIR == SMOLLM2
 
 
 def test_help_shows_groups_defaults_and_examples() -> None:

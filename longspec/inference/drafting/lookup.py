@@ -58,6 +58,14 @@ class LookupDrafter:
         part.history = self.history[rows]
         return part
 
+    def with_depth(self, gamma: int) -> LookupDrafter:
+        """A drafter of chains of `gamma` tokens on the same history."""
+        part = copy(self)
+        part.depth = gamma
+        part.nodes = gamma + 1
+        part.kind = (type(self), gamma)
+        return part
+
     def reserve(self, capacity: int) -> None:
         if self.history.shape[1] < capacity:
             self.history = self.history.new_zeros(len(self.history), capacity)
@@ -112,7 +120,11 @@ class LookupBranches:
     def reserve(self, capacity: int) -> None:
         history = self.state.history
         if history.shape[1] < capacity:
-            self.state = self.state._replace(history=history.new_zeros(len(history), capacity))
+            self.share_history(history.new_zeros(len(history), capacity))
+
+    def share_history(self, history: Tensor) -> None:
+        """Take over history, LongTensor [B, capacity], which others may feed as well."""
+        self.state = self.state._replace(history=history)
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
         store_prompts(self.state.history, prompts)

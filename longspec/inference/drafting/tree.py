@@ -106,6 +106,16 @@ class TreeDrafter:
         part.q = None if self.q is None else self.q[rows]
         return part
 
+    def with_budget(self, nodes: int) -> TreeDrafter:
+        """A drafter that grows the same tree, in the same tensors, and verifies `nodes` of its nodes."""
+        part = copy(self)
+        part.nodes = nodes
+        part.selects = nodes < self.tree.tokens.shape[1] or self.lookup is not None
+        part.kind = (self.kind, nodes)
+        if self.lookup is not None and self.least_merits is not None:
+            part.least_merits = least_merits(nodes, self.lookup)
+        return part
+
     def reserve(self, capacity: int) -> None:
         if self.lookup is not None:
             self.lookup.reserve(capacity)

@@ -9,12 +9,18 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from longspec.inference.adaptive.measurement import measure_times
+from longspec.inference.adaptive.plan_drafters import PlanDrafters, served_plans
+from longspec.inference.adaptive.plans import Plan
+from longspec.inference.adaptive.time_cache import RoundTimes, cache_file, cache_key, load_times, store_times
 from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.capture import capture_round, warm_up
 from longspec.inference.drafting.chain import NoDraft
+from longspec.inference.drafting.lookup import LookupBranches
+from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Played, Round, Rounds
-from longspec.inference.methods import make_drafter
+from longspec.inference.methods import AUTO, make_drafter
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
 from longspec.inference.server.requests import Sampling
@@ -22,6 +28,8 @@ from longspec.inference.server.row_sampling import Purpose, RowSampler, RowSetti
 from longspec.inference.server.selective import SelectiveDrafter
 from longspec.kernels.shared.device import upload
 
+MOST_MEASURED_ON_CPU = 4
+"""Largest batch whose rounds are measured on a CPU, where a round takes long."""
 Sampled = Literal["greedy", "sampled", "truncated"]
 """Sampling of a round: all rows greedy; some at a temperature; some with top-k or top-p."""
 
@@ -32,6 +40,8 @@ class Mode(NamedTuple):
     speculates: bool
     """Whether any row speculates."""
     sampled: Sampled
+    plan: Plan | None = None
+    """The plan of method "auto", if any row speculates."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,8 @@ class Method:
     tree_rule: str
     tree_nodes: int | None = None
     lookup_branches: bool = False
+    has_draft: bool = True
+    """Whether method "auto" plays trees."""
 
 
 class RowRounds(Rounds):
@@ -51,6 +63,8 @@ class RowRounds(Rounds):
 
     samplers: Sequence[Sampler] = ()
     """Samplers of draft and target."""
+    reports_ranks = False
+    """Whether the report holds the ranks of the accepted nodes."""
 
     @property
     def kind(self) -> Hashable:
@@ -59,14 +73,21 @@ class RowRounds(Rounds):
 
     def round(self, active: Tensor) -> tuple[Tensor, Tensor]:
         """Play a round. Returns the report, fp64 [B, 2 * depth + 4]: tokens, their log-probabilities, count, fault;
-        and the trace, LongTensor [B, 2 * N + depth + 1]: the nodes' tokens and parents, the accepted path."""
+        and the trace, LongTensor [B, 2 * N + depth + 1]: the nodes' tokens and parents, the accepted path.
+
+        With `reports_ranks`, depth + 1 ranks precede the count.
+        """
         for sampler in self.samplers:
             if isinstance(sampler, RowSampler):
                 sampler.rewind()
         played = self.play(active)
-        columns = (played.tokens, _log_probabilities(played), played.counts[:, None], self.cache.faults[:, None])
-        report = torch.cat([column.double() for column in columns], 1)
         proposal = played.proposal
+        columns = [played.tokens, _log_probabilities(played)]
+        if self.reports_ranks:
+            assert proposal.ranks is not None
+            columns.append(proposal.ranks.gather(1, played.accepted.path))
+        columns += [played.counts[:, None], self.cache.faults[:, None]]
+        report = torch.cat([column.double() for column in columns], 1)
         return report, torch.cat([proposal.tokens, proposal.parents, played.accepted.path], 1)
 
 
@@ -100,18 +121,13 @@ class Batch:
         self.settings = RowSettings.allocate(self.cache.lengths, self.vocab)
         self.sizes = _sizes(max_rows) if runner.capturable else list(range(1, max_rows + 1))
         runner.prepare(capacity)
-        drafter = make_drafter(
-            method.name,
-            runner,
-            max_rows,
-            GREEDY,
-            method.tree_shape,
-            method.gamma,
-            method.tree_rule,
-            method.tree_nodes,
-            method.lookup_branches,
-        )
+        drafter = _drafter(runner, method, max_rows)
         drafter.reserve(capacity)
+        self.tree_shape = method.tree_shape
+        self.plans = drafter.plans if isinstance(drafter, PlanDrafters) else ()
+        """The plans of method "auto"; empty for other methods."""
+        self.times: dict[int, RoundTimes] = {}
+        """Times of the plans' rounds at the smallest and the largest measured size."""
         all_rows = slice(0, max_rows)
         sampled = drafter.share(all_rows, self._sampler("sampled", Purpose.DRAFT, all_rows))
         truncated = sampled.share(all_rows, self._sampler("truncated", Purpose.DRAFT, all_rows))
@@ -132,12 +148,42 @@ class Batch:
         return next(size for size in self.sizes if size >= rows)
 
     def capture(self) -> None:
-        """Prepare the rounds of every mode and size, if they are captured; the cache must be empty."""
+        """Prepare the rounds of every mode and size, if they are captured, and measure those of "auto".
+
+        The cache must be empty.
+        """
         if self.runner.capturable:
             for size in reversed(self.sizes):  # the largest first: the others fit into its memory
-                for speculates in (True, False) if self.depth else (False,):
-                    for sampled in self.drafters:
-                        self.rounds(Mode(speculates, sampled), size)  # type: ignore[arg-type]
+                for sampled in self.drafters:
+                    for plan in reversed(self.plans or (None,)):
+                        if self.depth:
+                            self.rounds(Mode(True, sampled, plan), size)  # type: ignore[arg-type]
+                    self.rounds(Mode(False, sampled), size)  # type: ignore[arg-type]
+        if self.plans:
+            most = self.max_rows if self.runner.capturable else min(self.max_rows, MOST_MEASURED_ON_CPU)
+            for size in sorted({1, most}):
+                self.times[size] = self._measured_times(size)
+
+    def round_time(self, plan: Plan, read: int, size: int) -> float:
+        """The time of a round of the first `size` rows that reads `read` prefix slots, in seconds."""
+        low, high = min(self.times), max(self.times)
+        at_low, at_high = (self.times[rows](plan, read / size) for rows in (low, high))
+        return at_low if low == high else at_low + max(at_high - at_low, 0.0) * (size - low) / (high - low)
+
+    def _measured_times(self, size: int) -> RoundTimes:
+        """Times of the greedy rounds of all plans, from the cache if it has them."""
+        room = self.capacity - self.depth - 1 - self.nodes
+        key = cache_key(self.runner, self.plans, (self.tree_shape, "server"), GREEDY, size, room)
+        path = cache_file(key)
+        times = load_times(path, self.plans)
+        if times is None:
+            rounds = {plan: self.rounds(Mode(True, "greedy", plan), size) for plan in self.plans}
+            drafters = self.drafters["greedy"].share(slice(0, size), GREEDY)
+            assert isinstance(drafters, PlanDrafters)
+            state = self._new_rounds(Mode(False, "greedy"), slice(0, size))
+            times = measure_times(state, rounds, lambda: drafters.refill(state.cache.lengths), room)
+            store_times(path, key, times)
+        return times
 
     def rounds(self, mode: Mode, rows: int) -> Round:
         """Plays rounds of the first `rows` rows, one of `sizes`; see `RowRounds.round`."""
@@ -154,10 +200,16 @@ class Batch:
     def _new_rounds(self, mode: Mode, rows: slice) -> RowRounds:
         drafting = self._sampler(mode.sampled, Purpose.DRAFT, rows)
         verifying = self._sampler(mode.sampled, Purpose.VERIFY, rows)
-        drafter = self.drafters[mode.sampled].share(rows, drafting) if mode.speculates else NoDraft()
+        drafter: Drafter = NoDraft()
+        if mode.speculates:
+            drafter = self.drafters[mode.sampled].share(rows, drafting)
+            if isinstance(drafter, PlanDrafters):
+                assert mode.plan is not None
+                drafter = drafter.drafter(mode.plan)
         selective = SelectiveDrafter(drafter, self.speculates[rows])
         rounds = RowRounds(self.runner, selective, verifying, self.cache.narrow(rows), self.root[rows])
         rounds.samplers = (drafting, verifying)
+        rounds.reports_ranks = mode.plan is not None and mode.plan.kind == "tree"
         return rounds
 
     def _sampler(self, sampled: Sampled, purpose: Purpose, rows: slice) -> Sampler:
@@ -209,8 +261,16 @@ class Batch:
         prompt_lengths = torch.full_like(lengths, prompt_length)
         drafter = self.drafters["greedy"]
         drafter.share(slice(row, row + 1), GREEDY).start(tokens, lengths, prompt_lengths)
-        if former is not None and isinstance(drafter, TreeDrafter) and drafter.lookup is not None:
-            drafter.lookup.copy_counts(former, row)
+        if former is not None and (branches := _branches(drafter)) is not None:
+            branches.copy_counts(former, row)
+
+    def refill_draft(self, row: int, prompt_length: int) -> None:
+        """Fill the draft's ring in a row that played plans without the draft."""
+        rows = slice(row, row + 1)
+        drafter = self.drafters["greedy"].share(rows, GREEDY)
+        assert isinstance(drafter, PlanDrafters)
+        drafter.prompt_lengths = torch.full((1,), prompt_length, device=self.device)
+        drafter.refill(self.cache.lengths[rows])
 
     def upload(self, tokens: Sequence[int]) -> Tensor:
         """LongTensor [1, n] on the device."""
@@ -243,6 +303,21 @@ class Batch:
         states = (cache.lengths, cache.newest_hidden, cache.faults, self.root, self.active, self.speculates)
         for state in (*states, settings.seeds, settings.greedy, settings.temperature, settings.top_k, settings.top_p):
             _exchange(state[a], state[b])
+
+
+def _drafter(runner: Runner, method: Method, rows: int) -> Drafter:
+    """The greedy drafter of a batch."""
+    if method.name == AUTO:
+        plans = served_plans(method.tree_shape, method.has_draft)
+        return PlanDrafters(runner, rows, GREEDY, plans, method.tree_shape, method.tree_rule)
+    settings = (method.tree_shape, method.gamma, method.tree_rule, method.tree_nodes, method.lookup_branches)
+    return make_drafter(method.name, runner, rows, GREEDY, *settings)
+
+
+def _branches(drafter: Drafter) -> LookupBranches | None:
+    """The lookup branches of a drafter."""
+    tree = drafter.tree if isinstance(drafter, PlanDrafters) else drafter
+    return tree.lookup if isinstance(tree, TreeDrafter) else None
 
 
 def _exchange(x: Tensor, y: Tensor) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from longspec.inference.adaptive.lookup_trace import LookupTrace
 from longspec.inference.server.batch import Sampled
 from longspec.inference.server.requests import Sampling, Ticket
 
@@ -30,6 +31,8 @@ class Job:
     """The newest token; None during prefill."""
     new_tokens: int = 0
     rounds: int = 0
+    trace: LookupTrace | None = None
+    """The text of a row that speculates, for the controller of "auto"."""
 
 
 @dataclass(eq=False)
@@ -40,6 +43,8 @@ class Row:
     last_used: int = 0
     """Order in which rows became idle; 0 for one that never held a request."""
     job: Job | None = None
+    behind: bool = False
+    """Whether the draft's ring lacks tokens, because plans without the draft were played."""
 
 
 class Rows:

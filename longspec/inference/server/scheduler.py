@@ -12,6 +12,8 @@ import torch
 
 from longspec.errors import UserError, first_line
 from longspec.inference import engine_pool
+from longspec.inference.adaptive.plan_drafters import fitting_shape
+from longspec.inference.adaptive.plans import SERVED_NODES
 from longspec.inference.arguments import check_draft_window, check_drafting, check_trained
 from longspec.inference.drafting.lookup import BRANCH_SIZES
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE
@@ -59,29 +61,32 @@ class Scheduler:
         lookup_branches: bool = False,
     ) -> None:
         """The drafting settings, tree_nodes and lookup_branches included, attention, compile and
-        allow_untrained_draft are those of `longspec.generate`, except that tree_shape cannot be "auto".
+        allow_untrained_draft are those of `longspec.generate`.
 
         max_rows: requests that run at the same time; memory: bytes for their caches and rounds, None takes 90% of the
         free memory; max_queue: requests that may wait; prefill_chunk: most prompt tokens read between two rounds.
         Raises UserError.
         """
         check_pair(model)
+        if method == AUTO:
+            tree_shape = fitting_shape(tree_shape, model.config.vocab_size)
         check_drafting(method, tree_shape, gamma, tree_rule, model.config.vocab_size, tree_nodes)
         check_trained(model, method, allow_untrained_draft)
         check_draft_window(method, tree_shape, gamma, model.draft_model.window)
-        if tree_shape == AUTO:
-            raise UserError("tree_shape: 'auto' measures a given batch; give the nodes of each level")
         for name, value in (("max_rows", max_rows), ("max_queue", max_queue), ("prefill_chunk", prefill_chunk)):
             if value < 1:
                 raise UserError(f"{name}: {value}; it must be at least 1")
         self.model = model
         runner = make_runner(model, attention, compile)
         engine_pool.release(model)  # the budget follows from the free memory
+        has_draft = model.draft_is_trained or allow_untrained_draft
         whole_tree = 1 + sum(tree_shape) + (sum(BRANCH_SIZES) if lookup_branches else 0)
-        nodes = {"vanilla": 1, "tree": min(tree_nodes or whole_tree, whole_tree)}.get(method, gamma + 1)
-        capacity = row_capacity(model.config, runner.dtype, runner.device, max_rows, nodes, memory)
+        by_method = {"vanilla": 1, "tree": min(tree_nodes or whole_tree, whole_tree), AUTO: SERVED_NODES}
+        capacity = row_capacity(
+            model.config, runner.dtype, runner.device, max_rows, by_method.get(method, gamma + 1), memory
+        )
         with torch.no_grad(), torch.cuda.device_of(model.lm_head.weight):
-            drafting = Method(method, tuple(tree_shape), gamma, tree_rule, tree_nodes, lookup_branches)
+            drafting = Method(method, tuple(tree_shape), gamma, tree_rule, tree_nodes, lookup_branches, has_draft)
             self.batch = Batch(runner, drafting, max_rows, capacity)
         self.longest = longest_request(model.config, capacity, self.batch.depth, self.batch.nodes)
         """Most tokens of a prompt and its answer together."""

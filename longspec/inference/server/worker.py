@@ -7,12 +7,14 @@ import secrets
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from longspec.errors import first_line
+from longspec.inference.adaptive.controller import Controller, RowRound
+from longspec.inference.adaptive.plans import Plan
 from longspec.inference.cache import Fault
 from longspec.inference.server.batch import Batch, Mode, Sampled
 from longspec.inference.server.requests import Event, Finished, FinishReason, Origin, Ticket, Timings, Tokens, Tree
@@ -50,6 +52,14 @@ class Worker:
         self.counts = Counts()
         self.outbox: list[tuple[Ticket, Event]] = []
         self._in_prefill: Row | None = None
+        self._size = 1
+        """Rows of the newest round."""
+        self._plan: Plan | None = None
+        """Plan of the newest round, with method "auto" and if any row speculates."""
+        self.controller: Controller | None = None
+        """Chooses the plans of method "auto"."""
+        if batch.plans:
+            self.controller = Controller(batch.plans, lambda plan, read: batch.round_time(plan, read, self._size))
 
     def step(self, next_ticket: Callable[[], Ticket | None], deliver: Callable[[], None]) -> None:
         """Read one chunk of prompts, then play one round; `deliver` is called while the device works on it."""
@@ -62,6 +72,8 @@ class Worker:
             return
         report, trace = self._launch(running)
         deliver()
+        if self.controller is not None:
+            self.controller.think()
         self._note(running, report, trace)
 
     def end_all(self, reason: FinishReason, message: str) -> None:
@@ -108,6 +120,9 @@ class Worker:
         seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
         batch.assign(row.number, request.sampling, seed, request.speculate)
         row.job = Job(ticket, batch.upload(request.prompt), cached, time.perf_counter())
+        if self.controller is not None and request.speculate:
+            row.job.trace = self.controller.new_trace()
+            row.job.trace.read(request.prompt[:cached])
         self._in_prefill = row
         self.counts.prompt_tokens += len(request.prompt)
         self.counts.cached_prompt_tokens += cached
@@ -121,12 +136,17 @@ class Worker:
         end = min(start + budget, len(prompt))
         hidden = self.batch.read_prompt(row.number, job.prompt[:, start:end], start)
         row.tokens.extend(prompt[start:end])
+        if job.trace is not None:
+            job.trace.read(prompt[start:end])
         if end == len(prompt):
             self._in_prefill = None
             kind = sampling_kind(job.ticket.request.sampling)
             job.root, logprob, fault = self.batch.first_token(row.number, job.prompt, hidden, kind)
             job.first_token = job.last_token = time.perf_counter()
             self.batch.active[row.number] = True
+            row.behind = False
+            if self.controller is not None and job.trace is not None:
+                self.controller.start(row, job.trace, job.root)
             if fault:
                 self._stop_faulty(row, fault)
             else:
@@ -144,8 +164,29 @@ class Worker:
         sampled = max((sampling_kind(request.sampling) for request in requests), key=KINDS.index)
         speculates = batch.depth > 0 and any(request.speculate for request in requests)
         self.counts.rounds += 1
-        size = batch.size_for(max(row.number for row in running) + 1)
-        return batch.rounds(Mode(speculates, sampled), size)(batch.active[:size])
+        self._size = size = batch.size_for(max(row.number for row in running) + 1)
+        self._plan = self._choose_plan(running) if speculates else None
+        report, trace = batch.rounds(Mode(speculates, sampled, self._plan), size)(batch.active[:size])
+        return report, trace
+
+    def _choose_plan(self, running: list[Row]) -> Plan | None:
+        """The plan of a round of method "auto"; None for other methods.
+
+        The answer to a request with a seed must not depend on the other requests. Above temperature 0 the plan decides
+        which random numbers an answer takes, so one plan is played as long as such a request runs.
+        """
+        if self.controller is None:
+            return None
+        requests = [row.job.ticket.request for row in running if row.job is not None]
+        if any(request.sampling.seed is not None and request.sampling.temperature > 0 for request in requests):
+            plan = self.controller.impose(self.batch.plans[-1])
+        else:
+            plan = self.controller.choose()
+        for row in running:
+            if plan.kind == "tree" and row.behind and row.job is not None:
+                self.batch.refill_draft(row.number, len(row.job.ticket.request.prompt))
+            row.behind = plan.kind != "tree"
+        return plan
 
     def _move_down(self, row: Row) -> None:
         """Exchange a running row with the first one that does not run."""
@@ -157,13 +198,16 @@ class Worker:
         assert row.job is not None
         prompt_length = len(row.job.ticket.request.prompt)
         self.batch.start_draft(row.number, self.batch.upload(row.tokens), prompt_length, former)
+        row.behind = False
 
     def _note(self, running: list[Row], report: Tensor, trace: Tensor) -> None:
         """Process a round's report. Reading the report waits for the round; nothing else does."""
         lines = report.tolist()
         traced = any(row.job is not None and row.job.ticket.request.trace for row in running)
         trees = trace.tolist() if traced else None
-        emitting = (len(lines[0]) - 2) // 2
+        has_ranks = self._plan is not None and self._plan.kind == "tree"
+        emitting = (len(lines[0]) - 2) // (3 if has_ranks else 2)
+        parts: dict[Hashable, RowRound] = {}
         for row in running:
             job, line = row.job, lines[row.number]
             assert job is not None and job.root is not None
@@ -179,10 +223,15 @@ class Worker:
             job.last_token = time.perf_counter()
             tree = _tree(trees[row.number], emitting, count) if trees and job.ticket.request.trace else None
             taken = self._emit(row, new_tokens, line[emitting : emitting + count], count - 1, tree)
+            if job.trace is not None:
+                ranks = [int(rank) for rank in line[2 * emitting + 1 : 2 * emitting + count]] if has_ranks else []
+                parts[row] = RowRound(new_tokens[:taken], ranks)
             if job.ticket.request.speculate:
                 self.counts.row_rounds += 1
                 self.counts.decoded_tokens += taken
                 self.counts.accepted_tokens += min(taken, count - 1)
+        if self.controller is not None and parts:
+            self.controller.observe(parts)
 
     def _emit(self, row: Row, ids: list[int], logprobs: list[float], accepted: int, tree: Tree | None) -> int:
         """Send tokens up to the end of the answer; the number of them. The first `accepted` ones were proposed."""
@@ -196,7 +245,10 @@ class Worker:
             taken, reason = room, "length"
         job.new_tokens += taken
         self.counts.new_tokens += taken
-        origins: list[Origin] = [self.proposed if number < accepted else "target" for number in range(taken)]
+        proposed: Origin = self.proposed
+        if self._plan is not None:
+            proposed = "lookup" if self._plan.kind == "lookup" else "draft"
+        origins: list[Origin] = [proposed if number < accepted else "target" for number in range(taken)]
         self.outbox.append(
             (job.ticket, Tokens(ids[:taken], origins, logprobs[:taken] if request.logprobs else None, tree))
         )
@@ -230,6 +282,8 @@ class Worker:
         self.counts.finished[reason] += 1
         self.outbox.append((job.ticket, Finished(reason, message, _timings(job))))
         self.rows.release(row)
+        if self.controller is not None:
+            self.controller.end(row)
 
 
 def _timings(job: Job) -> Timings:

@@ -1,0 +1,122 @@
+"""Rounds of method "auto" on one engine: a round per plan, their measured times, and the controller that chooses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from longspec.inference.adaptive.controller import Controller, RowRound
+from longspec.inference.adaptive.measurement import measure_times
+from longspec.inference.adaptive.plan_drafters import PlanDrafters
+from longspec.inference.adaptive.plans import Plan
+from longspec.inference.adaptive.time_cache import RoundTimes, cache_file, cache_key, load_times, store_times
+from longspec.inference.capture import generator_of
+from longspec.inference.engine import Engine, Round, Rounds
+from longspec.inference.round_source import Origin, playable
+from longspec.inference.stats import GenerationStats
+
+
+class PlanRounds(Rounds):
+    """The rounds of one plan."""
+
+    def round(self, active: Tensor) -> tuple[Tensor, ...]:
+        """Play a round. Returns tokens and counts as in `Rounds.round`, and the ranks of the accepted path [B, depth +
+        1] if the plan is a tree."""
+        played = self.play(active)
+        ranks = played.proposal.ranks
+        if ranks is None:
+            return played.tokens, played.counts
+        return played.tokens, played.counts, ranks.gather(1, played.accepted.path)
+
+
+class AutoRounds:
+    """Plays the plan that a controller chooses before each round."""
+
+    def __init__(self, engine: Engine, drafters: PlanDrafters, room: int) -> None:
+        """drafters: those of the engine. room: positions per row for a prompt and its new tokens."""
+        self.engine = engine
+        self.drafters = drafters
+        self.room = room
+        self.times: RoundTimes | None = None
+        self.rounds: dict[Plan, Round] = {}
+        self.controller: Controller | None = None
+        self.behind = False
+        """Whether the draft's ring lacks tokens."""
+
+    @property
+    def origin(self) -> Origin:
+        """Of the tokens that the current plan proposes."""
+        assert self.controller is not None
+        return "lookup" if self.controller.plan.kind == "lookup" else "draft"
+
+    def prepare(self, stats: GenerationStats) -> None:
+        """Capture the rounds, and measure their times unless they are cached, at the first call."""
+        if self.times is not None:
+            return
+        engine = self.engine
+        # The largest plan comes first: the others fit into its memory.
+        for plan in reversed(self.drafters.plans):
+            drafter = self.drafters.drafter(plan)
+            rounds = PlanRounds(engine.runner, drafter, engine.sampler, engine.cache, engine.root)
+            self.rounds[plan] = playable(rounds, stats)
+
+        start = time.perf_counter()
+        shape = self.drafters.tree.shape if self.drafters.tree else ()
+        key = cache_key(engine.runner, self.drafters.plans, shape, engine.sampler, len(engine.root), self.room)
+        path = cache_file(key)
+        self.times = load_times(path, self.drafters.plans)
+        if self.times is None:
+            self.times = self.measure()
+            store_times(path, key, self.times)
+        stats.measure_s += time.perf_counter() - start
+
+    def start(self, first_tokens: Sequence[int]) -> None:
+        """Begin a generation, after prefill. first_tokens: the first new token of each row."""
+        assert self.times is not None
+        engine = self.engine
+        times, batch = self.times, len(first_tokens)
+        # A round computes all rows, but only active ones read their prefix.
+        self.controller = Controller(self.drafters.plans, lambda plan, read: times(plan, read / batch), times.refill)
+        prompts = engine.prompts.tolist()
+        for row, (length, token) in enumerate(zip(engine.prompt_lengths, first_tokens, strict=True)):
+            trace = self.controller.new_trace()
+            trace.read(prompts[row][:length])
+            self.controller.start(row, trace, token)
+        self.behind = False
+
+    def play(self, active: Tensor) -> tuple[Tensor, ...]:
+        """Play a round; see `PlanRounds.round`."""
+        assert self.controller is not None
+        result = self.play_plan(self.controller.choose(), active)
+        self.controller.think()  # while the device plays
+        return result
+
+    def play_plan(self, plan: Plan, active: Tensor) -> tuple[Tensor, ...]:
+        if plan.kind == "tree" and self.behind:
+            self.drafters.refill(self.engine.cache.lengths)
+        self.behind = plan.kind != "tree"
+        return self.rounds[plan](active)
+
+    def observe(self, rows: Sequence[RowRound | None], active: Sequence[bool]) -> None:
+        """Report the part of the round in each row, None for inactive ones, and the active rows of the next round."""
+        assert self.controller is not None
+        self.controller.observe({row: part for row, part in enumerate(rows) if part is not None})
+        for row, is_active in enumerate(active):
+            if not is_active:
+                self.controller.end(row)
+
+    def finish(self, stats: GenerationStats) -> None:
+        """Report the rounds of each plan."""
+        assert self.controller is not None
+        stats.rounds_by_plan = {plan.name: rounds for plan, rounds in self.controller.played.items()}
+
+    def measure(self) -> RoundTimes:
+        """Time the rounds. The random generator is left as it was."""
+        engine = self.engine
+        generator = generator_of(engine)
+        state = generator.get_state()
+        times = measure_times(engine, self.rounds, lambda: self.drafters.refill(engine.cache.lengths), self.room)
+        generator.set_state(state)
+        return times

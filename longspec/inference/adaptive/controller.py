@@ -1,0 +1,198 @@
+"""The choice of a plan before each round, from measured round times and the acceptances so far.
+
+Plain Python: given the table of times, the choice depends on past rounds only, so a seed always gives the same output.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from longspec.inference.adaptive.lookup_trace import LookupTrace
+from longspec.inference.adaptive.plans import Plan
+from longspec.inference.adaptive.tracked_mean import TrackedMean
+
+PRIOR_WEIGHT = 2.0
+"""Weight of the priors below, in rounds."""
+PRIOR_LOOKUP = 1.2
+"""Tokens of a round of lookup."""
+PRIOR_FIRST_TREE, PRIOR_MORE_NODES = 1.6, 0.3
+"""Accepted tokens of the smallest tree, and additional ones of each larger tree."""
+PROBE_SHARES = (0.0075, 0.0025)
+"""Largest shares of the time that probes may lose: those of the tree that costs least, and those of the largest tree,
+which informs about all others."""
+FIRST_LOSSES = (2.0, 1.0)
+"""What they may lose in addition, in rounds of the first plan."""
+
+RoundTime = Callable[[Plan, int], float]
+"""The time of a round of a plan, by the number of prefix slots that it reads, summed over rows. Any unit of time."""
+
+
+@dataclass(frozen=True)
+class RowRound:
+    """The part of a round that one active row played."""
+
+    tokens: Sequence[int]
+    """The tokens that the row kept."""
+    ranks: Sequence[int] = ()
+    """For a tree: the rank of each accepted node among the tree's nodes. The nodes of rank 0 ... n - 1 are those that
+    a budget of n nodes would have verified."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The plan of a round."""
+
+    plan: Plan
+    probe: int | None = None
+    """For a probe: its kind, as an index of PROBE_SHARES."""
+    loss: float = 0.0
+    """Time that a probe is expected to lose."""
+    expected_tokens: float = 0.0
+    """Tokens per row that a probe is expected to emit."""
+    best_speed: float = 0.0
+    """Tokens per row and unit of time that the best plan was expected to emit at the time of a probe."""
+
+
+class Controller:
+    """Chooses plans for one batch.
+
+    - vanilla emits one token per row and round.
+    - The rounds of lookup are simulated on the text (see `LookupTrace`).
+    - A round of a tree tells what smaller trees would have accepted. Larger trees, and every tree while none is played,
+      are known from single rounds, the probes. Together they may lose a fixed share of the time, so that a plan far
+      from the best one is probed rarely, and one that is nearly as good often.
+    """
+
+    def __init__(self, plans: Sequence[Plan], time: RoundTime, refill_time: float = 0.0) -> None:
+        """plans: vanilla first, trees in the order of their nodes. refill_time: of the draft, when a tree follows
+        another plan."""
+        self.plans = tuple(plans)
+        self.time = time
+        self.refill_time = refill_time
+        self.played: Counter[Plan] = Counter()
+        """Number of rounds per plan."""
+        self.trees = [plan for plan in plans if plan.kind == "tree"]
+        self.lookups = [plan for plan in plans if plan.kind == "lookup"]
+
+        self.traces: dict[Hashable, LookupTrace] = {}
+        """The active rows."""
+        self.gains = [
+            TrackedMean(PRIOR_MORE_NODES if number else PRIOR_FIRST_TREE, PRIOR_WEIGHT)
+            for number in range(len(self.trees))
+        ]
+        """Tokens that each tree accepts in addition to those of the next smaller one."""
+
+        self.elapsed = 0.0
+        """Time of all rounds."""
+        self.lost = [0.0, 0.0]
+        """Time that the probes of either kind lost."""
+        self._current = Decision(self.plans[0])
+        """About the newest round."""
+        self._next: Decision | None = None
+        self._unlearned: list[tuple[Decision, Mapping[Hashable, RowRound]]] = []
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the newest round."""
+        return self._current.plan
+
+    def new_trace(self) -> LookupTrace:
+        """A row that has not read its prompt yet."""
+        means = [TrackedMean(PRIOR_LOOKUP, PRIOR_WEIGHT) for _ in self.lookups]
+        return LookupTrace([plan.nodes - 1 for plan in self.lookups], means)
+
+    def start(self, row: Hashable, trace: LookupTrace, first_token: int) -> None:
+        """Make a row active after prefill."""
+        trace.extend([first_token])
+        self.traces[row] = trace
+
+    def end(self, row: Hashable) -> None:
+        """Make a row inactive."""
+        self.traces.pop(row, None)
+
+    def choose(self) -> Plan:
+        """The plan of the next round."""
+        if self._next is None:
+            self._next = self._decide()
+        return self._begin(self._next)
+
+    def impose(self, plan: Plan) -> Plan:
+        """The next round plays a plan that was not chosen here."""
+        if self._next is not None and self._next.probe is not None:
+            self.lost[self._next.probe] -= self._next.loss
+        return self._begin(Decision(plan))
+
+    def observe(self, parts: Mapping[Hashable, RowRound]) -> None:
+        """Take the result of the round: its part in each row, rows that have ended included."""
+        self._unlearned.append((self._current, parts))
+
+    def think(self) -> None:
+        """Learn from the observed rounds, and decide about the next one. To be called while the device plays a round,
+        whose result therefore counts for the round after the next one."""
+        for decision, parts in self._unlearned:
+            for row, part in parts.items():
+                if row in self.traces:
+                    self.traces[row].extend(part.tokens)
+            self._learn(decision, list(parts.values()))
+        self._unlearned.clear()
+        if self.traces and self._next is None:
+            self._next = self._decide()
+
+    def _begin(self, decision: Decision) -> Plan:
+        self._current, self._next = decision, None
+        self.played[decision.plan] += 1
+        self.elapsed += self._time(decision.plan)
+        return decision.plan
+
+    def tokens(self, plan: Plan) -> float:
+        """Expected number of tokens per active row and round."""
+        if plan.kind == "tree":
+            return 1 + sum(gain.value for gain in self.gains[: self.trees.index(plan) + 1])
+        if plan.kind == "lookup":
+            number = self.lookups.index(plan)
+            means = [trace.means[number].value for trace in self.traces.values()]
+            return sum(means) / len(means)
+        return 1.0
+
+    def speed(self, plan: Plan) -> float:
+        """Expected number of tokens per active row and unit of time."""
+        return self.tokens(plan) / self._time(plan)
+
+    def _time(self, plan: Plan) -> float:
+        return self.time(plan, sum(len(trace.tokens) for trace in self.traces.values()))
+
+    def _learn(self, decision: Decision, parts: Sequence[RowRound]) -> None:
+        """Update the trees' gains, and what probes have lost."""
+        size = self.trees.index(decision.plan) + 1 if decision.plan.kind == "tree" else 0
+        for gain in self.gains[size:]:
+            gain.age()
+        accepted = 0.0
+        for tree, gain in zip(self.trees[:size], self.gains, strict=False):
+            within = sum(sum(rank < tree.nodes for rank in part.ranks) for part in parts) / len(parts)
+            gain.add(within - accepted)
+            accepted = within
+        if decision.probe is not None:
+            tokens = sum(len(part.tokens) for part in parts) / len(parts)
+            surplus = (decision.expected_tokens - tokens) / decision.best_speed
+            self.lost[decision.probe] = max(self.lost[decision.probe] + surplus, 0.0)
+
+    def _decide(self) -> Decision:
+        """The best plan, or one to probe if there is something to learn and the probes' share of the time allows it."""
+        best = max(self.plans, key=self.speed)
+        best_speed = self.speed(best)
+        known = self.trees.index(best) + 1 if best.kind == "tree" else 0
+        unknown = self.trees[known:]
+        if not unknown:
+            return Decision(best)
+        refill_time = 0.0 if self._current.plan.kind == "tree" else self.refill_time
+        losses = [self._time(plan) + refill_time - self.tokens(plan) / best_speed for plan in unknown]
+        cheapest = min(range(len(unknown)), key=losses.__getitem__)
+        for kind, number in enumerate((cheapest, len(unknown) - 1)):
+            budget = PROBE_SHARES[kind] * self.elapsed + FIRST_LOSSES[kind] * self._time(self.plans[0])
+            if self.lost[kind] + losses[number] <= budget:
+                self.lost[kind] += losses[number]
+                plan = unknown[number]
+                return Decision(plan, kind, losses[number], self.tokens(plan), best_speed)
+        return Decision(best)

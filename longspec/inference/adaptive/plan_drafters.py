@@ -1,0 +1,144 @@
+"""The drafters of all plans of a batch, on shared state: the draft's ring, its tree, and the history of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from copy import copy
+
+from torch import Tensor
+
+from longspec.inference.adaptive.plans import LOOKUPS, SERVED_LOOKUP, SERVED_NODES, TREE_NODES, VANILLA, Plan
+from longspec.inference.cache import TargetCache
+from longspec.inference.drafting.chain import NoDraft
+from longspec.inference.drafting.glide import GlideDraft
+from longspec.inference.drafting.lookup import LookupBranches, LookupDrafter
+from longspec.inference.drafting.proposal import Drafter, Proposal
+from longspec.inference.drafting.tree import TreeDrafter
+from longspec.inference.runner import Runner
+from longspec.inference.sampling import Sampler
+
+
+def fitting_shape(tree_shape: Sequence[int], vocab_size: int) -> Sequence[int]:
+    """A shape whose levels have no more nodes than the vocabulary. What is not a shape is left to later checks."""
+    if isinstance(tree_shape, str) or not all(isinstance(width, int) for width in tree_shape):
+        return tree_shape
+    return tuple(min(width, vocab_size) for width in tree_shape)
+
+
+def plans_for(tree_shape: Sequence[int], has_draft: bool) -> tuple[Plan, ...]:
+    """The plans of a target with trees of this shape and lookup branches, or without a draft."""
+    budgets = dict.fromkeys(min(nodes, 1 + sum(tree_shape)) for nodes in TREE_NODES) if has_draft else {}
+    return (VANILLA, *LOOKUPS, *(Plan("tree", nodes) for nodes in budgets))
+
+
+def served_plans(tree_shape: Sequence[int], has_draft: bool) -> tuple[Plan, ...]:
+    """The plans of a server."""
+    plans = plans_for(tree_shape, has_draft)
+    return tuple(
+        plan
+        for plan in plans
+        if plan in (VANILLA, SERVED_LOOKUP) or (plan.kind == "tree" and plan.nodes <= SERVED_NODES)
+    )
+
+
+class PlanDrafter:
+    """The drafter of one plan. It feeds the history of tokens, and the draft if the plan is a tree."""
+
+    def __init__(self, drafter: Drafter, history: LookupDrafter, draft: GlideDraft | None, reads_hidden: bool) -> None:
+        """history: that of lookup, which the trees' branches share. draft: that of a tree. reads_hidden: of the draft,
+        so that a round of any plan leaves what its next round reads."""
+        self.drafter = drafter
+        self.history = history
+        self.draft = draft
+        self.depth = drafter.depth
+        self.nodes = drafter.nodes
+        self.kind: Hashable = (type(self), drafter.kind)
+        self.reads_hidden = reads_hidden
+        self.reserve = drafter.reserve
+        self.start = drafter.start
+
+    def share(self, rows: slice, sampler: Sampler) -> PlanDrafter:
+        draft = self.draft and self.draft.narrow(rows)
+        history = self.history.share(rows, sampler)
+        return PlanDrafter(self.drafter.share(rows, sampler), history, draft, self.reads_hidden)
+
+    def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
+        return self.drafter.propose(root, cache)
+
+    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
+        self.history.feed(tokens, positions, valid)
+        if self.draft is not None:
+            self.draft.feed(tokens, positions, valid)
+
+
+class PlanDrafters:
+    """What an engine takes for its drafter: it reads the prompts for all plans. Each plan proposes on its own."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        batch: int,
+        sampler: Sampler,
+        plans: Sequence[Plan],
+        tree_shape: Sequence[int],
+        tree_rule: str,
+    ) -> None:
+        self.plans = tuple(plans)
+        self.nodes = max(plan.nodes for plan in self.plans)
+        self.kind: Hashable = (type(self), self.plans)
+        self.depth = max(plan.nodes - 1 for plan in self.plans if plan.kind != "tree")
+        self.history = LookupDrafter(batch, self.depth, runner.device)
+        self.prompt_lengths: Tensor | None = None
+        """LongTensor [B], from `start` on."""
+        self.draft: GlideDraft | None = None
+        self.tree: TreeDrafter | None = None
+        if any(plan.kind == "tree" for plan in plans):
+            # A round feeds as many tokens as its longest path has, and the draft's ring takes at most a window of them.
+            branches = LookupBranches(batch, runner.model.draft_model.window - 1, runner.device)
+            self.tree = TreeDrafter(runner, batch, tree_shape, sampler, tree_rule, lookup=branches)
+            self.draft = self.tree.draft
+            self.depth = max(self.depth, self.tree.depth)
+        self.reads_hidden = self.draft is not None and self.draft.reads_hidden
+
+    def drafter(self, plan: Plan) -> PlanDrafter:
+        """The drafter of a plan, after `reserve`."""
+        drafter: Drafter = NoDraft()
+        draft = None
+        if plan.kind == "lookup":
+            drafter = self.history.with_depth(plan.nodes - 1)
+        elif plan.kind == "tree":
+            assert self.tree is not None
+            drafter = self.tree.with_budget(plan.nodes)
+            draft = self.tree.draft
+        return PlanDrafter(drafter, self.history, draft, self.reads_hidden)
+
+    def share(self, rows: slice, sampler: Sampler) -> PlanDrafters:
+        part = copy(self)
+        part.history = self.history.share(rows, sampler)
+        if self.tree is not None:
+            part.tree = self.tree.share(rows, sampler)
+            part.draft = part.tree.draft
+        return part
+
+    def reserve(self, capacity: int) -> None:
+        self.history.reserve(capacity)
+        if self.tree is not None:
+            assert self.tree.lookup is not None
+            self.tree.lookup.share_history(self.history.history)
+
+    def start(self, prompts: Tensor, lengths: Tensor, prompt_lengths: Tensor | None = None) -> None:
+        self.prompt_lengths = lengths if prompt_lengths is None else prompt_lengths
+        self.history.start(prompts, lengths)
+        if self.tree is not None:
+            self.tree.start(prompts, lengths, prompt_lengths)
+
+    def refill(self, lengths: Tensor) -> None:
+        """Fill the draft's ring from the history, after rounds of other plans. lengths: int [B]."""
+        if self.draft is not None:
+            self.draft.start(self.history.history, lengths.long(), self.prompt_lengths)
+
+    def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
+        raise NotImplementedError("each plan has a drafter of its own")
+
+    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
+        raise NotImplementedError("each plan has a drafter of its own")

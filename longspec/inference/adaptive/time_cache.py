@@ -1,0 +1,119 @@
+"""The cache of measured round times: one JSON file per target, draft, device, batch size and context."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longspec.inference.adaptive.plans import Plan
+from longspec.inference.device import device_name
+from longspec.inference.runner import Runner
+from longspec.inference.sampling import Sampler
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 3
+"""Version of the cache's files."""
+
+
+@dataclass
+class RoundTimes:
+    """Times of the rounds of each plan, in seconds."""
+
+    contexts: tuple[int, int]
+    """The two numbers of prefix slots per row at which rounds were measured."""
+    seconds: dict[str, tuple[float, float]]
+    """The time of a round at both contexts, by the name of the plan."""
+    refill: float
+    """Time to fill the draft's ring with the newest tokens."""
+
+    def __call__(self, plan: Plan, context: float) -> float:
+        """The time of a round at a mean number of prefix slots per row. It is linear in the context."""
+        low, high = self.contexts
+        at_low, at_high = self.seconds[plan.name]
+        # A round is never faster on a longer prefix; noise can say so.
+        return at_low + max(at_high - at_low, 0.0) * max(context - low, 0.0) / (high - low)
+
+
+def cache_folder() -> Path:
+    """The folder of the cache, in $XDG_CACHE_HOME or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longspec" / "round_times"
+
+
+def cache_file(key: dict[str, Any]) -> Path:
+    """The file of a key."""
+    return cache_folder() / f"{_digest(key)}.json"
+
+
+def cache_key(
+    runner: Runner, plans: Sequence[Plan], draft: Any, sampler: Sampler, rows: int, room: int
+) -> dict[str, Any]:
+    """Everything that the times depend on; the numbers of rows and positions are rounded up to powers of two.
+
+    draft: what the trees' drafter depends on.
+    """
+    # The same target under another path or another version of transformers has the same times.
+    config = runner.config.to_dict()
+    unrelated = ("_name_or_path", "transformers_version", "architectures")
+    device = runner.device
+    return {
+        "target": _digest({name: value for name, value in config.items() if name not in unrelated}),
+        "draft": [asdict(runner.model.draft_model.options), draft],
+        "plans": [plan.name for plan in plans],
+        "device": device_name(device),
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "attention": runner.attention.name,
+        "captured": runner.capturable,
+        "dtype": str(runner.dtype),
+        "sampling": "greedy" if sampler.greedy else "truncated" if sampler.truncates else "sampled",
+        "rows": 1 << (rows - 1).bit_length(),
+        "room": 1 << (room - 1).bit_length(),
+        "format": FORMAT,
+    }
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def load_times(path: Path, plans: Sequence[Plan]) -> RoundTimes | None:
+    """The times in a file of the cache. None if there is no file, or, with a warning, if the file is damaged."""
+    try:
+        times = json.loads(path.read_text())["times"]
+        low, high = times["contexts"]
+        seconds = {
+            plan.name: (float(at_low), float(at_high))
+            for plan in plans
+            for at_low, at_high in [times["seconds"][plan.name]]
+        }
+        loaded = RoundTimes((int(low), int(high)), seconds, float(times["refill"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError):
+        logger.warning("%s: damaged; the times of rounds are measured again", path)
+        return None
+    numbers = [number for pair in seconds.values() for number in pair]
+    if not (0 <= low < high and loaded.refill >= 0 and all(math.isfinite(n) and n > 0 for n in numbers)):
+        logger.warning("%s: not times of rounds; they are measured again", path)
+        return None
+    return loaded
+
+
+def store_times(path: Path, key: dict[str, Any], times: RoundTimes) -> None:
+    """Write a file of the cache atomically. On failure a warning is logged, and each process measures again."""
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps({"key": key, "times": asdict(times)}, indent=2) + "\n")
+        os.replace(unfinished, path)
+    except OSError as error:
+        logger.warning("%s: the times of rounds are not kept (%s)", path, error)

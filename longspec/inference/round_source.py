@@ -1,0 +1,86 @@
+"""The rounds that a generation plays: those of one method here, and of several plans in `adaptive.auto_rounds`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from longspec.inference.adaptive.controller import RowRound
+from longspec.inference.capture import capture_round, warm_up
+from longspec.inference.engine import Engine, Round, Rounds
+from longspec.inference.stats import GenerationStats
+
+Origin = Literal["target", "draft", "lookup"]
+"""The source of an emitted token: the target itself (a row's first token and every bonus token), or an accepted
+proposal of a draft (GLIDE's, or MagicDec's sparse target) or of prompt lookup."""
+
+
+class RoundSource(Protocol):
+    """An engine with its rounds, which several generations use one after another."""
+
+    engine: Engine
+
+    @property
+    def origin(self) -> Origin:
+        """Of the proposed tokens of the newest round."""
+
+    def prepare(self, stats: GenerationStats) -> None:
+        """Make the rounds ready to be played, on an engine whose cache is empty. `stats` takes the times."""
+
+    def start(self, first_tokens: Sequence[int]) -> None:
+        """Begin a generation after prefill. first_tokens: the first new token of each row."""
+
+    def play(self, active: Tensor) -> tuple[Tensor, ...]:
+        """Play a round. active: bool [B].
+
+        Returns tokens and counts as `Rounds.round`, and for plans that report them the ranks of the accepted nodes,
+        LongTensor [B, depth + 1].
+        """
+
+    def observe(self, rows: Sequence[RowRound | None], active: Sequence[bool]) -> None:
+        """Take the round's part in each row, None for inactive ones, and whether each row is active in the next."""
+
+    def finish(self, stats: GenerationStats) -> None:
+        """End a generation. `stats` takes what the source has counted."""
+
+
+class FixedRounds:
+    """The rounds of one method."""
+
+    def __init__(self, engine: Engine, origin: Origin = "draft") -> None:
+        self.engine = engine
+        self.origin = origin
+        self.round: Round | None = None
+
+    def prepare(self, stats: GenerationStats) -> None:
+        if self.round is None:
+            self.round = playable(self.engine, stats)
+
+    def start(self, first_tokens: Sequence[int]) -> None:
+        pass
+
+    def play(self, active: Tensor) -> tuple[Tensor, ...]:
+        assert self.round is not None
+        return self.round(active)
+
+    def observe(self, rows: Sequence[RowRound | None], active: Sequence[bool]) -> None:
+        pass
+
+    def finish(self, stats: GenerationStats) -> None:
+        pass
+
+
+def playable(rounds: Rounds, stats: GenerationStats) -> Round:
+    """`rounds.round`, captured if the runner allows it. The cache must be empty. `stats` takes the times."""
+    if not rounds.runner.capturable:
+        return rounds.round
+    start = time.perf_counter()
+    warm_up(rounds)
+    warm = time.perf_counter()
+    captured = capture_round(rounds)
+    stats.warm_up_s += warm - start
+    stats.capture_s += time.perf_counter() - warm
+    return captured

@@ -1,0 +1,216 @@
+"""Method "auto": the target's own tokens whichever plans are played, and the choice repeats with the seed."""
+
+import json
+import logging
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairs import OPTIONS, make_pair, target_greedy
+from torch import Tensor
+
+from longspec import generate
+from longspec.errors import UserError
+from longspec.inference import engine_pool
+from longspec.inference.adaptive import auto_rounds, measurement
+from longspec.inference.adaptive.auto_rounds import AutoRounds
+from longspec.inference.adaptive.controller import Controller
+from longspec.inference.adaptive.plans import Plan
+from longspec.inference.adaptive.time_cache import RoundTimes, cache_folder
+from longspec.longbench.command import parse_options
+from longspec.models.draft_layer import DraftOptions
+from longspec.models.glide import GlideMixin
+
+SETTINGS: dict[str, Any] = {"method": "auto", "tree_shape": (3, 6, 6), "max_new_tokens": 30}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(measurement, "REPLAYS", 1)
+
+
+@pytest.fixture
+def every_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans take turns, in an order in which every plan follows every other one."""
+    turns = cycle([0, 1, 2, 3, 0, 3, 1, 3, 2, 0, 2, 1, 0])
+
+    def choose(self: Controller) -> Plan:
+        return self.impose(self.plans[next(turns) % len(self.plans)])
+
+    monkeypatch.setattr(Controller, "choose", choose)
+
+
+def prompts(*lengths: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Token ids and mask, padded on the right, and the rows alone."""
+    generator = torch.Generator().manual_seed(len(lengths))
+    rows = [torch.randint(1, 61, (n,), generator=generator) for n in lengths]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    return ids, mask, rows
+
+
+@pytest.mark.parametrize("options", ["published", "both"])
+@pytest.mark.usefixtures("every_plan")
+def test_every_change_of_plan_keeps_the_targets_tokens(tmp_path: Path, options: str) -> None:
+    """In a ragged batch, twice on the same engine."""
+    model = make_pair(tmp_path, options=OPTIONS[options], initializer_range=0.1)
+    ids, mask, rows = prompts(1, 40, 9)
+    expected = [target_greedy(model, row, 60) for row in rows]
+    for _ in range(2):
+        out = generate(model, ids, mask, **(SETTINGS | {"max_new_tokens": 60}))
+        assert [new.tolist() for new in out.new_tokens] == expected
+        assert set(out.stats.rounds_by_plan) == {"vanilla", "lookup 5", "lookup 16", "tree 16"}
+        assert sum(out.stats.rounds_by_plan.values()) == max(out.stats.row_rounds)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("every_plan")
+def test_a_tree_after_other_plans_is_that_of_a_draft_that_read_every_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ring is left behind while other plans play, and filled again before the next tree."""
+    model = make_pair(tmp_path, options=DraftOptions(window=16), initializer_range=0.1)
+    ids, _, (row,) = prompts(40)
+    play = AutoRounds.play_plan
+    checked = []
+
+    def checking(self: AutoRounds, plan: Plan, active: Tensor) -> Any:
+        result = play(self, plan, active)
+        if plan.kind == "tree":
+            draft, length = self.drafters.draft, int(self.engine.cache.lengths[0])
+            assert draft is not None
+            ring = draft.cache.keys.clone()
+            self.drafters.refill(self.engine.cache.lengths)
+            positions = torch.arange(max(0, length - 16), length) % 16
+            torch.testing.assert_close(ring[:, :, positions], draft.cache.keys[:, :, positions])
+            assert self.drafters.history.history[0, :length].tolist() == (row.tolist() + tokens)[:length]
+            checked.append(length)
+        return result
+
+    monkeypatch.setattr(AutoRounds, "play_plan", checking)
+    tokens = target_greedy(model, row, 60)
+    assert generate(model, ids, **(SETTINGS | {"max_new_tokens": 60})).new_tokens[0].tolist() == tokens
+    assert len(checked) > 3
+
+
+def test_the_same_seed_and_table_give_the_same_output(tmp_path: Path) -> None:
+    """Also in a new engine; the times come from the file, and other seeds give other tokens."""
+    model = make_pair(tmp_path / "pair", initializer_range=0.1)
+    ids, mask, _ = prompts(20, 7)
+    drawn, plans = [], []
+    for seed in (1, 2, 1):
+        out = generate(model, ids, mask, temperature=1.0, seed=seed, **SETTINGS)
+        drawn.append([new.tolist() for new in out.new_tokens])
+        plans.append(out.stats.rounds_by_plan)
+        engine_pool.release(model)
+    assert drawn[0] == drawn[2] != drawn[1] and plans[0] == plans[2]
+    assert len(list(cache_folder().glob("*.json"))) == 1
+
+
+def test_times_are_measured_once_and_damaged_files_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sampling draws the same tokens with and without a measurement."""
+    model = make_pair(tmp_path / "pair", initializer_range=0.1)
+    ids, _, _ = prompts(20)
+    measured = []
+    measure = AutoRounds.measure
+
+    def counted(self: AutoRounds) -> RoundTimes:
+        measured.append(1)
+        # Fixed times, so that every call chooses the same plans.
+        return RoundTimes((64, 1024), {name: (1.0, 2.0) for name in measure(self).seconds}, 0.1)
+
+    monkeypatch.setattr(AutoRounds, "measure", counted)
+
+    def tokens() -> list[int]:
+        engine_pool.release(model)
+        torch.manual_seed(3)
+        out = generate(model, ids, temperature=1.0, **SETTINGS)
+        assert (out.stats.measure_s > 0.01) == (len(measured) > before)
+        return out.new_tokens[0].tolist()
+
+    before = 0
+    first = tokens()
+    (file,) = cache_folder().glob("*.json")
+    whole = json.loads(file.read_text())
+    before = len(measured)
+    assert tokens() == first and len(measured) == 1
+    damages = ["", "{", "[]", json.dumps(whole | {"times": {}}), file.read_text().replace("1.0", "NaN")]
+    for number, damage in enumerate(damages):
+        file.write_text(damage)
+        before = len(measured)
+        with caplog.at_level(logging.WARNING):
+            assert tokens() == first
+        assert len(measured) == 2 + number and json.loads(file.read_text()) == whole
+        assert caplog.messages.pop().startswith(str(file))
+    assert not list(cache_folder().glob("*.tmp"))
+
+
+def test_an_unwritable_cache_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    model = make_pair(tmp_path / "pair")
+    ids, _, (row,) = prompts(20)
+    assert generate(model, ids, **SETTINGS).new_tokens[0].tolist() == target_greedy(model, row, 30)
+    assert "are not kept" in caplog.text
+
+
+def test_a_measurement_is_a_few_rounds_of_each_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the empty cache, at two contexts; nothing of it is left."""
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = make_pair(tmp_path / "pair")
+    ids, _, _ = prompts(20)
+    lengths = []
+    target = auto_rounds.PlanRounds.round
+
+    def counted(self: auto_rounds.PlanRounds, active: Tensor) -> Any:
+        lengths.append(int(self.cache.lengths[0]))
+        return target(self, active)
+
+    monkeypatch.setattr(auto_rounds.PlanRounds, "round", counted)
+    generate(model, ids, **(SETTINGS | {"max_new_tokens": 2}))
+    rounds = (1 + measurement.REPLAYS) * 4
+    assert len(lengths) == 2 * rounds + 1 and lengths.count(64) == rounds == lengths.count(256)
+
+
+def test_without_a_trained_draft_it_plays_no_tree(tmp_path: Path) -> None:
+    model: GlideMixin = make_pair(tmp_path)
+    model.draft_is_trained = False
+    ids, _, (row,) = prompts(20)
+    out = generate(model, ids, **SETTINGS)
+    assert out.new_tokens[0].tolist() == target_greedy(model, row, 30)
+    assert all(not plan.startswith("tree") for plan in out.stats.rounds_by_plan)
+
+
+def test_tokens_have_the_origin_of_the_plan_that_proposed_them(tmp_path: Path) -> None:
+    """On a text that repeats itself the origin is lookup or the draft, and a bonus token's the target."""
+    model = make_pair(tmp_path, initializer_range=0.02)
+    heard: list[str] = []
+
+    class Listener:
+        def put(self, value: Tensor) -> None: ...
+        def put_from(self, value: Tensor, origin: str) -> None:
+            heard.append(origin)
+
+        def end(self) -> None: ...
+
+    out = generate(model, prompts(20)[0], streamer=Listener(), **(SETTINGS | {"max_new_tokens": 80}))
+    assert len(heard) == 80 and heard[0] == "target"
+    assert heard.count("target") == 1 + out.stats.rounds or heard[-1] != "target"
+    assert set(heard) <= {"target", "lookup", "draft"} and len(set(heard)) > 1
+
+
+def test_the_shape_auto_is_now_a_method(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="tree_shape: 'auto' is not a shape; use method 'auto'"):
+        generate(make_pair(tmp_path), prompts(9)[0], tree_shape="auto")
+    with pytest.raises(UserError, match="--method auto"):
+        parse_options(["--tree_shape", "auto"])
+    required = ["--task", "aime24", "--data_path_prefix", str(tmp_path)]
+    assert parse_options([*required, "--method", "auto"]).method == "auto"

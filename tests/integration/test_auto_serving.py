@@ -1,0 +1,77 @@
+"""Method "auto" in the server: the same answers whichever plans are played and whichever requests run next to them."""
+
+from collections import Counter
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+from pairs import OPTIONS, make_pair
+from serving import alone, answers, random_requests, serving
+
+from longspec.inference.adaptive import measurement
+from longspec.inference.adaptive.controller import Controller
+from longspec.inference.adaptive.plans import Plan
+from longspec.inference.server.requests import Request, Sampling
+from longspec.models.glide import GlideMixin
+
+VOCAB = 7
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GlideMixin:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(measurement, "REPLAYS", 1)
+    return make_pair(tmp_path / "pair", "qwen2", options=OPTIONS["both"], vocab_size=VOCAB)
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Rounds by plan. Plans take turns, in an order in which every plan follows every other one."""
+    counts: Counter[str] = Counter()
+    turns = cycle([0, 1, 2, 0, 2, 1, 2, 2])
+
+    def choose(self: Controller) -> Plan:
+        plan = self.plans[next(turns) % len(self.plans)]
+        self.impose(plan)
+        counts[plan.name] += 1
+        return plan
+
+    monkeypatch.setattr(Controller, "choose", choose)
+    return counts
+
+
+def test_greedy_answers_are_those_of_generate_under_every_change_of_plan(
+    model: GlideMixin, played: Counter[str]
+) -> None:
+    """Rows move, end and restart while plans change."""
+    requests = [Request(request.prompt, 30) for request in random_requests(8, VOCAB)]
+    with serving(model, method="auto", max_rows=3) as scheduler:
+        together = answers(scheduler, requests)
+    assert [answer.ids for answer in together] == [alone(model, request) for request in requests]
+    assert set(played) == {"vanilla", "lookup 16", "tree 12"} and min(played.values()) > 5
+    origins = {origin for answer in together for event in answer.events for origin in event.origins}
+    assert origins == {"target", "lookup", "draft"}
+
+
+def test_a_seeded_request_gets_the_same_answer_next_to_others(model: GlideMixin, played: Counter[str]) -> None:
+    """While it runs no plan is chosen, and before it starts rounds of every plan were played."""
+    seeded = Request([1, 2, 3, 1, 2], 40, Sampling(temperature=1.0, seed=5))
+    others = [Request([3, 1] * number, 12 + 9 * number) for number in range(1, 4)]
+    with serving(model, method="auto", max_rows=1) as scheduler:
+        expected = answers(scheduler, [seeded])[0].ids
+        assert not played
+    with serving(model, method="auto", max_rows=3) as scheduler:
+        for requests in ([*others, seeded], [seeded, *others], [others[2], seeded, others[0]]):
+            assert answers(scheduler, requests)[requests.index(seeded)].ids == expected
+    assert len(played) == 3
+
+
+def test_the_controller_learns_from_all_running_rows(model: GlideMixin) -> None:
+    with serving(model, method="auto", max_rows=2) as scheduler:
+        controller = scheduler._worker.controller
+        assert controller is not None
+        answers(scheduler, [Request([1, 2, 3], 30), Request([3, 2, 1, 3], 30), Request([2], 20, speculate=False)])
+        assert sum(controller.played.values()) > 2 and not controller.traces
+        assert scheduler.batch.times.keys() == {1, 2}
+        rows = [scheduler.batch.round_time(controller.plans[0], 100 * size, size) for size in (1, 2)]
+        assert 0 < rows[0] <= rows[1]
