@@ -273,6 +273,6 @@ def test_a_pair_that_does_not_load_says_why(load: Any, tmp_path: Path) -> None:
     ],
 )
 def test_what_only_the_target_or_an_import_can_tell_is_named_by_key(load: Any, override: str, key: str) -> None:
-    with pytest.raises(UserError, match=f"config key {key}") as error:
+    with pytest.raises(UserError, match=f"^(config key )?{key}") as error:  # tp_size is a flag of decoding, too
         read_inputs(load(override))
     assert "\n" not in str(error.value)

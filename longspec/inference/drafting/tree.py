@@ -66,7 +66,7 @@ class TreeDrafter:
         self.sampler = sampler
         self.kind: Hashable = (type(self), self.shape, tree_rule, self.nodes, lookup and lookup.depth)
         self.draft = draft or GlideDraft(runner, batch, grown_nodes)
-        if max(self.shape) > self.draft.columns:
+        if self.draft.ids is not None and max(self.shape) > self.draft.columns:
             raise UserError(
                 f"tree_shape: {list(self.shape)}; with this draft's vocabulary a level has at most "
                 f"{self.draft.columns} nodes"
