@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 os.environ.setdefault("WANDB_MODE", "offline")
+# Method "auto" keeps the times of rounds in the user's cache folder; the hub's cache stays where it is.
+os.environ.setdefault("HF_HOME", str(Path.home() / ".cache" / "huggingface"))
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="longspec-tests-")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 # Tests send signals that `nohup` or a shell's `&` makes a process ignore, and its children inherit that.

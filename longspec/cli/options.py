@@ -37,7 +37,7 @@ MethodOption = Annotated[
     typer.Option(
         "--method",
         help="How tokens are proposed.",
-        show_default="tree; lookup for a pair without a trained draft",
+        show_default="auto",
         rich_help_panel=PAIR,
     ),
 ]

@@ -18,8 +18,10 @@ from longspec.errors import UserError
 from longspec.inference.arguments import check_sampling, end_tokens
 from longspec.inference.generate import GenerationOutput, generate
 from longspec.inference.load_pair import load_pair
+from longspec.inference.methods import AUTO as AUTO_METHOD
 from longspec.inference.methods import GLIDE_METHODS
 from longspec.models.glide import GlideMixin
+from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.models.target_cache import SMOLLM2
 from longspec.models.target_files import position_limit
 
@@ -84,7 +86,8 @@ def open_pair(
 ) -> LoadedPair:
     """Load a pair by name, hub id, folder or GGUF file; None is the embedded pair.
 
-    method: None is tree, or lookup with a note on stderr for a pair without a trained draft. chat_template_kwargs: a
+    method: None is auto, with a note on stderr for a pair without a trained draft, or a fixed method for a target that
+    several ranks share. chat_template_kwargs: a
     JSON object. Raises UserError.
     """
     name = name or SMOLLM2
@@ -93,9 +96,11 @@ def open_pair(
     if method in GLIDE_METHODS and not model.draft_is_trained:
         raise UserError(f"--method {method}: needs a trained draft of {name}; give its --draft, or --method lookup")
     if method is None:
-        method = "tree" if model.draft_is_trained else "lookup"
-        if method == "lookup":
-            _note(f"{name}: no trained draft, so tokens are proposed by prompt lookup (--method lookup)")
+        method = AUTO_METHOD
+        if model_parallel_rank_and_size()[1] > 1:  # the ranks that share a target measure different times
+            method = "tree" if model.draft_is_trained else "lookup"
+        elif not model.draft_is_trained:
+            _note(f"{name}: no trained draft, so tokens are proposed by prompt lookup where it pays (--method auto)")
     target = str(model.config.name_or_path)
     chat_format = resolve_chat_format(AUTO, target, model.config.model_type, tokenizer)
     stop_ids = stop_tokens(tokenizer, sorted(end_tokens(model.generation_config.eos_token_id)))

@@ -39,6 +39,7 @@ from longspec.inference.sampling import Sampler
 from longspec.inference.select_runner import make_runner
 from longspec.inference.stats import GenerationStats
 from longspec.models.glide import GlideMixin, check_pair
+from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.models.target_files import position_limit
 
 
@@ -57,12 +58,12 @@ def generate(
     model: GlideMixin,
     input_ids: Tensor | Mapping[str, Any],
     attention_mask: Tensor | None = None,
-    method: str = "tree",
+    method: str | None = None,
     max_new_tokens: int = 256,
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int = 0,
-    tree_shape: Sequence[int] = DEFAULT_SHAPE,
+    tree_shape: Sequence[int] | None = None,
     gamma: int = 4,
     eos_token_id: int | Sequence[int] | Tensor | None = None,
     pad_token_id: int | None = None,
@@ -81,12 +82,13 @@ def generate(
 
     input_ids, attention_mask: LongTensor [B, P], padded left or right as the mask says; without a mask all tokens are
     real. input_ids may also be a tokenizer's output.
-    method: vanilla, seq, tree, magicdec, lookup (prompt lookup) or auto. seq, magicdec and lookup draft chains of gamma
-    tokens, tree drafts trees of tree_shape. seq and tree need a trained draft unless allow_untrained_draft is set. auto
+    method: vanilla, seq, tree, magicdec, lookup (prompt lookup) or auto; None is tree if tree_shape, tree_nodes or
+    lookup_branches is given or several ranks share the target, else auto. seq, magicdec and lookup draft chains of
+    gamma tokens, tree drafts trees of tree_shape. seq and tree need a trained draft unless allow_untrained_draft is set. auto
     chooses between vanilla, lookup and the best 16, 32 or 64 nodes of a tree before each round, from the acceptances so
     far and the times of rounds, which it measures once per device (see `adaptive`); without a trained draft it does
     without trees.
-    tree_shape: number of nodes in each level; auto takes no more than the vocabulary has.
+    tree_shape: number of nodes in each level, None for 4 16 16 16 16; auto takes no more than the vocabulary has.
     eos_token_id, pad_token_id: None takes the model's own. seed: 0 ... 2^64 - 1; None draws from torch's global
     generator.
     streamer: receives the prompt [1, P] and then each new token [1] on the CPU, as in transformers, and the token's
@@ -110,6 +112,12 @@ def generate(
     arguments = dict(locals())  # for the other ranks, if several share the target
     # All checks come before long work.
     check_pair(model)
+    if method is None:
+        # Ranks that share a target measure different times.
+        is_plain = tree_shape is None and tree_nodes is None and not lookup_branches
+        method = AUTO if is_plain and model_parallel_rank_and_size()[1] == 1 else "tree"
+    if tree_shape is None:
+        tree_shape = DEFAULT_SHAPE
     if method == AUTO:
         tree_shape = fitting_shape(tree_shape, model.config.vocab_size)
     check_drafting(method, tree_shape, gamma, tree_rule, model.config.vocab_size, tree_nodes)

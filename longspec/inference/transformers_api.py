@@ -20,7 +20,6 @@ from longspec.errors import UserError
 from longspec.inference.arguments import check_stopping, check_token_ids
 from longspec.inference.decoder import Streamer
 from longspec.inference.generate import generate
-from longspec.inference.methods import DEFAULT_SHAPE
 from longspec.inference.options import REFUSED, STOPPING, WARPERS, refuse_options
 from longspec.inference.stats import GenerationStats
 from longspec.models.glide import GlideMixin
@@ -47,8 +46,8 @@ def generate_as_transformers(
     stopping_criteria: Sequence[StoppingCriteria] | None = None,
     *,
     streamer: Streamer | None = None,
-    method: str = "tree",
-    tree_shape: Sequence[int] = DEFAULT_SHAPE,
+    method: str | None = None,
+    tree_shape: Sequence[int] | None = None,
     gamma: int = 4,
     tree_rule: str = "reject",
     seed: int | None = None,

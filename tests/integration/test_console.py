@@ -170,8 +170,8 @@ def terminal(**environment: str) -> Console:
 def test_accepted_tokens_have_a_color_and_the_conversation_is_kept(
     target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    loaded, sampling = opened(target), pairs.Sampling(max_new_tokens=40)
-    assert loaded.method == "lookup" and capsys.readouterr().err.count("no trained draft") == 1
+    assert opened(target).method == "auto" and capsys.readouterr().err.count("no trained draft") == 1
+    loaded, sampling = pairs.open_pair(str(target), None, "lookup"), pairs.Sampling(max_new_tokens=40)
     session = Session(loaded, sampling, terminal(), system="Be brief.")
     output = said(session, "abcabcabc", "again", "/stats", "/nonsense", "/help")
     red, green, blue = (int(STYLES["lookup"][at : at + 2], 16) for at in (1, 3, 5))

@@ -157,9 +157,10 @@ def test_a_fresh_draft_is_refused(tmp_path: Path) -> None:
     model = make_pair(tmp_path)
     model.draft_is_trained = False
     with pytest.raises(UserError, match="needs a trained draft"):
-        model.generate(**padded_prompts())
+        model.generate(**padded_prompts(), method="tree")
     expected = target_alone(model, **padded_prompts())
-    assert torch.equal(model.generate(**padded_prompts(), allow_untrained_draft=True), expected)
+    assert torch.equal(model.generate(**padded_prompts()), expected)
+    assert torch.equal(model.generate(**padded_prompts(), method="tree", allow_untrained_draft=True), expected)
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
