@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from distributions import p_value
 from pairs import OPTIONS, make_pair, target_greedy
 from torch import Tensor
 
@@ -64,6 +65,30 @@ def test_every_change_of_plan_keeps_the_targets_tokens(tmp_path: Path, options: 
         assert [new.tolist() for new in out.new_tokens] == expected
         assert set(out.stats.rounds_by_plan) == {"vanilla", "lookup 5", "lookup 16", "tree 16"}
         assert sum(out.stats.rounds_by_plan.values()) == max(out.stats.row_rounds)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("every_plan")
+@pytest.mark.parametrize("tree_rule", ["reject", "descend"])
+def test_sampled_tokens_follow_the_targets_law_under_every_change_of_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree_rule: str
+) -> None:
+    """A chi-square test of three tokens, over all 64 outcomes."""
+    times = RoundTimes((64, 1024), dict.fromkeys(("vanilla", "lookup 5", "lookup 16", "tree 6"), (1.0, 2.0)), 0.1)
+    monkeypatch.setattr(AutoRounds, "measure", lambda self: times)
+    model = make_pair(tmp_path, vocab_size=4, num_hidden_layers=2, options=DraftOptions(window=32))
+    prompt, rows = torch.tensor([3, 1, 0, 2, 2, 1, 3]), 1024
+    settings = SETTINGS | {"tree_shape": (2, 3), "tree_rule": tree_rule, "max_new_tokens": 3}
+    observed = torch.zeros(64, dtype=torch.float64)
+    for seed in range(4):  # each starts with another plan
+        out = generate(model, prompt.expand(rows, -1), temperature=1.5, seed=seed, **settings)
+        outcomes = torch.stack(out.new_tokens) @ torch.tensor([16, 4, 1])
+        observed += outcomes.bincount(minlength=64)
+
+    texts = torch.cartesian_prod(*[torch.arange(4)] * 3)
+    logits = model(torch.cat([prompt.expand(64, -1), texts], 1)).logits[:, 6:9] / 1.5
+    law = logits.double().log_softmax(-1).gather(2, texts[..., None]).sum((1, 2)).exp()
+    assert p_value(observed[None], law[None]) > 1e-4
 
 
 @torch.no_grad()
