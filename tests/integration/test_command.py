@@ -258,7 +258,7 @@ def test_a_draft_that_cannot_serve_is_refused_before_the_weights_load(
 
     assert "gamma: 4 levels, but the draft's window is 4" in refused(narrow, "--method", "seq")
     assert "tree_shape: 5 levels, but the draft's window is 4" in refused(narrow)
-    assert "tree_shape: 4 levels, but the draft's window is 4" in refused(narrow, "--tree_shape", "auto")
+    assert "tree_shape: 5 levels, but the draft's window is 4" in refused(narrow, "--method", "auto")
     for method in ("seq", "tree"):
         assert f"{fresh} was saved with a fresh, untrained draft" in refused(fresh, "--method", method)
     given = arguments(target, data, tmp_path / "out", "--method", "lookup", draft=fresh)
