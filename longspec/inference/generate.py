@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,6 +43,8 @@ from longspec.inference.stats import GenerationStats
 from longspec.models.glide import GlideMixin, check_pair
 from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.models.target_files import position_limit
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -84,10 +88,10 @@ def generate(
     real. input_ids may also be a tokenizer's output.
     method: vanilla, seq, tree, magicdec, lookup (prompt lookup) or auto; None is tree if tree_shape, tree_nodes or
     lookup_branches is given or several ranks share the target, else auto. seq, magicdec and lookup draft chains of
-    gamma tokens, tree drafts trees of tree_shape. seq and tree need a trained draft unless allow_untrained_draft is set. auto
-    chooses between vanilla, lookup and the best 16, 32 or 64 nodes of a tree before each round, from the acceptances so
-    far and the times of rounds, which it measures once per device (see `adaptive`); without a trained draft it does
-    without trees.
+    gamma tokens, tree drafts trees of tree_shape. seq and tree need a trained draft unless allow_untrained_draft is
+    set. auto chooses between vanilla, lookup and the best 16, 32 or 64 nodes of a tree before each round, from the
+    acceptances so far and the times of rounds, which it measures once per device (see `adaptive`); without a trained
+    draft it does without trees.
     tree_shape: number of nodes in each level, None for 4 16 16 16 16; auto takes no more than the vocabulary has.
     eos_token_id, pad_token_id: None takes the model's own. seed: 0 ... 2^64 - 1; None draws from torch's global
     generator.
@@ -116,6 +120,8 @@ def generate(
         # Ranks that share a target measure different times.
         is_plain = tree_shape is None and tree_nodes is None and not lookup_branches
         method = AUTO if is_plain and model_parallel_rank_and_size()[1] == 1 else "tree"
+        if method == AUTO and not (model.draft_is_trained or allow_untrained_draft):
+            _log_no_draft(model.config.name_or_path)
     if tree_shape is None:
         tree_shape = DEFAULT_SHAPE
     if method == AUTO:
@@ -179,6 +185,11 @@ def generate(
     new_tokens = [torch.tensor(tokens, dtype=torch.long, device=device) for tokens in decoder.new_tokens]
     sequences = [torch.cat([row.to(device), new]) for row, new in zip(rows, new_tokens, strict=True)]
     return GenerationOutput(_pad_right(sequences, pad_id), new_tokens, decoder.stats)
+
+
+@cache
+def _log_no_draft(target: str) -> None:
+    logger.warning("%s: no trained draft, so tokens are proposed by prompt lookup alone", target)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
