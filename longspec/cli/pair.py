@@ -87,8 +87,7 @@ def open_pair(
     """Load a pair by name, hub id, folder or GGUF file; None is the embedded pair.
 
     method: None is auto, with a note on stderr for a pair without a trained draft, or a fixed method for a target that
-    several ranks share. chat_template_kwargs: a
-    JSON object. Raises UserError.
+    several ranks share. chat_template_kwargs: a JSON object. Raises UserError.
     """
     name = name or SMOLLM2
     transformers.utils.logging.disable_progress_bar()

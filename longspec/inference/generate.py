@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,6 +43,8 @@ from longspec.inference.stats import GenerationStats
 from longspec.models.glide import GlideMixin, check_pair
 from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.models.target_files import position_limit
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -116,6 +120,8 @@ def generate(
         # Ranks that share a target measure different times.
         is_plain = tree_shape is None and tree_nodes is None and not lookup_branches
         method = AUTO if is_plain and model_parallel_rank_and_size()[1] == 1 else "tree"
+        if method == AUTO and not (model.draft_is_trained or allow_untrained_draft):
+            _log_no_draft(model.config.name_or_path)
     if tree_shape is None:
         tree_shape = DEFAULT_SHAPE
     if method == AUTO:
@@ -179,6 +185,11 @@ def generate(
     new_tokens = [torch.tensor(tokens, dtype=torch.long, device=device) for tokens in decoder.new_tokens]
     sequences = [torch.cat([row.to(device), new]) for row, new in zip(rows, new_tokens, strict=True)]
     return GenerationOutput(_pad_right(sequences, pad_id), new_tokens, decoder.stats)
+
+
+@cache
+def _log_no_draft(target: str) -> None:
+    logger.warning("%s: no trained draft, so tokens are proposed by prompt lookup alone", target)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

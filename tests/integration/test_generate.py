@@ -392,6 +392,14 @@ def test_a_fresh_draft_needs_an_explicit_argument(tmp_path: Path) -> None:
         assert found.new_tokens[0].tolist() == expected
 
 
+def test_the_default_says_that_it_goes_without_a_draft(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = make_pair(tmp_path)
+    model.draft_is_trained = False
+    found = generate(model, prompts(8)[0][None], max_new_tokens=5)
+    assert f"{tmp_path}" in caplog.text and "no trained draft" in caplog.text
+    assert set(found.stats.rounds_by_plan) <= {"vanilla", "lookup-4", "lookup-15"}
+
+
 def test_a_tokenizers_output_is_a_prompt(tmp_path: Path) -> None:
     """As keywords or in the place of input_ids."""
     model = make_pair(tmp_path, vocab_size=300)
