@@ -21,6 +21,7 @@ LABELS = {
     "temperature": "t",
     "tree_rule": "",
     "tree_nodes": "nodes",
+    "lookup_branches": "lookup",
     "top_p": "top_p",
     "top_k": "top_k",
     "seed": "seed",
@@ -64,6 +65,8 @@ def folder_name(configuration: Configuration, defaults: Mapping[str, Any]) -> st
 
 
 def _spelled(value: object) -> str:
+    if isinstance(value, bool):
+        return ""  # the label of a switch says enough
     if isinstance(value, list | tuple):
         return "-".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)

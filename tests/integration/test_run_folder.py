@@ -77,7 +77,7 @@ def test_every_configuration_has_a_default_folder_of_its_own(
         ("--temperature", "0.70"): "tree_4-16-16-16-16_t0.7_over10_headroom3000_float32",
         ("--tree_shape", "2", "2", "--tree_rule", "descend"): "tree_2-2_t0_descend_over10_headroom3000_float32",
         ("--tree_nodes", "32"): "tree_4-16-16-16-16_t0_nodes32_over10_headroom3000_float32",
-        ("--lookup_branches",): "tree_4-16-16-16-16_t0_over10_headroom3000_float32",
+        ("--lookup_branches",): "tree_4-16-16-16-16_t0_lookup_over10_headroom3000_float32",
         ("--method", "auto", "--seed", "3"): "auto_4-16-16-16-16_t0_seed3_over10_headroom3000_float32",
         ("--method", "seq"): "seq_gamma4_t0_over10_headroom3000_float32",
         ("--method", "lookup", "--gamma", "2"): "lookup_gamma2_t0_over10_headroom3000_float32",
