@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import deepspeed
 import torch
@@ -18,17 +17,11 @@ from torch import Tensor, nn
 
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError
-from longspec.kernels.shared.device import runs_triton, upload
+from longspec.kernels.shared.device import upload
 from longspec.kernels.training.reference import OUTSIDE
-from longspec.models.parallel import (
-    first_token,
-    log_sum_exp_over_ranks,
-    max_over_ranks,
-    sum_over_ranks,
-    vocabulary_log_softmax,
-    vocabulary_size,
-)
+from longspec.models.parallel import first_token, sum_over_ranks, vocabulary_size
 from longspec.ranks.agreement import from_every_rank, from_rank_zero
+from longspec.train.chunked_loss import TERMS, ChunkedLoss, chunk_terms, logit_chunks, ranked_first, zero_sums
 
 LOSSES = ("ce", "distill", "mixed")
 TEACHER_SHARE = {"ce": 0.0, "distill": 1.0, "mixed": 0.5}
@@ -36,8 +29,6 @@ TEACHER_SHARE = {"ce": 0.0, "distill": 1.0, "mixed": 0.5}
 CHUNK_LOGITS = 2**27
 """Logits of the draft per chunk, counted over all ranks that share a target: 1024 tokens of a 128k vocabulary or 8192
 of a 16k one, 0.25 GiB in bf16."""
-TERMS = ("loss", "ce", "kl", "target_loss")
-"""Names of the summed terms, in their order in a tensor of sums."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +87,13 @@ class DraftLoss:
         The flags are False for labels that do not count. They are on the same device as `labels`.
         """
         student, teacher, targets = self._select_scored(hidden, target_hidden, labels)
-        sums = _zero_sums(student)
+        sums = zero_sums(student)
         correct = torch.empty_like(targets, dtype=torch.bool)
         with gathered_weight(lm_head) as weight:
             rows, row_labels = self._draft_head(lm_head, weight, targets)
-            for span, logits, teacher_logits in _chunks(student, teacher, rows, self._chunk_tokens(lm_head)):
-                correct[span] = _ranked_first(logits, row_labels[span])
-                _chunk_terms(logits, teacher_logits, row_labels[span], self.teacher_share, sums)
+            for span, logits, teacher_logits in logit_chunks(student, teacher, rows, self._chunk_tokens(lm_head)):
+                correct[span] = ranked_first(logits, row_labels[span])
+                chunk_terms(logits, teacher_logits, row_labels[span], self.teacher_share, sums)
             sum_over_ranks(sums)
             self._restore_target_loss(sums, teacher, targets, lm_head, weight)
 
@@ -158,10 +149,10 @@ class DraftLoss:
         if self.vocabulary is None or not self.log_target_loss:
             return
         assert teacher is not None
-        whole = _zero_sums(teacher)
+        whole = zero_sums(teacher)
         chunk = max(1, self.chunk_logits // vocabulary_size(lm_head))
-        for span, logits, _ in _chunks(teacher, None, weight, chunk):
-            _chunk_terms(logits, None, targets[span] - first_token(lm_head), 0.0, whole)
+        for span, logits, _ in logit_chunks(teacher, None, weight, chunk):
+            chunk_terms(logits, None, targets[span] - first_token(lm_head), 0.0, whole)
         sums[TERMS.index("target_loss")] = sum_over_ranks(whole)[TERMS.index("ce")]
 
     def _metrics(self, sums: Tensor) -> dict[str, Tensor]:
@@ -186,122 +177,6 @@ def gathered_weight(lm_head: nn.Module) -> Iterator[Tensor]:
     (weight,) = lm_head.parameters()
     with deepspeed.zero.GatheredParameters(weight):
         yield weight
-
-
-def _chunks(
-    hidden: Tensor, teacher: Tensor | None, weight: Tensor, chunk: int
-) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Slices of `chunk` tokens, each with the draft's and the target's logits [chunk, V]."""
-    for start in range(0, len(hidden), chunk):
-        span = slice(start, start + chunk)
-        logits = hidden[span] @ weight.T
-        teacher_logits = None if teacher is None else teacher[span] @ weight.T
-        yield span, logits, teacher_logits
-
-
-def _zero_sums(hidden: Tensor) -> Tensor:
-    """Zeros [4] for the sums of TERMS, fp32 or fp64."""
-    return hidden.new_zeros(len(TERMS), dtype=torch.promote_types(hidden.dtype, torch.float32))
-
-
-class ChunkedLoss(torch.autograd.Function):
-    """The loss summed over tokens. Forward also computes the gradient, chunk by chunk, from the same logits.
-
-    The head is frozen, so only the gradient of the hidden states [N, hidden] is kept for backward. This saves a second
-    pass over the vocabulary, and the head's weight is not needed after forward.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, teacher: Tensor | None, labels: Tensor, weight: Tensor, share: float, chunk: int
-    ) -> tuple[Tensor, Tensor]:
-        """hidden, teacher [N, hidden]; labels [N]; weight [V, hidden] -> (sum of the loss, sums of TERMS [4]).
-
-        V is the size of this rank's part of the vocabulary and labels are relative to its first token. A label is in
-        0 … V - 1 on exactly one of the ranks that share a target.
-        """
-        gradient = torch.empty_like(hidden)
-        sums = _zero_sums(hidden)
-        for span, logits, teacher_logits in _chunks(hidden, teacher, weight, chunk):
-            # Chunk by chunk, because logits of 16k tokens and 128k entries take 4 GiB in bf16.
-            logits_gradient = _chunk_terms(logits, teacher_logits, labels[span], share, sums)
-            torch.mm(logits_gradient.to(hidden.dtype), weight, out=gradient[span])
-
-        # Ranks that share a target each have the terms of their part of the vocabulary.
-        sum_over_ranks(sums)
-        sum_over_ranks(gradient)
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(sums)
-        return sums[0].clone(), sums
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (gradient,) = ctx.saved_tensors
-        return gradient * upstream, None, None, None, None, None
-
-
-def _ranked_first(logits: Tensor, labels: Tensor) -> Tensor:
-    """Whether each label has the largest logit in the whole vocabulary, bool [N].
-
-    logits: [N, V], this rank's part of the vocabulary.
-    """
-    on_this_rank = (labels >= 0) & (labels < logits.shape[1])
-    label_logits = logits.gather(1, labels.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
-    # The label's logit is on one rank only, the largest logit may be on another.
-    largest = max_over_ranks(logits.amax(-1))
-    return sum_over_ranks((on_this_rank & (label_logits == largest)).int()) > 0
-
-
-def _chunk_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, share: float, sums: Tensor) -> Tensor:
-    """Add this rank's part of a chunk's TERMS to `sums` in place, and return the loss's gradient by `logits` [N, V].
-
-    With the draft's distribution q, the target's p and the label y:
-
-        loss = (1 - share) · -log q(y) + share · KL(p ‖ q)
-        d loss / d logits = q - (1 - share) · onehot(y) - share · p
-
-    For the label OUTSIDE, only share · KL and its gradient remain.
-
-    The gradient may reuse the memory of `logits`.
-    """
-    compute = _kernel_terms if runs_triton(logits) else _plain_terms
-    terms, gradient = compute(logits, teacher_logits, labels, share)
-    ce, kl, target_ce = terms.sum(0).to(sums.dtype)
-    sums += torch.stack([(1 - share) * ce + share * kl, ce, kl, target_ce])
-    return gradient
-
-
-def _kernel_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """`_plain_terms` as a Triton kernel. The gradient overwrites the logits."""
-    from longspec.kernels.training.divergence import log_sum_exp, terms_and_gradient
-
-    norm = log_sum_exp_over_ranks(log_sum_exp(logits))
-    teacher_norm = None if teacher_logits is None else log_sum_exp_over_ranks(log_sum_exp(teacher_logits))
-    return terms_and_gradient(logits, teacher_logits, labels, share, norm, teacher_norm), logits
-
-
-def _plain_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """Cross-entropy, KL and the target's cross-entropy [N, 3], and the loss's gradient [N, V], in fp32 or fp64."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    on_this_rank = ((labels >= 0) & (labels < logits.shape[1])).to(dtype)[:, None]
-    label_index = labels.clamp(0, logits.shape[1] - 1)[:, None]
-    log_q = vocabulary_log_softmax(logits, dtype)
-    terms = log_q.new_zeros(len(logits), 3)
-    terms[:, 0] = -(on_this_rank * log_q.gather(1, label_index))[:, 0]
-
-    p = None
-    if teacher_logits is not None:
-        log_p = vocabulary_log_softmax(teacher_logits, dtype)
-        terms[:, 2] = -(on_this_rank * log_p.gather(1, label_index))[:, 0]
-        if share:
-            p = log_p.exp()
-            # KL(p ‖ q) = Σ p · (log p - log q), where p = 0 contributes 0. In place: a chunk takes some GB.
-            terms[:, 1] = log_p.sub_(log_q).mul_(p).masked_fill_(p == 0, 0).sum(1)
-
-    gradient = log_q.exp_().mul_(torch.where(labels == OUTSIDE, share, 1.0).to(dtype)[:, None])
-    if p is not None:
-        gradient.sub_(p, alpha=share)
-    return terms, gradient.scatter_add_(1, label_index, -(1 - share) * on_this_rank)
 
 
 def stop_at_broken_loss(

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from longspec.kernels.training import reference
 from longspec.kernels.training.divergence import log_sum_exp, terms_and_gradient
-from longspec.train.loss import _plain_terms
+from longspec.train.chunked_loss import _plain_terms
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Error of one rounding of the gradient; the interpreter rounds toward 0."""
