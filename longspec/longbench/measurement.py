@@ -18,8 +18,9 @@ from longspec.inference import load_pair
 from longspec.inference.generate import generate
 from longspec.longbench.plan import Plan
 from longspec.longbench.prompts import TaskPrompt
-from longspec.longbench.report import Report, SampleResult, table
+from longspec.longbench.report import Report, table
 from longspec.longbench.run_folder import DIGESTS
+from longspec.longbench.sample_lines import SampleResult
 from longspec.models.glide import GlideMixin
 from longspec.ranks.replicas import Replicas
 from longspec.signals import StopSignals, exit_code

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import resource
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +14,19 @@ import torch
 from longspec.errors import UserError
 from longspec.inference.device import device_name, versions
 from longspec.inference.stats import GenerationStats, pool
+from longspec.longbench.sample_lines import (
+    SampleResult,
+    batch_stats,
+    number_or_none,
+    parse_line,
+    sample_line,
+    without_answer,
+)
 from longspec.parts import all_parts, complete_lines, part_paths, write_in_order
 
 RUN_NAME = "run.json"
 SAMPLES_NAME = "samples.jsonl"
 SUMMARY_NAME = "summary.json"
-
-
-@dataclass(frozen=True)
-class SampleResult:
-    """One prompt and its continuation."""
-
-    id: str
-    """Id of the record."""
-    prompt_tokens: int
-    """Number of tokens in the prompt."""
-    token_ids: list[int]
-    """The new tokens, up to and including EOS."""
-    text: str
-    """The new tokens as text."""
 
 
 class Report:
@@ -82,7 +73,7 @@ class Report:
     def _read(self) -> None:
         with self.path.open("rb") as handle:
             for number, raw in enumerate(complete_lines(handle), 1):
-                self._note(_parse_line(raw, f"{self.path}, line {number}"))
+                self._note(parse_line(raw, f"{self.path}, line {number}"))
                 self.size += len(raw)
 
     def _note(self, line: dict[str, Any]) -> None:
@@ -100,13 +91,13 @@ class Report:
         # Times and memory belong to the batch, counts to the row.
         for index, (result, rounds) in enumerate(zip(results, stats.row_rounds, strict=True), first):
             if index not in self.done:
-                lines.append(_sample_line(index, result, rounds, len(results), first, stats))
+                lines.append(sample_line(index, result, rounds, len(results), first, stats))
         content = b"".join(_encoded(line) + b"\n" for line in lines)
         with self._writing():
             self._store_record()
             self._append(content)
         for line in lines:
-            self._note(_without_answer(line))
+            self._note(without_answer(line))
 
     def start(self, processes: int) -> None:
         """Store the run's configuration before the first `add`, because other ranks write parts. Raises UserError."""
@@ -129,7 +120,7 @@ class Report:
             for part in parts:
                 lines = {}
                 for number, raw in enumerate(complete_lines(part), 1):
-                    line = _parse_line(raw, f"{part.name}, line {number}")
+                    line = parse_line(raw, f"{part.name}, line {number}")
                     if line["index"] not in self.done:
                         lines[raw] = line
                 with self._writing():
@@ -188,18 +179,18 @@ class Report:
                 write_in_order(self.path, order)
             self.lines.sort(key=lambda line: line["index"])
         # The rows of a batch share its figures, so each batch counts once.
-        batches = {line["batch"]["first"]: _batch_stats(line) for line in self.lines}
+        batches = {line["batch"]["first"]: batch_stats(line) for line in self.lines}
         pooled = pool(list(batches.values()))
         samples = len(self.lines)
         summary = facts | {
             "samples": samples,
             "processes": self.processes,
-            "mean_acceptance_length": _number(pooled.mean_acceptance_length),
+            "mean_acceptance_length": number_or_none(pooled.mean_acceptance_length),
             "accepted_by_depth": pooled.accepted_by_depth,
             "rounds": pooled.rounds,
             "decoded_tokens": pooled.decoded_tokens,
             "new_tokens": sum(line["new_tokens"] for line in self.lines),
-            "tokens_per_second": _number(pooled.tokens_per_second),
+            "tokens_per_second": number_or_none(pooled.tokens_per_second),
             "decode_s": pooled.decode_s,
             "ttft_s": sum(line["ttft_s"] for line in self.lines) / samples if samples else None,
             "peak_memory_bytes": pooled.peak_memory_bytes,
@@ -243,70 +234,6 @@ def table(summary: dict[str, Any]) -> str:
         ("device", summary["device"]),
     ]
     return "\n".join(f"{name:<20} {value}" for name, value in rows)
-
-
-def _sample_line(
-    index: int, result: SampleResult, rounds: int, rows: int, first: int, stats: GenerationStats
-) -> dict[str, Any]:
-    """The line of a sample. rounds: its passes; rows, first, stats: the size, first sample and figures of its batch."""
-    # With --tree_shape auto, batches may use different shapes.
-    shape = {"tree_shape": list(stats.tree_shape)} if stats.tree_shape else {}
-    return {
-        "index": index,
-        "id": result.id,
-        "prompt_tokens": result.prompt_tokens,
-        "new_tokens": len(result.token_ids),
-        "batch_rows": rows,
-        # The first token comes from prefill.
-        "acceptance_length": (len(result.token_ids) - 1) / rounds if rounds else None,
-        "rounds": rounds,
-        "ttft_s": stats.ttft_s,
-        "decode_s": stats.decode_s,
-        "tokens_per_second": _number(stats.tokens_per_second),
-        **shape,
-        "batch": {
-            "first": first,
-            "rounds": stats.rounds,
-            "decoded_tokens": stats.decoded_tokens,
-            "accepted_by_depth": stats.accepted_by_depth,
-            "peak_memory_bytes": stats.peak_memory_bytes or _resident_peak(),
-            **stats.setup,
-            **({"rounds_by_plan": stats.rounds_by_plan} if stats.rounds_by_plan else {}),
-        },
-        "text": result.text,
-        "token_ids": result.token_ids,
-    }
-
-
-def _without_answer(line: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in line.items() if name not in ("text", "token_ids")}
-
-
-def _parse_line(raw: bytes, location: str) -> dict[str, Any]:
-    """A complete line of `samples.jsonl` without its answer. Raises UserError with the location for any other line."""
-    try:
-        line = _without_answer(json.loads(raw))
-        _batch_stats(line)
-        return {name: line[name] for name in ("index", "new_tokens")} | line
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{location}: not a line of results; remove it, or all results with --overwrite") from error
-
-
-def _batch_stats(line: dict[str, Any]) -> GenerationStats:
-    """The figures of the whole batch that a line belongs to."""
-    # The row index `first` identifies the batch and is no figure.
-    counts = {name: value for name, value in line["batch"].items() if name != "first"}
-    return GenerationStats(**counts, ttft_s=line["ttft_s"], decode_s=line["decode_s"])
-
-
-def _resident_peak() -> int:
-    """Peak resident memory of this process in bytes, for runs on a CPU."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _number(value: float) -> float | None:
-    """`value`, or None for nan, which JSON does not have."""
-    return None if math.isnan(value) else value
 
 
 def _shown(value: float | None, form: str) -> str:

@@ -23,9 +23,9 @@ from longspec.models.draft_files import (
     draft_of_pair,
     draft_settings,
     fit_draft,
-    save_draft_folder,
 )
 from longspec.models.draft_layer import PUBLISHED, DraftOptions, GlideDecoderLayer
+from longspec.models.draft_saving import save_draft_folder
 from longspec.models.draft_vocabulary import checked_tokens, listed_tokens
 from longspec.models.parallel import PretrainedModelParallelPreSplitMixin, join_ranks, model_parallel_rank_and_size
 from longspec.models.target_files import (

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from longspec.errors import UserError, first_line
-from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_of_pair, save_draft_file
+from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_of_pair
 from longspec.models.draft_layer import DraftOptions
+from longspec.models.draft_saving import save_draft_file
 from longspec.models.target_cache import resolve_target
 from longspec.models.target_files import read_config
 from longspec.ranks.agreement import from_every_rank, from_rank_zero

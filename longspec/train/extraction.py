@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, save_draft_file, save_draft_folder
+from longspec.models.draft_files import DRAFT_WEIGHTS_NAME
+from longspec.models.draft_saving import save_draft_file, save_draft_folder
 from longspec.models.target_cache import resolve_target
 from longspec.models.target_files import read_config
 from longspec.train.checkpoint import read_draft

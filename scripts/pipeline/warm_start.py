@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from longspec.models.draft_files import save_draft_folder
 from longspec.models.draft_layer import DraftOptions
+from longspec.models.draft_saving import save_draft_folder
 
 FROM_FIRST = {
     "input_layernorm": "input_layernorm",

@@ -20,8 +20,8 @@ from longspec.inference.registry import PUBLISHED_PAIRS, choose_pair
 from longspec.longbench import measurement
 from longspec.longbench.command import main, parse_options
 from longspec.longbench.plan import make_plan
-from longspec.models.draft_files import save_draft_file, save_draft_folder
 from longspec.models.draft_layer import DraftOptions
+from longspec.models.draft_saving import save_draft_file, save_draft_folder
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import position_limit
 

@@ -16,8 +16,8 @@ from training_fixtures import launch_environment
 from longspec.cli.batches import _answer
 from longspec.cli.pair import Sampling, open_pair
 from longspec.longbench.command import main
-from longspec.models.draft_files import save_draft_file
 from longspec.models.draft_layer import PUBLISHED, DraftOptions
+from longspec.models.draft_saving import save_draft_file
 from longspec.models.target_split import split_target
 from scripts.pipeline.machine import free_port
 

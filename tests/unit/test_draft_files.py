@@ -10,15 +10,9 @@ from safetensors.torch import save_file
 from tiny_tokenizer import byte_tokenizer
 
 from longspec.errors import UserError
-from longspec.models.draft_files import (
-    check_draft,
-    draft_settings,
-    draft_window,
-    load_draft,
-    save_draft_file,
-    save_draft_folder,
-)
+from longspec.models.draft_files import check_draft, draft_settings, draft_window, load_draft
 from longspec.models.draft_layer import DraftOptions, check_window
+from longspec.models.draft_saving import save_draft_file, save_draft_folder
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
 from longspec.models.weight_files import read_metadata
 from longspec.train.checkpoint import _write_draft

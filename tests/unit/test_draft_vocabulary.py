@@ -9,7 +9,8 @@ from pairs import make_pair, tiny_config
 from safetensors.torch import load_file
 
 from longspec.errors import UserError
-from longspec.models.draft_files import check_draft, list_size, load_draft, save_draft_file, save_draft_folder
+from longspec.models.draft_files import check_draft, list_size, load_draft
+from longspec.models.draft_saving import save_draft_file, save_draft_folder
 from longspec.models.draft_vocabulary import most_frequent, vocabulary_maps
 from longspec.models.glide import GlideMixin
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer

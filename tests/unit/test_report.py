@@ -10,7 +10,8 @@ import torch
 
 from longspec.errors import UserError
 from longspec.inference.stats import GenerationStats, pool
-from longspec.longbench.report import RUN_NAME, SAMPLES_NAME, SUMMARY_NAME, Report, SampleResult, table
+from longspec.longbench.report import RUN_NAME, SAMPLES_NAME, SUMMARY_NAME, Report, table
+from longspec.longbench.sample_lines import SampleResult
 
 CPU = torch.device("cpu")
 FACTS = {"method": "tree", "model": "tiny", "task": "lcc", "config": {"gamma": 4}}

@@ -19,8 +19,9 @@ from tiny_tokenizer import VOCAB_SIZE, byte_tokenizer, save_tokenizer
 
 from longspec.errors import UserError
 from longspec.inference.registry import check_draft_tokenizer
-from longspec.models.draft_files import check_draft, draft_settings, load_draft, resolve_draft, save_draft_folder
+from longspec.models.draft_files import check_draft, draft_settings, load_draft, resolve_draft
 from longspec.models.draft_layer import DraftOptions
+from longspec.models.draft_saving import save_draft_folder
 from longspec.models.families import pair_class
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
 from longspec.models.target_files import check_weights, load_tokenizer, read_config

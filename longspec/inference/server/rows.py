@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longspec.inference.adaptive.lookup_trace import LookupTrace
 from longspec.inference.server.batch import Sampled
-from longspec.inference.server.requests import Sampling, Ticket
+from longspec.inference.server.requests import Sampling, Ticket, Timings
 
 
 @dataclass
@@ -33,6 +33,18 @@ class Job:
     rounds: int = 0
     trace: LookupTrace | None = None
     """The text of a row that speculates, for the controller of "auto"."""
+
+    @property
+    def timings(self) -> Timings:
+        """Times of the request, once it has ended."""
+        submitted = self.ticket.submitted
+        return Timings(
+            queue_s=self.started - submitted,
+            ttft_s=self.first_token - submitted if self.new_tokens else 0.0,
+            decode_s=self.last_token - self.first_token,
+            rounds=self.rounds,
+            cached_prompt_tokens=self.cached,
+        )
 
 
 @dataclass(eq=False)

@@ -280,21 +280,10 @@ class Worker:
         if row is self._in_prefill:
             self._in_prefill = None
         self.counts.finished[reason] += 1
-        self.outbox.append((job.ticket, Finished(reason, message, _timings(job))))
+        self.outbox.append((job.ticket, Finished(reason, message, job.timings)))
         self.rows.release(row)
         if self.controller is not None:
             self.controller.end(row)
-
-
-def _timings(job: Job) -> Timings:
-    submitted = job.ticket.submitted
-    return Timings(
-        queue_s=job.started - submitted,
-        ttft_s=job.first_token - submitted if job.new_tokens else 0.0,
-        decode_s=job.last_token - job.first_token,
-        rounds=job.rounds,
-        cached_prompt_tokens=job.cached,
-    )
 
 
 def _tree(trace: list[int], emitting: int, count: int) -> Tree:
