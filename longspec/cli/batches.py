@@ -58,6 +58,7 @@ class Job:
     def run(self) -> str:
         """A digest of everything that determines the answers, apart from the prompts."""
         pair = self.pair
+        # Greedy answers depend neither on the seed nor on the other prompts of the batch.
         is_greedy = self.sampling.temperature == 0
         # Method "auto" does without an untrained draft.
         drafts = pair.method in GLIDE_METHODS or (pair.method == AUTO and pair.model.draft_is_trained)
@@ -78,6 +79,7 @@ class Job:
         sorted_prompts = SORTED_BATCHES * self.batch_size
         for first in range(0, len(self.prompts), sorted_prompts):
             rows = range(first, min(first + sorted_prompts, len(self.prompts)))
+            # Longest first: a batch that does not fit into memory fails at the start and not after hours.
             by_length = sorted(rows, key=lambda row: len(self.token_ids[row]), reverse=True)
             for start in range(0, len(rows), self.batch_size):
                 yield by_length[start : start + self.batch_size]
@@ -150,5 +152,6 @@ def summarize(job: Job, answered: int, shares: Sequence[Share]) -> dict[str, Any
 def _answer(pair: LoadedPair, tokens: list[int]) -> dict[str, Any]:
     """The fields of an answer in a line of results."""
     finished = tokens[-1] in pair.stop_ids
+    # The clean-up of some tokenizers removes spaces that the target wrote.
     text = pair.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return {"text": text, "new_tokens": len(tokens), "finish_reason": "stop" if finished else "length"}

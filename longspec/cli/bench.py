@@ -67,6 +67,7 @@ def bench(
     name = choose_model(pair, model)
     sampling = Sampling(max_new_tokens, temperature)
     asked = read_prompts([prompts] if prompts else DEFAULT_PROMPTS)
+    # vanilla, because a pair without a draft can be compared, too; `compare` gives each method by name.
     loaded = open_pair(name, draft, "vanilla", dtype, device)
     console = Console(stderr=True, highlight=False)
     with console.status("measuring") as status:

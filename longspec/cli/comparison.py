@@ -68,6 +68,7 @@ def measure(
     """The figures of a method over all prompts, which run one at a time after a warm-up."""
     # Without an EOS all methods generate the same number of tokens.
     settings = {**arguments, "eos_token_id": (), "seed": SEED}
+    # The longest prompt, so that kernels are compiled and caches allocated before the measurement.
     warm_up = Sampling(min(WARM_UP_TOKENS, sampling.max_new_tokens), sampling.temperature)
     pair.generate([max(prompts, key=len)], warm_up, **settings)
     outputs = [pair.generate([prompt], sampling, **settings) for prompt in prompts]
@@ -102,7 +103,7 @@ def draw(summary: dict[str, Any], path: Path) -> None:
     with extra("demo"):
         import matplotlib
 
-        matplotlib.use("Agg")
+        matplotlib.use("Agg")  # draws without a display
         import matplotlib.pyplot as plt
 
     speeds = {label: row["tokens_per_second"] for label, row in summary["methods"].items()}

@@ -58,6 +58,7 @@ def read_prompts(sources: Sequence[str]) -> list[Prompt]:
 def _read(source: str, number: int) -> Iterator[Prompt]:
     """The prompts of one source; `number` counts the sources from 1."""
     suffix = Path(source).suffix if "\n" not in source else ""
+    # A name without spaces is a file even if it is missing: the typing error of a name is not a prompt.
     if source == STDIN:
         yield from _text_lines("stdin", sys.stdin.buffer.read())
     elif suffix in (TEXT, JSONL) and (Path(source).is_file() or " " not in source):
@@ -73,6 +74,7 @@ def _read(source: str, number: int) -> Iterator[Prompt]:
 
 
 def _text_lines(name: str, content: bytes) -> Iterator[Prompt]:
+    # Editors on Windows put a byte order mark first. Only \n ends a line: str.splitlines would cut at other characters.
     for number, raw in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         try:
             line = raw.decode("utf-8").strip()

@@ -116,10 +116,11 @@ class Results:
 
     def _write(self, number: int, raw: bytes) -> None:
         try:
+            # A line is on disk as soon as its answer is known, so a crash loses no earlier one.
             self._stream.write(raw)
             self._stream.flush()
         except BrokenPipeError:
-            raise
+            raise  # nobody reads stdout any more; `app.main` ends the command
         except OSError as error:
             raise UserError(
                 f"{self.path or 'stdout'}: cannot be written ({error.strerror}) after {len(self.done)} answers"
@@ -163,7 +164,7 @@ def open_results(path: Path | None, prompts: Sequence[Prompt], is_alone: bool = 
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        stream = path.open("a+b")
+        stream = path.open("a+b")  # earlier lines stay until `resume` has checked them
     except OSError as error:
         raise UserError(f"--output {path}: cannot be written ({error.strerror})") from error
     with stream:

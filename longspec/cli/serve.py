@@ -77,6 +77,7 @@ def serve(
         from longspec.inference.server.serving import allowed_hosts, http_server, listen
 
     name = choose_model(pair, model)
+    # A port in use is reported before the weights load, and clients that connect meanwhile wait.
     with listen(host, port, api_key) as listening:
         loaded = open_pair(name, draft, method, dtype, device)
         note_plain_format(loaded)
@@ -92,6 +93,7 @@ def serve(
         )
         try:
             scheduler.start()
+            # The choices of a request are queued together, so they must fit into an empty queue.
             limits = Limits(max_seconds=max_seconds, max_choices=min(Limits.max_choices, max_queue))
             app = build_app(served, scheduler, limits, api_key, allowed_hosts(host, api_key))
             print(f"{served.name} on {loaded.model.device}, method {loaded.method}", file=sys.stderr)

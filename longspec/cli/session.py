@@ -70,6 +70,7 @@ class Session:
 
     def answer(self, text: str) -> None:
         """Generate an answer and add both turns to the conversation. The generated part of a stopped answer is kept."""
+        # The whole conversation is encoded again, because a template can show old turns differently from the newest.
         turns: list[Turn] = [*self.turns, {"role": "user", "content": text}]
         (prompt,) = self.pair.encode([turns])
         free_positions = self.pair.positions - len(prompt)
@@ -89,7 +90,7 @@ class Session:
             stream.end()
             self.console.print("[dim](stopped)[/]")
         except UserError:
-            stream.end()
+            stream.end()  # the error starts on a line of its own
             raise
 
         # The part of a stopped answer stays in the conversation; an empty answer is dropped with its question.

@@ -27,6 +27,7 @@ LEGEND = {
     **dict.fromkeys(("tree", "seq", "magicdec"), _DRAFT_LEGEND),
 }
 """Explanations of the colors by method; vanilla needs none."""
+# A model may have learned escape sequences, which would move the cursor or rename the window.
 CONTROL_CHARACTERS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """Translation table that removes terminal control codes from a text."""
 
@@ -67,6 +68,7 @@ class AnswerStream:
 
     def put_from(self, value: Tensor, origin: Origin) -> None:
         """Take a new token, LongTensor [1]. Raises KeyboardInterrupt after a SIGINT."""
+        # Raised here and not in the handler, so that generation ends between two tokens.
         if self.stopped:
             raise KeyboardInterrupt
         answer = self.answer

@@ -96,6 +96,7 @@ class AutoRounds:
     def play_plan(self, plan: Plan, active: Tensor) -> tuple[Tensor, ...]:
         if plan.kind == "tree" and self.behind:
             self.drafters.refill(self.engine.cache.lengths)
+        # Rounds of other plans do not feed the ring, which would cost a small target some percent of a round.
         self.behind = plan.kind != "tree"
         return self.rounds[plan](active)
 

@@ -165,6 +165,7 @@ class Controller:
 
     def _learn(self, decision: Decision, parts: Sequence[RowRound]) -> None:
         """Update the trees' gains, and what probes have lost."""
+        # A tree's round is an observation of all trees up to its size.
         size = self.trees.index(decision.plan) + 1 if decision.plan.kind == "tree" else 0
         for gain in self.gains[size:]:
             gain.age()
@@ -182,11 +183,13 @@ class Controller:
         """The best plan, or one to probe if there is something to learn and the probes' share of the time allows it."""
         best = max(self.plans, key=self.speed)
         best_speed = self.speed(best)
+        # Playing the best plan teaches about trees up to its size; about the others only a probe does.
         known = self.trees.index(best) + 1 if best.kind == "tree" else 0
         unknown = self.trees[known:]
         if not unknown:
             return Decision(best)
         refill_time = 0.0 if self._current.plan.kind == "tree" else self.refill_time
+        # What a probe costs: its time, without the time in which the best plan emits as many tokens.
         losses = [self._time(plan) + refill_time - self.tokens(plan) / best_speed for plan in unknown]
         cheapest = min(range(len(unknown)), key=losses.__getitem__)
         for kind, number in enumerate((cheapest, len(unknown) - 1)):

@@ -27,6 +27,7 @@ def fitting_shape(tree_shape: Sequence[int], vocab_size: int) -> Sequence[int]:
 
 def plans_for(tree_shape: Sequence[int], has_draft: bool) -> tuple[Plan, ...]:
     """The plans of a target with trees of this shape and lookup branches, or without a draft."""
+    # Keys of a dict, because a small tree has the same nodes under several budgets.
     budgets = dict.fromkeys(min(nodes, 1 + sum(tree_shape)) for nodes in TREE_NODES) if has_draft else {}
     return (VANILLA, *LOOKUPS, *(Plan("tree", nodes) for nodes in budgets))
 

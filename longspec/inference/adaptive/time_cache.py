@@ -61,6 +61,7 @@ def cache_key(
 
     draft: what the trees' drafter depends on.
     """
+    # The weights do not matter: a round of any draft of this architecture takes as long.
     # The same target under another path or another version of transformers has the same times.
     config = runner.config.to_dict()
     unrelated = ("_name_or_path", "transformers_version", "architectures")
