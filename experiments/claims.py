@@ -54,8 +54,8 @@ class Samples:
 
     @property
     def fastest_tree(self) -> str:
-        """The tree with the automatically chosen shape if it was measured, otherwise the default tree."""
-        return "tree-auto" if (self.frame["method"] == "tree-auto").any() else "tree"
+        """Method auto if it was measured, otherwise the default tree."""
+        return "auto" if (self.frame["method"] == "auto").any() else "tree"
 
     @property
     def tasks(self) -> list[str]:

@@ -162,12 +162,14 @@ class Decoder:
             max_new_tokens=new_tokens,
             temperature=cell.temperature,
             tree_shape=method.tree_shape,
+            tree_nodes=method.tree_nodes,
+            lookup_branches=method.lookup_branches,
             tree_rule=method.tree_rule,
             gamma=method.gamma,
             eos_token_id=() if warm_up else None,
             seed=seed,
         )
-        names = ("rounds", "decoded_tokens", "decode_s", "ttft_s", "accepted_by_depth", "tree_shape")
+        names = ("rounds", "decoded_tokens", "decode_s", "ttft_s", "accepted_by_depth", "tree_shape", "rounds_by_plan")
         figures = {name: value for name, value in asdict(output.stats).items() if name in names}
         return figures | {"token_ids": output.new_tokens[0].tolist()}
 

@@ -32,6 +32,9 @@ LEAST_CHARACTERS = 2
 """Lower bound on the average number of characters per token of code."""
 CANDIDATES = 300
 """Maximum number of documents tried as worked questions or earlier turns of a prompt."""
+EDIT = "Add the comment `# reviewed` as the first line of this file, and return the whole file.\n\n```python\n{code}```"
+QUOTE = "{passage}\n\nRepeat the text above word for word."
+"""Prompts whose answers copy a part of the prompt."""
 TRIES = 20
 """Maximum number of documents tried per prompt."""
 
@@ -42,7 +45,7 @@ def write_prompts(settings: Settings, root: Path) -> None:
     Raises UserError if existing prompts were made with other settings.
     """
     if settings.text is None:
-        print("no text folder (--text): gsm8k, qmsum and aime24 are skipped")
+        print("no text folder (--text): gsm8k, qmsum, quote and aime24 are skipped")
     write_chat(settings, root)
 
     common = {"target": settings.target, "with_text": settings.text is not None, "seed": settings.seed}
@@ -138,6 +141,10 @@ class Makers:
             return self.code, self.line if task == "lcc" else self.repository
         if task == "qmsum":
             return self.texts.meetings, self.meeting
+        if task == "edit":
+            return self.code, self.file_to_edit
+        if task == "quote":
+            return self.texts.meetings, self.passage
         if task == "gsm8k":
             return self.texts.questions, self.question
         if task == "chat":
@@ -174,6 +181,20 @@ class Makers:
             if room < largest_rest:
                 return {"prefix": prompt.format(context="".join(context), input=heading + code)}
         return None
+
+    def file_to_edit(self, file: CodeFile, tokens: int, chance: random.Random) -> Record | None:
+        """The beginning of a file, to be returned with a small change."""
+        return self._whole_lines(EDIT, "code", file.text, tokens)
+
+    def passage(self, meeting: Meeting, tokens: int, chance: random.Random) -> Record | None:
+        """The beginning of a meeting's transcript, to be repeated."""
+        return self._whole_lines(QUOTE, "passage", meeting.transcript, tokens)
+
+    def _whole_lines(self, prompt: str, field: str, text: str, tokens: int) -> Record | None:
+        """A prompt with as many lines of a text as fit into `tokens` tokens; None if the text is too short."""
+        room = tokens - MARGIN - self.target.count(prompt.format(**{field: ""})) - self.target.chat_overhead
+        part, used = self.target.head(text, room)
+        return _user(prompt.format(**{field: part})) if used >= SHORTEST * room > 0 else None
 
     def _before_line(self, file: CodeFile, tokens: int, chance: random.Random) -> str | None:
         """At most `tokens` tokens of whole lines up to a random line of the file; None if the file is too short."""

@@ -213,7 +213,7 @@ def page(settings: Settings, command: str, facts: dict[str, Any], tables: dict[s
         "deterministic tree at T = 1, which is 1 + the sum over its nodes of the target's probability of the "
         "node's path.",
     }
-    skipped = [] if settings.text else ["Run without a text folder: gsm8k, qmsum and aime24 are skipped.", ""]
+    skipped = [] if settings.text else ["Run without a text folder: gsm8k, qmsum, quote and aime24 are skipped.", ""]
     setup = [f"- command: `{command}`", f"- target: {facts['target']}", f"- device: {facts['device']}"]
     setup.append("- versions: " + ", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
     pictures = [f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in PICTURES]

@@ -10,11 +10,11 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from longspec.errors import UserError, first_line
-from longspec.inference.methods import METHODS, TREE_RULES
+from longspec.inference.methods import AUTO, METHODS, TREE_RULES
 
 STATIC = "transformers-static"
 """transformers' own `generate` with a static cache."""
-TASKS = ("lcc", "repobench-p", "qmsum", "gsm8k", "chat", "aime24")
+TASKS = ("lcc", "repobench-p", "qmsum", "gsm8k", "chat", "aime24", "edit", "quote")
 GROUPS = ("chat-long", "gsm8k", "gsm8k-long", "qmsum", "lcc", "repobench-p")
 """Groups of prompts for training and validation."""
 EVERY = "every"
@@ -115,8 +115,12 @@ class MethodSettings:
     prompts: int = MISSING
     """Number of prompts per task and context; the first ones are used."""
     seeds: int = 1
-    tree_shape: Any = field(default_factory=lambda: [4, 16, 16, 16, 16])
-    """Nodes per level of the tree, or "auto"."""
+    tree_shape: list[int] = field(default_factory=lambda: [4, 16, 16, 16, 16])
+    """Nodes per level of the tree."""
+    tree_nodes: int | None = None
+    """Nodes of a tree that are verified, the root included; None for all."""
+    lookup_branches: bool = False
+    """Whether continuations found in the context join a tree."""
     tree_rule: str = "reject"
     gamma: int = 4
     tasks: list[str] = field(default_factory=list)
@@ -203,9 +207,9 @@ def _check(settings: Settings) -> None:
     for number, method in enumerate(settings.evaluation.methods):
         key = f"evaluation.methods[{number}]"
         _require(
-            method.kind in (*METHODS, STATIC),
+            method.kind in (*METHODS, AUTO, STATIC),
             key,
-            f"no method {method.kind}; use one of {', '.join((*METHODS, STATIC))}",
+            f"no method {method.kind}; use one of {', '.join((*METHODS, AUTO, STATIC))}",
         )
         _require(
             method.tree_rule in TREE_RULES, key, f"no tree_rule {method.tree_rule}; use one of {', '.join(TREE_RULES)}"

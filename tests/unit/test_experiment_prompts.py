@@ -43,7 +43,7 @@ def code_files(count: int) -> list[CodeFile]:
     return [CodeFile("pkg", f"pkg/file{n}.py", "".join(choice.sample(lines, 200))) for n in range(count)]
 
 
-@pytest.mark.parametrize("task", ["lcc", "repobench-p", "qmsum", "gsm8k", "chat"])
+@pytest.mark.parametrize("task", ["lcc", "repobench-p", "qmsum", "gsm8k", "chat", "edit", "quote"])
 @pytest.mark.parametrize("length", [800, 1600])
 def test_prompts_have_the_requested_length(target: TargetText, texts: Path, task: str, length: int) -> None:
     chats = [
