@@ -126,6 +126,7 @@ class Batch:
 
     def round_time(self, plan: Plan, read: int, size: int) -> float:
         """The time of a round of the first `size` rows that reads `read` prefix slots, in seconds."""
+        # Linear in the number of rows between the two sizes that were measured.
         low, high = min(self.times), max(self.times)
         at_low, at_high = (self.times[rows](plan, read / size) for rows in (low, high))
         return at_low if low == high else at_low + max(at_high - at_low, 0.0) * (size - low) / (high - low)
@@ -133,6 +134,7 @@ class Batch:
     def _measured_times(self, size: int) -> RoundTimes:
         """Times of the greedy rounds of all plans, from the cache if it has them."""
         room = self.capacity - self.depth - 1 - self.nodes
+        # Rounds of a server also gather log-probabilities and traces, so `generate`'s times are not theirs.
         key = cache_key(self.runner, self.plans, (self.tree_shape, "server"), GREEDY, size, room)
         path = cache_file(key)
         times = load_times(path, self.plans)
@@ -207,6 +209,7 @@ class Batch:
         if self.drafters["greedy"].reads_hidden:
             cache.newest_hidden.copy_(last_hidden)
         self.start_draft(row, prompt, prompt.shape[1])
+        # One transfer for all that the host reads.
         log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)[0, token]
         chosen, log_probability, fault = torch.cat([token.double(), log_p.double(), cache.faults.double()]).tolist()
         return int(chosen), log_probability, int(fault)
@@ -258,7 +261,7 @@ class Batch:
         """Exchange rows a and b of length_a and length_b tokens, without the drafter's state (see `start_draft`)."""
         cache, settings = self.cache, self.settings
         for store in (cache.keys, cache.values):
-            for layer in store:
+            for layer in store:  # layer by layer, because an exchange needs a copy of what it moves
                 _exchange(layer[a, :, : max(length_a, length_b)], layer[b, :, : max(length_a, length_b)])
         states = (cache.lengths, cache.newest_hidden, cache.faults, self.root, self.active, self.speculates)
         for state in (*states, settings.seeds, settings.greedy, settings.temperature, settings.top_k, settings.top_p):

@@ -142,6 +142,7 @@ def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     logits: fp32 [B, ..., V], or with fewer columns; top_k, int64, and top_p, fp64: [B, ..., 1] with 1 in every
     dimension but the first.
     """
+    # One sort serves both warpers. Ascending, because transformers sums the probabilities from the least likely token.
     ascending, order = logits.sort(dim=-1)
     kth = (logits.shape[-1] - top_k).clamp(min=0).expand(*logits.shape[:-1], 1)
     ascending = ascending.masked_fill(ascending < ascending.gather(-1, kth), -torch.inf)

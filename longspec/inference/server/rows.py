@@ -87,10 +87,12 @@ class Rows:
         if not idle:
             return None
         ids = np.array(prompt[:-1], dtype=np.int64)
+        # The last token of the prompt is never reused: its hidden state is needed and is not in the cache.
         lengths = [common_prefix(ids, row.tokens) for row in self._rows]
         # Among equal prefixes, take that of the row that loses least.
         source = max(self._rows, key=lambda row: (lengths[row.number], row.job is None, -len(row.tokens)))
         length = lengths[source.number]
+        # A row that would lose most of its tokens keeps them: its own conversation may go on.
         if source.job is None and 2 * length >= len(source.tokens):
             return source, source, length
         return min(idle, key=lambda row: row.last_used), source, length

@@ -186,6 +186,7 @@ class Scheduler:
         """Wait for a request or the end; False at the end. Requests that were cancelled leave the queue."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._open)
+            # Clients that have gone must not hold places in the queue.
             for ticket in [ticket for ticket in self._waiting if ticket.cancelled]:
                 self._waiting.remove(ticket)
                 self._worker.refuse(ticket, "cancelled")
@@ -215,6 +216,7 @@ class Scheduler:
             self._draining = True
             self._waiting.clear()
         self._worker.end_all(reason, message)
+        # Every open request gets exactly one `Finished`.
         ended = {ticket for ticket, event in self._worker.outbox if isinstance(event, Finished)}
         for ticket in self._open - ended:  # in the queue, or taken from it when the engine failed
             self._worker.refuse(ticket, reason, message)

@@ -70,6 +70,7 @@ class ServedModel:
             except UserError as error:  # the chat template refuses the roles
                 raise ApiError(400, f"messages: {error}", "messages") from error
         prompts = [prompt if isinstance(prompt, list) else self.encode([prompt])[0] for prompt in body.prompt]
+        # Token ids come from the client; one outside of the vocabulary would read foreign memory on a GPU.
         for prompt in prompts:
             if not prompt:
                 raise ApiError(400, "prompt: the tokenizer makes no token of this text", "prompt")

@@ -71,6 +71,7 @@ class Worker:
             deliver()
             return
         report, trace = self._launch(running)
+        # The host has time until the round ends: clients get the tokens of the round before.
         deliver()
         if self.controller is not None:
             self.controller.think()
@@ -113,10 +114,12 @@ class Worker:
         choice = self.rows.choose(request.prompt)
         assert choice is not None
         row, source, cached = choice
+        # The longest common prefix may be in a row that is busy, so it is copied.
         if row is not source:
             batch.copy_prefix(source.number, row.number, cached)
         row.tokens = array("q", request.prompt[:cached])
         batch.set_length(row.number, cached)
+        # Every row has a seed, so that its random numbers do not depend on the other rows.
         seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
         batch.assign(row.number, request.sampling, seed, request.speculate)
         row.job = Job(ticket, batch.upload(request.prompt), cached, time.perf_counter())
@@ -156,6 +159,7 @@ class Worker:
     def _launch(self, running: list[Row]) -> tuple[Tensor, Tensor]:
         """Play a round of the running rows, after moving them together if that makes it smaller."""
         batch = self.batch
+        # Rounds run over the first rows, so one running row with a high number would make them as large as the batch.
         size = batch.size_for(len(running))
         for row in sorted(running, key=lambda row: row.number, reverse=True):
             if batch.size_for(row.number + 1) > size:
@@ -216,6 +220,7 @@ class Worker:
                 self._stop_faulty(row, fault)
                 continue
             new_tokens = [int(token) for token in line[:count]]
+            # The cache now holds the old root and all new tokens but the last, which is the next root.
             row.tokens.append(job.root)
             row.tokens.extend(new_tokens[:-1])
             job.root = new_tokens[-1]
@@ -238,6 +243,7 @@ class Worker:
         job = row.job
         assert job is not None
         request = job.ticket.request
+        # A round can go past a stop token and past the limit; the tokens after them are dropped.
         room = request.max_new_tokens - job.new_tokens
         taken = next((number for number, token in enumerate(ids, 1) if token in request.stop_ids), len(ids))
         reason: FinishReason | None = "stop" if ids[taken - 1] in request.stop_ids and taken <= room else None
@@ -265,6 +271,7 @@ class Worker:
 
     def _forget(self, row: Row) -> None:
         """Drop what the cache holds of a row."""
+        # Not to be offered as a prefix to a later request: NaN in it would spread.
         row.tokens = array("q")
         self.batch.set_length(row.number, 0)
         self.batch.clear(row.number)
