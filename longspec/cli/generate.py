@@ -76,7 +76,10 @@ def generate(
     ] = False,
     json_file: JsonOption = None,
 ) -> None:
-    """Answer prompts, and write one JSON line per prompt in the same order. Under torchrun, ranks share the prompts."""
+    """Answer prompts, and write one JSON line per prompt in the same order. Under torchrun, ranks share the prompts.
+
+    Above temperature 0, the default method is tree, so that a seed repeats the answers on any number of ranks.
+    """
     from longspec.cli.batches import Job
     from longspec.cli.pair import Sampling, note_plain_format, open_pair
     from longspec.cli.prompts import Prompt, read_prompts
@@ -102,7 +105,9 @@ def generate(
             return asked, sampling
 
         def load() -> Job:
-            pair = open_pair(model, draft, method, dtype, replicas.device(device), chat_template_kwargs)
+            # A seed gives the same answers after an interruption, and on any number of ranks.
+            repeats = temperature > 0
+            pair = open_pair(model, draft, method, dtype, replicas.device(device), chat_template_kwargs, repeats)
             has_template = pair.chat_format != "plain"
             if chat and not has_template:
                 raise UserError(f"--chat: {pair.name} has no chat template; use --raw")

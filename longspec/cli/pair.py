@@ -83,11 +83,13 @@ def open_pair(
     dtype: str = "auto",
     device: str | None = None,
     chat_template_kwargs: str | None = None,
+    repeats: bool = False,
 ) -> LoadedPair:
     """Load a pair by name, hub id, folder or GGUF file; None is the embedded pair.
 
-    method: None is auto, with a note on stderr for a pair without a trained draft, or a fixed method for a target that
-    several ranks share. chat_template_kwargs: a JSON object. Raises UserError.
+    method: None is auto, or tree if `repeats` is set or several ranks share the target. A pair without a trained draft
+    goes without trees, and a note on stderr says so. chat_template_kwargs: a JSON object. repeats: whether sampled
+    answers must not depend on measured times, as auto's do. Raises UserError.
     """
     name = name or SMOLLM2
     transformers.utils.logging.disable_progress_bar()
@@ -96,10 +98,11 @@ def open_pair(
         raise UserError(f"--method {method}: needs a trained draft of {name}; give its --draft, or --method lookup")
     if method is None:
         method = AUTO_METHOD
-        if model_parallel_rank_and_size()[1] > 1:  # the ranks that share a target measure different times
+        # The ranks that share a target measure different times.
+        if repeats or model_parallel_rank_and_size()[1] > 1:
             method = "tree" if model.draft_is_trained else "lookup"
-        elif not model.draft_is_trained:
-            _note(f"{name}: no trained draft, so tokens are proposed by prompt lookup where it pays (--method auto)")
+        if not model.draft_is_trained:
+            _note(f"{name}: no trained draft, so tokens are proposed by prompt lookup (--method {method})")
     target = str(model.config.name_or_path)
     chat_format = resolve_chat_format(AUTO, target, model.config.model_type, tokenizer)
     stop_ids = stop_tokens(tokenizer, sorted(end_tokens(model.generation_config.eos_token_id)))

@@ -143,7 +143,7 @@ def test_arms_are_evaluated_with_their_own_drafts_and_targets_and_reported(
 
 @pytest.mark.parametrize("name", UNTRAINED)
 def test_ablations_without_training(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scripts.reproduce.ablations.CANDIDATES", ((1, 1), SHAPE))
+    monkeypatch.setattr("scripts.reproduce.ablations.SHAPES", ((1, 1), SHAPE))
     run = small_run(tmp_path / "run")
     folder = run.root / "ablations" / name
     found = UNTRAINED[name](folder, run, ablation_settings())
@@ -152,5 +152,5 @@ def test_ablations_without_training(tmp_path: Path, name: str, monkeypatch: pyte
     if name == "dense_mask":
         assert [row["context"] for row in found["attention"]] == [CONTEXTS[0]]
     else:
-        arms = {"curriculum": ["stage 1", "stage 2", "stage 3"], "tree_shapes": ["tree 1 1", "tree 2 3", "tree auto"]}
+        arms = {"curriculum": ["stage 1", "stage 2", "stage 3"], "tree_shapes": ["tree 1 1", "tree 2 3"]}
         assert list(found["arms"]) == arms[name]
