@@ -171,12 +171,15 @@ class Replicas:
         if self._store is None:
             return True
         try:
+            self._pass_on(stop)
             arrival = dist.barrier(group=waiting_group(), async_op=True)
             while not arrival.is_completed():
                 self._pass_on(stop)
                 watch()
                 time.sleep(POLL_S)
             arrival.wait()
+            # The last rank may have come because of a signal, which it passed on just before.
+            self._pass_on(stop)
             watch()
             # Rank 0 may host the store, so it leaves after the last use of it.
             from_every_rank(None)
