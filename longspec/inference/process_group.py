@@ -23,7 +23,7 @@ from longspec.errors import UserError
 from longspec.inference.device import choose_device
 from longspec.inference.methods import AUTO
 from longspec.models.parallel import model_parallel_rank_and_size, share_target
-from longspec.ranks.agreement import connecting, from_every_rank, launched_rank, waiting_group
+from longspec.ranks.agreement import connecting, from_every_rank, launched_ranks, waiting_group
 from longspec.ranks.peers import watched
 from longspec.signals import StopSignals
 
@@ -61,9 +61,9 @@ def shared_target(tp_size: int, device: str | None, stop: StopSignals) -> Iterat
     if tp_size == 1:
         yield
         return
-    rank = launched_rank()
+    rank, world_size = launched_ranks()
     try:
-        own_device = _check_launch(tp_size, device)
+        own_device = _check_launch(tp_size, world_size, device)
     except UserError:
         if rank > 0:
             raise SystemExit(2) from None  # rank 0 reports it
@@ -95,9 +95,8 @@ def shared_target(tp_size: int, device: str | None, stop: StopSignals) -> Iterat
         raise SystemExit(0)
 
 
-def _check_launch(tp_size: int, device: str | None) -> torch.device:
+def _check_launch(tp_size: int, world_size: int, device: str | None) -> torch.device:
     """The device of this process: the CPU, or the GPU of its local rank. Raises UserError for a launch without it."""
-    world_size = int(os.environ["WORLD_SIZE"])
     if world_size != tp_size:
         raise UserError(
             f"--tp_size {tp_size}: this launch has {world_size} processes; all of them share the target, so start "
@@ -111,7 +110,7 @@ def _check_launch(tp_size: int, device: str | None) -> torch.device:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))
     if ranks > torch.cuda.device_count():
         raise UserError(f"--tp_size {tp_size}: {ranks} ranks on a machine with {torch.cuda.device_count()} GPUs")
-    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def _connect(device: torch.device) -> None:

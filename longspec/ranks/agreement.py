@@ -25,16 +25,20 @@ WAIT_S = 10
 """Seconds after which a rank that waits for the others logs a warning."""
 
 
-def launched_rank() -> int:
-    """This process's rank, from the environment variables that the launcher sets.
+# Port 0 stands for any free port.
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""The environment variables that a launcher sets, for a run without one."""
 
-    Sets the missing variables for a run without a launcher. Raises UserError if the environment is contradictory.
+
+def launched_ranks() -> tuple[int, int]:
+    """This process's rank and the number of ranks, from the environment variables that the launcher sets.
+
+    A run without a launcher is rank 0 of 1. Raises UserError if the environment is contradictory.
     """
-    defaults = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
-    rank = _environment_number("RANK", defaults["RANK"])
-    world_size = _environment_number("WORLD_SIZE", defaults["WORLD_SIZE"])
+    rank = _environment_number("RANK")
+    world_size = _environment_number("WORLD_SIZE")
     # Defaults are for one process only; guessed values would make ranks wait for each other.
-    missing = [name for name in defaults if name not in os.environ and name != "LOCAL_RANK"]
+    missing = [name for name in ALONE if name not in os.environ and name != "LOCAL_RANK"]
     if world_size > 1 and missing:
         raise UserError(
             f"environment variable WORLD_SIZE: {world_size} ranks, but {', '.join(missing)} not set; start the run "
@@ -42,14 +46,25 @@ def launched_rank() -> int:
         )
     if rank >= world_size:
         raise UserError(f"environment variable RANK: {rank}, but WORLD_SIZE is {world_size}; ranks count from 0")
-    # Port 0 stands for any free port.
-    for name, default in defaults.items():
-        os.environ.setdefault(name, str(default))
-    return rank
+    return rank, world_size
 
 
-def _environment_number(name: str, default: object) -> int:
-    value = os.environ.get(name, str(default))
+def launched_rank() -> int:
+    """This process's rank; see `launched_ranks`."""
+    return launched_ranks()[0]
+
+
+def complete_environment() -> None:
+    """Set the variables that a run without a launcher lacks, for libraries that read them.
+
+    Processes that this one starts inherit them and count as launched.
+    """
+    for name, value in ALONE.items():
+        os.environ.setdefault(name, value)
+
+
+def _environment_number(name: str) -> int:
+    value = os.environ.get(name, ALONE[name])
     if not value.isdecimal():
         raise UserError(
             f"environment variable {name}: {value!r} is not a number; start the run with `deepspeed` or `torchrun`"
@@ -63,7 +78,7 @@ def connecting() -> Iterator[None]:
 
     A rank that waits longer than WAIT_S seconds for the others logs a warning. Raises UserError if they do not connect.
     """
-    rank, world_size = launched_rank(), int(os.environ["WORLD_SIZE"])
+    rank, world_size = launched_ranks()
     master = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     warning = f"rank {rank} of {world_size} waits for the others; rank 0 is expected at {master}"
     # Connecting blocks without a word if one rank was started elsewhere or not at all.

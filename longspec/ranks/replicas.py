@@ -23,7 +23,7 @@ import torch.distributed as dist
 import transformers
 
 from longspec.errors import UserError
-from longspec.ranks.agreement import connecting, from_every_rank, from_rank_zero, launched_rank, waiting_group
+from longspec.ranks.agreement import connecting, from_every_rank, from_rank_zero, launched_ranks, waiting_group
 from longspec.signals import StopSignals
 
 T = TypeVar("T")
@@ -235,7 +235,7 @@ def joined_replicas(tp_size: int = 1) -> Iterator[Replicas]:
     single replica. Raises UserError for environment variables that contradict each other, and if the ranks do not
     connect.
     """
-    rank, size = launched_rank(), int(os.environ["WORLD_SIZE"])
+    rank, size = launched_ranks()
     if size == 1 or tp_size > 1:
         yield Replicas()
         return
@@ -246,6 +246,6 @@ def joined_replicas(tp_size: int = 1) -> Iterator[Replicas]:
     if rank > 0:
         transformers.utils.logging.disable_progress_bar()
     try:
-        yield Replicas(rank, size, int(os.environ["LOCAL_RANK"]), dist.PrefixStore("replicas", store))
+        yield Replicas(rank, size, int(os.environ.get("LOCAL_RANK", 0)), dist.PrefixStore("replicas", store))
     finally:
         dist.destroy_process_group()

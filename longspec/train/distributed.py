@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from longspec.errors import UserError
 from longspec.models.parallel import sum_over_ranks
-from longspec.ranks.agreement import connecting, from_rank_zero, launched_rank
+from longspec.ranks.agreement import complete_environment, connecting, from_rank_zero, launched_ranks
 from longspec.signals import STOP_SIGNALS
 
 T = TypeVar("T")
@@ -24,7 +24,8 @@ def start_ranks() -> None:
 
     A rank that waits longer than WAIT_S seconds for the others logs a warning. Raises UserError if they do not connect.
     """
-    launched_rank()  # sets the environment of a run without a launcher
+    launched_ranks()  # checks the environment
+    complete_environment()
     # Only inference uses DeepSpeed's CPU all-reduce, and compiling it takes half a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # The accelerator is the CPU if DS_ACCELERATOR=cpu, even on a host with GPUs.

@@ -1,5 +1,6 @@
-"""The meeting of replicas at the end of their shares."""
+"""Replicas: the meeting at the end of their shares, and a process without a launcher."""
 
+import os
 import signal
 from types import SimpleNamespace
 
@@ -7,7 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from longspec.ranks import replicas
-from longspec.ranks.replicas import STOP, Replicas
+from longspec.ranks.agreement import ALONE
+from longspec.ranks.replicas import STOP, Replicas, joined_replicas
 from longspec.signals import StopSignals
 
 
@@ -26,3 +28,12 @@ def test_a_stop_signal_of_the_last_rank_to_arrive_is_heard(monkeypatch: pytest.M
     stop = StopSignals()
     assert Replicas(0, 2, 0, store).meet(stop)
     assert stop.received == signal.SIGTERM
+
+
+def test_a_process_without_a_launcher_leaves_no_trace_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that it starts would take themselves for ranks."""
+    for name in ALONE:
+        monkeypatch.delenv(name, raising=False)
+    with joined_replicas() as alone:
+        assert (alone.rank, alone.size) == (0, 1)
+    assert not ALONE.keys() & os.environ.keys()
