@@ -196,8 +196,8 @@ def filled_engine(runner: Runner, lengths: list[int], method: str, options: argp
 def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
     """Milliseconds per part of a tree round. Each part is captured and timed alone.
 
-    "draft rest", "verify rest" and "residual" are differences. The residual is what the parts leave unexplained; it is
-    negative if they take less time within a round than alone.
+    "draft rest", "verify rest" and "residual" are differences. The residual is the round minus the sum of its parts;
+    it is negative if they take less time within a round than alone.
     """
     runner, cache, drafter = engine.runner, engine.cache, engine.drafter
     draft: GlideDraft = drafter.draft  # type: ignore[attr-defined]

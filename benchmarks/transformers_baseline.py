@@ -1,4 +1,4 @@
-"""The target on transformers' own code, for comparison: with its static cache, compiled, and with its dynamic cache."""
+"""Baselines: the target run by transformers, with a compiled static cache and with a dynamic cache."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from longspec import generate, load_pair
 from longspec.data.prompts import loops
 from longspec.errors import UserError
 from longspec.inference.device import device_name, versions
-from longspec.inference.draft_fingerprint import draft_fingerprint
+from longspec.models.content import state_digest
 
 FACTS = "settings.json"
 """File with the draft, target, device and versions that all samples of a folder share."""
@@ -86,7 +86,7 @@ def measure(settings: Settings, draft: str, folder: Path, grid: list[Cell], numb
     most_new_tokens = max(task.max_new_tokens for task in settings.evaluation.tasks.values())
     decoder = Decoder(settings.target, draft, most_new_tokens)
     if number == 0:
-        facts = {"draft": draft_fingerprint(decoder.model), "target": settings.target}
+        facts = {"draft": state_digest(decoder.model.draft_model.state_dict()), "target": settings.target}
         claim(folder / FACTS, facts | {"device": device_name(decoder.model.device), "versions": versions()})
 
     samples = SampleFile(folder, number)

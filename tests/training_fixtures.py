@@ -24,6 +24,7 @@ from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 from torch import Tensor
 
 from longspec.ranks import agreement
+from longspec.train.config import load_config
 from longspec.train.config_checks import MUON_FROM
 from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import start_ranks
@@ -80,6 +81,17 @@ def one_rank_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     start_ranks()
     yield
     dist.destroy_process_group()
+
+
+def single_rank_config(work: Path, *overrides: str) -> TrainConfig:
+    """A small run of one rank: the target, texts, output and cache in `work`, one row per step."""
+    given = [f"model_name_or_path={work}/target", f"data.files={work}/texts.jsonl", f"output_dir={work}/out"]
+    given += [f"data.cache_dir={work}/cache", "data.num_workers=0"]
+    given += ["gradient_accumulation_steps=1", "per_device_train_batch_size=1"]
+    arguments = ["-cp", str(ROOT / "conf/exp"), "-cn", "tiny_glide_stage1_sinkpi-slicing", *given, *overrides]
+    config = load_config(arguments)
+    assert config is not None
+    return config
 
 
 TRAINER = "./trainer_base_ds_mul_fs_tp.py"

@@ -16,10 +16,9 @@ from longspec.cli.prompts import Prompt
 from longspec.cli.results import Results
 from longspec.errors import UserError
 from longspec.inference.device import device_name
-from longspec.inference.draft_fingerprint import draft_fingerprint
 from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.stats import GenerationStats, pool
-from longspec.models.content import target_digest
+from longspec.models.content import state_digest, target_digest
 from longspec.ranks.replicas import Replicas
 from longspec.signals import StopSignals
 
@@ -64,7 +63,7 @@ class Job:
         drafts = pair.method in GLIDE_METHODS or (pair.method == AUTO and pair.model.draft_is_trained)
         facts = {
             "target": target_digest(str(pair.model.config.name_or_path), pair.model.config),
-            "draft": draft_fingerprint(pair.model) if drafts else None,
+            "draft": state_digest(pair.model.draft_model.state_dict()) if drafts else None,
             "method": pair.method,
             "dtype": str(pair.model.dtype),
             "chat_format": pair.chat_format,
@@ -152,6 +151,6 @@ def summarize(job: Job, answered: int, shares: Sequence[Share]) -> dict[str, Any
 def _answer(pair: LoadedPair, tokens: list[int]) -> dict[str, Any]:
     """The fields of an answer in a line of results."""
     finished = tokens[-1] in pair.stop_ids
-    # The clean-up of some tokenizers removes spaces that the target wrote.
+    # Without clean-up, because that of some tokenizers removes spaces that the target wrote.
     text = pair.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return {"text": text, "new_tokens": len(tokens), "finish_reason": "stop" if finished else "length"}

@@ -58,7 +58,7 @@ def read_prompts(sources: Sequence[str]) -> list[Prompt]:
 def _read(source: str, number: int) -> Iterator[Prompt]:
     """The prompts of one source; `number` counts the sources from 1."""
     suffix = Path(source).suffix if "\n" not in source else ""
-    # A name without spaces is a file even if it is missing: the typing error of a name is not a prompt.
+    # A name without spaces counts as a file even if the file is missing, so that a misspelled name is an error.
     if source == STDIN:
         yield from _text_lines("stdin", sys.stdin.buffer.read())
     elif suffix in (TEXT, JSONL) and (Path(source).is_file() or " " not in source):

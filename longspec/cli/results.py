@@ -65,8 +65,8 @@ class Results:
     def collect(self, wait: bool = False) -> None:
         """Append the lines in the part files of other ranks, and remove these files. Needs a path.
 
-        wait: for ranks that have not closed their files yet. Raises UserError if a rank still writes to its file, for
-        lines of other prompts or of a different run, and if the lines cannot be written.
+        wait: whether to wait for ranks that still write to their files; without it, such a rank is a UserError. Raises
+        UserError also for lines of other prompts or of a different run, and if the lines cannot be written.
         """
         assert self.path is not None
         with all_parts(self.path, wait) as parts:

@@ -31,7 +31,7 @@ class Fault(IntEnum):
 
 
 def rank_kv_heads(config: PreTrainedConfig) -> int:
-    """KV heads K of this process: those of the target with `config`, or a share if several ranks share the target."""
+    """KV heads K of this process: all of the target's, or a share of them if several ranks share the target."""
     return config.num_key_value_heads // model_parallel_rank_and_size()[1]
 
 

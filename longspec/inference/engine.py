@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longspec.inference.acceptance import Accepted, accept
 from longspec.inference.cache import Fault, TargetCache
-from longspec.inference.drafting.proposal import Drafter, Proposal, chain
+from longspec.inference.drafting.proposal import Drafter, Proposal
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
 
@@ -157,17 +157,6 @@ class Engine(Rounds):
         runner.prepare(capacity)
         drafter.reserve(capacity)
 
-    def switch_drafter(self, drafter: Drafter) -> None:
-        """Draft with `drafter` from now on. It knows no tokens until `rewind` is called.
-
-        Rounds that were captured before keep their drafter. Raises ValueError if the cache is too small for it.
-        """
-        longest_prompt = self.prompts.shape[1]
-        if longest_prompt + drafter.depth + 1 + drafter.nodes > self.capacity:
-            raise ValueError(f"a cache of {self.capacity} slots has no room for {drafter.nodes} nodes")
-        drafter.reserve(self.capacity)
-        self.drafter = drafter
-
     def prefill(self) -> Tensor:
         """Read the prompts and choose the first token of each row, LongTensor [B], which becomes its root."""
         lengths = torch.tensor(self.prompt_lengths, device=self.prompts.device)
@@ -224,17 +213,3 @@ class Engine(Rounds):
             else:
                 groups.append(slice(row, row + 1))
         return groups
-
-    def rewind(self, lengths: Tensor, root: Tensor) -> None:
-        """Continue after the first `lengths` tokens of the prompts, LongTensor [B], each at least 1.
-
-        root: LongTensor [B], the next token of each row. The cache must hold these tokens from prefill.
-        """
-        self.root.copy_(root)
-        if self.drafter.reads_hidden:
-            # The hidden state at the last token is not stored, so the target reads this token once more.
-            self.cache.lengths.copy_(lengths - 1)
-            newest = self.prompts.gather(1, lengths[:, None] - 1)
-            self.cache.newest_hidden.copy_(self.forward_tree(chain(newest), self.cache))
-        self.cache.lengths.copy_(lengths)
-        self.drafter.start(self.prompts, lengths)

@@ -117,9 +117,9 @@ def generate(
     # All checks come before long work.
     check_pair(model)
     if method is None:
+        describes_tree = tree_shape is not None or tree_nodes is not None or lookup_branches
         # Ranks that share a target measure different times.
-        is_plain = tree_shape is None and tree_nodes is None and not lookup_branches
-        method = AUTO if is_plain and model_parallel_rank_and_size()[1] == 1 else "tree"
+        method = "tree" if describes_tree or model_parallel_rank_and_size()[1] > 1 else AUTO
         if method == AUTO and not (model.draft_is_trained or allow_untrained_draft):
             _log_no_draft(model.config.name_or_path)
     if tree_shape is None:

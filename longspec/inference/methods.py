@@ -18,6 +18,8 @@ TREE_RULES = ("reject", "descend")
 """The ways to draft and accept a tree above temperature 0 (see `drafting.tree`)."""
 AUTO = "auto"
 """The method that chooses between vanilla, lookup and draft trees before each round (see `adaptive`)."""
+LONGEST_MATCH = 3
+"""Maximum length of a match of prompt lookup in tokens, the root included."""
 DEFAULT_SHAPE = (4, 16, 16, 16, 16)
 """The paper's tree: number of nodes in each level below the root."""
 

@@ -23,7 +23,7 @@ from longspec.errors import UserError
 from longspec.inference.device import choose_device
 from longspec.inference.methods import AUTO
 from longspec.models.parallel import model_parallel_rank_and_size, share_target
-from longspec.ranks.agreement import connecting, from_every_rank, launched_ranks, waiting_group
+from longspec.ranks.agreement import attempt, connecting, from_every_rank, launched_ranks, waiting_group
 from longspec.ranks.peers import watched
 from longspec.signals import StopSignals
 
@@ -175,12 +175,7 @@ def on_every_rank(compute: Callable[[], T]) -> T:
     """The result of `compute()`, which each rank that shares the target calls. A UserError of one is raised on all."""
     if model_parallel_rank_and_size()[1] == 1:
         return compute()
-    results: list[T] = []
-    problem = None
-    try:
-        results.append(compute())
-    except UserError as error:
-        problem = str(error)
+    results, problem = attempt(compute)
     for reported in from_every_rank(problem):
         if reported is not None:
             raise UserError(reported)

@@ -1,4 +1,4 @@
-"""The rounds that a generation plays: those of one method here, and of several plans in `adaptive.auto_rounds`."""
+"""The source of a generation's rounds: one method here, several plans in `adaptive.auto_rounds`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RoundSource(Protocol):
         """Of the proposed tokens of the newest round."""
 
     def prepare(self, stats: GenerationStats) -> None:
-        """Make the rounds ready to be played, on an engine whose cache is empty. `stats` takes the times."""
+        """Prepare the rounds on an engine whose cache is empty, and add the times of this to `stats`."""
 
     def start(self, first_tokens: Sequence[int]) -> None:
         """Begin a generation after prefill. first_tokens: the first new token of each row."""
@@ -44,7 +44,7 @@ class RoundSource(Protocol):
         """Take the round's part in each row, None for inactive ones, and whether each row is active in the next."""
 
     def finish(self, stats: GenerationStats) -> None:
-        """End a generation. `stats` takes what the source has counted."""
+        """End a generation, and write the source's counts to `stats`."""
 
 
 class FixedRounds:
@@ -74,7 +74,7 @@ class FixedRounds:
 
 
 def playable(rounds: Rounds, stats: GenerationStats) -> Round:
-    """`rounds.round`, captured if the runner allows it. The cache must be empty. `stats` takes the times."""
+    """`rounds.round`, captured if the runner allows it. The cache must be empty. Adds the times to `stats`."""
     if not rounds.runner.capturable:
         return rounds.round
     start = time.perf_counter()

@@ -139,7 +139,7 @@ def select_prompts(
 
     Tasks that are not filtered keep every length. Raises UserError if no prompt is left.
     """
-    # AIME's prompts are short, and its answers are what is long.
+    # AIME's prompts are short; only its answers are long.
     filtered = TASKS[name].filtered
     selection = Selection([])
     for number, question in enumerate(questions):

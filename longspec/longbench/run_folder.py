@@ -111,7 +111,7 @@ def open_part_report(folder: Path, rank: int, done: Iterable[int]) -> Iterator[R
 def _check_same_run(folder: Path, configuration: Configuration) -> None:
     """Raise UserError if `folder` holds results of a run with another configuration."""
     results = [folder / SAMPLES_NAME, folder / SUMMARY_NAME, *part_paths(folder / SAMPLES_NAME)]
-    # An empty file is what a full disk leaves of a run without results.
+    # A run that met a full disk before its first result leaves an empty file.
     if not any(file.exists() and file.stat().st_size for file in results):
         return
     advice = "choose another --output_dir, or replace these results with --overwrite"

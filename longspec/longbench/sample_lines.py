@@ -1,4 +1,4 @@
-"""The JSON line of a sample, and what it says of the sample's batch."""
+"""The JSON line of a sample, which also holds the figures of the sample's batch."""
 
 from __future__ import annotations
 

@@ -54,10 +54,10 @@ def target_digest(target: str, config: PreTrainedConfig) -> str:
 
 
 def state_digest(state: Mapping[str, Tensor]) -> str:
-    """Digest of all names, dtypes, shapes and values of a state dict on the CPU."""
+    """Digest of all names, dtypes, shapes and values of a state dict."""
     digest = content_hash()
     for name, tensor in sorted(state.items()):
         # Separators, so that different names and shapes never give the same bytes.
         digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -135,6 +135,14 @@ def from_every_rank(value: T) -> list[T]:
     return values
 
 
+def attempt(build: Callable[[], T]) -> tuple[list[T], str | None]:
+    """The result of `build()` in a list, or an empty list and the message of the UserError that it raised."""
+    try:
+        return [build()], None
+    except UserError as error:
+        return [], str(error)
+
+
 class Termination(StopSignals):
     """A request to stop the run: a signal to any rank, or the end of the launcher.
 

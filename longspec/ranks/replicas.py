@@ -23,7 +23,14 @@ import torch.distributed as dist
 import transformers
 
 from longspec.errors import UserError
-from longspec.ranks.agreement import connecting, from_every_rank, from_rank_zero, launched_ranks, waiting_group
+from longspec.ranks.agreement import (
+    attempt,
+    connecting,
+    from_every_rank,
+    from_rank_zero,
+    launched_ranks,
+    waiting_group,
+)
 from longspec.signals import StopSignals
 
 T = TypeVar("T")
@@ -84,12 +91,7 @@ class Replicas:
         """
         if self._store is None:
             return build()
-        built: list[T] = []
-        problem = None
-        try:
-            built.append(build())
-        except UserError as error:
-            problem = str(error)
+        built, problem = attempt(build)
         problems = self.gather(problem)
         failed = [rank for rank, text in enumerate(problems) if text is not None]
         if failed:
@@ -115,7 +117,7 @@ class Replicas:
             return from_every_rank(value)
 
     def check_shared(self, folder: Path) -> None:
-        """End all ranks with an error if one does not see what rank 0 writes to a folder, as on disks of each host."""
+        """End all ranks with an error unless all of them see the files that rank 0 writes to a folder."""
         if self._store is None:
             return
         mark = Path(self.from_rank_zero(lambda: tempfile.mkdtemp(prefix=".shared-", dir=folder)))

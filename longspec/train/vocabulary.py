@@ -2,9 +2,11 @@
 
 import logging
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from longspec.data.token_counts import token_counts
+from longspec.data.dataset import RowDataset
 from longspec.errors import UserError
 from longspec.models.draft_vocabulary import most_frequent
 from longspec.models.target_files import read_config
@@ -33,6 +35,15 @@ def fresh_vocabulary(config: TrainConfig, inputs: Inputs) -> Tensor | None:
     covered = 100 * counts[tokens].sum() / counts.sum()
     logger.info("draft vocabulary: %d tokens, %.2f%% of those in the training data", size, covered)
     return tokens
+
+
+def token_counts(rows: RowDataset, vocab_size: int) -> Tensor:
+    """How often each token occurs in the samples of `rows`, LongTensor [V]."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    # Chunk by chunk, because the samples stay in a memory-mapped table.
+    for samples in rows.samples.data.column("input_ids").chunks:
+        counts += np.bincount(samples.flatten().to_numpy(), minlength=vocab_size)
+    return torch.from_numpy(counts)
 
 
 def check_list_split(tokens: Tensor, vocab_size: int, tp_size: int) -> None:

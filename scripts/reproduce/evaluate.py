@@ -15,8 +15,8 @@ from transformers.utils import logging
 
 from longspec import generate
 from longspec.inference.device import device_name, versions
-from longspec.inference.draft_fingerprint import draft_fingerprint
 from longspec.inference.methods import DEFAULT_SHAPE
+from longspec.models.content import state_digest
 from scripts.pipeline.files import write_json
 from scripts.reproduce.baselines import BASELINES, LOOKUP_TOKENS, BaselineFailed, Transformers
 from scripts.reproduce.cells import CELLS, Budget, Cell, CellLog, Measurement
@@ -71,7 +71,7 @@ def identity_of(pair: LoadedPair, prompts: list[Prompt], settings: EvaluationSet
     """What figures that belong together have in common."""
     asked = [(prompt.task, prompt.context, prompt.id, prompt.token_ids.tolist()) for prompt in prompts]
     return {
-        "draft": draft_fingerprint(pair.model),
+        "draft": state_digest(pair.model.draft_model.state_dict()),
         "prompts": hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
         **asdict(replace(settings, limit_s=0.0)),
     }

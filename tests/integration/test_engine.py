@@ -75,27 +75,6 @@ def check_row(model: GlideMixin, engine: Engine, oracle: Oracle, b: int, read: T
 
 
 @torch.no_grad()
-def test_rewinding_equals_a_prefill_that_ends_there(tmp_path: Path) -> None:
-    """Also after rounds, in a ragged batch."""
-    model = make_pair(tmp_path, options=OPTIONS["both"])
-    prompts = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(2))
-
-    def prefilled(lengths: list[int]) -> Engine:
-        drafter = TreeDrafter(Runner(model), 2, SHAPE, GREEDY, "descend")
-        engine = Engine(Runner(model), drafter, GREEDY, prompts, lengths, max_new_tokens=20)
-        engine.prefill()
-        return engine
-
-    engine, there = prefilled([12, 10]), prefilled([7, 1])
-    engine.round(torch.ones(2, dtype=torch.bool))
-    engine.rewind(torch.tensor([7, 1]), there.root)
-    assert engine.cache.lengths.tolist() == [7, 1]
-    torch.testing.assert_close(engine.cache.newest_hidden, there.cache.newest_hidden)
-    proposals = [one.drafter.propose(one.root, one.cache) for one in (engine, there)]
-    assert torch.equal(proposals[0].tokens, proposals[1].tokens)
-
-
-@torch.no_grad()
 def test_inactive_rows_stay_as_they_are(tmp_path: Path) -> None:
     model = make_pair(tmp_path, options=OPTIONS["feature"])
     prompts = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(2))
@@ -120,12 +99,3 @@ def test_draft_cache_does_not_grow_with_the_prompt(tmp_path: Path) -> None:
     short.start(torch.zeros(1, 3, dtype=torch.long), torch.tensor([3]))
     long.start(torch.zeros(1, 3000, dtype=torch.long), torch.tensor([3000]))
     assert short.draft.cache.keys.shape == long.draft.cache.keys.shape == (1, 2, WINDOW + 1 + sum(SHAPE), 8)
-
-
-def test_a_drafter_too_large_for_the_cache_is_refused(tmp_path: Path) -> None:
-    model = make_pair(tmp_path)
-    runner = Runner(model)
-    prompts = torch.zeros(1, 3, dtype=torch.long)
-    engine = Engine(runner, TreeDrafter(runner, 1, SHAPE, GREEDY, "descend"), GREEDY, prompts, [3], max_new_tokens=8)
-    with pytest.raises(ValueError, match=f"no room for {1 + engine.capacity} nodes"):
-        engine.switch_drafter(TreeDrafter(runner, 1, (1, engine.capacity - 1), GREEDY, "descend"))

@@ -103,7 +103,7 @@ from longspec.errors import reports_user_errors
 from longspec.train.command import main as train
 from longspec.longbench.command import main as evaluate
 
-TRAIN_DATA = ("dataset", "tokenization", "token_counts", "packing", "cache")
+TRAIN_DATA = ("dataset", "tokenization", "packing", "cache")
 TRAIN_ONLY = ("longspec.train.", *("longspec.data." + name for name in TRAIN_DATA))
 SERVE_ONLY = "longspec.inference.server."
 for module in pkgutil.walk_packages(longspec.__path__, "longspec."):

@@ -9,6 +9,7 @@ from pairs import make_pair, tiny_config
 from safetensors.torch import load_file
 
 from longspec.errors import UserError
+from longspec.models.content import state_digest
 from longspec.models.draft_files import check_draft, list_size, load_draft
 from longspec.models.draft_saving import save_draft_file, save_draft_folder
 from longspec.models.draft_vocabulary import most_frequent, vocabulary_maps
@@ -125,3 +126,13 @@ def test_a_fresh_draft_takes_a_list_and_a_saved_one_does_not(pair: GlideMixin, t
 def test_the_list_holds_the_most_frequent_tokens(size: int, always: Sequence[int], expected: list[int]) -> None:
     counts = torch.tensor([2, 5, 9, 2, 0, 9])
     assert most_frequent(counts, size, always).tolist() == expected
+
+
+def test_a_list_is_part_of_a_drafts_identity(tmp_path: Path) -> None:
+    """Answers drawn with another list must not be continued as if the draft were the same."""
+    draft = make_pair(tmp_path).draft_model
+    digests = set()
+    for tokens in (None, torch.arange(8), torch.arange(1, 9)):
+        draft.set_vocabulary(tokens)
+        digests.add(state_digest(draft.state_dict()))
+    assert len(digests) == 3

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_fixtures import ROOT, make_target, metrics, one_rank_alone, write_texts
+from training_fixtures import make_target, metrics, one_rank_alone, single_rank_config, write_texts
 from transformers import LlamaConfig
 
 from longspec.errors import UserError
@@ -19,7 +19,7 @@ from longspec.locks import LOCK_NAME, FolderLock
 from longspec.models.content import target_digests
 from longspec.models.draft_files import load_draft
 from longspec.ranks.agreement import Termination
-from longspec.train.config import CONFIG_NAME, load_config, read_config_file
+from longspec.train.config import CONFIG_NAME, read_config_file
 from longspec.train.config_schema import TrainConfig
 from longspec.train.contents import Contents, changes
 from longspec.train.evaluation import Evaluation
@@ -41,13 +41,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def configured(work: Path, *overrides: str) -> TrainConfig:
-    given = [f"model_name_or_path={work}/target", f"data.files={work}/texts.jsonl", f"output_dir={work}/out"]
-    given += [f"data.cache_dir={work}/cache", f"max_steps={STEPS}", "save_steps=1", "data.num_workers=0"]
-    given += ["gradient_accumulation_steps=1", "per_device_train_batch_size=1", "evaluation.rows=2"]
-    arguments = ["-cp", str(ROOT / "conf/exp"), "-cn", "tiny_glide_stage1_sinkpi-slicing", *given, *overrides]
-    config = load_config(arguments)
-    assert config is not None
-    return config
+    return single_rank_config(work, f"max_steps={STEPS}", "save_steps=1", "evaluation.rows=2", *overrides)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_tokenizer import SPECIAL_TOKENS, byte_tokenizer
-from training_fixtures import ROOT, make_target, metrics, one_rank_alone, write_texts
+from training_fixtures import make_target, metrics, one_rank_alone, single_rank_config, write_texts
 
 from longspec.errors import UserError
 from longspec.models.draft_files import list_size, load_draft
@@ -17,7 +17,6 @@ from longspec.models.llama import LlamaGlide
 from longspec.models.target_files import read_config
 from longspec.ranks.agreement import Termination
 from longspec.train.checkpoint import read_draft
-from longspec.train.config import load_config
 from longspec.train.config_schema import TrainConfig
 from longspec.train.extraction import extract_draft
 from longspec.train.run import train
@@ -35,13 +34,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def configured(work: Path, *overrides: str) -> TrainConfig:
-    given = [f"model_name_or_path={work}/target", f"data.files={work}/texts.jsonl", f"output_dir={work}/out"]
-    given += [f"data.cache_dir={work}/cache", f"max_steps={STEPS}", "save_steps=100", "data.num_workers=0"]
-    given += ["gradient_accumulation_steps=1", "per_device_train_batch_size=1", "learning_rate=1e-2"]
-    arguments = ["-cp", str(ROOT / "conf/exp"), "-cn", "tiny_glide_stage1_sinkpi-slicing", *given, *overrides]
-    config = load_config(arguments)
-    assert config is not None
-    return config
+    return single_rank_config(work, f"max_steps={STEPS}", "save_steps=100", "learning_rate=1e-2", *overrides)
 
 
 @pytest.fixture

@@ -35,14 +35,14 @@ class AutoRounds:
     """Plays the plan that a controller chooses before each round."""
 
     def __init__(self, engine: Engine, drafters: PlanDrafters, room: int) -> None:
-        """drafters: those of the engine. room: positions per row for a prompt and its new tokens."""
+        """drafters: the engine's drafters. room: positions per row for a prompt and its new tokens."""
         self.engine = engine
         self.drafters = drafters
         self.room = room
         self.times: RoundTimes | None = None
         self.rounds: dict[Plan, Round] = {}
         self.controller: Controller | None = None
-        self.behind = False
+        self.ring_is_stale = False
         """Whether the draft's ring lacks tokens."""
 
     @property
@@ -84,7 +84,7 @@ class AutoRounds:
             trace = self.controller.new_trace()
             trace.read(prompts[row][:length])
             self.controller.start(row, trace, token)
-        self.behind = False
+        self.ring_is_stale = False
 
     def play(self, active: Tensor) -> tuple[Tensor, ...]:
         """Play a round; see `PlanRounds.round`."""
@@ -94,10 +94,10 @@ class AutoRounds:
         return result
 
     def play_plan(self, plan: Plan, active: Tensor) -> tuple[Tensor, ...]:
-        if plan.kind == "tree" and self.behind:
+        if plan.kind == "tree" and self.ring_is_stale:
             self.drafters.refill(self.engine.cache.lengths)
         # Rounds of other plans do not feed the ring, which would cost a small target some percent of a round.
-        self.behind = plan.kind != "tree"
+        self.ring_is_stale = plan.kind != "tree"
         return self.rounds[plan](active)
 
     def observe(self, rows: Sequence[RowRound | None], active: Sequence[bool]) -> None:

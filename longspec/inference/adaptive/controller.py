@@ -20,10 +20,10 @@ PRIOR_LOOKUP = 1.2
 PRIOR_FIRST_TREE, PRIOR_MORE_NODES = 1.6, 0.3
 """Accepted tokens of the smallest tree, and additional ones of each larger tree."""
 PROBE_SHARES = (0.0075, 0.0025)
-"""Largest shares of the time that probes may lose: those of the tree that costs least, and those of the largest tree,
-which informs about all others."""
+"""Largest shares of the time that probes may lose: probes of the cheapest tree, and probes of the largest tree, which
+informs about all others."""
 FIRST_LOSSES = (2.0, 1.0)
-"""What they may lose in addition, in rounds of the first plan."""
+"""Additional time that they may lose, in rounds of the first plan."""
 
 RoundTime = Callable[[Plan, int], float]
 """The time of a round of a plan, by the number of prefix slots that it reads, summed over rows. Any unit of time."""
@@ -66,8 +66,8 @@ class Controller:
     """
 
     def __init__(self, plans: Sequence[Plan], time: RoundTime, refill_time: float = 0.0) -> None:
-        """plans: vanilla first, trees in the order of their nodes. refill_time: of the draft, when a tree follows
-        another plan."""
+        """plans: vanilla first, trees in ascending order of nodes. refill_time: the time to refill the draft's ring,
+        which a tree pays after a round of another plan."""
         self.plans = tuple(plans)
         self.time = time
         self.refill_time = refill_time
@@ -82,7 +82,7 @@ class Controller:
             TrackedMean(PRIOR_MORE_NODES if number else PRIOR_FIRST_TREE, PRIOR_WEIGHT)
             for number in range(len(self.trees))
         ]
-        """Tokens that each tree accepts in addition to those of the next smaller one."""
+        """Number of tokens that each tree accepts in addition to the next smaller one."""
 
         self.elapsed = 0.0
         """Time of all rounds."""
@@ -164,7 +164,7 @@ class Controller:
         return self.time(plan, sum(len(trace.tokens) for trace in self.traces.values()))
 
     def _learn(self, decision: Decision, parts: Sequence[RowRound]) -> None:
-        """Update the trees' gains, and what probes have lost."""
+        """Update the trees' gains and the time that probes have lost."""
         # A tree's round is an observation of all trees up to its size.
         size = self.trees.index(decision.plan) + 1 if decision.plan.kind == "tree" else 0
         for gain in self.gains[size:]:
@@ -189,7 +189,7 @@ class Controller:
         if not unknown:
             return Decision(best)
         refill_time = 0.0 if self._current.plan.kind == "tree" else self.refill_time
-        # What a probe costs: its time, without the time in which the best plan emits as many tokens.
+        # The cost of a probe: its time minus the time in which the best plan emits as many tokens.
         losses = [self._time(plan) + refill_time - self.tokens(plan) / best_speed for plan in unknown]
         cheapest = min(range(len(unknown)), key=losses.__getitem__)
         for kind, number in enumerate((cheapest, len(unknown) - 1)):

@@ -1,7 +1,7 @@
 """The rounds that prompt lookup would have played on a text, from the text alone.
 
-Decoding is lossless, so the text does not depend on the plan that is played. What lookup would have accepted follows
-from it without a single round of lookup.
+Decoding is lossless, so the text does not depend on the plan that is played. The number of tokens that lookup would
+have accepted follows from the text, without a single round of lookup.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from longspec.inference.adaptive.tracked_mean import TrackedMean
-
-LONGEST_MATCH = 3
-"""Maximum length of a match in tokens, the root included, as in `drafting.lookup`."""
+from longspec.inference.methods import LONGEST_MATCH
 
 
 class LookupTrace:
@@ -40,7 +38,7 @@ class LookupTrace:
             self._latest.update(zip(zip(*starts, strict=False), ends, strict=False))
 
     def extend(self, new_tokens: Sequence[int]) -> None:
-        """Take the next tokens of the text after the prompt. The first one of all is that of the prefill."""
+        """Take the next tokens of the text after the prompt. The first of them comes from prefill."""
         for token in new_tokens:
             self._index()
             self.tokens.append(token)

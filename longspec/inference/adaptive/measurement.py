@@ -36,7 +36,7 @@ def measure_times(
     def seconds(action: Callable[[], object], context: int) -> float:
         times = []
         for _ in range(1 + REPLAYS):
-            # What the cache holds does not matter: a round takes as long on zeros as on keys and values.
+            # The content of the cache does not matter: a round on zeros takes as long.
             lengths.fill_(context)
             lengths.tolist()  # the device is idle
             start = clock()

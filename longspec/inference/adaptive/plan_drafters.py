@@ -19,7 +19,7 @@ from longspec.inference.sampling import Sampler
 
 
 def fitting_shape(tree_shape: Sequence[int], vocab_size: int) -> Sequence[int]:
-    """A shape whose levels have no more nodes than the vocabulary. What is not a shape is left to later checks."""
+    """The shape, with no level larger than the vocabulary. Later checks refuse values that are no shape."""
     if isinstance(tree_shape, str) or not all(isinstance(width, int) for width in tree_shape):
         return tree_shape
     return tuple(min(width, vocab_size) for width in tree_shape)
@@ -46,8 +46,9 @@ class PlanDrafter:
     """The drafter of one plan. It feeds the history of tokens, and the draft if the plan is a tree."""
 
     def __init__(self, drafter: Drafter, history: LookupDrafter, draft: GlideDraft | None, reads_hidden: bool) -> None:
-        """history: that of lookup, which the trees' branches share. draft: that of a tree. reads_hidden: of the draft,
-        so that a round of any plan leaves what its next round reads."""
+        """history: the tokens of each row, which lookup and the trees' branches share. draft: the draft of a tree;
+        None for other plans. reads_hidden: whether the pair's draft reads hidden states, so that the rounds of every
+        plan store them."""
         self.drafter = drafter
         self.history = history
         self.draft = draft
@@ -73,7 +74,7 @@ class PlanDrafter:
 
 
 class PlanDrafters:
-    """What an engine takes for its drafter: it reads the prompts for all plans. Each plan proposes on its own."""
+    """The drafter of an engine with several plans. It reads the prompts; each plan proposes with its own drafter."""
 
     def __init__(
         self,

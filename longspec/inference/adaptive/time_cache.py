@@ -59,7 +59,7 @@ def cache_key(
 ) -> dict[str, Any]:
     """Everything that the times depend on; the numbers of rows and positions are rounded up to powers of two.
 
-    draft: what the trees' drafter depends on.
+    draft: the settings of the trees, as JSON values.
     """
     # The weights do not matter: a round of any draft of this architecture takes as long.
     # The same target under another path or another version of transformers has the same times.

@@ -32,7 +32,7 @@ class Proposal:
     """[B, R, V]: the draft distribution q at inner nodes. A node's children are samples of its q without replacement,
     numbered in the order of sampling. None for a tree that was built deterministically."""
     q_rows: Tensor | None = None
-    """LongTensor [B, N]: the row of `sampled_from` that belongs to each node; numbers from R on are those of leaves.
+    """LongTensor [B, N]: the row of `sampled_from` that belongs to each node; leaves have numbers from R on.
     None: row i belongs to node i."""
     certain: Tensor | None = None
     """bool [B, N]: nodes that were proposed without chance, whatever q says; each has a lower number than its sampled

@@ -186,8 +186,11 @@ class TreeDrafter:
 
 
 def least_merits(nodes: int, lookup: LookupBranches) -> Tensor:
-    """The log-probability [K, D] from which on the branches' nodes take part next to a sampled tree of which all in all
-    `nodes` nodes are verified. It is infinite for nodes that never do."""
+    """The log-probability [K, D] that each node of the branches needs to be verified next to a sampled tree.
+
+    nodes: number of verified nodes of tree and branches together. The entry is infinite for nodes beyond the share of
+    the branches.
+    """
     steps = torch.arange(lookup.depth, device=lookup.sizes.device)
     room = int(LARGEST_SHARE * (nodes - 1))
     share = lookup.sizes * min(1.0, room / lookup.nodes)

@@ -108,7 +108,7 @@ class Batch:
         return next(size for size in self.sizes if size >= rows)
 
     def capture(self) -> None:
-        """Prepare the rounds of every mode and size, if they are captured, and measure those of "auto".
+        """Prepare the rounds of every mode and size, if they are captured, and measure the plans of "auto".
 
         The cache must be empty.
         """
@@ -215,7 +215,7 @@ class Batch:
         return int(chosen), log_probability, int(fault)
 
     def start_draft(self, row: int, tokens: Tensor, prompt_length: int, former: int | None = None) -> None:
-        """Make the drafter's state that of a row which holds tokens [1, n], the first `prompt_length` its prompt.
+        """Start the drafter in a row that holds tokens [1, n]; the first `prompt_length` are its prompt.
 
         former: the number that the row had until now. Its counts of lookup hits go with it, so that a seeded request
         gets the same tokens in any row.
@@ -261,7 +261,7 @@ class Batch:
         """Exchange rows a and b of length_a and length_b tokens, without the drafter's state (see `start_draft`)."""
         cache, settings = self.cache, self.settings
         for store in (cache.keys, cache.values):
-            for layer in store:  # layer by layer, because an exchange needs a copy of what it moves
+            for layer in store:  # layer by layer, because an exchange copies one side
                 _exchange(layer[a, :, : max(length_a, length_b)], layer[b, :, : max(length_a, length_b)])
         states = (cache.lengths, cache.newest_hidden, cache.faults, self.root, self.active, self.speculates)
         for state in (*states, settings.seeds, settings.greedy, settings.temperature, settings.top_k, settings.top_p):

@@ -13,7 +13,7 @@ from longspec.inference.server.row_sampling import RowSampler
 
 
 class RowRounds(Rounds):
-    """Rounds that gather what the host reads in two tensors."""
+    """Rounds that return all results for the host in two tensors."""
 
     samplers: Sequence[Sampler] = ()
     """Samplers of draft and target."""

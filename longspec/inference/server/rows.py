@@ -55,7 +55,7 @@ class Row:
     last_used: int = 0
     """Order in which rows became idle; 0 for one that never held a request."""
     job: Job | None = None
-    behind: bool = False
+    ring_is_stale: bool = False
     """Whether the draft's ring lacks tokens, because plans without the draft were played."""
 
 

@@ -147,7 +147,7 @@ class Worker:
             job.root, logprob, fault = self.batch.first_token(row.number, job.prompt, hidden, kind)
             job.first_token = job.last_token = time.perf_counter()
             self.batch.active[row.number] = True
-            row.behind = False
+            row.ring_is_stale = False
             if self.controller is not None and job.trace is not None:
                 self.controller.start(row, job.trace, job.root)
             if fault:
@@ -187,9 +187,9 @@ class Worker:
         else:
             plan = self.controller.choose()
         for row in running:
-            if plan.kind == "tree" and row.behind and row.job is not None:
+            if plan.kind == "tree" and row.ring_is_stale and row.job is not None:
                 self.batch.refill_draft(row.number, len(row.job.ticket.request.prompt))
-            row.behind = plan.kind != "tree"
+            row.ring_is_stale = plan.kind != "tree"
         return plan
 
     def _move_down(self, row: Row) -> None:
@@ -202,7 +202,7 @@ class Worker:
         assert row.job is not None
         prompt_length = len(row.job.ticket.request.prompt)
         self.batch.start_draft(row.number, self.batch.upload(row.tokens), prompt_length, former)
-        row.behind = False
+        row.ring_is_stale = False
 
     def _note(self, running: list[Row], report: Tensor, trace: Tensor) -> None:
         """Process a round's report. Reading the report waits for the round; nothing else does."""

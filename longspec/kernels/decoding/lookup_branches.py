@@ -1,8 +1,8 @@
 """Lookup branches in two launches: matches of the newest tokens per chunk of the history, then the branches.
 
-Of a row, the first branch follows the longest match, and the second one the longest match that other tokens follow. The
-second is among the best match of each chunk and the best one with another following token than that, because what it
-must differ from is the following token of some chunk's best match.
+The first branch of a row follows the longest match. The second one follows the longest match whose next token differs
+from that of the first. Each chunk reports two candidates: its best match, and its best match with another next token.
+The two branches are always among these candidates.
 """
 
 import torch

@@ -2,8 +2,8 @@
 
 Merits, higher is better:
   node of the tree     its path's log-probability, or minus its arrival time in a sampled tree; at most its parent's
-  node of a branch     its path's estimated log-probability, or that of the tree's node with the same path if that is
-                       larger; +inf next to a sampled tree, where the draws must not decide about it
+  node of a branch     its path's estimated log-probability, or the merit of the tree's node with the same path if that
+                       is larger; +inf next to a sampled tree, where the draws must not decide about it
 Of equal merits the lower number is better. So the best nodes contain all their ancestors.
 
 In a sampled tree a node's merit must not depend on its token, given the draws before it. This holds for the arrival
@@ -155,7 +155,7 @@ def select_nodes(
 
     levels: LongTensor [M], the depth of the tree's nodes, which are numbered level by level. by_arrival: whether the
     tree was sampled. The branches' nodes are then all selected, and there must be fewer than `nodes` of them.
-    A node of the tree whose path is that of a branch's node is absorbed by it: it is not selected a second time, and
+    A node of the tree with the same path as a branch's node is absorbed by it: it is not selected a second time, and
     its children follow the node of the branch.
     """
     batch, size = tree.tokens.shape

@@ -131,7 +131,7 @@ def _merge_branches(
 ) -> tuple[SelectedNodes, Tensor]:
     """The root, the nodes of all branches and those of the tree in one pool, and their merits [B, 1 + K * D + M - 1].
 
-    Nodes of the tree whose path is that of a branch's node are absorbed by it: they turn into padding, and their
+    Nodes of the tree with the same path as a branch's node are absorbed by it: they turn into padding, and their
     children follow that node. The pool's parents and ranks are not filled in.
     """
     batch, chains, depth = branches.tokens.shape
