@@ -12,7 +12,7 @@ from longspec.kernels.decoding import skinny_product as skinny
 from longspec.kernels.decoding import vector_product as vector
 from longspec.kernels.decoding.skinny_product import count_parts, skinny_product, split_product
 from longspec.kernels.decoding.vector_product import vector_product
-from longspec.kernels.shared.device import Gpu, describe_gpu
+from longspec.kernels.shared.device import describe_gpu
 from longspec.models.residual import ResidualStream
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -107,28 +107,6 @@ def test_a_vector_product_masks_no_load_where_pieces_of_256_columns_divide_the_w
     vector_product(torch.empty(1, 1, width, device="meta"), weight, gated=gated)
     ((grid, launched),) = kernel.launches
     assert grid == (programs,) and {name: launched[name] for name in settings} == settings
-
-
-@pytest.mark.parametrize(
-    ("rows", "width", "gated", "overlaps", "expected"),
-    [
-        (4096, 4096, False, True, True),
-        (18944, 3584, True, True, True),
-        (4096, 4096, False, False, False),
-        (10, 4096, False, True, False),  # rows that are no multiple of the block
-        (512, 1536, False, True, False),  # less than one whole step
-    ],
-)
-def test_a_product_starts_early_on_hopper_and_where_its_prefetch_stays_within_the_weight(
-    rows: int, width: int, gated: bool, overlaps: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernel = Recorded()
-    monkeypatch.setattr(vector, "_vector_product_kernel", kernel)
-    monkeypatch.setattr(vector, "describe_gpu", lambda device: Gpu(132, 2**17, overlaps))
-    weight = torch.empty((2 if gated else 1) * rows, width, device="meta")
-    vector_product(torch.empty(1, 1, width, device="meta"), weight, gated=gated)
-    ((_, launched),) = kernel.launches
-    assert launched["OVERLAP"] == launched.get("launch_pdl", False) == expected
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.shared.device import describe_gpu
-
 BLOCK_N = 4
 """Rows of the weight per program."""
 BLOCK_K = 2048
@@ -24,14 +22,6 @@ def _load(pointers, inside, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(pointers)
     return tl.load(pointers, mask=inside, other=0.0)
-
-
-@triton.jit
-def _prefetch(weight_row, BITS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Start to bring the first BLOCK_K columns of the rows into the L2 cache, one line of 128 bytes per lane."""
-    LINE: tl.constexpr = 1024 // BITS
-    line = weight_row + tl.arange(0, BLOCK_K // LINE)[None, :] * LINE
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -73,7 +63,6 @@ def _vector_product_kernel(
     ADD: tl.constexpr,
     EVEN: tl.constexpr,
     TAIL: tl.constexpr,
-    OVERLAP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -81,15 +70,6 @@ def _vector_product_kernel(
     in_rows = row < rows
     weight_row = weight_ptr + row.to(tl.int64)[:, None] * width
     up_row = weight_ptr + (row.to(tl.int64) + rows)[:, None] * width
-    if OVERLAP:
-        # The next product may start as soon as there is room. It waits before it reads the output of this one.
-        tl.extra.cuda.gdc_launch_dependents()
-        # Weights do not depend on the previous kernel, so their loads start before it ends. All else does.
-        BITS: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth
-        _prefetch(weight_row, BITS, BLOCK_K)
-        if GATED:
-            _prefetch(up_row, BITS, BLOCK_K)
-        tl.extra.cuda.gdc_wait()
     # The sums stay spread over BLOCK_K / 8 lanes; they are reduced once, after the loop.
     acc = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
@@ -138,8 +118,6 @@ def vector_product(
     block_k = max(8, min(BLOCK_K, triton.next_power_of_2(width)))
     tail = width % block_k
     even = rows % block_n == 0 and tail % SMALLEST_PIECE == 0
-    # A prefetch has no mask, so it must not leave the weight.
-    overlap = even and width >= block_k and describe_gpu(x.device).overlaps
     _vector_product_kernel[(triton.cdiv(rows, block_n),)](
         x,
         weight,
@@ -152,11 +130,8 @@ def vector_product(
         ADD=add_to is not None,
         EVEN=even,
         TAIL=tail if even else 0,
-        OVERLAP=overlap,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=4,
-        # Programmatic dependent launch; older versions of Triton do not know the option.
-        **({"launch_pdl": True} if overlap else {}),
     )
     return out

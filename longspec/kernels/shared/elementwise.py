@@ -11,26 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.shared.device import describe_gpu
-
 
 # x = x + sum_p parts[p];  out = weight * x / sqrt(mean(x^2) + eps). One program takes one row.
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr,
-    parts_ptr,
-    weight_ptr,
-    out_ptr,
-    width,
-    eps,
-    part_size,
-    NUM_PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr, parts_ptr, weight_ptr, out_ptr, width, eps, part_size, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    if OVERLAP:
-        # A matrix-vector product may start now and prefetch its weights. It waits before it reads `out`.
-        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -70,7 +56,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, parts: Tensor | None = None)
         eps,
         x.numel(),
         NUM_PARTS=0 if parts is None else len(parts),
-        OVERLAP=describe_gpu(x.device).overlaps,
         BLOCK=block,
         num_warps=1 if block <= 256 else max(4, min(16, block // 512)),
     )
