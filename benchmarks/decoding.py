@@ -80,6 +80,8 @@ def main() -> None:
     print(HEADER)
     for shape in options.shapes:
         model = random_pair(shape)
+        if options.draft_vocabulary:
+            model.draft_model.set_vocabulary(random_vocabulary(options.draft_vocabulary, model.config.vocab_size))
         runner = FusedRunner(model, options.attention)
         for context in options.contexts:
             for method in options.methods:
@@ -115,6 +117,8 @@ def parse_options() -> argparse.Namespace:
     add("--temperature", type=float, default=0.0)
     add("--tree_shape", type=int, nargs="+", default=[4, 16, 16, 16, 16])
     add("--tree_nodes", type=int, help="nodes of the tree to be verified, the root included; default: all")
+    add("--lookup_branches", action="store_true", help="prompt lookup adds branches to the tree")
+    add("--draft_vocabulary", type=int, help="number of tokens in the draft's vocabulary list; default: no list")
     add("--gamma", type=int, default=4)
     add("--batches", type=int, nargs="*", default=[], help="batch sizes of ragged batches, for vanilla and tree")
     add("--batch_context", type=int, default=32768, help="longest row of a batch; the shortest is 3/4 as long")
@@ -158,7 +162,8 @@ def measure(
     widths = {"tree": tuple(options.tree_shape), "vanilla": ()}.get(method, (1,) * options.gamma)
     drafted_by = {"magicdec": "target", "lookup": "nothing"}.get(method, "glide")
     verified = engine.drafter.nodes
-    floor_ms = round_floor_ms(runner.config, ceilings, lengths, widths, drafted_by, verified)
+    columns = draft_columns(engine)
+    floor_ms = round_floor_ms(runner.config, ceilings, lengths, widths, drafted_by, verified, columns)
     measured = Measured(
         shape,
         max(lengths),
@@ -179,18 +184,40 @@ def filled_engine(runner: Runner, lengths: list[int], method: str, options: argp
     """An engine in its state after a prefill of `lengths` tokens per row, with random keys and values in all caches."""
     batch = len(lengths)
     sampler = Sampler(options.temperature, 0, 1.0, torch.Generator(runner.device).manual_seed(0))
-    shape, nodes = options.tree_shape, vars(options).get("tree_nodes")
-    drafter: Any = make_drafter(method, runner, batch, sampler, shape, options.gamma, "reject", nodes)
+    drafter: Any = make_drafter(
+        method,
+        runner,
+        batch,
+        sampler,
+        options.tree_shape,
+        options.gamma,
+        "reject",
+        options.tree_nodes,
+        options.lookup_branches,
+    )
     prompts = torch.randint(0, min(1000, runner.config.vocab_size), (batch, max(lengths)), device=runner.device)
     engine = Engine(runner, drafter, sampler, prompts, lengths, max_new_tokens=1024)
     stores = [engine.cache.keys, engine.cache.values]
     draft = getattr(drafter, "draft", getattr(drafter, "model", None))
     if isinstance(draft, GlideDraft):
         stores += [draft.cache.keys, draft.cache.values]
+        if draft.head is not None:
+            draft.head.start(prompts, torch.tensor(lengths, device=runner.device))
     for store in stores:
         store.normal_()
     engine.cache.lengths.copy_(torch.tensor(lengths))
     return engine
+
+
+def random_vocabulary(size: int, vocab: int) -> Tensor:
+    """`size` of the token ids below `vocab`, ascending."""
+    return torch.randperm(vocab, generator=torch.Generator().manual_seed(0))[:size].sort().values
+
+
+def draft_columns(engine: Engine) -> int | None:
+    """Number of tokens that the draft proposes; None without a GLIDE draft."""
+    draft = getattr(engine.drafter, "draft", None)
+    return draft.columns if isinstance(draft, GlideDraft) else None
 
 
 def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
@@ -233,7 +260,10 @@ def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
 
     def draft_lm_head() -> None:
         for _, width in levels:
-            runner.logits(hidden[width])
+            if draft.head is None:
+                runner.logits(hidden[width])
+            else:
+                draft.head.logits(hidden[width])
 
     active = torch.ones(batch, dtype=torch.bool, device=runner.device)
     static_hidden = engine.forward_tree(proposal, cache)

@@ -23,6 +23,7 @@ def round_floor_ms(
     widths: Sequence[int],
     drafted_by: str,
     verified: int | None = None,
+    columns: int | None = None,
 ) -> float:
     """Milliseconds of a round, summed over its parts.
 
@@ -31,7 +32,8 @@ def round_floor_ms(
 
     lengths: cached tokens per row. widths: nodes per level of the tree; () is a vanilla step. drafted_by: "glide",
     "target" (magicdec, which attends to a constant number of tokens), or "nothing" if drafting takes no device time.
-    verified: nodes that the target reads, the root included; None for the whole tree.
+    verified: nodes that the target reads, the root included; None for the whole tree. columns: rows of lm_head that a
+    GLIDE draft reads; None for all.
     """
     batch = len(lengths)
     nodes = verified or 1 + sum(widths)
@@ -43,7 +45,7 @@ def round_floor_ms(
         elif drafted_by == "glide":
             total += _products_ms(ceilings, draft_weights(config), batch * width)
             total += sum(_attention_ms(config, ceilings, length, width) for length in lengths)
-            total += _lm_head_ms(config, ceilings, batch * width)
+            total += _lm_head_ms(config, ceilings, batch * width, columns)
     return total
 
 
@@ -57,8 +59,8 @@ def _products_ms(ceilings: Ceilings, weights: int, tokens: int) -> float:
     return ceilings.floor_ms(BYTES * weights, 2 * weights * tokens)
 
 
-def _lm_head_ms(config: Any, ceilings: Ceilings, tokens: int) -> float:
-    return _products_ms(ceilings, config.vocab_size * config.hidden_size, tokens)
+def _lm_head_ms(config: Any, ceilings: Ceilings, tokens: int, columns: int | None = None) -> float:
+    return _products_ms(ceilings, (columns or config.vocab_size) * config.hidden_size, tokens)
 
 
 def _attention_ms(config: Any, ceilings: Ceilings, length: int, queries: int) -> float:

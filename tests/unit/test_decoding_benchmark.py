@@ -12,7 +12,7 @@ import torch
 from benchmarks import decoding
 from benchmarks.acceptance import read_acceptance
 from benchmarks.cards import cards_table
-from benchmarks.decoding import Measured, filled_engine, parts_of_round
+from benchmarks.decoding import Measured, filled_engine, parts_of_round, random_vocabulary
 from benchmarks.read_bandwidth import LAUNCHES, read_sums
 from benchmarks.shapes import random_pair
 from benchmarks.tables import tables
@@ -22,7 +22,7 @@ from longspec.inference.runner import Runner
 from longspec.models.glide import GlideMixin
 
 SHAPE = [2, 3]
-OPTIONS = Namespace(temperature=0.0, tree_shape=SHAPE, gamma=4)
+OPTIONS = {"temperature": 0.0, "tree_shape": SHAPE, "gamma": 4, "tree_nodes": None, "lookup_branches": False}
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +37,12 @@ def test_the_read_kernel_reads_every_number_once(block: int, steps: int, warps: 
     assert torch.equal(read_sums(x, block, steps, warps), x.float().view(-1, block * steps).sum(1))
 
 
-@pytest.mark.parametrize("tree_nodes", [None, 4])
+@pytest.mark.parametrize(
+    ("changes", "nodes"),
+    [({}, 6), ({"tree_nodes": 4}, 4), ({"tree_nodes": 4, "lookup_branches": True}, 4), ({"draft_vocabulary": 40}, 6)],
+)
 def test_the_parts_of_a_round_add_up_to_it_with_a_negative_residual(
-    pair: GlideMixin, tree_nodes: int | None, monkeypatch: pytest.MonkeyPatch
+    pair: GlideMixin, changes: dict[str, Any], nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts that take 5 ms alone do not fit into a round of 9 ms. Only "accept + compact" changes the cache."""
     lengths: list[int] = []
@@ -50,8 +53,11 @@ def test_the_parts_of_a_round_add_up_to_it_with_a_negative_residual(
         return 5.0
 
     monkeypatch.setattr(decoding, "captured_ms", timed)
-    engine = filled_engine(Runner(pair), [20], "tree", Namespace(**vars(OPTIONS), tree_nodes=tree_nodes))
-    assert engine.drafter.nodes == (tree_nodes or 6)
+    vocabulary = changes.get("draft_vocabulary")
+    pair.draft_model.set_vocabulary(random_vocabulary(vocabulary, pair.config.vocab_size) if vocabulary else None)
+    engine = filled_engine(Runner(pair), [20], "tree", Namespace(**OPTIONS | changes))
+    assert engine.drafter.nodes == nodes
+    assert (engine.drafter.draft.head is None) is (vocabulary is None)  # type: ignore[attr-defined]
     with torch.no_grad():
         parts = parts_of_round(engine, 9.0)
     assert sum(parts.values()) == pytest.approx(9.0)
