@@ -95,13 +95,13 @@ def planned_lengths(settings: Settings, split: str) -> dict[str, list[int]]:
             name: [context for context in task.contexts for _ in range(count)]
             for name, task in settings.evaluation.tasks.items()
         }
-    shortest, longest = settings.prompts.contexts
     chance = random.Random(f"{settings.seed}/{split}/lengths")
-    counts: dict[str, int] = getattr(settings.prompts, split)
-    return {
-        group: [0 if group == "gsm8k" else chance.randint(shortest, longest) for _ in range(count)]
-        for group, count in counts.items()
-    }
+    lengths: dict[str, list[int]] = {}
+    for group, count in getattr(settings.prompts, split).items():
+        is_short = group.endswith("-short")
+        shortest, longest = settings.prompts.short_contexts if is_short else settings.prompts.contexts
+        lengths[group] = [0 if group == "gsm8k" else chance.randint(shortest, longest) for _ in range(count)]
+    return lengths
 
 
 def chat_turns(root: Path, split: str) -> list[list[Turn]]:
@@ -123,7 +123,7 @@ class Makers:
 
     def records(self, group: str, lengths: list[int], chance: random.Random) -> Iterator[Record]:
         """Prompts of at most these lengths in tokens (0: the bare question). A document recurs after all were used."""
-        task = group.removesuffix("-long")
+        task = group.removesuffix("-long").removesuffix("-short")
         documents, make = self._documents(task)
         order: list[Any] = []
         bar = tqdm(lengths, desc=f"{self.split} {group}", disable=None, leave=False)

@@ -15,7 +15,7 @@ from longspec.inference.methods import AUTO, METHODS, TREE_RULES
 STATIC = "transformers-static"
 """transformers' own `generate` with a static cache."""
 TASKS = ("lcc", "repobench-p", "qmsum", "gsm8k", "chat", "aime24", "edit", "quote")
-GROUPS = ("chat-long", "gsm8k", "gsm8k-long", "qmsum", "lcc", "repobench-p")
+GROUPS = ("chat-long", "gsm8k", "gsm8k-long", "qmsum", "qmsum-short", "lcc", "lcc-short", "repobench-p")
 """Groups of prompts for training and validation."""
 EVERY = "every"
 """Key in an ablation arm for changes that apply to all stages."""
@@ -44,7 +44,9 @@ class PromptSettings:
     test: int = MISSING
     """Number of prompts per task and context."""
     contexts: list[int] = MISSING
-    """Shortest and longest prompt in tokens for training and validation, except in the group gsm8k."""
+    """Shortest and longest prompt in tokens for training and validation, except in gsm8k and in short groups."""
+    short_contexts: list[int] = field(default_factory=lambda: [100, 600])
+    """The same in groups whose name ends in "-short"."""
 
 
 @dataclass
@@ -184,8 +186,10 @@ def _check(settings: Settings) -> None:
             _require(group in GROUPS, f"prompts.{split}.{group}", f"no such group; use {', '.join(GROUPS)}")
             _require(count >= 0, f"prompts.{split}.{group}", "must not be negative")
 
-    contexts = settings.prompts.contexts
-    _require(len(contexts) == 2 and 0 < contexts[0] <= contexts[1], "prompts.contexts", "must be [shortest, longest]")
+    for key in ("contexts", "short_contexts"):
+        contexts = getattr(settings.prompts, key)
+        valid = len(contexts) == 2 and 0 < contexts[0] <= contexts[1]
+        _require(valid, f"prompts.{key}", "must be [shortest, longest]")
     for name, answers in settings.answers.items():
         _require(name != "chat", "answers.chat", "this name is reserved for the section chat")
         unknown = set(answers.prompts) - set(GROUPS)

@@ -38,6 +38,7 @@ def load(*overrides: str) -> Settings:
         ("evaluation.methods=[{name: forest, prompts: 1}]", "no method forest"),
         ("evaluation.methods=[{name: tree, prompts: 99}]", "must be at most prompts.test"),
         ("prompts.contexts=[9,1]", r"prompts.contexts: must be \[shortest, longest\]"),
+        ("prompts.short_contexts=[9]", r"prompts.short_contexts: must be \[shortest, longest\]"),
         ("code.packages=many", "code.packages"),
     ],
 )
@@ -51,8 +52,8 @@ def test_arms_change_stages_and_leave_some_out() -> None:
     settings = load("training.arms={ce: {every: {overrides: {loss: ce}}, stage2: null, stage3: {steps: 7}}}")
     recipe, arm = arm_stages(settings, "recipe"), arm_stages(settings, "ce")
     assert list(recipe) == ["stage1", "stage2", "stage3"] and list(arm) == ["stage1", "stage3"]
-    assert arm["stage1"].overrides == {"loss": "ce"} and arm["stage3"].steps == 7
-    assert arm["stage1"].answers == recipe["stage1"].answers and recipe["stage1"].overrides == {}
+    assert arm["stage1"].overrides == recipe["stage1"].overrides | {"loss": "ce"} and arm["stage3"].steps == 7
+    assert arm["stage1"].answers == recipe["stage1"].answers
     assert final_draft(settings, Path("out"), "ce").parts[1:4] == ("training", "ce-0", "stage3")
     with pytest.raises(UserError, match=r"arms\.ce\.stage9: no such stage"):
         arm_stages(load("training.arms={ce: {stage9: null}}"), "ce")
