@@ -1,6 +1,7 @@
 """Step `prompts`: prompts for training, validation and test, of given lengths in tokens and in LongBench's wording."""
 
 import json
+import math
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -100,7 +101,11 @@ def planned_lengths(settings: Settings, split: str) -> dict[str, list[int]]:
     for group, count in getattr(settings.prompts, split).items():
         is_short = group.endswith("-short")
         shortest, longest = settings.prompts.short_contexts if is_short else settings.prompts.contexts
-        lengths[group] = [0 if group == "gsm8k" else chance.randint(shortest, longest) for _ in range(count)]
+        lengths[group] = [
+            # Evenly spread logarithms, because long prompts take most of the time.
+            0 if group == "gsm8k" else round(math.exp(chance.uniform(math.log(shortest), math.log(longest))))
+            for _ in range(count)
+        ]
     return lengths
 
 
