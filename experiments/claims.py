@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import pandas
 
+from experiments.settings import HALF, RECIPE
 from experiments.tables import NOTHING, Figure, speed_ratio, tokens_per_round
 
 CODE = ("lcc", "repobench-p")
@@ -155,18 +156,20 @@ def _lossless(samples: Samples) -> Verdict:
 
 
 def _arm(diagnostics: Diagnostics, arm: str, claim: str, expected: str) -> Verdict:
-    """Teacher-forced acceptance of the recipe compared with an arm's, after the arm's last stage with the same seed.
+    """Teacher-forced acceptance of the arm that others change (HALF, or the recipe) compared with another arm's, after
+    that arm's last stage with the same seed.
 
     The trainer's own evaluation is not comparable between variants: its chains are as deep as the variant trains.
     """
     name = next((name for name in reversed(diagnostics) if name.startswith(f"{arm}-")), None)
-    full = None if name is None else diagnostics.get(name.replace(arm, "recipe", 1))
-    if name is None or not full:
+    unchanged = [name.replace(arm, other, 1) for other in (HALF, RECIPE)] if name else []
+    measured_ones = [run for run in unchanged if run in diagnostics]
+    if name is None or not measured_ones:
         return Verdict(claim, expected, "-", "not measured")
     without = _pooled_tokens(diagnostics[name])
-    recipe = _pooled_tokens(full)
-    measured = f"{without:.2f} to {recipe:.2f} tokens per round ({recipe / without - 1:+.1%}), teacher-forced"
-    return Verdict(claim, expected, measured, "holds" if recipe > without else "does not hold")
+    with_it = _pooled_tokens(diagnostics[measured_ones[0]])
+    measured = f"{without:.2f} to {with_it:.2f} tokens per round ({with_it / without - 1:+.1%}), teacher-forced"
+    return Verdict(claim, expected, measured, "holds" if with_it > without else "does not hold")
 
 
 def _pooled_tokens(by_run: dict[str, dict[str, float]]) -> float:

@@ -21,6 +21,8 @@ EVERY = "every"
 """Key in an ablation arm for changes that apply to all stages."""
 RECIPE = "recipe"
 """Name of the arm without changes."""
+HALF = "half"
+"""Name of the arm with half the steps, which the other arms change if it exists."""
 
 
 @dataclass
