@@ -80,7 +80,7 @@ def main() -> None:
     print(HEADER)
     for shape in options.shapes:
         model = random_pair(shape)
-        if options.draft_vocabulary:
+        if options.draft_vocabulary is not None:
             model.draft_model.set_vocabulary(random_vocabulary(options.draft_vocabulary, model.config.vocab_size))
         runner = FusedRunner(model, options.attention)
         for context in options.contexts:
@@ -162,7 +162,8 @@ def measure(
     widths = {"tree": tuple(options.tree_shape), "vanilla": ()}.get(method, (1,) * options.gamma)
     drafted_by = {"magicdec": "target", "lookup": "nothing"}.get(method, "glide")
     verified = engine.drafter.nodes
-    columns = draft_columns(engine)
+    draft = glide_draft(engine.drafter)
+    columns = None if draft is None else draft.columns
     floor_ms = round_floor_ms(runner.config, ceilings, lengths, widths, drafted_by, verified, columns)
     measured = Measured(
         shape,
@@ -198,8 +199,8 @@ def filled_engine(runner: Runner, lengths: list[int], method: str, options: argp
     prompts = torch.randint(0, min(1000, runner.config.vocab_size), (batch, max(lengths)), device=runner.device)
     engine = Engine(runner, drafter, sampler, prompts, lengths, max_new_tokens=1024)
     stores = [engine.cache.keys, engine.cache.values]
-    draft = getattr(drafter, "draft", getattr(drafter, "model", None))
-    if isinstance(draft, GlideDraft):
+    draft = glide_draft(drafter)
+    if draft is not None:
         stores += [draft.cache.keys, draft.cache.values]
         if draft.head is not None:
             draft.head.start(prompts, torch.tensor(lengths, device=runner.device))
@@ -210,14 +211,16 @@ def filled_engine(runner: Runner, lengths: list[int], method: str, options: argp
 
 
 def random_vocabulary(size: int, vocab: int) -> Tensor:
-    """`size` of the token ids below `vocab`, ascending."""
+    """`size` of the token ids below `vocab`, ascending. Raises UserError for an impossible size."""
+    if not 0 < size < vocab:
+        raise UserError(f"--draft_vocabulary: {size}; the target has {vocab} tokens, so use 1 to {vocab - 1}")
     return torch.randperm(vocab, generator=torch.Generator().manual_seed(0))[:size].sort().values
 
 
-def draft_columns(engine: Engine) -> int | None:
-    """Number of tokens that the draft proposes; None without a GLIDE draft."""
-    draft = getattr(engine.drafter, "draft", None)
-    return draft.columns if isinstance(draft, GlideDraft) else None
+def glide_draft(drafter: Any) -> GlideDraft | None:
+    """The GLIDE draft of a tree or a chain; None for other drafters."""
+    draft = getattr(drafter, "draft", getattr(drafter, "model", None))
+    return draft if isinstance(draft, GlideDraft) else None
 
 
 def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:

@@ -156,20 +156,20 @@ def _lossless(samples: Samples) -> Verdict:
 
 
 def _arm(diagnostics: Diagnostics, arm: str, claim: str, expected: str) -> Verdict:
-    """Teacher-forced acceptance of the arm that others change (HALF, or the recipe) compared with another arm's, after
-    that arm's last stage with the same seed.
+    """Teacher-forced acceptance with and without an arm's change, after the arm's last stage with the same seed.
 
     The trainer's own evaluation is not comparable between variants: its chains are as deep as the variant trains.
     """
     name = next((name for name in reversed(diagnostics) if name.startswith(f"{arm}-")), None)
-    unchanged = [name.replace(arm, other, 1) for other in (HALF, RECIPE)] if name else []
-    measured_ones = [run for run in unchanged if run in diagnostics]
-    if name is None or not measured_ones:
+    changed = None if name is None else diagnostics[name]
+    # The arm that the others change: HALF, or the recipe in an experiment without it.
+    runs = () if name is None else (name.replace(arm, other, 1) for other in (HALF, RECIPE))
+    unchanged = next((diagnostics[run] for run in runs if diagnostics.get(run)), None)
+    if changed is None or unchanged is None:
         return Verdict(claim, expected, "-", "not measured")
-    without = _pooled_tokens(diagnostics[name])
-    with_it = _pooled_tokens(diagnostics[measured_ones[0]])
-    measured = f"{without:.2f} to {with_it:.2f} tokens per round ({with_it / without - 1:+.1%}), teacher-forced"
-    return Verdict(claim, expected, measured, "holds" if with_it > without else "does not hold")
+    without, full = _pooled_tokens(changed), _pooled_tokens(unchanged)
+    measured = f"{without:.2f} to {full:.2f} tokens per round ({full / without - 1:+.1%}), teacher-forced"
+    return Verdict(claim, expected, measured, "holds" if full > without else "does not hold")
 
 
 def _pooled_tokens(by_run: dict[str, dict[str, float]]) -> float:

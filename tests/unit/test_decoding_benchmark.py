@@ -2,7 +2,7 @@
 
 import json
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from benchmarks import decoding
 from benchmarks.acceptance import read_acceptance
 from benchmarks.cards import cards_table
-from benchmarks.decoding import Measured, filled_engine, parts_of_round, random_vocabulary
+from benchmarks.decoding import Measured, filled_engine, glide_draft, parts_of_round, random_vocabulary
 from benchmarks.read_bandwidth import LAUNCHES, read_sums
 from benchmarks.shapes import random_pair
 from benchmarks.tables import tables
@@ -30,6 +30,14 @@ def pair() -> GlideMixin:
     return random_pair("tiny", "cpu", torch.float32)
 
 
+@pytest.fixture
+def listed_pair(pair: GlideMixin) -> Iterator[GlideMixin]:
+    """The pair, whose draft has a list of 40 tokens during the test."""
+    pair.draft_model.set_vocabulary(random_vocabulary(40, pair.config.vocab_size))
+    yield pair
+    pair.draft_model.set_vocabulary(None)
+
+
 @pytest.mark.parametrize(("block", "steps", "warps"), [*LAUNCHES, (64, 3, 1)])
 def test_the_read_kernel_reads_every_number_once(block: int, steps: int, warps: int, device: str) -> None:
     x = torch.randint(-8, 8, (2 * 3 * block * steps,), generator=torch.Generator().manual_seed(0))
@@ -39,7 +47,7 @@ def test_the_read_kernel_reads_every_number_once(block: int, steps: int, warps: 
 
 @pytest.mark.parametrize(
     ("changes", "nodes"),
-    [({}, 6), ({"tree_nodes": 4}, 4), ({"tree_nodes": 4, "lookup_branches": True}, 4), ({"draft_vocabulary": 40}, 6)],
+    [({}, 6), ({"tree_nodes": 4}, 4), ({"tree_nodes": 4, "lookup_branches": True}, 4)],
 )
 def test_the_parts_of_a_round_add_up_to_it_with_a_negative_residual(
     pair: GlideMixin, changes: dict[str, Any], nodes: int, monkeypatch: pytest.MonkeyPatch
@@ -53,16 +61,26 @@ def test_the_parts_of_a_round_add_up_to_it_with_a_negative_residual(
         return 5.0
 
     monkeypatch.setattr(decoding, "captured_ms", timed)
-    vocabulary = changes.get("draft_vocabulary")
-    pair.draft_model.set_vocabulary(random_vocabulary(vocabulary, pair.config.vocab_size) if vocabulary else None)
     engine = filled_engine(Runner(pair), [20], "tree", Namespace(**OPTIONS | changes))
     assert engine.drafter.nodes == nodes
-    assert (engine.drafter.draft.head is None) is (vocabulary is None)  # type: ignore[attr-defined]
     with torch.no_grad():
         parts = parts_of_round(engine, 9.0)
     assert sum(parts.values()) == pytest.approx(9.0)
     assert parts["accept + compact"] == 5.0 and parts["residual"] == -6.0
     assert set(lengths[:-1]) == {20} and lengths[-1] > 20
+
+
+@pytest.mark.parametrize("method", ["tree", "seq"])
+def test_a_draft_with_a_list_has_a_head_filled_from_the_target(listed_pair: GlideMixin, method: str) -> None:
+    draft = glide_draft(filled_engine(Runner(listed_pair), [20], method, Namespace(**OPTIONS)).drafter)
+    assert draft is not None and draft.head is not None
+    assert torch.equal(draft.head.weight[:40], listed_pair.lm_head.weight[draft.head.ids[0, :40]])
+
+
+@pytest.mark.parametrize("size", [-1, 0, 512])
+def test_an_impossible_list_is_one_clear_line(size: int) -> None:
+    with pytest.raises(UserError, match=f"--draft_vocabulary: {size}; the target has 512 tokens"):
+        random_vocabulary(size, 512)
 
 
 def test_transformers_decodes_on_the_pairs_own_weights_with_both_caches(pair: GlideMixin) -> None:

@@ -34,6 +34,11 @@ def test_a_node_budget_lowers_the_floor_where_arithmetic_sets_it() -> None:
     assert round_floor_ms(LLAMA3_8B, CEILINGS, [131072], TREE, "glide", verified=32) < 0.8 * whole
 
 
+def test_a_list_saves_its_share_of_the_head_at_each_of_five_levels() -> None:
+    whole, listed = (round_floor_ms(LLAMA3_8B, CEILINGS, [4096], TREE, "glide", columns=rows) for rows in (None, 32768))
+    assert whole - listed == pytest.approx(5 * (128256 - 32768) * 4096 * 2 / 4.57e12 * 1e3)
+
+
 def test_rows_share_the_weights_but_not_their_keys() -> None:
     one, two = (round_floor_ms(LLAMA3_8B, CEILINGS, [32768] * rows, (), "glide") for rows in (1, 2))
     keys = 2 * 2 * 8 * 128 * 32768 * 32 / 4.57e12 * 1e3
