@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from fairscale.nn.model_parallel import initialize as groups
@@ -93,6 +94,7 @@ def check_gradients_are_averaged(rank: int) -> None:
     assert layer.weight.grad is not None and layer.weight.grad.tolist() == [[1.5] * 3]
 
 
+@pytest.mark.slow
 def test_two_ranks_with_halves_are_one_with_the_whole(tmp_path: Path) -> None:
     for name, (glide, layout) in CASES.items():
         place = tmp_path / name

@@ -53,7 +53,7 @@ def write_pairs(work: Path, families: tuple[str, ...], ranks: int) -> None:
         split_target(target, work / name / "split", ranks)
 
 
-@pytest.mark.parametrize(("ranks", "families"), [(2, FAMILIES), (4, ("qwen2",))])
+@pytest.mark.parametrize(("ranks", "families"), [(2, FAMILIES), pytest.param(4, ("qwen2",), marks=pytest.mark.slow)])
 def test_ranks_that_share_a_target_generate_what_one_process_does(
     ranks: int, families: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -37,6 +37,7 @@ def left_of(folder: Path) -> list[psutil.Process]:
     return [one for one in started if one.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.slow
 def test_at_its_limit_a_command_is_told_to_stop_and_what_it_started_may_save(tmp_path: Path) -> None:
     """The launcher exits at once; its rank takes 1.5 s to save."""
     line = [sys.executable, "-c", LAUNCHER, str(tmp_path), RANK]
@@ -46,6 +47,7 @@ def test_at_its_limit_a_command_is_told_to_stop_and_what_it_started_may_save(tmp
     assert not left_of(tmp_path)
 
 
+@pytest.mark.slow
 def test_nothing_outlives_the_time_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "TIME_TO_SAVE_S", 1)
     assert not run([sys.executable, "-c", LAUNCHER, str(tmp_path), DEAF], tmp_path / "log.txt", {}, limit_s=4)

@@ -61,7 +61,7 @@ def saved(trainer: Trainer, folder: Path) -> tuple[int, dict[str, torch.Tensor]]
         (["deepspeed=zero3"], ["deepspeed=zero2"]),
         (["deepspeed=zero1", BF16], ["deepspeed=zero3", BF16]),
         (["deepspeed=zero3", BF16], ["deepspeed=zero1", BF16]),
-        pytest.param([MUON, BF16], [MUON, BF16], marks=NEEDS_MUON),
+        pytest.param([MUON, BF16], [MUON, BF16], marks=[NEEDS_MUON, pytest.mark.slow]),
     ],
     ids=" ".join,
 )

@@ -61,6 +61,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield from one_rank_alone(monkeypatch)
 
 
+@pytest.mark.slow
 def test_the_whole_benchmark_runs(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
