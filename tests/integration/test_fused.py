@@ -34,10 +34,10 @@ CASES = [
     ("llama", "gqa"),
     ("llama", "mqa"),
     ("llama", "listed"),
-    ("qwen2", "mha"),
+    pytest.param("qwen2", "mha", marks=pytest.mark.slow),
     ("qwen2", "extended"),
     ("qwen3", "gqa"),
-    ("qwen3", "mqa"),
+    pytest.param("qwen3", "mqa", marks=pytest.mark.slow),
     ("mistral", "mha"),
 ]
 

@@ -269,7 +269,7 @@ def correlations(model: GlideMixin, method: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    "method", [pytest.param(one, marks=[] if one in ("seq", "tree") else pytest.mark.slow) for one in METHODS]
+    "method", [pytest.param(one, marks=[] if one == "tree" else pytest.mark.slow) for one in METHODS]
 )
 def test_draws_have_nothing_to_do_with_each_other(model: GlideMixin, method: str, device: str) -> None:
     """16,384 rows of 8 tokens: no standard score above 5.5, of 80 whose chance is 4e-8 each."""

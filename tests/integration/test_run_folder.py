@@ -209,6 +209,7 @@ def test_a_stop_signal_while_weights_are_loaded_ends_the_run_at_once(
     assert not (tmp_path / "out" / "run.json").exists()
 
 
+@pytest.mark.slow
 def test_a_stop_signal_to_the_process(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """SIGTERM once the progress bar has counted a sample: exit code 143, the last line and no traceback."""
     out, options = tmp_path / "out", ("--method", "vanilla", "--max_gen_len", "400")

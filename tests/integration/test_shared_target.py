@@ -67,6 +67,7 @@ def test_ranks_that_share_a_target_generate_what_one_process_does(
     assert stdout == f"{6 * len(families) + 5} generations are the same\n"
 
 
+@pytest.mark.slow
 def test_an_evaluation_survives_its_ranks_and_writes_what_one_process_writes(tmp_path: Path) -> None:
     """Rank 1 dies in the second batch, then gets a signal there; the third launch completes the run. Rank 0 alone
     prints and writes."""

@@ -112,6 +112,7 @@ def test_a_rank_holds_half_of_the_bytes_and_five_percent_at_most(tmp_path: Path)
         assert max(read, held) <= 0.525 * whole
 
 
+@pytest.mark.slow
 def test_the_script_makes_a_folder_that_stands_for_the_target(tmp_path: Path) -> None:
     """Config and tokenizer are the whole target's; a second run does not write over it."""
     source = make_target(tmp_path / "target")

@@ -56,7 +56,9 @@ def most_frequent_bytes(file: Path) -> list[int]:
     return sorted([tokenizer.eos_token_id, *best])
 
 
-@pytest.mark.parametrize("settings", [("loss=ce",), ("loss=mixed", "deepspeed=zero3")], ids=str)
+@pytest.mark.parametrize(
+    "settings", [("loss=ce",), pytest.param(("loss=mixed", "deepspeed=zero3"), marks=pytest.mark.slow)], ids=str
+)
 def test_a_run_with_a_vocabulary(work: Path, settings: tuple[str, ...]) -> None:
     """The loss falls. The list is that of the data, in the checkpoint, the state, an extracted draft, and the next
     stage, which reads other data."""
