@@ -1,9 +1,7 @@
 """How often rounding in half precision makes greedy output differ from vanilla's at batch 1.
 
 The runs that are compared are each method, vanilla itself at another batch size, and transformers. `python -m
-benchmarks.lossless --target FOLDER --draft FOLDER --data held_out.jsonl` prints a table and one JSON line. On a GPU,
-`python -m scripts.demo --size gpu --output OUT` makes a pair (OUT/target, OUT/stage3/checkpoint-last) and held-out text
-(OUT/corpus/held_out.jsonl).
+benchmarks.lossless --target FOLDER --draft FOLDER --data FILE.jsonl` prints a table and one JSON line.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from tqdm import tqdm
 from transformers import GenerationMixin, PreTrainedTokenizerBase
 
 from longspec import generate
+from longspec.data.prompts import loops
 from longspec.errors import UserError, reports_user_errors
 from longspec.inference.drafting.proposal import chain as chain_proposal
 from longspec.inference.engine import Engine
@@ -33,7 +32,6 @@ from longspec.inference.sampling import Sampler
 from longspec.models.families import family_class
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import load_tokenizer, read_config
-from scripts.pipeline.quality import distinct_share
 
 Continue = Callable[[Tensor], Tensor]
 """Maps prompts LongTensor [B, P] to their greedy continuations LongTensor [B, new]."""
@@ -68,7 +66,7 @@ def main() -> None:
     prompts = prompts.to("cuda")
     rows: list[Divergence] = []
     errors: dict[str, dict[str, float]] = {}
-    distinct: dict[str, float] = {}
+    looping: dict[str, int] = {}
 
     for name in options.dtypes:
         pair = family_class(config, options.target).from_pretrained(
@@ -78,7 +76,7 @@ def main() -> None:
         model.generation_config.eos_token_id = None  # all runs generate the same number of tokens
         reference, divergences = compare(model, prompts, options)
         rows += divergences
-        distinct[name] = distinct_share(reference.tolist())
+        looping[name] = sum(map(loops, reference.tolist()))
         errors[name] = logit_errors(model, torch.cat([prompts, reference], 1), options)
         print(table(divergences, errors[name]), flush=True)
         del model, pair
@@ -89,7 +87,7 @@ def main() -> None:
         "transformers": transformers.__version__,
         "config": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
     }
-    results = {"runs": [asdict(row) for row in rows], "logit_rms_error": errors, "distinct_4grams": distinct}
+    results = {"runs": [asdict(row) for row in rows], "logit_rms_error": errors, "looping_outputs": looping}
     print(json.dumps({"benchmark": "lossless"} | results | facts))
 
 

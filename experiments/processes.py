@@ -1,5 +1,6 @@
-"""Child processes that are stopped when their context ends."""
+"""Child processes that are stopped when their context ends, and a port for their ranks."""
 
+import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,6 +8,13 @@ from typing import Any
 
 TIME_TO_SAVE_S = 60
 """Seconds that a stopped training launch has to save its last step."""
+
+
+def free_port() -> int:
+    """A TCP port that no process listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextmanager

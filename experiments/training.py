@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
 from experiments.files import answers_file, claim, read_jsonl, write_atomically
-from experiments.processes import running
+from experiments.processes import free_port, running
 from experiments.settings import EVERY, RECIPE, Settings, StageSettings
 from experiments.tables import markdown
 from experiments.target import TargetText
@@ -166,12 +165,10 @@ def is_finished(folder: Path, steps: int) -> bool:
 
 def launch_line(config: str, overrides: dict[str, Any], ranks: int) -> list[str]:
     """The DeepSpeed command that trains `config` with these overrides on `ranks` ranks, on a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks), "--master_port", str(port)]
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
+    launcher += ["--master_port", str(free_port())]
     arguments = [f"{key}={_hydra_value(value)}" for key, value in overrides.items()]
-    return [*launcher, TRAINER, "-cp", "conf/exp", "-cn", config, *arguments]
+    return [*launcher, TRAINER, "-cp", str(REPOSITORY / "conf" / "exp"), "-cn", config, *arguments]
 
 
 def _hydra_value(value: Any) -> str:

@@ -7,31 +7,33 @@ trial; ZeRO-1 and ZeRO-3 alternate.
 """
 
 import argparse
+import json
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
 
+from tokenizers import ByteLevelBPETokenizer
 from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from experiments.files import write_atomically
+from experiments.training import REPOSITORY, launch_line
 from longspec.train.checkpoint import read_draft
 from longspec.train.generations import STATES, find_latest
-from scripts.demo.corpus import write_corpus
-from scripts.demo.settings import tiny
-from scripts.drill_faults import END_LIMIT_S, KINDS, Live, environment, last_step, wait_until
-from scripts.pipeline.files import TEXTS, read_jsonl, write_json
-from scripts.pipeline.machine import CPU_RANKS, ROOT, launch_line
-from scripts.pipeline.target_model import fresh_target
-from scripts.pipeline.tokenizer import make_tokenizer
+from scripts.drill_faults import CPU_RANKS, END_LIMIT_S, KINDS, Live, environment, last_step, wait_until
 
 SUMMARY = "summary.json"
+TEXT_FILES = 20
+VOCAB_SIZE = 512
 
 
 @dataclass
@@ -69,23 +71,34 @@ def main() -> int:
         trials.append(drill(options.output.resolve() / f"zero{zero_stage}", target, texts, zero_stage, kind, chance))
         tqdm.write(" ".join(f"{name} {value}" for name, value in asdict(trials[-1]).items()))
     failed = [trial for trial in trials if trial.problem]
-    write_json(options.output / SUMMARY, [asdict(trial) for trial in trials])
+    write_atomically(options.output / SUMMARY, json.dumps([asdict(trial) for trial in trials], indent=1) + "\n")
     in_a_save = sum(trial.in_a_save for trial in trials)
     print(f"{len(trials)} trials, {in_a_save} during a save, {len(failed)} failed")
     return 1 if failed else 0
 
 
 def prepare(folder: Path) -> tuple[Path, Path]:
-    """Write an untrained target and training texts. Returns their paths."""
-    settings, target = tiny("llama"), folder / "target"
-    folder.mkdir(parents=True)
-    write_corpus(folder, settings.corpus)
-    texts = (record["text"] for record in read_jsonl(folder / TEXTS))
-    shape = settings.target
-    tokenizer = make_tokenizer(texts, shape.family, shape.vocab_size, shape.positions)
+    """Write a random target, and training texts from the standard library. Returns their paths."""
+    library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:TEXT_FILES]
+    texts = [file.read_text(encoding="utf-8", errors="ignore") for file in library]
+    data, target = folder / "texts.jsonl", folder / "target"
+    write_atomically(data, "".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+    bytes_and_pairs = ByteLevelBPETokenizer()
+    bytes_and_pairs.train_from_iterator(texts, VOCAB_SIZE, special_tokens=["</s>"], show_progress=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_and_pairs, eos_token="</s>", pad_token="</s>")
     tokenizer.save_pretrained(target)
-    fresh_target(shape, tokenizer).save_pretrained(target)
-    return target, folder / TEXTS
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        head_dim=64,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(target)
+    return target, data
 
 
 def drill(output: Path, target: Path, texts: Path, zero_stage: int, kind: str, chance: random.Random) -> Trial:
@@ -95,7 +108,9 @@ def drill(output: Path, target: Path, texts: Path, zero_stage: int, kind: str, c
     trial = Trial(zero_stage, kind, False, -1, -1, -1)
     with output.with_suffix(".log").open("w") as log:
         command = endless_run(output, target, texts, zero_stage)
-        run = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=log, stderr=log, start_new_session=True)
+        run = subprocess.Popen(
+            command, cwd=REPOSITORY, env=environment(), stdout=log, stderr=log, start_new_session=True
+        )
         live = Live(run, output, command, chance)
         try:
             time.sleep(chance.uniform(0, 1.2 * wait_for_a_save(live, before)))
@@ -120,16 +135,16 @@ def drill(output: Path, target: Path, texts: Path, zero_stage: int, kind: str, c
 def endless_run(output: Path, target: Path, texts: Path, zero_stage: int) -> list[str]:
     """The command of an endless run that saves after every step."""
     overrides = {
-        "model_name_or_path": target,
-        "data.files": f"[{texts}]",
-        "data.cache_dir": output.parent / "cache",
-        "output_dir": output,
+        "model_name_or_path": str(target),
+        "data.files": [str(texts)],
+        "data.cache_dir": str(output.parent / "cache"),
+        "output_dir": str(output),
         "deepspeed": f"zero{zero_stage}",
         "resume": "latest",
         "save_steps": 1,
         "max_steps": 100_000,
     }
-    return launch_line(["--num_gpus", str(CPU_RANKS)], "tiny_glide_stage1_sinkpi-slicing", overrides)
+    return launch_line("tiny_glide_stage1_sinkpi-slicing", overrides, CPU_RANKS)
 
 
 def wait_for_a_save(live: Live, before: int) -> float:

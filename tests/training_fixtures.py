@@ -23,6 +23,7 @@ from pairs import Handed, save_target
 from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 from torch import Tensor
 
+from experiments.processes import free_port
 from longspec.ranks import agreement
 from longspec.train.config import load_config
 from longspec.train.config_checks import MUON_FROM
@@ -32,7 +33,6 @@ from longspec.train.engine import build_pair, cosine_with_warmup
 from longspec.train.inputs import read_inputs
 from longspec.train.positions import contiguous_positions
 from longspec.train.sampler import ResumableSampler
-from scripts.pipeline.machine import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = ("the", "target", "reads", "a", "prompt", "and", "its", "draft", "guesses", "what", "comes", "next")

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 @reports_user_errors
-def main(argv: Sequence[str] | None = None, before_steps: Callable[[], None] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Train as the command line says. Bad input is reported in one line on stderr with exit code 2.
 
     SIGTERM, SIGINT or SIGHUP to any rank, or the end of the launcher (see `longspec.ranks.peers`), stops all ranks. The
@@ -40,8 +40,6 @@ def main(argv: Sequence[str] | None = None, before_steps: Callable[[], None] | N
     exit code is 128 + the signal's number. DeepSpeed's own processes have other exit codes after a signal: the
     `deepspeed` command dies of it (128 + n in shells); `launch.py` returns 1 after SIGTERM or SIGINT, and 0 after other
     signals.
-
-    before_steps: called after loading, right before the first step.
     """
     # Before anything else that may log.
     setup_logging(launched_rank())
@@ -51,27 +49,22 @@ def main(argv: Sequence[str] | None = None, before_steps: Callable[[], None] | N
             watch.connect()
             # Read once: files could differ between hosts.
             config = from_rank_zero(lambda: load_config(sys.argv[1:] if argv is None else argv))
-            finished = config is None or train(config, termination, before_steps)
+            finished = config is None or train(config, termination)
         dist.destroy_process_group()
         if not finished:
             raise SystemExit(exit_code(termination.received or signal.SIGTERM))
 
 
-def train(config: TrainConfig, termination: Termination, before_steps: Callable[[], None] | None = None) -> bool:
+def train(config: TrainConfig, termination: Termination) -> bool:
     """Run the whole training on this rank. Returns False if it was stopped before its last step."""
     share_targets(config.tp_size)
     from_rank_zero(lambda: make_output_dir(config))
     located = from_rank_zero(lambda: locate(config))
     with sole_writer(Path(located.output_dir)) as before_save:
-        return _train_locked(located, termination, before_save, before_steps)
+        return _train_locked(located, termination, before_save)
 
 
-def _train_locked(
-    config: TrainConfig,
-    termination: Termination,
-    before_save: Callable[[], None],
-    before_steps: Callable[[], None] | None,
-) -> bool:
+def _train_locked(config: TrainConfig, termination: Termination, before_save: Callable[[], None]) -> bool:
     """`train`, once the output folder is locked."""
     # Checkpoints name the target as the user did. The folder of a converted target exists on this machine only.
     # Rank 0 downloads or converts it, and the others find the result in the cache.
@@ -118,6 +111,4 @@ def _train_locked(
         vocabulary=engine.module.draft_model.vocabulary,
         before_save=before_save,
     )
-    if before_steps:
-        before_steps()
     return trainer.run(termination)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(step: str, *arguments: str) -> str:
-    line = [sys.executable, "-m", "experiments", step, "--config", "experiments/tiny.yaml", *arguments]
+    line = [sys.executable, "-m", "experiments", step, "--config", "tests/tiny_experiment.yaml", *arguments]
     result = subprocess.run(line, cwd=ROOT, env=launch_environment(), text=True, capture_output=True, timeout=600)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     return result.stdout

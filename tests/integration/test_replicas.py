@@ -14,6 +14,7 @@ from tiny_tokenizer import byte_tokenizer
 from training_fixtures import launch_environment
 from typer.testing import CliRunner
 
+from experiments.processes import free_port
 from longspec.cli.app import app
 from longspec.errors import UserError
 from longspec.locks import LOCK_NAME
@@ -22,7 +23,6 @@ from longspec.longbench.command import main
 from longspec.parts import open_part
 from longspec.ranks.replicas import balanced, joined_replicas
 from longspec.regenerate.command import main as regenerate
-from scripts.pipeline.machine import free_port
 
 SAMPLED = ("--method", "seq", "--max_gen_len", "6", "--temperature", "1", "--batch_size", "2")
 TIMES = ("ttft_s", "decode_s", "tokens_per_second")

@@ -130,7 +130,9 @@ def test_tables_and_generated_files_are_not_code() -> None:
 
 def test_prompts_are_written_once(target: TargetText, texts: Path, tmp_path: Path) -> None:
     chat = ["chat.train=0", "chat.validation=0", "chat.test=0", f"target={target.path}", f"text={texts}"]
-    settings = load_settings(ROOT / "experiments" / "tiny.yaml", [*chat, "code.packages=5", "prompts.train.gsm8k=9"])
+    settings = load_settings(
+        ROOT / "tests" / "tiny_experiment.yaml", [*chat, "code.packages=5", "prompts.train.gsm8k=9"]
+    )
     write_prompts(settings, tmp_path)
     file = tmp_path / "prompts" / "train" / "gsm8k.jsonl"
     assert len(read_jsonl(file)) == 9
