@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -23,33 +24,40 @@ METHODS: dict[str, dict[str, Any]] = {
     "auto": {"method": AUTO},
 }
 """The arguments of `longspec.generate` by label."""
-COLORS = {"vanilla": "#999999", "lookup": "#e69f00", "tree": "#56b4e9", "auto": "#0072b2"}
+COLORS = {"vanilla": "#999999", "lookup": "#e69f00", "chain": "#009e73", "tree": "#56b4e9", "auto": "#0072b2"}
 WARM_UP_TOKENS = 16
 """New tokens of the warm-up."""
 SEED = 0
 
 
 def compare(
-    pair: LoadedPair, prompts: Sequence[Prompt], sampling: Sampling, report: Callable[[str], object]
+    pair: LoadedPair,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    report: Callable[[str], object],
+    compared: Mapping[str, dict[str, Any]] = METHODS,
 ) -> dict[str, Any]:
     """Measure each method that the pair has a draft for. Returns a summary.
 
-    report: called with the label of each method before it runs.
+    report: called with the label of each method before it runs. compared: arguments as in METHODS, vanilla first.
     """
     has_template = pair.chat_format != "plain"
     token_ids = pair.encode([prompt.as_turn() if has_template else prompt.content for prompt in prompts])
 
     methods: dict[str, Any] = {}
+    tokens: dict[str, list[list[int]]] = {}
     skipped: dict[str, str] = {}
-    for label, arguments in METHODS.items():
+    for label, arguments in compared.items():
         if arguments["method"] in GLIDE_METHODS and not pair.model.draft_is_trained:
             skipped[label] = f"{pair.name} has no trained draft"
             continue
         report(label)
-        methods[label] = measure(pair, token_ids, sampling, arguments)
+        methods[label], tokens[label] = measure(pair, token_ids, sampling, arguments)
 
-    for figures in methods.values():
+    for label, figures in methods.items():
         figures["speedup"] = figures["tokens_per_second"] / methods["vanilla"]["tokens_per_second"]
+        if not sampling.temperature:  # in half precision, near-ties may differ
+            figures["equal_outputs"] = sum(map(eq, tokens[label], tokens["vanilla"]))
     return {
         "model": pair.name,
         "device": device_name(pair.model.device),
@@ -64,8 +72,8 @@ def compare(
 
 def measure(
     pair: LoadedPair, prompts: Sequence[list[int]], sampling: Sampling, arguments: dict[str, Any]
-) -> dict[str, Any]:
-    """The figures of a method over all prompts, which run one at a time after a warm-up."""
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """The figures of a method over all prompts, which run one at a time after a warm-up, and the new tokens."""
     # Without an EOS all methods generate the same number of tokens.
     settings = {**arguments, "eos_token_id": (), "seed": SEED}
     # The longest prompt, so that kernels are compiled and caches allocated before the measurement.
@@ -73,12 +81,13 @@ def measure(
     pair.generate([max(prompts, key=len)], warm_up, **settings)
     outputs = [pair.generate([prompt], sampling, **settings) for prompt in prompts]
     stats = pool([output.stats for output in outputs])
-    return {
+    figures = {
         "tokens_per_second": stats.tokens_per_second,
         "mean_acceptance_length": stats.mean_acceptance_length,
         "ttft_s": stats.ttft_s / len(prompts),
         "tree_shape": list(outputs[-1].stats.tree_shape),
     }
+    return figures, [output.new_tokens[0].tolist() for output in outputs]
 
 
 def result_table(summary: dict[str, Any]) -> Table:
@@ -98,6 +107,15 @@ def result_table(summary: dict[str, Any]) -> Table:
     return table
 
 
+def draw_speeds(axes: Any, summary: dict[str, Any]) -> None:
+    """Draw tokens per second as bars on matplotlib axes."""
+    speeds = {label: row["tokens_per_second"] for label, row in summary["methods"].items()}
+    bars = axes.bar(list(speeds), list(speeds.values()), color=[COLORS[label] for label in speeds], width=0.6)
+    axes.bar_label(bars, [f"{row['speedup']:.2f}x" for row in summary["methods"].values()])
+    axes.set_ylabel("tokens per second")
+    axes.set_title(f"{summary['model']}\n{summary['device']}", fontsize="medium")
+
+
 def draw(summary: dict[str, Any], path: Path) -> None:
     """Draw tokens per second as bars in a PNG. Raises UserError for a path that cannot be written."""
     with extra("demo"):
@@ -106,12 +124,8 @@ def draw(summary: dict[str, Any], path: Path) -> None:
         matplotlib.use("Agg")  # draws without a display
         import matplotlib.pyplot as plt
 
-    speeds = {label: row["tokens_per_second"] for label, row in summary["methods"].items()}
-    figure, axes = plt.subplots(figsize=(2 + 1.2 * len(speeds), 4), layout="constrained")
-    bars = axes.bar(list(speeds), list(speeds.values()), color=[COLORS[label] for label in speeds], width=0.6)
-    axes.bar_label(bars, [f"{row['speedup']:.2f}x" for row in summary["methods"].values()])
-    axes.set_ylabel("tokens per second")
-    axes.set_title(f"{summary['model']}\n{summary['device']}", fontsize="medium")
+    figure, axes = plt.subplots(figsize=(2 + 1.2 * len(summary["methods"]), 4), layout="constrained")
+    draw_speeds(axes, summary)
     try:
         figure.savefig(path, dpi=120, format="png")
     except OSError as error:

@@ -14,17 +14,15 @@ from longspec.models.target_cache import SMOLLM2, SUFFIX, resolve_target
 from longspec.models.target_files import read_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-DRAFT_FOLDERS = [Path(__file__).resolve().parents[depth] / "drafts" for depth in (1, 2)]
-"""Folders of the embedded drafts: in the package, and in the repository."""
+DRAFTS = Path(__file__).resolve().parents[1] / "drafts"
+"""Folder of the embedded drafts; in a clone, a link to the repository's `drafts`."""
 SMOLLM2_DRAFT = "smollm2-135m-instruct"
 
 
 def embedded_draft(name: str) -> str | None:
     """The folder of a draft that the project includes; None if it is absent."""
-    for folder in DRAFT_FOLDERS:
-        if (folder / name).is_dir():
-            return str(folder / name)
-    return None
+    folder = DRAFTS / name
+    return str(folder) if folder.is_dir() else None
 
 
 def choose_pair(model_name: str | None, target: str | None, draft: str | None) -> Pair:

@@ -87,6 +87,14 @@ def test_the_version_is_written_once() -> None:
     assert longspec.__version__
 
 
+def test_a_wheel_contains_the_embedded_drafts() -> None:
+    """The repository's drafts are linked into the package, and its patterns cover a draft's files."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert (ROOT / "longspec" / "drafts").resolve() == ROOT / "drafts"
+    assert any(Path("drafts/name/config.json").match(pattern) for pattern in setuptools["package-data"]["longspec"])
+    assert all(len(file.relative_to(ROOT / "drafts").parts) == 2 for file in (ROOT / "drafts").rglob("*.*"))
+
+
 WITHOUT_EXTRAS = """
 import importlib, pkgutil, sys, time
 

@@ -25,7 +25,7 @@ def test_a_target_without_a_draft_generates_and_a_draft_is_loaded_if_given(tmp_p
 
 
 def test_the_embedded_draft_is_found_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "DRAFT_FOLDERS", [tmp_path / "none", tmp_path])
+    monkeypatch.setattr(registry, "DRAFTS", tmp_path)
     monkeypatch.setattr(registry, "resolve_target", lambda name: f"folder of {name}")
     assert registry.choose_pair("smollm2-135m", None, None).draft is None
     (tmp_path / registry.SMOLLM2_DRAFT).mkdir()

@@ -1,0 +1,124 @@
+"""`make demo`: one answer with and without the draft, all methods, and a training in three stages, on two CPU cores.
+
+`python -m experiments.demo [key=value ...]` takes the settings of smollm2.yaml in small sizes; overrides come last.
+"""
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from matplotlib import pyplot
+from rich.console import Console
+from tqdm import tqdm
+
+from experiments.answers import write_chat
+from experiments.files import read_jsonl, write_atomically
+from experiments.settings import Settings, load_settings
+from experiments.target import TargetText
+from experiments.training import CHECKPOINT, METRICS, train_stage
+from longspec.cli.bench import DEFAULT_PROMPTS
+from longspec.cli.comparison import METHODS, compare, draw_speeds, result_table
+from longspec.cli.pair import LoadedPair, Sampling, open_pair
+from longspec.cli.prompts import read_prompts
+from longspec.cli.side_by_side import side_by_side
+from longspec.errors import UserError, reports_user_errors
+from longspec.inference.methods import AUTO
+from longspec.signals import StopSignals
+
+PRESET = Path(__file__).with_name("smollm2.yaml")
+CHAT = "{train: 28, validation: 4, test: 0, max_turn_tokens: 48, max_new_tokens: 48, batch_size: 28}"
+STEPS, EVALUATED, ROWS, ROW_TOKENS = 6, 2, 4, 256
+"""Steps per stage, steps between evaluations, rows per step, and tokens per row."""
+TRAINER = {
+    **{"model.torch_dtype": "float32", "optimizer": "adamw", "learning_rate": 3e-4},
+    **{"evaluation.steps": EVALUATED, "data.num_proc": 1, "data.num_workers": 0},
+}
+QUESTION = "Explain photosynthesis to a child in a few sentences."
+COMPARED = METHODS | {"chain": {"method": "seq"}}
+TREE = {name: METHODS[name] for name in ("vanilla", "tree")}
+
+
+@reports_user_errors
+def main(overrides: Sequence[str] | None = None) -> None:
+    """Run the demo and write summary.json and report.png. Raises UserError if there is no draft or a check fails."""
+    # In float32 on the CPU, all methods give the same tokens.
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+    overrides = sys.argv[1:] if overrides is None else overrides
+    settings = load_settings(PRESET, ["root=outputs/demo", f"chat={CHAT}", *overrides])
+    root, console, began = Path(settings.root), Console(highlight=False), time.perf_counter()
+    with StopSignals(at_once=True):
+        pair = open_pair(settings.target, settings.evaluation.draft, AUTO)
+        if not pair.model.draft_is_trained:
+            raise UserError(f"{pair.name}: no trained draft in drafts/; restore it, or set evaluation.draft=FOLDER")
+        answers = side_by_side(pair, QUESTION, Sampling(96), console)
+        comparison = compared(pair, COMPARED, len(DEFAULT_PROMPTS), 32)
+        table = result_table(comparison)
+        if not console.is_terminal:
+            table.box = None
+        console.print(table)
+        training = train(settings, root / "training")
+
+    summary = {"answers": answers, "comparison": comparison, **training, "seconds": time.perf_counter() - began}
+    write_atomically(root / "summary.json", json.dumps(summary, indent=1) + "\n")
+    draw(summary, root / "report.png")
+    check(summary)
+    print(f"demo: {summary['seconds']:.0f} s; see {root / 'summary.json'} and {root / 'report.png'}")
+
+
+def compared(pair: LoadedPair, methods: dict[str, Any], prompts: int, new_tokens: int) -> dict[str, Any]:
+    """The comparison of methods on the first of the embedded prompts, with a progress bar."""
+    with tqdm(total=len(methods), desc="decoding", unit="method", disable=None) as bar:
+        chosen = read_prompts(DEFAULT_PROMPTS[:prompts])
+        return compare(pair, chosen, Sampling(new_tokens), lambda _: bar.update(), methods)
+
+
+def train(settings: Settings, folder: Path) -> dict[str, Any]:
+    """Train a fresh draft in three short stages on text of the target, and decode with it.
+
+    Returns the held-out losses by stage, and the comparison of the tree with vanilla.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    write_chat(settings, folder)
+    target = TargetText.load(settings.target).path
+    draft, losses = None, {}
+    for name, stage in settings.training.stages.items():
+        short = replace(stage, answers=["chat"], steps=STEPS, overrides=stage.overrides | TRAINER)
+        short = replace(short, max_length=ROW_TOKENS, tokens_per_step=ROWS * ROW_TOKENS, micro_batch=ROWS)
+        train_stage(folder / name, short, settings, folder, target, draft, settings.seed)
+        draft = folder / name / CHECKPOINT
+        losses[name] = [line["eval_loss"] for line in read_jsonl(folder / name / METRICS) if "eval_loss" in line]
+    return {"losses": losses, "fresh draft": compared(open_pair(settings.target, str(draft), "tree"), TREE, 1, 24)}
+
+
+def draw(summary: dict[str, Any], file: Path) -> None:
+    """Plot tokens/s by method and the held-out loss by stage."""
+    figure, (speeds, losses) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    draw_speeds(speeds, summary["comparison"])
+    for name, values in summary["losses"].items():
+        losses.plot([EVALUATED * (number + 1) for number in range(len(values))], values, "o-", label=name)
+    losses.set(title="Training of a fresh draft", xlabel="step of the stage", ylabel="held-out loss in nats per token")
+    losses.legend()
+    figure.savefig(file, dpi=120)
+
+
+def check(summary: dict[str, Any]) -> None:
+    """Raise UserError if an output differs from vanilla's or a loss does not fall."""
+    faults = [] if len({answer["text"] for answer in summary["answers"].values()}) == 1 else ["the two answers differ"]
+    for name in ("comparison", "fresh draft"):
+        for method, figures in summary[name]["methods"].items():
+            if figures["equal_outputs"] < summary[name]["prompts"]:
+                faults.append(f"{name}: the output of {method} is not vanilla's")
+    losses = summary["losses"].items()
+    faults += [f"{stage}: the loss does not fall" for stage, values in losses if values[-1] >= values[0]]
+    if faults:
+        raise UserError(f"demo: {'; '.join(faults)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""One question answered by vanilla and by the tree, next to each other and while the tokens are generated."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from longspec.cli.pair import LoadedPair, Sampling
+from longspec.cli.stream import CONTROL_CHARACTERS, LEGEND, STYLES, AnswerStream, describe
+from longspec.inference.decoder import Origin
+
+METHODS = ("vanilla", "tree")
+WARM_UP_TOKENS = 4
+
+
+class AnswerColumn(AnswerStream):
+    """Collects an answer and its colors instead of printing it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(Console(quiet=True), tokenizer)
+        self.shown = Text()
+
+    def _print(self, piece: str, origin: Origin) -> None:
+        self.answer.text += piece
+        self.shown.append(piece.translate(CONTROL_CHARACTERS), STYLES[origin])
+
+
+def side_by_side(pair: LoadedPair, question: str, sampling: Sampling, console: Console) -> dict[str, Any]:
+    """Answer `question` with one method after the other. Returns text and wall-clock seconds by method.
+
+    A terminal shows the answers in columns; other output gets a line per answer.
+    """
+    prompts = pair.encode([[{"role": "user", "content": question}]])
+    columns: dict[str, AnswerColumn] = {}
+    answers: dict[str, dict[str, Any]] = {}
+
+    def table() -> Table:
+        shown = Table(*METHODS, title=question, caption=LEGEND[METHODS[-1]], expand=True)
+        shown.add_row(*(column.shown for column in columns.values()))
+        shown.add_row(*(describe([column.answer]) for column in columns.values()))
+        return shown
+
+    with Live(get_renderable=table, console=console) if console.is_terminal else nullcontext():
+        for method in METHODS:
+            pair.generate(prompts, Sampling(WARM_UP_TOKENS), method=method)  # builds layers and caches
+            columns[method] = AnswerColumn(pair.tokenizer)
+            began = time.perf_counter()
+            pair.generate(prompts, sampling, method=method, streamer=columns[method])
+            answers[method] = {"text": columns[method].answer.text, "seconds": time.perf_counter() - began}
+    for method, answer in answers.items():
+        text = "" if console.is_terminal else ": " + " ".join(answer["text"].split())
+        console.print(f"{method}, {answer['seconds']:.1f} s{text}", markup=False, soft_wrap=True)
+    return answers
