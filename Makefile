@@ -2,7 +2,6 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(abspath $(VENV))/bin
-FAMILY ?= llama
 READY := $(VENV)/.ready
 PYTEST := PATH="$(BIN):$$PATH" $(BIN)/python -m pytest
 PARALLEL := -n 2 --dist worksteal
@@ -20,7 +19,7 @@ $(READY): constraints.txt pyproject.toml
 	touch $@
 
 demo: $(READY)
-	PATH="$(BIN):$$PATH" $(BIN)/python -m scripts.demo --family $(FAMILY)
+	PATH="$(BIN):$$PATH" $(BIN)/python -m experiments.demo
 
 drill: $(READY)
 	PATH="$(BIN):$$PATH" $(BIN)/python -m scripts.drill
