@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from matplotlib import pyplot
+from matplotlib.figure import Figure
 from rich.console import Console
 from tqdm import tqdm
 
@@ -98,7 +98,8 @@ def train(settings: Settings, folder: Path) -> dict[str, Any]:
 
 def draw(summary: dict[str, Any], file: Path) -> None:
     """Plot tokens/s by method and the held-out loss by stage."""
-    figure, (speeds, losses) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    speeds, losses = figure.subplots(1, 2)
     draw_speeds(speeds, summary["comparison"])
     for name, values in summary["losses"].items():
         losses.plot([EVALUATED * (number + 1) for number in range(len(values))], values, "o-", label=name)
