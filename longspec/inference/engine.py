@@ -177,7 +177,10 @@ class Engine(Rounds):
         return self.root.clone()
 
     def _read_prompts(self) -> Tensor:
-        """Fill the cache chunk by chunk. Returns the hidden state [B, 1, hidden] at the last token of each row."""
+        """Fill the cache group by group, each chunk by chunk.
+
+        Returns the hidden state [B, 1, hidden] at the last token of each row.
+        """
         last_hidden: list[Tensor] = [torch.empty(0)] * len(self.prompts)
         waiting = [(rows, 0) for rows in self._unread(0)]
         while waiting:
