@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,16 @@ from experiments.files import write_atomically
 from experiments.settings import Settings
 from experiments.tables import Figure, markdown, tokens_per_round, tokens_per_second
 from experiments.training import summary, table
+from longspec.cli.comparison import COLORS
 from longspec.errors import UserError
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
 PICTURES = ("tokens_per_round.png", "tokens_per_second.png")
+MAIN_METHODS = ("vanilla", "lookup", "tree", "auto")
+LEAST_OUTPUTS = 5
+"""Minimum number of outputs per method for a task to appear in the summary and in the plot of tokens/s."""
 
 
 def report(settings: Settings, root: Path, command: str) -> None:
@@ -39,6 +44,7 @@ def report(settings: Settings, root: Path, command: str) -> None:
     file = root / "training" / DIAGNOSTICS
     diagnostics: Diagnostics = json.loads(file.read_text()) if file.exists() else {}
     tables = {
+        "Summary": main_table(samples),
         "Tokens per round": by_task_and_context(samples),
         "Methods": by_method(samples),
         "Outputs": output_counts(samples),
@@ -85,6 +91,31 @@ def context_name(context: int) -> str:
     return f"{context} tokens" if context else "short"
 
 
+def main_tasks(samples: Samples) -> list[str]:
+    """The tasks with enough greedy outputs without loops."""
+    return [
+        task
+        for task in samples.tasks
+        if all(len(samples.of(method, task=task)) >= LEAST_OUTPUTS for method in MAIN_METHODS)
+    ]
+
+
+def main_table(samples: Samples) -> pandas.DataFrame:
+    """The main methods at T = 0 on outputs without loops: a row per task with enough outputs, and one for all tasks."""
+    rows = []
+    for task in [*main_tasks(samples), None]:
+        columns: dict[str, Any] = {} if task is None else {"task": task}
+        row: dict[str, Any] = {"task": task or "all"}
+        for method in MAIN_METHODS[2:]:
+            row[f"tokens per round, {method}"] = str(tokens_per_round(samples.of(method, **columns)))
+        for method in MAIN_METHODS:
+            row[f"tokens/s, {method}"] = _whole(tokens_per_second(samples.of(method, **columns)))
+        for other in MAIN_METHODS[:2]:
+            row[f"auto over {other}"] = str(samples.speed_up("auto", other, **columns))
+        rows.append(row)
+    return pandas.DataFrame(rows)
+
+
 def by_method(samples: Samples) -> pandas.DataFrame:
     """Tokens per round, tokens/s and speed ratios, outputs without loops: one row per method, temperature and task."""
     rows = []
@@ -107,6 +138,8 @@ def by_method(samples: Samples) -> pandas.DataFrame:
 
 def _whole(figure: Figure) -> str:
     """A figure rounded to whole numbers."""
+    if math.isnan(figure.value):
+        return "-"
     return f"{figure.value:.0f}" if math.isnan(figure.error) else f"{figure.value:.0f} ± {figure.error:.0f}"
 
 
@@ -165,18 +198,23 @@ def draw_tokens_per_round(samples: Samples, file: Path) -> None:
 
 
 def draw_tokens_per_second(samples: Samples, file: Path) -> None:
-    """Plot tokens/s at T = 0: one group of bars per task, one bar per method."""
-    methods = list(dict.fromkeys(samples.frame["method"]))
-    figures = {
-        method: [tokens_per_second(samples.of(method, task=task)) for task in samples.tasks] for method in methods
-    }
-    _bars(samples.tasks, figures, "all methods, T = 0", "tokens/s", file)
+    """Plot tokens/s of the main methods at T = 0: one group of bars per task, one bar per method."""
+    tasks = main_tasks(samples)
+    figures = {method: [tokens_per_second(samples.of(method, task=task)) for task in tasks] for method in MAIN_METHODS}
+    _bars(tasks, figures, "T = 0, outputs without repetition loops", "tokens/s", file, COLORS)
 
 
-def _bars(groups: list[str], figures: dict[str, list[Figure]], title: str, unit: str, file: Path) -> None:
+def _bars(
+    groups: list[str],
+    figures: dict[str, list[Figure]],
+    title: str,
+    unit: str,
+    file: Path,
+    colors: Mapping[str, str] | None = None,
+) -> None:
     """Plot grouped bars with standard errors. Figures without samples leave a gap.
 
-    figures: by the name of a series, one figure per group. unit: label of the y axis.
+    figures: by the name of a series, one figure per group. unit: label of the y axis. colors: by the name of a series.
     """
     figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
     width = 0.8 / len(figures)
@@ -185,7 +223,15 @@ def _bars(groups: list[str], figures: dict[str, list[Figure]], title: str, unit:
         centers = [group + offset for group in range(len(groups))]
         heights = [0.0 if math.isnan(one.value) else one.value for one in values]
         errors = [0.0 if math.isnan(one.error) else one.error for one in values]
-        axes.bar(centers, heights, width, yerr=errors, label=name, error_kw={"linewidth": 0.8})
+        axes.bar(
+            centers,
+            heights,
+            width,
+            yerr=errors,
+            label=name,
+            color=colors[name] if colors else None,
+            error_kw={"linewidth": 0.8},
+        )
 
     axes.set_xticks(range(len(groups)), groups)
     axes.set_ylabel(unit)
@@ -199,6 +245,8 @@ def _bars(groups: list[str], figures: dict[str, list[Figure]], title: str, unit:
 def page(settings: Settings, command: str, facts: dict[str, Any], tables: dict[str, pandas.DataFrame]) -> str:
     """The report as a Markdown page."""
     intro = {
+        "Summary": "T = 0, batch 1, outputs without repetition loops. Ratios compare tokens/s on prompts that both "
+        "methods decoded.",
         "Tokens per round": "Method `tree`, outputs without repetition loops, standard errors over prompts.",
         "Methods": "Outputs without repetition loops. Ratios compare tokens/s on prompts that both methods decoded.",
         "Outputs": "Repetition loops inflate the acceptance length of any draft, so these outputs are counted "

@@ -15,7 +15,10 @@ from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
 
 PREFILL_TOKENS = 4096
-"""Prompt tokens per pass of prefill, summed over the rows of the batch."""
+"""Largest number of prompt tokens per pass of prefill, summed over its rows."""
+PREFILL_ROWS = 8
+"""Largest number of rows per pass of prefill, unless one pass reads all their tokens. Each pass reads the prefix of its
+rows again, so chunks must be long."""
 LEAST_PREFILL_TOKENS = 512
 """A pass of prefill over fewer tokens takes as long, because it reads the same weights."""
 CAPACITY_STEP = 256
@@ -174,14 +177,17 @@ class Engine(Rounds):
         return self.root.clone()
 
     def _read_prompts(self) -> Tensor:
-        """Fill the cache chunk by chunk. Returns the hidden state [B, 1, hidden] at the last token of each row."""
+        """Fill the cache group by group, each chunk by chunk.
+
+        Returns the hidden state [B, 1, hidden] at the last token of each row.
+        """
         last_hidden: list[Tensor] = [torch.empty(0)] * len(self.prompts)
         waiting = [(rows, 0) for rows in self._unread(0)]
         while waiting:
             rows, start = waiting.pop()
             count = rows.stop - rows.start
             longest = max(self.prompt_lengths[rows])
-            end = min(start + max(1, PREFILL_TOKENS // count), longest)
+            end = min(start + PREFILL_TOKENS // count, longest)
             positions = torch.arange(start, end, device=self.prompts.device).expand(count, -1)
 
             # The chunk's queries are the last ones over the slots 0 ... end - 1.
@@ -198,18 +204,24 @@ class Engine(Rounds):
         return torch.stack(last_hidden)[:, None]
 
     def _unread(self, start: int, within: slice = slice(None)) -> list[slice]:
-        """Groups of consecutive rows with prompt tokens from position `start` on.
+        """Groups of consecutive rows with prompt tokens from position `start` on. A pass reads one group.
 
         Rows without such tokens separate two groups, unless reading them along is cheaper than another pass.
         """
         groups: list[slice] = []
         for row in range(*within.indices(len(self.prompts))):
-            length = self.prompt_lengths[row]
-            if length <= start:
+            if self.prompt_lengths[row] <= start:
                 continue
-            padding = (row - groups[-1].stop) * (length - start) if groups else 0
-            if groups and padding < LEAST_PREFILL_TOKENS:
+            if groups and self._joins(row, groups[-1], start):
                 groups[-1] = slice(groups[-1].start, row + 1)
             else:
                 groups.append(slice(row, row + 1))
         return groups
+
+    def _joins(self, row: int, group: slice, start: int) -> bool:
+        """Whether passes from position `start` on read `row` together with the `group` before it."""
+        count = row + 1 - group.start
+        longest_rest = max(self.prompt_lengths[group.start : row + 1]) - start
+        padding = (row - group.stop) * (self.prompt_lengths[row] - start)
+        fits = count <= PREFILL_ROWS or count * longest_rest <= PREFILL_TOKENS
+        return fits and padding < LEAST_PREFILL_TOKENS

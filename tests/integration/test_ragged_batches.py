@@ -55,6 +55,47 @@ def test_prefill_handles_only_rows_that_still_have_tokens(
         assert new[:1].tolist() == first.tolist()
 
 
+@torch.no_grad()
+def test_prefill_of_a_large_batch_goes_group_by_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass reads long chunks of few rows, or many short prompts as a whole. Target and draft get the same state as
+    from each prompt alone."""
+    lengths = [40] * 9 + [3] * 14 + [1, 2]
+    ids, _, rows = prompts(lengths)
+    runner = Runner(make_pair(tmp_path, options=OPTIONS["both"]))
+
+    def prefilled(ids: Tensor, lengths: list[int]) -> tuple[Engine, Any]:
+        drafter = make_drafter("tree", runner, len(ids), GREEDY, (2, 3), 3, "reject")
+        engine = Engine(runner, drafter, GREEDY, ids, lengths, 8)
+        engine.prefill()
+        return engine, drafter
+
+    alone = [prefilled(row[None], [len(row)]) for row in rows]
+
+    passed: list[tuple[int, ...]] = []
+    target = Runner.target
+
+    def recorded(self: Runner, ids: Tensor, *others: Any) -> Tensor:
+        passed.append(tuple(ids.shape))
+        return target(self, ids, *others)
+
+    monkeypatch.setattr(Runner, "target", recorded)
+    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 64)
+    monkeypatch.setattr(engine_module, "LEAST_PREFILL_TOKENS", 1)
+    engine, drafter = prefilled(ids, lengths)
+    # Rows 16 to 24 as a whole; rows 8 to 15, of which only the first one goes on; rows 0 to 7.
+    assert passed == [(9, 3), (8, 8), (1, 32), *[(8, 8)] * 5]
+
+    for row, (single, single_drafter) in enumerate(alone):
+        cache, own = engine.cache, single.cache
+        slots = slice(0, lengths[row])
+        draft, own_draft = drafter.draft.cache, single_drafter.draft.cache
+        assert engine.root[row] == single.root[0] and cache.lengths[row] == own.lengths[0]
+        torch.testing.assert_close(cache.newest_hidden[row], own.newest_hidden[0])
+        for name in ("keys", "values"):
+            torch.testing.assert_close(getattr(cache, name)[:, row, :, slots], getattr(own, name)[:, 0, :, slots])
+            torch.testing.assert_close(getattr(draft, name)[row], getattr(own_draft, name)[0])
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_rounds_read_no_prefix_of_finished_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Every row ends at its own EOS; afterwards neither verification nor the draft reads its keys."""
