@@ -2,16 +2,15 @@
 
 import argparse
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from experiments.processes import running
 from experiments.settings import Settings, load_settings
 from longspec.errors import reports_user_errors
+from longspec.signals import StopSignals
 
 STEPS = ("prompts", "regenerate", "train", "diagnose", "evaluate", "report")
 
@@ -29,21 +28,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_intermixed_args(argv)
 
     folders = {name: getattr(arguments, name) for name in ("text", "root") if getattr(arguments, name)}
-    settings = load_settings(
-        arguments.config, [*(f"{name}={folder}" for name, folder in folders.items()), *arguments.overrides]
-    )
-    flags = {"config": arguments.config} | folders
-    options = [*(f"--{name}={value}" for name, value in flags.items()), *arguments.overrides]
+    overrides = [*(f"{name}={folder}" for name, folder in folders.items()), *arguments.overrides]
+    settings = load_settings(arguments.config, overrides)
+    options = [f"--config={arguments.config}", *overrides]
 
-    signal.signal(signal.SIGTERM, _stop)
     began = time.perf_counter()
-    if arguments.step == "all":
-        for step in STEPS:  # each in its own process, so that its device memory is free for the next step
+    with StopSignals(at_once=True):  # raises SystemExit, so that context managers stop child processes
+        if arguments.step != "all":
+            run_step(arguments.step, settings, options, arguments.part)
+        for step in STEPS if arguments.step == "all" else ():
+            # Each in its own process, so that its device memory is free for the next step.
             with running([sys.executable, "-m", "experiments", step, *options]) as child:
                 if code := child.wait():
                     raise SystemExit(code)
-    else:
-        run_step(arguments.step, settings, options, arguments.part)
     print(f"{arguments.step}: {time.perf_counter() - began:.0f} s", flush=True)
 
 
@@ -77,11 +74,6 @@ def run_step(step: str, settings: Settings, options: Sequence[str], part: str | 
         from experiments.report import report
 
         report(settings, root, shlex.join(["python", "-m", "experiments", "all", *options]))
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    """Handle SIGTERM by raising SystemExit, so that context managers stop child processes."""
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

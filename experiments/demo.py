@@ -41,7 +41,6 @@ TRAINER = {
 }
 QUESTION = "Explain photosynthesis to a child in a few sentences."
 COMPARED = METHODS | {"chain": {"method": "seq"}}
-TREE = {name: METHODS[name] for name in ("vanilla", "tree")}
 
 
 @reports_user_errors
@@ -49,18 +48,17 @@ def main(overrides: Sequence[str] | None = None) -> None:
     """Run the demo and write summary.json and report.png. Raises UserError if there is no draft or a check fails."""
     # In float32 on the CPU, all methods give the same tokens.
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
-    overrides = sys.argv[1:] if overrides is None else overrides
-    settings = load_settings(PRESET, ["root=outputs/demo", f"chat={CHAT}", *overrides])
+    sizes = ("root=outputs/demo", f"chat={CHAT}")
+    settings = load_settings(PRESET, [*sizes, *(sys.argv[1:] if overrides is None else overrides)])
     root, console, began = Path(settings.root), Console(highlight=False), time.perf_counter()
     with StopSignals(at_once=True):
         pair = open_pair(settings.target, settings.evaluation.draft, AUTO)
         if not pair.model.draft_is_trained:
             raise UserError(f"{pair.name}: no trained draft in drafts/; restore it, or set evaluation.draft=FOLDER")
         answers = side_by_side(pair, QUESTION, Sampling(96), console)
-        comparison = compared(pair, COMPARED, len(DEFAULT_PROMPTS), 32)
+        comparison = compared(pair, DEFAULT_PROMPTS, 32)
         table = result_table(comparison)
-        if not console.is_terminal:
-            table.box = None
+        table.box = table.box if console.is_terminal else None
         console.print(table)
         training = train(settings, root / "training")
 
@@ -71,18 +69,14 @@ def main(overrides: Sequence[str] | None = None) -> None:
     print(f"demo: {summary['seconds']:.0f} s; see {root / 'summary.json'} and {root / 'report.png'}")
 
 
-def compared(pair: LoadedPair, methods: dict[str, Any], prompts: int, new_tokens: int) -> dict[str, Any]:
-    """The comparison of methods on the first of the embedded prompts, with a progress bar."""
-    with tqdm(total=len(methods), desc="decoding", unit="method", disable=None) as bar:
-        chosen = read_prompts(DEFAULT_PROMPTS[:prompts])
-        return compare(pair, chosen, Sampling(new_tokens), lambda _: bar.update(), methods)
+def compared(pair: LoadedPair, prompts: Sequence[str], new_tokens: int) -> dict[str, Any]:
+    """The comparison of all methods, with a progress bar."""
+    with tqdm(total=len(COMPARED), desc="decoding", unit="method", disable=None) as bar:
+        return compare(pair, read_prompts(prompts), Sampling(new_tokens), lambda _: bar.update(), COMPARED)
 
 
 def train(settings: Settings, folder: Path) -> dict[str, Any]:
-    """Train a fresh draft in three short stages on text of the target, and decode with it.
-
-    Returns the held-out losses by stage, and the comparison of the tree with vanilla.
-    """
+    """Train a fresh draft in three short stages. Returns held-out losses by stage, and a comparison with this draft."""
     shutil.rmtree(folder, ignore_errors=True)
     write_chat(settings, folder)
     target = TargetText.load(settings.target).path
@@ -93,7 +87,8 @@ def train(settings: Settings, folder: Path) -> dict[str, Any]:
         train_stage(folder / name, short, settings, folder, target, draft, settings.seed)
         draft = folder / name / CHECKPOINT
         losses[name] = [line["eval_loss"] for line in read_jsonl(folder / name / METRICS) if "eval_loss" in line]
-    return {"losses": losses, "fresh draft": compared(open_pair(settings.target, str(draft), "tree"), TREE, 1, 24)}
+    pair = open_pair(settings.target, str(draft), AUTO)
+    return {"losses": losses, "fresh draft": compared(pair, DEFAULT_PROMPTS[:1], 24)}
 
 
 def draw(summary: dict[str, Any], file: Path) -> None:

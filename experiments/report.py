@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -75,9 +74,8 @@ def _without_text(line: dict[str, Any]) -> dict[str, Any]:
 def by_task_and_context(samples: Samples) -> pandas.DataFrame:
     """Tokens per round of the tree, outputs without loops: one row per task and temperature, one column per context."""
     contexts = sorted(set(samples.frame["context"]))
-    temperatures = sorted(set(samples.frame["temperature"]))
     rows = []
-    for temperature in temperatures:
+    for temperature in sorted(set(samples.frame["temperature"])):
         for task in samples.tasks:
             chosen = samples.of("tree", temperature, task=task)
             row: dict[str, Any] = {"task": task, "T": temperature}
@@ -93,11 +91,8 @@ def context_name(context: int) -> str:
 
 def main_tasks(samples: Samples) -> list[str]:
     """The tasks with enough greedy outputs without loops."""
-    return [
-        task
-        for task in samples.tasks
-        if all(len(samples.of(method, task=task)) >= LEAST_OUTPUTS for method in MAIN_METHODS)
-    ]
+    counts = {task: [len(samples.of(method, task=task)) for method in MAIN_METHODS] for task in samples.tasks}
+    return [task for task in samples.tasks if min(counts[task]) >= LEAST_OUTPUTS]
 
 
 def main_table(samples: Samples) -> pandas.DataFrame:
@@ -109,7 +104,7 @@ def main_table(samples: Samples) -> pandas.DataFrame:
         for method in MAIN_METHODS[2:]:
             row[f"tokens per round, {method}"] = str(tokens_per_round(samples.of(method, **columns)))
         for method in MAIN_METHODS:
-            row[f"tokens/s, {method}"] = _whole(tokens_per_second(samples.of(method, **columns)))
+            row[f"tokens/s, {method}"] = tokens_per_second(samples.of(method, **columns)).text(0)
         for other in MAIN_METHODS[:2]:
             row[f"auto over {other}"] = str(samples.speed_up("auto", other, **columns))
         rows.append(row)
@@ -128,19 +123,12 @@ def by_method(samples: Samples) -> pandas.DataFrame:
                 continue
             row: dict[str, Any] = {"method": method, "T": temperature, "task": task or "all"}
             row |= {"outputs": len(chosen), "tokens per round": str(tokens_per_round(chosen))}
-            row["tokens/s"] = _whole(tokens_per_second(chosen))
+            row["tokens/s"] = tokens_per_second(chosen).text(0)
             for other in ("vanilla", "lookup"):
                 ratio = samples.speed_up(method, other, temperature, **columns)
                 row[f"over {other}"] = "-" if method == other else str(ratio)
             rows.append(row)
     return pandas.DataFrame(rows)
-
-
-def _whole(figure: Figure) -> str:
-    """A figure rounded to whole numbers."""
-    if math.isnan(figure.value):
-        return "-"
-    return f"{figure.value:.0f}" if math.isnan(figure.error) else f"{figure.value:.0f} ± {figure.error:.0f}"
 
 
 def by_seed(settings: Settings, root: Path, samples: Samples) -> pandas.DataFrame:
@@ -201,20 +189,13 @@ def draw_tokens_per_second(samples: Samples, file: Path) -> None:
     """Plot tokens/s of the main methods at T = 0: one group of bars per task, one bar per method."""
     tasks = main_tasks(samples)
     figures = {method: [tokens_per_second(samples.of(method, task=task)) for task in tasks] for method in MAIN_METHODS}
-    _bars(tasks, figures, "T = 0, outputs without repetition loops", "tokens/s", file, COLORS)
+    _bars(tasks, figures, "T = 0, outputs without repetition loops", "tokens/s", file)
 
 
-def _bars(
-    groups: list[str],
-    figures: dict[str, list[Figure]],
-    title: str,
-    unit: str,
-    file: Path,
-    colors: Mapping[str, str] | None = None,
-) -> None:
+def _bars(groups: list[str], figures: dict[str, list[Figure]], title: str, unit: str, file: Path) -> None:
     """Plot grouped bars with standard errors. Figures without samples leave a gap.
 
-    figures: by the name of a series, one figure per group. unit: label of the y axis. colors: by the name of a series.
+    figures: by the name of a series, one figure per group. unit: label of the y axis.
     """
     figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
     width = 0.8 / len(figures)
@@ -223,15 +204,8 @@ def _bars(
         centers = [group + offset for group in range(len(groups))]
         heights = [0.0 if math.isnan(one.value) else one.value for one in values]
         errors = [0.0 if math.isnan(one.error) else one.error for one in values]
-        axes.bar(
-            centers,
-            heights,
-            width,
-            yerr=errors,
-            label=name,
-            color=colors[name] if colors else None,
-            error_kw={"linewidth": 0.8},
-        )
+        color = COLORS.get(name)
+        axes.bar(centers, heights, width, yerr=errors, label=name, color=color, error_kw={"linewidth": 0.8})
 
     axes.set_xticks(range(len(groups)), groups)
     axes.set_ylabel(unit)

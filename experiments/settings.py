@@ -202,24 +202,15 @@ def _check(settings: Settings) -> None:
     _require(bool(settings.training.seeds), "training.seeds", "needs at least one seed")
     unknown = set(settings.training.only) - {RECIPE, *settings.training.arms}
     _require(not unknown, "training.only", f"no such arm: {', '.join(sorted(unknown))}")
-    _require(
-        RECIPE not in settings.training.arms,
-        f"training.arms.{RECIPE}",
-        "this name is reserved for the recipe without changes",
-    )
+    _require(RECIPE not in settings.training.arms, f"training.arms.{RECIPE}", "this name is reserved for no changes")
 
     for task in settings.evaluation.tasks:
         _require(task in TASKS, f"evaluation.tasks.{task}", f"no such task; use {', '.join(TASKS)}")
     for number, method in enumerate(settings.evaluation.methods):
         key = f"evaluation.methods[{number}]"
-        _require(
-            method.kind in (*METHODS, AUTO, STATIC),
-            key,
-            f"no method {method.kind}; use one of {', '.join((*METHODS, AUTO, STATIC))}",
-        )
-        _require(
-            method.tree_rule in TREE_RULES, key, f"no tree_rule {method.tree_rule}; use one of {', '.join(TREE_RULES)}"
-        )
+        kinds, rule = (*METHODS, AUTO, STATIC), method.tree_rule
+        _require(method.kind in kinds, key, f"no method {method.kind}; use one of {', '.join(kinds)}")
+        _require(rule in TREE_RULES, key, f"no tree_rule {rule}; use one of {', '.join(TREE_RULES)}")
         enough = method.prompts <= settings.prompts.test
         _require(enough, f"{key}.prompts", f"must be at most prompts.test ({settings.prompts.test})")
         unknown = set(method.tasks) - set(settings.evaluation.tasks)

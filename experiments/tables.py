@@ -19,10 +19,13 @@ class Figure(NamedTuple):
     error: float
     samples: int
 
-    def __str__(self) -> str:
+    def text(self, digits: int) -> str:
         if np.isnan(self.value):
             return "-"
-        return f"{self.value:.2f}" if np.isnan(self.error) else f"{self.value:.2f} ± {self.error:.2f}"
+        return f"{self.value:.{digits}f}" + ("" if np.isnan(self.error) else f" ± {self.error:.{digits}f}")
+
+    def __str__(self) -> str:
+        return self.text(2)
 
 
 NOTHING = Figure(float("nan"), float("nan"), 0)

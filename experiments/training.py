@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -20,10 +19,10 @@ from experiments.processes import free_port, running
 from experiments.settings import EVERY, RECIPE, Settings, StageSettings
 from experiments.tables import markdown
 from experiments.target import TargetText
+from longspec.cli.train import ROOT
+from longspec.cli.train import launch_line as trainer_line
 from longspec.errors import UserError, first_line
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-TRAINER = "./trainer_base_ds_mul_fs_tp.py"
 METRICS, CHECKPOINT = "metrics.jsonl", "checkpoint-last"
 RECIPE_TABLE = "recipe"
 SHOWN = ("eval_acceptance_length", "eval_loss", "eval_top1_lag_1", "loss")
@@ -165,10 +164,8 @@ def is_finished(folder: Path, steps: int) -> bool:
 
 def launch_line(config: str, overrides: dict[str, Any], ranks: int) -> list[str]:
     """The DeepSpeed command that trains `config` with these overrides on `ranks` ranks, on a free port."""
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
-    launcher += ["--master_port", str(free_port())]
-    arguments = [f"{key}={_hydra_value(value)}" for key, value in overrides.items()]
-    return [*launcher, TRAINER, "-cp", str(REPOSITORY / "conf" / "exp"), "-cn", config, *arguments]
+    launcher = ["--num_gpus", str(ranks), "--master_port", str(free_port())]
+    return trainer_line(config, [f"{key}={_hydra_value(value)}" for key, value in overrides.items()], launcher)
 
 
 def _hydra_value(value: Any) -> str:
@@ -191,27 +188,21 @@ def launch(command: list[str], folder: Path, steps: int) -> float:
     environment = {"OMP_NUM_THREADS": "4"} | os.environ
     if not torch.cuda.is_available():
         environment["DS_ACCELERATOR"] = "cpu"
-    log = folder / "log.txt"
+    log, metrics = folder / "log.txt", folder / METRICS
     began = time.perf_counter()
-    options = {"cwd": REPOSITORY, "env": environment, "stderr": subprocess.STDOUT}
+    options = {"cwd": ROOT, "env": environment, "stderr": subprocess.STDOUT}
     bar = tqdm(total=steps, desc=str(folder.relative_to(folder.parents[1])), unit="step")
     with log.open("a") as output, running(command, stdout=output, **options) as child, bar:
         ended = False
         while not ended:
             ended = child.poll() is not None
-            if (steps_done := _steps(folder)) > bar.n:
+            if metrics.exists() and (steps_done := len(read_jsonl(metrics))) > bar.n:
                 bar.update(steps_done - bar.n)
             time.sleep(0.2)
     if child.returncode:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
         raise UserError(f"{folder}: training ended with code {child.returncode}; the last lines of {log}:\n{tail}")
     return time.perf_counter() - began
-
-
-def _steps(folder: Path) -> int:
-    """Number of steps in the metrics file."""
-    metrics = folder / METRICS
-    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
 def table(settings: Settings, root: Path) -> pandas.DataFrame:

@@ -26,7 +26,8 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from experiments.files import write_atomically
-from experiments.training import REPOSITORY, launch_line
+from experiments.training import launch_line
+from longspec.cli.train import ROOT
 from longspec.train.checkpoint import read_draft
 from longspec.train.generations import STATES, find_latest
 from scripts.drill_faults import CPU_RANKS, END_LIMIT_S, KINDS, Live, environment, last_step, wait_until
@@ -108,9 +109,7 @@ def drill(output: Path, target: Path, texts: Path, zero_stage: int, kind: str, c
     trial = Trial(zero_stage, kind, False, -1, -1, -1)
     with output.with_suffix(".log").open("w") as log:
         command = endless_run(output, target, texts, zero_stage)
-        run = subprocess.Popen(
-            command, cwd=REPOSITORY, env=environment(), stdout=log, stderr=log, start_new_session=True
-        )
+        run = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=log, stderr=log, start_new_session=True)
         live = Live(run, output, command, chance)
         try:
             time.sleep(chance.uniform(0, 1.2 * wait_for_a_save(live, before)))

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from experiments.processes import free_port
-from experiments.training import REPOSITORY, TRAINER
+from longspec.cli.train import ROOT, TRAINER
 from longspec.train.generations import STATES, find_latest, is_whole
 from longspec.train.logging import METRICS_NAME
 
@@ -90,7 +90,7 @@ def rank_local_disks(live: Live) -> float:
         "os.chdir(folder)\n"
         "main()\n"
     )
-    command = [str(script) if part == TRAINER else part for part in live.command]
+    command = [str(script) if part.endswith(TRAINER) else part for part in live.command]
     refused([*command, "output_dir=out"], "is not one folder")
     return live.kill()
 
@@ -177,7 +177,7 @@ KINDS: dict[str, tuple[Callable[[Live], float], int]] = {
 
 
 def environment() -> dict[str, str]:
-    paths = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "PYTHONPATH": paths}
     return os.environ | settings
 
@@ -185,9 +185,7 @@ def environment() -> dict[str, str]:
 def refused(command: list[str], reason: str) -> None:
     """Run a command that must end with exit code 2 and one error line that contains `reason`."""
     command = [str(free_port()) if before == "--master_port" else part for before, part in pairwise(["", *command])]
-    run = subprocess.run(
-        command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=START_LIMIT_S
-    )
+    run = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=START_LIMIT_S)
     errors = [line for line in run.stderr.splitlines() if line.startswith("error:")]
     assert run.returncode == 2 and len(errors) == 1 and reason in errors[0], f"not refused: {run.stderr[-500:]}"
 
