@@ -35,10 +35,8 @@ PRESET = Path(__file__).with_name("smollm2.yaml")
 CHAT = "{train: 28, validation: 4, test: 0, max_turn_tokens: 48, max_new_tokens: 48, batch_size: 28}"
 STEPS, EVALUATED, ROWS, ROW_TOKENS = 6, 2, 4, 256
 """Steps per stage, steps between evaluations, rows per step, and tokens per row."""
-TRAINER = {
-    **{"model.torch_dtype": "float32", "optimizer": "adamw", "learning_rate": 3e-4},
-    **{"evaluation.steps": EVALUATED, "data.num_proc": 1, "data.num_workers": 0},
-}
+TRAINER = {"model.torch_dtype": "float32", "optimizer": "adamw", "learning_rate": 3e-4, "evaluation.steps": EVALUATED}
+ONE_PROCESS = {"data.num_proc": 1, "data.num_workers": 0}
 QUESTION = "Explain photosynthesis to a child in a few sentences."
 COMPARED = METHODS | {"chain": {"method": "seq"}}
 
@@ -82,7 +80,7 @@ def train(settings: Settings, folder: Path) -> dict[str, Any]:
     target = TargetText.load(settings.target).path
     draft, losses = None, {}
     for name, stage in settings.training.stages.items():
-        short = replace(stage, answers=["chat"], steps=STEPS, overrides=stage.overrides | TRAINER)
+        short = replace(stage, answers=["chat"], steps=STEPS, overrides=stage.overrides | TRAINER | ONE_PROCESS)
         short = replace(short, max_length=ROW_TOKENS, tokens_per_step=ROWS * ROW_TOKENS, micro_batch=ROWS)
         train_stage(folder / name, short, settings, folder, target, draft, settings.seed)
         draft = folder / name / CHECKPOINT
