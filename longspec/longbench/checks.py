@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from longspec.errors import UserError
-from longspec.inference.adaptive.plans import TREE_NODES
+from longspec.inference.adaptive.plans import MOST_NODES
 from longspec.inference.arguments import check_draft_window
 from longspec.inference.memory import check_memory
 from longspec.inference.methods import AUTO, GLIDE_METHODS
@@ -78,7 +78,7 @@ def check_batch_memory(
     largest_tree = sum(options.tree_shape)
     if options.tree_nodes is not None:
         largest_tree = min(largest_tree, options.tree_nodes - 1)
-    draft_tokens = {"vanilla": 0, "tree": largest_tree, AUTO: max(TREE_NODES) - 1}.get(options.method, options.gamma)
+    draft_tokens = {"vanilla": 0, "tree": largest_tree, AUTO: MOST_NODES - 1}.get(options.method, options.gamma)
     # All rows of a batch have the cache of the longest one.
     longest = max(len(prompt.token_ids) for prompt in prompts)
     rows = min(options.batch_size, len(prompts))

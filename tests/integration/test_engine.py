@@ -50,7 +50,7 @@ def test_state_after_every_accepted_length(tmp_path: Path, family: str, device: 
     assert engine.prefill().tolist() == [row[0] for row in truth]
     at = [0, 0, 0]
     for planned in PLAN:
-        tokens, counts = engine.round(torch.ones(3, dtype=torch.bool, device=device))
+        tokens, counts, *_ = engine.round(torch.ones(3, dtype=torch.bool, device=device))
         assert counts.tolist() == [n + 1 for n in planned]
         for b, count in enumerate(counts.tolist()):
             assert tokens[b, :count].tolist() == truth[b][at[b] + 1 : at[b] + 1 + count]

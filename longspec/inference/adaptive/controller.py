@@ -17,8 +17,8 @@ PRIOR_WEIGHT = 2.0
 """Weight of the priors below, in rounds."""
 PRIOR_LOOKUP = 1.2
 """Tokens of a round of lookup."""
-PRIOR_FIRST_TREE, PRIOR_MORE_NODES = 1.6, 0.3
-"""Accepted tokens of the smallest tree, and additional ones of each larger tree."""
+PRIOR_FIRST_TREE, PRIOR_LARGER_TREE = 1.3, 0.3
+"""Accepted tokens of the smallest tree, and additional ones of a larger tree."""
 PROBE_SHARES = (0.0075, 0.0025)
 """Largest shares of the time that probes may lose: probes of the cheapest tree, and probes of the largest tree, which
 informs about all others."""
@@ -38,6 +38,17 @@ class RowRound:
     ranks: Sequence[int] = ()
     """For a tree: the rank of each accepted node among the tree's nodes. The nodes of rank 0 ... n - 1 are those that
     a budget of n nodes would have verified."""
+    levels: Sequence[int] = ()
+    """For a tree: the number of levels that the draft has to grow for the node of each rank; 0 for lookup's."""
+
+    def accepted_by(self, tree: Plan) -> int:
+        """Number of tokens that a tree which this one covers would have accepted.
+
+        A tree of fewer levels verifies more nodes of these levels. Those that this round did not verify are missing,
+        so the number is a lower bound.
+        """
+        verified = [rank for rank, level in enumerate(self.levels) if level <= tree.levels][: tree.nodes]
+        return len(set(self.ranks).intersection(verified))
 
 
 @dataclass(frozen=True)
@@ -60,14 +71,14 @@ class Controller:
 
     - vanilla emits one token per row and round.
     - The rounds of lookup are simulated on the text (see `LookupTrace`).
-    - A round of a tree tells what smaller trees would have accepted. Larger trees, and every tree while none is played,
-      are known from single rounds, the probes. Together they may lose a fixed share of the time, so that a plan far
-      from the best one is probed rarely, and one that is nearly as good often.
+    - A round of a tree tells what trees of fewer nodes and levels would have accepted. Other trees, and every tree
+      while none is played, are known from single rounds, the probes. Together they may lose a fixed share of the time,
+      so that a plan far from the best one is probed rarely, and one that is nearly as good often.
     """
 
     def __init__(self, plans: Sequence[Plan], time: RoundTime, refill_time: float = 0.0) -> None:
-        """plans: vanilla first, trees in ascending order of nodes. refill_time: the time to refill the draft's ring,
-        which a tree pays after a round of another plan."""
+        """plans: vanilla first, trees in ascending order; the last one covers all others. refill_time: the time to
+        refill the draft's ring, which a tree pays after a round of another plan."""
         self.plans = tuple(plans)
         self.time = time
         self.refill_time = refill_time
@@ -78,11 +89,16 @@ class Controller:
 
         self.traces: dict[Hashable, LookupTrace] = {}
         """The active rows."""
-        self.gains = [
-            TrackedMean(PRIOR_MORE_NODES if number else PRIOR_FIRST_TREE, PRIOR_WEIGHT)
-            for number in range(len(self.trees))
-        ]
-        """Number of tokens that each tree accepts in addition to the next smaller one."""
+        self.smaller: dict[Plan, Plan | None] = {
+            tree: next((other for other in reversed(self.trees[:number]) if tree.covers(other)), None)
+            for number, tree in enumerate(self.trees)
+        }
+        """The largest tree that each tree covers."""
+        self.gains = {
+            tree: TrackedMean(PRIOR_LARGER_TREE if smaller else PRIOR_FIRST_TREE, PRIOR_WEIGHT)
+            for tree, smaller in self.smaller.items()
+        }
+        """Number of tokens that each tree accepts in addition to that one."""
 
         self.elapsed = 0.0
         """Time of all rounds."""
@@ -92,11 +108,6 @@ class Controller:
         """About the newest round."""
         self._next: Decision | None = None
         self._unlearned: list[tuple[Decision, Mapping[Hashable, RowRound]]] = []
-
-    @property
-    def plan(self) -> Plan:
-        """The plan of the newest round."""
-        return self._current.plan
 
     def new_trace(self) -> LookupTrace:
         """A row that has not read its prompt yet."""
@@ -149,7 +160,8 @@ class Controller:
     def tokens(self, plan: Plan) -> float:
         """Expected number of tokens per active row and round."""
         if plan.kind == "tree":
-            return 1 + sum(gain.value for gain in self.gains[: self.trees.index(plan) + 1])
+            smaller = self.smaller[plan]
+            return self.gains[plan].value + (1.0 if smaller is None else self.tokens(smaller))
         if plan.kind == "lookup":
             number = self.lookups.index(plan)
             means = [trace.means[number].value for trace in self.traces.values()]
@@ -165,15 +177,13 @@ class Controller:
 
     def _learn(self, decision: Decision, parts: Sequence[RowRound]) -> None:
         """Update the trees' gains and the time that probes have lost."""
-        # A tree's round is an observation of all trees up to its size.
-        size = self.trees.index(decision.plan) + 1 if decision.plan.kind == "tree" else 0
-        for gain in self.gains[size:]:
-            gain.age()
-        accepted = 0.0
-        for tree, gain in zip(self.trees[:size], self.gains, strict=False):
-            within = sum(sum(rank < tree.nodes for rank in part.ranks) for part in parts) / len(parts)
-            gain.add(within - accepted)
-            accepted = within
+        accepted: dict[Plan | None, float] = {None: 0.0}
+        for tree, gain in self.gains.items():
+            if decision.plan.covers(tree):
+                accepted[tree] = sum(part.accepted_by(tree) for part in parts) / len(parts)
+                gain.add(accepted[tree] - accepted[self.smaller[tree]])
+            else:
+                gain.age()
         if decision.probe is not None:
             tokens = sum(len(part.tokens) for part in parts) / len(parts)
             surplus = (decision.expected_tokens - tokens) / decision.best_speed
@@ -183,9 +193,8 @@ class Controller:
         """The best plan, or one to probe if there is something to learn and the probes' share of the time allows it."""
         best = max(self.plans, key=self.speed)
         best_speed = self.speed(best)
-        # Playing the best plan teaches about trees up to its size; about the others only a probe does.
-        known = self.trees.index(best) + 1 if best.kind == "tree" else 0
-        unknown = self.trees[known:]
+        # Playing the best plan teaches about the trees that it covers; about the others only a probe does.
+        unknown = [tree for tree in self.trees if not best.covers(tree)]
         if not unknown:
             return Decision(best)
         refill_time = 0.0 if self._current.plan.kind == "tree" else self.refill_time

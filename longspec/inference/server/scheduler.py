@@ -13,7 +13,7 @@ import torch
 from longspec.errors import UserError, first_line
 from longspec.inference import engine_pool
 from longspec.inference.adaptive.plan_drafters import fitting_shape
-from longspec.inference.adaptive.plans import SERVED_NODES
+from longspec.inference.adaptive.plans import MOST_SERVED_NODES
 from longspec.inference.arguments import check_draft_window, check_drafting, check_trained
 from longspec.inference.drafting.lookup import BRANCH_SIZES
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE
@@ -81,7 +81,7 @@ class Scheduler:
         engine_pool.release(model)  # the budget follows from the free memory
         has_draft = model.draft_is_trained or allow_untrained_draft
         whole_tree = 1 + sum(tree_shape) + (sum(BRANCH_SIZES) if lookup_branches else 0)
-        by_method = {"vanilla": 1, "tree": min(tree_nodes or whole_tree, whole_tree), AUTO: SERVED_NODES}
+        by_method = {"vanilla": 1, "tree": min(tree_nodes or whole_tree, whole_tree), AUTO: MOST_SERVED_NODES}
         capacity = row_capacity(
             model.config, runner.dtype, runner.device, max_rows, by_method.get(method, gamma + 1), memory
         )
@@ -91,7 +91,7 @@ class Scheduler:
         self.longest = longest_request(model.config, capacity, self.batch.depth, self.batch.nodes)
         """Most tokens of a prompt and its answer together."""
         self.max_queue = max_queue
-        self._worker = Worker(self.batch, max_rows, prefill_chunk, "lookup" if method == "lookup" else "draft")
+        self._worker = Worker(self.batch, max_rows, prefill_chunk)
         self._changed = Condition()
         self._waiting: deque[Ticket] = deque()
         self._open: set[Ticket] = set()
