@@ -31,6 +31,7 @@ from longspec.inference.arguments import (
     seeded_generator,
 )
 from longspec.inference.decoder import Decoder, Stops, Streamer
+from longspec.inference.drafting.reduced_head import list_length
 from longspec.inference.engine import Engine
 from longspec.inference.engine_pool import borrowed, engine_kind, rounded_room
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE, make_drafter
@@ -172,7 +173,7 @@ def generate(
 
         drafting = (method, shape, gamma, tree_rule, tree_nodes, lookup_branches, has_draft)
         kind = engine_kind(runner, drafting, len(rows), sampler, room)
-        with borrowed(kind, room, runner, build) as pooled:
+        with borrowed(kind, room, runner, build, list_length(model, method, has_draft)) as pooled:
             pooled.restart(prompts, lengths, seed)
             decoder = Decoder(pooled.engine, max_new_tokens, eos_ids, streamer, stops)
             decoder.stats.tree_shape = shape

@@ -73,8 +73,12 @@ def check_batch_memory(
     device: torch.device,
     prompts: Sequence[TaskPrompt],
     max_new_tokens: int,
+    listed: int | None,
 ) -> None:
-    """Raise UserError if a lower bound of the largest batch's memory exceeds that of the device."""
+    """Raise UserError if a lower bound of the largest batch's memory exceeds that of the device.
+
+    listed: length of the vocabulary list of the draft in use; None without one.
+    """
     largest_tree = sum(options.tree_shape)
     if options.tree_nodes is not None:
         largest_tree = min(largest_tree, options.tree_nodes - 1)
@@ -85,7 +89,7 @@ def check_batch_memory(
     if options.tp_size > 1:
         config = rank_config(config, 0, options.tp_size)
     # One more than the draft tokens: the root is verified, too.
-    check_memory(config, dtype, device, rows, longest + max_new_tokens, draft_tokens + 1)
+    check_memory(config, dtype, device, rows, longest + max_new_tokens, draft_tokens + 1, listed)
 
 
 def check_prompts(prompts: Sequence[TaskPrompt], max_new_tokens: int, max_positions: int, vocab_size: int) -> None:

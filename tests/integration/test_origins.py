@@ -83,7 +83,8 @@ def path_origins(drafter: Any, path: Sequence[int]) -> list[str]:
     branches: list[list[int]] = []
     if drafter.lookup is not None:
         state = drafter.lookup.state
-        branches = [tokens[exists].tolist() for tokens, exists in zip(state.tokens[0], state.merits[0] > -torch.inf)]
+        exists = state.merits[0] > -torch.inf
+        branches = [tokens[inside].tolist() for tokens, inside in zip(state.tokens[0], exists, strict=True)]
     return [
         "lookup" if any(branch[:depth] == list(path[:depth]) for branch in branches) else "draft"
         for depth in range(1, len(path) + 1)

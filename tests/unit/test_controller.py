@@ -11,6 +11,7 @@ from longspec.inference.adaptive.plans import LOOKUPS, VANILLA, Plan
 from longspec.inference.adaptive.tracked_mean import TrackedMean
 
 TREES = [Plan("tree", nodes, levels) for nodes, levels in ((16, 2), (16, 5), (32, 3), (32, 5), (64, 5))]
+SHALLOW = [tree for tree in TREES if tree.levels < 5]
 PLANS = (VANILLA, *LOOKUPS, *TREES)
 ONE_ROW = dict(zip(PLANS, (4.2, 4.5, 4.7, 5.4, 6.5, 6.1, 6.9, 7.2), strict=True))
 """Times of rounds in ms: a batch of 1, in which nodes cost little."""
@@ -100,6 +101,7 @@ class Simulation:
     ("seconds", "rows", "accepted", "copying"),
     [
         (ONE_ROW, 1, 0.05, False),
+        (ONE_ROW, 1, 0.4, False),
         (ONE_ROW, 1, 0.6, False),
         (ONE_ROW, 1, 0.9, False),
         (ONE_ROW, 1, 0.6, True),
@@ -125,6 +127,8 @@ def test_regret_against_the_best_fixed_plan_is_below_2_percent(
     [
         (ONE_ROW, 1, (0.8, 0.05), (False, False), TREES, [VANILLA]),
         (ONE_ROW, 1, (0.05, 0.8), (False, False), [VANILLA], TREES),
+        (ONE_ROW, 1, (0.9, 0.4), (False, False), TREES[3:], SHALLOW),
+        (ONE_ROW, 1, (0.4, 0.9), (False, False), SHALLOW, TREES[3:]),
         (ONE_ROW, 1, (0.6, 0.6), (False, True), TREES, LOOKUPS),
         (ONE_ROW, 1, (0.6, 0.6), (True, False), LOOKUPS, TREES),
         (EIGHT_ROWS, 8, (0.8, 0.05), (False, False), TREES, [VANILLA]),
