@@ -127,8 +127,8 @@ def test_regret_against_the_best_fixed_plan_is_below_2_percent(
     [
         (ONE_ROW, 1, (0.8, 0.05), (False, False), TREES, [VANILLA]),
         (ONE_ROW, 1, (0.05, 0.8), (False, False), [VANILLA], TREES),
-        (ONE_ROW, 1, (0.9, 0.4), (False, False), TREES[3:], SHALLOW),
-        (ONE_ROW, 1, (0.4, 0.9), (False, False), SHALLOW, TREES[3:]),
+        (ONE_ROW, 1, (0.9, 0.35), (False, False), TREES[3:], SHALLOW),
+        (ONE_ROW, 1, (0.35, 0.9), (False, False), SHALLOW, TREES[2:]),
         (ONE_ROW, 1, (0.6, 0.6), (False, True), TREES, LOOKUPS),
         (ONE_ROW, 1, (0.6, 0.6), (True, False), LOOKUPS, TREES),
         (EIGHT_ROWS, 8, (0.8, 0.05), (False, False), TREES, [VANILLA]),
@@ -151,7 +151,7 @@ def test_it_finds_the_new_best_plan_within_100_rounds_of_a_change(
         )
         simulation.run(change + 200)
         assert simulation.share(before, change - 100, change) > 0.9
-        assert simulation.share(after, change + 100, change + 200) > 0.8, f"seed {seed}"
+        assert simulation.share(after, change + 100, change + 200) > 0.9, f"seed {seed}"
 
 
 def test_the_choice_depends_on_the_past_only() -> None:
@@ -178,8 +178,8 @@ def test_a_tree_tells_what_trees_of_fewer_nodes_and_levels_would_have_accepted()
         controller.impose(TREES[0])
         controller.observe({0: RowRound([4, 5], [1], [0, 1, 1, 2])})
         controller.think()
-    # What the larger trees add to the smallest one stays as it was.
-    assert [round(controller.tokens(plan), 1) for plan in TREES] == [2, 1, 3, 3, 4]
+    # More nodes add what they did. More levels add nothing where no path reaches the last one.
+    assert [round(controller.tokens(plan), 1) for plan in TREES] == [2, 2, 2, 2, 3]
 
 
 def test_only_active_rows_count() -> None:

@@ -17,8 +17,10 @@ PRIOR_WEIGHT = 2.0
 """Weight of the priors below, in rounds."""
 PRIOR_LOOKUP = 1.2
 """Tokens of a round of lookup."""
-PRIOR_FIRST_TREE, PRIOR_LARGER_TREE = 1.3, 0.3
-"""Accepted tokens of the smallest tree, and additional ones of a larger tree."""
+PRIOR_FIRST_TREE, PRIOR_MORE_NODES, PRIOR_MORE_LEVELS = 1.3, 0.3, 0.6
+"""Accepted tokens of the smallest tree, and additional ones of more nodes, and of more levels once they are reached."""
+PRIOR_REACH = 0.5
+"""Share of rounds in which the accepted path reaches the last level of a tree."""
 PROBE_SHARES = (0.0075, 0.0025)
 """Largest shares of the time that probes may lose: probes of the cheapest tree, and probes of the largest tree, which
 informs about all others."""
@@ -41,14 +43,14 @@ class RowRound:
     levels: Sequence[int] = ()
     """For a tree: the number of levels that the draft has to grow for the node of each rank; 0 for lookup's."""
 
-    def accepted_by(self, tree: Plan) -> int:
-        """Number of tokens that a tree which this one covers would have accepted.
+    def accepted_by(self, tree: Plan) -> list[int]:
+        """The levels, as above, of the nodes that a tree which this one covers would have accepted.
 
         A tree of fewer levels verifies more nodes of these levels. Those that this round did not verify are missing,
-        so the number is a lower bound.
+        so the number of nodes is a lower bound.
         """
         verified = [rank for rank, level in enumerate(self.levels) if level <= tree.levels][: tree.nodes]
-        return len(set(self.ranks).intersection(verified))
+        return [self.levels[rank] for rank in sorted(set(self.ranks).intersection(verified))]
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,14 @@ class Controller:
             for number, tree in enumerate(self.trees)
         }
         """The largest tree that each tree covers."""
-        self.gains = {
-            tree: TrackedMean(PRIOR_LARGER_TREE if smaller else PRIOR_FIRST_TREE, PRIOR_WEIGHT)
-            for tree, smaller in self.smaller.items()
-        }
-        """Number of tokens that each tree accepts in addition to that one."""
+        self.gains: dict[Plan, TrackedMean] = {}
+        """Number of tokens that each tree accepts in addition to that one; in rounds that reach its last level, if the
+        tree has more levels."""
+        for tree, smaller in self.smaller.items():
+            more = PRIOR_MORE_LEVELS if self._is_deeper(tree) else PRIOR_MORE_NODES
+            self.gains[tree] = TrackedMean(PRIOR_FIRST_TREE if smaller is None else more, PRIOR_WEIGHT)
+        self.reaches = {tree: TrackedMean(PRIOR_REACH, PRIOR_WEIGHT) for tree in self.trees}
+        """Share of rounds in which the accepted path reaches the last level of each tree."""
 
         self.elapsed = 0.0
         """Time of all rounds."""
@@ -160,8 +165,10 @@ class Controller:
     def tokens(self, plan: Plan) -> float:
         """Expected number of tokens per active row and round."""
         if plan.kind == "tree":
-            smaller = self.smaller[plan]
-            return self.gains[plan].value + (1.0 if smaller is None else self.tokens(smaller))
+            gain, smaller = self.gains[plan].value, self.smaller[plan]
+            if smaller is None:
+                return 1 + gain
+            return self.tokens(smaller) + gain * (self.reaches[smaller].value if self._is_deeper(plan) else 1.0)
         if plan.kind == "lookup":
             number = self.lookups.index(plan)
             means = [trace.means[number].value for trace in self.traces.values()]
@@ -172,16 +179,31 @@ class Controller:
         """Expected number of tokens per active row and unit of time."""
         return self.tokens(plan) / self._time(plan)
 
+    def _is_deeper(self, tree: Plan) -> bool:
+        """Whether a tree has more levels than the largest one that it covers."""
+        smaller = self.smaller[tree]
+        return smaller is not None and tree.levels > smaller.levels
+
     def _time(self, plan: Plan) -> float:
         return self.time(plan, sum(len(trace.tokens) for trace in self.traces.values()))
 
     def _learn(self, decision: Decision, parts: Sequence[RowRound]) -> None:
         """Update the trees' gains and the time that probes have lost."""
         accepted: dict[Plan | None, float] = {None: 0.0}
+        reached: dict[Plan | None, float] = {}
         for tree, gain in self.gains.items():
-            if decision.plan.covers(tree):
-                accepted[tree] = sum(part.accepted_by(tree) for part in parts) / len(parts)
-                gain.add(accepted[tree] - accepted[self.smaller[tree]])
+            if not decision.plan.covers(tree):
+                gain.age()
+                self.reaches[tree].age()
+                continue
+            levels = [part.accepted_by(tree) for part in parts]
+            accepted[tree] = sum(map(len, levels)) / len(parts)
+            reached[tree] = sum(tree.levels in row for row in levels) / len(parts)
+            self.reaches[tree].add(reached[tree])
+            smaller = self.smaller[tree]
+            opportunities = reached[smaller] if self._is_deeper(tree) else 1.0
+            if opportunities:
+                gain.add((accepted[tree] - accepted[smaller]) / opportunities)
             else:
                 gain.age()
         if decision.probe is not None:
