@@ -85,7 +85,7 @@ def test_inactive_rows_stay_as_they_are(tmp_path: Path) -> None:
     ring = oracle.drafter.draft.cache
     kept, ring_kept = engine.cache.keys[:, 1, :, :12].clone(), ring.keys[1, :, :WINDOW].clone()
     newest_kept = engine.cache.newest_hidden.clone()
-    _, counts = engine.round(torch.tensor([True, False]))
+    counts = engine.round(torch.tensor([True, False])).counts
     assert counts.tolist() == [4, 0] and engine.cache.lengths.tolist() == [16, 12]
     assert engine.root[1] == truth[1][0]
     assert torch.equal(engine.cache.keys[:, 1, :, :12], kept)
