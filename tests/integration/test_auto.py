@@ -55,9 +55,9 @@ def prompts(*lengths: int) -> tuple[Tensor, Tensor, list[Tensor]]:
 
 @pytest.mark.parametrize("options", ["published", "both"])
 @pytest.mark.usefixtures("every_plan")
-def test_every_change_of_plan_keeps_the_targets_tokens(tmp_path: Path, options: str) -> None:
-    """In a ragged batch, twice on the same engine."""
-    model = make_pair(tmp_path, options=OPTIONS[options], initializer_range=0.1)
+def test_every_change_of_plan_keeps_the_targets_tokens(tmp_path: Path, options: str, device: str) -> None:
+    """In a ragged batch, twice on the same engine, whose rounds are captured on a GPU."""
+    model = make_pair(tmp_path, options=OPTIONS[options], initializer_range=0.1).to(device)
     ids, mask, rows = prompts(1, 40, 9)
     expected = [target_greedy(model, row, 60) for row in rows]
     for _ in range(2):
