@@ -216,24 +216,6 @@ def test_without_a_trained_draft_it_plays_no_tree(tmp_path: Path) -> None:
     assert all(not plan.startswith("tree") for plan in out.stats.rounds_by_plan)
 
 
-def test_tokens_have_the_origin_of_the_plan_that_proposed_them(tmp_path: Path) -> None:
-    """On a text that repeats itself the origin is lookup or the draft, and a bonus token's the target."""
-    model = make_pair(tmp_path, initializer_range=0.02)
-    heard: list[str] = []
-
-    class Listener:
-        def put(self, value: Tensor) -> None: ...
-        def put_from(self, value: Tensor, origin: str) -> None:
-            heard.append(origin)
-
-        def end(self) -> None: ...
-
-    out = generate(model, prompts(20)[0], streamer=Listener(), **(SETTINGS | {"max_new_tokens": 80}))
-    assert len(heard) == 80 and heard[0] == "target"
-    assert heard.count("target") == 1 + out.stats.rounds or heard[-1] != "target"
-    assert set(heard) <= {"target", "lookup", "draft"} and len(set(heard)) > 1
-
-
 def test_the_shape_auto_is_now_a_method(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="tree_shape: 'auto' is not a shape; use method 'auto'"):
         generate(make_pair(tmp_path), prompts(9)[0], tree_shape="auto")
