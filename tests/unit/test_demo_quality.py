@@ -81,7 +81,7 @@ def test_teacher_forced_on_the_targets_own_words_is_its_greedy_acceptance(tmp_pa
     text = [[*row, token] for row, token in zip(prompts.tolist(), engine.prefill().tolist(), strict=True)]
     per_round = []
     for _ in range(20):
-        tokens, counts = engine.round(torch.ones(3, dtype=torch.bool))
+        tokens, counts, *_ = engine.round(torch.ones(3, dtype=torch.bool))
         per_round.append(counts)
         for row, new, count in zip(text, tokens.tolist(), counts.tolist(), strict=True):
             row += new[:count]
