@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from longspec.inference.decoder import Origin
 from longspec.inference.detokenizer import Detokenizer
+from longspec.inference.origins import Origin
 
 STYLES: dict[Origin, str] = {"target": "", "draft": "#56b4e9", "lookup": "#e69f00"}
 """Sky blue and orange of the Okabe-Ito palette, which color-blind readers can tell apart."""

@@ -59,8 +59,8 @@ def reject(proposal: Proposal, q: Tensor, p: Tensor, sampler: Sampler) -> Accept
     A rejected child turns p into max(p - q, 0), normalized, and its token is removed from q, which is normalized too.
     Where no child is accepted, the bonus token is drawn from the remaining p.
 
-    A certain node was proposed without chance: it is accepted with the probability p of its token. If it is rejected,
-    its token is removed from p and from q, and both are normalized.
+    A node from prompt lookup is certain: it was proposed without chance, and is accepted with the probability p of its
+    token. If it is rejected, its token is removed from p and from q, and both are normalized.
 
     p: probabilities [B, N, V] of the target, which are overwritten; q: `proposal.sampled_from`. For a chain this is
     speculative sampling (arXiv 2211.17192); for siblings sampled without replacement it is the recursion of arXiv
@@ -74,7 +74,7 @@ def reject(proposal: Proposal, q: Tensor, p: Tensor, sampler: Sampler) -> Accept
 
         uniforms = sampler.uniforms(proposal.tokens)
         path, count, residual = reject_children(
-            proposal.tokens, proposal.parents, q, p, uniforms, proposal.depth, proposal.q_rows, proposal.certain
+            proposal.tokens, proposal.parents, q, p, uniforms, proposal.depth, proposal.q_rows, proposal.from_lookup
         )
         return Accepted(path, count, sampler.draw(residual))
 
@@ -116,7 +116,7 @@ def _acceptance_probabilities(proposal: Proposal, q: Tensor, p: Tensor) -> tuple
 
     for child in range(1, nodes):
         exists = proposal.parents[:, child] >= 0
-        is_certain = never if proposal.certain is None else exists & proposal.certain[:, child]
+        is_certain = never if proposal.from_lookup is None else exists & proposal.from_lookup[:, child]
         parent = (rows, proposal.parents[:, child].clamp(min=0))
         token = (*parent, proposal.tokens[:, child])
 

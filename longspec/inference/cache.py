@@ -188,6 +188,14 @@ class DraftCache:
         part.node_slots = self.node_slots[rows]
         return part
 
+    def with_nodes(self, nodes: int) -> DraftCache:
+        """The ring and the first `nodes` nodes as a cache that shares the tensors of this one."""
+        part = copy(self)
+        part.keys = self.keys[:, :, : self.window + nodes]
+        part.values = self.values[:, :, : self.window + nodes]
+        part.node_slots = self.node_slots[:, :nodes]
+        return part
+
     def clear(self) -> None:
         """Zero all slots."""
         self.keys.zero_()

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from threading import Lock
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -45,6 +46,7 @@ class CapturedRound:
 
     def __init__(self, engine: Rounds) -> None:
         """Record the round without running it. The device continues with work that is already queued."""
+        self.engine = engine  # the graph works on its tensors
         self.active = torch.ones_like(engine.root, dtype=torch.bool)
         self.graph = torch.cuda.CUDAGraph()
         self.graph.register_generator_state(generator_of(engine))
@@ -63,7 +65,7 @@ class CapturedRound:
             self.graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
 
-    def __call__(self, active: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, active: Tensor) -> Any:
         self.active.copy_(active)
         self.graph.replay()
         return self.result

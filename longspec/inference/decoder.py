@@ -12,9 +12,10 @@ from torch import Tensor
 from longspec.errors import UserError
 from longspec.inference.adaptive.controller import RowRound
 from longspec.inference.cache import Fault
-from longspec.inference.engine import Engine
+from longspec.inference.engine import Engine, RoundResult
 from longspec.inference.engine_pool import with_released_memory
-from longspec.inference.round_source import Origin, RoundSource
+from longspec.inference.origins import Origin, round_origins
+from longspec.inference.round_source import RoundSource
 from longspec.inference.stats import GenerationStats
 
 Stops = Callable[[int, Sequence[int]], bool]
@@ -51,9 +52,6 @@ class Decoder:
         self.eos_ids = eos_ids
         self.streamer = streamer
         self.stops = stops
-        self.proposed: Origin = "draft"
-        """The origin of accepted proposals."""
-
         batch = len(engine.prompts)
         self.new_tokens: list[list[int]] = [[] for _ in range(batch)]
         """The new tokens of each row."""
@@ -78,15 +76,14 @@ class Decoder:
         first_tokens = self._prefill()
         self.stats.ttft_s = time.perf_counter() - start
         for row, token in enumerate(first_tokens):
-            self._emit(row, [token], accepted=0)
+            self._emit(row, [token], round_origins([]))
 
         start = time.perf_counter()
         if any(self.active):
             source.start(first_tokens)
             while any(self.active):
                 result = source.play(self.device_active)
-                self.proposed = source.origin
-                source.observe(self.note(*result), self.active)
+                source.observe(self.note(result), self.active)
             source.finish(self.stats)
         self.stats.decode_s = time.perf_counter() - start
 
@@ -103,31 +100,33 @@ class Decoder:
             self._check_fault(row, fault)
         return tokens
 
-    def note(self, tokens: Tensor, counts: Tensor, ranks: Tensor | None = None) -> list[RowRound | None]:
-        """Take the result of a round (see `RoundSource.play`). Returns the part of each row, None for inactive rows.
+    def note(self, result: RoundResult) -> list[RowRound | None]:
+        """Take the result of a round. Returns the part of each row, None for inactive rows.
 
         The host waits for the round here and nowhere else.
         """
         # One transfer for everything.
-        columns = [counts[:, None], self.engine.cache.faults[:, None], tokens]
-        result = torch.cat(columns if ranks is None else [*columns, ranks], 1).tolist()
-        parts: list[RowRound | None] = [None] * len(result)
-        for row, (count, fault, *values) in enumerate(result):
+        counts, faults = result.counts[:, None], self.engine.cache.faults[:, None]
+        ranks = [] if result.ranks is None or result.levels is None else [result.ranks, result.levels]
+        lines = torch.cat([counts, faults, result.tokens, result.from_lookup, *ranks], 1).tolist()
+        width = result.tokens.shape[1]
+        parts: list[RowRound | None] = [None] * len(lines)
+        for row, (count, fault, *values) in enumerate(lines):
             if not self.active[row]:
                 self.finite &= not fault
                 continue
-            row_tokens, row_ranks = values[: tokens.shape[1]], values[tokens.shape[1] :]
             self._check_fault(row, fault)
 
-            # The last of the `count` tokens is the target's bonus token.
+            # The last of the `count` tokens is the target's bonus token. The root precedes the accepted nodes.
             accepted = count - 1
-            emitted = self._emit(row, row_tokens[:count], accepted)
+            from_lookup, row_ranks = (values[part * width :][1:count] for part in (1, 2))
+            emitted = self._emit(row, values[:count], round_origins(from_lookup))
             self.stats.rounds += 1
             self.stats.row_rounds[row] += 1
             self.stats.decoded_tokens += emitted
             for depth in range(min(emitted, accepted)):
                 self.stats.accepted_by_depth[depth] += 1
-            parts[row] = RowRound(row_tokens[:emitted], row_ranks[1 : accepted + 1])
+            parts[row] = RowRound(values[:emitted], row_ranks, values[3 * width :])
         return parts
 
     def _check_fault(self, row: int, fault: int) -> None:
@@ -144,13 +143,13 @@ class Decoder:
                 f"temperature {self.engine.sampler.temperature:g}; check its weights and its dtype"
             )
 
-    def _emit(self, row: int, tokens: Sequence[int], accepted: int) -> int:
-        """Append tokens to a row until it ends. Returns the number appended. The first `accepted` are draft tokens."""
+    def _emit(self, row: int, tokens: Sequence[int], origins: Sequence[Origin]) -> int:
+        """Append tokens to a row until it ends. Returns the number appended."""
         new_tokens = self.new_tokens[row]
         # Tokens that the round emitted after the row's end are dropped.
-        for number, token in enumerate(tokens, start=1):
+        for number, (token, origin) in enumerate(zip(tokens, origins, strict=True), start=1):
             new_tokens.append(token)
-            self._stream(token, self.proposed if number <= accepted else "target")
+            self._stream(token, origin)
             is_last = len(new_tokens) == self.max_new_tokens or token in self.eos_ids
             if is_last or (self.stops is not None and self.stops(row, new_tokens)):
                 self.active[row] = False

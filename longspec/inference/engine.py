@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,23 @@ CAPACITY_STEP = 256
 MOST_SIZE_CLASSES = 128
 """From this number of steps on, the cache size does not change which kernels run, because splits are bounded."""
 
-Round = Callable[[Tensor], tuple[Tensor, ...]]
+
+class RoundResult(NamedTuple):
+    """What the host reads of a round. Entries past the counts are undefined."""
+
+    tokens: Tensor
+    """LongTensor [B, depth + 1]: the accepted draft tokens, then the bonus token."""
+    counts: Tensor
+    """LongTensor [B]: number of valid `tokens`; 0 for inactive rows."""
+    from_lookup: Tensor
+    """bool [B, depth + 1]: whether each accepted node comes from prompt lookup. Entry 0 is the root's."""
+    ranks: Tensor | None = None
+    """LongTensor [B, depth + 1]: the ranks of the accepted nodes, the root first, if plans are compared by them."""
+    levels: Tensor | None = None
+    """LongTensor [B, N], with the ranks: see `Proposal.levels_by_rank`."""
+
+
+Round = Callable[[Tensor], Any]
 """`Rounds.round`, or a captured one."""
 
 
@@ -41,6 +57,17 @@ class Played(NamedTuple):
     accepted: Accepted
     logits: Tensor
     """[B, N, V]: the target's logits at every node."""
+
+    def result(self, with_ranks: bool = False) -> RoundResult:
+        """The part for the host."""
+        proposal, path = self.proposal, self.accepted.path
+        from_lookup = proposal.from_lookup
+        marks = torch.zeros_like(path, dtype=torch.bool) if from_lookup is None else from_lookup.gather(1, path)
+        if not with_ranks:
+            return RoundResult(self.tokens, self.counts, marks)
+        assert proposal.ranks is not None
+        ranks = proposal.ranks.gather(1, path)
+        return RoundResult(self.tokens, self.counts, marks, ranks, proposal.levels_by_rank())
 
 
 class Rounds:
@@ -77,11 +104,11 @@ class Rounds:
             self.runner.attention.name,
         )
 
-    def round(self, active: Tensor) -> tuple[Tensor, ...]:
-        """`play`, returning only tokens and counts."""
+    def round(self, active: Tensor) -> Any:
+        """`play`, returning only what the host reads: a `RoundResult`."""
         played = self.play(active)
         self.cache.compare_ranks(played.tokens, played.counts)
-        return played.tokens, played.counts
+        return played.result()
 
     def play(self, active: Tensor) -> Played:
         """Draft, verify, accept and compact once. active: bool [B]; other rows do not change, and no pass reads their

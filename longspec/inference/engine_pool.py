@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from longspec.inference.device import free_bytes
+from longspec.inference.drafting.reduced_head import head_bytes
 from longspec.inference.engine import CAPACITY_STEP, MOST_SIZE_CLASSES, Engine
 from longspec.inference.memory import row_bytes
 from longspec.inference.round_source import RoundSource
@@ -48,7 +49,7 @@ class PooledEngine:
     """Positions per row for a prompt and its new tokens."""
     source: RoundSource
     bytes: int
-    """Estimated size of its caches and of a round's logits."""
+    """Estimated size of its caches, of its draft's head and of a round's logits."""
     reusable: bool = True
     """Whether its caches are finite."""
 
@@ -98,12 +99,15 @@ def rounded_room(positions: int, max_positions: int) -> int:
 
 
 @contextmanager
-def borrowed(kind: Hashable, room: int, runner: Runner, build: Callable[[], RoundSource]) -> Iterator[PooledEngine]:
+def borrowed(
+    kind: Hashable, room: int, runner: Runner, build: Callable[[], RoundSource], listed: int | None
+) -> Iterator[PooledEngine]:
     """An engine of this kind with room for `room` positions per row: an idle one, or a new one from `build`.
 
     It becomes idle at the end, unless an exception ends the call, because the state of its caches is unknown then.
     Another thread gets another engine. An idle engine without enough room is replaced. runner: a runner of this call,
-    whose weights an idle engine takes over.
+    whose weights an idle engine takes over. listed: length of the vocabulary list of the engine's draft; None without
+    one.
     """
     model = runner.model
     pooled = _take(model, kind)
@@ -112,7 +116,7 @@ def borrowed(kind: Hashable, room: int, runner: Runner, build: Callable[[], Roun
     else:
         del pooled  # its memory is free for the new engine
         source = with_released_memory(model, build)
-        pooled = PooledEngine(kind, room, source, _size(source.engine, room))
+        pooled = PooledEngine(kind, room, source, _size(source.engine, room, listed))
     yield pooled
     if pooled.reusable:
         pooled.engine.runner.disown()
@@ -166,7 +170,8 @@ def _give_back(model: GlideMixin, pooled: PooledEngine) -> None:
             held -= engines.pop(0).bytes
 
 
-def _size(engine: Engine, room: int) -> int:
-    """Bytes of an engine's cache and of the logits of a round."""
-    runner = engine.runner
-    return len(engine.root) * row_bytes(runner.config, runner.dtype, room + engine.drafter.depth, engine.drafter.nodes)
+def _size(engine: Engine, room: int, listed: int | None) -> int:
+    """Bytes of an engine's cache, of its draft's head and of the logits of a round."""
+    config, dtype, rows = engine.runner.config, engine.runner.dtype, len(engine.root)
+    row = row_bytes(config, dtype, room + engine.drafter.depth, engine.drafter.nodes)
+    return rows * row + head_bytes(config, dtype, listed, rows)

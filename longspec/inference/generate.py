@@ -31,6 +31,7 @@ from longspec.inference.arguments import (
     seeded_generator,
 )
 from longspec.inference.decoder import Decoder, Stops, Streamer
+from longspec.inference.drafting.reduced_head import list_length
 from longspec.inference.engine import Engine
 from longspec.inference.engine_pool import borrowed, engine_kind, rounded_room
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE, make_drafter
@@ -89,9 +90,9 @@ def generate(
     method: vanilla, seq, tree, magicdec, lookup (prompt lookup) or auto; None is tree if tree_shape, tree_nodes or
     lookup_branches is given or several ranks share the target, else auto. seq, magicdec and lookup draft chains of
     gamma tokens, tree drafts trees of tree_shape. seq and tree need a trained draft unless allow_untrained_draft is
-    set. auto chooses between vanilla, lookup and the best 16, 32 or 64 nodes of a tree before each round, from the
-    acceptances so far and the times of rounds, which it measures once per device (see `adaptive`); without a trained
-    draft it does without trees.
+    set. auto chooses between vanilla, lookup and the best 16, 32 or 64 nodes of a tree of some or all levels before
+    each round, from the acceptances so far and the times of rounds, which it measures once per device (see `adaptive`);
+    without a trained draft it does without trees.
     tree_shape: number of nodes in each level, None for 4 16 16 16 16; auto takes no more than the vocabulary has.
     eos_token_id, pad_token_id: None takes the model's own. seed: 0 ... 2^64 - 1; None draws from torch's global
     generator.
@@ -168,11 +169,11 @@ def generate(
             settings = (shape, gamma, tree_rule, tree_nodes, lookup_branches)
             drafter = make_drafter(method, runner, len(rows), sampler, *settings)
             engine = Engine(runner, drafter, sampler, prompts, lengths, room - max(lengths))
-            return FixedRounds(engine, "lookup" if method == "lookup" else "draft")
+            return FixedRounds(engine)
 
         drafting = (method, shape, gamma, tree_rule, tree_nodes, lookup_branches, has_draft)
         kind = engine_kind(runner, drafting, len(rows), sampler, room)
-        with borrowed(kind, room, runner, build) as pooled:
+        with borrowed(kind, room, runner, build, list_length(model, method, has_draft)) as pooled:
             pooled.restart(prompts, lengths, seed)
             decoder = Decoder(pooled.engine, max_new_tokens, eos_ids, streamer, stops)
             decoder.stats.tree_shape = shape

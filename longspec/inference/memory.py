@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from longspec.errors import UserError
 from longspec.inference.device import free_bytes
+from longspec.inference.drafting.reduced_head import head_bytes
 from longspec.inference.engine import CAPACITY_STEP
 from longspec.models.draft_layer import head_dim
 
@@ -17,26 +18,35 @@ ACTIVATION_SHARE = 0.1
 
 
 def check_memory(
-    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, rows: int, tokens: int, nodes: int
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: int,
+    tokens: int,
+    nodes: int,
+    listed: int | None,
 ) -> None:
     """Raise UserError if the target with the KV cache and logits of a batch exceeds the free memory.
 
     rows: size of the largest batch. tokens: length of the longest prompt with its answer. nodes: verified per pass.
+    listed: length of the draft's vocabulary list; None without one.
     """
-    # A lower bound: activations and the draft come on top.
+    # A lower bound: activations and the draft's layer come on top.
     weights = weight_bytes(config, dtype)
+    head = head_bytes(config, dtype, listed, rows)
     row = row_bytes(config, dtype, tokens, nodes)
     free = free_bytes(device)
-    needed = weights + rows * row
+    needed = weights + head + rows * row
     if needed <= free:
         return
+    draft = f", the draft's head ({_gib(head)})" if head else ""
     problem = (
-        f"the target ({_gib(weights)}) and {rows} rows of {tokens} tokens and {nodes} tree nodes ({_gib(row)} each) "
-        f"need {_gib(needed)}, {device} has {_gib(free)} free"
+        f"the target ({_gib(weights)}){draft} and {rows} rows of {tokens} tokens and {nodes} tree nodes "
+        f"({_gib(row)} each) need {_gib(needed)}, {device} has {_gib(free)} free"
     )
-    if weights + row > free:
+    if weights + head + row > free:
         raise UserError(f"{problem}; use fewer tokens (--max_gen_len), a smaller tree or --gamma, or a larger device")
-    fitting_rows = max(1, int((free * (1 - ACTIVATION_SHARE) - weights) / row))
+    fitting_rows = max(1, int((free * (1 - ACTIVATION_SHARE) - weights - head) / row))
     raise UserError(f"--batch_size: {problem}; use --batch_size {fitting_rows} or less")
 
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from longspec.inference.adaptive.controller import RowRound
 from longspec.inference.capture import capture_round, warm_up
-from longspec.inference.engine import Engine, Round, Rounds
+from longspec.inference.engine import Engine, Round, RoundResult, Rounds
 from longspec.inference.stats import GenerationStats
-
-Origin = Literal["target", "draft", "lookup"]
-"""The source of an emitted token: the target itself (a row's first token and every bonus token), or an accepted
-proposal of a draft (GLIDE's, or MagicDec's sparse target) or of prompt lookup."""
 
 
 class RoundSource(Protocol):
@@ -23,22 +19,14 @@ class RoundSource(Protocol):
 
     engine: Engine
 
-    @property
-    def origin(self) -> Origin:
-        """Of the proposed tokens of the newest round."""
-
     def prepare(self, stats: GenerationStats) -> None:
         """Prepare the rounds on an engine whose cache is empty, and add the times of this to `stats`."""
 
     def start(self, first_tokens: Sequence[int]) -> None:
         """Begin a generation after prefill. first_tokens: the first new token of each row."""
 
-    def play(self, active: Tensor) -> tuple[Tensor, ...]:
-        """Play a round. active: bool [B].
-
-        Returns tokens and counts as `Rounds.round`, and for plans that report them the ranks of the accepted nodes,
-        LongTensor [B, depth + 1].
-        """
+    def play(self, active: Tensor) -> RoundResult:
+        """Play a round. active: bool [B]."""
 
     def observe(self, rows: Sequence[RowRound | None], active: Sequence[bool]) -> None:
         """Take the round's part in each row, None for inactive ones, and whether each row is active in the next."""
@@ -50,9 +38,8 @@ class RoundSource(Protocol):
 class FixedRounds:
     """The rounds of one method."""
 
-    def __init__(self, engine: Engine, origin: Origin = "draft") -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.origin = origin
         self.round: Round | None = None
 
     def prepare(self, stats: GenerationStats) -> None:
@@ -62,7 +49,7 @@ class FixedRounds:
     def start(self, first_tokens: Sequence[int]) -> None:
         pass
 
-    def play(self, active: Tensor) -> tuple[Tensor, ...]:
+    def play(self, active: Tensor) -> RoundResult:
         assert self.round is not None
         return self.round(active)
 

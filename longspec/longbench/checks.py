@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from longspec.errors import UserError
-from longspec.inference.adaptive.plans import TREE_NODES
+from longspec.inference.adaptive.plans import MOST_NODES
 from longspec.inference.arguments import check_draft_window
 from longspec.inference.memory import check_memory
 from longspec.inference.methods import AUTO, GLIDE_METHODS
@@ -73,19 +73,23 @@ def check_batch_memory(
     device: torch.device,
     prompts: Sequence[TaskPrompt],
     max_new_tokens: int,
+    listed: int | None,
 ) -> None:
-    """Raise UserError if a lower bound of the largest batch's memory exceeds that of the device."""
+    """Raise UserError if a lower bound of the largest batch's memory exceeds that of the device.
+
+    listed: length of the vocabulary list of the draft in use; None without one.
+    """
     largest_tree = sum(options.tree_shape)
     if options.tree_nodes is not None:
         largest_tree = min(largest_tree, options.tree_nodes - 1)
-    draft_tokens = {"vanilla": 0, "tree": largest_tree, AUTO: max(TREE_NODES) - 1}.get(options.method, options.gamma)
+    draft_tokens = {"vanilla": 0, "tree": largest_tree, AUTO: MOST_NODES - 1}.get(options.method, options.gamma)
     # All rows of a batch have the cache of the longest one.
     longest = max(len(prompt.token_ids) for prompt in prompts)
     rows = min(options.batch_size, len(prompts))
     if options.tp_size > 1:
         config = rank_config(config, 0, options.tp_size)
     # One more than the draft tokens: the root is verified, too.
-    check_memory(config, dtype, device, rows, longest + max_new_tokens, draft_tokens + 1)
+    check_memory(config, dtype, device, rows, longest + max_new_tokens, draft_tokens + 1, listed)
 
 
 def check_prompts(prompts: Sequence[TaskPrompt], max_new_tokens: int, max_positions: int, vocab_size: int) -> None:

@@ -214,7 +214,8 @@ def make_plan(options: argparse.Namespace) -> Plan:
     dtype = choose_dtype(options.dtype, config, device)
     # Only its name: the engine selects the backend again with the same arguments.
     attention = decoding_attention(options.attention, device, dtype, head_dim(config)).name
-    check_batch_memory(options, config, dtype, device, selection.prompts, max_new_tokens)
+    listed = _list_length(options, draft_state)
+    check_batch_memory(options, config, dtype, device, selection.prompts, max_new_tokens, listed)
 
     return Plan(
         options=options,
@@ -239,6 +240,12 @@ def _draft_in_use(options: argparse.Namespace, pair: Pair) -> str | None:
             raise UserError(f"--draft: method {options.method} needs the draft of {pair.target}; give its path")
         return pair.draft
     return pair.draft if options.method == AUTO else options.draft
+
+
+def _list_length(options: argparse.Namespace, draft_state: dict[str, Tensor] | None) -> int | None:
+    """Length of the vocabulary list of the draft that the method uses; None without one."""
+    uses_draft = options.method in (*GLIDE_METHODS, AUTO)
+    return draft_state["d2t"].numel() if uses_draft and draft_state and "d2t" in draft_state else None
 
 
 def _select(options: argparse.Namespace, family: str, tokenizer: Any, chat_format: str, longest: int) -> Selection:

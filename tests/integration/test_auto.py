@@ -36,7 +36,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def every_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans take turns, in an order in which every plan follows every other one."""
-    turns = cycle([0, 1, 2, 3, 0, 3, 1, 3, 2, 0, 2, 1, 0])
+    turns = cycle([0, 1, 2, 3, 4, 0, 2, 4, 1, 3, 0, 3, 1, 4, 2, 0, 4, 3, 2, 1])
 
     def choose(self: Controller) -> Plan:
         return self.impose(self.plans[next(turns) % len(self.plans)])
@@ -55,15 +55,16 @@ def prompts(*lengths: int) -> tuple[Tensor, Tensor, list[Tensor]]:
 
 @pytest.mark.parametrize("options", ["published", "both"])
 @pytest.mark.usefixtures("every_plan")
-def test_every_change_of_plan_keeps_the_targets_tokens(tmp_path: Path, options: str) -> None:
-    """In a ragged batch, twice on the same engine."""
-    model = make_pair(tmp_path, options=OPTIONS[options], initializer_range=0.1)
+def test_every_change_of_plan_keeps_the_targets_tokens(tmp_path: Path, options: str, device: str) -> None:
+    """In a ragged batch, twice on the same engine, whose rounds are captured on a GPU."""
+    model = make_pair(tmp_path, options=OPTIONS[options], initializer_range=0.1).to(device)
     ids, mask, rows = prompts(1, 40, 9)
     expected = [target_greedy(model, row, 60) for row in rows]
     for _ in range(2):
         out = generate(model, ids, mask, **(SETTINGS | {"max_new_tokens": 60}))
         assert [new.tolist() for new in out.new_tokens] == expected
-        assert set(out.stats.rounds_by_plan) == {"vanilla", "lookup 5", "lookup 16", "tree 16"}
+        trees = {"tree 10 of 2 levels", "tree 16 of 3 levels"}
+        assert set(out.stats.rounds_by_plan) == {"vanilla", "lookup 5", "lookup 16"} | trees
         assert sum(out.stats.rounds_by_plan.values()) == max(out.stats.row_rounds)
 
 
@@ -74,13 +75,14 @@ def test_sampled_tokens_follow_the_targets_law_under_every_change_of_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree_rule: str
 ) -> None:
     """A chi-square test of three tokens, over all 64 outcomes."""
-    times = RoundTimes((64, 1024), dict.fromkeys(("vanilla", "lookup 5", "lookup 16", "tree 6"), (1.0, 2.0)), 0.1)
+    names = ("vanilla", "lookup 5", "lookup 16", "tree 5 of 2 levels", "tree 7 of 3 levels")
+    times = RoundTimes((64, 1024), dict.fromkeys(names, (1.0, 2.0)), 0.1)
     monkeypatch.setattr(AutoRounds, "measure", lambda self: times)
     model = make_pair(tmp_path, vocab_size=4, num_hidden_layers=2, options=DraftOptions(window=32))
     prompt, rows = torch.tensor([3, 1, 0, 2, 2, 1, 3]), 1024
-    settings = SETTINGS | {"tree_shape": (2, 3), "tree_rule": tree_rule, "max_new_tokens": 3}
+    settings = SETTINGS | {"tree_shape": (2, 2, 2), "tree_rule": tree_rule, "max_new_tokens": 3}
     observed = torch.zeros(64, dtype=torch.float64)
-    for seed in range(4):  # each starts with another plan
+    for seed in range(6):  # they start with different plans
         out = generate(model, prompt.expand(rows, -1), temperature=1.5, seed=seed, **settings)
         outcomes = torch.stack(out.new_tokens) @ torch.tensor([16, 4, 1])
         observed += outcomes.bincount(minlength=64)
@@ -116,8 +118,8 @@ def test_a_tree_after_other_plans_is_that_of_a_draft_that_read_every_token(
         return result
 
     monkeypatch.setattr(AutoRounds, "play_plan", checking)
-    tokens = target_greedy(model, row, 60)
-    assert generate(model, ids, **(SETTINGS | {"max_new_tokens": 60})).new_tokens[0].tolist() == tokens
+    tokens = target_greedy(model, row, 80)  # the last round can go past the limit
+    assert generate(model, ids, **(SETTINGS | {"max_new_tokens": 60})).new_tokens[0].tolist() == tokens[:60]
     assert len(checked) > 3
 
 
@@ -201,7 +203,7 @@ def test_a_measurement_is_a_few_rounds_of_each_plan(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(auto_rounds.PlanRounds, "round", counted)
     generate(model, ids, **(SETTINGS | {"max_new_tokens": 2}))
-    rounds = (1 + measurement.REPLAYS) * 4
+    rounds = (1 + measurement.REPLAYS) * 5
     assert len(lengths) == 2 * rounds + 1 and lengths.count(64) == rounds == lengths.count(256)
 
 
@@ -212,24 +214,6 @@ def test_without_a_trained_draft_it_plays_no_tree(tmp_path: Path) -> None:
     out = generate(model, ids, **SETTINGS)
     assert out.new_tokens[0].tolist() == target_greedy(model, row, 30)
     assert all(not plan.startswith("tree") for plan in out.stats.rounds_by_plan)
-
-
-def test_tokens_have_the_origin_of_the_plan_that_proposed_them(tmp_path: Path) -> None:
-    """On a text that repeats itself the origin is lookup or the draft, and a bonus token's the target."""
-    model = make_pair(tmp_path, initializer_range=0.02)
-    heard: list[str] = []
-
-    class Listener:
-        def put(self, value: Tensor) -> None: ...
-        def put_from(self, value: Tensor, origin: str) -> None:
-            heard.append(origin)
-
-        def end(self) -> None: ...
-
-    out = generate(model, prompts(20)[0], streamer=Listener(), **(SETTINGS | {"max_new_tokens": 80}))
-    assert len(heard) == 80 and heard[0] == "target"
-    assert heard.count("target") == 1 + out.stats.rounds or heard[-1] != "target"
-    assert set(heard) <= {"target", "lookup", "draft"} and len(set(heard)) > 1
 
 
 def test_the_shape_auto_is_now_a_method(tmp_path: Path) -> None:

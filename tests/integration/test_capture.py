@@ -102,7 +102,7 @@ def test_captured_rounds_of_an_extended_draft_draft_what_the_eager_ones_do(
     for number in range(6):
         before = eager.cache.newest_hidden.clone()
         active = torch.tensor([True, number % 2 == 0]).cuda()
-        (tokens, counts), (eager_tokens, eager_counts) = play_round(active), eager.round(active)
+        (tokens, counts, *_), (eager_tokens, eager_counts, *_) = play_round(active), eager.round(active)
         assert torch.equal(counts, eager_counts)
         assert all(torch.equal(tokens[b, :n], eager_tokens[b, :n]) for b, n in enumerate(counts.tolist()))
         torch.testing.assert_close(captured.cache.newest_hidden, eager.cache.newest_hidden)

@@ -14,6 +14,7 @@ from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 from longspec.inference import memory
 from longspec.inference.cache import TargetCache
 from longspec.inference.device import choose_dtype
+from longspec.inference.drafting.reduced_head import head_bytes
 from longspec.inference.generate import GenerationOutput, generate
 from longspec.inference.methods import METHODS
 from longspec.inference.registry import PUBLISHED_PAIRS, choose_pair
@@ -22,6 +23,7 @@ from longspec.longbench.command import main, parse_options
 from longspec.longbench.plan import make_plan
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.draft_saving import save_draft_file, save_draft_folder
+from longspec.models.draft_vocabulary import vocabulary_maps
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import position_limit
 
@@ -289,6 +291,28 @@ def test_a_batch_that_does_not_fit_into_memory_is_refused(
     assert memory.weight_bytes(config, torch.float32) == 0, "its size depends on the method"
     monkeypatch.setattr(memory, "free_bytes", lambda device: weights + 3 * row)
     assert make_plan(parse_options(line)).options.batch_size == 100000
+
+
+def test_the_memory_of_a_batch_counts_the_head_of_a_draft_with_a_list(
+    setting: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If the method uses the draft."""
+    target, data = setting
+    config, draft = tiny_config("llama", vocab_size=VOCAB_SIZE), tmp_path / "draft"
+    save_draft_folder(torch.load(draft_of(target)) | vocabulary_maps(torch.arange(40), VOCAB_SIZE), config, draft)
+    for method, nodes in (("tree", 69), ("auto", 64), ("lookup", 5)):
+        line = arguments(target, data, tmp_path / "out", "--batch_size", "1", "--method", method, draft=draft)
+        longest = max(len(prompt.token_ids) for prompt in make_plan(parse_options(line)).selection.prompts)
+        free = memory.weight_bytes(config, torch.float32) + memory.row_bytes(config, torch.float32, longest + 64, nodes)
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "free_bytes", lambda device, free=free: free)
+            if method == "lookup":
+                make_plan(parse_options(line))
+            else:
+                assert "the draft's head (" in refusal(capsys, line)
+            with_head = free + head_bytes(config, torch.float32, 40, rows=1)
+            patch.setattr(memory, "free_bytes", lambda device, free=with_head: free)
+            make_plan(parse_options(line))
 
 
 def test_the_dtype_is_the_targets_own_and_float32_on_a_cpu(

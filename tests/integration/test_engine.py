@@ -50,7 +50,7 @@ def test_state_after_every_accepted_length(tmp_path: Path, family: str, device: 
     assert engine.prefill().tolist() == [row[0] for row in truth]
     at = [0, 0, 0]
     for planned in PLAN:
-        tokens, counts = engine.round(torch.ones(3, dtype=torch.bool, device=device))
+        tokens, counts, *_ = engine.round(torch.ones(3, dtype=torch.bool, device=device))
         assert counts.tolist() == [n + 1 for n in planned]
         for b, count in enumerate(counts.tolist()):
             assert tokens[b, :count].tolist() == truth[b][at[b] + 1 : at[b] + 1 + count]
@@ -85,7 +85,7 @@ def test_inactive_rows_stay_as_they_are(tmp_path: Path) -> None:
     ring = oracle.drafter.draft.cache
     kept, ring_kept = engine.cache.keys[:, 1, :, :12].clone(), ring.keys[1, :, :WINDOW].clone()
     newest_kept = engine.cache.newest_hidden.clone()
-    _, counts = engine.round(torch.tensor([True, False]))
+    counts = engine.round(torch.tensor([True, False])).counts
     assert counts.tolist() == [4, 0] and engine.cache.lengths.tolist() == [16, 12]
     assert engine.root[1] == truth[1][0]
     assert torch.equal(engine.cache.keys[:, 1, :, :12], kept)

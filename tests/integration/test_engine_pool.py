@@ -15,6 +15,7 @@ from torch import Tensor
 from longspec import generate
 from longspec.errors import UserError
 from longspec.inference import engine_pool
+from longspec.inference.drafting.reduced_head import head_bytes
 from longspec.inference.engine import Engine
 from longspec.inference.methods import METHODS
 from longspec.models.draft_vocabulary import vocabulary_maps
@@ -223,6 +224,18 @@ def test_idle_engines_are_bounded_in_bytes_and_freed_under_pressure(
     monkeypatch.setattr(Engine, "prefill", fails_once)
     assert tokens(model, prompt(9)) == [target_greedy(model, prompt(9)[0], 12)]
     assert len(idle(model)) == 1
+
+
+def test_the_size_of_an_engine_counts_the_head_of_a_draft_with_a_list(tmp_path: Path) -> None:
+    model = make_pair(tmp_path)
+    sizes = []
+    for method in ("lookup", "tree"):
+        for listed in (None, torch.tensor([1, 2, 3])):
+            model.draft_model.set_vocabulary(listed)
+            engine_pool.release(model)
+            tokens(model, prompt(9), method=method)
+            sizes.append(idle(model)[0].bytes)
+    assert sizes[0] == sizes[1] and sizes[3] - sizes[2] == head_bytes(model.config, model.dtype, 3, rows=1) > 0
 
 
 def test_a_longer_prompt_replaces_the_engine_beyond_the_size_classes(

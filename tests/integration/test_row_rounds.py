@@ -83,7 +83,7 @@ def outcomes(model: GlideMixin, method: Method) -> Tensor:
         batch.root.copy_(first.choose(runner.logits(hidden)[:, 0].expand(rows, -1)))
         answers = [[token] for token in batch.root.tolist()]
         while min(map(len, answers)) < 3:
-            report, _ = batch.rounds(Mode(True, "truncated"), rows)(batch.active)
+            report, *_ = batch.rounds(Mode(True, "truncated"), rows)(batch.active)
             for answer, line in zip(answers, report.tolist(), strict=True):
                 answer += map(int, line[: int(line[-2])])
         for row, (a, b, c, *_) in enumerate(answers):

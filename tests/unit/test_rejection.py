@@ -84,12 +84,12 @@ def check_rejection(tree: Proposal, p: Tensor, device: str, seed: int = 0) -> tu
     assert tree.sampled_from is not None
     coins, noise = draws(*tree.tokens.shape, p.shape[-1], seed)
     inputs = (tree.tokens, tree.parents, tree.sampled_from, p, coins)
-    rules = (tree.depth, tree.q_rows, tree.certain)
+    rules = (tree.depth, tree.q_rows, tree.from_lookup)
     path, count, residual = tree_reference.reject_children(*inputs, *rules)
     expected = (path, count, tree_reference.first_arrival(residual, noise))
 
     on_device = [x.clone().to(device) for x in inputs]
-    rules = (tree.depth, *(None if x is None else x.to(device) for x in (tree.q_rows, tree.certain)))
+    rules = (tree.depth, *(None if x is None else x.to(device) for x in (tree.q_rows, tree.from_lookup)))
     path, count, residual = reject_children(*on_device, *rules)
     check_same((path, count, first_arrival(residual, noise.to(device))), expected)
     accepted = reject(tree, tree.sampled_from, p.clone(), FixedSampler(coins, noise))

@@ -319,7 +319,7 @@ def test_tokens_after_a_stop_string_are_not_counted(client: TestClient, script: 
 
 
 def test_chunks_have_openais_form_and_the_extension_on_request(client: TestClient, script: Script) -> None:
-    tree = Tree(ids("xhz"), [-1, 0, 0], [1])
+    tree = Tree(ids("xhz"), [-1, 0, 0], [1], ["draft"])
     script.events = [
         said("a"),
         Tokens(ids("hé"), ["draft", "target", "target"], tree=tree),
@@ -343,7 +343,12 @@ def test_chunks_have_openais_form_and_the_extension_on_request(client: TestClien
         {"text": "", "origin": "target"},
         {"text": "é", "origin": "target"},
     ]
-    assert round_chunk["longspec"]["tree"] == {"texts": ["x", "h", "z"], "parents": [-1, 0, 0], "accepted": [1]}
+    assert round_chunk["longspec"]["tree"] == {
+        "texts": ["x", "h", "z"],
+        "parents": [-1, 0, 0],
+        "accepted": [1],
+        "origins": ["draft"],
+    }
     assert end["longspec"]["timings"]["decode_s"] == 2
 
 

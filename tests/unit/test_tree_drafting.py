@@ -1,15 +1,23 @@
-"""The drafted tree is the best one: compared with brute force over parents × vocabulary."""
+"""The drafted tree is the best one, compared with brute force over parents × vocabulary, and so are its parts."""
 
+from collections import Counter
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 from pairs import make_pair
 
+from longspec.inference.acceptance import accept
+from longspec.inference.adaptive.controller import RowRound
+from longspec.inference.adaptive.plans import Plan
+from longspec.inference.drafting.lookup import LookupBranches
+from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
+from longspec.models.glide import GlideMixin
 
 SHAPE = (3, 5, 4)
 
@@ -39,3 +47,66 @@ def test_tree_holds_the_drafts_most_probable_continuations(tmp_path: Path, tempe
         assert set(chosen.values()) == set(best)
         score = {node: candidates[choice] for node, choice in chosen.items()}
         above = here
+
+
+def drafted(model: GlideMixin, shape: tuple[int, ...], temperature: float, lookup: bool = False) -> TreeDrafter:
+    runner, sampler = Runner(model), Sampler(temperature, 0, 1.0, torch.Generator())
+    branches = LookupBranches(2, 15, runner.device) if lookup else None
+    return TreeDrafter(runner, 2, shape, sampler, "reject", lookup=branches)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@torch.no_grad()
+def test_a_cut_tree_is_that_of_a_shorter_shape(tmp_path: Path, temperature: float) -> None:
+    """For the same noise, after the whole tree was grown, and without an effect on it."""
+    model = make_pair(tmp_path)
+    prompts = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(3))
+
+    def proposals(shape: tuple[int, ...], levels: int, repeats: int) -> list[Proposal]:
+        drafter = drafted(model, shape, temperature)
+        engine = Engine(drafter.runner, drafter, drafter.sampler, prompts, [20, 7], max_new_tokens=8)
+        engine.prefill()
+        cut = drafter.cut(6, levels)
+        found = []
+        for part in (drafter, cut) * repeats:
+            drafter.sampler.generator.manual_seed(5)  # type: ignore[union-attr]
+            found.append(deepcopy(part.propose(engine.root, engine.cache)))
+        return found
+
+    whole, cut, again, cut_again = proposals(SHAPE, 2, repeats=2)
+    _, short = proposals(SHAPE[:2], 2, repeats=1)
+    for mine, plain in ((cut, short), (cut_again, short), (again, whole)):
+        for name in ("tokens", "parents", "levels", "visible", "sampled_from", "q_rows", "ranks"):
+            assert_equal(getattr(mine, name), getattr(plain, name), name)
+    assert cut.tokens.shape == (2, 6) and int(cut.levels.max()) == 2 < int(whole.levels.max())
+
+
+@torch.no_grad()
+def test_a_whole_tree_tells_what_its_parts_would_have_accepted(tmp_path: Path) -> None:
+    """Compared with rounds of these parts at the same roots, next to lookup branches."""
+    model = make_pair(tmp_path, vocab_size=7)
+    prompts = torch.randint(0, 7, (2, 30), generator=torch.Generator().manual_seed(3))
+    drafter = drafted(model, SHAPE, 0.0, lookup=True)
+    engine = Engine(drafter.runner, drafter, drafter.sampler, prompts, [30, 17], max_new_tokens=300)
+    engine.prefill()
+    plans = [Plan("tree", nodes, levels) for levels in (1, 2, 3) for nodes in (3, 5, 8)]
+    seen = Counter[int]()
+    for _ in range(40):
+        counts = {}
+        for plan in plans:
+            proposal = drafter.cut(plan.nodes, plan.levels).propose(engine.root, engine.cache)
+            counts[plan] = accept(proposal, engine.verify(proposal), drafter.sampler).count
+        result = engine.play(torch.ones(2, dtype=torch.bool)).result(with_ranks=True)
+        assert result.ranks is not None and result.levels is not None
+        for row, count in enumerate(result.counts.tolist()):
+            part = RowRound([], result.ranks[row, 1:count].tolist(), result.levels[row].tolist())
+            for plan in plans:
+                accepted = len(part.accepted_by(plan))
+                assert accepted == counts[plan][row], plan
+                seen[count - 1 - accepted] += 1
+    assert len(seen) > 3
+
+
+def assert_equal(mine: torch.Tensor | None, plain: torch.Tensor | None, name: str) -> None:
+    assert (mine is None) == (plain is None), name
+    assert mine is None or plain is None or torch.equal(mine, plain), name

@@ -13,22 +13,18 @@ from longspec.inference.adaptive.plan_drafters import PlanDrafters
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.adaptive.time_cache import RoundTimes, cache_file, cache_key, load_times, store_times
 from longspec.inference.capture import generator_of
-from longspec.inference.engine import Engine, Round, Rounds
-from longspec.inference.round_source import Origin, playable
+from longspec.inference.engine import Engine, Round, RoundResult, Rounds
+from longspec.inference.round_source import playable
 from longspec.inference.stats import GenerationStats
 
 
 class PlanRounds(Rounds):
     """The rounds of one plan."""
 
-    def round(self, active: Tensor) -> tuple[Tensor, ...]:
-        """Play a round. Returns tokens and counts as in `Rounds.round`, and the ranks of the accepted path [B, depth +
-        1] if the plan is a tree."""
+    def round(self, active: Tensor) -> RoundResult:
+        """`Rounds.round`, with ranks if the plan is a tree."""
         played = self.play(active)
-        ranks = played.proposal.ranks
-        if ranks is None:
-            return played.tokens, played.counts
-        return played.tokens, played.counts, ranks.gather(1, played.accepted.path)
+        return played.result(with_ranks=played.proposal.ranks is not None)
 
 
 class AutoRounds:
@@ -44,12 +40,6 @@ class AutoRounds:
         self.controller: Controller | None = None
         self.ring_is_stale = False
         """Whether the draft's ring lacks tokens."""
-
-    @property
-    def origin(self) -> Origin:
-        """Of the tokens that the current plan proposes."""
-        assert self.controller is not None
-        return "lookup" if self.controller.plan.kind == "lookup" else "draft"
 
     def prepare(self, stats: GenerationStats) -> None:
         """Capture the rounds, and measure their times unless they are cached, at the first call."""
@@ -86,14 +76,14 @@ class AutoRounds:
             self.controller.start(row, trace, token)
         self.ring_is_stale = False
 
-    def play(self, active: Tensor) -> tuple[Tensor, ...]:
+    def play(self, active: Tensor) -> RoundResult:
         """Play a round; see `PlanRounds.round`."""
         assert self.controller is not None
         result = self.play_plan(self.controller.choose(), active)
         self.controller.think()  # while the device plays
         return result
 
-    def play_plan(self, plan: Plan, active: Tensor) -> tuple[Tensor, ...]:
+    def play_plan(self, plan: Plan, active: Tensor) -> RoundResult:
         if plan.kind == "tree" and self.ring_is_stale:
             self.drafters.refill(self.engine.cache.lengths)
         # Rounds of other plans do not feed the ring, which would cost a small target some percent of a round.

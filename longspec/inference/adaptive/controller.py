@@ -17,8 +17,10 @@ PRIOR_WEIGHT = 2.0
 """Weight of the priors below, in rounds."""
 PRIOR_LOOKUP = 1.2
 """Tokens of a round of lookup."""
-PRIOR_FIRST_TREE, PRIOR_MORE_NODES = 1.6, 0.3
-"""Accepted tokens of the smallest tree, and additional ones of each larger tree."""
+PRIOR_FIRST_TREE, PRIOR_MORE_NODES, PRIOR_MORE_LEVELS = 1.3, 0.3, 0.6
+"""Accepted tokens of the smallest tree, and additional ones of more nodes, and of more levels once they are reached."""
+PRIOR_REACH = 0.5
+"""Share of rounds in which the accepted path reaches the last level of a tree."""
 PROBE_SHARES = (0.0075, 0.0025)
 """Largest shares of the time that probes may lose: probes of the cheapest tree, and probes of the largest tree, which
 informs about all others."""
@@ -38,6 +40,17 @@ class RowRound:
     ranks: Sequence[int] = ()
     """For a tree: the rank of each accepted node among the tree's nodes. The nodes of rank 0 ... n - 1 are those that
     a budget of n nodes would have verified."""
+    levels: Sequence[int] = ()
+    """For a tree: the number of levels that the draft has to grow for the node of each rank; 0 for lookup's."""
+
+    def accepted_by(self, tree: Plan) -> list[int]:
+        """The levels, as above, of the nodes that a tree which this one covers would have accepted.
+
+        A tree of fewer levels verifies more nodes of these levels. Those that this round did not verify are missing,
+        so the number of nodes is a lower bound.
+        """
+        verified = [rank for rank, level in enumerate(self.levels) if level <= tree.levels][: tree.nodes]
+        return [self.levels[rank] for rank in sorted(set(self.ranks).intersection(verified))]
 
 
 @dataclass(frozen=True)
@@ -60,14 +73,14 @@ class Controller:
 
     - vanilla emits one token per row and round.
     - The rounds of lookup are simulated on the text (see `LookupTrace`).
-    - A round of a tree tells what smaller trees would have accepted. Larger trees, and every tree while none is played,
-      are known from single rounds, the probes. Together they may lose a fixed share of the time, so that a plan far
-      from the best one is probed rarely, and one that is nearly as good often.
+    - A round of a tree tells what trees of fewer nodes and levels would have accepted. Other trees, and every tree
+      while none is played, are known from single rounds, the probes. Together they may lose a fixed share of the time,
+      so that a plan far from the best one is probed rarely, and one that is nearly as good often.
     """
 
     def __init__(self, plans: Sequence[Plan], time: RoundTime, refill_time: float = 0.0) -> None:
-        """plans: vanilla first, trees in ascending order of nodes. refill_time: the time to refill the draft's ring,
-        which a tree pays after a round of another plan."""
+        """plans: vanilla first, trees in ascending order; the last one covers all others. refill_time: the time to
+        refill the draft's ring, which a tree pays after a round of another plan."""
         self.plans = tuple(plans)
         self.time = time
         self.refill_time = refill_time
@@ -78,11 +91,19 @@ class Controller:
 
         self.traces: dict[Hashable, LookupTrace] = {}
         """The active rows."""
-        self.gains = [
-            TrackedMean(PRIOR_MORE_NODES if number else PRIOR_FIRST_TREE, PRIOR_WEIGHT)
-            for number in range(len(self.trees))
-        ]
-        """Number of tokens that each tree accepts in addition to the next smaller one."""
+        self.smaller: dict[Plan, Plan | None] = {
+            tree: next((other for other in reversed(self.trees[:number]) if tree.covers(other)), None)
+            for number, tree in enumerate(self.trees)
+        }
+        """The largest tree that each tree covers."""
+        self.gains: dict[Plan, TrackedMean] = {}
+        """Number of tokens that each tree accepts in addition to that one; in rounds that reach its last level, if the
+        tree has more levels."""
+        for tree, smaller in self.smaller.items():
+            more = PRIOR_MORE_LEVELS if self._is_deeper(tree) else PRIOR_MORE_NODES
+            self.gains[tree] = TrackedMean(PRIOR_FIRST_TREE if smaller is None else more, PRIOR_WEIGHT)
+        self.reaches = {tree: TrackedMean(PRIOR_REACH, PRIOR_WEIGHT) for tree in self.trees}
+        """Share of rounds in which the accepted path reaches the last level of each tree."""
 
         self.elapsed = 0.0
         """Time of all rounds."""
@@ -92,11 +113,6 @@ class Controller:
         """About the newest round."""
         self._next: Decision | None = None
         self._unlearned: list[tuple[Decision, Mapping[Hashable, RowRound]]] = []
-
-    @property
-    def plan(self) -> Plan:
-        """The plan of the newest round."""
-        return self._current.plan
 
     def new_trace(self) -> LookupTrace:
         """A row that has not read its prompt yet."""
@@ -149,7 +165,10 @@ class Controller:
     def tokens(self, plan: Plan) -> float:
         """Expected number of tokens per active row and round."""
         if plan.kind == "tree":
-            return 1 + sum(gain.value for gain in self.gains[: self.trees.index(plan) + 1])
+            gain, smaller = self.gains[plan].value, self.smaller[plan]
+            if smaller is None:
+                return 1 + gain
+            return self.tokens(smaller) + gain * (self.reaches[smaller].value if self._is_deeper(plan) else 1.0)
         if plan.kind == "lookup":
             number = self.lookups.index(plan)
             means = [trace.means[number].value for trace in self.traces.values()]
@@ -160,20 +179,33 @@ class Controller:
         """Expected number of tokens per active row and unit of time."""
         return self.tokens(plan) / self._time(plan)
 
+    def _is_deeper(self, tree: Plan) -> bool:
+        """Whether a tree has more levels than the largest one that it covers."""
+        smaller = self.smaller[tree]
+        return smaller is not None and tree.levels > smaller.levels
+
     def _time(self, plan: Plan) -> float:
         return self.time(plan, sum(len(trace.tokens) for trace in self.traces.values()))
 
     def _learn(self, decision: Decision, parts: Sequence[RowRound]) -> None:
         """Update the trees' gains and the time that probes have lost."""
-        # A tree's round is an observation of all trees up to its size.
-        size = self.trees.index(decision.plan) + 1 if decision.plan.kind == "tree" else 0
-        for gain in self.gains[size:]:
-            gain.age()
-        accepted = 0.0
-        for tree, gain in zip(self.trees[:size], self.gains, strict=False):
-            within = sum(sum(rank < tree.nodes for rank in part.ranks) for part in parts) / len(parts)
-            gain.add(within - accepted)
-            accepted = within
+        accepted: dict[Plan | None, float] = {None: 0.0}
+        reached: dict[Plan | None, float] = {}
+        for tree, gain in self.gains.items():
+            if not decision.plan.covers(tree):
+                gain.age()
+                self.reaches[tree].age()
+                continue
+            levels = [part.accepted_by(tree) for part in parts]
+            accepted[tree] = sum(map(len, levels)) / len(parts)
+            reached[tree] = sum(tree.levels in row for row in levels) / len(parts)
+            self.reaches[tree].add(reached[tree])
+            smaller = self.smaller[tree]
+            opportunities = reached[smaller] if self._is_deeper(tree) else 1.0
+            if opportunities:
+                gain.add((accepted[tree] - accepted[smaller]) / opportunities)
+            else:
+                gain.age()
         if decision.probe is not None:
             tokens = sum(len(part.tokens) for part in parts) / len(parts)
             surplus = (decision.expected_tokens - tokens) / decision.best_speed
@@ -183,9 +215,8 @@ class Controller:
         """The best plan, or one to probe if there is something to learn and the probes' share of the time allows it."""
         best = max(self.plans, key=self.speed)
         best_speed = self.speed(best)
-        # Playing the best plan teaches about trees up to its size; about the others only a probe does.
-        known = self.trees.index(best) + 1 if best.kind == "tree" else 0
-        unknown = self.trees[known:]
+        # Playing the best plan teaches about the trees that it covers; about the others only a probe does.
+        unknown = [tree for tree in self.trees if not best.covers(tree)]
         if not unknown:
             return Decision(best)
         refill_time = 0.0 if self._current.plan.kind == "tree" else self.refill_time

@@ -7,7 +7,7 @@ from copy import copy
 
 from torch import Tensor
 
-from longspec.inference.adaptive.plans import LOOKUPS, SERVED_LOOKUP, SERVED_NODES, TREE_NODES, VANILLA, Plan
+from longspec.inference.adaptive.plans import LOOKUPS, SERVED_LOOKUP, SERVED_TREES, TREES, VANILLA, Plan
 from longspec.inference.cache import TargetCache
 from longspec.inference.drafting.chain import NoDraft
 from longspec.inference.drafting.glide import GlideDraft
@@ -27,19 +27,19 @@ def fitting_shape(tree_shape: Sequence[int], vocab_size: int) -> Sequence[int]:
 
 def plans_for(tree_shape: Sequence[int], has_draft: bool) -> tuple[Plan, ...]:
     """The plans of a target with trees of this shape and lookup branches, or without a draft."""
-    # Keys of a dict, because a small tree has the same nodes under several budgets.
-    budgets = dict.fromkeys(min(nodes, 1 + sum(tree_shape)) for nodes in TREE_NODES) if has_draft else {}
-    return (VANILLA, *LOOKUPS, *(Plan("tree", nodes) for nodes in budgets))
+    return (VANILLA, *LOOKUPS, *(_tree_plans(TREES, tree_shape) if has_draft else ()))
 
 
 def served_plans(tree_shape: Sequence[int], has_draft: bool) -> tuple[Plan, ...]:
     """The plans of a server."""
-    plans = plans_for(tree_shape, has_draft)
-    return tuple(
-        plan
-        for plan in plans
-        if plan in (VANILLA, SERVED_LOOKUP) or (plan.kind == "tree" and plan.nodes <= SERVED_NODES)
-    )
+    return (VANILLA, SERVED_LOOKUP, *(_tree_plans(SERVED_TREES, tree_shape) if has_draft else ()))
+
+
+def _tree_plans(trees: Sequence[tuple[int, int | None]], tree_shape: Sequence[int]) -> list[Plan]:
+    """The plans of trees, which are given as in `plans.TREES`, from the smallest to the largest."""
+    # A small shape is the same tree under several budgets.
+    shapes = [(nodes, tree_shape[:levels]) for nodes, levels in trees]
+    return sorted({Plan("tree", min(nodes, 1 + sum(shape)), len(shape)) for nodes, shape in shapes})
 
 
 class PlanDrafter:
@@ -110,7 +110,7 @@ class PlanDrafters:
             drafter = self.history.with_depth(plan.nodes - 1)
         elif plan.kind == "tree":
             assert self.tree is not None
-            drafter = self.tree.with_budget(plan.nodes)
+            drafter = self.tree.cut(plan.nodes, plan.levels)
             draft = self.tree.draft
         return PlanDrafter(drafter, self.history, draft, self.reads_hidden)
 

@@ -11,16 +11,25 @@ class Plan(NamedTuple):
     kind: Literal["vanilla", "lookup", "tree"]
     nodes: int
     """Nodes that the target verifies, the root included."""
+    levels: int = 0
+    """Number of levels that the draft grows; 0 for other plans than trees."""
 
     @property
     def name(self) -> str:
-        return self.kind if self.kind == "vanilla" else f"{self.kind} {self.nodes}"
+        if self.kind == "vanilla":
+            return self.kind
+        return f"{self.kind} {self.nodes}" + (f" of {self.levels} levels" if self.levels else "")
+
+    def covers(self, other: Plan) -> bool:
+        """Whether a round of this tree tells what another tree would have accepted."""
+        return self.kind == "tree" and other.nodes <= self.nodes and other.levels <= self.levels
 
 
 VANILLA = Plan("vanilla", 1)
 LOOKUPS = (Plan("lookup", 5), Plan("lookup", 16))
 """Chains from prompt lookup of 4 and 15 tokens."""
-TREE_NODES = (16, 32, 64)
-"""Node budgets of the draft trees, in increasing order."""
-SERVED_LOOKUP, SERVED_NODES = LOOKUPS[-1], 32
-"""The lookup plan and the largest tree of a server, which has rounds for several batch sizes and ways to sample."""
+TREES = ((16, 2), (16, None), (32, 3), (32, None), (64, None))
+"""Nodes and levels of the draft trees, in increasing order; None for all levels. Fewer levels take less time."""
+SERVED_LOOKUP, SERVED_TREES = LOOKUPS[-1], ((16, 2), (16, None), (32, None))
+"""The lookup plan and the trees of a server, which has rounds for several batch sizes and ways to sample."""
+MOST_NODES, MOST_SERVED_NODES = (max(nodes for nodes, _ in trees) for trees in (TREES, SERVED_TREES))

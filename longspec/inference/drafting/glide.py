@@ -46,6 +46,12 @@ class GlideDraft:
         part.cache = self.cache.narrow(rows)
         return part
 
+    def with_nodes(self, nodes: int) -> GlideDraft:
+        """The draft for trees of fewer nodes, on the same ring."""
+        part = copy(self)
+        part.cache = self.cache.with_nodes(nodes)
+        return part
+
     def start(self, prompts: Tensor, lengths: Tensor, prompt_lengths: Tensor | None = None) -> None:
         """Fill the ring with the last W tokens of each row; see `Drafter.start`."""
         # Masked slots must be finite, and earlier requests may have left NaN.

@@ -82,7 +82,9 @@ class LookupDrafter:
         ends, _ = longest_matches(self.history, cache.lengths, LONGEST_MATCH, chains=1)
         following = ends + torch.arange(1, self.depth + 1, device=root.device)
         tokens = self.history.gather(1, following.clamp(max=self.history.shape[1] - 1))
-        return chain(torch.cat([root[:, None], tokens], 1))
+        proposal = chain(torch.cat([root[:, None], tokens], 1))
+        proposal.from_lookup = torch.ones_like(proposal.tokens, dtype=torch.bool)
+        return proposal
 
 
 class LookupBranches:

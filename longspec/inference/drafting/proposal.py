@@ -34,12 +34,21 @@ class Proposal:
     q_rows: Tensor | None = None
     """LongTensor [B, N]: the row of `sampled_from` that belongs to each node; leaves have numbers from R on.
     None: row i belongs to node i."""
-    certain: Tensor | None = None
-    """bool [B, N]: nodes that were proposed without chance, whatever q says; each has a lower number than its sampled
-    siblings. None: no node."""
+    from_lookup: Tensor | None = None
+    """bool [B, N]: nodes from prompt lookup. They are proposed without chance, whatever q says, and each has a lower
+    number than its sampled siblings. None: no node."""
     ranks: Tensor | None = None
     """LongTensor [B, N]: the nodes in the order in which smaller budgets would keep them, 0 for the root. None for a
     tree whose nodes were not selected."""
+
+    def levels_by_rank(self) -> Tensor:
+        """LongTensor [B, N]: the number of levels that the draft has to grow for the node of each rank, 0 for the root
+        and for nodes from prompt lookup."""
+        assert self.ranks is not None
+        levels = self.levels.expand_as(self.tokens)
+        if self.from_lookup is not None:
+            levels = levels.masked_fill(self.from_lookup, 0)
+        return torch.empty_like(self.ranks).scatter_(1, self.ranks, levels)
 
 
 def chain(tokens: Tensor, sampled_from: Tensor | None = None) -> Proposal:

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
+from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.runner import Runner
+from longspec.models.glide import GlideMixin
 from longspec.models.parallel import head_rows
 
 MOST_EXTRA = 2048
@@ -32,7 +35,7 @@ class ReducedHead:
         self.runner = runner
         self.vocab: int = runner.config.vocab_size
         self.listed = listed
-        self.extra = min(MOST_EXTRA, max(LEAST_EXTRA, TOTAL_EXTRA // rows), self.vocab - listed)
+        self.extra = extra_columns(self.vocab, listed, rows)
         self.first_row = 0
         like: dict[str, Any] = {"dtype": runner.dtype, "device": runner.device}
         self.weight = torch.zeros(listed + rows * self.extra, runner.config.hidden_size, **like)
@@ -90,6 +93,29 @@ class ReducedHead:
         """Logits [B, C] over columns -> logits [B, V] over all tokens, -inf for those without a column."""
         # The maximum, because empty columns have the id of some other token.
         return logits.new_full((len(logits), self.vocab), -torch.inf).scatter_reduce_(1, self.ids, logits, "amax")
+
+
+def extra_columns(vocab: int, listed: int, rows: int) -> int:
+    """E of a batch of `rows` rows. listed: Vd."""
+    return min(MOST_EXTRA, max(LEAST_EXTRA, TOTAL_EXTRA // rows), vocab - listed)
+
+
+def head_bytes(config: PreTrainedConfig, dtype: torch.dtype, listed: int | None, rows: int) -> int:
+    """Size of the tensors of a `ReducedHead`, before it is built. listed: Vd; None for a draft without a list: 0."""
+    if listed is None:
+        return 0
+    extra = extra_columns(config.vocab_size, listed, rows)
+    columns = rows * (listed + extra)
+    weight = (listed + rows * extra) * config.hidden_size
+    return (weight + columns) * dtype.itemsize + columns * torch.long.itemsize
+
+
+def list_length(model: GlideMixin, method: str, has_draft: bool) -> int | None:
+    """Length of the vocabulary list of the draft that the method uses; None without one. has_draft: whether method
+    "auto" plays trees."""
+    uses_draft = method in GLIDE_METHODS or (method == AUTO and has_draft)
+    vocabulary = model.draft_model.vocabulary
+    return len(vocabulary) if uses_draft and vocabulary is not None else None
 
 
 def prompt_tokens(prompts: Tensor, lengths: Tensor, listed: Tensor, vocab: int) -> Tensor:

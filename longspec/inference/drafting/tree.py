@@ -106,12 +106,21 @@ class TreeDrafter:
         part.q = None if self.q is None else self.q[rows]
         return part
 
-    def with_budget(self, nodes: int) -> TreeDrafter:
-        """A drafter that grows the same tree, in the same tensors, and verifies `nodes` of its nodes."""
+    def cut(self, nodes: int, levels: int) -> TreeDrafter:
+        """A drafter that grows the first `levels` levels of the same tree and verifies `nodes` nodes. It shares the
+        draft and the lookup."""
         part = copy(self)
         part.nodes = nodes
-        part.selects = nodes < self.tree.tokens.shape[1] or self.lookup is not None
-        part.kind = (self.kind, nodes)
+        part.kind = (self.kind, nodes, levels)
+        if levels < len(self.shape):
+            part.shape = self.shape[:levels]
+            part.depth = max(levels, self.lookup.depth if self.lookup else 0)
+            grown_nodes = 1 + sum(part.shape)
+            part.draft = self.draft.with_nodes(grown_nodes)
+            part.tree = new_tree(len(self.tree.tokens), grown_nodes, self.q is not None, self.runner.device)
+            part.levels = self.levels[:grown_nodes]
+            part.q = None if self.q is None else self.q[:, : grown_nodes - part.shape[-1]]
+        part.selects = nodes < part.tree.tokens.shape[1] or self.lookup is not None
         if self.lookup is not None and self.least_merits is not None:
             part.least_merits = least_merits(nodes, self.lookup)
         return part
@@ -173,7 +182,7 @@ class TreeDrafter:
             self.depth,
             self.q,
             q_rows=selected.wide,
-            certain=None if branches is None else selected.in_branch,
+            from_lookup=None if branches is None else selected.in_branch,
             ranks=selected.ranks,
         )
 

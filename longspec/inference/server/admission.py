@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from longspec.errors import UserError
 from longspec.inference.arguments import check_sampling, check_seed
 from longspec.inference.device import free_bytes
+from longspec.inference.drafting.reduced_head import head_bytes
 from longspec.inference.engine import CAPACITY_STEP
 from longspec.inference.server.requests import Request, RequestTooLarge
 from longspec.models.draft_layer import head_dim
@@ -20,16 +21,24 @@ ROUND_BYTES = 64
 
 
 def row_capacity(
-    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, rows: int, nodes: int, memory: int | None
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: int,
+    nodes: int,
+    memory: int | None,
+    listed: int | None,
 ) -> int:
     """Cache slots per row: enough for the target's whole context, or fewer if `rows` rows would exceed `memory` bytes.
 
-    nodes: read per round and row; memory: None takes 90% of what is free on the device. Raises UserError if it does not
-    even suffice for one step of the cache's size.
+    nodes: read per round and row; memory: None takes 90% of what is free on the device; listed: length of the draft's
+    vocabulary list, None without one. Raises UserError if the memory does not even suffice for one step of the cache's
+    size.
     """
     budget = int(free_bytes(device) * SHARE) if memory is None else memory
     slot_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * dtype.itemsize
-    slots = (budget // rows - nodes * config.vocab_size * ROUND_BYTES) // slot_bytes // CAPACITY_STEP * CAPACITY_STEP
+    for_rows = budget - head_bytes(config, dtype, listed, rows)
+    slots = (for_rows // rows - nodes * config.vocab_size * ROUND_BYTES) // slot_bytes // CAPACITY_STEP * CAPACITY_STEP
     if slots < CAPACITY_STEP:
         raise UserError(
             f"memory: {budget / 2**30:.3g} GiB hold less than {CAPACITY_STEP} tokens in each of {rows} rows; "

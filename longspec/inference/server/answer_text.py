@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longspec.inference.detokenizer import Detokenizer
-from longspec.inference.server.requests import Origin
+from longspec.inference.origins import Origin
 
 
 @dataclass

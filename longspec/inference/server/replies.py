@@ -104,7 +104,12 @@ class Replies:
         if delta.tree is not None:
             tree = delta.tree
             texts = [self.tokenizer.decode([token]) for token in tree.tokens]
-            body["tree"] = {"texts": texts, "parents": tree.parents, "accepted": tree.accepted}
+            body["tree"] = {
+                "texts": texts,
+                "parents": tree.parents,
+                "accepted": tree.accepted,
+                "origins": tree.origins,
+            }
         if delta.timings is not None:
             body["timings"] = asdict(delta.timings)
         return body

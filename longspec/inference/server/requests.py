@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-Origin = Literal["target", "draft", "lookup"]
-"""Source of an emitted token, as in `longspec.inference.generate.Origin`."""
+from longspec.inference.origins import Origin
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 """stop: an EOS token; length: max_new_tokens; cancelled: by the client or by shutdown; error: see the message."""
 
@@ -65,6 +65,8 @@ class Tree:
     """Number of each node's parent; -1 for the root and for unused nodes."""
     accepted: list[int]
     """Numbers of the accepted nodes below the root, from the top down."""
+    origins: list[Origin]
+    """One per accepted node."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Tokens:
 
     ids: list[int]
     origins: list[Origin]
-    """One per token: the first token and each bonus token come from the target, the others from its drafter."""
+    """One per token."""
     logprobs: list[float] | None = None
     """Natural log-probability of each token under the target at temperature 1, without top-k and top-p; None unless
     requested."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +14,45 @@ from longspec.inference.sampling import Sampler
 from longspec.inference.server.row_sampling import RowSampler
 
 
+class RowResult(NamedTuple):
+    """What the host reads of a round."""
+
+    report: Tensor
+    """fp64 [B, 3 * depth + 5]: tokens, their log-probabilities, `RoundResult.from_lookup`, count, fault. For a tree of
+    method "auto", the ranks and levels of `RoundResult` precede the count."""
+    trace: Tensor
+    """LongTensor [B, 2 * N + depth + 1]: the nodes' tokens and parents, the accepted path."""
+    width: int
+    """depth + 1."""
+
+
+@dataclass(frozen=True)
+class RowReport:
+    """The result of a round in one row."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    """Log-probability of each token at temperature 1."""
+    from_lookup: list[bool]
+    """Whether each accepted node comes from prompt lookup."""
+    ranks: list[int]
+    levels: list[int]
+    """As in `controller.RowRound`; both are empty if the report holds no ranks."""
+    fault: int
+
+    @classmethod
+    def read(cls, line: list[float], width: int) -> RowReport:
+        """line: a row of `RowResult.report`."""
+        *values, count, fault = line
+        tokens, logprobs, from_lookup, ranks = (values[part * width :][: int(count)] for part in range(4))
+        # The root precedes the accepted nodes.
+        matches = [bool(mark) for mark in from_lookup[1:]]
+        levels = _whole(values[4 * width :])
+        return cls(_whole(tokens), logprobs, matches, _whole(ranks[1:]), levels, int(fault))
+
+
 class RowRounds(Rounds):
-    """Rounds that return all results for the host in two tensors."""
+    """Rounds that return all results for the host."""
 
     samplers: Sequence[Sampler] = ()
     """Samplers of draft and target."""
@@ -25,24 +64,23 @@ class RowRounds(Rounds):
         # Compaction runs over the whole cache, and Triton compiles its kernel anew for some numbers of rows.
         return (super().kind, type(self.sampler), self.sampler.truncates, self.cache.all_rows)
 
-    def round(self, active: Tensor) -> tuple[Tensor, Tensor]:
-        """Play a round. Returns the report, fp64 [B, 2 * depth + 4]: tokens, their log-probabilities, count, fault;
-        and the trace, LongTensor [B, 2 * N + depth + 1]: the nodes' tokens and parents, the accepted path.
-
-        With `reports_ranks`, depth + 1 ranks precede the count.
-        """
+    def round(self, active: Tensor) -> RowResult:
         for sampler in self.samplers:
             if isinstance(sampler, RowSampler):
                 sampler.rewind()
         played = self.play(active)
-        proposal = played.proposal
-        columns = [played.tokens, _log_probabilities(played)]
-        if self.reports_ranks:
-            assert proposal.ranks is not None
-            columns.append(proposal.ranks.gather(1, played.accepted.path))
-        columns += [played.counts[:, None], self.cache.faults[:, None]]
+        result = played.result(self.reports_ranks)
+        columns = [result.tokens, _log_probabilities(played), result.from_lookup]
+        columns += [column for column in (result.ranks, result.levels) if column is not None]
+        columns += [result.counts[:, None], self.cache.faults[:, None]]
         report = torch.cat([column.double() for column in columns], 1)
-        return report, torch.cat([proposal.tokens, proposal.parents, played.accepted.path], 1)
+        proposal = played.proposal
+        trace = torch.cat([proposal.tokens, proposal.parents, played.accepted.path], 1)
+        return RowResult(report, trace, proposal.depth + 1)
+
+
+def _whole(values: Sequence[float]) -> list[int]:
+    return [int(value) for value in values]
 
 
 def _log_probabilities(played: Played) -> Tensor:

@@ -13,9 +13,10 @@ import torch
 from longspec.errors import UserError, first_line
 from longspec.inference import engine_pool
 from longspec.inference.adaptive.plan_drafters import fitting_shape
-from longspec.inference.adaptive.plans import SERVED_NODES
+from longspec.inference.adaptive.plans import MOST_SERVED_NODES
 from longspec.inference.arguments import check_draft_window, check_drafting, check_trained
 from longspec.inference.drafting.lookup import BRANCH_SIZES
+from longspec.inference.drafting.reduced_head import list_length
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE
 from longspec.inference.select_runner import make_runner
 from longspec.inference.server.admission import check_request, longest_request, row_capacity
@@ -81,17 +82,16 @@ class Scheduler:
         engine_pool.release(model)  # the budget follows from the free memory
         has_draft = model.draft_is_trained or allow_untrained_draft
         whole_tree = 1 + sum(tree_shape) + (sum(BRANCH_SIZES) if lookup_branches else 0)
-        by_method = {"vanilla": 1, "tree": min(tree_nodes or whole_tree, whole_tree), AUTO: SERVED_NODES}
-        capacity = row_capacity(
-            model.config, runner.dtype, runner.device, max_rows, by_method.get(method, gamma + 1), memory
-        )
+        by_method = {"vanilla": 1, "tree": min(tree_nodes or whole_tree, whole_tree), AUTO: MOST_SERVED_NODES}
+        nodes, listed = by_method.get(method, gamma + 1), list_length(model, method, has_draft)
+        capacity = row_capacity(model.config, runner.dtype, runner.device, max_rows, nodes, memory, listed)
         with torch.no_grad(), torch.cuda.device_of(model.lm_head.weight):
             drafting = Method(method, tuple(tree_shape), gamma, tree_rule, tree_nodes, lookup_branches, has_draft)
             self.batch = Batch(runner, drafting, max_rows, capacity)
         self.longest = longest_request(model.config, capacity, self.batch.depth, self.batch.nodes)
         """Most tokens of a prompt and its answer together."""
         self.max_queue = max_queue
-        self._worker = Worker(self.batch, max_rows, prefill_chunk, "lookup" if method == "lookup" else "draft")
+        self._worker = Worker(self.batch, max_rows, prefill_chunk)
         self._changed = Condition()
         self._waiting: deque[Ticket] = deque()
         self._open: set[Ticket] = set()

@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from longspec.errors import first_line
 from longspec.inference.adaptive.controller import Controller, RowRound
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.cache import Fault
+from longspec.inference.origins import Origin, round_origins
 from longspec.inference.server.batch import Batch, Mode, Sampled
-from longspec.inference.server.requests import Event, Finished, FinishReason, Origin, Ticket, Timings, Tokens, Tree
+from longspec.inference.server.requests import Event, Finished, FinishReason, Ticket, Timings, Tokens, Tree
+from longspec.inference.server.row_rounds import RowReport, RowResult
 from longspec.inference.server.rows import Job, Row, Rows, sampling_kind
 
 logger = logging.getLogger(__name__)
@@ -43,19 +43,16 @@ class Counts:
 class Worker:
     """All of it runs on one thread. Events wait in an outbox until the next round is launched."""
 
-    def __init__(self, batch: Batch, max_rows: int, prefill_chunk: int, proposed: Origin) -> None:
-        """prefill_chunk: most prompt tokens that are read between two rounds; proposed: origin of accepted tokens."""
+    def __init__(self, batch: Batch, max_rows: int, prefill_chunk: int) -> None:
+        """prefill_chunk: most prompt tokens that are read between two rounds."""
         self.batch = batch
         self.rows = Rows(max_rows)
         self.prefill_chunk = prefill_chunk
-        self.proposed = proposed
         self.counts = Counts()
         self.outbox: list[tuple[Ticket, Event]] = []
         self._in_prefill: Row | None = None
         self._size = 1
         """Rows of the newest round."""
-        self._plan: Plan | None = None
-        """Plan of the newest round, with method "auto" and if any row speculates."""
         self.controller: Controller | None = None
         """Chooses the plans of method "auto"."""
         if batch.plans:
@@ -70,12 +67,12 @@ class Worker:
         if not running:
             deliver()
             return
-        report, trace = self._launch(running)
+        result = self._launch(running)
         # The host has time until the round ends: clients get the tokens of the round before.
         deliver()
         if self.controller is not None:
             self.controller.think()
-        self._note(running, report, trace)
+        self._note(running, result)
 
     def end_all(self, reason: FinishReason, message: str) -> None:
         """End every request that has a row, without touching the device."""
@@ -153,10 +150,10 @@ class Worker:
             if fault:
                 self._stop_faulty(row, fault)
             else:
-                self._emit(row, [job.root], [logprob], accepted=0, tree=None)
+                self._emit(row, [job.root], [logprob], round_origins([]), tree=None)
         return end - start
 
-    def _launch(self, running: list[Row]) -> tuple[Tensor, Tensor]:
+    def _launch(self, running: list[Row]) -> RowResult:
         """Play a round of the running rows, after moving them together if that makes it smaller."""
         batch = self.batch
         # Rounds run over the first rows, so one running row with a high number would make them as large as the batch.
@@ -169,9 +166,8 @@ class Worker:
         speculates = batch.depth > 0 and any(request.speculate for request in requests)
         self.counts.rounds += 1
         self._size = size = batch.size_for(max(row.number for row in running) + 1)
-        self._plan = self._choose_plan(running) if speculates else None
-        report, trace = batch.rounds(Mode(speculates, sampled, self._plan), size)(batch.active[:size])
-        return report, trace
+        plan = self._choose_plan(running) if speculates else None
+        return batch.rounds(Mode(speculates, sampled, plan), size)(batch.active[:size])
 
     def _choose_plan(self, running: list[Row]) -> Plan | None:
         """The plan of a round of method "auto"; None for other methods.
@@ -204,42 +200,39 @@ class Worker:
         self.batch.start_draft(row.number, self.batch.upload(row.tokens), prompt_length, former)
         row.ring_is_stale = False
 
-    def _note(self, running: list[Row], report: Tensor, trace: Tensor) -> None:
+    def _note(self, running: list[Row], result: RowResult) -> None:
         """Process a round's report. Reading the report waits for the round; nothing else does."""
-        lines = report.tolist()
+        lines, width = result.report.tolist(), result.width
         traced = any(row.job is not None and row.job.ticket.request.trace for row in running)
-        trees = trace.tolist() if traced else None
-        has_ranks = self._plan is not None and self._plan.kind == "tree"
-        emitting = (len(lines[0]) - 2) // (3 if has_ranks else 2)
+        trees = result.trace.tolist() if traced else None
         parts: dict[Hashable, RowRound] = {}
         for row in running:
-            job, line = row.job, lines[row.number]
+            job, played = row.job, RowReport.read(lines[row.number], width)
             assert job is not None and job.root is not None
-            count, fault = int(line[-2]), int(line[-1])
-            if fault:
-                self._stop_faulty(row, fault)
+            if played.fault:
+                self._stop_faulty(row, played.fault)
                 continue
-            new_tokens = [int(token) for token in line[:count]]
+            new_tokens = played.tokens
             # The cache now holds the old root and all new tokens but the last, which is the next root.
             row.tokens.append(job.root)
             row.tokens.extend(new_tokens[:-1])
             job.root = new_tokens[-1]
             job.rounds += 1
             job.last_token = time.perf_counter()
-            tree = _tree(trees[row.number], emitting, count) if trees and job.ticket.request.trace else None
-            taken = self._emit(row, new_tokens, line[emitting : emitting + count], count - 1, tree)
+            origins = round_origins(played.from_lookup)
+            tree = _tree(trees[row.number], width, origins[:-1]) if trees and job.ticket.request.trace else None
+            taken = self._emit(row, new_tokens, played.logprobs, origins, tree)
             if job.trace is not None:
-                ranks = [int(rank) for rank in line[2 * emitting + 1 : 2 * emitting + count]] if has_ranks else []
-                parts[row] = RowRound(new_tokens[:taken], ranks)
+                parts[row] = RowRound(new_tokens[:taken], played.ranks, played.levels)
             if job.ticket.request.speculate:
                 self.counts.row_rounds += 1
                 self.counts.decoded_tokens += taken
-                self.counts.accepted_tokens += min(taken, count - 1)
+                self.counts.accepted_tokens += min(taken, len(new_tokens) - 1)
         if self.controller is not None and parts:
             self.controller.observe(parts)
 
-    def _emit(self, row: Row, ids: list[int], logprobs: list[float], accepted: int, tree: Tree | None) -> int:
-        """Send tokens up to the end of the answer; the number of them. The first `accepted` ones were proposed."""
+    def _emit(self, row: Row, ids: list[int], logprobs: list[float], origins: list[Origin], tree: Tree | None) -> int:
+        """Send tokens up to the end of the answer; the number of them."""
         job = row.job
         assert job is not None
         request = job.ticket.request
@@ -251,12 +244,8 @@ class Worker:
             taken, reason = room, "length"
         job.new_tokens += taken
         self.counts.new_tokens += taken
-        proposed: Origin = self.proposed
-        if self._plan is not None:
-            proposed = "lookup" if self._plan.kind == "lookup" else "draft"
-        origins: list[Origin] = [proposed if number < accepted else "target" for number in range(taken)]
         self.outbox.append(
-            (job.ticket, Tokens(ids[:taken], origins, logprobs[:taken] if request.logprobs else None, tree))
+            (job.ticket, Tokens(ids[:taken], origins[:taken], logprobs[:taken] if request.logprobs else None, tree))
         )
         if reason is not None:
             self._stop(row, reason)
@@ -293,8 +282,8 @@ class Worker:
             self.controller.end(row)
 
 
-def _tree(trace: list[int], emitting: int, count: int) -> Tree:
-    """trace: as `RowRounds.round` returns it; emitting: most tokens of a round; count: tokens of this one."""
-    nodes = (len(trace) - emitting) // 2
+def _tree(trace: list[int], width: int, origins: list[Origin]) -> Tree:
+    """trace, width: as in `RowResult`; origins: of the accepted nodes."""
+    nodes = (len(trace) - width) // 2
     path = trace[2 * nodes :]
-    return Tree(trace[:nodes], trace[nodes : 2 * nodes], path[1:count])
+    return Tree(trace[:nodes], trace[nodes : 2 * nodes], path[1 : len(origins) + 1], origins)
