@@ -146,7 +146,7 @@ class Answerer:
         reported_rows = 0
         for step in range(steps):
             if step > 0:
-                emitted, _ = play_round(active)
+                emitted = play_round(active).tokens
                 newest = emitted[:, 0]
             # Kept on the device as a marker, because reading it would wait for every step.
             newest = torch.where(engine.cache.faults > 0, FAULTY, newest)
