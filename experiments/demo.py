@@ -32,12 +32,12 @@ from longspec.inference.methods import AUTO
 from longspec.signals import StopSignals
 
 PRESET = Path(__file__).with_name("smollm2.yaml")
-CHAT = "{train: 28, validation: 4, test: 0, max_turn_tokens: 48, max_new_tokens: 48, batch_size: 28}"
-STEPS, EVALUATED, ROWS, ROW_TOKENS = 6, 2, 4, 256
+CHAT = "{train: 20, validation: 4, test: 0, max_turn_tokens: 48, max_new_tokens: 48, batch_size: 20}"
+STEPS, EVALUATED, ROWS, ROW_TOKENS = 4, 2, 4, 256
 """Steps per stage, steps between evaluations, rows per step, and tokens per row."""
 TRAINER = {"model.torch_dtype": "float32", "optimizer": "adamw", "learning_rate": 3e-4, "evaluation.steps": EVALUATED}
 ONE_PROCESS = {"data.num_proc": 1, "data.num_workers": 0}
-QUESTION = "Explain photosynthesis to a child in a few sentences."
+QUESTION = "What are the benefits of regular exercise?"
 COMPARED = METHODS | {"chain": {"method": "seq"}}
 
 

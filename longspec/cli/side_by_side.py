@@ -1,4 +1,4 @@
-"""One question answered by vanilla and by the tree, next to each other and while the tokens are generated."""
+"""One question answered by vanilla and by auto, next to each other and while the tokens are generated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from longspec.cli.pair import LoadedPair, Sampling
 from longspec.cli.stream import CONTROL_CHARACTERS, LEGEND, STYLES, AnswerStream, describe
 from longspec.inference.decoder import Origin
 
-METHODS = ("vanilla", "tree")
+METHODS = ("vanilla", "auto")
 WARM_UP_TOKENS = 4
 
 

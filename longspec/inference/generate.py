@@ -163,7 +163,8 @@ def generate(
 
         def build() -> RoundSource:
             if method == AUTO:
-                drafters = PlanDrafters(runner, len(rows), sampler, plans_for(shape, has_draft), shape, tree_rule)
+                plans = plans_for(shape, has_draft, device.type == "cpu")
+                drafters = PlanDrafters(runner, len(rows), sampler, plans, shape, tree_rule)
                 engine = Engine(runner, drafters, sampler, prompts, lengths, room - max(lengths))
                 return AutoRounds(engine, drafters, room)
             settings = (shape, gamma, tree_rule, tree_nodes, lookup_branches)

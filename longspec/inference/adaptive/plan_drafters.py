@@ -7,7 +7,7 @@ from copy import copy
 
 from torch import Tensor
 
-from longspec.inference.adaptive.plans import LOOKUPS, SERVED_LOOKUP, SERVED_TREES, TREES, VANILLA, Plan
+from longspec.inference.adaptive.plans import CPU_TREES, LOOKUPS, SERVED_LOOKUP, SERVED_TREES, TREES, VANILLA, Plan
 from longspec.inference.cache import TargetCache
 from longspec.inference.drafting.chain import NoDraft
 from longspec.inference.drafting.glide import GlideDraft
@@ -25,9 +25,10 @@ def fitting_shape(tree_shape: Sequence[int], vocab_size: int) -> Sequence[int]:
     return tuple(min(width, vocab_size) for width in tree_shape)
 
 
-def plans_for(tree_shape: Sequence[int], has_draft: bool) -> tuple[Plan, ...]:
+def plans_for(tree_shape: Sequence[int], has_draft: bool, on_cpu: bool) -> tuple[Plan, ...]:
     """The plans of a target with trees of this shape and lookup branches, or without a draft."""
-    return (VANILLA, *LOOKUPS, *(_tree_plans(TREES, tree_shape) if has_draft else ()))
+    trees = CPU_TREES if on_cpu else TREES
+    return (VANILLA, *LOOKUPS, *(_tree_plans(trees, tree_shape) if has_draft else ()))
 
 
 def served_plans(tree_shape: Sequence[int], has_draft: bool) -> tuple[Plan, ...]:
