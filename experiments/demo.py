@@ -53,7 +53,7 @@ def main(overrides: Sequence[str] | None = None) -> None:
         pair = open_pair(settings.target, settings.evaluation.draft, AUTO)
         if not pair.model.draft_is_trained:
             raise UserError(f"{pair.name}: no trained draft in drafts/; restore it, or set evaluation.draft=FOLDER")
-        answers = side_by_side(pair, QUESTION, Sampling(96), console)
+        answers = side_by_side(pair, QUESTION, Sampling(96), console, AUTO)
         comparison = compared(pair, DEFAULT_PROMPTS, 32)
         table = result_table(comparison)
         table.box = table.box if console.is_terminal else None

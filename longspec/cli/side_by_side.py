@@ -1,4 +1,4 @@
-"""One question answered by vanilla and by auto, next to each other and while the tokens are generated."""
+"""One question answered by vanilla and by another method, next to each other and while the tokens are generated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from longspec.cli.pair import LoadedPair, Sampling
 from longspec.cli.stream import CONTROL_CHARACTERS, LEGEND, STYLES, AnswerStream, describe
 from longspec.inference.decoder import Origin
 
-METHODS = ("vanilla", "auto")
 WARM_UP_TOKENS = 4
 
 
@@ -31,29 +30,30 @@ class AnswerColumn(AnswerStream):
         self.shown.append(piece.translate(CONTROL_CHARACTERS), STYLES[origin])
 
 
-def side_by_side(pair: LoadedPair, question: str, sampling: Sampling, console: Console) -> dict[str, Any]:
-    """Answer `question` with one method after the other. Returns text and wall-clock seconds by method.
+def side_by_side(pair: LoadedPair, question: str, sampling: Sampling, console: Console, method: str) -> dict[str, Any]:
+    """Answer `question` with vanilla, then with `method`. Returns text and wall-clock seconds by method.
 
     A terminal shows the answers in columns; other output gets a line per answer.
     """
     prompts = pair.encode([[{"role": "user", "content": question}]])
+    methods = ("vanilla", method)
     columns: dict[str, AnswerColumn] = {}
     answers: dict[str, dict[str, Any]] = {}
 
     def table() -> Table:
-        shown = Table(*METHODS, title=question, caption=LEGEND[METHODS[-1]], expand=True)
+        shown = Table(*methods, title=question, caption=LEGEND[method], expand=True)
         shown.add_row(*(column.shown for column in columns.values()))
         shown.add_row(*(describe([column.answer]) for column in columns.values()))
         return shown
 
     with Live(get_renderable=table, console=console) if console.is_terminal else nullcontext():
-        for method in METHODS:
-            pair.generate(prompts, Sampling(WARM_UP_TOKENS), method=method)  # builds layers and caches
-            columns[method] = AnswerColumn(pair.tokenizer)
+        for name in methods:
+            pair.generate(prompts, Sampling(WARM_UP_TOKENS), method=name)  # builds layers and caches
+            columns[name] = AnswerColumn(pair.tokenizer)
             began = time.perf_counter()
-            pair.generate(prompts, sampling, method=method, streamer=columns[method])
-            answers[method] = {"text": columns[method].answer.text, "seconds": time.perf_counter() - began}
-    for method, answer in answers.items():
+            pair.generate(prompts, sampling, method=name, streamer=columns[name])
+            answers[name] = {"text": columns[name].answer.text, "seconds": time.perf_counter() - began}
+    for name, answer in answers.items():
         text = "" if console.is_terminal else ": " + " ".join(answer["text"].split())
-        console.print(f"{method}, {answer['seconds']:.1f} s{text}", markup=False, soft_wrap=True)
+        console.print(f"{name}, {answer['seconds']:.1f} s{text}", markup=False, soft_wrap=True)
     return answers

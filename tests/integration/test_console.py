@@ -201,7 +201,7 @@ def test_two_answers_stand_next_to_each_other_or_line_by_line(tmp_path: Path) ->
     loaded = pairs.LoadedPair("tiny", model, byte_tokenizer(), "tree", "plain", [])
     live, plain = terminal(), Console(file=io.StringIO())
     for console in (live, plain):
-        answers = side_by_side(loaded, "abcabcabc", pairs.Sampling(40), console)
+        answers = side_by_side(loaded, "abcabcabc", pairs.Sampling(40), console, "tree")
         assert answers["vanilla"]["text"] == answers["tree"]["text"] and answers["tree"]["seconds"] > 0
     red, green, blue = (int(STYLES["draft"][at : at + 2], 16) for at in (1, 3, 5))
     assert f"38;2;{red};{green};{blue}m" in live.file.getvalue()  # type: ignore[attr-defined]
