@@ -32,7 +32,7 @@ from longspec.inference.methods import AUTO
 from longspec.signals import StopSignals
 
 PRESET = Path(__file__).with_name("smollm2.yaml")
-CHAT = "{train: 20, validation: 4, test: 0, max_turn_tokens: 48, max_new_tokens: 48, batch_size: 20}"
+CHAT = "{train: 16, validation: 4, test: 0, max_turn_tokens: 32, max_new_tokens: 48, batch_size: 16}"
 STEPS, EVALUATED, ROWS, ROW_TOKENS = 4, 2, 4, 256
 """Steps per stage, steps between evaluations, rows per step, and tokens per row."""
 TRAINER = {"model.torch_dtype": "float32", "optimizer": "adamw", "learning_rate": 3e-4, "evaluation.steps": EVALUATED}
@@ -44,7 +44,7 @@ COMPARED = METHODS | {"chain": {"method": "seq"}}
 @reports_user_errors
 def main(overrides: Sequence[str] | None = None) -> None:
     """Run the demo and write summary.json and report.png. Raises UserError if there is no draft or a check fails."""
-    # In float32 on the CPU, all methods give the same tokens.
+    # In float32 on the CPU, all methods give the same tokens. OMP_NUM_THREADS is for the trainer's processes.
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
     sizes = ("root=outputs/demo", f"chat={CHAT}")
     settings = load_settings(PRESET, [*sizes, *(sys.argv[1:] if overrides is None else overrides)])
@@ -54,11 +54,11 @@ def main(overrides: Sequence[str] | None = None) -> None:
         if not pair.model.draft_is_trained:
             raise UserError(f"{pair.name}: no trained draft in drafts/; restore it, or set evaluation.draft=FOLDER")
         answers = side_by_side(pair, QUESTION, Sampling(96), console, AUTO)
-        comparison = compared(pair, DEFAULT_PROMPTS, 32)
+        comparison = compared(pair, DEFAULT_PROMPTS, 24)
         table = result_table(comparison)
         table.box = table.box if console.is_terminal else None
         console.print(table)
-        training = train(settings, root / "training")
+        training = train(settings, root / "short-training")
 
     summary = {"answers": answers, "comparison": comparison, **training, "seconds": time.perf_counter() - began}
     write_atomically(root / "summary.json", json.dumps(summary, indent=1) + "\n")
@@ -109,7 +109,7 @@ def check(summary: dict[str, Any]) -> None:
             if figures["equal_outputs"] < summary[name]["prompts"]:
                 faults.append(f"{name}: the output of {method} is not vanilla's")
     losses = summary["losses"].items()
-    faults += [f"{stage}: the loss does not fall" for stage, values in losses if values[-1] >= values[0]]
+    faults += [f"{stage}: the loss does not fall" for stage, values in losses if not values[-1] < values[0]]
     if faults:
         raise UserError(f"demo: {'; '.join(faults)}")
 

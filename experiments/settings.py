@@ -202,7 +202,11 @@ def _check(settings: Settings) -> None:
     _require(bool(settings.training.seeds), "training.seeds", "needs at least one seed")
     unknown = set(settings.training.only) - {RECIPE, *settings.training.arms}
     _require(not unknown, "training.only", f"no such arm: {', '.join(sorted(unknown))}")
-    _require(RECIPE not in settings.training.arms, f"training.arms.{RECIPE}", "this name is reserved for no changes")
+    _require(
+        RECIPE not in settings.training.arms,
+        f"training.arms.{RECIPE}",
+        "this name is reserved for the unchanged recipe",
+    )
 
     for task in settings.evaluation.tasks:
         _require(task in TASKS, f"evaluation.tasks.{task}", f"no such task; use {', '.join(TASKS)}")

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from longspec.cli.pair import LoadedPair, Sampling
 from longspec.cli.stream import CONTROL_CHARACTERS, LEGEND, STYLES, AnswerStream, describe
-from longspec.inference.decoder import Origin
+from longspec.inference.origins import Origin
 
 WARM_UP_TOKENS = 4
 

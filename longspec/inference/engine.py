@@ -35,7 +35,7 @@ class RoundResult(NamedTuple):
     counts: Tensor
     """LongTensor [B]: number of valid `tokens`; 0 for inactive rows."""
     from_lookup: Tensor
-    """bool [B, depth + 1]: whether each accepted node comes from prompt lookup. Entry 0 is the root's."""
+    """LongTensor [B, depth + 1]: 1 for each accepted node from prompt lookup, else 0. Entry 0 is the root's."""
     ranks: Tensor | None = None
     """LongTensor [B, depth + 1]: the ranks of the accepted nodes, the root first, if plans are compared by them."""
     levels: Tensor | None = None
@@ -62,7 +62,8 @@ class Played(NamedTuple):
         """The part for the host."""
         proposal, path = self.proposal, self.accepted.path
         from_lookup = proposal.from_lookup
-        marks = torch.zeros_like(path, dtype=torch.bool) if from_lookup is None else from_lookup.gather(1, path)
+        # Of the other entries' dtype, so that the host's single transfer needs one kernel.
+        marks = torch.zeros_like(path) if from_lookup is None else from_lookup.gather(1, path).long()
         if not with_ranks:
             return RoundResult(self.tokens, self.counts, marks)
         assert proposal.ranks is not None

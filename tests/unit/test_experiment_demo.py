@@ -15,7 +15,7 @@ from experiments.training import launch
 from longspec.errors import UserError
 
 PASSED: dict[str, Any] = {
-    "answers": {"vanilla": {"text": "same"}, "tree": {"text": "same"}},
+    "answers": {"vanilla": {"text": "same"}, "auto": {"text": "same"}},
     "comparison": {"prompts": 2, "methods": {"vanilla": {"equal_outputs": 2}, "auto": {"equal_outputs": 2}}},
     "fresh draft": {"prompts": 1, "methods": {"vanilla": {"equal_outputs": 1}, "tree": {"equal_outputs": 1}}},
     "losses": {"stage1": [9.0, 9.5, 8.0], "stage2": [8.0, 7.0]},

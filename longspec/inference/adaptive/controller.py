@@ -40,10 +40,10 @@ class RowRound:
     ranks: Sequence[int] = ()
     """For a tree: the rank of each accepted node among the tree's nodes. The nodes of rank 0 ... n - 1 are those that
     a budget of n nodes would have verified."""
-    levels: Sequence[int] = ()
+    levels: Sequence[float] = ()
     """For a tree: the number of levels that the draft has to grow for the node of each rank; 0 for lookup's."""
 
-    def accepted_by(self, tree: Plan) -> list[int]:
+    def accepted_by(self, tree: Plan) -> list[float]:
         """The levels, as above, of the nodes that a tree which this one covers would have accepted.
 
         A tree of fewer levels verifies more nodes of these levels. Those that this round did not verify are missing,

@@ -31,9 +31,10 @@ def plans_for(tree_shape: Sequence[int], has_draft: bool, on_cpu: bool) -> tuple
     return (VANILLA, *LOOKUPS, *(_tree_plans(trees, tree_shape) if has_draft else ()))
 
 
-def served_plans(tree_shape: Sequence[int], has_draft: bool) -> tuple[Plan, ...]:
+def served_plans(tree_shape: Sequence[int], has_draft: bool, on_cpu: bool) -> tuple[Plan, ...]:
     """The plans of a server."""
-    return (VANILLA, SERVED_LOOKUP, *(_tree_plans(SERVED_TREES, tree_shape) if has_draft else ()))
+    trees = CPU_TREES if on_cpu else SERVED_TREES
+    return (VANILLA, SERVED_LOOKUP, *(_tree_plans(trees, tree_shape) if has_draft else ()))
 
 
 def _tree_plans(trees: Sequence[tuple[int, int | None]], tree_shape: Sequence[int]) -> list[Plan]:

@@ -271,7 +271,7 @@ class Batch:
 def _drafter(runner: Runner, method: Method, rows: int) -> Drafter:
     """The greedy drafter of a batch."""
     if method.name == AUTO:
-        plans = served_plans(method.tree_shape, method.has_draft)
+        plans = served_plans(method.tree_shape, method.has_draft, runner.device.type == "cpu")
         return PlanDrafters(runner, rows, GREEDY, plans, method.tree_shape, method.tree_rule)
     settings = (method.tree_shape, method.gamma, method.tree_rule, method.tree_nodes, method.lookup_branches)
     return make_drafter(method.name, runner, rows, GREEDY, *settings)

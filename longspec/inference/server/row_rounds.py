@@ -36,7 +36,7 @@ class RowReport:
     from_lookup: list[bool]
     """Whether each accepted node comes from prompt lookup."""
     ranks: list[int]
-    levels: list[int]
+    levels: list[float]
     """As in `controller.RowRound`; both are empty if the report holds no ranks."""
     fault: int
 
@@ -47,8 +47,7 @@ class RowReport:
         tokens, logprobs, from_lookup, ranks = (values[part * width :][: int(count)] for part in range(4))
         # The root precedes the accepted nodes.
         matches = [bool(mark) for mark in from_lookup[1:]]
-        levels = _whole(values[4 * width :])
-        return cls(_whole(tokens), logprobs, matches, _whole(ranks[1:]), levels, int(fault))
+        return cls(_whole(tokens), logprobs, matches, _whole(ranks[1:]), values[4 * width :], int(fault))
 
 
 class RowRounds(Rounds):
