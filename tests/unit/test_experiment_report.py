@@ -1,0 +1,37 @@
+"""The summary of an experiment's report."""
+
+import pandas
+
+from experiments.claims import Samples
+from experiments.report import LEAST_OUTPUTS, MAIN_METHODS, main_table, main_tasks
+
+SPEEDS = {"vanilla": 10, "lookup": 15, "tree": 20, "auto": 30}
+
+
+def samples(outputs: dict[str, int], looping: dict[str, int]) -> Samples:
+    """Greedy samples of every main method: numbers of outputs without and with loops by task."""
+    rows = []
+    for method in MAIN_METHODS:
+        for task in outputs:
+            for number in range(outputs[task] + looping[task]):
+                loops = number >= outputs[task]
+                row = {"task": task, "context": 0, "method": method, "temperature": 0.0, "seed": 0, "id": str(number)}
+                seconds = (0.1 if loops else 1.0) * 60 / SPEEDS[method]
+                rows.append(row | {"loops": loops, "rounds": 20, "decoded_tokens": 60, "decode_s": seconds})
+    return Samples(pandas.DataFrame(rows))
+
+
+def test_tasks_with_few_outputs_count_only_in_the_last_row() -> None:
+    measured = samples({"code": LEAST_OUTPUTS, "edit": LEAST_OUTPUTS - 1}, {"code": 0, "edit": 3})
+    assert main_tasks(measured) == ["code"]
+    code, everything = main_table(measured).to_dict("records")
+    assert (code["task"], everything["task"]) == ("code", "all")
+    for row in (code, everything):
+        assert row["tokens per round, tree"].startswith("3.00")
+        assert row["tokens/s, auto"].startswith("30") and row["tokens/s, vanilla"].startswith("10")
+        assert row["auto over vanilla"].startswith("3.00") and row["auto over lookup"].startswith("2.00")
+
+
+def test_loops_are_left_out() -> None:
+    table = main_table(samples({"code": LEAST_OUTPUTS}, {"code": 4}))
+    assert table["tokens/s, tree"].str.startswith("20").all()
