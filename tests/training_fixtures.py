@@ -200,4 +200,5 @@ def _mean_loss(loss: str, hidden: Tensor, target_hidden: Tensor | None, labels: 
     scored = targets != -100
     teacher = lm_head(target_hidden[:, :-1]).flatten(0, 1)[scored]
     kl = F.kl_div(logits[scored].log_softmax(-1), teacher.log_softmax(-1), reduction="batchmean", log_target=True)
-    return kl if loss == "distill" else (ce + kl) / 2
+    accepted = torch.minimum(logits[scored].softmax(-1), teacher.softmax(-1)).sum(-1)
+    return {"distill": kl, "mixed": (ce + kl) / 2, "acceptance": -accepted.log().mean()}[loss]

@@ -17,6 +17,8 @@ from longspec.models.parallel import (
 
 TERMS = ("loss", "ce", "kl", "target_loss")
 """Names of the summed terms, in their order in a tensor of sums."""
+LEAST_ACCEPTANCE = 1e-6
+"""Lower bound on the probability of acceptance, so that the loss stays finite for disjoint distributions."""
 
 
 def logit_chunks(
@@ -44,7 +46,14 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, teacher: Tensor | None, labels: Tensor, weight: Tensor, share: float, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        teacher: Tensor | None,
+        labels: Tensor,
+        weight: Tensor,
+        share: float,
+        acceptance: bool,
+        chunk: int,
     ) -> tuple[Tensor, Tensor]:
         """hidden, teacher [N, hidden]; labels [N]; weight [V, hidden] -> (sum of the loss, sums of TERMS [4]).
 
@@ -55,7 +64,7 @@ class ChunkedLoss(torch.autograd.Function):
         sums = zero_sums(hidden)
         for span, logits, teacher_logits in logit_chunks(hidden, teacher, weight, chunk):
             # Chunk by chunk, because logits of 16k tokens and 128k entries take 4 GiB in bf16.
-            logits_gradient = chunk_terms(logits, teacher_logits, labels[span], share, sums)
+            logits_gradient = chunk_terms(logits, teacher_logits, labels[span], share, sums, acceptance)
             torch.mm(logits_gradient.to(hidden.dtype), weight, out=gradient[span])
 
         # Ranks that share a target each have the terms of their part of the vocabulary.
@@ -68,7 +77,7 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (gradient,) = ctx.saved_tensors
-        return gradient * upstream, None, None, None, None, None
+        return gradient * upstream, None, None, None, None, None, None
 
 
 def ranked_first(logits: Tensor, labels: Tensor) -> Tensor:
@@ -83,7 +92,14 @@ def ranked_first(logits: Tensor, labels: Tensor) -> Tensor:
     return sum_over_ranks((on_this_rank & (label_logits == largest)).int()) > 0
 
 
-def chunk_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, share: float, sums: Tensor) -> Tensor:
+def chunk_terms(
+    logits: Tensor,
+    teacher_logits: Tensor | None,
+    labels: Tensor,
+    share: float,
+    sums: Tensor,
+    acceptance: bool = False,
+) -> Tensor:
     """Add this rank's part of a chunk's TERMS to `sums` in place, and return the loss's gradient by `logits` [N, V].
 
     With the draft's distribution q, the target's p and the label y:
@@ -91,10 +107,16 @@ def chunk_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, s
         loss = (1 - share) · -log q(y) + share · KL(p ‖ q)
         d loss / d logits = q - (1 - share) · onehot(y) - share · p
 
-    For the label OUTSIDE, only share · KL and its gradient remain.
+    For the label OUTSIDE, only share · KL and its gradient remain. With `acceptance` the loss is that of
+    `_acceptance_terms`.
 
     The gradient may reuse the memory of `logits`.
     """
+    if acceptance:
+        assert teacher_logits is not None
+        loss, terms, gradient = _acceptance_terms(logits, teacher_logits, labels)
+        sums += torch.cat([loss.sum()[None], terms.sum(0)]).to(sums.dtype)
+        return gradient
     compute = _kernel_terms if runs_triton(logits) else _plain_terms
     terms, gradient = compute(logits, teacher_logits, labels, share)
     ce, kl, target_ce = terms.sum(0).to(sums.dtype)
@@ -133,3 +155,20 @@ def _plain_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, 
     if p is not None:
         gradient.sub_(p, alpha=share)
     return terms, gradient.scatter_add_(1, label_index, -(1 - share) * on_this_rank)
+
+
+def _acceptance_terms(logits: Tensor, teacher_logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's part [N] of the loss -log a with a = Σ min(p, q), the terms of `_plain_terms`, and the gradient:
+
+    d loss / d logits = q / a · (m - [q < p]),    m = Σ q over the tokens with q < p
+    """
+    terms, difference = _plain_terms(logits, teacher_logits, labels, 1.0)  # the gradient of KL is q - p
+    q = vocabulary_log_softmax(logits, difference.dtype).exp_()
+    is_below = difference < 0
+    part = (q - difference.clamp_(min=0)).sum(1)
+    accepted = sum_over_ranks(part.clone()).clamp_(min=LEAST_ACCEPTANCE)
+    mass_below = sum_over_ranks((q * is_below).sum(1))
+    # Each rank counts the loss in proportion to its part of the sum.
+    loss = -accepted.log() * part / accepted
+    gradient = q.div_(accepted[:, None]).mul_(mass_below[:, None] - is_below.to(q.dtype))
+    return loss, terms, gradient

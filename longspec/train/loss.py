@@ -1,7 +1,7 @@
 """The training losses. None of them holds logits of shape [tokens, vocabulary].
 
-If several ranks share a target, each holds the logits of its own part of the vocabulary. The ranks exchange one
-log-sum-exp per token, the sums of the loss and the gradient of the hidden states, but no logits.
+If several ranks share a target, each holds the logits of its own part of the vocabulary. The ranks exchange a few
+numbers per token, the sums of the loss and the gradient of the hidden states, but no logits.
 """
 
 import math
@@ -23,8 +23,8 @@ from longspec.models.parallel import first_token, sum_over_ranks, vocabulary_siz
 from longspec.ranks.agreement import from_every_rank, from_rank_zero
 from longspec.train.chunked_loss import TERMS, ChunkedLoss, chunk_terms, logit_chunks, ranked_first, zero_sums
 
-LOSSES = ("ce", "distill", "mixed")
-TEACHER_SHARE = {"ce": 0.0, "distill": 1.0, "mixed": 0.5}
+LOSSES = ("ce", "distill", "mixed", "acceptance")
+TEACHER_SHARE = {"ce": 0.0, "distill": 1.0, "mixed": 0.5, "acceptance": 1.0}
 """Weight of the target's distribution in each loss. The label has the remaining weight."""
 CHUNK_LOGITS = 2**27
 """Logits of the draft per chunk, counted over all ranks that share a target: 1024 tokens of a 128k vocabulary or 8192
@@ -36,15 +36,17 @@ class DraftLoss:
     """A training loss: (draft hidden, target hidden [B, T, hidden], labels [B, T], lm_head) -> (sum, metrics).
 
     `ce` is the cross-entropy with the next token, `distill` the KL divergence from the target's distribution to the
-    draft's, `mixed` their mean. The hidden state at i predicts labels[i + 1]; labels of -100 do not count. Labels are
-    on the host, where the scored tokens can be selected without waiting for the device.
+    draft's, `mixed` their mean. `acceptance` is -log of Σ min(p, q), the probability that speculative sampling accepts
+    a token of the draft's distribution q for the target's p (arXiv 2602.23881). It runs in plain torch. The hidden
+    state at i predicts labels[i + 1]; labels of -100 do not count. Labels are on the host, where the scored tokens can
+    be selected without waiting for the device.
 
     The sum (fp32, or fp64 for fp64 input) is over tokens; the caller divides it by the number of tokens of all ranks.
     metrics holds detached sums over the same tokens: `loss`, `ce` and `kl` if they are part of the loss, and
     `target_loss`, the target's own cross-entropy, if `log_target_loss`.
 
     With a draft's vocabulary list, only these rows of lm_head are read. Labels outside the list add nothing to `ce`,
-    and `distill` uses the target's distribution restricted to the list and normalized. `target_loss` is that of the
+    and the others use the target's distribution restricted to the list and normalized. `target_loss` is that of the
     whole vocabulary in any case.
     """
 
@@ -63,6 +65,11 @@ class DraftLoss:
         return TEACHER_SHARE[self.loss]
 
     @property
+    def is_acceptance(self) -> bool:
+        """Whether the target's share is the loss of acceptance, not the KL divergence."""
+        return self.loss == "acceptance"
+
+    @property
     def reads_target(self) -> bool:
         """Whether the target's hidden states are needed. Otherwise they may be None."""
         return self.teacher_share > 0 or self.log_target_loss
@@ -74,7 +81,9 @@ class DraftLoss:
         chunk = self._chunk_tokens(lm_head)
         with gathered_weight(lm_head) as weight:
             rows, row_labels = self._draft_head(lm_head, weight, targets)
-            total, sums = ChunkedLoss.apply(student, teacher, row_labels, rows, self.teacher_share, chunk)
+            total, sums = ChunkedLoss.apply(
+                student, teacher, row_labels, rows, self.teacher_share, self.is_acceptance, chunk
+            )
             self._restore_target_loss(sums, teacher, targets, lm_head, weight)
         return total, self._metrics(sums)
 
@@ -93,7 +102,7 @@ class DraftLoss:
             rows, row_labels = self._draft_head(lm_head, weight, targets)
             for span, logits, teacher_logits in logit_chunks(student, teacher, rows, self._chunk_tokens(lm_head)):
                 correct[span] = ranked_first(logits, row_labels[span])
-                chunk_terms(logits, teacher_logits, row_labels[span], self.teacher_share, sums)
+                chunk_terms(logits, teacher_logits, row_labels[span], self.teacher_share, sums, self.is_acceptance)
             sum_over_ranks(sums)
             self._restore_target_loss(sums, teacher, targets, lm_head, weight)
 

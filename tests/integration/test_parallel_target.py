@@ -56,6 +56,8 @@ def outcome(model: Any) -> dict[str, Tensor]:
             ("distill", lags, None),
             ("mixed", None, None),
             ("mixed", lags, torch.arange(0, model.config.vocab_size, 3)),
+            ("acceptance", lags, None),
+            ("acceptance", None, torch.arange(0, model.config.vocab_size, 3)),
         ):
             model.draft_model.zero_grad()
             objective = DraftLoss(kind, lag is not None, 7 * model.config.vocab_size, listed)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspec.train.loss import DraftLoss
+from longspec.train.loss import LOSSES, DraftLoss
 
 B, T, HIDDEN, V = 3, 11, 8, 23
 
@@ -27,11 +27,12 @@ def plain(loss: str, hidden: Tensor, target_hidden: Tensor, labels: Tensor, head
     ce = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
     scored = targets != -100
     kl = F.kl_div(logits[scored].log_softmax(-1), teacher[scored].log_softmax(-1), reduction="sum", log_target=True)
-    return {"ce": ce, "distill": kl, "mixed": (ce + kl) / 2}[loss]
+    accepted = torch.minimum(logits[scored].softmax(-1), teacher[scored].softmax(-1)).sum(-1)
+    return {"ce": ce, "distill": kl, "mixed": (ce + kl) / 2, "acceptance": -accepted.log().sum()}[loss]
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 1000])
-@pytest.mark.parametrize("loss", ["ce", "distill", "mixed"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_value_and_gradient_equal_the_full_logits_formula(loss: str, chunk: int) -> None:
     hidden, teacher, labels, head = example()
     value, metrics = DraftLoss(loss, chunk_logits=chunk * V)(hidden, teacher, labels, head)
@@ -52,7 +53,7 @@ def test_target_loss_is_reported_only_when_asked_for() -> None:
 
 
 @pytest.mark.parametrize("chunk", [4, 1000])
-@pytest.mark.parametrize("loss", ["ce", "distill", "mixed"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_scores_are_the_loss_and_which_labels_come_first(loss: str, chunk: int) -> None:
     """Evaluation and training have the same sums. A label is a hit if the hidden state before it ranks it first."""
     hidden, teacher, labels, head = example()
@@ -76,7 +77,7 @@ def test_a_micro_batch_without_labels_has_loss_zero_and_a_gradient() -> None:
     assert value == 0 and hidden.grad is not None and not hidden.grad.any()
 
 
-@pytest.mark.parametrize("loss", ["ce", "distill", "mixed"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_bf16_hidden_states_are_scored_in_fp32(loss: str, device: str) -> None:
     """The result equals the formula on the same logits."""
     hidden, teacher, labels, head = example(torch.bfloat16)
@@ -114,19 +115,20 @@ LISTED = torch.tensor([0, 2, 3, 7, 11, 12, 19, 22])
 
 
 def plain_listed(loss: str, hidden: Tensor, target_hidden: Tensor, labels: Tensor, head: nn.Linear) -> Tensor:
-    """`plain` over the tokens of LISTED alone; labels outside count for the KL divergence only."""
+    """`plain` over the tokens of LISTED alone; labels outside count for all losses but `ce`."""
     rows = nn.Linear(HIDDEN, len(LISTED), bias=False, dtype=head.weight.dtype).requires_grad_(False)
     rows.weight.copy_(head.weight[LISTED])
     number = torch.full((V,), -100)
     number[LISTED] = torch.arange(len(LISTED))
     listed_labels = torch.where(labels == -100, -100, number[labels.clamp(min=0)])
     ce = plain("ce", hidden, target_hidden, listed_labels, rows)
-    kl = plain("distill", hidden, target_hidden, torch.where(labels == -100, -100, 0), rows)
-    return {"ce": ce, "distill": kl, "mixed": (ce + kl) / 2}[loss]
+    all_labels = torch.where(labels == -100, -100, 0)
+    kl, accepted = (plain(name, hidden, target_hidden, all_labels, rows) for name in ("distill", "acceptance"))
+    return {"ce": ce, "distill": kl, "mixed": (ce + kl) / 2, "acceptance": accepted}[loss]
 
 
 @pytest.mark.parametrize("chunk", [4, 1000])
-@pytest.mark.parametrize("loss", ["ce", "distill", "mixed"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_a_vocabulary_list_restricts_draft_and_target(loss: str, chunk: int) -> None:
     """Value and gradient are those of the formula on the list's logits. A label outside the list is a miss."""
     hidden, teacher, labels, head = example()
