@@ -246,7 +246,7 @@ def test_the_chunked_losses_train_as_plain_ones_on_whole_logits(load: Any, one_r
     expected, draft = plain_training(config, steps, ranks=1)
     assert losses == pytest.approx(expected, rel=1e-6)
     # The gradient of "acceptance" jumps where both distributions are equal, which rounding decides.
-    atol = 1e-5 if loss == "acceptance" else 1e-6
+    atol = 1e-4 if loss == "acceptance" else 1e-6
     torch.testing.assert_close(gather_draft(trainer.engine.module), dict(draft), rtol=1e-5, atol=atol)
 
 
