@@ -52,6 +52,7 @@ def test_a_missing_draft_is_one_line(
         ("comparison", {"methods": {"auto": {"equal_outputs": 1}}}, "comparison: the output of auto is not vanilla's"),
         ("fresh draft", {"methods": {"tree": {"equal_outputs": 0}}}, "fresh draft: the output of tree"),
         ("losses", {"stage2": [7.0, 7.0]}, "stage2: the loss does not fall"),
+        ("losses", {"stage2": [7.0, float("nan")]}, "stage2: the loss does not fall"),
     ],
 )
 def test_a_failed_check_is_one_line_that_names_it(part: str, change: dict[str, Any], message: str) -> None:

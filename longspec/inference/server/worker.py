@@ -283,7 +283,7 @@ class Worker:
 
 
 def _tree(trace: list[int], width: int, origins: list[Origin]) -> Tree:
-    """trace, width: as in `RowResult`; origins: of the accepted nodes."""
+    """The tree of a round in one row. trace: its row of `RowResult.trace`; origins: one per accepted node."""
     nodes = (len(trace) - width) // 2
     path = trace[2 * nodes :]
     return Tree(trace[:nodes], trace[nodes : 2 * nodes], path[1 : len(origins) + 1], origins)
