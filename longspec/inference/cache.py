@@ -61,6 +61,8 @@ class TargetCache:
         """LongTensor [B, 1]: row numbers, to index with slots [B, N]."""
         self.faults = torch.zeros(batch, dtype=torch.long, device=device)
         """LongTensor [B]: 0, or the `Fault` of a row since prefill. The host reads it with the tokens of a round."""
+        self.selected: Tensor | None = None
+        """int [n]: the rows that a pass stores to, for a cache made by `select`."""
         self._whole: tuple[TargetCache, int] | None = None
         """Set for a part made by `narrow`: the whole cache, and the number of the part's first row in it."""
 
@@ -81,6 +83,15 @@ class TargetCache:
         part.faults = self.faults[rows]
         part.rows = self.rows[: len(part.lengths)]
         part._whole = (self, rows.start or 0)
+        return part
+
+    def select(self, rows: Tensor) -> TargetCache:
+        """The cache for passes over n sequences, of which number b is in row rows[b]. rows: int [n], on the device.
+
+        Only the keys and values serve such a pass; a captured one can be replayed with other rows.
+        """
+        part = copy(self)
+        part.selected = rows
         return part
 
     def reading(self, active: Tensor) -> TargetCache:

@@ -1,13 +1,13 @@
-"""Rounds as CUDA graphs: the host launches a whole round at once and waits for it once."""
+"""Rounds and other passes as CUDA graphs: the host launches a whole round at once and waits for it once."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from threading import Lock
-from typing import Any
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from longspec.inference.engine import Rounds
 
+T = TypeVar("T")
 CAPTURE_MODE = "thread_local"
 """torch's mode in which device calls of other threads do not end a capture."""
 
@@ -41,23 +42,26 @@ def warm_up(engine: Rounds) -> None:
     warm_kinds.add(kind)
 
 
-class CapturedRound:
-    """`engine.round` as a CUDA graph. Each call overwrites the tensors that the previous call returned."""
+class CapturedPass(Generic[T]):
+    """A call as a CUDA graph on static tensors. Each run overwrites the tensors that the previous run returned."""
 
-    def __init__(self, engine: Rounds) -> None:
-        """Record the round without running it. The device continues with work that is already queued."""
-        self.engine = engine  # the graph works on its tensors
-        self.active = torch.ones_like(engine.root, dtype=torch.bool)
+    def __init__(self, call: Callable[[], T], device: torch.device, generator: torch.Generator | None = None) -> None:
+        """Record the call without running it. The device continues with work that is already queued.
+
+        The kernels of the call must be compiled. generator: what it draws random numbers from.
+        """
+        self.call = call  # keeps the tensors that the graph works on
         self.graph = torch.cuda.CUDAGraph()
-        self.graph.register_generator_state(generator_of(engine))
+        if generator is not None:
+            self.graph.register_generator_state(generator)
         pool = _pool_keeper(torch.cuda.current_stream()).pool()
-        stream = _capture_stream(self.active.device)
+        stream = _capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream())
 
         with _one_at_a_time, torch.cuda.stream(stream), _no_garbage_collection():
             self.graph.capture_begin(pool, capture_error_mode=CAPTURE_MODE)
             try:
-                self.result = engine.round(self.active)
+                self.result = call()
             except BaseException:
                 with suppress(RuntimeError):  # ending a failed capture raises as well; the first error is the cause
                     self.graph.capture_end()
@@ -65,10 +69,22 @@ class CapturedRound:
             self.graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
 
-    def __call__(self, active: Tensor) -> Any:
-        self.active.copy_(active)
+    def __call__(self) -> T:
         self.graph.replay()
         return self.result
+
+
+class CapturedRound:
+    """`engine.round` as a CUDA graph."""
+
+    def __init__(self, engine: Rounds) -> None:
+        """Record the round without running it."""
+        self.active = torch.ones_like(engine.root, dtype=torch.bool)
+        self.replay = CapturedPass(partial(engine.round, self.active), self.active.device, generator_of(engine))
+
+    def __call__(self, active: Tensor) -> Any:
+        self.active.copy_(active)
+        return self.replay()
 
 
 def capture_round(engine: Rounds) -> CapturedRound:

@@ -68,7 +68,8 @@ class FusedRunner(Runner):
             def attend_in_layer(q: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
                 return attend(q, keys, values, self.scale)
 
-            layer.add_to(stream, TokenSlots(positions, self.rope, keys, values, slots), attend_in_layer)
+            store = TokenSlots(positions, self.rope, keys, values, slots, cache.selected)
+            layer.add_to(stream, store, attend_in_layer)
         return stream.normed(self.backbone.norm.weight)
 
     def draft(

@@ -37,13 +37,16 @@ class TokenSlots(NamedTuple):
     values: Tensor
     slots: Tensor
     """int [B, N]; a token with a negative slot is not stored."""
+    rows: Tensor | None = None
+    """int [B]: the row of the cache for each sequence of the pass; None for its own number."""
 
     def rotate_and_store(self, qkv: Tensor, norms: HeadNorms | None = None) -> Tensor:
         """Write the keys and values of a merged projection [B, N, (H + 2K)·D] to the cache.
 
         Returns the rotated queries [B, H, N, D].
         """
-        return rotate_and_store(qkv, self.positions, self.rope, self.keys, self.values, self.slots, norms)
+        stores = (self.keys, self.values, self.slots)
+        return rotate_and_store(qkv, self.positions, self.rope, *stores, norms, self.rows)
 
 
 def can_fuse(model: Any) -> bool:

@@ -93,6 +93,23 @@ def test_rotate_and_store_equals_its_reference(q_heads: int, kv_heads: int, head
         torch.testing.assert_close(expected, rotate(heads, (rope[0][positions], rope[1][positions])))
 
 
+def test_tokens_are_stored_in_the_selected_rows(device: str) -> None:
+    """Rows of a larger cache, chosen on the device; the other rows do not change."""
+    qkv = random(2, 3, 8 * 16).to(device)
+    positions = torch.tensor([[0, 1, 2], [5, 6, 7]], device=device)
+    rows = torch.tensor([3, 1], dtype=torch.int32, device=device)
+    angle = random(8, 8).repeat(1, 2).to(device)
+    rope = angle.cos(), angle.sin()
+    stores = random(2, 4, 2, 9, 16, seed=2).to(device)
+    alone, expected = stores[:, rows.long()].clone(), stores.clone()
+    expected_q = rotate_and_store(qkv, positions, rope, *alone, positions)
+    expected[:, rows.long()] = alone
+    for function in (rotate_and_store, reference.rotate_and_store):
+        got = stores.clone()
+        q = function(qkv, positions, rope, *got, positions, rows=rows)
+        torch.testing.assert_close((q, got), (expected_q, expected))
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(4, 2, 16), (5, 5, 40), (8, 1, 128)])
 def test_heads_are_normalized_before_the_rotation(

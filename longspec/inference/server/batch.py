@@ -23,12 +23,15 @@ from longspec.inference.engine import Round
 from longspec.inference.methods import AUTO, make_drafter
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
+from longspec.inference.server.prompt_reader import PromptReader
 from longspec.inference.server.requests import Sampling
 from longspec.inference.server.row_rounds import RowRounds
 from longspec.inference.server.row_sampling import Purpose, RowSampler, RowSettings
 from longspec.inference.server.selective import SelectiveDrafter
 from longspec.kernels.shared.device import upload
 
+PREFILL_CHUNK = 1024
+"""Most prompt tokens that are read between two rounds, by default."""
 MOST_MEASURED_ON_CPU = 4
 """Largest batch whose rounds are measured on a CPU, where a round takes long."""
 Sampled = Literal["greedy", "sampled", "truncated"]
@@ -65,14 +68,17 @@ class Batch:
     Rounds run over the first n rows. The captured ones exist for n = 1, 2, 4, ... and `max_rows`.
     """
 
-    def __init__(self, runner: Runner, method: Method, max_rows: int, capacity: int) -> None:
-        """capacity: slots per row of the target's cache."""
+    def __init__(
+        self, runner: Runner, method: Method, max_rows: int, capacity: int, prefill_chunk: int = PREFILL_CHUNK
+    ) -> None:
+        """capacity: slots per row of the target's cache. prefill_chunk: most prompt tokens of a pass."""
         self.runner = runner
         self.vocab = runner.config.vocab_size
         self.device = runner.device
         self.capacity = capacity
         self.max_rows = max_rows
         self.cache = TargetCache(runner.config, max_rows, capacity, runner.dtype, runner.device)
+        self.reader = PromptReader(runner, self.cache, prefill_chunk)
         self.root = torch.zeros(max_rows, dtype=torch.long, device=runner.device)
         self.active = torch.zeros(max_rows, dtype=torch.bool, device=runner.device)
         """bool [B]: the rows that rounds advance."""
@@ -108,10 +114,11 @@ class Batch:
         return next(size for size in self.sizes if size >= rows)
 
     def capture(self) -> None:
-        """Prepare the rounds of every mode and size, if they are captured, and measure the plans of "auto".
+        """Prepare prefill and the rounds of every mode and size, if they are captured, and measure the plans of "auto".
 
         The cache must be empty.
         """
+        self.reader.capture()
         if self.runner.capturable:
             for size in reversed(self.sizes):  # the largest first: the others fit into its memory
                 for sampled in self.drafters:
@@ -184,16 +191,7 @@ class Batch:
 
         The cache must hold the positions before `start`.
         """
-        end = start + tokens.shape[1]
-        positions = torch.arange(start, end, device=self.device)[None]
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            return self.runner.attention.prefill(q, k[:, :, :end], v[:, :, :end], scale)
-
-        cache = self.cache.narrow(slice(row, row + 1))
-        hidden = self.runner.target(tokens, positions, cache, positions, attend)
-        self.set_length(row, end)
-        return hidden[:, -1:]
+        return self.reader.read(row, tokens, start)
 
     def first_token(self, row: int, prompt: Tensor, last_hidden: Tensor, sampled: Sampled) -> tuple[int, float, int]:
         """Choose the first token of an answer, which becomes the root; prompt: [1, P], its length that of the row.

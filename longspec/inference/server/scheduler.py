@@ -20,7 +20,7 @@ from longspec.inference.drafting.reduced_head import list_length
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE
 from longspec.inference.select_runner import make_runner
 from longspec.inference.server.admission import check_request, longest_request, row_capacity
-from longspec.inference.server.batch import Batch, Method
+from longspec.inference.server.batch import PREFILL_CHUNK, Batch, Method
 from longspec.inference.server.requests import (
     Finished,
     FinishReason,
@@ -54,7 +54,7 @@ class Scheduler:
         max_rows: int = 16,
         memory: int | None = None,
         max_queue: int = 256,
-        prefill_chunk: int = 1024,
+        prefill_chunk: int = PREFILL_CHUNK,
         attention: str = "auto",
         compile: bool = True,
         allow_untrained_draft: bool = False,
@@ -87,7 +87,7 @@ class Scheduler:
         capacity = row_capacity(model.config, runner.dtype, runner.device, max_rows, nodes, memory, listed)
         with torch.no_grad(), torch.cuda.device_of(model.lm_head.weight):
             drafting = Method(method, tuple(tree_shape), gamma, tree_rule, tree_nodes, lookup_branches, has_draft)
-            self.batch = Batch(runner, drafting, max_rows, capacity)
+            self.batch = Batch(runner, drafting, max_rows, capacity, prefill_chunk)
         self.longest = longest_request(model.config, capacity, self.batch.depth, self.batch.nodes)
         """Most tokens of a prompt and its answer together."""
         self.max_queue = max_queue

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.decoding.attention_interface import PrefixParts
+from longspec.kernels.decoding.attention_interface import Attend, PrefixParts
 from longspec.kernels.decoding.attention_tiles import share_begin
 from longspec.kernels.decoding.triton_attention import PrefixPass, TritonAttention
 
@@ -31,6 +31,21 @@ class FlashAttention(TritonAttention):
         # FlashAttention's layout is [B, N, H, D].
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return fa3_fwd_interface.flash_attn_func(q, k, v, softmax_scale=scale, causal=True).transpose(1, 2)
+
+    def chunk(self, rows: Tensor, lengths: Tensor) -> Attend:
+        import fa3_fwd_interface
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            out = fa3_fwd_interface.flash_attn_with_kvcache(
+                *(x.transpose(1, 2) for x in (q, k, v)),
+                cache_batch_idx=rows,
+                cache_seqlens=lengths + q.shape[2],
+                softmax_scale=scale,
+                causal=True,
+            )
+            return out.transpose(1, 2)
+
+        return attend
 
     def prefix_pass(self, lengths: Tensor) -> PrefixPass:
         triton_pass = super().prefix_pass(lengths)

@@ -103,13 +103,14 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 # For a query or key head x with halves (low, high), at position t:
 #   rotated = (low * cos[t, :D/2] - high * sin[t, :D/2], high * cos[t, D/2:] + low * sin[t, D/2:])
 # Values are rotated with cos = 1 and sin = 0. With HAS_NORM, x is rms_norm(x) * weight, with a weight for queries and
-# one for keys. Queries go to q, keys and values to a slot of the cache.
+# one for keys. Queries go to q, keys and values to a slot of the cache, with HAS_ROWS in row rows[b] instead of row b.
 # One program takes BLOCK_H heads of one token.
 @triton.jit
 def _rotate_and_store_kernel(
     qkv_ptr,
     positions_ptr,
     slots_ptr,
+    rows_ptr,
     cos_ptr,
     sin_ptr,
     q_norm_ptr,
@@ -128,6 +129,7 @@ def _rotate_and_store_kernel(
     q_heads,
     kv_heads,
     HAS_NORM: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
@@ -178,6 +180,8 @@ def _rotate_and_store_kernel(
     # Without KV heads (`rotate_queries`) there is no cache. A negative slot is skipped.
     if kv_heads > 0:
         batch = token // nodes
+        if HAS_ROWS:
+            batch = tl.load(rows_ptr + batch).to(tl.int64)
         slot = tl.load(slots_ptr + token).to(tl.int64)
         kept = inside & (slot >= 0)
         key_head = (head - q_heads).to(tl.int64)
@@ -207,17 +211,19 @@ def rotate_and_store(
     values: Tensor,
     slots: Tensor,
     norms: HeadNorms | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Rotate the queries and keys of a merged projection and store its keys and values in the cache.
 
     qkv: contiguous [B, N, (H + 2 K) D]; query heads come first, then key heads, then value heads; H may be 0.
     positions, slots: int [B, N]; a token with a negative slot is not stored. rope: the tables cos and sin, each
     [positions, D]. keys, values: [B, K, S, D] with a contiguous last dimension.
-    norms: weights of a target that normalizes queries and keys. Returns q [B, H, N, D], a view of [B, N, H, D].
+    norms: weights of a target that normalizes queries and keys. rows: int [B], the row of a cache of any number of rows
+    that takes the tokens of sequence b; None for row b. Returns q [B, H, N, D], a view of [B, N, H, D].
     """
     kv_heads, head_dim = keys.shape[1], keys.shape[-1]
     q_heads = qkv.shape[-1] // head_dim - 2 * kv_heads
-    return _rotate(qkv, positions, rope, q_heads, kv_heads, head_dim, keys, values, slots, norms)
+    return _rotate(qkv, positions, rope, q_heads, kv_heads, head_dim, keys, values, slots, norms, rows)
 
 
 def rotate_queries(q: Tensor, positions: Tensor, rope: tuple[Tensor, Tensor], head_dim: int) -> Tensor:
@@ -237,6 +243,7 @@ def _rotate(
     values: Tensor,
     slots: Tensor,
     norms: HeadNorms | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     batch, nodes, _ = qkv.shape
     q = qkv.new_empty(batch, nodes, q_heads, head_dim)
@@ -248,6 +255,7 @@ def _rotate(
         qkv,
         positions.contiguous(),
         slots.contiguous(),
+        slots if rows is None else rows,
         *rope,
         qkv if norms is None else norms.q_weight,
         qkv if norms is None else norms.k_weight,
@@ -261,6 +269,7 @@ def _rotate(
         q_heads,
         kv_heads,
         HAS_NORM=norms is not None,
+        HAS_ROWS=rows is not None,
         HEAD_DIM=head_dim,
         BLOCK_H=block_h,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),

@@ -81,6 +81,7 @@ def rotate_and_store(
     values: Tensor,
     slots: Tensor,
     norms: HeadNorms | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Reference of `elementwise.rotate_and_store`."""
     kv_heads, head_dim = keys.shape[1], keys.shape[-1]
@@ -91,10 +92,10 @@ def rotate_and_store(
         k = rms_norm(k.unflatten(-1, (-1, head_dim)), norms.k_weight, norms.eps).flatten(2)
     rotated = rotate_queries(k, positions, rope, head_dim)
     stored = v.unflatten(-1, (kv_heads, head_dim)).transpose(1, 2)
-    for row, token in (slots >= 0).nonzero().tolist():
-        slot = slots[row, token]
-        keys[row, :, slot] = rotated[row, :, token]
-        values[row, :, slot] = stored[row, :, token]
+    for b, token in (slots >= 0).nonzero().tolist():
+        row, slot = b if rows is None else rows[b], slots[b, token]
+        keys[row, :, slot] = rotated[b, :, token]
+        values[row, :, slot] = stored[b, :, token]
     return rotate_queries(q, positions, rope, head_dim)
 
 
