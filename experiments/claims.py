@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pandas
 
-from experiments.settings import HALF, RECIPE
+from experiments.settings import RECIPE, SHORT
 from experiments.tables import NOTHING, Figure, speed_ratio, tokens_per_round
 
 CODE = ("lcc", "repobench-p")
@@ -162,8 +162,8 @@ def _arm(diagnostics: Diagnostics, arm: str, claim: str, expected: str) -> Verdi
     """
     name = next((name for name in reversed(diagnostics) if name.startswith(f"{arm}-")), None)
     changed = None if name is None else diagnostics[name]
-    # The arm that the others change: HALF, or the recipe in an experiment without it.
-    runs = () if name is None else (name.replace(arm, other, 1) for other in (HALF, RECIPE))
+    # The arm that the others change: SHORT, or the recipe in an experiment without it.
+    runs = () if name is None else (name.replace(arm, other, 1) for other in (SHORT, RECIPE))
     unchanged = next((diagnostics[run] for run in runs if diagnostics.get(run)), None)
     if changed is None or unchanged is None:
         return Verdict(claim, expected, "-", "not measured")

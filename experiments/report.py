@@ -230,7 +230,7 @@ def page(settings: Settings, command: str, facts: dict[str, Any], tables: dict[s
         "Seeds": "Tokens per round of `tree` at T = 0 on outputs without repetition loops. All seeds decode the same "
         "prompts.",
         "Recipe": "The trainer's evaluation on held-out answers. It drafts chains of the depth that the variant "
-        "trains. An arm changes the arm `half`, or the recipe if there is none.",
+        "trains. An arm changes the arm `short`, or the recipe if there is none.",
         "Diagnostics": "Teacher-forced tokens per round on validation answers. In parentheses: the bound of the "
         "deterministic tree at T = 1, which is 1 + the sum over its nodes of the target's probability of the "
         "node's path.",

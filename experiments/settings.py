@@ -21,8 +21,8 @@ EVERY = "every"
 """Key in an ablation arm for changes that apply to all stages."""
 RECIPE = "recipe"
 """Name of the arm without changes."""
-HALF = "half"
-"""Name of the arm with half the steps, which the other arms change if it exists."""
+SHORT = "short"
+"""Name of the arm with fewer steps, which the other arms change if it exists."""
 
 
 @dataclass
@@ -79,6 +79,8 @@ class StageSettings:
     """Name of the training configuration in conf/exp."""
     answers: list[str] = MISSING
     """Runs of the target whose answers are the training data: keys of `answers`, or chat."""
+    replay: dict[str, int] = field(default_factory=dict)
+    """Further runs, and the number of training records from each, so that the draft does not forget earlier stages."""
     steps: int = MISSING
     max_length: int = MISSING
     tokens_per_step: int = MISSING

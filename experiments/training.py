@@ -103,10 +103,10 @@ def train_stage(
         "output_dir": str(folder.absolute()),
         "resume": "latest",
         "seed": seed,
-        "data.files": answer_files(root, stage.answers, "train"),
+        "data.files": training_files(root, stage),
         "data.max_length": stage.max_length,
         "data.cache_dir": str((root / "cache").absolute()),
-        "evaluation.files": answer_files(root, stage.answers, "validation"),
+        "evaluation.files": answer_files(root, [*stage.answers, *stage.replay], "validation"),
         "evaluation.rows": settings.training.evaluation_rows,
         "evaluation.steps": stage.steps,
         "max_steps": stage.steps,
@@ -153,6 +153,20 @@ def answer_files(root: Path, names: list[str], split: str) -> list[str]:
     if not existing:
         raise UserError(f"{files[0]}: no such file; run the steps prompts and regenerate first")
     return existing
+
+
+def training_files(root: Path, stage: StageSettings) -> list[str]:
+    """Absolute paths of a stage's training data. Records to replay are spread evenly over their run's file."""
+    files = answer_files(root, stage.answers, "train")
+    for name, count in stage.replay.items():
+        whole = answers_file(root, name, "train").absolute()
+        part = whole.with_name(f"train-{count}.jsonl")
+        if whole.exists() and not part.exists():
+            lines = whole.read_bytes().splitlines(keepends=True)
+            kept = min(count, len(lines))
+            write_atomically(part, b"".join(lines[number * len(lines) // kept] for number in range(kept)).decode())
+        files += [str(part)] if part.exists() else []
+    return files
 
 
 def is_finished(folder: Path, steps: int) -> bool:

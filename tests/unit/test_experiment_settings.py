@@ -7,7 +7,7 @@ import pytest
 from experiment_fixtures import make_chat_target
 
 from experiments.cells import SampleFile, cells, prompt_digest, read_samples
-from experiments.files import answers_file, write_atomically
+from experiments.files import answers_file, read_jsonl, write_atomically
 from experiments.settings import Settings, load_settings
 from experiments.training import (
     arm_stages,
@@ -16,6 +16,7 @@ from experiments.training import (
     summary,
     table,
     train,
+    training_files,
 )
 from longspec.errors import UserError
 from longspec.train.config import load_config
@@ -59,6 +60,19 @@ def test_arms_change_stages_and_leave_some_out() -> None:
         arm_stages(load("training.arms={ce: {stage9: null}}"), "ce")
     with pytest.raises(UserError, match=r"arms.ce: .*stepz"):
         arm_stages(load("training.arms={ce: {stage1: {stepz: 7}}}"), "ce")
+
+
+def test_records_to_replay_are_spread_over_their_run(tmp_path: Path) -> None:
+    """U+2028 ends a line for `str.splitlines`, but not in JSONL. Runs without text are left out."""
+    stage = load().training.stages["stage2"]
+    stage.answers, stage.replay = ["code"], {"chat": 3, "short": 9, "gsm8k": 1}
+    for name in ("code", "chat", "short"):
+        lines = [json.dumps({"text": f"{name}\u2028{n}"}, ensure_ascii=False) + "\n" for n in range(7)]
+        write_atomically(answers_file(tmp_path, name, "train"), "".join(lines))
+    whole, *parts = map(Path, training_files(tmp_path, stage))
+    assert whole == answers_file(tmp_path, "code", "train")
+    texts = [[record["text"] for record in read_jsonl(part)] for part in parts]
+    assert texts == [[f"chat\u2028{n}" for n in (0, 2, 4)], [f"short\u2028{n}" for n in range(7)]]
 
 
 def test_all_runs_are_checked_before_the_first_starts(tmp_path: Path) -> None:

@@ -105,9 +105,9 @@ def test_every_claim_of_the_paper_has_a_row() -> None:
     assert rows["Noisy training lengthens acceptance"].verdict == "holds"
     assert "2.00 to 2.30 tokens per round (+15.0%)" in rows["Noisy training lengthens acceptance"].measured
     assert rows["Anchor-offset positions help"].verdict == "not measured"
-    half = {"half-0 stage1": {"chat": {"rounds": 20.0, "tokens": 2.5}}}
-    halved = {row.claim: row for row in paper_claims(evaluation(), diagnostics | half)}
-    assert "2.00 to 2.50 tokens" in halved["Noisy training lengthens acceptance"].measured, "an arm changes half"
+    short = {"short-0 stage1": {"chat": {"rounds": 20.0, "tokens": 2.5}}}
+    changed = {row.claim: row for row in paper_claims(evaluation(), diagnostics | short)}
+    assert "2.00 to 2.50 tokens" in changed["Noisy training lengthens acceptance"].measured, "an arm changes short"
     assert rows["Greedy output equals vanilla's"].measured == "8 of 8 outputs"
     assert rows["Tokens per round, lcc"].verdict == "not measured"
     assert len(paper_claims(evaluation(), {})) == len(rows)
