@@ -147,6 +147,14 @@ def release(model: GlideMixin) -> int:
     return count
 
 
+def release_all() -> None:
+    """Free the idle engines of all models."""
+    with _lock:
+        models = list(_idle)
+    for model in models:
+        release(model)
+
+
 def _take(model: GlideMixin, kind: Hashable) -> PooledEngine | None:
     """Remove the idle engine of a kind that was used last."""
     with _lock:

@@ -7,6 +7,7 @@ compared within the round (see `TargetCache.compare_ranks`).
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from longspec.errors import UserError
 from longspec.inference.device import choose_device
+from longspec.inference.engine_pool import release_all
 from longspec.inference.methods import AUTO
 from longspec.models.parallel import model_parallel_rank_and_size, share_target
 from longspec.ranks.agreement import attempt, connecting, from_every_rank, launched_ranks, waiting_group
@@ -90,9 +92,26 @@ def shared_target(tp_size: int, device: str | None, stop: StopSignals) -> Iterat
             share_target(None)
             if rank > 0:
                 stop.at_once = False  # rank 0 reports the stop
-    dist.destroy_process_group()
+    _disconnect()
     if rank > 0:
         raise SystemExit(0)
+
+
+@contextmanager
+def equal_ranks(tp_size: int, device: str | None) -> Iterator[None]:
+    """Context of a program that the `tp_size` ranks of its launch run alike, such as a benchmark, and whose target they
+    share. 1 changes nothing. Arguments and errors as in `shared_target`.
+
+    No captured round may outlive the context.
+    """
+    if tp_size == 1:
+        yield
+        return
+    _connect(_check_launch(tp_size, launched_ranks()[1], device))
+    share_target(dist.group.WORLD)
+    yield
+    share_target(None)
+    _disconnect()
 
 
 def _check_launch(tp_size: int, world_size: int, device: str | None) -> torch.device:
@@ -123,6 +142,14 @@ def _connect(device: torch.device) -> None:
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     with connecting():
         dist.init_process_group(backend)
+
+
+def _disconnect() -> None:
+    """Leave the process group. The captured rounds of idle engines go first, because NCCL waits for the end of each
+    CUDA graph that contains its calls."""
+    release_all()
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def _lead() -> Iterator[None]:

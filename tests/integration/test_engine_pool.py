@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longspec import generate
 from longspec.errors import UserError
-from longspec.inference import engine_pool
+from longspec.inference import engine_pool, process_group
 from longspec.inference.drafting.reduced_head import head_bytes
 from longspec.inference.engine import Engine
 from longspec.inference.methods import METHODS
@@ -224,6 +224,16 @@ def test_idle_engines_are_bounded_in_bytes_and_freed_under_pressure(
     monkeypatch.setattr(Engine, "prefill", fails_once)
     assert tokens(model, prompt(9)) == [target_greedy(model, prompt(9)[0], 12)]
     assert len(idle(model)) == 1
+
+
+def test_ranks_free_all_idle_engines_before_they_disconnect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would wait for the end of their captured rounds."""
+    model = make_pair(tmp_path)
+    tokens(model, prompt(9))
+    counts = [len(idle(model))]
+    monkeypatch.setattr(process_group.dist, "destroy_process_group", lambda: counts.append(len(idle(model))))
+    process_group._disconnect()
+    assert counts == [1, 0]
 
 
 def test_the_size_of_an_engine_counts_the_head_of_a_draft_with_a_list(tmp_path: Path) -> None:
