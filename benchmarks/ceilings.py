@@ -9,6 +9,8 @@ from statistics import median
 
 import torch
 
+from longspec.inference.capture import CAPTURE_MODE
+
 
 @dataclass(frozen=True)
 class Ceilings:
@@ -55,11 +57,14 @@ def captured_ms(work: Callable[[], object], runs: int = 5, replays: int = 5) -> 
 
 
 def capture(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of `work`. `work` runs once before the capture to compile kernels; the graph is replayed once."""
+    """A CUDA graph of `work`. `work` runs once before the capture to compile kernels; the graph is replayed once.
+
+    Other threads may call the device meanwhile, as NCCL's do.
+    """
     work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode=CAPTURE_MODE):
         work()
     graph.replay()
     return graph

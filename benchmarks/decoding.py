@@ -3,38 +3,48 @@
 `python -m benchmarks.decoding` prints tables and, last, one JSON line, from which `benchmarks.tables` makes them again.
 `--picture` also draws the parts of a tree round. Weights and caches are random, because the time of a round depends on
 shapes alone. Tokens/s need acceptance lengths that an evaluation of a real pair measured: `--acceptance`.
+`torchrun --nproc_per_node N -m benchmarks.decoding --tp_size N` times a target that N GPUs share. Rank 0 prints, and
+the floor is that of its part, without communication.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-from collections.abc import Mapping
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from benchmarks.acceptance import Key, key, read_acceptance
-from benchmarks.ceilings import Ceilings, captured_ms, measure_ceilings, timed_ms
+from benchmarks.ceilings import Ceilings, measure_ceilings, timed_ms
 from benchmarks.floors import round_floor_ms
+from benchmarks.parts import glide_draft, parts_of_round, sums_ms
 from benchmarks.picture import draw_rounds
 from benchmarks.shapes import SHAPES, random_pair
-from benchmarks.tables import tables
+from benchmarks.tables import round_name, tables
 from benchmarks.transformers_baseline import PEERS, peer_ms
 from longspec.errors import UserError, reports_user_errors
 from longspec.inference.capture import CapturedRound, warm_up
 from longspec.inference.decoder import Decoder
-from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
-from longspec.inference.methods import METHODS, make_drafter
+from longspec.inference.methods import GLIDE_METHODS, METHODS, make_drafter
+from longspec.inference.process_group import equal_ranks
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
+from longspec.models.glide import GlideMixin
+from longspec.models.parallel import model_parallel_rank_and_size, split_draft
+from longspec.models.target_split import check_divisible
 
 
 @dataclass
@@ -46,12 +56,18 @@ class Measured:
     batch: int
     method: str
     temperature: float
+    nodes: int
+    """Nodes that the target reads, the root included."""
+    columns: int | None
+    """Rows of the head of a draft with a vocabulary list; None without a list."""
     round_ms: float
     floor_ms: float
     busy: float
     """Device time of a round divided by its wall-clock time."""
     parts: dict[str, float] = field(default_factory=dict)
     """Milliseconds per part of a round; empty except for a greedy tree. They add up to `round_ms`."""
+    sums_ms: float | None = None
+    """Milliseconds of a verification's sums over the ranks that share the target; None without other ranks."""
     acceptance_length: float | None = None
     """Tokens per round: 1 for vanilla, else measured on a real pair; None if no such figure was given."""
 
@@ -73,39 +89,74 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise UserError("benchmarks.decoding: needs a CUDA device; none is available")
     acceptance = read_acceptance(options.acceptance)
+    # Each capture collects garbage, for which the objects of the imported modules need not be searched.
+    gc.freeze()
+    with equal_ranks(options.tp_size, "cuda"):
+        if model_parallel_rank_and_size()[0] > 0:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+        run(options, acceptance)
+
+
+def run(options: Namespace, acceptance: Mapping[Key, float]) -> None:
     ceilings = measure_ceilings()
     measurements: list[Measured] = []
     peers: list[dict[str, Any]] = []
     print(ceilings)
     print(HEADER)
     for shape in options.shapes:
-        model = random_pair(shape)
-        if options.draft_vocabulary is not None:
-            model.draft_model.set_vocabulary(random_vocabulary(options.draft_vocabulary, model.config.vocab_size))
+        model = decoding_pair(shape)
         runner = FusedRunner(model, options.attention)
+        for lengths, setting in settings(options, model):
+            measurements.append(measure(shape, runner, lengths, setting.method, ceilings, setting, acceptance))
         for context in options.contexts:
-            for method in options.methods:
-                measurements.append(measure(shape, runner, [context], method, ceilings, options, acceptance))
-        for batch in options.batches:
-            lengths = torch.linspace(0.75, 1.0, batch).mul(options.batch_context).long().tolist()
-            for method in ("vanilla", "tree"):
-                measurements.append(measure(shape, runner, lengths, method, ceilings, options, acceptance))
-        for context in options.contexts:
-            for peer in options.peers:
+            for peer in options.peers if options.tp_size == 1 else []:
                 name = f"transformers, {peer} cache{', compiled' if peer == 'static' else ''}"
                 peers.append({"shape": shape, "context": context, "name": name, "ms": peer_ms(peer, model, context)})
                 print(f"{name}, {shape} at {context}: {peers[-1]['ms']} ms per token", flush=True)
         del model, runner
         torch.cuda.empty_cache()
 
-    if options.picture:
+    if options.picture and model_parallel_rank_and_size()[0] == 0:
         draw_rounds([row for row in measurements if row.parts], options.picture)
     rows = [asdict(row) | {"ratio": row.ratio, "tokens_per_s": row.tokens_per_s} for row in measurements]
     # Paths are the only options that JSON does not have.
     config = json.loads(json.dumps(vars(options), default=str))
     result = {"benchmark": "decoding", "rounds": rows, "peers": peers, "config": config} | ceilings.describe()
     print(tables(result))
-    print(json.dumps(result))
+    print(json.dumps(result), flush=True)
+
+
+def decoding_pair(shape: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> GlideMixin:
+    """The random pair of a shape, or this rank's part of it. Raises UserError if the ranks cannot share it."""
+    ranks = model_parallel_rank_and_size()[1]
+    if ranks > 1:
+        check_divisible(SHAPES[shape], ranks, shape)
+        torch.manual_seed(0)  # the ranks' drafts are parts of one
+    pair = random_pair(shape, device, dtype)
+    if ranks > 1:
+        split_draft(pair)
+    return pair.eval()
+
+
+def settings(options: Namespace, model: GlideMixin) -> Iterator[tuple[list[int], Namespace]]:
+    """The rows' lengths and the options of each measurement. The model's draft then has that measurement's list.
+
+    Options with several values are combined. Methods to which an option does not apply are measured once.
+    """
+    cases = [([context], options.methods) for context in options.contexts]
+    for batch in options.batches:
+        lengths = torch.linspace(0.75, 1.0, batch).mul(options.batch_context).long().tolist()
+        cases.append((lengths, ["vanilla", "tree"]))
+    for number, size in enumerate(options.draft_vocabulary):
+        tokens = random_vocabulary(size, model.config.vocab_size) if size else None
+        model.draft_model.set_vocabulary(tokens)
+        for lengths, methods in cases:
+            for method, temperature in product(methods, options.temperature):
+                if number and method not in GLIDE_METHODS:
+                    continue
+                for nodes in options.tree_nodes if method == "tree" else [0]:
+                    own = {"method": method, "temperature": temperature, "tree_nodes": nodes or None}
+                    yield lengths, Namespace(**vars(options) | own)
 
 
 def parse_options() -> argparse.Namespace:
@@ -114,15 +165,16 @@ def parse_options() -> argparse.Namespace:
     add("--shapes", nargs="*", default=["llama3-8b", "qwq-32b"], choices=list(SHAPES))
     add("--contexts", type=int, nargs="*", default=[4096, 32768, 131072])
     add("--methods", nargs="*", default=list(METHODS), choices=METHODS)
-    add("--temperature", type=float, default=0.0)
+    add("--temperature", type=float, nargs="+", default=[0.0])
     add("--tree_shape", type=int, nargs="+", default=[4, 16, 16, 16, 16])
-    add("--tree_nodes", type=int, help="nodes of the tree to be verified, the root included; default: all")
+    add("--tree_nodes", type=int, nargs="+", default=[0], help="nodes to be verified, the root included; 0: all")
     add("--lookup_branches", action="store_true", help="prompt lookup adds branches to the tree")
-    add("--draft_vocabulary", type=int, help="number of tokens in the draft's vocabulary list; default: no list")
+    add("--draft_vocabulary", type=int, nargs="+", default=[0], help="tokens in the draft's list; 0: no list")
     add("--gamma", type=int, default=4)
     add("--batches", type=int, nargs="*", default=[], help="batch sizes of ragged batches, for vanilla and tree")
     add("--batch_context", type=int, default=32768, help="longest row of a batch; the shortest is 3/4 as long")
     add("--attention", default="auto")
+    add("--tp_size", type=int, default=1, help="number of ranks, all of this launch, that share the target")
     add("--acceptance", type=Path, nargs="*", default=[], help="summary.json of evaluations of one real pair")
     add("--peers", nargs="*", default=list(PEERS), choices=PEERS, help="caches of transformers' own code to time")
     add("--picture", type=Path, help="PNG file with the parts of each tree round")
@@ -139,11 +191,14 @@ def measure(
     options: argparse.Namespace,
     acceptance: Mapping[Key, float] | None = None,
 ) -> Measured:
+    # The engine before this one is freed, and blocks that a capture could not free itself.
+    gc.collect()
+    torch.cuda.empty_cache()
     engine = filled_engine(runner, lengths, method, options)
     warm_up(engine)
     captured = CapturedRound(engine)
     decoder = Decoder(engine, 1 << 30, set(), None)
-    active = torch.ones(len(lengths), dtype=torch.bool, device="cuda")
+    active = torch.ones(len(lengths), dtype=torch.bool, device=runner.device)
 
     def rewind() -> None:
         engine.cache.lengths.copy_(torch.tensor(lengths))
@@ -163,18 +218,22 @@ def measure(
     drafted_by = {"magicdec": "target", "lookup": "nothing"}.get(method, "glide")
     verified = engine.drafter.nodes
     draft = glide_draft(engine.drafter)
-    columns = None if draft is None else draft.columns
-    floor_ms = round_floor_ms(runner.config, ceilings, lengths, widths, drafted_by, verified, columns)
+    columns = None if draft is None or draft.head is None else draft.columns
+    ranks = model_parallel_rank_and_size()[1]
+    floor_ms = round_floor_ms(runner.config, ceilings, lengths, widths, drafted_by, verified, columns, ranks)
     measured = Measured(
         shape,
         max(lengths),
         len(lengths),
         method,
         options.temperature,
+        verified,
+        columns,
         round_ms,
         floor_ms,
         round_ms / wall_ms,
         parts_of_round(engine, round_ms) if method == "tree" and engine.sampler.greedy else {},
+        sums_ms(engine),
         1.0 if method == "vanilla" else (acceptance or {}).get(key(method, vars(options))),
     )
     print(line(measured), flush=True)
@@ -196,7 +255,10 @@ def filled_engine(runner: Runner, lengths: list[int], method: str, options: argp
         options.tree_nodes,
         options.lookup_branches,
     )
-    prompts = torch.randint(0, min(1000, runner.config.vocab_size), (batch, max(lengths)), device=runner.device)
+    # The same on all ranks, because the draft's head depends on them.
+    generator = torch.Generator(runner.device).manual_seed(0)
+    like: dict[str, Any] = {"device": runner.device, "generator": generator}
+    prompts = torch.randint(0, min(1000, runner.config.vocab_size), (batch, max(lengths)), **like)
     engine = Engine(runner, drafter, sampler, prompts, lengths, max_new_tokens=1024)
     stores = [engine.cache.keys, engine.cache.values]
     draft = glide_draft(drafter)
@@ -217,98 +279,18 @@ def random_vocabulary(size: int, vocab: int) -> Tensor:
     return torch.randperm(vocab, generator=torch.Generator().manual_seed(0))[:size].sort().values
 
 
-def glide_draft(drafter: Any) -> GlideDraft | None:
-    """The GLIDE draft of a tree or a chain; None for other drafters."""
-    draft = getattr(drafter, "draft", getattr(drafter, "model", None))
-    return draft if isinstance(draft, GlideDraft) else None
-
-
-def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
-    """Milliseconds per part of a tree round. Each part is captured and timed alone.
-
-    "draft rest", "verify rest" and "residual" are differences. The residual is the round minus the sum of its parts;
-    it is negative if they take less time within a round than alone.
-    """
-    runner, cache, drafter = engine.runner, engine.cache, engine.drafter
-    draft: GlideDraft = drafter.draft  # type: ignore[attr-defined]
-    proposal = drafter.propose(engine.root, cache)
-    batch, nodes = proposal.tokens.shape
-    config = runner.config
-    scale = draft.scale
-
-    def random(width: int, heads: int) -> Tensor:
-        return torch.randn(
-            batch, width, heads, cache.keys.shape[-1], dtype=runner.dtype, device=runner.device
-        ).transpose(1, 2)
-
-    # The draft runs once for the root and once for each level but the last.
-    shape: tuple[int, ...] = drafter.shape  # type: ignore[attr-defined]
-    levels = [(0, 1), *enumerate(shape[:-1], 1)]
-    widths = {1, nodes, *shape}
-    queries = {width: random(width, config.num_attention_heads) for width in widths}
-    hidden = {width: random(width, config.hidden_size // queries[1].shape[-1]) for width in widths}
-    hidden = {width: x.transpose(1, 2).flatten(2) for width, x in hidden.items()}
-
-    def draft_attention() -> None:
-        for level, width in levels:
-            visible = drafter.tree.visible[:, :width]  # type: ignore[attr-defined]
-            args = (draft.cache.keys, draft.cache.values, cache.lengths, level, visible, scale)
-            runner.attention.window(queries[width], *args)
-            runner.attention.prefix(queries[width], *cache.layer(-1), cache.lengths, scale)
-
-    def verify_attention() -> None:
-        attend = runner.attention.hybrid(cache.lengths, proposal.visible)
-        for keys, values in zip(cache.keys, cache.values, strict=True):
-            attend(queries[nodes], keys, values, scale)
-
-    def draft_lm_head() -> None:
-        for _, width in levels:
-            if draft.head is None:
-                runner.logits(hidden[width])
-            else:
-                draft.head.logits(hidden[width])
-
-    active = torch.ones(batch, dtype=torch.bool, device=runner.device)
-    static_hidden = engine.forward_tree(proposal, cache)
-    static_logits = runner.logits(static_hidden)
-
-    def accept_and_compact() -> None:
-        with (
-            patch.object(drafter, "propose", lambda *_: proposal),
-            patch.object(engine, "forward_tree", lambda *_: static_hidden),
-            patch.object(runner, "logits", lambda _: static_logits),
-        ):
-            engine.round(active)
-
-    propose = captured_ms(lambda: drafter.propose(engine.root, cache))
-    verify = captured_ms(lambda: engine.verify(proposal))
-    draft_attention_ms = captured_ms(draft_attention)
-    verify_attention_ms = captured_ms(verify_attention)
-    draft_lm_head_ms = captured_ms(draft_lm_head)
-    verify_lm_head_ms = captured_ms(lambda: runner.logits(hidden[nodes]))
-    # Last, because it alone changes the lengths of the cached rows.
-    accept_ms = captured_ms(accept_and_compact)
-    return {
-        "draft attention": draft_attention_ms,
-        "draft rest": propose - draft_attention_ms - draft_lm_head_ms,
-        "lm_head": draft_lm_head_ms + verify_lm_head_ms,
-        "verify attention": verify_attention_ms,
-        "verify rest": verify - verify_attention_ms - verify_lm_head_ms,
-        "accept + compact": accept_ms,
-        "residual": round_ms - propose - verify - accept_ms,
-    }
-
-
 HEADER = (
-    f"{'shape':<11}{'context':>8}{'batch':>6} {'method':<9}{'ms':>8}{'floor':>8}{'ratio':>7}{'busy':>6}{'tokens/s':>9}"
+    f"{'shape':<11}{'context':>8}{'batch':>6} {'method':<34}{'ms':>8}{'floor':>8}{'ratio':>7}{'busy':>6}{'tokens/s':>9}"
 )
 
 
 def line(row: Measured) -> str:
-    parts = "  ".join(f"{name} {value:.2f}" for name, value in row.parts.items())
+    sums = {} if row.sums_ms is None else {"sums over ranks": row.sums_ms}
+    parts = "  ".join(f"{name} {value:.2f}" for name, value in (row.parts | sums).items())
     return (
-        f"{row.shape:<11}{row.context:>8}{row.batch:>6} {row.method:<9}{row.round_ms:>8.2f}{row.floor_ms:>8.2f}"
-        f"{row.ratio:>7.2f}{row.busy:>6.2f}{row.tokens_per_s or float('nan'):>9.0f}  {parts}"
+        f"{row.shape:<11}{row.context:>8}{row.batch:>6} {round_name(asdict(row)):<34}"
+        f"{row.round_ms:>8.2f}{row.floor_ms:>8.2f}{row.ratio:>7.2f}"
+        f"{row.busy:>6.2f}{row.tokens_per_s or float('nan'):>9.0f}  {parts}"
     )
 
 

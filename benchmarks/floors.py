@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.ceilings import Ceilings
 from longspec.inference.drafting.magicdec import RECENT, SINK
 from longspec.models.draft_layer import head_dim
+from longspec.models.target_split import rank_config
 
 BYTES = 2
 """Size of one bf16 number."""
@@ -24,6 +25,7 @@ def round_floor_ms(
     drafted_by: str,
     verified: int | None = None,
     columns: int | None = None,
+    ranks: int = 1,
 ) -> float:
     """Milliseconds of a round, summed over its parts.
 
@@ -33,8 +35,10 @@ def round_floor_ms(
     lengths: cached tokens per row. widths: nodes per level of the tree; () is a vanilla step. drafted_by: "glide",
     "target" (magicdec, which attends to a constant number of tokens), or "nothing" if drafting takes no device time.
     verified: nodes that the target reads, the root included; None for the whole tree. columns: rows of lm_head that a
-    GLIDE draft reads; None for all.
+    GLIDE draft reads; None for all. ranks: number of ranks that share target and draft; the floor is that of one rank,
+    without communication.
     """
+    config = rank_config(config, 0, ranks)
     batch = len(lengths)
     nodes = verified or 1 + sum(widths)
     total = _pass_ms(config, ceilings, lengths, nodes)

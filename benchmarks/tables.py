@@ -42,7 +42,7 @@ def rounds_table(rounds: Sequence[Result]) -> str:
     header += ["tokens per round", "tokens/s"] if with_speed else []
     rows = []
     for row in rounds:
-        cells = [row["shape"], str(row["context"]), str(row["batch"]), row["method"]]
+        cells = [row["shape"], str(row["context"]), str(row["batch"]), round_name(row)]
         cells += [f"{row[name]:.2f}" for name in ("round_ms", "floor_ms", "ratio")]
         if with_speed:
             cells += [_cell(row["acceptance_length"], ".2f"), _cell(row["tokens_per_s"], ".0f")]
@@ -56,8 +56,20 @@ def parts_table(rounds: Sequence[Result]) -> str:
     rows = []
     for row in rounds:
         times = [f"{row['parts'][name]:.2f}" for name in names]
-        rows.append([row["shape"], str(row["context"]), str(row["batch"]), *times, f"{row['round_ms']:.2f}"])
-    return markdown(["shape", "context", "batch", *names, "round"], rows)
+        cells = [row["shape"], str(row["context"]), str(row["batch"]), round_name(row)]
+        rows.append([*cells, *times, f"{row['round_ms']:.2f}"])
+    return markdown(["shape", "context", "batch", "method", *names, "round"], rows)
+
+
+def round_name(row: Result) -> str:
+    """The method of a round, with the settings by which rounds of one run differ."""
+    name = row["method"]
+    # Outputs of earlier versions have neither nodes nor columns.
+    if name == "tree" and row.get("nodes"):
+        name += f", {row['nodes']} nodes"
+    if row.get("columns"):
+        name += f", {row['columns']} columns"
+    return name + (f", T = {row['temperature']:g}" if row["temperature"] else "")
 
 
 def peers_table(peers: Sequence[Result]) -> str:

@@ -95,8 +95,10 @@ class Rounds:
     def kind(self) -> Hashable:
         """A key that is equal for batches whose rounds launch the same kernels."""
         warper_types = tuple(type(warper) for warper in self.sampler.warpers) if self.sampler.truncates else ()
+        vocabulary = self.runner.model.draft_model.vocabulary
         return (
             self.drafter.kind,
+            None if vocabulary is None else len(vocabulary),
             len(self.root),
             min(self.capacity // CAPACITY_STEP, MOST_SIZE_CLASSES),
             self.sampler.greedy,

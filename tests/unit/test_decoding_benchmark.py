@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import decoding
+from benchmarks import parts
 from benchmarks.acceptance import read_acceptance
 from benchmarks.cards import cards_table
-from benchmarks.decoding import Measured, filled_engine, glide_draft, parts_of_round, random_vocabulary
+from benchmarks.decoding import Measured, filled_engine, random_vocabulary, settings
+from benchmarks.parts import glide_draft, parts_of_round
 from benchmarks.read_bandwidth import LAUNCHES, read_sums
 from benchmarks.shapes import random_pair
-from benchmarks.tables import tables
+from benchmarks.tables import round_name, tables
 from benchmarks.transformers_baseline import dynamic_ms, static_ms
 from longspec.errors import UserError
 from longspec.inference.runner import Runner
@@ -60,13 +61,13 @@ def test_the_parts_of_a_round_add_up_to_it_with_a_negative_residual(
         lengths.append(int(engine.cache.lengths))
         return 5.0
 
-    monkeypatch.setattr(decoding, "captured_ms", timed)
+    monkeypatch.setattr(parts, "captured_ms", timed)
     engine = filled_engine(Runner(pair), [20], "tree", Namespace(**OPTIONS | changes))
     assert engine.drafter.nodes == nodes
     with torch.no_grad():
-        parts = parts_of_round(engine, 9.0)
-    assert sum(parts.values()) == pytest.approx(9.0)
-    assert parts["accept + compact"] == 5.0 and parts["residual"] == -6.0
+        found = parts_of_round(engine, 9.0)
+    assert sum(found.values()) == pytest.approx(9.0)
+    assert found["accept + compact"] == 5.0 and found["residual"] == -6.0
     assert set(lengths[:-1]) == {20} and lengths[-1] > 20
 
 
@@ -75,6 +76,13 @@ def test_a_draft_with_a_list_has_a_head_filled_from_the_target(listed_pair: Glid
     draft = glide_draft(filled_engine(Runner(listed_pair), [20], method, Namespace(**OPTIONS)).drafter)
     assert draft is not None and draft.head is not None
     assert torch.equal(draft.head.weight[:40], listed_pair.lm_head.weight[draft.head.ids[0, :40]])
+
+
+def test_a_list_makes_another_kind_of_engine_whose_kernels_compile_before_capture(listed_pair: GlideMixin) -> None:
+    kinds = [filled_engine(Runner(listed_pair), [20], "tree", Namespace(**OPTIONS)).kind]
+    listed_pair.draft_model.set_vocabulary(None)
+    kinds.append(filled_engine(Runner(listed_pair), [20], "tree", Namespace(**OPTIONS)).kind)
+    assert kinds[0] != kinds[1]
 
 
 @pytest.mark.parametrize("size", [-1, 0, 512])
@@ -117,16 +125,41 @@ def test_acceptance_is_pooled_over_evaluations_of_one_pair(tmp_path: Path) -> No
 
 
 def result(acceptance_length: float | None) -> dict[str, Any]:
-    row = Measured("llama", 4096, 2, "tree", 0.0, 8.0, 5.0, 1.0, {"verify": 8.5, "residual": -0.5}, acceptance_length)
+    row = Measured("llama", 4096, 2, "tree", 0.0, 32, None, 8.0, 5.0, 1.0, {"verify": 8.5, "residual": -0.5})
+    row.acceptance_length = acceptance_length
     shown = vars(row) | {"ratio": row.ratio, "tokens_per_s": row.tokens_per_s}
     return {"rounds": [shown], "peers": [{"shape": "llama", "context": 4096, "name": "other", "ms": None}]}
 
 
 def test_tables_have_every_part_and_speeds_only_at_a_measured_acceptance() -> None:
     with_speed, without = tables(result(3.25)), tables(result(None))
-    assert "| llama | 4096 | 2 | tree | 8.00 | 5.00 | 1.60 | 3.25 | 812 |" in with_speed
-    assert "tokens/s" not in without and "| llama | 4096 | 2 | tree | 8.00 | 5.00 | 1.60 |" in without
-    assert "| llama | 4096 | 2 | 8.50 | -0.50 | 8.00 |" in without and "| other | – |" in without
+    assert "| llama | 4096 | 2 | tree, 32 nodes | 8.00 | 5.00 | 1.60 | 3.25 | 812 |" in with_speed
+    assert "tokens/s" not in without and "| llama | 4096 | 2 | tree, 32 nodes | 8.00 | 5.00 | 1.60 |" in without
+    assert "| llama | 4096 | 2 | tree, 32 nodes | 8.50 | -0.50 | 8.00 |" in without and "| other | – |" in without
+
+
+def test_the_name_of_a_round_tells_apart_the_settings_of_one_run() -> None:
+    row = {"method": "tree", "nodes": 32, "columns": 34816, "temperature": 1.0}
+    assert round_name(row) == "tree, 32 nodes, 34816 columns, T = 1"
+    assert round_name({"method": "vanilla", "nodes": 1, "columns": None, "temperature": 0.0}) == "vanilla"
+    assert round_name({"method": "tree", "temperature": 0.0}) == "tree", "the output of an earlier version"
+
+
+def test_options_with_several_values_are_combined_where_they_apply(pair: GlideMixin) -> None:
+    options = {"contexts": [40], "batches": [2], "batch_context": 80, "methods": ["vanilla", "seq", "tree"]}
+    lists = {"temperature": [0.0, 1.0], "tree_nodes": [0, 4], "draft_vocabulary": [0, 9]}
+    found = []
+    for lengths, setting in settings(Namespace(**options | lists), pair):
+        vocabulary = pair.draft_model.vocabulary
+        size = 0 if vocabulary is None else len(vocabulary)
+        found.append((len(lengths), setting.method, setting.temperature, setting.tree_nodes, size))
+    pair.draft_model.set_vocabulary(None)
+    both = [(temperature, size) for size in (0, 9) for temperature in (0.0, 1.0)]
+    trees = [(rows, "tree", t, nodes, size) for rows in (1, 2) for t, size in both for nodes in (None, 4)]
+    chains = [(1, "seq", t, None, size) for t, size in both]
+    assert sorted(found, key=str) == sorted(
+        [*trees, *chains, *((rows, "vanilla", t, None, 0) for rows in (1, 2) for t in (0.0, 1.0))], key=str
+    )
 
 
 def test_cards_that_were_not_measured_are_marked() -> None:

@@ -45,6 +45,16 @@ def test_rows_share_the_weights_but_not_their_keys() -> None:
     assert two - one == pytest.approx(keys)
 
 
+def test_two_ranks_read_half_of_everything_but_a_list_of_the_draft() -> None:
+    for widths in ((), TREE):
+        one, two = (round_floor_ms(LLAMA3_8B, CEILINGS, [32768], widths, "glide", ranks=ranks) for ranks in (1, 2))
+        assert two == pytest.approx(one / 2)
+    listed = [
+        round_floor_ms(LLAMA3_8B, CEILINGS, [4096], TREE, "glide", columns=32768, ranks=ranks) for ranks in (1, 2)
+    ]
+    assert 2 * listed[1] - listed[0] == pytest.approx(5 * 32768 * 4096 * 2 / 4.57e12 * 1e3)
+
+
 def test_who_drafts_decides_what_a_chain_costs() -> None:
     floors = {
         who: round_floor_ms(LLAMA3_8B, CEILINGS, [131072], (1,) * 4, who) for who in ("nothing", "glide", "target")
