@@ -6,6 +6,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from distributions import p_value
@@ -18,6 +19,7 @@ from longspec.inference import engine_pool
 from longspec.inference.adaptive import auto_rounds, measurement
 from longspec.inference.adaptive.auto_rounds import AutoRounds
 from longspec.inference.adaptive.controller import Controller
+from longspec.inference.adaptive.lookup_trace import LookupTrace
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.adaptive.time_cache import RoundTimes, cache_folder
 from longspec.longbench.command import parse_options
@@ -205,6 +207,17 @@ def test_a_measurement_is_a_few_rounds_of_each_plan(tmp_path: Path, monkeypatch:
     generate(model, ids, **(SETTINGS | {"max_new_tokens": 2}))
     rounds = (1 + measurement.REPLAYS) * 5
     assert len(lengths) == 2 * rounds + 1 and lengths.count(64) == rounds == lengths.count(256)
+
+
+def test_prompts_are_read_without_lists_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row's own tokens, as an array (see `LookupTrace.read`)."""
+    model = make_pair(tmp_path)
+    ids, mask, rows = prompts(20, 7)
+    read = []
+    monkeypatch.setattr(LookupTrace, "read", lambda self, prompt: read.append(prompt))
+    generate(model, ids, mask, **SETTINGS)
+    assert all(isinstance(prompt, np.ndarray) for prompt in read)
+    assert [prompt.tolist() for prompt in read] == [row.tolist() for row in rows]
 
 
 def test_without_a_trained_draft_it_plays_no_tree(tmp_path: Path) -> None:

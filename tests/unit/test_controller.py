@@ -1,8 +1,10 @@
 """The controller of "auto" on simulated text and drafts: close to the best fixed plan, and quick after a change."""
 
+import time
 from collections.abc import Callable, Sequence
 from random import Random
 
+import numpy as np
 import pytest
 
 from longspec.inference.adaptive.controller import Controller, RowRound
@@ -15,6 +17,8 @@ SHALLOW = [tree for tree in TREES if tree.levels < 5]
 PLANS = (VANILLA, *LOOKUPS, *TREES)
 ONE_ROW = dict(zip(PLANS, (4.2, 4.5, 4.7, 5.4, 6.5, 6.1, 6.9, 7.2), strict=True))
 """Times of rounds in ms: a batch of 1, in which nodes cost little."""
+SMALL_TARGET = dict(zip(PLANS, (0.9, 1.06, 1.09, 1.31, 1.58, 1.43, 1.61, 1.67), strict=True))
+"""A target of 135M parameters at temperature 1: a tree takes up to 1.9 times as long as a round without draft."""
 EIGHT_ROWS = dict(zip(PLANS, (11.4, 12.2, 13.5, 14.3, 15.5, 18.9, 19.7, 33.0), strict=True))
 """A batch of 8, in which a large tree costs three times a round without draft."""
 
@@ -150,8 +154,29 @@ def test_it_finds_the_new_best_plan_within_100_rounds_of_a_change(
             seconds, rows, lambda number: accepted[number >= change], lambda number: copying[number >= change], seed
         )
         simulation.run(change + 200)
-        assert simulation.share(before, change - 100, change) > 0.9
+        # A probe of a tree that is nearly as fast costs little, so one in ten rounds may be a probe.
+        assert simulation.share(before, change - 100, change) > 0.85
         assert simulation.share(after, change + 100, change + 200) > 0.9, f"seed {seed}"
+
+
+def test_most_short_answers_with_a_hard_beginning_return_to_trees() -> None:
+    """Trees are slower than vanilla in the first 20 rounds, and 1.4 times as fast after them."""
+    shares = []
+    for seed in range(20):
+        simulation = Simulation(SMALL_TARGET, 1, lambda n: 0.25 if n < 20 else 0.6, lambda n: False, seed)
+        simulation.run(120)
+        shares.append(simulation.share(TREES, 20, 120))
+    assert sum(shares) / len(shares) > 0.6
+
+
+def test_probes_may_lose_one_percent_of_the_time() -> None:
+    """Against vanilla, which is the best plan. The first rounds, which show this, do not count."""
+    lost = []
+    for seed in range(4):
+        simulation = Simulation(EIGHT_ROWS, 8, lambda number: 0.1, lambda number: False, seed)
+        simulation.run(600)
+        lost.append(1 - simulation.speed(first=100) * EIGHT_ROWS[VANILLA])
+    assert 0.002 < sum(lost) / len(lost) < 0.012
 
 
 def test_the_choice_depends_on_the_past_only() -> None:
@@ -197,6 +222,23 @@ def test_only_active_rows_count() -> None:
     controller.end(0)
     assert controller.tokens(LOOKUPS[1]) < both / 2
     assert controller._time(VANILLA) == 63
+
+
+def test_a_long_prompt_is_read_as_a_block() -> None:
+    """The device is idle meanwhile. A list of its tokens takes 200 us per 7000 tokens, 1% of a short answer."""
+    prompt = np.random.default_rng(0).integers(0, 5000, 200_000)
+
+    def seconds(tokens: list[int] | np.ndarray) -> float:
+        times = []
+        for _ in range(5):
+            trace = LookupTrace([4], [TrackedMean(1.0, 1.0)])
+            start = time.perf_counter()
+            trace.read(tokens)
+            times.append(time.perf_counter() - start)
+        assert trace.tokens.tolist() == prompt.tolist()
+        return min(times)
+
+    assert seconds(prompt) < seconds(prompt.tolist()) / 4
 
 
 def test_lookup_is_simulated_on_the_text() -> None:

@@ -69,7 +69,7 @@ class AutoRounds:
         times, batch = self.times, len(first_tokens)
         # A round computes all rows, but only active ones read their prefix.
         self.controller = Controller(self.drafters.plans, lambda plan, read: times(plan, read / batch), times.refill)
-        prompts = engine.prompts.tolist()
+        prompts = engine.prompts.numpy(force=True)
         for row, (length, token) in enumerate(zip(engine.prompt_lengths, first_tokens, strict=True)):
             trace = self.controller.new_trace()
             trace.read(prompts[row][:length])

@@ -13,18 +13,17 @@ from longspec.inference.adaptive.lookup_trace import LookupTrace
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.adaptive.tracked_mean import TrackedMean
 
-PRIOR_WEIGHT = 2.0
-"""Weight of the priors below, in rounds."""
+PRIOR_WEIGHT = 4.0
+"""Weight of the priors below, in rounds. With less, a few unlucky rounds end the trees of a whole answer."""
 PRIOR_LOOKUP = 1.2
 """Tokens of a round of lookup."""
 PRIOR_FIRST_TREE, PRIOR_MORE_NODES, PRIOR_MORE_LEVELS = 1.3, 0.3, 0.6
 """Accepted tokens of the smallest tree, and additional ones of more nodes, and of more levels once they are reached."""
 PRIOR_REACH = 0.5
 """Share of rounds in which the accepted path reaches the last level of a tree."""
-PROBE_SHARES = (0.0075, 0.0025)
-"""Largest shares of the time that probes may lose: probes of the cheapest tree, and probes of the largest tree, which
-informs about all others."""
-FIRST_LOSSES = (2.0, 1.0)
+PROBE_SHARE = 0.01
+"""Largest share of the time that probes may lose. While no tree is played, only probes notice easier text."""
+FIRST_LOSS = 2.0
 """Additional time that they may lose, in rounds of the first plan."""
 
 RoundTime = Callable[[Plan, int], float]
@@ -58,8 +57,7 @@ class Decision:
     """The plan of a round."""
 
     plan: Plan
-    probe: int | None = None
-    """For a probe: its kind, as an index of PROBE_SHARES."""
+    is_probe: bool = False
     loss: float = 0.0
     """Time that a probe is expected to lose."""
     expected_tokens: float = 0.0
@@ -107,8 +105,8 @@ class Controller:
 
         self.elapsed = 0.0
         """Time of all rounds."""
-        self.lost = [0.0, 0.0]
-        """Time that the probes of either kind lost."""
+        self.lost = 0.0
+        """Time that probes lost."""
         self._current = Decision(self.plans[0])
         """About the newest round."""
         self._next: Decision | None = None
@@ -136,8 +134,8 @@ class Controller:
 
     def impose(self, plan: Plan) -> Plan:
         """The next round plays a plan that was not chosen here."""
-        if self._next is not None and self._next.probe is not None:
-            self.lost[self._next.probe] -= self._next.loss
+        if self._next is not None:
+            self.lost -= self._next.loss
         return self._begin(Decision(plan))
 
     def observe(self, parts: Mapping[Hashable, RowRound]) -> None:
@@ -206,10 +204,10 @@ class Controller:
                 gain.add((accepted[tree] - accepted[smaller]) / opportunities)
             else:
                 gain.age()
-        if decision.probe is not None:
+        if decision.is_probe:
             tokens = sum(len(part.tokens) for part in parts) / len(parts)
             surplus = (decision.expected_tokens - tokens) / decision.best_speed
-            self.lost[decision.probe] = max(self.lost[decision.probe] + surplus, 0.0)
+            self.lost = max(self.lost + surplus, 0.0)
 
     def _decide(self) -> Decision:
         """The best plan, or one to probe if there is something to learn and the probes' share of the time allows it."""
@@ -221,12 +219,10 @@ class Controller:
             return Decision(best)
         refill_time = 0.0 if self._current.plan.kind == "tree" else self.refill_time
         # The cost of a probe: its time minus the time in which the best plan emits as many tokens.
-        losses = [self._time(plan) + refill_time - self.tokens(plan) / best_speed for plan in unknown]
-        cheapest = min(range(len(unknown)), key=losses.__getitem__)
-        for kind, number in enumerate((cheapest, len(unknown) - 1)):
-            budget = PROBE_SHARES[kind] * self.elapsed + FIRST_LOSSES[kind] * self._time(self.plans[0])
-            if self.lost[kind] + losses[number] <= budget:
-                self.lost[kind] += losses[number]
-                plan = unknown[number]
-                return Decision(plan, kind, losses[number], self.tokens(plan), best_speed)
-        return Decision(best)
+        losses = {plan: self._time(plan) + refill_time - self.tokens(plan) / best_speed for plan in unknown}
+        plan = min(unknown, key=losses.__getitem__)
+        budget = PROBE_SHARE * self.elapsed + FIRST_LOSS * self._time(self.plans[0])
+        if self.lost + losses[plan] > budget:
+            return Decision(best)
+        self.lost += losses[plan]
+        return Decision(plan, True, losses[plan], self.tokens(plan), best_speed)

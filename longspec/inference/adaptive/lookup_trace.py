@@ -28,9 +28,9 @@ class LookupTrace:
         """Number of tokens of each chain that the text has followed."""
         self._roots = 0
 
-    def read(self, prompt: Sequence[int]) -> None:
-        """Take the next tokens of the prompt."""
-        self.tokens.extend(prompt)
+    def read(self, prompt: Sequence[int] | np.ndarray) -> None:
+        """Take the next tokens of the prompt. An array is copied at once; the device waits for this before a round."""
+        self.tokens.frombytes(np.asarray(prompt, dtype=np.int64).tobytes())
 
     def extend(self, new_tokens: Sequence[int]) -> None:
         """Take the next tokens of the text after the prompt. The first of them comes from prefill."""
