@@ -215,6 +215,9 @@ class LanguageChain:
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None: ...
 
+    def row_states(self) -> list[Tensor]:
+        return []
+
     def next_logits(self, tokens: Tensor, step: int, cache: object) -> Tensor:
         self.prefix = (*self.prefix[: step - 1], int(tokens)) if step else ()
         return self.language(self.prefix).log()[None]

@@ -60,6 +60,7 @@ class PlanDrafter:
         self.reads_hidden = reads_hidden
         self.reserve = drafter.reserve
         self.start = drafter.start
+        self.row_states = drafter.row_states
 
     def share(self, rows: slice, sampler: Sampler) -> PlanDrafter:
         draft = self.draft and self.draft.narrow(rows)
@@ -130,11 +131,14 @@ class PlanDrafters:
             assert self.tree.lookup is not None
             self.tree.lookup.share_history(self.history.history)
 
-    def start(self, prompts: Tensor, lengths: Tensor, prompt_lengths: Tensor | None = None) -> None:
-        self.prompt_lengths = lengths if prompt_lengths is None else prompt_lengths
+    def start(self, prompts: Tensor, lengths: Tensor) -> None:
+        self.prompt_lengths = lengths
         self.history.start(prompts, lengths)
         if self.tree is not None:
-            self.tree.start(prompts, lengths, prompt_lengths)
+            self.tree.start(prompts, lengths)
+
+    def row_states(self) -> list[Tensor]:
+        return self.history.row_states() if self.tree is None else self.tree.row_states()
 
     def refill(self, lengths: Tensor) -> None:
         """Fill the draft's ring from the history, after rounds of other plans. lengths: int [B]."""

@@ -21,9 +21,11 @@ class ChainModel(Protocol):
     def narrow(self, rows: slice) -> ChainModel:
         """The model for some consecutive rows, on the same state."""
 
-    def start(self, prompts: Tensor, lengths: Tensor, prompt_lengths: Tensor | None = None) -> None: ...
+    def start(self, prompts: Tensor, lengths: Tensor) -> None: ...
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None: ...
+
+    def row_states(self) -> list[Tensor]: ...
 
     def next_logits(self, tokens: Tensor, step: int, cache: TargetCache) -> Tensor:
         """Logits [B, V] after tokens, LongTensor [B], which are node number `step` of the chain; the root is node 0."""
@@ -41,6 +43,7 @@ class ChainDrafter:
         self.sampler = sampler
         self.start = model.start
         self.feed = model.feed
+        self.row_states = model.row_states
 
     def share(self, rows: slice, sampler: Sampler) -> ChainDrafter:
         return ChainDrafter(self.model.narrow(rows), self.depth, sampler)
@@ -78,8 +81,11 @@ class NoDraft:
     def reserve(self, capacity: int) -> None:
         pass
 
-    def start(self, prompts: Tensor, lengths: Tensor, prompt_lengths: Tensor | None = None) -> None:
+    def start(self, prompts: Tensor, lengths: Tensor) -> None:
         pass
+
+    def row_states(self) -> list[Tensor]:
+        return []
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
         return chain(root[:, None])

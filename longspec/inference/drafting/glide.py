@@ -53,7 +53,10 @@ class GlideDraft:
         return part
 
     def start(self, prompts: Tensor, lengths: Tensor, prompt_lengths: Tensor | None = None) -> None:
-        """Fill the ring with the last W tokens of each row; see `Drafter.start`."""
+        """Fill the ring with the last W tokens of each row; see `Drafter.start`.
+
+        prompt_lengths: LongTensor [B], if part of the tokens is an answer already; None for prompts alone.
+        """
         # Masked slots must be finite, and earlier requests may have left NaN.
         self.cache.clear()
         offsets = torch.arange(-self.cache.window, 0, device=prompts.device)
@@ -66,6 +69,10 @@ class GlideDraft:
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
         """Store accepted tokens [B, T] at consecutive positions [B, T] in the ring, where `valid`."""
         self.runner.feed_draft(tokens, positions, valid, self.cache)
+
+    def row_states(self) -> list[Tensor]:
+        states = [self.cache.keys, self.cache.values]
+        return states if self.head is None else [*states, self.head.ids, self.head.bias, self.head.regions]
 
     def level(self, tokens: Tensor, level: int, first: int, visible: Tensor, cache: TargetCache) -> Tensor:
         """The draft's logits [B, n, C] at the n nodes of one level. A round calls it for level 0, 1, 2, ...

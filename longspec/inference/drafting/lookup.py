@@ -70,11 +70,14 @@ class LookupDrafter:
         if self.history.shape[1] < capacity:
             self.history = self.history.new_zeros(len(self.history), capacity)
 
-    def start(self, prompts: Tensor, lengths: Tensor, prompt_lengths: Tensor | None = None) -> None:
+    def start(self, prompts: Tensor, lengths: Tensor) -> None:
         store_prompts(self.history, prompts)
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
         store_tokens(self.history, tokens, positions, valid)
+
+    def row_states(self) -> list[Tensor]:
+        return [self.history]
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
         self.history.scatter_(1, cache.lengths[:, None].long(), root[:, None])
@@ -136,11 +139,9 @@ class LookupBranches:
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
         store_tokens(self.state.history, tokens, positions, valid)
 
-    def copy_counts(self, source: int, row: int) -> None:
-        """Continue a row's counts in another row, which holds the same tokens."""
+    def row_states(self) -> list[Tensor]:
         state = self.state
-        for values in (state.hits, state.trials, state.tokens, state.match_lengths, state.roots):
-            values[row] = values[source]
+        return [state.history, state.hits, state.trials, state.tokens, state.match_lengths, state.roots]
 
     def propose(self, root: Tensor, lengths: Tensor) -> Branches:
         """The branches below root, LongTensor [B], at positions lengths [B]. Every round returns the same tensors."""

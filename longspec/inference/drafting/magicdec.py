@@ -29,11 +29,14 @@ class SparseTarget:
     def narrow(self, rows: slice) -> SparseTarget:
         return self
 
-    def start(self, prompts: Tensor, lengths: Tensor, prompt_lengths: Tensor | None = None) -> None:
+    def start(self, prompts: Tensor, lengths: Tensor) -> None:
         pass  # its whole state is the target's cache
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
         pass
+
+    def row_states(self) -> list[Tensor]:
+        return []
 
     def next_logits(self, tokens: Tensor, step: int, cache: TargetCache) -> Tensor:
         """Logits [B, V] after tokens, LongTensor [B], which are node number `step` of the chain."""

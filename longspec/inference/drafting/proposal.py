@@ -85,11 +85,11 @@ class Drafter(Protocol):
     def share(self, rows: slice, sampler: Sampler) -> Drafter:
         """A drafter for some consecutive rows on the state of this one, which may follow another sampler."""
 
-    def start(self, prompts: Tensor, lengths: Tensor, prompt_lengths: Tensor | None = None) -> None:
-        """Read the prompts. prompts: LongTensor [B, P], padded on the right; lengths: LongTensor [B].
+    def start(self, prompts: Tensor, lengths: Tensor) -> None:
+        """Read the prompts. prompts: LongTensor [B, P], padded on the right; lengths: LongTensor [B]."""
 
-        prompt_lengths: LongTensor [B], if part of the tokens is an answer already; None for prompts alone.
-        """
+    def row_states(self) -> list[Tensor]:
+        """All tensors [B, ...] that hold state of the rows, as views: copying a row of each moves a row's draft."""
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
         """Propose a tree. root: LongTensor [B], the newest token of each row, at position cache.lengths[b]."""

@@ -129,8 +129,8 @@ class TreeDrafter:
         if self.lookup is not None:
             self.lookup.reserve(capacity)
 
-    def start(self, prompts: Tensor, lengths: Tensor, prompt_lengths: Tensor | None = None) -> None:
-        self.draft.start(prompts, lengths, prompt_lengths)
+    def start(self, prompts: Tensor, lengths: Tensor) -> None:
+        self.draft.start(prompts, lengths)
         if self.lookup is not None:
             self.lookup.start(prompts, lengths)
 
@@ -138,6 +138,9 @@ class TreeDrafter:
         self.draft.feed(tokens, positions, valid)
         if self.lookup is not None:
             self.lookup.feed(tokens, positions, valid)
+
+    def row_states(self) -> list[Tensor]:
+        return self.draft.row_states() + ([] if self.lookup is None else self.lookup.row_states())
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
         """Grow a tree from the root, and select the nodes to be verified."""

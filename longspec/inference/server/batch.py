@@ -16,9 +16,7 @@ from longspec.inference.adaptive.time_cache import RoundTimes, cache_file, cache
 from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.capture import capture_round, warm_up
 from longspec.inference.drafting.chain import NoDraft
-from longspec.inference.drafting.lookup import LookupBranches
 from longspec.inference.drafting.proposal import Drafter
-from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Round
 from longspec.inference.methods import AUTO, make_drafter
 from longspec.inference.runner import Runner
@@ -32,6 +30,8 @@ from longspec.kernels.shared.device import upload
 
 PREFILL_CHUNK = 1024
 """Most prompt tokens that are read between two rounds, by default."""
+EXCHANGED_BYTES = 2**26
+"""Memory that an exchange of two rows may take."""
 MOST_MEASURED_ON_CPU = 4
 """Largest batch whose rounds are measured on a CPU, where a round takes long."""
 Sampled = Literal["greedy", "sampled", "truncated"]
@@ -206,24 +206,12 @@ class Batch:
         self.root[rows] = token
         if self.drafters["greedy"].reads_hidden:
             cache.newest_hidden.copy_(last_hidden)
-        self.start_draft(row, prompt, prompt.shape[1])
+        lengths = torch.full((1,), prompt.shape[1], device=self.device)
+        self.drafters["greedy"].share(rows, GREEDY).start(prompt, lengths)
         # One transfer for all that the host reads.
         log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)[0, token]
         chosen, log_probability, fault = torch.cat([token.double(), log_p.double(), cache.faults.double()]).tolist()
         return int(chosen), log_probability, int(fault)
-
-    def start_draft(self, row: int, tokens: Tensor, prompt_length: int, former: int | None = None) -> None:
-        """Start the drafter in a row that holds tokens [1, n]; the first `prompt_length` are its prompt.
-
-        former: the number that the row had until now. Its counts of lookup hits go with it, so that a seeded request
-        gets the same tokens in any row.
-        """
-        lengths = torch.full((1,), tokens.shape[1], device=self.device)
-        prompt_lengths = torch.full_like(lengths, prompt_length)
-        drafter = self.drafters["greedy"]
-        drafter.share(slice(row, row + 1), GREEDY).start(tokens, lengths, prompt_lengths)
-        if former is not None and (branches := _branches(drafter)) is not None:
-            branches.copy_counts(former, row)
 
     def refill_draft(self, row: int, prompt_length: int) -> None:
         """Fill the draft's ring in a row that played plans without the draft."""
@@ -255,12 +243,16 @@ class Batch:
         for store in (self.cache.keys, self.cache.values):
             store[:, row, :, :length] = store[:, source, :, :length]
 
-    def swap(self, a: int, b: int, length_a: int, length_b: int) -> None:
-        """Exchange rows a and b of length_a and length_b tokens, without the drafter's state (see `start_draft`)."""
+    def move(self, a: int, b: int, length: int) -> None:
+        """Move row a, which runs, to row b, which does not run and goes to row a. length: tokens of the longer one."""
         cache, settings = self.cache, self.settings
         for store in (cache.keys, cache.values):
-            for layer in store:  # layer by layer, because an exchange copies one side
-                _exchange(layer[a, :, : max(length_a, length_b)], layer[b, :, : max(length_a, length_b)])
+            used = store[:, :, :, :length]
+            # Few layers at a time, because an exchange copies one side.
+            for layers in used.split(max(1, EXCHANGED_BYTES // used[0, 0].nbytes)):
+                _exchange(layers[:, a], layers[:, b])
+        for drafted in self.drafters["greedy"].row_states():
+            drafted[b] = drafted[a]  # row b has no draft yet
         states = (cache.lengths, cache.newest_hidden, cache.faults, self.root, self.active, self.speculates)
         for state in (*states, settings.seeds, settings.greedy, settings.temperature, settings.top_k, settings.top_p):
             _exchange(state[a], state[b])
@@ -273,12 +265,6 @@ def _drafter(runner: Runner, method: Method, rows: int) -> Drafter:
         return PlanDrafters(runner, rows, GREEDY, plans, method.tree_shape, method.tree_rule)
     settings = (method.tree_shape, method.gamma, method.tree_rule, method.tree_nodes, method.lookup_branches)
     return make_drafter(method.name, runner, rows, GREEDY, *settings)
-
-
-def _branches(drafter: Drafter) -> LookupBranches | None:
-    """The lookup branches of a drafter."""
-    tree = drafter.tree if isinstance(drafter, PlanDrafters) else drafter
-    return tree.lookup if isinstance(tree, TreeDrafter) else None
 
 
 def _exchange(x: Tensor, y: Tensor) -> None:

@@ -30,6 +30,7 @@ class SelectiveDrafter:
         self.reserve = drafter.reserve
         self.start = drafter.start
         self.feed = drafter.feed
+        self.row_states = drafter.row_states
 
     def share(self, rows: slice, sampler: Sampler) -> SelectiveDrafter:
         return SelectiveDrafter(self.drafter.share(rows, sampler), self.speculates[rows])

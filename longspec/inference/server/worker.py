@@ -33,6 +33,8 @@ class Counts:
     finished: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
+    first_tokens: int = 0
+    """Answers that began."""
     new_tokens: int = 0
     rounds: int = 0
     row_rounds: int = 0
@@ -62,7 +64,10 @@ class Worker:
         """Read one chunk of prompts, then play one round; `deliver` is called while the device works on it."""
         for row in self.rows.busy():
             self._end_if_unwanted(row)
+        answers = self.counts.first_tokens
         self._prefill(next_ticket)
+        if self.counts.first_tokens > answers:
+            deliver()  # the device waits, but a client waits longer for its first token
         running = self.rows.running()
         if not running:
             deliver()
@@ -143,6 +148,7 @@ class Worker:
             kind = sampling_kind(job.ticket.request.sampling)
             job.root, logprob, fault = self.batch.first_token(row.number, job.prompt, hidden, kind)
             job.first_token = job.last_token = time.perf_counter()
+            self.counts.first_tokens += 1
             self.batch.active[row.number] = True
             row.ring_is_stale = False
             if self.controller is not None and job.trace is not None:
@@ -192,13 +198,8 @@ class Worker:
         """Exchange a running row with the first one that does not run."""
         running = {other.number for other in self.rows.running()}
         free = self.rows[min(set(range(self.batch.max_rows)) - running)]
-        former = row.number
-        self.batch.swap(former, free.number, len(row.tokens), len(free.tokens))
+        self.batch.move(row.number, free.number, max(len(row.tokens), len(free.tokens)))
         self.rows.swap(row, free)
-        assert row.job is not None
-        prompt_length = len(row.job.ticket.request.prompt)
-        self.batch.start_draft(row.number, self.batch.upload(row.tokens), prompt_length, former)
-        row.ring_is_stale = False
 
     def _note(self, running: list[Row], result: RowResult) -> None:
         """Process a round's report. Reading the report waits for the round; nothing else does."""
