@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib
 import pandas
 
-from experiments.cells import read_samples
+from experiments.cells import cells, read_samples
 from experiments.claims import Diagnostics, Samples, Verdict, paper_claims, targets
 from experiments.diagnostics import DIAGNOSTICS
 from experiments.evaluation import FACTS, evaluation_folder
@@ -38,7 +38,7 @@ def report(settings: Settings, root: Path, command: str) -> None:
         raise UserError(f"{evaluation}: no samples; run the step evaluate first")
 
     samples = Samples(pandas.DataFrame(lines))
-    facts = json.loads((evaluation / FACTS).read_text())
+    facts = json.loads((evaluation / FACTS).read_text()) | {"not measured": unmeasured(settings, root, samples)}
     recipe = table(settings, root)
     file = root / "training" / DIAGNOSTICS
     diagnostics: Diagnostics = json.loads(file.read_text()) if file.exists() else {}
@@ -65,6 +65,13 @@ def report(settings: Settings, root: Path, command: str) -> None:
     write_atomically(folder / "samples.jsonl", "".join(json.dumps(_without_text(line)) + "\n" for line in lines))
     write_atomically(folder / "README.md", page(settings, command, facts, tables))
     print(f"report: {folder / 'README.md'}")
+
+
+def unmeasured(settings: Settings, root: Path, samples: Samples) -> list[str]:
+    """The tasks and contexts of the evaluation that have prompts but no samples."""
+    planned = dict.fromkeys((cell.task, cell.context) for cell in cells(settings.evaluation, root))
+    measured = set(zip(samples.frame["task"], samples.frame["context"], strict=True))
+    return [f"{task} ({context_name(context)})" for task, context in planned if (task, context) not in measured]
 
 
 def _without_text(line: dict[str, Any]) -> dict[str, Any]:
@@ -238,6 +245,8 @@ def page(settings: Settings, command: str, facts: dict[str, Any], tables: dict[s
     skipped = [] if settings.text else ["Run without a text folder: gsm8k, qmsum, quote and aime24 are skipped.", ""]
     setup = [f"- command: `{command}`", f"- target: {facts['target']}", f"- device: {facts['device']}"]
     setup.append("- versions: " + ", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
+    if facts["not measured"]:
+        setup.append("- not measured: " + ", ".join(facts["not measured"]))
     pictures = [f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in PICTURES]
     parts = [f"# {Path(settings.report).name}", "", *setup, "", *skipped, *pictures, ""]
     for name, frame in tables.items():

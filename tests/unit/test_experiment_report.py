@@ -1,9 +1,14 @@
 """The summary of an experiment's report."""
 
+import json
+from pathlib import Path
+
 import pandas
 
+from experiments import report
 from experiments.claims import Samples
 from experiments.report import LEAST_OUTPUTS, MAIN_METHODS, main_table, main_tasks
+from experiments.settings import load_settings
 
 SPEEDS = {"vanilla": 10, "lookup": 15, "tree": 20, "auto": 30}
 
@@ -35,3 +40,15 @@ def test_tasks_with_few_outputs_count_only_in_the_last_row() -> None:
 def test_loops_are_left_out() -> None:
     table = main_table(samples({"code": LEAST_OUTPUTS}, {"code": 4}))
     assert table["tokens/s, tree"].str.startswith("20").all()
+
+
+def test_contexts_without_samples_are_named(tmp_path: Path) -> None:
+    """Those that have prompts; the samples are of `chat` without context."""
+    settings = load_settings("experiments/smollm2.yaml", ["text=none"])
+    folder = tmp_path / "prompts" / "test"
+    folder.mkdir(parents=True)
+    for task, lengths in {"chat": (0, 7000), "lcc": (1024,)}.items():
+        records = [json.dumps({"id": str(length), "length": length}) + "\n" for length in lengths]
+        (folder / f"{task}.jsonl").write_text("".join(records))
+    measured = samples({"chat": 1}, {"chat": 0})
+    assert report.unmeasured(settings, tmp_path, measured) == ["lcc (1024 tokens)", "chat (7000 tokens)"]
