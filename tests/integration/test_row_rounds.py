@@ -13,10 +13,9 @@ from longspec.inference.sampling import Sampler
 from longspec.inference.select_runner import make_runner
 from longspec.inference.server import batch as batch_module
 from longspec.inference.server.batch import Batch, Method, Mode
-from longspec.inference.server.requests import Request, Sampling, Ticket
+from longspec.inference.server.requests import Sampling
 from longspec.inference.server.row_sampling import Purpose, RowSampler
 from longspec.inference.server.selective import SelectiveDrafter
-from longspec.inference.server.worker import Worker
 from longspec.models.glide import GlideMixin
 
 VOCAB = 4
@@ -124,39 +123,6 @@ def test_planted_faults_are_seen(model: GlideMixin, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:  # draft and target draw the same numbers
         patch.setattr(batch_module.RowSampler, "_next_stream", lambda self, kind: kind)
         assert p_value(outcomes(model, METHODS["seq"]), law) < 1e-6
-
-
-@pytest.mark.parametrize("limit", [1, 2**26])
-def test_a_move_exchanges_the_tokens_of_two_rows(
-    model: GlideMixin, monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
-    """Layer by layer, or all layers at once."""
-    monkeypatch.setattr(batch_module, "EXCHANGED_BYTES", limit)
-    batch = Batch(make_runner(model, "sdpa", False), METHODS["tree"], 3, 256)
-    stores = (batch.cache.keys, batch.cache.values)
-    for store in stores:
-        store.normal_()
-    expected = [store.clone() for store in stores]
-    for copy, store in zip(expected, stores, strict=True):
-        copy[:, [0, 2], :, :5] = store[:, [2, 0], :, :5]
-    batch.move(2, 0, 5)
-    assert all(torch.equal(store, copy) for store, copy in zip(stores, expected, strict=True))
-
-
-def test_the_first_token_does_not_wait_for_a_round(model: GlideMixin) -> None:
-    batch = Batch(make_runner(model, "sdpa", False), METHODS["tree"], 2, 256)
-    worker = Worker(batch, 2, prefill_chunk=3)
-    tickets = [Ticket(Request(PROMPT, 8), lambda event: None, 0.0)]
-    delivered = []
-
-    def deliver() -> None:
-        delivered.append((worker.counts.rounds, [len(event.ids) for _, event in worker.outbox]))
-        worker.outbox = []
-
-    for _ in range(2):
-        worker.step(lambda: tickets.pop() if tickets else None, deliver)
-    # The first chunk ends no prompt. In the second step the token goes out before the round is launched.
-    assert delivered == [(0, []), (0, [1]), (1, [])]
 
 
 def test_rounds_of_batches_of_other_sizes_warm_up_anew(model: GlideMixin) -> None:
