@@ -43,7 +43,7 @@ def warm_up(engine: Rounds) -> None:
 
 
 class CapturedPass(Generic[T]):
-    """A call as a CUDA graph on static tensors. Each run overwrites the tensors that the previous run returned."""
+    """A call as a CUDA graph on static tensors. The next run of any pass on a stream can overwrite its result."""
 
     def __init__(self, call: Callable[[], T], device: torch.device, generator: torch.Generator | None = None) -> None:
         """Record the call without running it. The device continues with work that is already queued.
@@ -74,29 +74,31 @@ class CapturedPass(Generic[T]):
         return self.result
 
 
+def capture_pass(
+    call: Callable[[], T], device: torch.device, generator: torch.Generator | None = None
+) -> CapturedPass[T]:
+    """A `CapturedPass`; if memory runs out, torch's cached blocks are freed for a second attempt.
+
+    During a capture torch cannot free them itself.
+    """
+    try:
+        return CapturedPass(call, device, generator)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return CapturedPass(call, device, generator)
+
+
 class CapturedRound:
     """`engine.round` as a CUDA graph."""
 
     def __init__(self, engine: Rounds) -> None:
         """Record the round without running it."""
         self.active = torch.ones_like(engine.root, dtype=torch.bool)
-        self.replay = CapturedPass(partial(engine.round, self.active), self.active.device, generator_of(engine))
+        self.replay = capture_pass(partial(engine.round, self.active), self.active.device, generator_of(engine))
 
     def __call__(self, active: Tensor) -> Any:
         self.active.copy_(active)
         return self.replay()
-
-
-def capture_round(engine: Rounds) -> CapturedRound:
-    """`CapturedRound(engine)`; if memory runs out, torch's cached blocks are freed for a second attempt.
-
-    During a capture torch cannot free them itself.
-    """
-    try:
-        return CapturedRound(engine)
-    except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        return CapturedRound(engine)
 
 
 @contextmanager
@@ -119,9 +121,9 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 @cache
 def _pool_keeper(replay_stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """An empty graph that owns the memory pool of all rounds replayed on one stream.
+    """An empty graph that owns the memory pool of all passes replayed on one stream.
 
-    Rounds on a stream run one after another, so they can share memory for their temporaries. Without a
+    Passes on a stream run one after another, so they can share memory for their temporaries. Without a
     permanent owner, every call of `generate` would leave the memory of its graph reserved.
     """
     graph = torch.cuda.CUDAGraph()

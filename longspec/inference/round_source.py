@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from longspec.inference.adaptive.controller import RowRound
-from longspec.inference.capture import capture_round, warm_up
+from longspec.inference.capture import CapturedRound, warm_up
 from longspec.inference.engine import Engine, Round, RoundResult, Rounds
 from longspec.inference.stats import GenerationStats
 
@@ -67,7 +67,7 @@ def playable(rounds: Rounds, stats: GenerationStats) -> Round:
     start = time.perf_counter()
     warm_up(rounds)
     warm = time.perf_counter()
-    captured = capture_round(rounds)
+    captured = CapturedRound(rounds)
     stats.warm_up_s += warm - start
     stats.capture_s += time.perf_counter() - warm
     return captured

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from longspec.errors import UserError
-from longspec.inference.capture import capture_round, warm_up
+from longspec.inference.capture import CapturedRound, warm_up
 from longspec.inference.drafting.chain import NoDraft
 from longspec.inference.engine import CAPACITY_STEP, Engine
 from longspec.inference.sampling import Sampler
@@ -138,7 +138,7 @@ class Answerer:
         if self.runner.capturable:
             warm_up(engine)
         newest = engine.prefill()
-        play_round = capture_round(engine) if self.runner.capturable and steps > 1 else engine.round
+        play_round = CapturedRound(engine) if self.runner.capturable and steps > 1 else engine.round
 
         tokens = torch.full((len(batch), steps), UNUSED, dtype=torch.long, device=self.device)
         active = torch.ones_like(newest, dtype=torch.bool)

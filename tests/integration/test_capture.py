@@ -98,7 +98,7 @@ def test_captured_rounds_of_an_extended_draft_draft_what_the_eager_ones_do(
     captured, eager = engines
     capture_module.warm_up(captured)
     assert torch.equal(captured.prefill(), eager.prefill())
-    play_round = capture_module.capture_round(captured)
+    play_round = capture_module.CapturedRound(captured)
     for number in range(6):
         before = eager.cache.newest_hidden.clone()
         active = torch.tensor([True, number % 2 == 0]).cuda()

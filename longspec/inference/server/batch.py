@@ -14,7 +14,7 @@ from longspec.inference.adaptive.plan_drafters import PlanDrafters, served_plans
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.adaptive.time_cache import RoundTimes, cache_file, cache_key, load_times, store_times
 from longspec.inference.cache import Fault, TargetCache
-from longspec.inference.capture import capture_round, warm_up
+from longspec.inference.capture import CapturedRound, warm_up
 from longspec.inference.drafting.chain import NoDraft
 from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.engine import Round
@@ -161,7 +161,7 @@ class Batch:
             rounds = self._new_rounds(mode, slice(0, rows))
             if self.runner.capturable:
                 warm_up(rounds)
-                self._rounds[key] = capture_round(rounds)
+                self._rounds[key] = CapturedRound(rounds)
             else:
                 self._rounds[key] = rounds.round
         return self._rounds[key]

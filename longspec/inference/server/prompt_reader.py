@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longspec.inference.cache import TargetCache
-from longspec.inference.capture import CapturedPass
+from longspec.inference.capture import CapturedPass, capture_pass
 from longspec.inference.runner import Runner
 from longspec.kernels.decoding.attention_interface import Attend
 from longspec.kernels.shared.device import upload
@@ -24,8 +24,10 @@ class PromptReader:
         """largest: most tokens of a captured pass."""
         self.runner = runner
         self.cache = cache
-        step = -(-largest // SIZES)
-        self.sizes = range(step, step * SIZES + 1, step)
+        capacity = cache.keys.shape[3]
+        step = -(-min(largest, capacity) // SIZES)
+        # A pass of more than `capacity` tokens would go past the row's slots and the rotary table.
+        self.sizes = range(step, capacity + 1, step)[:SIZES]
         device = cache.keys.device
         # Captured passes read these tensors, so they serve every row and position.
         self.tokens = torch.zeros(1, self.sizes[-1], dtype=torch.long, device=device)
@@ -43,7 +45,7 @@ class PromptReader:
         for size in reversed(self.sizes):  # the largest first: the others fit into its memory
             chunk = partial(self._chunk, size, attend)
             chunk()  # compiles the kernels; a chunk of no tokens stores nothing
-            self._passes[size] = CapturedPass(chunk, self.tokens.device)
+            self._passes[size] = capture_pass(chunk, self.tokens.device)
 
     def read(self, row: int, tokens: Tensor, start: int) -> Tensor:
         """Read tokens, LongTensor [1, n], at positions start, start + 1, ... of a row, whose length becomes start + n.

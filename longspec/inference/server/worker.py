@@ -33,8 +33,6 @@ class Counts:
     finished: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
-    first_tokens: int = 0
-    """Answers that began."""
     new_tokens: int = 0
     rounds: int = 0
     row_rounds: int = 0
@@ -43,7 +41,7 @@ class Counts:
 
 
 class Worker:
-    """All of it runs on one thread. Events wait in an outbox until the next round is launched."""
+    """All of it runs on one thread. Events of a round wait in an outbox until the next round is launched."""
 
     def __init__(self, batch: Batch, max_rows: int, prefill_chunk: int) -> None:
         """prefill_chunk: most prompt tokens that are read between two rounds."""
@@ -61,13 +59,16 @@ class Worker:
             self.controller = Controller(batch.plans, lambda plan, read: batch.round_time(plan, read, self._size))
 
     def step(self, next_ticket: Callable[[], Ticket | None], deliver: Callable[[], None]) -> None:
-        """Read one chunk of prompts, then play one round; `deliver` is called while the device works on it."""
+        """Read one chunk of prompts, then play one round.
+
+        `deliver` sends the outbox: before the round if a prompt ended, and while the device works on the round.
+        """
         for row in self.rows.busy():
             self._end_if_unwanted(row)
-        answers = self.counts.first_tokens
+        events = len(self.outbox)
         self._prefill(next_ticket)
-        if self.counts.first_tokens > answers:
-            deliver()  # the device waits, but a client waits longer for its first token
+        if len(self.outbox) > events:
+            deliver()  # the device is idle meanwhile, but a first token would otherwise arrive later
         running = self.rows.running()
         if not running:
             deliver()
@@ -148,7 +149,6 @@ class Worker:
             kind = sampling_kind(job.ticket.request.sampling)
             job.root, logprob, fault = self.batch.first_token(row.number, job.prompt, hidden, kind)
             job.first_token = job.last_token = time.perf_counter()
-            self.counts.first_tokens += 1
             self.batch.active[row.number] = True
             row.ring_is_stale = False
             if self.controller is not None and job.trace is not None:

@@ -1,0 +1,187 @@
+"""A row that the worker moves goes on as if nothing had happened, and so does the row that gives way."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairs import OPTIONS, make_pair
+from serving import SMALL, alone
+
+from longspec.inference.adaptive.plans import Plan
+from longspec.inference.server import batch as batch_module
+from longspec.inference.server.requests import Event, Finished, Request, Sampling, Ticket, Tokens
+from longspec.inference.server.scheduler import Scheduler
+from longspec.inference.server.worker import Worker
+from longspec.models.glide import GlideMixin
+
+VOCAB = 7
+"""Small, so that random drafts get tokens accepted."""
+LISTED = (0, 2, 5)
+LONG = Request([4, 1] * 30, 40, Sampling(1.0, seed=1), trace=True)
+"""Runs in the last row until the rows before it are free."""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+class Session:
+    """A worker without its thread: requests begin, and rounds are played, in a known order."""
+
+    def __init__(self, model: GlideMixin, max_rows: int, **settings: Any) -> None:
+        scheduler = Scheduler(model, **SMALL | {"max_rows": max_rows} | settings)
+        self.worker: Worker = scheduler._worker
+        self.batch = self.worker.batch
+        self.waiting: deque[Ticket] = deque()
+        self.log: list[str] = []
+        """What happened, in order: "round", and "tokens NUMBER" for the answer with that number."""
+        self.events: list[list[Event]] = []
+        self.batch.capture()
+        rounds = self.batch.rounds
+
+        def logged(*key: Any) -> Any:
+            self.log.append("round")
+            return rounds(*key)
+
+        self.batch.rounds = logged  # type: ignore[method-assign]
+
+    def submit(self, request: Request) -> None:
+        number, events = len(self.events), []  # type: ignore[var-annotated]
+
+        def take(event: Event) -> None:
+            events.append(event)
+            if isinstance(event, Tokens):
+                self.log.append(f"tokens {number}")
+
+        self.events.append(events)
+        self.waiting.append(Ticket(request, take, time.perf_counter()))
+
+    def step(self) -> None:
+        self.worker.step(lambda: self.waiting.popleft() if self.waiting else None, self.deliver)
+
+    def deliver(self) -> None:
+        outbox, self.worker.outbox = self.worker.outbox, []
+        for ticket, event in outbox:
+            ticket.on_event(event)
+
+    def finish(self, requests: Sequence[Request]) -> list[list[Tokens]]:
+        """Submit requests and play until all answers have ended."""
+        for request in requests:
+            self.submit(request)
+        while self.waiting or self.worker.rows.busy() or self.worker.outbox:
+            self.step()
+        assert all(isinstance(events[-1], Finished) and not events[-1].message for events in self.events)
+        return [[event for event in events if isinstance(event, Tokens)] for events in self.events]
+
+
+def ids(answer: list[Tokens]) -> list[int]:
+    return [token for event in answer for token in event.ids]
+
+
+def pair(folder: Path, options: str) -> GlideMixin:
+    model = make_pair(
+        folder, "qwen2", options=OPTIONS["published" if options == "listed" else options], vocab_size=VOCAB
+    )
+    if options == "listed":
+        model.draft_model.set_vocabulary(torch.tensor(LISTED))
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ("both", {}),
+        ("listed", {"tree_nodes": 10, "lookup_branches": True}),
+        ("listed", {"method": "seq"}),
+        ("both", {"method": "lookup"}),
+        ("both", {"method": "magicdec"}),
+        ("both", {"method": "auto"}),
+    ],
+    ids=["tree", "lookup branches", "seq", "lookup", "magicdec", "auto"],
+)
+def test_rows_that_are_exchanged_go_on_as_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, settings: Any
+) -> None:
+    """The row that gives way is in the middle of its prompt, and is read on in its new place. An exchange copies
+    two layers, then the third."""
+    model = pair(tmp_path, options)
+    late = Request([2, 6, 3, 3, 5] * 25, 6)
+    session = Session(model, 3, **settings)
+    moves = []
+    move = session.batch.move
+
+    def recorded(a: int, b: int, length: int) -> None:
+        slot_bytes = session.batch.cache.keys[0, 0, :, 0].nbytes
+        monkeypatch.setattr(batch_module, "EXCHANGED_BYTES", 2 * length * slot_bytes)
+        moves.append((a, b, session.worker._in_prefill is session.worker.rows[b]))
+        move(a, b, length)
+
+    monkeypatch.setattr(session.batch, "move", recorded)
+    short = [Request([1, 2], 10, speculate=False), Request([3] * 20, 30, speculate=False)]
+    answers = session.finish([*short, LONG, late])
+    assert moves[0] == (2, 0, True), "no row in prefill gave way"
+    for request, answer in zip((*short, late), (*answers[:2], answers[3]), strict=True):
+        assert ids(answer) == alone(model, request)
+    unmoved = Session(model, 1, **settings).finish([LONG])[0]
+    assert ids(answers[2]) == ids(unmoved)
+    assert [event.tree for event in answers[2]] == [event.tree for event in unmoved]
+
+
+@torch.no_grad()
+def test_the_first_tree_after_a_move_fills_the_ring(tmp_path: Path) -> None:
+    """With "auto", the ring of a row that played lookup lacks its newest tokens. If the row moves before the next tree,
+    the trees are still those of a row that never moved."""
+    model = pair(tmp_path, "both")
+    request = Request([4, 1] * 30, 30, trace=True)
+
+    def played(others: Sequence[Request], first_tree: int | None) -> tuple[list[Tokens], int]:
+        """The answer to `request`, and the number of its rounds before trees: those before the move if None."""
+        session = Session(model, 1 + len(others), method="auto")
+        controller, batch = session.worker.controller, session.batch
+        assert controller is not None
+        impose, move = controller.impose, batch.move
+        moved_in: list[int] = []
+
+        def rounds() -> int:
+            return next(
+                row.job.rounds for row in session.worker.rows.busy() if row.job and row.job.ticket.request is request
+            )
+
+        def choose() -> Plan:
+            tree = bool(moved_in) if first_tree is None else rounds() >= first_tree
+            return impose(batch.plans[-1 if tree else 1])
+
+        def recorded(a: int, b: int, length: int) -> None:
+            moved_in.append(rounds())
+            move(a, b, length)
+
+        controller.choose = choose  # type: ignore[method-assign]
+        batch.move = recorded  # type: ignore[method-assign]
+        answer = session.finish([*others, request])[-1]
+        return answer, moved_in[0] if first_tree is None else first_tree
+
+    moved, first_tree = played([Request([1, 2], 8, speculate=False)], None)
+    assert first_tree > 0, "the row played no lookup before it moved"
+    unmoved, _ = played([], first_tree)
+    assert [event.tree for event in moved] == [event.tree for event in unmoved]
+
+
+@torch.no_grad()
+def test_first_tokens_are_delivered_before_the_round_and_others_during_it(tmp_path: Path) -> None:
+    session = Session(pair(tmp_path, "published"), 2, method="vanilla")
+    session.submit(Request([1, 2, 3], 20))
+    session.step()
+    assert session.log == ["tokens 0", "round"]
+    session.step()
+    assert session.log[2:] == ["round", "tokens 0"], "the host delivers while the device works"
+    session.submit(Request([5] * (SMALL["prefill_chunk"] + 1), 20))
+    session.step()
+    assert session.log[4:] == ["round", "tokens 0"], "half a prompt gives no token to wait for"
+    session.step()
+    assert session.log[6:] == ["tokens 0", "tokens 1", "round"]
