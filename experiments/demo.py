@@ -35,7 +35,9 @@ PRESET = Path(__file__).with_name("smollm2.yaml")
 CHAT = "{train: 16, validation: 4, test: 0, max_turn_tokens: 32, max_new_tokens: 48, batch_size: 16}"
 STEPS, EVALUATED, ROWS, ROW_TOKENS = 4, 2, 4, 256
 """Steps per stage, steps between evaluations, rows per step, and tokens per row."""
-TRAINER = {"model.torch_dtype": "float32", "optimizer": "adamw", "learning_rate": 3e-4, "evaluation.steps": EVALUATED}
+TRAINER = {"model.torch_dtype": "float32", "optimizer": "adamw", "evaluation.steps": EVALUATED}
+LEARNING_RATES = (3e-4, 1e-4, 3e-5)
+"""By stage. AdamW's first steps are as large as the rate, and later stages start from a better draft."""
 ONE_PROCESS = {"data.num_proc": 1, "data.num_workers": 0}
 QUESTION = "What are the benefits of regular exercise?"
 COMPARED = METHODS | {"chain": {"method": "seq"}}
@@ -79,8 +81,9 @@ def train(settings: Settings, folder: Path) -> dict[str, Any]:
     write_chat(settings, folder)
     target = TargetText.load(settings.target).path
     draft, losses = None, {}
-    for name, stage in settings.training.stages.items():
-        short = replace(stage, answers=["chat"], steps=STEPS, overrides=stage.overrides | TRAINER | ONE_PROCESS)
+    for (name, stage), rate in zip(settings.training.stages.items(), LEARNING_RATES, strict=True):
+        overrides = stage.overrides | TRAINER | ONE_PROCESS | {"learning_rate": rate}
+        short = replace(stage, answers=["chat"], replay={}, steps=STEPS, overrides=overrides)
         short = replace(short, max_length=ROW_TOKENS, tokens_per_step=ROWS * ROW_TOKENS, micro_batch=ROWS)
         train_stage(folder / name, short, settings, folder, target, draft, settings.seed)
         draft = folder / name / CHECKPOINT
