@@ -161,11 +161,11 @@ def training_files(root: Path, stage: StageSettings) -> list[str]:
     for name, count in stage.replay.items():
         whole = answers_file(root, name, "train").absolute()
         part = whole.with_name(f"train-{count}.jsonl")
-        if whole.exists() and not part.exists():
+        if whole.exists():
             lines = whole.read_bytes().splitlines(keepends=True)
             kept = min(count, len(lines))
             write_atomically(part, b"".join(lines[number * len(lines) // kept] for number in range(kept)).decode())
-        files += [str(part)] if part.exists() else []
+            files.append(str(part))
     return files
 
 

@@ -108,7 +108,7 @@ class Controller:
         self.lost = 0.0
         """Time that probes lost."""
         self._current = Decision(self.plans[0])
-        """About the newest round."""
+        """The decision for the newest round."""
         self._next: Decision | None = None
         self._unlearned: list[tuple[Decision, Mapping[Hashable, RowRound]]] = []
 

@@ -31,7 +31,7 @@ from longspec.kernels.shared.device import upload
 PREFILL_CHUNK = 1024
 """Most prompt tokens that are read between two rounds, by default."""
 EXCHANGED_BYTES = 2**26
-"""Memory that an exchange of two rows may take."""
+"""Most bytes that an exchange of two rows copies at a time, unless a single layer has more."""
 MOST_MEASURED_ON_CPU = 4
 """Largest batch whose rounds are measured on a CPU, where a round takes long."""
 Sampled = Literal["greedy", "sampled", "truncated"]
@@ -251,8 +251,8 @@ class Batch:
             # Few layers at a time, because an exchange copies one side.
             for layers in used.split(max(1, EXCHANGED_BYTES // used[0, 0].nbytes)):
                 _exchange(layers[:, a], layers[:, b])
-        for drafted in self.drafters["greedy"].row_states():
-            drafted[b] = drafted[a]  # row b has no draft yet
+        for state in self.drafters["greedy"].row_states():
+            state[b] = state[a]  # row b has no draft yet
         states = (cache.lengths, cache.newest_hidden, cache.faults, self.root, self.active, self.speculates)
         for state in (*states, settings.seeds, settings.greedy, settings.temperature, settings.top_k, settings.top_p):
             _exchange(state[a], state[b])
