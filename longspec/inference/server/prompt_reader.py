@@ -10,7 +10,6 @@ from torch import Tensor
 from longspec.inference.cache import TargetCache
 from longspec.inference.capture import CapturedPass, capture_pass
 from longspec.inference.runner import Runner
-from longspec.kernels.decoding.attention_interface import Attend
 from longspec.kernels.shared.device import upload
 
 SIZES = 8
@@ -39,11 +38,10 @@ class PromptReader:
 
     def capture(self) -> None:
         """Capture a pass of each size, if the device can. The cache must be empty."""
-        attend = self.runner.attention.chunk(self.row, self.start)
-        if not self.runner.capturable or attend is None:
+        if not self.runner.capturable or self.runner.attention.chunk(self.row, self.start) is None:
             return
         for size in reversed(self.sizes):  # the largest first: the others fit into its memory
-            chunk = partial(self._chunk, size, attend)
+            chunk = partial(self._chunk, size)
             chunk()  # compiles the kernels; a chunk of no tokens stores nothing
             self._passes[size] = capture_pass(chunk, self.tokens.device)
 
@@ -64,13 +62,16 @@ class PromptReader:
         self.cache.lengths[row] = start + count
         return hidden
 
-    def _chunk(self, size: int, attend: Attend) -> Tensor:
+    def _chunk(self, size: int) -> Tensor:
         """A pass over `tokens`, padded to `size` tokens."""
         steps = torch.arange(size, device=self.tokens.device)
         # Padding is not stored, and no token before it sees it.
         positions = (self.start + steps)[None]
         slots = torch.where(steps < self.count, positions, -1)
         cache = self.cache.select(self.row)
+        # Within the pass, so that its graph computes the end for all layers.
+        attend = self.runner.attention.chunk(self.row, self.start + size)
+        assert attend is not None
         hidden = self.runner.target(self.tokens[:, :size], positions, cache, slots, attend)
         last = (self.count - 1).clamp(min=0).long()
         return hidden.index_select(1, last)

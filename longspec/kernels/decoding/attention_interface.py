@@ -59,12 +59,12 @@ class DecodingAttention(Protocol):
     def masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
         """Attention to all S slots, which are finite, where mask, bool [B, N, S], is True."""
 
-    def chunk(self, rows: Tensor, lengths: Tensor) -> Attend | None:
+    def chunk(self, rows: Tensor, ends: Tensor) -> Attend | None:
         """Causal attention of a captured pass over N more tokens of n sequences, to be called once per layer. None if
         the backend has no kernel for it.
 
-        rows, lengths: int32 [n]. Sequence b has lengths[b] tokens in row rows[b] of the cache k, v [B, K, S, D], which
-        is finite. The keys of its N tokens are already in the next slots; slots beyond S must not be needed.
+        rows, ends: int32 [n]. Sequence b is in row rows[b] of the cache k, v [B, K, S, D], which is finite. The keys of
+        its N tokens are already in slots ends[b] - N … ends[b] - 1; slots beyond S must not be needed.
         """
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

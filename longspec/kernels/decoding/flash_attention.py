@@ -32,14 +32,14 @@ class FlashAttention(TritonAttention):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return fa3_fwd_interface.flash_attn_func(q, k, v, softmax_scale=scale, causal=True).transpose(1, 2)
 
-    def chunk(self, rows: Tensor, lengths: Tensor) -> Attend:
+    def chunk(self, rows: Tensor, ends: Tensor) -> Attend:
         import fa3_fwd_interface
 
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             out = fa3_fwd_interface.flash_attn_with_kvcache(
                 *(x.transpose(1, 2) for x in (q, k, v)),
                 cache_batch_idx=rows,
-                cache_seqlens=lengths + q.shape[2],
+                cache_seqlens=ends,
                 softmax_scale=scale,
                 causal=True,
             )

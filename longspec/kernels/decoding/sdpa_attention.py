@@ -51,7 +51,7 @@ class SdpaAttention:
     def masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
         return masked_sdpa(q, k, v, mask, scale)
 
-    def chunk(self, rows: Tensor, lengths: Tensor) -> Attend | None:
+    def chunk(self, rows: Tensor, ends: Tensor) -> Attend | None:
         return None
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -53,7 +53,7 @@ class TritonAttention:
     def masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
         return masked_attention(q, k, v, mask, scale, self.gpu.shared_memory)
 
-    def chunk(self, rows: Tensor, lengths: Tensor) -> Attend | None:
+    def chunk(self, rows: Tensor, ends: Tensor) -> Attend | None:
         return None
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
