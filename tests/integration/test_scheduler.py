@@ -11,7 +11,7 @@ from pairs import FAMILIES, OPTIONS, make_pair
 from serving import SMALL, Answer, alone, answers, random_requests, serving
 
 from longspec.inference.drafting.reduced_head import head_bytes
-from longspec.inference.server.admission import ROUND_BYTES
+from longspec.inference.server.admission import ROUND_BYTES, chunk_bytes
 from longspec.inference.server.requests import Request, Sampling, Tree
 from longspec.inference.server.scheduler import Scheduler
 from longspec.models.draft_layer import head_dim
@@ -235,14 +235,15 @@ def test_capacity_follows_the_memory(models: Models) -> None:
 
 
 @pytest.mark.parametrize(("method", "reads_list"), [("auto", True), ("tree", True), ("seq", True), ("lookup", False)])
-def test_the_head_of_a_draft_with_a_list_counts(models: Models, method: str, reads_list: bool) -> None:
+def test_prefill_and_the_head_of_a_draft_with_a_list_count(models: Models, method: str, reads_list: bool) -> None:
     """Memory for exactly 512 slots per row is too little with the head, and enough with the head's size more."""
     model = models("qwen2", "listed")
     config, rows = model.config, 3
     head = head_bytes(config, model.dtype, len(LISTED), rows)
     nodes = {"auto": 32, "tree": 12}.get(method, SMALL["gamma"] + 1)
     slot = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * 4
-    memory = rows * (512 * slot + nodes * config.vocab_size * ROUND_BYTES)
+    chunk = chunk_bytes(config, model.dtype, SMALL["prefill_chunk"])
+    memory = rows * (512 * slot + nodes * config.vocab_size * ROUND_BYTES) + chunk
 
     def capacity(more: int) -> int:
         settings = SMALL | {"memory": memory + more, "max_rows": rows, "method": method}

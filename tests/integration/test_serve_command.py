@@ -75,7 +75,7 @@ def test_an_answer_without_a_limit_fits_into_a_row(tmp_path: Path, monkeypatch: 
                 seen.append((positions, client.post("/v1/chat/completions", json=body).json()))
                 refused.append(client.post("/v1/completions", json={"prompt": "a", "n": 4}).json()["error"]["message"])
 
-    monkeypatch.setattr(admission, "free_bytes", lambda device: 2**22)
+    monkeypatch.setattr(admission, "free_bytes", lambda device: 6 * 2**20)
     monkeypatch.setattr(serving, "http_server", Probe)
     monkeypatch.delenv("LONGSPEC_API_KEY", raising=False)
     model = printable_pair(tmp_path)

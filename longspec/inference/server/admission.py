@@ -8,7 +8,6 @@ from transformers import PreTrainedConfig
 from longspec.errors import UserError
 from longspec.inference.arguments import check_sampling, check_seed
 from longspec.inference.device import free_bytes
-from longspec.inference.drafting.reduced_head import head_bytes
 from longspec.inference.engine import CAPACITY_STEP
 from longspec.inference.server.requests import Request, RequestTooLarge
 from longspec.models.draft_layer import head_dim
@@ -27,17 +26,16 @@ def row_capacity(
     rows: int,
     nodes: int,
     memory: int | None,
-    listed: int | None,
+    fixed: int,
 ) -> int:
     """Cache slots per row: enough for the target's whole context, or fewer if `rows` rows would exceed `memory` bytes.
 
-    nodes: read per round and row; memory: None takes 90% of what is free on the device; listed: length of the draft's
-    vocabulary list, None without one. Raises UserError if the memory does not even suffice for one step of the cache's
-    size.
+    nodes: read per round and row; memory: None takes 90% of what is free on the device; fixed: bytes of it that do not
+    depend on the capacity. Raises UserError if the memory does not even suffice for one step of the cache's size.
     """
     budget = int(free_bytes(device) * SHARE) if memory is None else memory
     slot_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * dtype.itemsize
-    for_rows = budget - head_bytes(config, dtype, listed, rows)
+    for_rows = budget - fixed
     slots = (for_rows // rows - nodes * config.vocab_size * ROUND_BYTES) // slot_bytes // CAPACITY_STEP * CAPACITY_STEP
     if slots < CAPACITY_STEP:
         raise UserError(
@@ -46,6 +44,20 @@ def row_capacity(
         )
     longest = position_limit(config) + 2 * nodes
     return min(slots, -(-longest // CAPACITY_STEP) * CAPACITY_STEP)
+
+
+def chunk_bytes(config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> int:
+    """Estimate of the activations of prefill passes over at most `tokens` tokens of a row.
+
+    Attention and MLP of a layer count as if they ran at the same time; the difference covers workspaces of kernels.
+    """
+    tokens = min(tokens, position_limit(config))
+    stream = 2 * config.hidden_size  # hidden states before and after a norm
+    # Queries, keys and values of the merged projection; rotated queries; output.
+    attention = (3 * config.num_attention_heads + 2 * config.num_key_value_heads) * head_dim(config)
+    mlp = 3 * config.intermediate_size  # gate, up and their product
+    # Twice, because the first pass, which compiles the kernels, and the captured ones allocate from different pools.
+    return 2 * tokens * (stream + attention + mlp) * dtype.itemsize
 
 
 def longest_request(config: PreTrainedConfig, capacity: int, depth: int, nodes: int) -> int:

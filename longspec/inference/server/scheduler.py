@@ -16,10 +16,10 @@ from longspec.inference.adaptive.plan_drafters import fitting_shape
 from longspec.inference.adaptive.plans import MOST_SERVED_NODES
 from longspec.inference.arguments import check_draft_window, check_drafting, check_trained
 from longspec.inference.drafting.lookup import BRANCH_SIZES
-from longspec.inference.drafting.reduced_head import list_length
+from longspec.inference.drafting.reduced_head import head_bytes, list_length
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE
 from longspec.inference.select_runner import make_runner
-from longspec.inference.server.admission import check_request, longest_request, row_capacity
+from longspec.inference.server.admission import check_request, chunk_bytes, longest_request, row_capacity
 from longspec.inference.server.batch import PREFILL_CHUNK, Batch, Method
 from longspec.inference.server.requests import (
     Finished,
@@ -64,7 +64,7 @@ class Scheduler:
         """The drafting settings, tree_nodes and lookup_branches included, attention, compile and
         allow_untrained_draft are those of `longspec.generate`.
 
-        max_rows: requests that run at the same time; memory: bytes for their caches and rounds, None takes 90% of the
+        max_rows: requests that run at the same time; memory: bytes for their caches and passes, None takes 90% of the
         free memory; max_queue: requests that may wait; prefill_chunk: most prompt tokens read between two rounds.
         Raises UserError.
         """
@@ -84,7 +84,9 @@ class Scheduler:
         whole_tree = 1 + sum(tree_shape) + (sum(BRANCH_SIZES) if lookup_branches else 0)
         by_method = {"vanilla": 1, "tree": min(tree_nodes or whole_tree, whole_tree), AUTO: MOST_SERVED_NODES}
         nodes, listed = by_method.get(method, gamma + 1), list_length(model, method, has_draft)
-        capacity = row_capacity(model.config, runner.dtype, runner.device, max_rows, nodes, memory, listed)
+        fixed = head_bytes(model.config, runner.dtype, listed, max_rows)
+        fixed += chunk_bytes(model.config, runner.dtype, prefill_chunk)
+        capacity = row_capacity(model.config, runner.dtype, runner.device, max_rows, nodes, memory, fixed)
         with torch.no_grad(), torch.cuda.device_of(model.lm_head.weight):
             drafting = Method(method, tuple(tree_shape), gamma, tree_rule, tree_nodes, lookup_branches, has_draft)
             self.batch = Batch(runner, drafting, max_rows, capacity, prefill_chunk)
