@@ -199,8 +199,9 @@ def _check(settings: Settings) -> None:
         unknown = set(answers.prompts) - set(GROUPS)
         _require(not unknown, f"answers.{name}.prompts", f"no such group: {', '.join(sorted(unknown))}")
 
-    for name in settings.training.stages:
+    for name, stage in settings.training.stages.items():
         _require(name != EVERY, f"training.stages.{EVERY}", "this name is reserved for all stages of an arm")
+        check_data(settings, stage, f"training.stages.{name}")
     _require(bool(settings.training.seeds), "training.seeds", "needs at least one seed")
     unknown = set(settings.training.only) - {RECIPE, *settings.training.arms}
     _require(not unknown, "training.only", f"no such arm: {', '.join(sorted(unknown))}")
@@ -221,6 +222,16 @@ def _check(settings: Settings) -> None:
         _require(enough, f"{key}.prompts", f"must be at most prompts.test ({settings.prompts.test})")
         unknown = set(method.tasks) - set(settings.evaluation.tasks)
         _require(not unknown, key, f"no task {', '.join(sorted(unknown))} in evaluation.tasks")
+
+
+def check_data(settings: Settings, stage: StageSettings, key: str) -> None:
+    """Raise UserError if a stage names an unknown run of the target or a negative count. key: the stage's."""
+    runs = ["chat", *settings.answers]
+    for part, names in (("answers", stage.answers), ("replay", stage.replay)):
+        for name in names:
+            _require(name in runs, f"{key}.{part}", f"no run {name} of the target; use {', '.join(runs)}")
+    for name, count in stage.replay.items():
+        _require(count >= 0, f"{key}.replay.{name}", "must not be negative")
 
 
 def _require(condition: bool, key: str, problem: str) -> None:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from experiments.files import answers_file, claim, read_jsonl, write_atomically
 from experiments.processes import free_port, running
-from experiments.settings import EVERY, RECIPE, Settings, StageSettings
+from experiments.settings import EVERY, RECIPE, Settings, StageSettings, check_data
 from experiments.tables import markdown
 from experiments.target import TargetText
 from longspec.cli.train import ROOT
@@ -70,7 +70,7 @@ def final_draft(settings: Settings, root: Path, arm: str = RECIPE, seed: int | N
 
 
 def arm_stages(settings: Settings, arm: str) -> dict[str, StageSettings]:
-    """The stages of an arm, in order. Raises UserError if the arm changes an unknown stage or key."""
+    """The stages of an arm, in order. Raises UserError if the arm names an unknown stage, key or run."""
     changes = dict(settings.training.arms.get(arm, {}))
     every = changes.pop(EVERY, {})
     if unknown := sorted(set(changes) - set(settings.training.stages)):
@@ -84,6 +84,7 @@ def arm_stages(settings: Settings, arm: str) -> dict[str, StageSettings]:
             stages[name] = OmegaConf.to_object(merged)
         except OmegaConfBaseException as error:
             raise UserError(f"config key training.arms.{arm}: {first_line(error)}") from error
+        check_data(settings, stages[name], f"training.arms.{arm}.{name}")
     if not stages:
         raise UserError(f"config key training.arms.{arm}: no stage is left")
     return stages

@@ -41,6 +41,9 @@ def load(*overrides: str) -> Settings:
         ("prompts.contexts=[9,1]", r"prompts.contexts: must be \[shortest, longest\]"),
         ("prompts.short_contexts=[9]", r"prompts.short_contexts: must be \[shortest, longest\]"),
         ("code.packages=many", "code.packages"),
+        ("training.stages.stage1.answers=[chta]", "stages.stage1.answers: no run chta of the target; use chat, "),
+        ("training.stages.stage2.replay.chta=5", "stages.stage2.replay: no run chta"),
+        ("training.stages.stage2.replay.chat=-1", "stages.stage2.replay.chat: must not be negative"),
     ],
 )
 def test_a_mistake_is_one_line_with_its_key(override: str, message: str) -> None:
@@ -79,10 +82,12 @@ def test_all_runs_are_checked_before_the_first_starts(tmp_path: Path) -> None:
     target = make_chat_target(tmp_path / "target")
     for override, message in (
         ("training.arms.late={stage3: {tokens_per_step: 9000}}", "stage3: tokens_per_step 9000 is not a multiple"),
-        ("training.arms.late={stage3: {answers: [poems]}}", "poems/train.jsonl: no such file"),
+        ("training.arms.late={stage3: {answers: [poems]}}", r"late\.stage3\.answers: no run poems"),
+        ("training.arms.late={every: {replay: {poems: 5}}}", r"late\.stage1\.replay: no run poems"),
+        ("training.arms.late={stage3: {answers: [meetings]}}", "meetings/train.jsonl: no such file"),
     ):
         settings = load(override, f"target={target}")
-        for name in ("chat", *settings.answers):
+        for name in {"chat", *settings.answers} - {"meetings"}:
             for split in ("train", "validation"):
                 write_atomically(answers_file(tmp_path, name, split), "")
         with pytest.raises(UserError, match=message):
