@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks.ceilings import captured_ms
 from longspec.inference.drafting.glide import GlideDraft
+from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.models.parallel import model_parallel_rank_and_size, sum_over_ranks
 
@@ -20,80 +21,90 @@ def glide_draft(drafter: Any) -> GlideDraft | None:
     return draft if isinstance(draft, GlideDraft) else None
 
 
+class TreeRound:
+    """The parts of a tree round as separate calls. Attention and heads run on random inputs of the round's sizes."""
+
+    def __init__(self, engine: Engine) -> None:
+        assert isinstance(engine.drafter, TreeDrafter)
+        self.engine, self.runner, self.cache = engine, engine.runner, engine.cache
+        self.drafter, self.draft = engine.drafter, engine.drafter.draft
+        self.proposal = self.drafter.propose(engine.root, self.cache)
+        self.batch, self.nodes = self.proposal.tokens.shape
+        # The draft runs once for the root and once for each level but the last.
+        self.levels = [(0, 1), *enumerate(self.drafter.shape[:-1], 1)]
+
+        config, head_dim = self.runner.config, self.cache.keys.shape[-1]
+        heads = config.num_attention_heads // model_parallel_rank_and_size()[1]
+        widths = {1, self.nodes, *self.drafter.shape}
+        self.queries = {width: self._random(width, heads, head_dim).transpose(1, 2) for width in widths}
+        self.hidden = {width: self._random(width, config.hidden_size) for width in widths}
+
+        self.active = torch.ones(self.batch, dtype=torch.bool, device=self.runner.device)
+        self.static_hidden = engine.forward_tree(self.proposal, self.cache)
+        self.static_logits = self.runner.logits(self.static_hidden)
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(self.batch, *shape, dtype=self.runner.dtype, device=self.runner.device)
+
+    def propose(self) -> None:
+        self.drafter.propose(self.engine.root, self.cache)
+
+    def verify(self) -> None:
+        self.engine.verify(self.proposal)
+
+    def draft_attention(self) -> None:
+        attention, cache, draft = self.runner.attention, self.cache, self.draft
+        for level, width in self.levels:
+            visible = self.drafter.tree.visible[:, :width]
+            args = (draft.cache.keys, draft.cache.values, cache.lengths, level, visible, draft.scale)
+            attention.window(self.queries[width], *args)
+            attention.prefix(self.queries[width], *cache.layer(-1), cache.lengths, draft.scale)
+
+    def verify_attention(self) -> None:
+        attend = self.runner.attention.hybrid(self.cache.lengths, self.proposal.visible)
+        for keys, values in zip(self.cache.keys, self.cache.values, strict=True):
+            attend(self.queries[self.nodes], keys, values, self.draft.scale)
+
+    def draft_lm_head(self) -> None:
+        head = self.draft.head or self.runner
+        for _, width in self.levels:
+            head.logits(self.hidden[width])
+
+    def verify_lm_head(self) -> None:
+        self.runner.logits(self.hidden[self.nodes])
+
+    def accept_and_compact(self) -> None:
+        with (
+            patch.object(self.drafter, "propose", lambda *_: self.proposal),
+            patch.object(self.engine, "forward_tree", lambda *_: self.static_hidden),
+            patch.object(self.runner, "logits", lambda _: self.static_logits),
+        ):
+            self.engine.round(self.active)
+
+
 def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
     """Milliseconds per part of a tree round. Each part is captured and timed alone.
 
     "draft rest", "verify rest" and "residual" are differences. The residual is the round minus the sum of its parts;
     it is negative if they take less time within a round than alone.
     """
-    runner, cache, drafter = engine.runner, engine.cache, engine.drafter
-    draft: GlideDraft = drafter.draft  # type: ignore[attr-defined]
-    proposal = drafter.propose(engine.root, cache)
-    batch, nodes = proposal.tokens.shape
-    config = runner.config
-    scale = draft.scale
-    heads = config.num_attention_heads // model_parallel_rank_and_size()[1]
-
-    def random(width: int, heads: int) -> Tensor:
-        return torch.randn(
-            batch, width, heads, cache.keys.shape[-1], dtype=runner.dtype, device=runner.device
-        ).transpose(1, 2)
-
-    # The draft runs once for the root and once for each level but the last.
-    shape: tuple[int, ...] = drafter.shape  # type: ignore[attr-defined]
-    levels = [(0, 1), *enumerate(shape[:-1], 1)]
-    widths = {1, nodes, *shape}
-    queries = {width: random(width, heads) for width in widths}
-    hidden = {width: random(width, config.hidden_size // queries[1].shape[-1]) for width in widths}
-    hidden = {width: x.transpose(1, 2).flatten(2) for width, x in hidden.items()}
-
-    def draft_attention() -> None:
-        for level, width in levels:
-            visible = drafter.tree.visible[:, :width]  # type: ignore[attr-defined]
-            args = (draft.cache.keys, draft.cache.values, cache.lengths, level, visible, scale)
-            runner.attention.window(queries[width], *args)
-            runner.attention.prefix(queries[width], *cache.layer(-1), cache.lengths, scale)
-
-    def verify_attention() -> None:
-        attend = runner.attention.hybrid(cache.lengths, proposal.visible)
-        for keys, values in zip(cache.keys, cache.values, strict=True):
-            attend(queries[nodes], keys, values, scale)
-
-    def draft_lm_head() -> None:
-        for _, width in levels:
-            if draft.head is None:
-                runner.logits(hidden[width])
-            else:
-                draft.head.logits(hidden[width])
-
-    active = torch.ones(batch, dtype=torch.bool, device=runner.device)
-    static_hidden = engine.forward_tree(proposal, cache)
-    static_logits = runner.logits(static_hidden)
-
-    def accept_and_compact() -> None:
-        with (
-            patch.object(drafter, "propose", lambda *_: proposal),
-            patch.object(engine, "forward_tree", lambda *_: static_hidden),
-            patch.object(runner, "logits", lambda _: static_logits),
-        ):
-            engine.round(active)
-
-    propose = captured_ms(lambda: drafter.propose(engine.root, cache))
-    verify = captured_ms(lambda: engine.verify(proposal))
-    draft_attention_ms = captured_ms(draft_attention)
-    verify_attention_ms = captured_ms(verify_attention)
-    draft_lm_head_ms = captured_ms(draft_lm_head)
-    verify_lm_head_ms = captured_ms(lambda: runner.logits(hidden[nodes]))
+    parts = TreeRound(engine)
+    propose = captured_ms(parts.propose)
+    verify = captured_ms(parts.verify)
+    draft_attention = captured_ms(parts.draft_attention)
+    verify_attention = captured_ms(parts.verify_attention)
+    draft_lm_head = captured_ms(parts.draft_lm_head)
+    verify_lm_head = captured_ms(parts.verify_lm_head)
     # Last, because it alone changes the lengths of the cached rows.
-    accept_ms = captured_ms(accept_and_compact)
+    accept = captured_ms(parts.accept_and_compact)
     return {
-        "draft attention": draft_attention_ms,
-        "draft rest": propose - draft_attention_ms - draft_lm_head_ms,
-        "lm_head": draft_lm_head_ms + verify_lm_head_ms,
-        "verify attention": verify_attention_ms,
-        "verify rest": verify - verify_attention_ms - verify_lm_head_ms,
-        "accept + compact": accept_ms,
-        "residual": round_ms - propose - verify - accept_ms,
+        "draft attention": draft_attention,
+        "draft rest": propose - draft_attention - draft_lm_head,
+        "lm_head": draft_lm_head + verify_lm_head,
+        "verify attention": verify_attention,
+        "verify rest": verify - verify_attention - verify_lm_head,
+        "accept + compact": accept,
+        "residual": round_ms - propose - verify - accept,
     }
 
 
