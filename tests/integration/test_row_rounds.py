@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from distributions import p_value
@@ -68,7 +69,7 @@ def outcomes(model: GlideMixin, method: Method) -> Tensor:
     runner = make_runner(model, "sdpa", False)
     rows = len(SETTINGS) * COPIES
     batch = Batch(runner, method, rows, 256)
-    prompt = batch.upload(PROMPT)
+    prompt = batch.upload(np.array(PROMPT))
     batch.active.fill_(True)
     counts = torch.zeros(len(SETTINGS), VOCAB**3)
     hidden = batch.read_prompt(0, prompt, 0)

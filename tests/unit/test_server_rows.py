@@ -3,6 +3,7 @@
 from array import array
 from typing import Any
 
+import numpy as np
 import pytest
 
 from longspec.inference.server.rows import Rows
@@ -35,17 +36,17 @@ def rows(*contents: str, busy: str = "") -> Rows:
     ],
 )
 def test_choice_of_a_row(contents: tuple[str, ...], busy: str, prompt: str, expected: tuple[int, int, int]) -> None:
-    choice = rows(*contents, busy=busy).choose([ord(token) for token in prompt])
+    choice = rows(*contents, busy=busy).choose(np.array([ord(token) for token in prompt]))
     assert choice is not None
     row, source, length = choice
     assert (row.number, source.number if length else row.number, length) == expected
 
 
 def test_no_row_is_idle() -> None:
-    assert rows("a", "b", busy="01").choose([1, 2]) is None
+    assert rows("a", "b", busy="01").choose(np.array([1, 2])) is None
 
 
 def test_the_row_unused_for_the_longest_time_is_taken() -> None:
     made: Any = rows("aaaa", "bbbb", "cccc")
     made.release(made[0])
-    assert made.choose([1, 2, 3])[0].number == 1
+    assert made.choose(np.array([1, 2, 3]))[0].number == 1

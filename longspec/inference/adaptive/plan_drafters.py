@@ -93,8 +93,6 @@ class PlanDrafters:
         self.kind: Hashable = (type(self), self.plans)
         self.depth = max(plan.nodes - 1 for plan in self.plans if plan.kind != "tree")
         self.history = LookupDrafter(batch, self.depth, runner.device)
-        self.prompt_lengths: Tensor | None = None
-        """LongTensor [B], from `start` on."""
         self.draft: GlideDraft | None = None
         self.tree: TreeDrafter | None = None
         if any(plan.kind == "tree" for plan in plans):
@@ -132,7 +130,6 @@ class PlanDrafters:
             self.tree.lookup.share_history(self.history.history)
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        self.prompt_lengths = lengths
         self.history.start(prompts, lengths)
         if self.tree is not None:
             self.tree.start(prompts, lengths)
@@ -143,7 +140,7 @@ class PlanDrafters:
     def refill(self, lengths: Tensor) -> None:
         """Fill the draft's ring from the history, after rounds of other plans. lengths: int [B]."""
         if self.draft is not None:
-            self.draft.start(self.history.history, lengths.long(), self.prompt_lengths)
+            self.draft.fill(self.history.history, lengths.long())
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
         raise NotImplementedError("each plan has a drafter of its own")

@@ -52,19 +52,19 @@ class GlideDraft:
         part.cache = self.cache.with_nodes(nodes)
         return part
 
-    def start(self, prompts: Tensor, lengths: Tensor, prompt_lengths: Tensor | None = None) -> None:
-        """Fill the ring with the last W tokens of each row; see `Drafter.start`.
-
-        prompt_lengths: LongTensor [B], if part of the tokens is an answer already; None for prompts alone.
-        """
+    def start(self, prompts: Tensor, lengths: Tensor) -> None:
+        """Fill the ring with the last W tokens of each prompt, and the head; see `Drafter.start`."""
         # Masked slots must be finite, and earlier requests may have left NaN.
         self.cache.clear()
-        offsets = torch.arange(-self.cache.window, 0, device=prompts.device)
-        positions = lengths[:, None] + offsets
-        tokens = prompts.gather(1, positions.clamp(min=0))
-        self.feed(tokens, positions, positions >= 0)
+        self.fill(prompts, lengths)
         if self.head is not None:
-            self.head.start(prompts, lengths if prompt_lengths is None else prompt_lengths)
+            self.head.start(prompts, lengths)
+
+    def fill(self, tokens: Tensor, lengths: Tensor) -> None:
+        """Fill the ring with the last W tokens of each row. tokens: LongTensor [B, S]; lengths: LongTensor [B]."""
+        offsets = torch.arange(-self.cache.window, 0, device=tokens.device)
+        positions = lengths[:, None] + offsets
+        self.feed(tokens.gather(1, positions.clamp(min=0)), positions, positions >= 0)
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
         """Store accepted tokens [B, T] at consecutive positions [B, T] in the ring, where `valid`."""

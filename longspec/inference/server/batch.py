@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from longspec.inference.engine import Round
 from longspec.inference.methods import AUTO, make_drafter
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
+from longspec.inference.server.draft_starter import DraftStarter
 from longspec.inference.server.prompt_reader import PromptReader
 from longspec.inference.server.requests import Sampling
 from longspec.inference.server.row_rounds import RowRounds
@@ -89,6 +90,7 @@ class Batch:
         runner.prepare(capacity)
         drafter = _drafter(runner, method, max_rows)
         drafter.reserve(capacity)
+        self.starter = DraftStarter(drafter, max_rows, capacity, GREEDY, runner.device)
         self.tree_shape = method.tree_shape
         self.plans = drafter.plans if isinstance(drafter, PlanDrafters) else ()
         """The plans of method "auto"; empty for other methods."""
@@ -120,6 +122,7 @@ class Batch:
         """
         self.reader.capture()
         if self.runner.capturable:
+            self.starter.capture()
             for size in reversed(self.sizes):  # the largest first: the others fit into its memory
                 for sampled in self.drafters:
                     for plan in reversed(self.plans or (None,)):
@@ -206,24 +209,22 @@ class Batch:
         self.root[rows] = token
         if self.drafters["greedy"].reads_hidden:
             cache.newest_hidden.copy_(last_hidden)
-        lengths = torch.full((1,), prompt.shape[1], device=self.device)
-        self.drafters["greedy"].share(rows, GREEDY).start(prompt, lengths)
+        self.starter.start(row, prompt)
         # One transfer for all that the host reads.
         log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)[0, token]
         chosen, log_probability, fault = torch.cat([token.double(), log_p.double(), cache.faults.double()]).tolist()
         return int(chosen), log_probability, int(fault)
 
-    def refill_draft(self, row: int, prompt_length: int) -> None:
+    def refill_draft(self, row: int) -> None:
         """Fill the draft's ring in a row that played plans without the draft."""
         rows = slice(row, row + 1)
         drafter = self.drafters["greedy"].share(rows, GREEDY)
         assert isinstance(drafter, PlanDrafters)
-        drafter.prompt_lengths = torch.full((1,), prompt_length, device=self.device)
         drafter.refill(self.cache.lengths[rows])
 
-    def upload(self, tokens: Sequence[int]) -> Tensor:
-        """LongTensor [1, n] on the device."""
-        return upload(torch.tensor([tokens], dtype=torch.long), self.device)
+    def upload(self, tokens: np.ndarray) -> Tensor:
+        """Tokens, int64 [n], as LongTensor [1, n] on the device."""
+        return upload(torch.from_numpy(tokens)[None], self.device)
 
     def assign(self, row: int, sampling: Sampling, seed: int, speculates: bool) -> None:
         """Set the sampling settings of a row."""

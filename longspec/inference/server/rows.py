@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,8 +18,10 @@ class Job:
     """A request that has a row."""
 
     ticket: Ticket
-    prompt: Tensor
-    """LongTensor [1, P] on the device."""
+    prompt: np.ndarray
+    """int64 [P]."""
+    uploaded: Tensor
+    """The same on the device, LongTensor [1, P]."""
     cached: int
     """Prompt tokens that the row held already."""
     started: float
@@ -77,8 +78,8 @@ class Rows:
         """Rows past prefill, which take part in rounds."""
         return [row for row in self._rows if row.job is not None and row.job.root is not None]
 
-    def choose(self, prompt: Sequence[int]) -> tuple[Row, Row, int] | None:
-        """An idle row for `prompt`, the row with the longest prefix in common with it, and the length of that prefix.
+    def choose(self, prompt: np.ndarray) -> tuple[Row, Row, int] | None:
+        """An idle row for a prompt, int64 [P], the row with the longest prefix in common with it, and its length.
 
         These are one row where a conversation goes on. Else the prefix is to be copied, and the idle row is the one
         that was unused for the longest time. At least one token of the prompt stays to be read. None if all are busy.
@@ -86,9 +87,8 @@ class Rows:
         idle = [row for row in self._rows if row.job is None]
         if not idle:
             return None
-        ids = np.array(prompt[:-1], dtype=np.int64)
         # The last token of the prompt is never reused: its hidden state is needed and is not in the cache.
-        lengths = [common_prefix(ids, row.tokens) for row in self._rows]
+        lengths = [common_prefix(prompt[:-1], row.tokens) for row in self._rows]
         # Among equal prefixes, take that of the row that loses least.
         source = max(self._rows, key=lambda row: (lengths[row.number], row.job is None, -len(row.tokens)))
         length = lengths[source.number]

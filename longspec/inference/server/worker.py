@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from longspec.errors import first_line
 from longspec.inference.adaptive.controller import Controller, RowRound
 from longspec.inference.adaptive.plans import Plan
@@ -114,21 +116,22 @@ class Worker:
         if len(self.rows.busy()) == self.batch.max_rows or (ticket := next_ticket()) is None:
             return None
         request, batch = ticket.request, self.batch
-        choice = self.rows.choose(request.prompt)
+        prompt = np.array(request.prompt, dtype=np.int64)
+        choice = self.rows.choose(prompt)
         assert choice is not None
         row, source, cached = choice
         # The longest common prefix may be in a row that is busy, so it is copied.
         if row is not source:
             batch.copy_prefix(source.number, row.number, cached)
-        row.tokens = array("q", request.prompt[:cached])
+        row.tokens = array("q", prompt[:cached].tobytes())
         batch.set_length(row.number, cached)
         # Every row has a seed, so that its random numbers do not depend on the other rows.
         seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
         batch.assign(row.number, request.sampling, seed, request.speculate)
-        row.job = Job(ticket, batch.upload(request.prompt), cached, time.perf_counter())
+        row.job = Job(ticket, prompt, batch.upload(prompt), cached, time.perf_counter())
         if self.controller is not None and request.speculate:
             row.job.trace = self.controller.new_trace()
-            row.job.trace.read(request.prompt[:cached])
+            row.job.trace.read(prompt[:cached])
         self._in_prefill = row
         self.counts.prompt_tokens += len(request.prompt)
         self.counts.cached_prompt_tokens += cached
@@ -138,16 +141,16 @@ class Worker:
         """Read on in a row's prompt; the number of tokens read. After the last one the row takes part in rounds."""
         job = row.job
         assert job is not None
-        prompt, start = job.ticket.request.prompt, len(row.tokens)
+        prompt, start = job.prompt, len(row.tokens)
         end = min(start + budget, len(prompt))
-        hidden = self.batch.read_prompt(row.number, job.prompt[:, start:end], start)
-        row.tokens.extend(prompt[start:end])
+        hidden = self.batch.read_prompt(row.number, job.uploaded[:, start:end], start)
+        row.tokens.frombytes(prompt[start:end].tobytes())
         if job.trace is not None:
             job.trace.read(prompt[start:end])
         if end == len(prompt):
             self._in_prefill = None
             kind = sampling_kind(job.ticket.request.sampling)
-            job.root, logprob, fault = self.batch.first_token(row.number, job.prompt, hidden, kind)
+            job.root, logprob, fault = self.batch.first_token(row.number, job.uploaded, hidden, kind)
             job.first_token = job.last_token = time.perf_counter()
             self.batch.active[row.number] = True
             row.ring_is_stale = False
@@ -189,8 +192,8 @@ class Worker:
         else:
             plan = self.controller.choose()
         for row in running:
-            if plan.kind == "tree" and row.ring_is_stale and row.job is not None:
-                self.batch.refill_draft(row.number, len(row.job.ticket.request.prompt))
+            if plan.kind == "tree" and row.ring_is_stale:
+                self.batch.refill_draft(row.number)
             row.ring_is_stale = plan.kind != "tree"
         return plan
 
