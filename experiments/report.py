@@ -38,7 +38,8 @@ def report(settings: Settings, root: Path, command: str) -> None:
         raise UserError(f"{evaluation}: no samples; run the step evaluate first")
 
     samples = Samples(pandas.DataFrame(lines))
-    facts = json.loads((evaluation / FACTS).read_text()) | {"not measured": unmeasured(settings, root, samples)}
+    facts = json.loads((evaluation / FACTS).read_text())
+    facts |= {"not measured": unmeasured(settings, root, samples), "not timed": untimed(samples)}
     recipe = table(settings, root)
     file = root / "training" / DIAGNOSTICS
     diagnostics: Diagnostics = json.loads(file.read_text()) if file.exists() else {}
@@ -72,6 +73,13 @@ def unmeasured(settings: Settings, root: Path, samples: Samples) -> list[str]:
     planned = dict.fromkeys((cell.task, cell.context) for cell in cells(settings.evaluation, root))
     measured = set(zip(samples.frame["task"], samples.frame["context"], strict=True))
     return [f"{task} ({context_name(context)})" for task, context in planned if (task, context) not in measured]
+
+
+def untimed(samples: Samples) -> list[str]:
+    """The tasks and contexts whose samples have no time, because other work ran on the device. Removing `decode_s` from
+    such samples keeps their tokens per round."""
+    cells = samples.frame.groupby(["task", "context"], sort=False)["decode_s"].count()
+    return [f"{task} ({context_name(context)})" for (task, context), times in cells.items() if not times]
 
 
 def _without_text(line: dict[str, Any]) -> dict[str, Any]:
@@ -245,8 +253,9 @@ def page(settings: Settings, command: str, facts: dict[str, Any], tables: dict[s
     skipped = [] if settings.text else ["Run without a text folder: gsm8k, qmsum, quote and aime24 are skipped.", ""]
     setup = [f"- command: `{command}`", f"- target: {facts['target']}", f"- device: {facts['device']}"]
     setup.append("- versions: " + ", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
-    if facts["not measured"]:
-        setup.append("- not measured: " + ", ".join(facts["not measured"]))
+    for gap in ("not measured", "not timed"):
+        if facts[gap]:
+            setup.append(f"- {gap}: " + ", ".join(facts[gap]))
     pictures = [f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in PICTURES]
     parts = [f"# {Path(settings.report).name}", "", *setup, "", *skipped, *pictures, ""]
     for name, frame in tables.items():

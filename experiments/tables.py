@@ -65,16 +65,18 @@ def tokens_per_round(samples: pandas.DataFrame) -> Figure:
 
 
 def tokens_per_second(samples: pandas.DataFrame) -> Figure:
-    """Decoding speed without prefill."""
-    return pooled([samples["decoded_tokens"], samples["decode_s"]], _prompts(samples))
+    """Decoding speed without prefill, over the samples that have a time."""
+    timed = samples.dropna(subset="decode_s")
+    return pooled([timed["decoded_tokens"], timed["decode_s"]], _prompts(timed))
 
 
 def speed_ratio(
     samples: pandas.DataFrame, others: pandas.DataFrame, tokens: str = "decoded_tokens", seconds: str = "decode_s"
 ) -> Figure:
-    """Tokens/s of `samples` divided by those of `others`, over the prompts that both decoded."""
-    both = samples.merge(others, on=KEY, suffixes=("", "_other"))
-    return pooled([both[name] for name in (tokens, seconds, f"{tokens}_other", f"{seconds}_other")], _prompts(both))
+    """Tokens/s of `samples` divided by those of `others`, over the prompts for which both have a time."""
+    names = [tokens, seconds, f"{tokens}_other", f"{seconds}_other"]
+    both = samples.merge(others, on=KEY, suffixes=("", "_other")).dropna(subset=names)
+    return pooled([both[name] for name in names], _prompts(both))
 
 
 def _prompts(samples: pandas.DataFrame) -> list[str]:

@@ -10,9 +10,9 @@ import pytest
 from experiments.cells import SampleFile
 from experiments.claims import Samples, paper_claims, targets
 from experiments.evaluation import evaluation_folder
-from experiments.report import by_method, by_seed, by_task_and_context, output_counts
+from experiments.report import by_method, by_seed, by_task_and_context, output_counts, untimed
 from experiments.settings import load_settings
-from experiments.tables import markdown, pooled, speed_ratio, tokens_per_round
+from experiments.tables import markdown, pooled, speed_ratio, tokens_per_round, tokens_per_second
 
 PRESET = Path(__file__).resolve().parents[2] / "experiments" / "smollm2.yaml"
 
@@ -56,6 +56,14 @@ def test_speeds_are_compared_on_the_same_prompts() -> None:
     tree = frame(line(decode_s=0.5), line(number=1, decode_s=100.0))
     assert speed_ratio(tree, frame(line("vanilla"), line("vanilla", 2))).value == pytest.approx(2.0)
     assert speed_ratio(tree, frame(line("vanilla", 2))).samples == 0
+
+
+def test_samples_without_a_time_count_for_acceptance_only() -> None:
+    tree, vanilla = frame(line(decode_s=0.5), line(number=1, decode_s=None)), frame(line("vanilla"), line("vanilla", 1))
+    assert tokens_per_second(tree).value == 80.0 and speed_ratio(tree, vanilla).samples == 1
+    assert tokens_per_round(tree).samples == 2
+    assert untimed(Samples(tree)) == []
+    assert untimed(Samples(frame(line(decode_s=None)))) == ["gsm8k (1024 tokens)"]
 
 
 def test_outputs_with_loops_are_counted_apart() -> None:
