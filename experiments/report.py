@@ -76,8 +76,8 @@ def unmeasured(settings: Settings, root: Path, samples: Samples) -> list[str]:
 
 
 def untimed(samples: Samples) -> list[str]:
-    """The tasks and contexts whose samples have no time, because other work ran on the device. Removing `decode_s` from
-    such samples keeps their tokens per round."""
+    """The tasks and contexts whose samples have no times. Samples taken while other work used the device keep their
+    tokens per round once their times (`decode_s`, `ttft_s`, `wall_s`) are null."""
     cells = samples.frame.groupby(["task", "context"], sort=False)["decode_s"].count()
     return [f"{task} ({context_name(context)})" for (task, context), times in cells.items() if not times]
 

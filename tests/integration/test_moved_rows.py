@@ -134,11 +134,12 @@ def test_rows_that_are_exchanged_go_on_as_alone(
 
 
 @torch.no_grad()
-def test_the_first_tree_after_a_move_fills_the_ring(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", ["both", "listed"])
+def test_the_first_tree_after_a_move_fills_the_ring(tmp_path: Path, options: str) -> None:
     """With "auto", the ring of a row that played lookup lacks its newest tokens. If the row moves before the next tree,
-    the trees are still those of a row that never moved."""
-    model = pair(tmp_path, "both")
-    request = Request([4, 1] * 30, 30, trace=True)
+    the trees are still those of a row that never moved. The head's tokens of the prompt move with the row."""
+    model = pair(tmp_path, options)
+    request = Request([6, 1, 3, 4] * 15, 120, trace=True)
 
     def played(others: Sequence[Request], first_tree: int | None) -> tuple[list[Tokens], int]:
         """The answer to `request`, and the number of its rounds before trees: those before the move if None."""

@@ -40,7 +40,7 @@ def row_capacity(
     if slots < CAPACITY_STEP:
         raise UserError(
             f"memory: {budget / 2**30:.3g} GiB hold less than {CAPACITY_STEP} tokens in each of {rows} rows; "
-            "use fewer rows, a smaller tree, or more memory"
+            "use fewer rows, a smaller tree, shorter prefill chunks, or more memory"
         )
     longest = position_limit(config) + 2 * nodes
     return min(slots, -(-longest // CAPACITY_STEP) * CAPACITY_STEP)

@@ -217,10 +217,9 @@ class Batch:
 
     def refill_draft(self, row: int) -> None:
         """Fill the draft's ring in a row that played plans without the draft."""
-        rows = slice(row, row + 1)
-        drafter = self.drafters["greedy"].share(rows, GREEDY)
+        drafter = self.starter.drafters[row]
         assert isinstance(drafter, PlanDrafters)
-        drafter.refill(self.cache.lengths[rows])
+        drafter.refill(self.cache.lengths[row : row + 1])
 
     def upload(self, tokens: np.ndarray) -> Tensor:
         """Tokens, int64 [n], as LongTensor [1, n] on the device."""
