@@ -33,7 +33,7 @@ from longspec.signals import StopSignals
 
 PRESET = Path(__file__).with_name("smollm2.yaml")
 CHAT = "{train: 16, validation: 4, test: 0, max_turn_tokens: 32, max_new_tokens: 48, batch_size: 16}"
-STEPS, EVALUATED, ROWS, ROW_TOKENS = 4, 2, 2, 256
+STEPS, EVALUATED, ROWS, ROW_TOKENS = 4, 2, 4, 256
 """Steps per stage, steps between evaluations, rows per step, and tokens per row."""
 TRAINER = {"model.torch_dtype": "float32", "optimizer": "adamw", "evaluation.steps": EVALUATED}
 LEARNING_RATES = (3e-4, 1e-4, 3e-5)
@@ -55,7 +55,7 @@ def main(overrides: Sequence[str] | None = None) -> None:
         pair = open_pair(settings.target, settings.evaluation.draft, AUTO)
         if not pair.model.draft_is_trained:
             raise UserError(f"{pair.name}: no trained draft in drafts/; restore it, or set evaluation.draft=FOLDER")
-        answers = side_by_side(pair, QUESTION, Sampling(80), console, AUTO)
+        answers = side_by_side(pair, QUESTION, Sampling(64), console, AUTO)
         comparison = compared(pair, DEFAULT_PROMPTS, 24)
         table = result_table(comparison)
         table.box = table.box if console.is_terminal else None
