@@ -1,5 +1,7 @@
 """Streamed text is the text, and no piece of it ends inside a character."""
 
+from types import SimpleNamespace
+
 from tiny_tokenizer import byte_tokenizer
 
 from longspec.inference.detokenizer import REPLACEMENT, Detokenizer
@@ -21,3 +23,10 @@ def test_an_unfinished_character_comes_at_the_end() -> None:
     stream = Detokenizer(tokenizer)
     pieces = [stream.add(token) for token in tokenizer("a中", add_special_tokens=False)["input_ids"][:-1]]
     assert pieces == ["a", "", ""] and REPLACEMENT in stream.end() and stream.end() == ""
+
+
+def test_a_tokenizer_that_wraps_no_other_is_read_itself() -> None:
+    tokenizer = byte_tokenizer()
+    stream = Detokenizer(SimpleNamespace(decode=tokenizer.decode))
+    pieces = [stream.add(token) for token in tokenizer("a , b</s>é", add_special_tokens=False)["input_ids"]]
+    assert "".join(pieces) == "a , bé"

@@ -39,7 +39,7 @@ class AnswerText:
         for token, origin, logprob in zip(ids, origins, known, strict=True):
             self.tokens += 1
             self._held.append(Piece(token, self._detokenizer.add(token), origin, logprob))
-            if self._cut():
+            if self.stops and self._cut():
                 break  # the round's further tokens are not part of the answer
         return self._release(self._unsure())
 
