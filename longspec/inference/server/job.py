@@ -83,7 +83,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue()
 
     def submit(self) -> None:
         """Submit all choices or none. Raises ApiError."""
@@ -117,17 +117,16 @@ class Job:
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """News of all choices in the order of arrival, up to the end of each. Raises ApiError."""
-        while not all(choice.ended for choice in self.choices):
-            index, event = await self._next_event()
-            choice = self.choices[index]
-            # The engine learns of a stop string a round late, and until then goes on sending tokens.
-            if choice.ended:
-                continue
-            delta = self._finish(index, event) if isinstance(event, Finished) else self._extend(index, event)
-            if choice.text.stopped and not choice.ended:
-                self.engine.cancel(choice.ticket)
-                choice.ended, delta.finish_reason = True, "stop"
-            yield delta
+        # One timer for the answer is cheaper than a timeout for each of its events.
+        expiry = self._loop.call_at(self.deadline, self._events.put_nowait, None)
+        try:
+            while not all(choice.ended for choice in self.choices):
+                index, event = await self._next_event()
+                # The engine learns of a stop string a round late, and until then goes on sending tokens.
+                if not self.choices[index].ended:
+                    yield self._delta(index, event)
+        finally:
+            expiry.cancel()
 
     @property
     def prompt_tokens(self) -> int:
@@ -142,19 +141,25 @@ class Job:
 
     async def _next_event(self) -> tuple[int, Event]:
         """The next event in the order of arrival. Raises ApiError after the deadline."""
-        try:
-            if self._loop.time() >= self.deadline:
-                raise TimeoutError  # an expired timeout would not act on a queue that holds events
-            async with asyncio.timeout_at(self.deadline):
-                return await self._events.get()
-        except TimeoutError:
-            raise ApiError(504, "the request took longer than this server allows", code="timeout") from None
+        arrival = await self._events.get()
+        # Events that wait in the queue are not read after the deadline, either.
+        if arrival is None or self._loop.time() >= self.deadline:
+            raise ApiError(504, "the request took longer than this server allows", code="timeout")
+        return arrival
 
     def _receive(self, index: int, event: Event) -> None:
         """Called on the engine's thread."""
         # asyncio's queues are not thread-safe, so the event loop itself puts the event into the queue.
         if not self._loop.is_closed():  # the server has ended without waiting for this request
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+    def _delta(self, index: int, event: Event) -> Delta:
+        choice = self.choices[index]
+        delta = self._finish(index, event) if isinstance(event, Finished) else self._extend(index, event)
+        if choice.text.stopped and not choice.ended:
+            self.engine.cancel(choice.ticket)
+            choice.ended, delta.finish_reason = True, "stop"
+        return delta
 
     def _extend(self, index: int, event: Tokens) -> Delta:
         choice = self.choices[index]
