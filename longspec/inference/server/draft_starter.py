@@ -16,7 +16,7 @@ class DraftStarter:
     """Starts take dozens of small kernels, whose launches would take longer than a round of a small target."""
 
     def __init__(self, drafter: Drafter, rows: int, capacity: int, sampler: Sampler, device: torch.device) -> None:
-        """drafter: of all rows, after `reserve(capacity)`."""
+        """drafter: the drafter of all rows. Its `reserve(capacity)` must have been called."""
         self.drafters = [drafter.share(slice(row, row + 1), sampler) for row in range(rows)]
         # Captured starts read these tensors.
         self.prompt = torch.zeros(1, capacity, dtype=torch.long, device=device)
