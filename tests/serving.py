@@ -19,9 +19,10 @@ TIMEOUT = 60
 
 
 @contextmanager
-def serving(model: GlideMixin, **settings: Any) -> Iterator[Scheduler]:
-    """A scheduler that has started."""
+def serving(model: GlideMixin, ahead: int = 0, **settings: Any) -> Iterator[Scheduler]:
+    """A scheduler that has started. ahead: see `Worker`; captured rounds have 1."""
     scheduler = Scheduler(model, **SMALL | settings)
+    scheduler._worker.ahead = max(ahead, scheduler._worker.ahead)
     scheduler.start()
     try:
         yield scheduler

@@ -33,9 +33,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 class Session:
     """A worker without its thread: requests begin, and rounds are played, in a known order."""
 
-    def __init__(self, model: GlideMixin, max_rows: int, **settings: Any) -> None:
+    def __init__(self, model: GlideMixin, max_rows: int, ahead: int = 0, **settings: Any) -> None:
         scheduler = Scheduler(model, **SMALL | {"max_rows": max_rows} | settings)
         self.worker: Worker = scheduler._worker
+        self.worker.ahead = ahead
         self.batch = self.worker.batch
         self.waiting: deque[Ticket] = deque()
         self.log: list[str] = []
@@ -105,14 +106,15 @@ def pair(folder: Path, options: str) -> GlideMixin:
     ],
     ids=["tree", "lookup branches", "seq", "lookup", "magicdec", "auto"],
 )
+@pytest.mark.parametrize("ahead", [0, 1])
 def test_rows_that_are_exchanged_go_on_as_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, settings: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, settings: Any, ahead: int
 ) -> None:
     """The row that gives way is in the middle of its prompt, and is read on in its new place. An exchange copies
     two layers, then the third."""
     model = pair(tmp_path, options)
     late = Request([2, 6, 3, 3, 5] * 25, 6)
-    session = Session(model, 3, **settings)
+    session = Session(model, 3, ahead, **settings)
     moves = []
     move = session.batch.move
 

@@ -58,13 +58,20 @@ Models = Callable[..., GlideMixin]
         ("qwen2", "both", {"method": "auto"}),
     ],
 )
+@pytest.mark.parametrize("ahead", [0, 1])
 def test_every_request_is_answered_as_alone(
-    models: Models, family: str, options: str, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models,
+    family: str,
+    options: str,
+    settings: Any,
+    ahead: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = models(family, options)
     requests = random_requests(10, VOCAB)
-    with serving(model, max_rows=3, **settings) as scheduler:
+    with serving(model, ahead, max_rows=3, **settings) as scheduler:
         mixed = answers(scheduler, requests)
         snapshot = scheduler.snapshot()
     for request, answer in zip(requests, mixed, strict=True):
@@ -188,14 +195,15 @@ def test_a_finished_row_goes_to_the_next_request(models: Models) -> None:
     [("both", {}), ("listed", {}), ("both", {"tree_nodes": 10, "lookup_branches": True})],
     ids=["both", "listed", "lookup"],
 )
+@pytest.mark.parametrize("ahead", [0, 1])
 def test_rounds_are_as_small_as_the_running_rows_allow(
-    models: Models, options: str, settings: Any, monkeypatch: pytest.MonkeyPatch
+    models: Models, options: str, settings: Any, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row moves down when those below it finish, and goes on as if nothing had happened."""
     sizes = []
     model = models("qwen2", options)
     requests = [Request([1, 2], 3), Request([3] * 20, 4), Request([4, 1] * 30, 40, Sampling(1.0, seed=1), trace=True)]
-    with serving(model, max_rows=3, prefill_chunk=512, **settings) as scheduler:
+    with serving(model, ahead, max_rows=3, prefill_chunk=512, **settings) as scheduler:
         rounds = scheduler.batch.rounds
 
         def recorded(mode: Any, rows: int) -> Any:

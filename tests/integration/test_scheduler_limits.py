@@ -60,8 +60,9 @@ def test_refusals(model: GlideMixin) -> None:
         assert [answer.finished.reason for answer in (running, *queued)] == ["length"] * 3
 
 
-def test_cancellation_frees_the_row_within_one_round(model: GlideMixin) -> None:
-    with serving(model, max_rows=2) as scheduler:
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_cancellation_frees_the_row_within_one_round(model: GlideMixin, ahead: int) -> None:
+    with serving(model, ahead, max_rows=2) as scheduler:
         steady = Answer(scheduler, Request([1, 2], 60))
         cancelled = Answer(scheduler, Request([3], 1000), cancel_after=3)
         queued = Answer(scheduler, Request([4], 1000), cancel_after=0)
@@ -96,7 +97,8 @@ def test_a_request_in_prefill_can_be_cancelled(model: GlideMixin) -> None:
         assert again.ids == alone(model, Request(prompt, 5))
 
 
-def test_a_fault_ends_its_own_request(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_fault_ends_its_own_request(tmp_path: Path, ahead: int) -> None:
     """Before, at the same time, and afterwards in the same row, others are answered as alone."""
     model = make_pair(tmp_path, "qwen2", options=DraftOptions(target_feature=True))
     with torch.no_grad():
@@ -105,7 +107,7 @@ def test_a_fault_ends_its_own_request(tmp_path: Path) -> None:
     good = [Request([1, 2, 3], 20), Request([4, 5], 20, Sampling(1.0, seed=1)), Request([2], 20, speculate=False)]
     with serving(model, max_rows=1) as scheduler:
         expected = [answers(scheduler, [request])[0].ids for request in good]
-    with serving(model, max_rows=4) as scheduler:
+    with serving(model, ahead, max_rows=4) as scheduler:
         first = [Answer(scheduler, request) for request in good]
         bad = [Answer(scheduler, Request([1, POISON, 2], 30, sampling)) for sampling in (Sampling(), Sampling(0.8))]
         later = [Answer(scheduler, request) for request in good * 2]
@@ -116,7 +118,7 @@ def test_a_fault_ends_its_own_request(tmp_path: Path) -> None:
         assert [answer.ids for answer in first + later] == expected * 3
         assert scheduler.snapshot().healthy
     spoiled = Request([1, 2, 3, 4, 5, POISON], 8)
-    with serving(model, max_rows=1) as scheduler:
+    with serving(model, ahead, max_rows=1) as scheduler:
         assert Answer(scheduler, spoiled).finished.reason == "error"
         assert answers(scheduler, good[:1])[0].ids == expected[0]  # shorter: the draft's ring has slots that it skips
         assert Answer(scheduler, spoiled).finished.reason == "error"
@@ -231,9 +233,10 @@ def load(scheduler: Any, count: int, seed: int) -> list[weakref.ref[Any]]:
     return [weakref.ref(answer.ticket) for answer in open_answers]
 
 
-def test_many_requests_leak_nothing(model: GlideMixin) -> None:
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_many_requests_leak_nothing(model: GlideMixin, ahead: int) -> None:
     process = psutil.Process()
-    with serving(model, max_rows=8, max_queue=1000) as scheduler:
+    with serving(model, ahead, max_rows=8, max_queue=1000) as scheduler:
         load(scheduler, 40, seed=0)
         gc.collect()
         threads, resident = threading.active_count(), process.memory_info().rss

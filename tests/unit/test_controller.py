@@ -215,6 +215,7 @@ def test_only_active_rows_count() -> None:
     start(controller, 1, [1, 2], 3)
     new = Random(0)
     for number in range(60):
+        controller.choose()
         controller.observe({0: RowRound([101 + number]), 1: RowRound([new.randrange(1000, 9000)])})
         controller.think()
     both = controller.tokens(LOOKUPS[1])

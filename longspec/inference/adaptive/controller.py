@@ -5,7 +5,7 @@ Plain Python: given the table of times, the choice depends on past rounds only, 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -109,6 +109,8 @@ class Controller:
         """Time that probes lost."""
         self._current = Decision(self.plans[0])
         """The decision for the newest round."""
+        self._playing: deque[Decision] = deque()
+        """Decisions for the rounds that were not observed yet."""
         self._next: Decision | None = None
         self._unlearned: list[tuple[Decision, Mapping[Hashable, RowRound]]] = []
 
@@ -139,8 +141,9 @@ class Controller:
         return self._begin(Decision(plan))
 
     def observe(self, parts: Mapping[Hashable, RowRound]) -> None:
-        """Take the result of the round: its part in each row, rows that have ended included."""
-        self._unlearned.append((self._current, parts))
+        """Take the result of the oldest round that was not observed: its part in each row that was active, rows that
+        have ended included."""
+        self._unlearned.append((self._playing.popleft(), parts))
 
     def think(self) -> None:
         """Learn from the observed rounds, and decide about the next one. To be called while the device plays a round,
@@ -149,13 +152,15 @@ class Controller:
             for row, part in parts.items():
                 if row in self.traces:
                     self.traces[row].extend(part.tokens)
-            self._learn(decision, list(parts.values()))
+            if parts:
+                self._learn(decision, list(parts.values()))
         self._unlearned.clear()
         if self.traces and self._next is None:
             self._next = self._decide()
 
     def _begin(self, decision: Decision) -> Plan:
         self._current, self._next = decision, None
+        self._playing.append(decision)
         self.played[decision.plan] += 1
         self.elapsed += self._time(decision.plan)
         return decision.plan

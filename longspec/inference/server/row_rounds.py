@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from longspec.inference.engine import Played, Rounds
+from longspec.inference.origins import Origin
 from longspec.inference.sampling import Sampler
+from longspec.inference.server.requests import Tree
 from longspec.inference.server.row_sampling import RowSampler
 
 
@@ -24,6 +26,24 @@ class RowResult(NamedTuple):
     """LongTensor [B, 2 * N + depth + 1]: the nodes' tokens and parents, the accepted path."""
     width: int
     """depth + 1."""
+
+
+class HostResult:
+    """A `RowResult` on its way to the host; the next round may overwrite the original."""
+
+    def __init__(self, result: RowResult, with_trace: bool) -> None:
+        self.width = result.width
+        self._report = result.report.to("cpu", non_blocking=True)
+        self._trace = result.trace.to("cpu", non_blocking=True) if with_trace else None
+        self._arrival = torch.cuda.Event() if result.report.is_cuda else None
+        if self._arrival is not None:
+            self._arrival.record()
+
+    def wait(self) -> tuple[list[list[float]], list[list[int]] | None]:
+        """Wait for the round. Returns the rows of the report, and those of the trace if it was asked for."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return self._report.tolist(), None if self._trace is None else self._trace.tolist()
 
 
 @dataclass(frozen=True)
@@ -48,6 +68,13 @@ class RowReport:
         # The root precedes the accepted nodes.
         matches = [bool(mark) for mark in from_lookup[1:]]
         return cls(_whole(tokens), logprobs, matches, _whole(ranks[1:]), values[4 * width :], int(fault))
+
+
+def read_tree(trace: list[int], width: int, origins: list[Origin]) -> Tree:
+    """The tree of a round in one row. trace: its row of `RowResult.trace`; origins: one per accepted node."""
+    nodes = (len(trace) - width) // 2
+    path = trace[2 * nodes :]
+    return Tree(trace[:nodes], trace[nodes : 2 * nodes], path[1 : len(origins) + 1], origins)
 
 
 class RowRounds(Rounds):

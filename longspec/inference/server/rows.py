@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,6 +47,20 @@ class Job:
             rounds=self.rounds,
             cached_prompt_tokens=self.cached,
         )
+
+
+@dataclass
+class Counts:
+    """Totals since the start; see `requests.Snapshot`."""
+
+    finished: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    new_tokens: int = 0
+    rounds: int = 0
+    row_rounds: int = 0
+    accepted_tokens: int = 0
+    decoded_tokens: int = 0
 
 
 @dataclass(eq=False)

@@ -6,9 +6,9 @@ import logging
 import secrets
 import time
 from array import array
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,8 +19,8 @@ from longspec.inference.cache import Fault
 from longspec.inference.origins import Origin, round_origins
 from longspec.inference.server.batch import Batch, Mode, Sampled
 from longspec.inference.server.requests import Event, Finished, FinishReason, Ticket, Timings, Tokens, Tree
-from longspec.inference.server.row_rounds import RowReport, RowResult
-from longspec.inference.server.rows import Job, Row, Rows, sampling_kind
+from longspec.inference.server.row_rounds import HostResult, RowReport, RowResult, read_tree
+from longspec.inference.server.rows import Counts, Job, Row, Rows, sampling_kind
 
 logger = logging.getLogger(__name__)
 
@@ -28,22 +28,23 @@ KINDS: tuple[Sampled, ...] = ("greedy", "sampled", "truncated")
 """In order of what rounds can do."""
 
 
-@dataclass
-class Counts:
-    """Totals since the start; see `requests.Snapshot`."""
+@dataclass(frozen=True)
+class Flight:
+    """A round that was launched and whose result the host has not read."""
 
-    finished: Counter[str] = field(default_factory=Counter)
-    prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    new_tokens: int = 0
-    rounds: int = 0
-    row_rounds: int = 0
-    accepted_tokens: int = 0
-    decoded_tokens: int = 0
+    rows: list[tuple[int, Row, int]]
+    """The rows that it advances: `number` and `last_used` at the launch. The latter changes when the request ends."""
+    result: HostResult
+    plan: Plan | None
+    """For method "auto"."""
 
 
 class Worker:
-    """All of it runs on one thread. Events of a round wait in an outbox until the next round is launched."""
+    """All of it runs on one thread. Events of a round wait in an outbox until the next round is launched.
+
+    Where rounds are CUDA graphs, a round is launched before the result of the one before is read, so that the device
+    never waits for the host. A request that has ended can thus take part in one more round, whose result is dropped.
+    """
 
     def __init__(self, batch: Batch, max_rows: int, prefill_chunk: int) -> None:
         """prefill_chunk: most prompt tokens that are read between two rounds."""
@@ -52,6 +53,9 @@ class Worker:
         self.prefill_chunk = prefill_chunk
         self.counts = Counts()
         self.outbox: list[tuple[Ticket, Event]] = []
+        self.ahead = 1 if batch.runner.capturable else 0
+        """Rounds that are launched before the result of the oldest one is read."""
+        self._flights: deque[Flight] = deque()
         self._in_prefill: Row | None = None
         self._size = 1
         """Rows of the newest round."""
@@ -72,15 +76,14 @@ class Worker:
         if len(self.outbox) > events:
             deliver()  # the device is idle meanwhile, but a first token would otherwise arrive later
         running = self.rows.running()
-        if not running:
-            deliver()
-            return
-        result = self._launch(running)
+        if running:
+            self._flights.append(self._launch(running))
         # The host has time until the round ends: clients get the tokens of the round before.
         deliver()
         if self.controller is not None:
             self.controller.think()
-        self._note(running, result)
+        while len(self._flights) > (self.ahead if running else 0):
+            self._note(self._flights.popleft())
 
     def end_all(self, reason: FinishReason, message: str) -> None:
         """End every request that has a row, without touching the device."""
@@ -155,15 +158,15 @@ class Worker:
             self.batch.active[row.number] = True
             row.ring_is_stale = False
             if self.controller is not None and job.trace is not None:
-                self.controller.start(row, job.trace, job.root)
+                self.controller.start(job.ticket, job.trace, job.root)
             if fault:
                 self._stop_faulty(row, fault)
             else:
                 self._emit(row, [job.root], [logprob], round_origins([]), tree=None)
         return end - start
 
-    def _launch(self, running: list[Row]) -> RowResult:
-        """Play a round of the running rows, after moving them together if that makes it smaller."""
+    def _launch(self, running: list[Row]) -> Flight:
+        """Launch a round of the running rows, after moving them together if that makes it smaller."""
         batch = self.batch
         # Rounds run over the first rows, so one running row with a high number would make them as large as the batch.
         size = batch.size_for(len(running))
@@ -176,7 +179,10 @@ class Worker:
         self.counts.rounds += 1
         self._size = size = batch.size_for(max(row.number for row in running) + 1)
         plan = self._choose_plan(running) if speculates else None
-        return batch.rounds(Mode(speculates, sampled, plan), size)(batch.active[:size])
+        result: RowResult = batch.rounds(Mode(speculates, sampled, plan), size)(batch.active[:size])
+        traced = any(request.trace for request in requests)
+        rows = [(row.number, row, row.last_used) for row in running]
+        return Flight(rows, HostResult(result, traced), plan)
 
     def _choose_plan(self, running: list[Row]) -> Plan | None:
         """The plan of a round of method "auto"; None for other methods.
@@ -201,21 +207,25 @@ class Worker:
         """Exchange a running row with the first one that does not run."""
         running = {other.number for other in self.rows.running()}
         free = self.rows[min(set(range(self.batch.max_rows)) - running)]
-        self.batch.move(row.number, free.number, max(len(row.tokens), len(free.tokens)))
+        # Rounds in flight may have stored tokens that the host does not know.
+        unread = len(self._flights) * (self.batch.depth + 1)
+        self.batch.move(row.number, free.number, max(len(row.tokens), len(free.tokens)) + unread)
         self.rows.swap(row, free)
 
-    def _note(self, running: list[Row], result: RowResult) -> None:
-        """Process a round's report. Reading the report waits for the round; nothing else does."""
-        lines, width = result.report.tolist(), result.width
-        traced = any(row.job is not None and row.job.ticket.request.trace for row in running)
-        trees = result.trace.tolist() if traced else None
+    def _note(self, flight: Flight) -> None:
+        """Process a round's result. Reading it waits for the round; nothing else does."""
+        lines, traces = flight.result.wait()
+        width = flight.result.width
         parts: dict[Hashable, RowRound] = {}
-        for row in running:
-            job, played = row.job, RowReport.read(lines[row.number], width)
-            assert job is not None and job.root is not None
+        for number, row, last_used in flight.rows:
+            if row.last_used != last_used:
+                continue  # the request ended while the round was in flight
+            played = RowReport.read(lines[number], width)
             if played.fault:
                 self._stop_faulty(row, played.fault)
                 continue
+            job = row.job
+            assert job is not None and job.root is not None
             new_tokens = played.tokens
             # The cache now holds the old root and all new tokens but the last, which is the next root.
             row.tokens.append(job.root)
@@ -223,16 +233,17 @@ class Worker:
             job.root = new_tokens[-1]
             job.rounds += 1
             job.last_token = time.perf_counter()
+            request = job.ticket.request
             origins = round_origins(played.from_lookup)
-            tree = _tree(trees[row.number], width, origins[:-1]) if trees and job.ticket.request.trace else None
+            tree = read_tree(traces[number], width, origins[:-1]) if traces and request.trace else None
             taken = self._emit(row, new_tokens, played.logprobs, origins, tree)
             if job.trace is not None:
-                parts[row] = RowRound(new_tokens[:taken], played.ranks, played.levels)
-            if job.ticket.request.speculate:
+                parts[job.ticket] = RowRound(new_tokens[:taken], played.ranks, played.levels)
+            if request.speculate:
                 self.counts.row_rounds += 1
                 self.counts.decoded_tokens += taken
                 self.counts.accepted_tokens += min(taken, len(new_tokens) - 1)
-        if self.controller is not None and parts:
+        if self.controller is not None and flight.plan is not None:
             self.controller.observe(parts)
 
     def _emit(self, row: Row, ids: list[int], logprobs: list[float], origins: list[Origin], tree: Tree | None) -> int:
@@ -283,11 +294,4 @@ class Worker:
         self.outbox.append((job.ticket, Finished(reason, message, job.timings)))
         self.rows.release(row)
         if self.controller is not None:
-            self.controller.end(row)
-
-
-def _tree(trace: list[int], width: int, origins: list[Origin]) -> Tree:
-    """The tree of a round in one row. trace: its row of `RowResult.trace`; origins: one per accepted node."""
-    nodes = (len(trace) - width) // 2
-    path = trace[2 * nodes :]
-    return Tree(trace[:nodes], trace[nodes : 2 * nodes], path[1 : len(origins) + 1], origins)
+            self.controller.end(job.ticket)
