@@ -210,7 +210,7 @@ def measure(
     torch.cuda.synchronize()
     start = perf_counter()
     for _ in range(30):
-        decoder.note(captured(decoder.device_active))
+        decoder.advance(captured)
     wall_ms = (perf_counter() - start) / 30 * 1e3
 
     rewind()

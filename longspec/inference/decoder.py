@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,11 +13,12 @@ from torch import Tensor
 from longspec.errors import UserError
 from longspec.inference.adaptive.controller import RowRound
 from longspec.inference.cache import Fault
-from longspec.inference.engine import Engine, RoundResult
+from longspec.inference.engine import Engine, Round, RoundResult
 from longspec.inference.engine_pool import with_released_memory
 from longspec.inference.origins import Origin, round_origins
 from longspec.inference.round_source import RoundSource
 from longspec.inference.stats import GenerationStats
+from longspec.kernels.shared.device import Download
 
 Stops = Callable[[int, Sequence[int]], bool]
 """Whether a row ends after its newest token, for other reasons than EOS and the token limit. Called with the row number
@@ -35,8 +37,21 @@ class Streamer(Protocol):
     def end(self) -> None: ...
 
 
+class Flight(NamedTuple):
+    """A round that was launched and whose result the host has not read."""
+
+    lines: Download
+    """[B, ...]: count, fault, and the other fields of `RoundResult` in their order."""
+    width: int
+    """depth + 1."""
+
+
 class Decoder:
-    """Runs an engine until every row has ended."""
+    """Runs an engine until every row has ended.
+
+    Where rounds are CUDA graphs, a round is launched before the result of the one before is read, so that the device
+    never waits for the host. The generation's last round is then dropped.
+    """
 
     def __init__(
         self,
@@ -59,6 +74,9 @@ class Decoder:
         """Whether each row is unfinished."""
         self.device_active = torch.ones(batch, dtype=torch.bool, device=engine.root.device)
         """`active` on the device, bool [B]."""
+        self.ahead = 1 if engine.runner.capturable else 0
+        """Rounds that are launched before the result of the oldest one is read."""
+        self._flights: deque[Flight] = deque()
         self.finite = True
         """Whether no row has met a fault, its end included; otherwise the caches can hold NaN."""
         self.stats = GenerationStats(row_rounds=[0] * batch, accepted_by_depth=[0] * engine.drafter.depth)
@@ -82,8 +100,8 @@ class Decoder:
         if any(self.active):
             source.start(first_tokens)
             while any(self.active):
-                result = source.play(self.device_active)
-                source.observe(self.note(result), self.active)
+                if (parts := self.advance(source.play)) is not None:
+                    source.observe(parts, self.active)
             source.finish(self.stats)
         self.stats.decode_s = time.perf_counter() - start
 
@@ -91,6 +109,21 @@ class Decoder:
             self.stats.peak_memory_bytes = torch.cuda.max_memory_allocated(device)
         if self.streamer is not None:
             self.streamer.end()
+        while self._flights:
+            self._note(self._flights.popleft())  # it can have met a fault
+
+    def advance(self, play: Round) -> list[RowRound | None] | None:
+        """Launch a round, and take the result of the oldest one unless it was launched too recently.
+
+        Returns the part of each row, None for inactive rows.
+        """
+        result: RoundResult = play(self.device_active)
+        # One transfer for everything.
+        counts, faults = result.counts[:, None], self.engine.cache.faults[:, None]
+        ranks = [] if result.ranks is None or result.levels is None else [result.ranks, result.levels]
+        lines = torch.cat([counts, faults, result.tokens, result.from_lookup, *ranks], 1)
+        self._flights.append(Flight(Download(lines), result.tokens.shape[1]))
+        return self._note(self._flights.popleft()) if len(self._flights) > self.ahead else None
 
     def _prefill(self) -> list[int]:
         """Read the prompts. Returns the first token of each row."""
@@ -100,16 +133,9 @@ class Decoder:
             self._check_fault(row, fault)
         return tokens
 
-    def note(self, result: RoundResult) -> list[RowRound | None]:
-        """Take the result of a round. Returns the part of each row, None for inactive rows.
-
-        The host waits for the round here and nowhere else.
-        """
-        # One transfer for everything.
-        counts, faults = result.counts[:, None], self.engine.cache.faults[:, None]
-        ranks = [] if result.ranks is None or result.levels is None else [result.ranks, result.levels]
-        lines = torch.cat([counts, faults, result.tokens, result.from_lookup, *ranks], 1).tolist()
-        width = result.tokens.shape[1]
+    def _note(self, flight: Flight) -> list[RowRound | None]:
+        """Take the result of a round: see `advance`. The host waits for the round here and nowhere else."""
+        lines, width = flight.lines.tolist(), flight.width
         parts: list[RowRound | None] = [None] * len(lines)
         for row, (count, fault, *values) in enumerate(lines):
             if not self.active[row]:

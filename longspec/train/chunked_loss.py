@@ -126,7 +126,8 @@ def chunk_terms(
 
 def _kernel_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, share: float) -> tuple[Tensor, Tensor]:
     """`_plain_terms` as a Triton kernel. The gradient overwrites the logits."""
-    from longspec.kernels.training.divergence import log_sum_exp, terms_and_gradient
+    from longspec.kernels.shared.logit_statistics import log_sum_exp
+    from longspec.kernels.training.divergence import terms_and_gradient
 
     norm = log_sum_exp_over_ranks(log_sum_exp(logits))
     teacher_norm = None if teacher_logits is None else log_sum_exp_over_ranks(log_sum_exp(teacher_logits))

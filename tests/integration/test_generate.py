@@ -14,12 +14,20 @@ from transformers import GenerationMixin, LlamaForCausalLM, TextStreamer
 from longspec import generate
 from longspec.errors import UserError
 from longspec.inference import engine as engine_module
+from longspec.inference.decoder import Decoder
 from longspec.inference.drafting import magicdec
 from longspec.inference.methods import GLIDE_METHODS, METHODS
 from longspec.inference.runner import Runner
 
 SETTINGS = {"tree_shape": (3, 5, 4), "gamma": 3}
 SAMPLED = [*({"method": method} for method in METHODS), {"method": "tree", "tree_rule": "descend"}]
+
+
+@pytest.fixture(params=[0, 1], ids=["waits", "ahead"])
+def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds that are launched before the oldest one is read; captured rounds have 1."""
+    fixed = property(lambda decoder: request.param, lambda decoder, value: None)
+    monkeypatch.setattr(Decoder, "ahead", fixed, raising=False)
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[Tensor]:
@@ -47,6 +55,7 @@ def test_greedy_tokens_are_the_targets_own(tmp_path: Path, method: str, family: 
     assert out.sequences.shape[1] == 30 + 24
 
 
+@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
 def test_max_new_tokens_is_exact(tmp_path: Path, method: str, count: int) -> None:
@@ -56,6 +65,7 @@ def test_max_new_tokens_is_exact(tmp_path: Path, method: str, count: int) -> Non
     assert out.new_tokens[0].tolist() == target_greedy(model, row, count)
 
 
+@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("method", METHODS)
 def test_each_row_stops_at_its_own_eos(tmp_path: Path, method: str) -> None:
     """EOS at every place of row 0, inside accepted paths too (magicdec accepts them whole); row 1 goes on."""
@@ -71,6 +81,7 @@ def test_each_row_stops_at_its_own_eos(tmp_path: Path, method: str) -> None:
             assert new.tolist() == tokens[:end]
 
 
+@pytest.mark.usefixtures("ahead")
 def test_tokens_past_eos_or_limit_are_not_counted(tmp_path: Path) -> None:
     """magicdec accepts whole chains here; the last pass of each row emits more than the row may keep."""
     model = make_pair(tmp_path)
@@ -86,6 +97,7 @@ def test_tokens_past_eos_or_limit_are_not_counted(tmp_path: Path) -> None:
         assert set(row[len(prompt) + len(new) :].tolist()) <= {60}
 
 
+@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_row_that_overshoots_its_limit_leaves_room_for_the_others(tmp_path: Path, method: str) -> None:
     """Rows finish at different rounds, the longest prompt first too; nothing is written past the cache's end."""
@@ -96,6 +108,7 @@ def test_a_row_that_overshoots_its_limit_leaves_room_for_the_others(tmp_path: Pa
         assert [new.tolist() for new in out.new_tokens] == [target_greedy(model, row, count) for row in rows]
 
 
+@pytest.mark.usefixtures("ahead")
 def test_prompt_and_new_tokens_may_fill_the_targets_positions_exactly(tmp_path: Path) -> None:
     model = make_pair(tmp_path, max_position_embeddings=32)
     (row,) = prompts(20)
@@ -113,6 +126,7 @@ def test_eos_defaults_to_the_models_own(tmp_path: Path) -> None:
     assert out.new_tokens[0].tolist() == tokens[: tokens.index(tokens[4]) + 1]
 
 
+@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("method", METHODS)
 def test_stats_count_verification_passes_only(tmp_path: Path, method: str) -> None:
     """The prefill token is no pass's; acceptance length is the other tokens over passes, vanilla's exactly 1."""
@@ -266,6 +280,7 @@ def test_model_is_left_as_it_was(tmp_path: Path) -> None:
     assert [p.requires_grad for p in model.parameters()] == grads and torch.is_grad_enabled()
 
 
+@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("settings", SAMPLED)
 def test_same_seed_same_samples(tmp_path: Path, settings: dict) -> None:
     model = make_pair(tmp_path)

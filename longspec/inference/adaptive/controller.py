@@ -83,7 +83,7 @@ class Controller:
         self.time = time
         self.refill_time = refill_time
         self.played: Counter[Plan] = Counter()
-        """Number of rounds per plan."""
+        """Number of observed rounds per plan."""
         self.trees = [plan for plan in plans if plan.kind == "tree"]
         self.lookups = [plan for plan in plans if plan.kind == "lookup"]
 
@@ -143,7 +143,9 @@ class Controller:
     def observe(self, parts: Mapping[Hashable, RowRound]) -> None:
         """Take the result of the oldest round that was not observed: its part in each row that was active, rows that
         have ended included."""
-        self._unlearned.append((self._playing.popleft(), parts))
+        decision = self._playing.popleft()
+        self.played[decision.plan] += 1
+        self._unlearned.append((decision, parts))
 
     def think(self) -> None:
         """Learn from the observed rounds, and decide about the next one. To be called while the device plays a round,
@@ -161,7 +163,6 @@ class Controller:
     def _begin(self, decision: Decision) -> Plan:
         self._current, self._next = decision, None
         self._playing.append(decision)
-        self.played[decision.plan] += 1
         self.elapsed += self._time(decision.plan)
         return decision.plan
 

@@ -14,6 +14,7 @@ from longspec.inference.origins import Origin
 from longspec.inference.sampling import Sampler
 from longspec.inference.server.requests import Tree
 from longspec.inference.server.row_sampling import RowSampler
+from longspec.kernels.decoding.vocabulary import log_sum_exp
 
 
 class RowResult(NamedTuple):
@@ -26,24 +27,6 @@ class RowResult(NamedTuple):
     """LongTensor [B, 2 * N + depth + 1]: the nodes' tokens and parents, the accepted path."""
     width: int
     """depth + 1."""
-
-
-class HostResult:
-    """A `RowResult` on its way to the host; the next round may overwrite the original."""
-
-    def __init__(self, result: RowResult, with_trace: bool) -> None:
-        self.width = result.width
-        self._report = result.report.to("cpu", non_blocking=True)
-        self._trace = result.trace.to("cpu", non_blocking=True) if with_trace else None
-        self._arrival = torch.cuda.Event() if result.report.is_cuda else None
-        if self._arrival is not None:
-            self._arrival.record()
-
-    def wait(self) -> tuple[list[list[float]], list[list[int]] | None]:
-        """Wait for the round. Returns the rows of the report, and those of the trace if it was asked for."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
-        return self._report.tolist(), None if self._trace is None else self._trace.tolist()
 
 
 @dataclass(frozen=True)
@@ -111,7 +94,6 @@ def _whole(values: Sequence[float]) -> list[int]:
 
 def _log_probabilities(played: Played) -> Tensor:
     """Log-probability [B, depth + 1] of each emitted token, at temperature 1."""
-    path = played.accepted.path[..., None].expand(-1, -1, played.logits.shape[2])
-    logits = played.logits.gather(1, path)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits.log_softmax(-1).gather(-1, played.tokens[..., None])[..., 0]
+    logits, path = played.logits, played.accepted.path
+    chosen = logits.flatten(1).gather(1, path * logits.shape[2] + played.tokens)
+    return chosen - log_sum_exp(logits).gather(1, path)

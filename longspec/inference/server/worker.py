@@ -19,8 +19,9 @@ from longspec.inference.cache import Fault
 from longspec.inference.origins import Origin, round_origins
 from longspec.inference.server.batch import Batch, Mode, Sampled
 from longspec.inference.server.requests import Event, Finished, FinishReason, Ticket, Timings, Tokens, Tree
-from longspec.inference.server.row_rounds import HostResult, RowReport, RowResult, read_tree
+from longspec.inference.server.row_rounds import RowReport, RowResult, read_tree
 from longspec.inference.server.rows import Counts, Job, Row, Rows, sampling_kind
+from longspec.kernels.shared.device import Download
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,10 @@ class Flight:
 
     rows: list[tuple[int, Row, int]]
     """The rows that it advances: `number` and `last_used` at the launch. The latter changes when the request ends."""
-    result: HostResult
+    report: Download
+    trace: Download | None
+    """As in `RowResult`; None if no request asked for it."""
+    width: int
     plan: Plan | None
     """For method "auto"."""
 
@@ -182,7 +186,7 @@ class Worker:
         result: RowResult = batch.rounds(Mode(speculates, sampled, plan), size)(batch.active[:size])
         traced = any(request.trace for request in requests)
         rows = [(row.number, row, row.last_used) for row in running]
-        return Flight(rows, HostResult(result, traced), plan)
+        return Flight(rows, Download(result.report), Download(result.trace) if traced else None, result.width, plan)
 
     def _choose_plan(self, running: list[Row]) -> Plan | None:
         """The plan of a round of method "auto"; None for other methods.
@@ -214,8 +218,8 @@ class Worker:
 
     def _note(self, flight: Flight) -> None:
         """Process a round's result. Reading it waits for the round; nothing else does."""
-        lines, traces = flight.result.wait()
-        width = flight.result.width
+        lines, width = flight.report.tolist(), flight.width
+        traces = None if flight.trace is None else flight.trace.tolist()
         parts: dict[Hashable, RowRound] = {}
         for number, row, last_used in flight.rows:
             if row.last_used != last_used:

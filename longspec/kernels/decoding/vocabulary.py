@@ -27,6 +27,15 @@ def probabilities(logits: Tensor, temperature: float, watch: Watch | None = None
     return softmax(logits.contiguous(), temperature, watch)
 
 
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """log sum exp over the last dimension of logits [..., V], in fp32 or wider."""
+    if not runs_triton(logits):
+        return reference.log_sum_exp(logits)
+    from longspec.kernels.shared import logit_statistics
+
+    return logit_statistics.log_sum_exp(logits.contiguous())
+
+
 def argmax(values: Tensor, watch: Watch | None = None) -> Tensor:
     """Index of the largest of values [..., V], the first of equal ones: LongTensor [...].
 

@@ -2,7 +2,7 @@
 
 import importlib.util
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,3 +74,19 @@ def upload(x: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and not x.is_cuda:
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
+
+
+class Download:
+    """A copy of x on its way to the host. Work that is launched later may overwrite x."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._copy = x.to("cpu", non_blocking=True)
+        self._arrival = torch.cuda.Event() if x.is_cuda else None
+        if self._arrival is not None:
+            self._arrival.record()
+
+    def tolist(self) -> list[Any]:
+        """The values of x as nested lists. Waits for the work before the copy, and for no other."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return self._copy.tolist()

@@ -193,6 +193,15 @@ def logit_statistics(logits: Tensor, temperature: float, noise: Tensor | None = 
     return LogitStatistics(best, chunk_maxima, chunk_sums)
 
 
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """log sum exp over the last dimension of contiguous logits [..., V], fp32; each row needs a finite logit."""
+    if not logits.numel():
+        return logits.new_empty(logits.shape[:-1], dtype=torch.float32)
+    # Exact over chunks: LSE = log sum_c exp(chunk maximum_c + log chunk sum_c).
+    statistics = logit_statistics(logits, temperature=1.0)
+    return (statistics.chunk_maxima + statistics.chunk_sums.log()).logsumexp(-1).view(logits.shape[:-1])
+
+
 def softmax(logits: Tensor, temperature: float, watch: Watch | None = None) -> Tensor:
     """softmax(logits / temperature) in fp32 of contiguous logits [B, ..., V]; `watch` records faulty rows."""
     statistics = logit_statistics(logits, temperature)

@@ -122,6 +122,11 @@ def logit_statistics(logits: Tensor, temperature: float, noise: Tensor | None = 
     return LogitStatistics(sub_chunks.amax(-1), maxima, sums)
 
 
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """Reference of `logit_statistics.log_sum_exp`; also takes fp64."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1)
+
+
 def softmax(logits: Tensor, temperature: float, watch: Watch | None = None) -> Tensor:
     """Reference of `logit_statistics.softmax`; also takes fp64."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))

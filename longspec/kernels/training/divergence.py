@@ -9,20 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.shared.logit_statistics import logit_statistics
 from longspec.kernels.training.reference import OUTSIDE
 
 BLOCK = 4096
 """Columns per step of the loop."""
-
-
-def log_sum_exp(logits: Tensor) -> Tensor:
-    """log sum exp over the last dimension of contiguous logits [T, V], fp32 [T]; each row needs a finite logit."""
-    if not len(logits):
-        return logits.new_empty(0, dtype=torch.float32)
-    # Exact over chunks: LSE = log sum_c exp(chunk maximum_c + log chunk sum_c).
-    statistics = logit_statistics(logits, temperature=1.0)
-    return (statistics.chunk_maxima + statistics.chunk_sums.log()).logsumexp(-1)
 
 
 # With q = softmax of the draft's logits, p = softmax of the teacher's and y the label:

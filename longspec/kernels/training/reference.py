@@ -62,11 +62,6 @@ OUTSIDE = -(2**31)
 """Label of a token that is not in the draft's vocabulary. Its cross-entropy is not part of the loss."""
 
 
-def log_sum_exp(logits: Tensor) -> Tensor:
-    """Reference of `divergence.log_sum_exp`."""
-    return logits.float().logsumexp(-1)
-
-
 def terms_and_gradient(
     logits: Tensor, teacher: Tensor | None, labels: Tensor, share: float, norm: Tensor, teacher_norm: Tensor | None
 ) -> Tensor:
