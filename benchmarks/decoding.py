@@ -86,9 +86,9 @@ class Measured:
 @reports_user_errors
 def main() -> None:
     options = parse_options()
+    acceptance = read_acceptance(options.acceptance)
     if not torch.cuda.is_available():
         raise UserError("benchmarks.decoding: needs a CUDA device; none is available")
-    acceptance = read_acceptance(options.acceptance)
     # Each capture collects garbage, for which the objects of the imported modules need not be searched.
     gc.freeze()
     with equal_ranks(options.tp_size, "cuda"):
@@ -175,7 +175,8 @@ def parse_options() -> argparse.Namespace:
     add("--batch_context", type=int, default=32768, help="longest row of a batch; the shortest is 3/4 as long")
     add("--attention", default="auto")
     add("--tp_size", type=int, default=1, help="number of ranks, all of this launch, that share the target")
-    add("--acceptance", type=Path, nargs="*", default=[], help="summary.json of evaluations of one real pair")
+    files = "summary.json of an experiment, or of evaluations of one real pair"
+    add("--acceptance", type=Path, nargs="*", default=[], help=files)
     add("--peers", nargs="*", default=list(PEERS), choices=PEERS, help="caches of transformers' own code to time")
     add("--picture", type=Path, help="PNG file with the parts of each tree round")
     return parser.parse_args()
