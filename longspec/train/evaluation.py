@@ -1,9 +1,9 @@
 """Evaluation of the current draft on held-out rows. It changes nothing that training reads afterwards.
 
 The target reads each row once, and the draft predicts it at every lag that training covers, with the position ids of
-training. The row number seeds the position offsets, so evaluations at different steps are comparable. In a chain of
-depth D from root position n, depth d is correct if the query at n + d - 1, lagging by d, ranks the text's token at
-n + d first.
+training. Only answers count, and all of a text without a prompt. The row number seeds the position offsets, so
+evaluations at different steps are comparable. In a chain of depth D from root position n, depth d is correct if the
+query at n + d - 1, lagging by d, ranks the text's token at n + d first.
 """
 
 import time
@@ -57,7 +57,7 @@ def held_out_row_count(config: TrainConfig, inputs: Inputs) -> int:
     count = min(len(inputs.held_out), config.evaluation.rows or len(inputs.held_out))
     depth = trained_depth(config)
     for row in range(count):
-        labels = inputs.collate([inputs.held_out[row]])["labels"]
+        labels = inputs.collate_held_out([inputs.held_out[row]])["labels"]
         if chain_roots(labels, depth).any():
             return count
     raise UserError(
@@ -138,7 +138,7 @@ class Evaluation:
         """Sums over the tokens of one row by name, fp64 scalars; zeros for a row after the last."""
         assert self.inputs.held_out is not None
         exists = row < self.rows
-        batch = self.inputs.collate([self.inputs.held_out[row if exists else 0]])
+        batch = self.inputs.collate_held_out([self.inputs.held_out[row if exists else 0]])
         # The forward pass still runs, but nothing of the row is counted.
         if not exists:
             batch["labels"].fill_(IGNORED)

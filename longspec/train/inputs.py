@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,9 @@ class Inputs:
     held_out: RowDataset | None
     """Rows for the evaluation."""
     collate: Callable[[Sequence[Any]], dict[str, Tensor]]
-    """Function from items of `rows` or `held_out` to a micro-batch."""
+    """Function from items of `rows` to a micro-batch."""
+    collate_held_out: Callable[[Sequence[Any]], dict[str, Tensor]]
+    """The same for items of `held_out`. Prompts have no labels: the draft never proposes their tokens."""
     tokenizer: Any
     draft: dict[str, Tensor] | None
     """Draft weights of the previous stage; None for a fresh draft."""
@@ -92,7 +94,8 @@ def read_inputs(config: TrainConfig) -> Inputs:
     # All packed rows have the same length, so that the shapes of micro-batches repeat.
     packed_length = config.data.max_length if config.data.pack else None
     collate = Collator(pad, answer_only=config.data.answer_only, pad_to=packed_length)
-    return Inputs(rows, held_out, collate, tokenizer, draft, max_positions)
+    collate_held_out = replace(collate, answer_only=True)
+    return Inputs(rows, held_out, collate, collate_held_out, tokenizer, draft, max_positions)
 
 
 def _check_window(window: int, draft: str) -> None:

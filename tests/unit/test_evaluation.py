@@ -14,6 +14,7 @@ from tiny_tokenizer import byte_tokenizer
 from torch import Tensor
 from training_fixtures import ROOT, make_target, one_rank_alone, write_answers, write_texts
 
+from longspec.data.collators import IGNORED
 from longspec.errors import UserError
 from longspec.train.config import load_config
 from longspec.train.config_schema import TrainConfig
@@ -70,7 +71,7 @@ def plain_scores(model: Any, inputs: Any, config: TrainConfig, depth: int, rows:
     right: dict[int, list[bool]] = {lag: [] for lag in range(1, depth + 1)}
     runs = []
     for row in range(rows):
-        batch = inputs.collate([inputs.held_out[row]])
+        batch = inputs.collate_held_out([inputs.held_out[row]])
         labels, segments = batch["labels"], batch["cu_seqlens"]
         generator = micro_step_generator(config.seed, row, 0)
         shape = tuple(labels.shape)
@@ -136,6 +137,19 @@ class _Engine:
 
     def train(self) -> None:
         self.modes.append("train")
+
+
+def test_only_answers_are_scored(load: Any, tmp_path: Path) -> None:
+    """Training counts every token, an evaluation only those that the draft would propose."""
+    answers = write_answers(tmp_path / "answers.jsonl", count=3)
+    inputs = read_inputs(load(f"evaluation.files={answers}", "data.pack=false"))
+    assert inputs.held_out is not None
+    for (segment,) in inputs.held_out:
+        prompt = segment["prompt_length"]
+        labels = inputs.collate_held_out([[segment]])["labels"][0]
+        trained = inputs.collate([[segment]])["labels"][0]
+        assert prompt > 1 and (labels[:prompt] == IGNORED).all() and (labels[prompt:] == trained[prompt:]).all()
+        assert (trained[1:] != IGNORED).all()
 
 
 def test_sigterm_ends_it_without_a_result(load: Any, one_rank: None) -> None:

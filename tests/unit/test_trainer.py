@@ -58,7 +58,7 @@ def handed_over(config: TrainConfig, rank: int, micro_step: int, monkeypatch: py
     """The engine's arguments for one micro-batch of 2 x 16 tokens on `rank`."""
 
     monkeypatch.setattr(trainer_module, "data_parallel_rank_and_size", lambda: (rank, 2))
-    inputs = Inputs([[]], None, lambda rows: {}, None, None, MAX_POSITIONS)  # type: ignore[arg-type]
+    inputs = Inputs([[]], None, lambda rows: {}, lambda rows: {}, None, None, MAX_POSITIONS)  # type: ignore[arg-type]
     tokens = torch.arange(32).view(2, 16)
     batch = {"input_ids": tokens, "labels": tokens + 1, "cu_seqlens": SEGMENTS}
     trainer = Trainer(config, idle_engine(), inputs, start_step=0, total_steps=1)
@@ -172,7 +172,11 @@ def test_a_step_is_loaded_while_the_one_before_trains(load: Any, monkeypatch: py
     config = load(f"data.num_workers={workers}", "gradient_accumulation_steps=16")
     monkeypatch.setattr(trainer_module, "data_parallel_rank_and_size", lambda: (0, 1))
     monkeypatch.setattr(resume, "data_parallel_rank_and_size", lambda: (0, 1))
-    inputs = Inputs([[]], None, lambda rows: {"labels": torch.ones(4)}, None, None, MAX_POSITIONS)  # type: ignore[arg-type]
+
+    def collate(rows: Any) -> dict[str, torch.Tensor]:
+        return {"labels": torch.ones(4)}
+
+    inputs = Inputs([[]], None, collate, collate, None, None, MAX_POSITIONS)  # type: ignore[arg-type]
     trainer = Trainer(config, idle_engine(), inputs, start_step=0, total_steps=1)
     assert trainer.loader.num_workers * trainer.loader.prefetch_factor >= 16 + trainer.loader.num_workers
     micro_batches, _ = take_micro_batches(iter(trainer.loader), 16)
@@ -211,7 +215,7 @@ def test_the_target_goes_on_to_the_next_micro_batch_before_the_optimizer_steps(
     monkeypatch.setattr(resume, "data_parallel_rank_and_size", lambda: (0, 1))
     for module in (steps_module, distributed):
         monkeypatch.setattr(module, "summed", lambda values: values)
-    inputs = Inputs([[]], None, lambda rows: {}, None, None, MAX_POSITIONS)  # type: ignore[arg-type]
+    inputs = Inputs([[]], None, lambda rows: {}, lambda rows: {}, None, None, MAX_POSITIONS)  # type: ignore[arg-type]
     patience: list[float] = []
     config, never = load("gradient_accumulation_steps=2", f"loss={loss}"), SimpleNamespace(agreed=patience.append)
     trainer = Trainer(config, engine, inputs, start_step=0, total_steps=2)
