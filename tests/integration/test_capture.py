@@ -209,7 +209,8 @@ def test_graphs_that_share_memory_take_turns(tmp_path: Path) -> None:
     assert len(heard) > 2 and all(one == heard[0] == tokens(model, 300, 12, **settings) for one in heard)
 
 
-def test_the_host_waits_once_a_round(tmp_path: Path) -> None:
+def test_a_round_makes_the_host_wait_for_nothing_but_its_result(tmp_path: Path) -> None:
+    """The result comes by an asynchronous copy and an event, which torch does not count as synchronization."""
     model = make_pair(tmp_path).cuda()
     settings = {"tree_shape": SHAPE, "temperature": 0.0, "seed": 0}
     tokens(model, 30, max_new_tokens=8, **settings)
@@ -227,7 +228,7 @@ def test_the_host_waits_once_a_round(tmp_path: Path) -> None:
 
     (few, few_rounds), (many, many_rounds) = waits(10), waits(40)
     assert many_rounds > few_rounds
-    assert many - few == many_rounds - few_rounds
+    assert many == few
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "min_p": 0.1}])
