@@ -23,8 +23,9 @@ from experiments.settings import Settings, load_settings
 from experiments.target import TargetText
 from experiments.training import CHECKPOINT, METRICS, train_stage
 from longspec.cli.bench import DEFAULT_PROMPTS
-from longspec.cli.comparison import METHODS, compare, draw_speeds, result_table
+from longspec.cli.comparison import METHODS, compare, result_table
 from longspec.cli.pair import LoadedPair, Sampling, open_pair
+from longspec.cli.picture import draw_speeds
 from longspec.cli.prompts import read_prompts
 from longspec.cli.side_by_side import side_by_side
 from longspec.errors import UserError, reports_user_errors

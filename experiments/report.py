@@ -17,7 +17,7 @@ from experiments.files import write_atomically
 from experiments.settings import Settings
 from experiments.tables import Figure, markdown, tokens_per_round, tokens_per_second
 from experiments.training import summary, table
-from longspec.cli.comparison import COLORS
+from longspec.cli.picture import COLORS
 from longspec.errors import UserError
 
 matplotlib.use("Agg")

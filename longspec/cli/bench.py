@@ -20,6 +20,7 @@ from longspec.cli.options import (
     DtypeOption,
     ModelOption,
     TemperatureOption,
+    TemplateOption,
 )
 
 DEFAULT_PROMPTS = (
@@ -47,6 +48,7 @@ def bench(
             rich_help_panel=PROMPTS,
         ),
     ] = None,
+    chat_template_kwargs: TemplateOption = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max_new_tokens", min=2, help="Length of each answer.", rich_help_panel=SAMPLING)
     ] = 128,
@@ -58,17 +60,20 @@ def bench(
     Prompts run one at a time, and answers end at the token limit, not at an EOS. Methods that need a trained draft
     are skipped on a pair without one.
     """
-    from longspec.cli.comparison import compare, draw, result_table
+    from longspec.cli.comparison import compare, result_table
     from longspec.cli.pair import Sampling, choose_model, open_pair
     from longspec.cli.prompts import read_prompts
     from longspec.cli.results import check_folder
+    from longspec.extras import extra
 
+    with extra("demo"):
+        from longspec.cli.picture import draw
     check_folder(png, "--png")
     name = choose_model(pair, model)
     sampling = Sampling(max_new_tokens, temperature)
     asked = read_prompts([prompts] if prompts else DEFAULT_PROMPTS)
     # vanilla, because a pair without a draft can be compared, too; `compare` gives each method by name.
-    loaded = open_pair(name, draft, "vanilla", dtype, device)
+    loaded = open_pair(name, draft, "vanilla", dtype, device, chat_template_kwargs)
     console = Console(stderr=True, highlight=False)
     with console.status("measuring") as status:
         summary = compare(loaded, asked, sampling, lambda label: status.update(f"measuring {label}"))

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import eq
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from longspec.cli.pair import LoadedPair, Sampling
 from longspec.cli.prompts import Prompt
-from longspec.errors import UserError
-from longspec.extras import extra
 from longspec.inference.device import device_name
 from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.stats import pool
@@ -24,7 +21,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "auto": {"method": AUTO},
 }
 """The arguments of `longspec.generate` by label."""
-COLORS = {"vanilla": "#999999", "lookup": "#e69f00", "chain": "#009e73", "tree": "#56b4e9", "auto": "#0072b2"}
 WARM_UP_TOKENS = 16
 """New tokens of the warm-up."""
 SEED = 0
@@ -105,30 +101,3 @@ def result_table(summary: dict[str, Any]) -> Table:
             f"{1000 * row['ttft_s']:.0f} ms",
         )
     return table
-
-
-def draw_speeds(axes: Any, summary: dict[str, Any]) -> None:
-    """Draw tokens per second as bars on matplotlib axes."""
-    speeds = {label: row["tokens_per_second"] for label, row in summary["methods"].items()}
-    bars = axes.bar(list(speeds), list(speeds.values()), color=[COLORS[label] for label in speeds], width=0.6)
-    axes.bar_label(bars, [f"{row['speedup']:.2f}x" for row in summary["methods"].values()])
-    axes.set_ylabel("tokens per second")
-    axes.set_title(f"{summary['model']}\n{summary['device']}", fontsize="medium")
-
-
-def draw(summary: dict[str, Any], path: Path) -> None:
-    """Draw tokens per second as bars in a PNG. Raises UserError for a path that cannot be written."""
-    with extra("demo"):
-        import matplotlib
-
-        matplotlib.use("Agg")  # draws without a display
-        import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(2 + 1.2 * len(summary["methods"]), 4), layout="constrained")
-    draw_speeds(axes, summary)
-    try:
-        figure.savefig(path, dpi=120, format="png")
-    except OSError as error:
-        raise UserError(f"--png {path}: cannot be written ({error.strerror})") from error
-    finally:
-        plt.close(figure)

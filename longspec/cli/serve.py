@@ -15,6 +15,7 @@ from longspec.cli.options import (
     DtypeOption,
     MethodOption,
     ModelOption,
+    TemplateOption,
 )
 
 NETWORK, LIMITS = "Network", "Limits"
@@ -27,6 +28,7 @@ def serve(
     method: MethodOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = "auto",
+    chat_template_kwargs: TemplateOption = None,
     host: Annotated[
         str,
         typer.Option("--host", help="Address to listen on; others than loopback need a key.", rich_help_panel=NETWORK),
@@ -79,7 +81,7 @@ def serve(
     name = choose_model(pair, model)
     # A port in use is reported before the weights load, and clients that connect meanwhile wait.
     with listen(host, port, api_key) as listening:
-        loaded = open_pair(name, draft, method, dtype, device)
+        loaded = open_pair(name, draft, method, dtype, device, chat_template_kwargs)
         note_plain_format(loaded)
         scheduler = Scheduler(loaded.model, method=loaded.method, max_rows=max_rows, max_queue=max_queue)
         served = ServedModel(

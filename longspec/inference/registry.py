@@ -26,19 +26,19 @@ def embedded_draft(name: str) -> str | None:
 
 
 def choose_pair(model_name: str | None, target: str | None, draft: str | None) -> Pair:
-    """The pair that the command's options name, either by model_name or by target.
+    """The pair that the command's options name, by model_name or by target; the embedded pair if they name none.
 
     A draft that is passed in replaces the pair's own. The target of the result is a folder or a hub id: GGUF files are
     converted (see `resolve_target`). A published target named by its hub id is the published pair without its draft.
     """
-    if (model_name is None) == (target is None):
+    if model_name is not None and target is not None:
         raise UserError("name the target either by --model_name or by --target PATH (with --draft PATH)")
     if draft == "":
         raise UserError("--draft: empty; give a .pth file, a folder or a hub id, or leave it out")
     if target is not None:
         return _pair_of_target(target, draft)
 
-    pair = PAIRS[str(model_name)]
+    pair = PAIRS[model_name or SMOLLM2]
     if pair.name == SMOLLM2:
         pair = replace(pair, target=resolve_target(SMOLLM2), draft=embedded_draft(SMOLLM2_DRAFT))
     return pair if draft is None else replace(pair, draft=draft)

@@ -7,26 +7,26 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
+from longspec.command_line import Parser
 from longspec.data.target_format import AUTO as AUTO_FORMAT
 from longspec.data.target_format import CHAT_FORMAT_CHOICES
-from longspec.errors import UserError, reports_user_errors
+from longspec.errors import reports_user_errors
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE, METHODS, TREE_RULES
 from longspec.inference.pairs import PAIRS
 from longspec.kernels import BACKENDS
 from longspec.longbench.prompts import DEFAULT_HEADROOM, DEFAULT_MIN_PROMPT_LEN
 from longspec.longbench.tasks import TASKS
+from longspec.models.target_cache import SMOLLM2
 from longspec.signals import StopSignals
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that reports its errors as UserError."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see --help)")
+EXAMPLES = (
+    "longspec evaluate --task gov_report --data_path_prefix DIR",
+    "longspec evaluate --target TARGET --draft DRAFT --method auto --task qmsum --data_path_prefix DIR",
+    "torchrun --nproc_per_node 8 inference_long-bench.py --model_name llama8b --task lcc --data_path_prefix DIR",
+)
 
 
 @reports_user_errors
@@ -59,13 +59,15 @@ def parse_options(argv: Sequence[str] | None = None, prog: str | None = None) ->
 
     Raises UserError for an option that does not parse.
     """
-    parser = _Parser(
+    parser = Parser(
+        EXAMPLES,
         prog=prog,
-        description="Measure a target, alone or with its draft. The options alone define the sampling: the target's "
+        usage="%(prog)s --task TASK --data_path_prefix DIR [options]",
+        description="Measure a target, alone or with its draft. The options alone define the sampling: the target's\n"
         "generation_config.json does not apply.",
-        allow_abbrev=False,
     )
-    _add_pair_and_data(parser)
+    _add_pair(parser)
+    _add_prompts(parser)
     _add_decoding(parser)
     _add_run(parser)
     options = parser.parse_args(argv)
@@ -74,12 +76,16 @@ def parse_options(argv: Sequence[str] | None = None, prog: str | None = None) ->
     return options
 
 
-def _add_pair_and_data(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model_name", choices=PAIRS, help="pair of target and draft, by name")
+def _add_pair(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("pair").add_argument
+    add("--model_name", choices=PAIRS, help=f"pair of target and draft, by name; default: {SMOLLM2}")
     add("--target", help="folder, hub id or .gguf file of any target")
     add("--draft", help="draft of the target: .pth file, folder or hub id (for seq and tree)")
-    add("--task", choices=TASKS, required=True)
+
+
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("prompts").add_argument
+    add("--task", choices=TASKS, required=True, help="task of LongBench, or aime24")
     add("--data_path_prefix", required=True, help="folder that holds <task>.jsonl")
     add("--test_length", type=int, default=0, help="number of samples to run, 0 for all")
     add(
@@ -108,19 +114,18 @@ def _add_pair_and_data(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_decoding(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--method", choices=(*METHODS, AUTO), default="tree")
+    add = parser.add_argument_group("decoding").add_argument
+    add("--method", choices=(*METHODS, AUTO), default="tree", help="how tokens are proposed")
     add("--max_gen_len", type=int, help="new tokens per sample; default: that of the task")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
-    add("--top_p", type=float, default=1.0)
-    add("--top_k", type=int, default=0)
+    add("--top_p", type=float, default=1.0, help="nucleus mass; 1 keeps all tokens")
+    add("--top_k", type=int, default=0, help="0 keeps all tokens")
     add(
         "--tree_shape",
         type=_width,
         nargs="*",
         default=list(DEFAULT_SHAPE),
-        help="tree: number of nodes in each level, or auto: the fastest shape, measured once per model, GPU and "
-        "context, and cached",
+        help="tree: number of nodes in each level",
     )
     add(
         "--tree_rule",
@@ -131,12 +136,12 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
     add("--tree_nodes", type=int, help="tree: verify this many nodes, the most probable ones; default: the whole tree")
     add("--lookup_branches", action="store_true", help="tree: add continuations that the context already holds")
     add("--gamma", type=int, default=4, help="length of the chain (seq, magicdec, lookup)")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of the random numbers above temperature 0")
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--batch_size", type=int, default=1)
+    add = parser.add_argument_group("run").add_argument
+    add("--batch_size", type=int, default=1, help="samples that are decoded together")
     add("--output_dir", help="default: one per configuration, outputs/inference/<model>/<task>/<options>")
     add("--overwrite", action="store_true", help="replace the results in the output folder, whichever run wrote them")
     add("--dtype", choices=DTYPES, default="auto", help="auto: that of the target's weights; float32 on a CPU")

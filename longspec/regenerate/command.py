@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import transformers
 
+from longspec.command_line import Parser
 from longspec.data.target_format import CHAT_FORMAT_CHOICES
-from longspec.errors import UserError, reports_user_errors
+from longspec.errors import reports_user_errors
+from longspec.models.target_cache import SMOLLM2
 from longspec.ranks.replicas import joined_replicas
 from longspec.regenerate.run import regenerate
 from longspec.regenerate.settings import SPLITS, Settings
 from longspec.signals import StopSignals
 
+EXAMPLES = (
+    "longspec regenerate --output_dir data --count 20000",
+    "longspec regenerate --target TARGET --files questions.jsonl --output_dir data --temperatures 0 0.7 1",
+    "torchrun --nproc_per_node 8 -m longspec.regenerate --target TARGET --output_dir data --count 20000",
+)
 DEFAULTS = {field.name: field.default for field in fields(Settings)}
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that reports its errors as UserError."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see --help)")
 
 
 @reports_user_errors
@@ -59,25 +58,36 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m longspec.rege
     return path
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=prog, description=__doc__, allow_abbrev=False)
-    add = parser.add_argument
-    add("--target", required=True, help="smollm2-135m, a published pair by name, a folder, a hub id or a .gguf file")
-    add("--output_dir", required=True, help="folder for SPLIT.jsonl and SPLIT.provenance.yaml")
-    add("--split", choices=SPLITS, default="train")
-    add("--files", nargs="+", default=(), help="JSONL with prompts; without them the target writes the user turns")
-    add("--count", type=int, help="number of prompts to write, or of records in --files to answer (0: all)")
-    add("--temperatures", type=float, nargs="+", help="temperatures to draw from, for each answer; 0 is greedy")
-    add("--max_new_tokens", type=int, help="longest answer, in tokens")
-    add("--max_prompt_tokens", type=int, help="leave out longer prompts (0: keep all that fit)")
-    add("--max_turn_tokens", type=int, help="leave out longer user turns that the target writes")
-    add("--batch_size", type=int, help="largest number of rows in a batch")
-    add("--shard_size", type=int, help="prompts per shard, the unit of writing and resuming")
-    add("--seed", type=int)
-    add("--chat_format", choices=CHAT_FORMAT_CHOICES, help="default: auto, as for evaluation")
+def _parser(prog: str) -> Parser:
+    parser = Parser(
+        EXAMPLES,
+        prog=prog,
+        usage="%(prog)s --output_dir DIR [options]",
+        description="Write training text with a target: answers to your prompts, or whole conversations.",
+    )
+    add = parser.add_argument_group("target").add_argument
+    add("--target", default=SMOLLM2, help="name of a pair, folder, hub id or .gguf file")
+    add("--chat_format", choices=CHAT_FORMAT_CHOICES, help="as in evaluation")
     add("--chat_template_kwargs", help="variables of the chat template, as JSON")
-    add("--exclude", nargs="+", default=(), help="files of other splits, whose prompts to leave out")
     add("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
     add("--device", help="default: cuda if there is one; under torchrun that of the rank")
+
+    add = parser.add_argument_group("prompts").add_argument
+    add("--files", nargs="+", default=(), help="JSONL with prompts; without them the target writes the user turns")
+    add("--count", type=int, help="number of prompts to write, or of records in --files to answer (0: all)")
+    add("--max_prompt_tokens", type=int, help="leave out longer prompts (0: keep all that fit)")
+    add("--max_turn_tokens", type=int, help="leave out longer user turns that the target writes")
+    add("--exclude", nargs="+", default=(), help="files of other splits, whose prompts to leave out")
+
+    add = parser.add_argument_group("answers").add_argument
+    add("--temperatures", type=float, nargs="+", help="temperatures to draw from, for each answer; 0 is greedy")
+    add("--max_new_tokens", type=int, help="longest answer, in tokens")
+    add("--seed", type=int, help="of prompts and answers")
+
+    add = parser.add_argument_group("output").add_argument
+    add("--output_dir", required=True, help="folder for SPLIT.jsonl and SPLIT.provenance.yaml")
+    add("--split", choices=SPLITS, default="train", help="name of the file")
+    add("--batch_size", type=int, help="largest number of rows in a batch")
+    add("--shard_size", type=int, help="prompts per shard, the unit of writing and resuming")
     parser.set_defaults(**{name: value for name, value in DEFAULTS.items() if name not in ("target", "output_dir")})
     return parser

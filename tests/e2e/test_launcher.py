@@ -28,7 +28,7 @@ from longspec.train.config import load_config
 STAGES = [f"tiny_glide_stage{number}_sinkpi-slicing" for number in (1, 2, 3)]
 SHARDED = "+deepspeed.zero_optimization.stage3_param_persistence_threshold=0"  # or tiny weights stay whole
 STEPS = 4
-ONE_FAMILY = pytest.mark.parametrize("curriculum", ["llama"], indirect=True)
+ONE_FAMILY = pytest.mark.parametrize("curriculum", ["mistral"], indirect=True)
 
 
 def test_two_ranks_train_as_one_plain_loop_does(tmp_path: Path) -> None:
@@ -63,14 +63,16 @@ def test_a_mistake_on_the_launch_line_is_one_line_of_all_ranks() -> None:
     assert "learning_rte" in refusal(STAGES[0], "learning_rte=1")
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2"])
+@pytest.fixture(scope="module", params=["mistral", "qwen3"])
 def curriculum(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All three stages of one family, each from the draft of the one before: folders 1, 2, 3 beside target and data.
+
+    Other tests train Llama and Qwen2 (`test_equivalence.py`, `test_tensor_parallel.py`).
 
     The second family also has what the first has not: tied embeddings, recomputation, the mixed loss.
     """
     work = tmp_path_factory.mktemp(request.param)
-    make_target(work / "target", request.param, tie_word_embeddings=request.param == "qwen2")
+    make_target(work / "target", request.param, tie_word_embeddings=request.param == "qwen3")
     write_texts(work / "texts.jsonl")
     write_answers(work / "answers.jsonl")
     (work / "family").write_text(request.param)
@@ -85,7 +87,7 @@ def overrides(work: Path, stage: int) -> list[str]:
     family = (work / "family").read_text()
     extra = ["model.gradient_checkpointing=true", "loss=mixed", "log_target_loss=true"]
     given = [
-        *(extra if family == "qwen2" else []),
+        *(extra if family == "qwen3" else []),
         f"model={family}",
         f"model_name_or_path={work}/target",
         f"data.files={data}",

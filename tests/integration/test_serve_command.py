@@ -86,6 +86,15 @@ def test_an_answer_without_a_limit_fits_into_a_row(tmp_path: Path, monkeypatch: 
     assert answer["usage"]["total_tokens"] <= positions and answer["choices"][0]["finish_reason"] in ("stop", "length")
 
 
+@pytest.mark.parametrize("command", ["serve", "bench", "chat", "generate"])
+def test_variables_of_the_chat_template_are_set(tmp_path: Path, command: str) -> None:
+    printable_pair(tmp_path)
+    given = [command, "--model", str(tmp_path), "--chat_template_kwargs", '{"enable_thinking": false}']
+    given += ["--port", "0"] if command == "serve" else []
+    with pytest.raises(UserError, match="chat template has no variable enable_thinking"):
+        raise CliRunner().invoke(app, given, input="hello").exception  # type: ignore[misc]
+
+
 def test_other_addresses_than_loopback_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LONGSPEC_API_KEY", raising=False)
     for host in ("0.0.0.0", "::", "192.0.2.1"):

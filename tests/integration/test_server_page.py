@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +85,17 @@ class Page:
 @pytest.fixture
 def page(browser: webdriver.Chrome, server: Running) -> Page:
     return Page(browser, server.url)
+
+
+def test_tokens_of_lookup_are_marked_in_their_own_way(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    with serving(printable_pair(tmp_path), "lookup", api_key="secret", max_rows=1) as server:
+        page = Page(browser, server.url)
+        page.ask("ab" * 20, tokens=100)
+        page.answered(1)
+        assert page.counts()["lookup"] > 0 == page.counts()["draft"]
+        marked = page.one(".said .lookup")
+        assert marked.value_of_css_property("text-decoration-style") == "dashed"
+        assert marked.value_of_css_property("color") != page.one(".said .target").value_of_css_property("color")
 
 
 def test_tokens_are_marked_by_origin_and_the_last_tree_is_shown(page: Page, browser: webdriver.Chrome) -> None:

@@ -59,6 +59,10 @@ def test_help_shows_groups_defaults_and_examples() -> None:
 def test_commands_with_a_parser_of_their_own_get_all_arguments(command: str) -> None:
     result = CliRunner().invoke(console.app, [command, "--help"])
     assert result.exit_code == 0 and f"usage: longspec {command}" in result.output
+    assert all(
+        part in result.output for part in ("\noutput:" if command == "regenerate" else "\ndecoding:", "(default: 0)")
+    )
+    assert f"\nexamples:\n  longspec {command}" in result.output and "(default: None)" not in result.output
     assert CliRunner().invoke(console.app, [command, "--no_such_option"]).exit_code == 2
 
 

@@ -26,17 +26,17 @@ DISTRIBUTIONS = {
 OURS = {"longspec", "scripts", "benchmarks", "experiments", *(file.stem for file in (ROOT / "tests").rglob("*.py"))}
 USED = {
     "longspec/inference/server": ["serve"],
+    "longspec/cli/picture.py": ["demo"],
     "longspec/data": ["train"],
     "longspec/train": ["train"],
     "benchmarks": ["demo", "fa3"],
     "experiments": ["demo"],
     "scripts": ["demo"],
 }
-"""Extras that a folder's modules may import; the tests may import those of `dev`, the rest none."""
+"""Extras that a module or a folder's modules may import; the tests may import those of `dev`, the rest none."""
 ON_DEMAND = {
     "longspec/models/parallel.py": ["train"],  # fairscale, with tensor parallelism
     "longspec/kernels/decoding/flash_attention.py": ["fa3"],
-    "longspec/cli/comparison.py": ["demo"],  # matplotlib, for the picture
 }
 """Extras that a module imports inside a function."""
 
@@ -68,7 +68,7 @@ def test_every_import_is_declared(folder: str) -> None:
     undeclared = []
     for file in sorted((ROOT / folder).rglob("*.py")):
         path = file.relative_to(ROOT).as_posix()
-        extras = next((extras for part, extras in USED.items() if path.startswith(f"{part}/")), [])
+        extras = next((extras for part, extras in USED.items() if f"{path}/".startswith(f"{part}/")), [])
         declared = requirements(*(["dev", "fa3"] if folder == "tests" else extras))
         on_demand = declared | requirements(*ON_DEMAND.get(path, []))
         for name, at_import in third_party_imports(file):
@@ -113,9 +113,9 @@ from longspec.longbench.command import main as evaluate
 
 TRAIN_DATA = ("dataset", "tokenization", "packing", "cache")
 TRAIN_ONLY = ("longspec.train.", *("longspec.data." + name for name in TRAIN_DATA))
-SERVE_ONLY = "longspec.inference.server."
+OTHERS = ("longspec.inference.server.", "longspec.cli.picture")
 for module in pkgutil.walk_packages(longspec.__path__, "longspec."):
-    if not module.name.startswith((*TRAIN_ONLY, SERVE_ONLY)):
+    if not module.name.startswith((*TRAIN_ONLY, *OTHERS)):
         importlib.import_module(module.name)
 sys.stderr.write("everything else is imported\\n")
 
@@ -129,7 +129,13 @@ def serve():
 
     serve()
 
-for command in (lambda: train(["-cn", "any"]), lambda: index_lines([FileDigest("any", "")]), build_dataset, serve):
+def bench():
+    from longspec.cli.bench import bench
+
+    bench("no/such/pair")
+
+commands = (lambda: train(["-cn", "any"]), lambda: index_lines([FileDigest("any", "")]), build_dataset, serve, bench)
+for command in commands:
     try:
         reports_user_errors(command)()
     except SystemExit as end:
@@ -137,7 +143,7 @@ for command in (lambda: train(["-cn", "any"]), lambda: index_lines([FileDigest("
 """
 
 
-def test_without_the_extras_all_but_training_and_serving_works() -> None:
+def test_without_the_extras_all_but_training_serving_and_pictures_works() -> None:
     """`import longspec` is quick and silent, and a command that needs an extra names it in one line."""
     missing = ["deepspeed", "fairscale", "datasets", "hydra", "omegaconf", "pydantic", "wandb", "matplotlib"]
     missing += ["fastapi", "starlette", "uvicorn", "prometheus_client"]
@@ -147,8 +153,8 @@ def test_without_the_extras_all_but_training_and_serving_works() -> None:
     assert done.stdout == ""
     first, *lines = done.stderr.splitlines()
     assert first == "everything else is imported"
-    assert len(lines) == 4
-    for line, extra in zip(lines, ("train", "train", "train", "serve"), strict=True):
+    assert len(lines) == 5
+    for line, extra in zip(lines, ("train", "train", "train", "serve", "demo"), strict=True):
         assert line.startswith("error: the package ") and line.endswith(f"; run: pip install 'longspec[{extra}]'")
 
 

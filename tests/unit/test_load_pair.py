@@ -32,6 +32,7 @@ def test_the_embedded_draft_is_found_where_it_is(tmp_path: Path, monkeypatch: py
     pair = registry.choose_pair("smollm2-135m", None, None)
     assert (pair.target, pair.draft) == ("folder of smollm2-135m", str(tmp_path / registry.SMOLLM2_DRAFT))
     assert registry.choose_pair("smollm2-135m", None, "mine").draft == "mine"
+    assert registry.choose_pair(None, None, None) == pair
 
 
 @pytest.mark.parametrize(("device", "message"), [("tpu!", "a device"), ("meta", "not supported"), ("cuda:99", "has")])
