@@ -212,6 +212,7 @@ def measure(
     start = perf_counter()
     for _ in range(30):
         decoder.advance(captured)
+    torch.cuda.synchronize()
     wall_ms = (perf_counter() - start) / 30 * 1e3
 
     rewind()

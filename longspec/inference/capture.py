@@ -1,4 +1,4 @@
-"""Rounds and other passes as CUDA graphs: the host launches a whole round at once and waits for it once."""
+"""Rounds and other passes as CUDA graphs: the host launches a whole round at once."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Decoder:
     """Runs an engine until every row has ended.
 
     Where rounds are CUDA graphs, a round is launched before the result of the one before is read, so that the device
-    never waits for the host. The generation's last round is then dropped.
+    never waits for the host. A row that has ended thus takes part in one more round, whose result is dropped.
     """
 
     def __init__(
@@ -172,6 +172,8 @@ class Decoder:
     def _emit(self, row: int, tokens: Sequence[int], origins: Sequence[Origin]) -> int:
         """Append tokens to a row until it ends. Returns the number appended."""
         new_tokens = self.new_tokens[row]
+        # All tokens are in the cache but the newest one.
+        length = self.engine.prompt_lengths[row] + len(new_tokens) + len(tokens) - 1
         # Tokens that the round emitted after the row's end are dropped.
         for number, (token, origin) in enumerate(zip(tokens, origins, strict=True), start=1):
             new_tokens.append(token)
@@ -180,6 +182,8 @@ class Decoder:
             if is_last or (self.stops is not None and self.stops(row, new_tokens)):
                 self.active[row] = False
                 self.device_active[row] = False
+                # A round in flight may move the length on. Later rounds need the slots after it for their nodes.
+                self.engine.cache.lengths[row] = length
                 return number
         return len(tokens)
 

@@ -109,6 +109,17 @@ def test_a_row_that_overshoots_its_limit_leaves_room_for_the_others(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("ahead")
+def test_rounds_over_a_row_that_has_ended_stay_within_the_cache(tmp_path: Path) -> None:
+    """The first row ends in a round that accepts all nodes, and rounds of the other one go on over it."""
+    model = make_pair(tmp_path, vocab_size=7, max_position_embeddings=224)  # so few tokens that its answers loop
+    rows = [torch.tensor(target_greedy(model, torch.tensor([3]), 200)), torch.tensor([1])]
+    # 224 tokens, 16 past the limit and 16 nodes are 256 slots, a multiple of the cache's step.
+    out = generate(model, *padded(rows, "right"), method="lookup", gamma=15, max_new_tokens=24)
+    assert [new.tolist() for new in out.new_tokens] == [target_greedy(model, row, 24) for row in rows]
+    assert out.stats.row_rounds[0] < out.stats.row_rounds[1]
+
+
+@pytest.mark.usefixtures("ahead")
 def test_prompt_and_new_tokens_may_fill_the_targets_positions_exactly(tmp_path: Path) -> None:
     model = make_pair(tmp_path, max_position_embeddings=32)
     (row,) = prompts(20)

@@ -13,6 +13,7 @@ from serving import SMALL, alone
 
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.server import batch as batch_module
+from longspec.inference.server.admission import longest_request
 from longspec.inference.server.requests import Event, Finished, Request, Sampling, Ticket, Tokens
 from longspec.inference.server.scheduler import Scheduler
 from longspec.inference.server.worker import Worker
@@ -91,6 +92,23 @@ def pair(folder: Path, options: str) -> GlideMixin:
     if options == "listed":
         model.draft_model.set_vocabulary(torch.tensor(LISTED))
     return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_rounds_over_a_row_that_has_ended_stay_within_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
+    """The row reaches the largest length in rounds that accept all nodes, and rounds of the others go on over it."""
+    capacity = 256
+    monkeypatch.setattr("longspec.inference.server.scheduler.row_capacity", lambda *_: capacity)
+    model = pair(tmp_path, "published")
+    session = Session(model, 4, ahead, method="lookup", gamma=15)
+    session.batch.sizes = [1, 2, 4]  # as where rounds are captured
+    longest = longest_request(model.config, capacity, session.batch.depth, session.batch.nodes)
+    looping = alone(model, Request([3], longest))
+    requests = [Request(looping[: longest - 33], 33), *(Request([token], 80) for token in (1, 2, 4))]
+    assert [ids(answer) for answer in session.finish(requests)] == [alone(model, request) for request in requests]
 
 
 @torch.no_grad()

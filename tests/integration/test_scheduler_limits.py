@@ -139,6 +139,21 @@ def test_nan_in_masked_slots_is_not_read(tmp_path: Path) -> None:
         assert answers(scheduler, [good])[0].ids == alone(model, good)
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_what_a_round_stores_after_an_answers_end_is_not_read(tmp_path: Path, ahead: int) -> None:
+    """Its last token alone has a faulty embedding, which only a round that was launched ahead reads."""
+    model = make_pair(tmp_path, "qwen2")
+    good, last = Request([1, 2, 3], 10), 5  # the first token, and a round of three drafted ones and a bonus token
+    prompt, other = [5, 6, 7], alone(model, good)
+    answer = alone(model, Request(prompt, last))
+    assert answer[-1] not in (prompt + answer[:-1] + good.prompt + other)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[answer[-1]] = torch.nan
+    with serving(model, ahead, max_rows=1, method="magicdec") as scheduler:
+        assert answers(scheduler, [Request(prompt, last)])[0].ids == answer
+        assert answers(scheduler, [good])[0].ids == other
+
+
 def test_a_failing_callback_ends_its_own_request(model: GlideMixin) -> None:
     events: list[Event] = []
 

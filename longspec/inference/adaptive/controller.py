@@ -149,7 +149,7 @@ class Controller:
 
     def think(self) -> None:
         """Learn from the observed rounds, and decide about the next one. To be called while the device plays a round,
-        whose result therefore counts for the round after the next one."""
+        whose result therefore counts for a later one."""
         for decision, parts in self._unlearned:
             for row, part in parts.items():
                 if row in self.traces:

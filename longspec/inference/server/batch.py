@@ -233,6 +233,18 @@ class Batch:
     def set_length(self, row: int, length: int) -> None:
         self.cache.lengths[row] = length
 
+    def end(self, row: int, length: int) -> None:
+        """Take a row out of the rounds. Of what it holds, the first `length` slots stay.
+
+        A round in flight may move the length on and store more, NaN among it. Later rounds need the slots after the
+        length for their nodes, and masked slots must be finite.
+        """
+        self.active[row] = False
+        self.cache.lengths[row] = length
+        stored = slice(length, length + self.nodes)
+        self.cache.keys[:, row, :, stored].zero_()
+        self.cache.values[:, row, :, stored].zero_()
+
     def clear(self, row: int) -> None:
         """Zero the keys and values of a row. Masked slots must be finite, and those of a faulty request may be NaN."""
         self.cache.keys[:, row].zero_()

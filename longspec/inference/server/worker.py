@@ -82,7 +82,7 @@ class Worker:
         running = self.rows.running()
         if running:
             self._flights.append(self._launch(running))
-        # The host has time until the round ends: clients get the tokens of the round before.
+        # The host has time until the round ends: clients get the tokens that were read last.
         deliver()
         if self.controller is not None:
             self.controller.think()
@@ -217,7 +217,7 @@ class Worker:
         self.rows.swap(row, free)
 
     def _note(self, flight: Flight) -> None:
-        """Process a round's result. Reading it waits for the round; nothing else does."""
+        """Process a round's result. Reading it waits for the round."""
         lines, width = flight.report.tolist(), flight.width
         traces = None if flight.trace is None else flight.trace.tolist()
         parts: dict[Hashable, RowRound] = {}
@@ -286,7 +286,7 @@ class Worker:
 
     def _stop(self, row: Row, reason: FinishReason, message: str = "") -> None:
         """End a row's request and keep what the cache holds of it."""
-        self.batch.active[row.number] = False
+        self.batch.end(row.number, len(row.tokens))
         self._finish(row, reason, message)
 
     def _finish(self, row: Row, reason: FinishReason, message: str = "") -> None:

@@ -80,7 +80,7 @@ class Download:
     """A copy of x on its way to the host. Work that is launched later may overwrite x."""
 
     def __init__(self, x: Tensor) -> None:
-        self._copy = x.to("cpu", non_blocking=True)
+        self._copy = x.to("cpu", non_blocking=True, copy=True)
         self._arrival = torch.cuda.Event() if x.is_cuda else None
         if self._arrival is not None:
             self._arrival.record()
