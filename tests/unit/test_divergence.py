@@ -6,7 +6,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longspec.kernels.shared import reference as shared_reference
 from longspec.kernels.shared.logit_statistics import log_sum_exp
 from longspec.kernels.training import reference
 from longspec.kernels.training.divergence import terms_and_gradient
@@ -33,13 +32,6 @@ def logits_of(vocab: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
     scale = torch.tensor([1.0, 5.0, 0.1, 3.0, 1.0, 8.0, 2.0])
     shift = torch.tensor([0.0, 0, 0, -40, 90, 0, -9])
     return (random * scale[:, None] + shift[:, None]).to(device, dtype)
-
-
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("vocab", [1, 5, 4096, 9001])
-def test_log_sum_exp_equals_its_reference(vocab: int, dtype: torch.dtype, device: str) -> None:
-    logits = logits_of(vocab, dtype, device, seed=0)
-    torch.testing.assert_close(log_sum_exp(logits), shared_reference.log_sum_exp(logits), rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

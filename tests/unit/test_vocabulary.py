@@ -270,6 +270,16 @@ def test_softmax_equals_its_reference(vocab: int, dtype: torch.dtype, device: st
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 300, 8195])
+def test_log_sum_exp_equals_its_reference(vocab: int, dtype: torch.dtype, device: str) -> None:
+    logits = random_logits(2, 3, vocab, dtype)
+    logits[0, 1] -= 40  # far from zero
+    found = logit_statistics.log_sum_exp(logits.to(device)).cpu()
+    torch.testing.assert_close(found, reference.log_sum_exp(logits), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocab", [1, 300, 8195])
 def test_logit_statistics_equal_their_reference(vocab: int, device: str) -> None:
     """For plain logits and for a race."""
