@@ -21,7 +21,7 @@ from longspec.inference.sampling import Sampler
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 """Version of the cache's files."""
 
 
