@@ -113,17 +113,23 @@ class Decoder:
             self._note(self._flights.popleft())  # it can have met a fault
 
     def advance(self, play: Round) -> list[RowRound | None] | None:
-        """Launch a round, and take the result of the oldest one unless it was launched too recently.
+        """Launch a round if any is needed, and take the result of the oldest one unless it was launched too recently.
 
         Returns the part of each row, None for inactive rows.
         """
+        # A round emits a token or more in each active row.
+        missing = [self.max_new_tokens - len(self.new_tokens[row]) for row, active in enumerate(self.active) if active]
+        if is_needed := max(missing) > len(self._flights):
+            self._flights.append(self._launch(play))
+        return self._note(self._flights.popleft()) if len(self._flights) > self.ahead or not is_needed else None
+
+    def _launch(self, play: Round) -> Flight:
         result: RoundResult = play(self.device_active)
         # One transfer for everything.
         counts, faults = result.counts[:, None], self.engine.cache.faults[:, None]
         ranks = [] if result.ranks is None or result.levels is None else [result.ranks, result.levels]
         lines = torch.cat([counts, faults, result.tokens, result.from_lookup, *ranks], 1)
-        self._flights.append(Flight(Download(lines), result.tokens.shape[1]))
-        return self._note(self._flights.popleft()) if len(self._flights) > self.ahead else None
+        return Flight(Download(lines), result.tokens.shape[1])
 
     def _prefill(self) -> list[int]:
         """Read the prompts. Returns the first token of each row."""

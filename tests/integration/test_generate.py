@@ -66,6 +66,18 @@ def test_max_new_tokens_is_exact(tmp_path: Path, method: str, count: int) -> Non
 
 
 @pytest.mark.usefixtures("ahead")
+def test_no_round_is_played_that_cannot_be_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vanilla emits one token per round, after the first one."""
+    played = []
+    round_of_engine = engine_module.Engine.round
+    monkeypatch.setattr(
+        engine_module.Engine, "round", lambda engine, active: played.append(0) or round_of_engine(engine, active)
+    )
+    generate(make_pair(tmp_path), *padded(prompts(4, 9), "left"), method="vanilla", max_new_tokens=7, pad_token_id=0)
+    assert len(played) == 6
+
+
+@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("method", METHODS)
 def test_each_row_stops_at_its_own_eos(tmp_path: Path, method: str) -> None:
     """EOS at every place of row 0, inside accepted paths too (magicdec accepts them whole); row 1 goes on."""
@@ -204,6 +216,7 @@ class Recorder:
         self.ended = True
 
 
+@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_streamer_gets_what_transformers_sends(tmp_path: Path, method: str) -> None:
     """The prompt, then each new token: the same values and shapes in the same order."""
@@ -217,6 +230,7 @@ def test_a_streamer_gets_what_transformers_sends(tmp_path: Path, method: str) ->
     assert all(torch.equal(one, other) for one, other in zip(mine.values, theirs.values, strict=True))
 
 
+@pytest.mark.usefixtures("ahead")
 def test_a_text_streamer_that_skips_the_prompt_prints_every_new_token(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,6 +253,7 @@ class Breaks(Recorder):
             raise self.error
 
 
+@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("error", [RuntimeError("the reader has gone"), KeyboardInterrupt()])
 @pytest.mark.parametrize("method", METHODS)
 def test_an_exception_leaves_the_model_as_it_was(tmp_path: Path, method: str, error: BaseException) -> None:
