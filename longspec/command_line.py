@@ -1,4 +1,4 @@
-"""The parser of the commands that are not part of `longspec.cli.app`, because they existed before it."""
+"""The argument parser of `inference_long-bench.py` and `python -m longspec.regenerate`."""
 
 from __future__ import annotations
 

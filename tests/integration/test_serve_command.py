@@ -87,7 +87,7 @@ def test_an_answer_without_a_limit_fits_into_a_row(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("command", ["serve", "bench", "chat", "generate"])
-def test_variables_of_the_chat_template_are_set(tmp_path: Path, command: str) -> None:
+def test_variables_reach_the_chat_template(tmp_path: Path, command: str) -> None:
     printable_pair(tmp_path)
     given = [command, "--model", str(tmp_path), "--chat_template_kwargs", '{"enable_thinking": false}']
     given += ["--port", "0"] if command == "serve" else []

@@ -156,7 +156,7 @@ class Snapshot:
     new_tokens: int = 0
     """Emitted tokens."""
     rounds: int = 0
-    """Rounds of the whole batch."""
+    """Rounds of the whole batch, with those whose results were dropped."""
     row_rounds: int = 0
     """Verification passes, counted per row while it holds a running request that speculates."""
     accepted_tokens: int = 0
