@@ -18,6 +18,8 @@ PAPER = {
 
 Diagnostics = dict[str, dict[str, dict[str, float]]]
 """Figures of `diagnostics.diagnose` by draft ("ARM-SEED STAGE") and by the run of the target whose answers it read."""
+NOISE = 0.01
+"""Smallest relative difference of two drafts that counts. Seeds of one recipe differ by about as much."""
 
 
 class Verdict(NamedTuple):
@@ -27,7 +29,7 @@ class Verdict(NamedTuple):
     expected: str
     measured: str
     verdict: str
-    """"reached", "missed", "holds", "does not hold" or "not measured"."""
+    """"reached", "missed", "holds", "does not hold", "no difference" or "not measured"."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,9 @@ def _arm(diagnostics: Diagnostics, arm: str, claim: str, expected: str) -> Verdi
         return Verdict(claim, expected, "-", "not measured")
     without, full = _pooled_tokens(changed), _pooled_tokens(unchanged)
     measured = f"{without:.2f} to {full:.2f} tokens per round ({full / without - 1:+.1%}), teacher-forced"
-    return Verdict(claim, expected, measured, "holds" if full > without else "does not hold")
+    gain = full / without - 1
+    verdict = "no difference" if abs(gain) < NOISE else "holds" if gain > 0 else "does not hold"
+    return Verdict(claim, expected, measured, verdict)
 
 
 def _pooled_tokens(by_run: dict[str, dict[str, float]]) -> float:

@@ -116,6 +116,9 @@ def test_every_claim_of_the_paper_has_a_row() -> None:
     short = {"short-0 stage1": {"chat": {"rounds": 20.0, "tokens": 2.5}}}
     changed = {row.claim: row for row in paper_claims(evaluation(), diagnostics | short)}
     assert "2.00 to 2.50 tokens" in changed["Noisy training lengthens acceptance"].measured, "an arm changes short"
+    noise = {"no-anchor-offset-0 stage1": {"chat": {"rounds": 20.0, "tokens": 2.51}}}
+    close = {row.claim: row for row in paper_claims(evaluation(), diagnostics | short | noise)}
+    assert close["Anchor-offset positions help"].verdict == "no difference", "-0.4% is within the spread of seeds"
     assert rows["Greedy output equals vanilla's"].measured == "8 of 8 outputs"
     assert rows["Tokens per round, lcc"].verdict == "not measured"
     assert len(paper_claims(evaluation(), {})) == len(rows)
