@@ -73,6 +73,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (["generate", "no/such/file.txt"], "cannot be read"),
         (["generate", "hello", "--top_p", "0"], "top_p"),
         (["generate", "hello", "--json", f"{tmp_path}/none/a.json"], "there is no folder"),
+        (["generate", "hello", "--json", "--top_k"], "--json: the file is missing before --top_k"),
         (["train", "no-such-config"], "tiny_glide_stage1"),
         (["train", "tiny_glide_stage1_sinkpi-slicing", "steps"], "key=value"),
         (["split", "--target", f"{tmp_path}/none", "--tp_size", "2", "--output", f"{tmp_path}/split"], "no model"),
