@@ -18,8 +18,8 @@ PAPER = {
 
 Diagnostics = dict[str, dict[str, dict[str, float]]]
 """Figures of `diagnostics.diagnose` by draft ("ARM-SEED STAGE") and by the run of the target whose answers it read."""
-NOISE = 0.01
-"""Smallest relative difference of two drafts that counts. Seeds of one recipe differ by about as much."""
+NOISE = 0.02
+"""Smallest relative difference of two drafts that counts: twice the standard deviation of a difference of seeds."""
 
 
 class Verdict(NamedTuple):
@@ -170,8 +170,8 @@ def _arm(diagnostics: Diagnostics, arm: str, claim: str, expected: str) -> Verdi
     if changed is None or unchanged is None:
         return Verdict(claim, expected, "-", "not measured")
     without, full = _pooled_tokens(changed), _pooled_tokens(unchanged)
-    measured = f"{without:.2f} to {full:.2f} tokens per round ({full / without - 1:+.1%}), teacher-forced"
     gain = full / without - 1
+    measured = f"{without:.2f} to {full:.2f} tokens per round ({gain:+.1%}), teacher-forced"
     verdict = "no difference" if abs(gain) < NOISE else "holds" if gain > 0 else "does not hold"
     return Verdict(claim, expected, measured, verdict)
 

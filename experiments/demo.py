@@ -33,10 +33,15 @@ from longspec.inference.methods import AUTO
 from longspec.signals import StopSignals
 
 PRESET = Path(__file__).with_name("smollm2.yaml")
-CHAT = "{train: 16, validation: 4, test: 0, max_turn_tokens: 32, max_new_tokens: 48, batch_size: 16}"
-STEPS, EVALUATED, ROWS, ROW_TOKENS = 4, 2, 4, 256
+CHAT = "{train: 16, validation: 4, test: 0, max_turn_tokens: 32, max_new_tokens: 32, batch_size: 16}"
+STEPS, EVALUATED, ROWS, ROW_TOKENS = 2, 1, 4, 256
 """Steps per stage, steps between evaluations, rows per step, and tokens per row."""
-TRAINER = {"model.torch_dtype": "float32", "optimizer": "adamw", "evaluation.steps": EVALUATED}
+TRAINER = {
+    "model.torch_dtype": "float32",
+    "optimizer": "adamw",
+    "evaluation.steps": EVALUATED,
+    "save_steps": STEPS,
+}
 LEARNING_RATES = (3e-4, 1e-4, 3e-5)
 """By stage. AdamW's first steps are as large as the rate, and later stages start from a better draft."""
 ONE_PROCESS = {"data.num_proc": 1, "data.num_workers": 0}
@@ -90,7 +95,7 @@ def train(settings: Settings, folder: Path) -> dict[str, Any]:
         draft = folder / name / CHECKPOINT
         losses[name] = [line["eval_loss"] for line in read_jsonl(folder / name / METRICS) if "eval_loss" in line]
     pair = open_pair(settings.target, str(draft), AUTO)
-    return {"losses": losses, "fresh draft": compared(pair, DEFAULT_PROMPTS[:1], 24)}
+    return {"losses": losses, "fresh draft": compared(pair, DEFAULT_PROMPTS[:1], 12)}
 
 
 def draw(summary: dict[str, Any], file: Path) -> None:

@@ -100,14 +100,20 @@ def depth_probabilities(proposal: Proposal, logits: Tensor) -> Tensor:
 def diagnose(settings: Settings, root: Path, model: Any, text: TargetText) -> dict[str, dict[str, float]]:
     """Rounds, tokens per round and the bound for the draft of `model`, by the run of the target that wrote the answers.
 
-    Runs without validation answers are left out.
+    Runs without validation answers are left out, and runs with the answers of an earlier one: all are greedy, so
+    those that differ in temperatures only are the same.
     """
     figures = {}
+    read: list[list[Any]] = []
     for name in ("chat", *settings.answers):
         file = answers_file(root, name, "validation")
+        records = read_jsonl(file)[: settings.evaluation.diagnostic_rows] if file.exists() else []
+        pairs = [_split(record) for record in records]
+        if pairs in read:
+            continue
+        read.append(pairs)
         texts, prompt_lengths = [], []
-        for record in read_jsonl(file)[: settings.evaluation.diagnostic_rows] if file.exists() else []:
-            prompt, answer = _split(record)
+        for prompt, answer in pairs:
             ids = text.prompt_ids(prompt)
             answer_ids = encode_texts([answer], text.tokenizer)[0][:ANSWER_TOKENS]
             texts.append(torch.tensor(ids + answer_ids, device=model.device))

@@ -14,9 +14,9 @@ from experiments.claims import Diagnostics, Samples, Verdict, paper_claims, targ
 from experiments.diagnostics import DIAGNOSTICS
 from experiments.evaluation import FACTS, evaluation_folder
 from experiments.files import write_atomically
-from experiments.settings import Settings
+from experiments.settings import RECIPE, Settings
 from experiments.tables import Figure, markdown, tokens_per_round, tokens_per_second
-from experiments.training import summary, table
+from experiments.training import SETTINGS, run_folder, summary, table
 from longspec.cli.picture import COLORS
 from longspec.errors import UserError
 
@@ -61,11 +61,19 @@ def report(settings: Settings, root: Path, command: str) -> None:
     records = {
         name: frame.astype(object).where(frame.notna(), None).to_dict("records") for name, frame in tables.items()
     }
-    content = {"command": command, "facts": facts, "settings": asdict(settings), "tables": records}
+    content = {"command": command, "facts": facts, "settings": asdict(settings)}
+    content |= {"training": recipe_facts(settings, root), "tables": records}
     write_atomically(folder / "summary.json", json.dumps(content, indent=1, default=str) + "\n")
     write_atomically(folder / "samples.jsonl", "".join(json.dumps(_without_text(line)) + "\n" for line in lines))
     write_atomically(folder / "README.md", page(settings, command, facts, tables))
     print(f"report: {folder / 'README.md'}")
+
+
+def recipe_facts(settings: Settings, root: Path) -> dict[str, Any]:
+    """The settings of each trained stage of the recipe, those of the trainer included, with the first seed."""
+    folder = run_folder(root, RECIPE, settings.training.seeds[0])
+    files = {stage: folder / stage / SETTINGS for stage in settings.training.stages}
+    return {stage: json.loads(file.read_text()) for stage, file in files.items() if file.exists()}
 
 
 def unmeasured(settings: Settings, root: Path, samples: Samples) -> list[str]:

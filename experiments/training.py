@@ -19,11 +19,11 @@ from experiments.processes import free_port, running
 from experiments.settings import EVERY, RECIPE, Settings, StageSettings, check_data
 from experiments.tables import markdown
 from experiments.target import TargetText
-from longspec.cli.train import ROOT
+from longspec.cli.train import CONFIGS, ROOT
 from longspec.cli.train import launch_line as trainer_line
 from longspec.errors import UserError, first_line
 
-METRICS, CHECKPOINT = "metrics.jsonl", "checkpoint-last"
+METRICS, CHECKPOINT, SETTINGS = "metrics.jsonl", "checkpoint-last", "settings.json"
 RECIPE_TABLE = "recipe"
 SHOWN = ("eval_acceptance_length", "eval_loss", "eval_top1_lag_1", "loss")
 LAST_LINES = 15
@@ -118,7 +118,7 @@ def train_stage(
         **stage.overrides,
     }
 
-    claim(folder / "settings.json", asdict(stage) | {"seed": seed})
+    claim(folder / SETTINGS, stage_facts(stage, seed))
     steps = overrides["max_steps"]  # stage.overrides may replace it
     if is_finished(folder, steps):
         return
@@ -128,6 +128,14 @@ def train_stage(
         raise UserError(f"{folder}: training ended before its last step; see {folder / 'log.txt'}")
     with (folder / "seconds.jsonl").open("a") as times:
         times.write(f"{seconds:.1f}\n")
+
+
+def stage_facts(stage: StageSettings, seed: int) -> dict[str, Any]:
+    """What determines a stage's draft besides its text and its first draft: its settings and the trainer's config."""
+    from longspec.train.config import compose_config  # reports and evaluations do not need Hydra
+
+    config = OmegaConf.to_container(compose_config(ROOT / CONFIGS, stage.config))
+    return asdict(stage) | {"seed": seed, "trainer": config}
 
 
 def batches(name: str, stage: StageSettings) -> tuple[int, int, int]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from itertools import pairwise
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import longspec
 from longspec.cli.bench import bench
@@ -17,11 +19,27 @@ from longspec.cli.passthrough import PASSED_ON, evaluate, regenerate
 from longspec.cli.serve import serve
 from longspec.cli.train import train
 from longspec.cli.weights import extract, split
-from longspec.errors import reports_user_errors
+from longspec.errors import UserError, reports_user_errors
 from longspec.signals import StopSignals
+
+
+class Commands(TyperGroup):
+    """Refuses an option as the value of another one, which otherwise becomes, for example, the name of a file."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        options: list[Any] = [one for one in (command.params if command else []) if one.param_type_name == "option"]
+        names = {name for option in options for name in (*option.opts, *option.secondary_opts)}
+        with_value = {name for option in options if not option.is_flag for name in option.opts}
+        for argument, following in pairwise(rest):
+            if argument in with_value and following in names:
+                raise UserError(f"{argument}: its value is missing before {following}")
+        return name, command, rest
+
 
 app = typer.Typer(
     name="longspec",
+    cls=Commands,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,

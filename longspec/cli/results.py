@@ -178,9 +178,7 @@ def open_results(path: Path | None, prompts: Sequence[Prompt], is_alone: bool = 
 
 
 def check_folder(path: Path | None, option: str) -> None:
-    """Raise UserError if the folder of a file that an option names does not exist, or if the file's name is missing."""
-    if path is not None and path.name.startswith("--"):  # the option took the next one as its value
-        raise UserError(f"{option}: the file is missing before {path}")
+    """Raise UserError if the folder of a file that an option names does not exist."""
     if path is not None and not path.absolute().parent.is_dir():
         raise UserError(f"{option} {path}: there is no folder {path.parent}")
 

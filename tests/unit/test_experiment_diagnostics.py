@@ -1,12 +1,18 @@
 """Teacher-forced acceptance compared with decoding, and the bound of a tree compared with a sum over paths."""
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from pairs import make_pair
 from torch import Tensor
 
-from experiments.diagnostics import depth_probabilities, forced_acceptance
+from experiments import diagnostics
+from experiments.diagnostics import depth_probabilities, diagnose, forced_acceptance
+from experiments.files import answers_file, write_atomically
 from longspec import generate
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
@@ -41,6 +47,21 @@ def test_forced_rounds_on_greedy_text_are_those_of_decoding(tmp_path: Path) -> N
     expected = [decoded(model, prompt, len(text)) for prompt, text in zip(prompts, texts, strict=True)]
     assert (figures["rounds"], figures["tokens"]) == tuple(map(sum, zip(*expected, strict=True)))
     assert figures["tokens"] > 1.05 * figures["rounds"], "some tokens are accepted"
+
+
+def test_answers_that_two_runs_share_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs with other temperatures have the same greedy validation answers."""
+    for name, answer in (("chat", "a"), ("gsm8k", "b"), ("gsm8k-sampled", "b")):
+        record = {"id": name, "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]}
+        write_atomically(answers_file(tmp_path, name, "validation"), json.dumps(record) + "\n")
+    settings: Any = SimpleNamespace(
+        answers={"gsm8k": None, "gsm8k-sampled": None}, evaluation=SimpleNamespace(diagnostic_rows=4)
+    )
+    text: Any = SimpleNamespace(prompt_ids=lambda prompt: [1, 2], tokenizer=None)
+    monkeypatch.setattr(diagnostics, "encode_texts", lambda texts, tokenizer: [[3] for _ in texts])
+    monkeypatch.setattr(diagnostics, "forced_acceptance", lambda *_: {"rounds": 2.0, "tokens": 5.0, "bound": 3.0})
+    figures = diagnose(settings, tmp_path, SimpleNamespace(device="cpu"), text)
+    assert figures == {name: {"rounds": 2.0, "tokens": 2.5, "bound": 1.5} for name in ("chat", "gsm8k")}
 
 
 def test_the_bound_sums_the_targets_probabilities_over_paths() -> None:

@@ -13,6 +13,7 @@ from experiments.training import (
     arm_stages,
     final_draft,
     launch_line,
+    stage_facts,
     summary,
     table,
     train,
@@ -63,6 +64,13 @@ def test_arms_change_stages_and_leave_some_out() -> None:
         arm_stages(load("training.arms={ce: {stage9: null}}"), "ce")
     with pytest.raises(UserError, match=r"arms.ce: .*stepz"):
         arm_stages(load("training.arms={ce: {stage1: {stepz: 7}}}"), "ce")
+
+
+def test_a_stages_facts_hold_the_trainers_config() -> None:
+    """A folder that was trained with another learning rate or layer is not taken for this recipe's."""
+    stage = load().training.stages["stage1"]
+    trainer = stage_facts(stage, 0)["trainer"]
+    assert trainer["learning_rate"] == 4e-3 and trainer["model"]["kv_layers"] == [18]
 
 
 def test_records_to_replay_are_spread_over_their_run(tmp_path: Path) -> None:
