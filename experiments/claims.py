@@ -19,7 +19,7 @@ PAPER = {
 Diagnostics = dict[str, dict[str, dict[str, float]]]
 """Figures of `diagnostics.diagnose` by draft ("ARM-SEED STAGE") and by the run of the target whose answers it read."""
 NOISE = 0.02
-"""Smallest relative difference of two drafts that counts: twice the standard deviation of a difference of seeds."""
+"""Smallest relative difference of two drafts that counts, about twice the standard deviation between two seeds."""
 
 
 class Verdict(NamedTuple):

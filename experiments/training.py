@@ -135,7 +135,8 @@ def stage_facts(stage: StageSettings, seed: int) -> dict[str, Any]:
     from longspec.train.config import compose_config  # reports and evaluations do not need Hydra
 
     config = OmegaConf.to_container(compose_config(ROOT / CONFIGS, stage.config))
-    return asdict(stage) | {"seed": seed, "trainer": config}
+    values = pandas.json_normalize(config).to_dict("records")[0]  # type: ignore[arg-type]
+    return asdict(stage) | {"seed": seed} | {f"trainer.{key}": value for key, value in values.items()}
 
 
 def batches(name: str, stage: StageSettings) -> tuple[int, int, int]:

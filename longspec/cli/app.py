@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Annotated, Any
 
 import typer
@@ -29,10 +29,10 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
         options: list[Any] = [one for one in (command.params if command else []) if one.param_type_name == "option"]
-        names = {name for option in options for name in (*option.opts, *option.secondary_opts)}
-        with_value = {name for option in options if not option.is_flag for name in option.opts}
-        for argument, following in pairwise(rest):
-            if argument in with_value and following in names:
+        known = {flag for option in options for flag in (*option.opts, *option.secondary_opts)}
+        with_value = {flag for option in options if not option.is_flag for flag in option.opts}
+        for argument, following in pairwise(takewhile(lambda text: text != "--", rest)):
+            if argument in with_value and following in known:
                 raise UserError(f"{argument}: its value is missing before {following}")
         return name, command, rest
 

@@ -17,6 +17,7 @@ from experiments.training import (
     summary,
     table,
     train,
+    train_stage,
     training_files,
 )
 from longspec.errors import UserError
@@ -66,11 +67,17 @@ def test_arms_change_stages_and_leave_some_out() -> None:
         arm_stages(load("training.arms={ce: {stage1: {stepz: 7}}}"), "ce")
 
 
-def test_a_stages_facts_hold_the_trainers_config() -> None:
-    """A folder that was trained with another learning rate or layer is not taken for this recipe's."""
-    stage = load().training.stages["stage1"]
-    trainer = stage_facts(stage, 0)["trainer"]
-    assert trainer["learning_rate"] == 4e-3 and trainer["model"]["kv_layers"] == [18]
+def test_a_folder_trained_with_another_config_of_the_trainer_is_refused(tmp_path: Path) -> None:
+    """The learning rate is only in the trainer's config, which may change while the experiment's settings do not."""
+    settings = load()
+    stage = settings.training.stages["stage1"]
+    facts = stage_facts(stage, 0)
+    assert facts["trainer.model.kv_layers"] == [18]
+    for split in ("train", "validation"):
+        write_atomically(answers_file(tmp_path, "chat", split), "{}\n")
+    write_atomically(tmp_path / "stage1" / "settings.json", json.dumps(facts | {"trainer.learning_rate": 2e-3}))
+    with pytest.raises(UserError, match=r"made with trainer\.learning_rate 0\.002, not 0\.004; use another --root"):
+        train_stage(tmp_path / "stage1", stage, settings, tmp_path, "target", None, 0)
 
 
 def test_records_to_replay_are_spread_over_their_run(tmp_path: Path) -> None:
