@@ -45,6 +45,7 @@ from longspec.inference.sampling import Sampler
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import model_parallel_rank_and_size, split_draft
 from longspec.models.target_split import check_divisible
+from longspec.models.triton_stream import TritonOperations
 
 
 @dataclass
@@ -105,7 +106,7 @@ def run(options: Namespace, acceptance: Mapping[Key, float]) -> None:
     print(HEADER)
     for shape in options.shapes:
         model = decoding_pair(shape)
-        runner = FusedRunner(model, options.attention)
+        runner = FusedRunner(model, TritonOperations(), options.attention)
         for lengths, setting in settings(options, model):
             measurements.append(measure(shape, runner, lengths, setting.method, ceilings, setting, acceptance))
         for context in options.contexts:

@@ -26,6 +26,7 @@ from longspec.inference.methods import make_drafter
 from longspec.inference.sampling import Sampler
 from longspec.models.draft_layer import WINDOW, head_dim
 from longspec.models.glide import GlideMixin
+from longspec.models.triton_stream import TritonOperations
 
 TREE_SHAPE = (4, 16, 16, 16, 16)
 NEW_TOKENS = 64
@@ -43,7 +44,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise UserError("benchmarks.prefill: needs a CUDA device; none is available")
     model = random_pair(options.shape)
-    runner = FusedRunner(model)
+    runner = FusedRunner(model, TritonOperations())
     weights = torch.cuda.memory_allocated()
 
     prefills, generations = [], []

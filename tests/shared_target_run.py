@@ -19,9 +19,11 @@ from longspec.inference.load_pair import load_model
 from longspec.inference.methods import METHODS
 from longspec.inference.process_group import shared_target
 from longspec.inference.runner import Runner
+from longspec.inference.select_runner import make_runner
 from longspec.models.fused import can_fuse
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import model_parallel_rank_and_size
+from longspec.models.triton_stream import TritonOperations
 from longspec.ranks.agreement import launched_rank
 from longspec.signals import StopSignals
 
@@ -89,16 +91,12 @@ def sampled(work: Path, family: str, target: str) -> dict[str, Any]:
     return found
 
 
-class InterpretedRunner(FusedRunner):
-    """The fused passes through Triton's interpreter, which no graph captures."""
-
-    capturable = False
-
-
 def choose_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:
-    """Fused passes for the shared pair with a small window, because the interpreter is slow; else plain ones."""
+    """Fused passes on the kernels for the shared pair with a small window, because the interpreter is slow."""
     is_shared = model_parallel_rank_and_size()[1] > 1
-    return InterpretedRunner(model) if is_shared and model.draft_model.window == SMALL_WINDOW else Runner(model)
+    if is_shared and model.draft_model.window == SMALL_WINDOW:
+        return FusedRunner(model, TritonOperations())
+    return make_runner(model, attention, compiled)
 
 
 def fused(work: Path, target: str) -> dict[str, Any]:

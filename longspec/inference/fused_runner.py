@@ -1,4 +1,4 @@
-"""The forward passes of decoding on fused layers (see `models.fused`), for capture in CUDA graphs."""
+"""The forward passes of decoding on fused layers (see `models.fused`). On CUDA, graphs can capture them."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch import Tensor
 
 from longspec.inference.cache import DraftCache, TargetCache
 from longspec.inference.runner import Runner
-from longspec.kernels.shared.elementwise import gather_rows
 from longspec.models.draft_layer import head_dim
-from longspec.models.fused import FusedDraftLayer, FusedTargetLayer, RopeTable, TokenSlots, rope_table
+from longspec.models.fused import FusedDraftLayer, FusedTargetLayer, rope_table
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import VocabularyEmbedding, VocabularyHead
-from longspec.models.residual import ResidualStream, linear
+from longspec.models.residual import Operations, ResidualStream, RopeTable, TokenSlots
 from longspec.models.target_attention import Attend, QueryAttend
 
 
 class FusedRunner(Runner):
-    """The passes of `Runner` on the same parameters, in few kernels. Needs Triton and layers that `can_fuse`."""
+    """The passes of `Runner` on the same parameters, in few operations. Needs layers that `can_fuse`."""
 
-    capturable = True
     owned = ("model", "backbone", "layers", "draft_layer")
 
-    def __init__(self, model: GlideMixin, attention: str = "auto") -> None:
+    def __init__(self, model: GlideMixin, operations: Operations, attention: str = "auto") -> None:
         super().__init__(model, attention)
+        self.operations = operations
+        self.capturable = operations.capturable and self.device.type == "cuda"
         self.backbone: Any = model.model
         self.layers = [FusedTargetLayer(layer) for layer in self.backbone.layers]
         self.draft_layer = FusedDraftLayer(model.draft_model)
@@ -50,16 +50,19 @@ class FusedRunner(Runner):
         """A residual stream that starts with the embeddings of tokens [B, N]."""
         embedding = self.backbone.embed_tokens
         is_split = isinstance(embedding, VocabularyEmbedding)
-        embeddings = embedding(tokens) if is_split else gather_rows(embedding.weight, tokens)
-        return ResidualStream(embeddings, self.config.rms_norm_eps)
+        embeddings = embedding(tokens) if is_split else self.operations.embed(embedding.weight, tokens)
+        return self.operations.stream(embeddings, self.config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         head = self.model.lm_head
-        logits = linear(hidden, head.weight)
+        logits = self.operations.linear(hidden, head.weight)
         return head.gathered(logits) if isinstance(head, VocabularyHead) else logits
 
     def product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return linear(hidden, weight, bias)
+        return self.operations.linear(hidden, weight, bias)
+
+    def forget(self, weight: Tensor) -> None:
+        self.operations.forget(weight)
 
     def target(self, tokens: Tensor, positions: Tensor, cache: TargetCache, slots: Tensor, attend: Attend) -> Tensor:
         stream = self.embed(tokens)
@@ -89,10 +92,10 @@ class FusedRunner(Runner):
         return stream.hidden
 
     def feature(self, target_hidden: Tensor) -> Tensor:
-        return self.draft_layer.feature(target_hidden, self.config.rms_norm_eps)
+        return self.draft_layer.feature(self.operations.stream(target_hidden, self.config.rms_norm_eps))
 
     def feed_draft(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: DraftCache) -> None:
-        # The kernel skips tokens with a negative slot.
+        # Tokens with a negative slot are not stored.
         slots = torch.where(valid, positions % cache.window, -1)
         stream = self.embed(tokens)
         store = TokenSlots(positions.clamp(min=0), self.rope, cache.keys, cache.values, slots)

@@ -1,15 +1,23 @@
-"""The choice between fused passes, which CUDA graphs can capture, and transformers' own modules."""
+"""The choice between fused passes and transformers' own modules."""
 
 from __future__ import annotations
 
 import logging
 from functools import cache
 
+from longspec.inference.device import free_bytes
+from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.runner import Runner
 from longspec.kernels.shared.device import plain_gpu
+from longspec.models.fused import can_fuse
 from longspec.models.glide import GlideMixin
+from longspec.models.packed_weights import packed_weights
+from longspec.models.torch_stream import TorchOperations
 
 logger = logging.getLogger(__name__)
+
+PACKED_SHARE = 0.25
+"""Largest share of a host's free memory for packed copies of a model's weights."""
 
 
 def make_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:
@@ -19,22 +27,26 @@ def make_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:
     """
     # The plain runner resolves the attention backend, which decides whether a round can be captured.
     runner = Runner(model, attention)
-    if not compiled or runner.device.type != "cuda":
+    if not compiled:
         return runner
+    if runner.device.type == "cpu":
+        if not can_fuse(model):
+            return runner
+        packs = packed_weights(model)
+        packs.start_call(int(PACKED_SHARE * (free_bytes(runner.device) + packs.bytes)))
+        return FusedRunner(model, TorchOperations(packs), attention)
     if not runner.attention.capturable:
         # On such a GPU the selection of the backend has logged the reason already.
         if plain_gpu(runner.device) is None:
             _log_plain(f"{runner.attention.name} attention")
         return runner
-
-    # These modules need Triton.
-    from longspec.inference.fused_runner import FusedRunner
-    from longspec.models.fused import can_fuse
-
     if not can_fuse(model):
         _log_plain(f"{type(model).__name__} with these layers")
         return runner
-    return FusedRunner(model, attention)
+
+    from longspec.models.triton_stream import TritonOperations  # imports Triton
+
+    return FusedRunner(model, TritonOperations(), attention)
 
 
 @cache

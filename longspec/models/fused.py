@@ -1,52 +1,27 @@
-"""Decoder layers for decoding on CUDA: few large products on the modules' own parameters, one kernel between products.
+"""Decoder layers for decoding: few large products on the modules' own parameters, few operations between products.
 
-Each layer computes queries, keys and values in one product, and gate and up in another. The last product of a branch
-is added to the residual stream without a launch of its own (see `models.residual`).
+Each layer computes queries, keys and values in one product, and gate and up in another. The operations are those of a
+residual stream: `models.triton_stream` on CUDA, `models.torch_stream` on a CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from longspec.kernels.shared.elementwise import HeadNorms, rms_norm, rotate_and_store, rotate_queries
+from longspec.kernels.shared.reference import HeadNorms
 from longspec.models.draft_layer import DraftCrossAttention, GlideDecoderLayer
 from longspec.models.parallel import sum_output
-from longspec.models.residual import ResidualStream, linear
+from longspec.models.residual import ResidualStream, RopeTable, TokenSlots
 from longspec.models.target_attention import QueryAttend
 
-RopeTable = tuple[Tensor, Tensor]
-"""The target's rotary table at positions 0 … P - 1: cos, sin, each [P, D]."""
 PROJECTIONS = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
 FEATURE = "feature_proj"
 """Name of the additional linear in a draft with a target feature."""
-
-
-class TokenSlots(NamedTuple):
-    """Positions of a pass's tokens in the sequence, and their slots in the KV cache of one layer."""
-
-    positions: Tensor
-    """int [B, N]"""
-    rope: RopeTable
-    keys: Tensor
-    """[B, K, S, D], like `values`"""
-    values: Tensor
-    slots: Tensor
-    """int [B, N]; a token with a negative slot is not stored."""
-    rows: Tensor | None = None
-    """int [B]: the row of the cache for each sequence of the pass; None for its own number."""
-
-    def rotate_and_store(self, qkv: Tensor, norms: HeadNorms | None = None) -> Tensor:
-        """Write the keys and values of a merged projection [B, N, (H + 2K)·D] to the cache.
-
-        Returns the rotated queries [B, H, N, D].
-        """
-        stores = (self.keys, self.values, self.slots)
-        return rotate_and_store(qkv, self.positions, self.rope, *stores, norms, self.rows)
 
 
 def can_fuse(model: Any) -> bool:
@@ -171,7 +146,8 @@ class _FusedSelfAttention:
 
     def add_to(self, stream: ResidualStream, slots: TokenSlots, attend: QueryAttend) -> None:
         # One product for queries, keys and values; rotation and store in one kernel after it.
-        q = slots.rotate_and_store(stream.project(self.norm, self.qkv.weight, self.qkv.bias), self.head_norms)
+        qkv = stream.project(self.norm, self.qkv.weight, self.qkv.bias)
+        q = stream.rotate_and_store(qkv, slots, self.head_norms)
         stream.add_product(_heads_last(attend(q)), self.output)
 
 
@@ -202,7 +178,7 @@ class _FusedCrossAttentions:
 
     def add_to(self, stream: ResidualStream, slots: TokenSlots, attends: Sequence[QueryAttend]) -> None:
         q = stream.project(self.norm, self.queries.weight, self.queries.bias)
-        q = rotate_queries(q, slots.positions, slots.rope, self.head_dim)
+        q = stream.rotate(q, slots, self.head_dim)
         heads = [_heads_last(attend(own)) for attend, own in zip(attends, q.chunk(len(attends), 1), strict=True)]
         stream.add_product(heads[0] if len(heads) == 1 else torch.cat(heads, -1), self.output)
 
@@ -225,12 +201,12 @@ class FusedDraftLayer:
 
     def store_keys_values(self, stream: ResidualStream, slots: TokenSlots) -> None:
         """Store the self-attention keys and values of tokens, which is all that prefill needs."""
-        slots.rotate_and_store(stream.project(self.self_attention.norm, self.kv_weight, self.kv_bias))
+        stream.rotate_and_store(stream.project(self.self_attention.norm, self.kv_weight, self.kv_bias), slots)
 
-    def feature(self, target_hidden: Tensor, eps: float) -> Tensor:
+    def feature(self, target_hidden: ResidualStream) -> Tensor:
         """`GlideDecoderLayer.feature` of contiguous [B, 1, hidden]."""
         norm: Any = self.layer.feature_layernorm
-        return linear(rms_norm(target_hidden, norm.weight, eps), self.layer.feature_proj.weight)
+        return target_hidden.project(norm.weight, self.layer.feature_proj.weight, None)
 
     def add_to(
         self,

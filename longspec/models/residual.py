@@ -1,82 +1,104 @@
-"""The residual stream of a decoding pass, and the products that read it and add to it.
-
-The number of tokens decides how products are computed:
-- 1: matrix-vector kernels, which add the output of a branch to the stream themselves.
-- up to MAX_ROWS in half precision: skinny products, which leave the output of a branch in parts for the next norm.
-- more: the library's products.
-
-If ranks share the target, a product that is added to the stream is summed over the ranks first.
-"""
+"""The operations of fused layers (see `models.fused`), and the residual stream of a pass: interfaces of their two
+implementations, `models.triton_stream` on CUDA and `models.torch_stream` on a CPU."""
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
 from torch import Tensor
 
-from longspec.kernels.decoding.skinny_product import MAX_ROWS, skinny_product, split_product
-from longspec.kernels.decoding.vector_product import vector_product
-from longspec.kernels.shared.elementwise import rms_norm, swiglu
+from longspec.kernels.shared.reference import HeadNorms
 from longspec.models.parallel import model_parallel_rank_and_size, sum_over_ranks
 
-LIBRARY_ROWS = 16
-"""Number of tokens above which the library's product is as fast, if neither a gate nor a split is fused."""
+RopeTable = tuple[Tensor, Tensor]
+"""The target's rotary table at positions 0 … P - 1: cos, sin, each [P, D]."""
 
 
-class ResidualStream:
-    """Hidden states [B, N, hidden] that the layers of a pass add to; `hidden` is changed in place."""
+class TokenSlots(NamedTuple):
+    """Positions of a pass's tokens in the sequence, and their slots in the KV cache of one layer."""
 
-    def __init__(self, hidden: Tensor, eps: float) -> None:
+    positions: Tensor
+    """int [B, N]"""
+    rope: RopeTable
+    keys: Tensor
+    """[B, K, S, D], like `values`"""
+    values: Tensor
+    slots: Tensor
+    """int [B, N]; a token with a negative slot is not stored."""
+    rows: Tensor | None = None
+    """int [B]: the row of the cache for each sequence of the pass; None for its own number."""
+
+
+class Operations(ABC):
+    """The operations of one runner."""
+
+    capturable: ClassVar[bool]
+    """Whether a CUDA graph may capture them."""
+
+    @abstractmethod
+    def embed(self, table: Tensor, tokens: Tensor) -> Tensor:
+        """The rows [B, N, hidden] of a contiguous table [V, hidden] for tokens [B, N]."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x @ weight.T + bias, x contiguous [B, N, in]: [B, N, out]."""
+
+    @abstractmethod
+    def stream(self, hidden: Tensor, eps: float) -> ResidualStream:
+        """The stream of a pass that starts with `hidden`."""
+
+    @abstractmethod
+    def forget(self, weight: Tensor) -> None:
+        """Must be called when the values of a weight have changed."""
+
+
+class ResidualStream(ABC):
+    """Hidden states [B, N, hidden] that the layers of a pass add to; `hidden` is changed in place.
+
+    A stream serves one pass, so positions and slots are the same in all layers.
+    """
+
+    def __init__(self, hidden: Tensor, eps: float, operations: Operations) -> None:
         """eps: the epsilon of every RMSNorm in the pass."""
         self.hidden, self.eps = hidden, eps
-        tokens = hidden.shape[0] * hidden.shape[1]
+        self.linear = operations.linear
         self.is_shared = model_parallel_rank_and_size()[1] > 1
         """Whether a product added to the stream is a part of a sum over ranks."""
-        self.is_vector = tokens == 1
-        self.is_skinny = 1 < tokens <= MAX_ROWS and hidden.dtype in (torch.float16, torch.bfloat16)
-        self.parts: Tensor | None = None
 
+    @abstractmethod
     def normed(self, norm: Tensor) -> Tensor:
         """RMSNorm of the stream with weight `norm`: [B, N, hidden]."""
-        parts, self.parts = self.parts, None
-        return rms_norm(self.hidden, norm, self.eps, parts)
 
     def project(self, norm: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """linear(RMSNorm(stream)): [B, N, out]."""
-        return linear(self.normed(norm), weight, bias)
+        return self.linear(self.normed(norm), weight, bias)
 
+    @abstractmethod
     def project_gated(self, norm: Tensor, weight: Tensor) -> Tensor:
         """silu(gate) · up of RMSNorm(stream); weight [2·I, hidden], gates first: [B, N, I]."""
-        normed = self.normed(norm)
-        if self.is_vector:
-            return vector_product(normed, weight, gated=True)
-        if self.is_skinny:
-            return skinny_product(normed.flatten(0, 1), weight, gated=True).unflatten(0, normed.shape[:2])
-        return swiglu(*F.linear(normed, weight).chunk(2, -1))
 
     def add(self, x: Tensor) -> None:
         """stream += x, [B, N, hidden] or, the same for all tokens of a row, [B, 1, hidden]."""
         self.hidden.add_(x)
 
     def add_product(self, x: Tensor, weight: Tensor, last: bool = False) -> None:
-        """stream += x @ weight.T, x [B, N, in]. last: no norm follows, so the parts of the product are added now."""
+        """stream += x @ weight.T, x [B, N, in], summed over the ranks that share the target. last: no norm follows."""
         if self.is_shared:
-            self.add(sum_over_ranks(linear(x, weight)))
-        elif self.is_vector:
-            vector_product(x, weight, add_to=self.hidden)
-        elif self.is_skinny and not last:
-            # The next norm adds the parts, which saves a launch.
-            self.parts = split_product(x.flatten(0, 1), weight)
+            self.add(sum_over_ranks(self.linear(x, weight)))
         else:
-            self.hidden.flatten(0, 1).addmm_(x.flatten(0, 1), weight.t())
+            self._add_product(x, weight, last)
 
+    @abstractmethod
+    def _add_product(self, x: Tensor, weight: Tensor, last: bool) -> None: ...
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, x contiguous [B, N, in]: [B, N, out], with the fastest product for this number of tokens."""
-    tokens = x.shape[0] * x.shape[1]
-    if tokens == 1:
-        return vector_product(x, weight, bias)
-    many_rows = len(weight) >= 8 * x.shape[-1]  # lm_head
-    if x.dtype in (torch.float16, torch.bfloat16) and tokens <= (MAX_ROWS if many_rows else LIBRARY_ROWS):
-        return skinny_product(x.flatten(0, 1), weight, bias).unflatten(0, x.shape[:2])
-    return F.linear(x, weight, bias)
+    @abstractmethod
+    def rotate_and_store(self, qkv: Tensor, slots: TokenSlots, norms: HeadNorms | None = None) -> Tensor:
+        """Write the keys and values of a merged projection [B, N, (H + 2K)·D] to the cache.
+
+        Returns the rotated queries [B, H, N, D].
+        """
+
+    @abstractmethod
+    def rotate(self, q: Tensor, slots: TokenSlots, head_dim: int) -> Tensor:
+        """Rotary embedding of q, contiguous [B, N, H·D]: [B, H, N, D]."""

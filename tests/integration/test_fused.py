@@ -1,4 +1,4 @@
-"""The fused passes against transformers' modules on the same parameters, on the CPU through Triton's interpreter."""
+"""The fused passes against transformers' modules on the same parameters. On the CPU, Triton runs in its interpreter."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +21,10 @@ from longspec.inference.sampling import Sampler
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.fused import MergedLinear, can_fuse
 from longspec.models.glide import GlideMixin
+from longspec.models.packed_weights import packed_weights
+from longspec.models.residual import Operations
+from longspec.models.torch_stream import TorchOperations
+from longspec.models.triton_stream import TritonOperations
 
 SHAPE = (2, 4, 3)
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -40,6 +44,19 @@ CASES = [
     pytest.param("qwen3", "mqa", marks=pytest.mark.slow),
     ("mistral", "mha"),
 ]
+
+
+def torch_operations(model: GlideMixin) -> Operations:
+    """With packed weights where this build of torch has them."""
+    packs = packed_weights(model)
+    packs.start_call(limit=1 << 30)
+    return TorchOperations(packs)
+
+
+OPERATIONS: dict[str, Callable[[GlideMixin], Operations]] = {
+    "triton": lambda model: TritonOperations(),
+    "torch": torch_operations,
+}
 
 
 def random_pair(folder: Path, family: str, **overrides: Any) -> GlideMixin:
@@ -67,9 +84,12 @@ def passes(runner: Runner, prompts: Tensor, lengths: list[int], rounds: int) -> 
     return [*found, engine.cache.keys[..., used, :], engine.cache.values[..., used, :], ring.keys, ring.values]
 
 
+@pytest.mark.parametrize("operations", OPERATIONS)
 @pytest.mark.parametrize(("family", "layout"), CASES)
 @torch.no_grad()
-def test_fused_passes_equal_transformers_modules(tmp_path: Path, family: str, layout: str, device: str) -> None:
+def test_fused_passes_equal_transformers_modules(
+    tmp_path: Path, family: str, layout: str, device: str, operations: str
+) -> None:
     model = random_pair(tmp_path, family, **LAYOUTS[layout]).to(device)
     model.draft_model.window = 8  # the ring wraps around, and the interpreter is slow
     lengths = [9, 4]
@@ -79,17 +99,18 @@ def test_fused_passes_equal_transformers_modules(tmp_path: Path, family: str, la
         lengths, prompts = lengths[:1], prompts[:1]
         model.draft_model.set_vocabulary(torch.tensor([3, 4, 9, 20, 33, 60]))
     plain = passes(Runner(model), prompts, lengths, rounds=2)
-    fused = passes(FusedRunner(model), prompts, lengths, rounds=2)
+    fused = passes(FusedRunner(model, OPERATIONS[operations](model)), prompts, lengths, rounds=2)
     for want, got in zip(plain, fused, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("operations", OPERATIONS)
 @pytest.mark.parametrize(
     ("dtype", "batch", "count"), [(torch.float32, 1, 1), (torch.float32, 2, 3), (torch.float16, 2, 3)]
 )
 @torch.no_grad()
 def test_each_cross_attention_has_its_own_queries_and_outputs(
-    tmp_path: Path, dtype: torch.dtype, batch: int, count: int
+    tmp_path: Path, dtype: torch.dtype, batch: int, count: int, operations: str
 ) -> None:
     """With every way to multiply: a vector, the library's product, a product in parts."""
     model = random_pair(tmp_path, "qwen2", dtype=dtype, options=DraftOptions(8, (1, 0), target_feature=True))
@@ -98,7 +119,7 @@ def test_each_cross_attention_has_its_own_queries_and_outputs(
     positions = torch.arange(5, 5 + count).expand(batch, -1)
     attends = [partial(torch.mul, factor) for factor in (1.0, -2.0, 3.0)]
     found = []
-    for runner in (Runner(model), FusedRunner(model, "sdpa")):
+    for runner in (Runner(model), FusedRunner(model, OPERATIONS[operations](model), "sdpa")):
         runner.prepare(16)
         cache = DraftCache(model.config, batch, 8, count, dtype, torch.device("cpu"))
         feature = runner.feature(hidden)
@@ -109,10 +130,11 @@ def test_each_cross_attention_has_its_own_queries_and_outputs(
     assert not torch.allclose(found[0], found[1], **tolerance)
 
 
+@pytest.mark.parametrize("operations", OPERATIONS)
 @pytest.mark.parametrize("method", METHODS)
 @torch.no_grad()
 def test_a_round_on_the_empty_cache_changes_nothing(
-    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, method: str, operations: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What warms kernels up before prefill, for every method."""
     monkeypatch.setattr(magicdec, "RECENT", 8)
@@ -120,7 +142,7 @@ def test_a_round_on_the_empty_cache_changes_nothing(
     prompts = torch.randint(0, 61, (2, 5), generator=torch.Generator().manual_seed(1))
     found = []
     for warm in (False, True):
-        runner, sampler = FusedRunner(model, "sdpa"), Sampler(0.0, 0, 1.0)
+        runner, sampler = FusedRunner(model, OPERATIONS[operations](model), "sdpa"), Sampler(0.0, 0, 1.0)
         drafter = make_drafter(method, runner, 2, sampler, (2, 3), 2, "reject")
         engine = Engine(runner, drafter, sampler, prompts, [5, 2], max_new_tokens=8)
         if warm:
@@ -156,9 +178,9 @@ def test_engines_that_launch_other_kernels_are_of_another_kind(tmp_path: Path) -
 def test_merging_changes_no_parameter_and_happens_once(tmp_path: Path) -> None:
     model = random_pair(tmp_path, "qwen2", options=OPTIONS["both"])
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    FusedRunner(model)
+    FusedRunner(model, TritonOperations())
     storages = {name: value.data_ptr() for name, value in model.state_dict().items()}
-    FusedRunner(model)
+    FusedRunner(model, TritonOperations())
     after = model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert {name: value.data_ptr() for name, value in after.items()} == storages
@@ -206,4 +228,4 @@ def test_what_cannot_be_fused_is_told(tmp_path: Path) -> None:
     assert refused(lambda m: setattr(m.draft_model.extra_cross_attn[0].q_proj, "bias", None))
     assert refused(lambda m: m.draft_model.feature_proj.register_forward_hook(lambda *_: None))
     assert refused(flatten)
-    assert changed(FusedRunner), "merged once, it can be merged again"
+    assert changed(lambda m: FusedRunner(m, TritonOperations())), "merged once, it can be merged again"

@@ -9,14 +9,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from longspec.kernels.decoding import tree_reference
 from longspec.kernels.decoding.compaction import compact
 from longspec.kernels.shared import reference
-from longspec.kernels.shared.elementwise import (
-    HeadNorms,
-    gather_rows,
-    rms_norm,
-    rotate_and_store,
-    rotate_queries,
-    swiglu,
-)
+from longspec.kernels.shared.elementwise import gather_rows, rms_norm, rotate_and_store, rotate_queries, swiglu
+from longspec.kernels.shared.reference import HeadNorms
 from longspec.models.draft_layer import rotate
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}

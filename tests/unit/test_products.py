@@ -13,7 +13,7 @@ from longspec.kernels.decoding import vector_product as vector
 from longspec.kernels.decoding.skinny_product import count_parts, skinny_product, split_product
 from longspec.kernels.decoding.vector_product import vector_product
 from longspec.kernels.shared.device import describe_gpu
-from longspec.models.residual import ResidualStream
+from longspec.models.triton_stream import TritonOperations
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -182,7 +182,7 @@ def test_the_residual_stream_equals_plain_sums_for_any_number_of_tokens(
     for project in (lambda y: y @ first.double().t(), lambda y: gate(y @ gate_up.double().t())):
         x = x + project(rms(x, norm.double(), 1e-5)) @ back.double().t()
     expected = x + x.new_ones(batch, nodes, 40) @ back.double().t()
-    stream = ResidualStream(hidden, 1e-5)
+    stream = TritonOperations().stream(hidden, 1e-5)
     stream.add_product(stream.project(norm, first, None), back)
     stream.add_product(stream.project_gated(norm, gate_up), back)
     close = {"rtol": 3 * TOLERANCE[dtype], "atol": 3 * TOLERANCE[dtype]}

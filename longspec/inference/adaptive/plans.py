@@ -30,8 +30,8 @@ LOOKUPS = (Plan("lookup", 5), Plan("lookup", 16))
 """Chains from prompt lookup of 4 and 15 tokens."""
 TREES = ((16, 2), (16, None), (32, 3), (32, None), (64, None))
 """Nodes and levels of the draft trees, in increasing order; None for all levels. Fewer levels take less time."""
-CPU_TREES = TREES[:2]
-"""The trees on a CPU, which takes more time for further nodes than they save."""
+CPU_TREES = ((8, 2), (8, 3), (16, None))
+"""The trees on a CPU, where the time of a round soon grows with the number of nodes."""
 SERVED_LOOKUP, SERVED_TREES = LOOKUPS[-1], ((16, 2), (32, 3), (32, None))
 """The lookup plan and the trees of a server, which has rounds for several batch sizes and ways to sample."""
 MOST_NODES, MOST_SERVED_NODES = (max(nodes for nodes, _ in trees) for trees in (TREES, SERVED_TREES))

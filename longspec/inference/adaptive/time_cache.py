@@ -21,7 +21,7 @@ from longspec.inference.sampling import Sampler
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 5
+FORMAT = 6
 """Version of the cache's files."""
 
 
@@ -72,6 +72,7 @@ def cache_key(
         "plans": [plan.name for plan in plans],
         "device": device_name(device),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "passes": type(runner).__name__,
         "attention": runner.attention.name,
         "captured": runner.capturable,
         "dtype": str(runner.dtype),

@@ -79,6 +79,7 @@ class ReducedHead:
         # The list's weights, too, because an engine is kept between calls and weights can change in place.
         self.weight[: self.listed] = head_rows(model.lm_head, tokens)
         self.regions.copy_(head_rows(model.lm_head, own))
+        self.runner.forget(self.weight)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [B, n, hidden] -> logits [B, n, C]."""

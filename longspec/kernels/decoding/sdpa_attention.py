@@ -1,6 +1,7 @@
 """Decoding attention on torch's scaled_dot_product_attention, for any device and dtype."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +23,20 @@ class SdpaAttention:
     capturable = False
 
     def hybrid(self, lengths: Tensor, tree_mask: Tensor) -> Attend:
+        counts = lengths.tolist()
+        nodes = tree_mask.shape[1]
+        masks: dict[int, Mask | None] = {}
+        """Those of the sequences of each length, which are the same in all layers."""
+
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             def at_length(length: int, q: Tensor, k: Tensor, v: Tensor, tree_mask: Tensor) -> Tensor:
-                # All of the prefix is visible, then the nodes under the mask.
-                visible = F.pad(tree_mask, (length, 0), value=True)
-                return masked_sdpa(q, k, v, visible, scale)
+                if length not in masks:
+                    # All of the prefix is visible, then the nodes under the mask.
+                    visible = F.pad(tree_mask, (length, 0), value=True)
+                    masks[length] = None if nodes == 1 and visible.all() else folded_mask(visible, q, k)
+                return _sdpa(q, k, v, masks[length], scale)
 
-            return _by_length(at_length, lengths, q.shape[2], q, k, v, tree_mask)
+            return _by_length(at_length, counts, nodes, q, k, v, tree_mask)
 
         return attend
 
@@ -38,7 +46,7 @@ class SdpaAttention:
                 return torch.zeros_like(q)
             return _sdpa(q, k, v, None, scale)
 
-        return _by_length(at_length, lengths, 0, q, k, v)
+        return _by_length(at_length, lengths.tolist(), 0, q, k, v)
 
     def window(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float
@@ -63,7 +71,7 @@ def causal_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     nodes, slots = q.shape[2], k.shape[2]
     if not q.is_cuda and nodes < slots:
         visible = torch.ones(nodes, slots, dtype=torch.bool).tril(slots - nodes)
-        return _sdpa(q, k, v, visible.expand(len(q), -1, -1), scale)
+        return masked_sdpa(q, k, v, visible[None], scale)
 
     # The only fused kernel that takes fp32 does not take grouped heads.
     if q.is_cuda and q.dtype == torch.float32:
@@ -77,20 +85,16 @@ def causal_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 def masked_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Attention to all S slots, which must be finite, where mask, bool [B, N, S], is True. Differentiable."""
-    sees_any = mask.any(-1, keepdim=True)
-    # A softmax over no key is NaN, and so is its gradient. Such a query attends to all keys and its output is zeroed.
-    out = _sdpa(q, k, v, mask | ~sees_any, scale)
-    return out.masked_fill(~sees_any[:, None], 0.0)
+    return _sdpa(q, k, v, folded_mask(mask, q, k), scale)
 
 
 def _by_length(
-    attend: Callable[..., Tensor], lengths: Tensor, nodes: int, q: Tensor, k: Tensor, v: Tensor, *others: Tensor
+    attend: Callable[..., Tensor], counts: list[int], nodes: int, q: Tensor, k: Tensor, v: Tensor, *others: Tensor
 ) -> Tensor:
     """Call attend(length, q, k, v, *others) for the sequences of each length together.
 
     k and v are cut after the first length + `nodes` slots, so that no later one is read.
     """
-    counts = lengths.tolist()
     if len(set(counts)) == 1:
         used = counts[0] + nodes
         return attend(counts[0], q, k[:, :, :used], v[:, :, :used], *others)
@@ -106,15 +110,32 @@ def _by_length(
     return out
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """torch's attention with grouped heads; mask is bool [B, N, S] with a visible key in each row, or None for all."""
-    batch, heads, nodes, head_dim = q.shape
-    kv_heads = k.shape[1]
-    if mask is not None and nodes > FOLD_LIMIT:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale, enable_gqa=True)
+class Mask(NamedTuple):
+    """A mask for `_sdpa`."""
 
-    # [B, H, N, D] -> [B, K, H / K · N, D]: the group becomes part of the query dimension.
-    group = heads // kv_heads
-    rows = q.reshape(batch, kv_heads, group * nodes, head_dim)
-    row_mask = None if mask is None else mask.repeat(1, group, 1)[:, None]
-    return F.scaled_dot_product_attention(rows, k, v, attn_mask=row_mask, scale=scale).reshape(q.shape)
+    bias: Tensor
+    """[B, 1, rows, S] in the queries' dtype: 0 where a key is visible, else -inf; 0 throughout for a query that sees no
+    key, because a softmax over no key is NaN, and so is its gradient."""
+    sees_any: Tensor | None
+    """bool [B, 1, N, 1]: whether a query sees a key; None if all do."""
+
+
+def folded_mask(visible: Tensor, q: Tensor, k: Tensor) -> Mask:
+    """The mask of queries that see keys where `visible`, bool [B, N, S], is True."""
+    group = q.shape[1] // k.shape[1] if q.shape[2] <= FOLD_LIMIT else 1
+    sees_any = visible.any(-1, keepdim=True)
+    hidden = ~visible & sees_any
+    bias = q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf).repeat(1, group, 1)[:, None]
+    return Mask(bias, None if sees_any.all() else sees_any[:, None])
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float) -> Tensor:
+    """torch's attention with grouped heads; a mask of None makes all keys visible."""
+    bias = mask and mask.bias
+    if q.shape[2] <= FOLD_LIMIT:
+        # [B, H, N, D] -> [B, K, H / K · N, D]: the group becomes part of the query dimension.
+        rows = q.reshape(len(q), k.shape[1], -1, q.shape[3])
+        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=bias, scale=scale).reshape(q.shape)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=True)
+    return out if mask is None or mask.sees_any is None else out.masked_fill(~mask.sees_any, 0.0)

@@ -4,12 +4,12 @@ They are RMSNorm, the embedding, SwiGLU, and rotary embedding with the store int
 rounded once to the dtype of the tensors. E is the hidden size, I the intermediate size of the MLP.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from longspec.kernels.shared.reference import HeadNorms
 
 
 # x = x + sum_p parts[p];  out = weight * x / sqrt(mean(x^2) + eps). One program takes one row.
@@ -193,14 +193,6 @@ def _rotate_and_store_kernel(
         value = values_ptr + batch * stride_vb + value_head[:, None] * stride_vh + slot * stride_vs + dim[None, :]
         tl.store(value, rotated_low, mask=kept & is_value)
         tl.store(value + HALF, rotated_high, mask=kept & is_value)
-
-
-class HeadNorms(NamedTuple):
-    """RMSNorm of each head of queries and keys, before the rotary embedding: weights [D] and eps."""
-
-    q_weight: Tensor
-    k_weight: Tensor
-    eps: float
 
 
 def rotate_and_store(

@@ -7,7 +7,7 @@ hidden size, I the intermediate size of the MLP.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,15 @@ from torch import Tensor
 from longspec.kernels.shared.watch import Watch
 
 if TYPE_CHECKING:
-    from longspec.kernels.shared.elementwise import HeadNorms
     from longspec.kernels.shared.logit_statistics import LogitStatistics
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorm of each head of queries and keys, before the rotary embedding: weights [D] and eps."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
 
 
 def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:

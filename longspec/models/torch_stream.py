@@ -1,0 +1,86 @@
+"""The operations of fused layers on a CPU: few calls of torch between two products."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longspec.kernels.shared.reference import HeadNorms
+from longspec.models.packed_weights import PackedWeights
+from longspec.models.residual import Operations, ResidualStream, TokenSlots
+
+
+class TorchOperations(Operations):
+    """torch's own operations, and products with packed weights for few tokens."""
+
+    capturable = False
+
+    def __init__(self, packs: PackedWeights) -> None:
+        self.packs = packs
+
+    def embed(self, table: Tensor, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, table)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.packs.linear(x, weight, bias)
+
+    def stream(self, hidden: Tensor, eps: float) -> ResidualStream:
+        return _TorchStream(hidden, eps, self)
+
+    def forget(self, weight: Tensor) -> None:
+        self.packs.forget(weight)
+
+
+class _TorchStream(ResidualStream):
+    def __init__(self, hidden: Tensor, eps: float, operations: Operations) -> None:
+        super().__init__(hidden, eps, operations)
+        # Positions and slots are the same in all layers, and so are these.
+        self.rotation: tuple[Tensor, Tensor] | None = None
+        """cos [B, N, 1, D] at the tokens' positions, and sin with its first half negated."""
+        self.stored: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        """LongTensors [T]: row of the cache, slot, sequence and number of each token that has a slot."""
+
+    def normed(self, norm: Tensor) -> Tensor:
+        return F.rms_norm(self.hidden, norm.shape, norm, self.eps)
+
+    def project_gated(self, norm: Tensor, weight: Tensor) -> Tensor:
+        gate, up = self.linear(self.normed(norm), weight).chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    def _add_product(self, x: Tensor, weight: Tensor, last: bool) -> None:
+        self.add(self.linear(x, weight))
+
+    def rotate_and_store(self, qkv: Tensor, slots: TokenSlots, norms: HeadNorms | None = None) -> Tensor:
+        kv_heads, head_dim = slots.keys.shape[1], slots.keys.shape[3]
+        heads = qkv.unflatten(-1, (-1, head_dim))
+        q_heads = heads.shape[2] - 2 * kv_heads
+        q_and_k, v = heads.split([q_heads + kv_heads, kv_heads], 2)
+        if norms is not None:
+            parts = zip(q_and_k.split([q_heads, kv_heads], 2), norms[:2], strict=True)
+            q_and_k = torch.cat([F.rms_norm(x, (head_dim,), weight, norms.eps) for x, weight in parts], 2)
+        q, k = self._rotated(q_and_k, slots).split([q_heads, kv_heads], 2)
+
+        if self.stored is None:
+            sequence, number = (slots.slots >= 0).nonzero(as_tuple=True)
+            row = sequence if slots.rows is None else slots.rows[sequence].long()
+            self.stored = row, slots.slots[sequence, number].long(), sequence, number
+        row, slot, sequence, number = self.stored
+        slots.keys[row, :, slot] = k[sequence, number]
+        slots.values[row, :, slot] = v[sequence, number]
+        return q.transpose(1, 2)
+
+    def rotate(self, q: Tensor, slots: TokenSlots, head_dim: int) -> Tensor:
+        return self._rotated(q.unflatten(-1, (-1, head_dim)), slots).transpose(1, 2)
+
+    def _rotated(self, heads: Tensor, slots: TokenSlots) -> Tensor:
+        """Rotary embedding of heads [B, N, H, D] with halves (low, high).
+
+        low · cos - high · sin, high · cos + low · sin
+        """
+        half = heads.shape[-1] // 2
+        if self.rotation is None:
+            cos, sin = (table[slots.positions][:, :, None] for table in slots.rope)
+            self.rotation = cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
+        cos, sin = self.rotation
+        return torch.addcmul(heads * cos, heads.roll(half, -1), sin)
