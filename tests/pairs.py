@@ -1,7 +1,8 @@
 """Tiny targets with drafts, for tests: random weights, every family, any head layout."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,11 @@ def make_pair(
     model = GLIDE[family].from_pretrained(folder, torch_dtype=dtype, **asdict(options))
     model.draft_is_trained = True
     return model
+
+
+def every_turn(plans: int) -> Iterator[int]:
+    """Numbers below `plans` without end, in an order in which each one follows every other one."""
+    return cycle([number for first in range(plans) for second in range(first + 1, plans) for number in (first, second)])
 
 
 def target_greedy(model: GlideMixin, prompt: torch.Tensor, count: int) -> list[int]:

@@ -12,6 +12,7 @@ from longspec.kernels.shared.device import plain_gpu
 from longspec.models.fused import can_fuse
 from longspec.models.glide import GlideMixin
 from longspec.models.packed_weights import packed_weights
+from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.models.torch_stream import TorchOperations
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,9 @@ def make_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:
         if not can_fuse(model):
             return runner
         packs = packed_weights(model)
-        packs.start_call(int(PACKED_SHARE * (free_bytes(runner.device) + packs.bytes)))
+        # Ranks that share a target must compute the same, whatever memory each of them has left.
+        is_shared = model_parallel_rank_and_size()[1] > 1
+        packs.start_call(0 if is_shared else int(PACKED_SHARE * (free_bytes(runner.device) + packs.bytes)))
         return FusedRunner(model, TorchOperations(packs), attention)
     if not runner.attention.capturable:
         # On such a GPU the selection of the backend has logged the reason already.

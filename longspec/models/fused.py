@@ -15,7 +15,7 @@ from transformers.activations import SiLUActivation
 
 from longspec.kernels.shared.reference import HeadNorms
 from longspec.models.draft_layer import DraftCrossAttention, GlideDecoderLayer
-from longspec.models.parallel import sum_output
+from longspec.models.parallel import VocabularyEmbedding, VocabularyHead, sum_output
 from longspec.models.residual import ResidualStream, RopeTable, TokenSlots
 from longspec.models.target_attention import QueryAttend
 
@@ -27,12 +27,19 @@ FEATURE = "feature_proj"
 def can_fuse(model: Any) -> bool:
     """Whether the classes below compute every layer of a pair exactly.
 
-    They need plain linears in one dtype, biases on q, k and v only, no hooks but the sum over the ranks that share a
-    target, the family's RMSNorm, a gated SiLU MLP, and weights that own their memory, so that they can become views of
-    merged weights. An adapter or a quantized linear rules a pair out.
+    They need plain linears in one dtype, biases on q, k and v only, the family's RMSNorm, a gated SiLU MLP, and weights
+    that own their memory, so that they can become views of merged weights. No module of the pair may have a hook but
+    the sum over the ranks that share a target. An adapter, a quantized linear or another lm_head rules a pair out.
     """
-    layers = (*model.model.layers, model.draft_model)
-    return all(_is_plain(layer, model.draft_layer_class.norm_class, model.lm_head.weight.dtype) for layer in layers)
+    backbone, head, norm_class = model.model, model.lm_head, model.draft_layer_class.norm_class
+    return (
+        type(head) in (nn.Linear, VocabularyHead)
+        and getattr(head, "bias", None) is None
+        and type(backbone.embed_tokens) in (nn.Embedding, VocabularyEmbedding)
+        and isinstance(backbone.norm, norm_class)
+        and not any(x._forward_pre_hooks or {*x._forward_hooks.values()} - {sum_output} for x in model.modules())
+        and all(_is_plain(layer, norm_class, head.weight.dtype) for layer in (*backbone.layers, model.draft_model))
+    )
 
 
 def _is_plain(layer: Any, norm_class: type, dtype: torch.dtype) -> bool:
@@ -46,7 +53,6 @@ def _is_plain(layer: Any, norm_class: type, dtype: torch.dtype) -> bool:
         and all(type(x) is nn.Linear and x.weight.dtype == dtype for x in linears.values())
         and all(x.bias is None for name, x in linears.items() if not name.endswith(("q_proj", "k_proj", "v_proj")))
         and all(isinstance(x, norm_class | nn.SiLU | SiLUActivation) for x in others)
-        and not any(x._forward_pre_hooks or {*x._forward_hooks.values()} - {sum_output} for x in modules.values())
         and all(_can_merge(linears) for linears in _merged_linears(layer))
     )
 

@@ -227,5 +227,10 @@ def test_what_cannot_be_fused_is_told(tmp_path: Path) -> None:
     assert refused(lambda m: setattr(m.draft_model.self_attn.k_proj, "bias", None))
     assert refused(lambda m: setattr(m.draft_model.extra_cross_attn[0].q_proj, "bias", None))
     assert refused(lambda m: m.draft_model.feature_proj.register_forward_hook(lambda *_: None))
+    assert refused(lambda m: m.model.layers[1].register_forward_hook(lambda *_: None))
+    assert refused(lambda m: m.model.register_forward_pre_hook(lambda *_: None))
+    assert refused(lambda m: setattr(m, "lm_head", torch.nn.Sequential(m.lm_head)))
+    assert refused(lambda m: setattr(m.model, "embed_tokens", torch.nn.EmbeddingBag(61, 32)))
+    assert refused(lambda m: setattr(m.model, "norm", torch.nn.LayerNorm(32)))
     assert refused(flatten)
     assert changed(lambda m: FusedRunner(m, TritonOperations())), "merged once, it can be merged again"

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import product
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from longspec.inference.drafting.lookup import BRANCH_SIZES
 from longspec.inference.engine import Engine
 from longspec.inference.generate import GenerationOutput
 from longspec.inference.methods import GLIDE_METHODS, METHODS, TREE_RULES
+from longspec.inference.runner import Runner
 from longspec.models.draft_layer import PUBLISHED, WINDOW, DraftOptions
 from longspec.models.glide import GlideMixin
 
@@ -143,8 +145,16 @@ def run(case: Case, eos: tuple[int, ...]) -> tuple[GenerationOutput, Oracle, lis
     ids = pad_sequence(rows, batch_first=True, padding_side=case.side)
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=case.side)
 
-    def note(module: object, args: object, kwargs: dict[str, Tensor]) -> None:
-        columns.append(kwargs["input_ids"].shape[1])
+    def make_noting(*args: Any) -> Runner:
+        runner = make_runner(*args)
+        target = runner.target
+
+        def noted(tokens: Tensor, *others: Any) -> Tensor:
+            columns.append(tokens.shape[1])
+            return target(tokens, *others)
+
+        runner.target = noted  # type: ignore[method-assign]
+        return runner
 
     def prefill(engine: Engine) -> Tensor:
         first_tokens = whole_prefill(engine)
@@ -152,8 +162,9 @@ def run(case: Case, eos: tuple[int, ...]) -> tuple[GenerationOutput, Oracle, lis
         return first_tokens
 
     whole_prefill = Engine.prefill
-    hook = model.model.register_forward_pre_hook(note, with_kwargs=True)
-    with pytest.MonkeyPatch.context() as patch, hook:
+    make_runner = generate_module.make_runner
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate_module, "make_runner", make_noting)
         patch.setattr(generate_module, "make_drafter", make_oracle)
         patch.setattr(Engine, "prefill", prefill)
         patch.setattr(engine_module, "PREFILL_TOKENS", case.chunk * len(rows))

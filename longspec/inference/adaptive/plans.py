@@ -30,7 +30,7 @@ LOOKUPS = (Plan("lookup", 5), Plan("lookup", 16))
 """Chains from prompt lookup of 4 and 15 tokens."""
 TREES = ((16, 2), (16, None), (32, 3), (32, None), (64, None))
 """Nodes and levels of the draft trees, in increasing order; None for all levels. Fewer levels take less time."""
-CPU_TREES = ((8, 2), (8, 3), (16, None))
+CPU_TREES = ((8, 2), (8, 3))
 """The trees on a CPU, where the time of a round soon grows with the number of nodes."""
 SERVED_LOOKUP, SERVED_TREES = LOOKUPS[-1], ((16, 2), (32, 3), (32, None))
 """The lookup plan and the trees of a server, which has rounds for several batch sizes and ways to sample."""

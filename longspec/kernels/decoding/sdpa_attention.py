@@ -33,7 +33,7 @@ class SdpaAttention:
                 if length not in masks:
                     # All of the prefix is visible, then the nodes under the mask.
                     visible = F.pad(tree_mask, (length, 0), value=True)
-                    masks[length] = None if nodes == 1 and visible.all() else folded_mask(visible, q, k)
+                    masks[length] = None if nodes == 1 and visible.all() else new_mask(visible, q, k)
                 return _sdpa(q, k, v, masks[length], scale)
 
             return _by_length(at_length, counts, nodes, q, k, v, tree_mask)
@@ -70,8 +70,8 @@ def causal_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """`DecodingAttention.prefill` on torch. On CUDA its fused kernels run, which need no [N, S] mask."""
     nodes, slots = q.shape[2], k.shape[2]
     if not q.is_cuda and nodes < slots:
-        visible = torch.ones(nodes, slots, dtype=torch.bool).tril(slots - nodes)
-        return masked_sdpa(q, k, v, visible[None], scale)
+        bias = q.new_full((1, nodes, slots), -torch.inf).triu_(slots - nodes + 1)
+        return _sdpa(q, k, v, Mask(_folded(bias, q, k)), scale)
 
     # The only fused kernel that takes fp32 does not take grouped heads.
     if q.is_cuda and q.dtype == torch.float32:
@@ -85,7 +85,7 @@ def causal_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 def masked_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Attention to all S slots, which must be finite, where mask, bool [B, N, S], is True. Differentiable."""
-    return _sdpa(q, k, v, folded_mask(mask, q, k), scale)
+    return _sdpa(q, k, v, new_mask(mask, q, k), scale)
 
 
 def _by_length(
@@ -116,17 +116,22 @@ class Mask(NamedTuple):
     bias: Tensor
     """[B, 1, rows, S] in the queries' dtype: 0 where a key is visible, else -inf; 0 throughout for a query that sees no
     key, because a softmax over no key is NaN, and so is its gradient."""
-    sees_any: Tensor | None
+    sees_any: Tensor | None = None
     """bool [B, 1, N, 1]: whether a query sees a key; None if all do."""
 
 
-def folded_mask(visible: Tensor, q: Tensor, k: Tensor) -> Mask:
+def new_mask(visible: Tensor, q: Tensor, k: Tensor) -> Mask:
     """The mask of queries that see keys where `visible`, bool [B, N, S], is True."""
-    group = q.shape[1] // k.shape[1] if q.shape[2] <= FOLD_LIMIT else 1
     sees_any = visible.any(-1, keepdim=True)
     hidden = ~visible & sees_any
-    bias = q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf).repeat(1, group, 1)[:, None]
-    return Mask(bias, None if sees_any.all() else sees_any[:, None])
+    bias = q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+    return Mask(_folded(bias, q, k), None if sees_any.all() else sees_any[:, None])
+
+
+def _folded(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """A bias [B, N, S] as `_sdpa` takes it: [B, 1, rows, S]."""
+    group = q.shape[1] // k.shape[1] if q.shape[2] <= FOLD_LIMIT else 1
+    return (bias.repeat(1, group, 1) if group > 1 else bias)[:, None]
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float) -> Tensor:
