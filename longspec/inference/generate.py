@@ -90,8 +90,8 @@ def generate(
     method: vanilla, seq, tree, magicdec, lookup (prompt lookup) or auto; None is tree if tree_shape, tree_nodes or
     lookup_branches is given or several ranks share the target, else auto. seq, magicdec and lookup draft chains of
     gamma tokens, tree drafts trees of tree_shape. seq and tree need a trained draft unless allow_untrained_draft is
-    set. auto chooses between vanilla, lookup and the best 16, 32 or 64 nodes of a tree of some or all levels before
-    each round, from the acceptances so far and the times of rounds, which it measures once per device (see `adaptive`);
+    set. auto chooses between vanilla, lookup and the best nodes of a tree of some or all levels (8 nodes on a CPU, 16,
+    32 or 64 on a GPU) before each round, from the acceptances so far and the times of rounds, which it measures once per device (see `adaptive`);
     without a trained draft it does without trees.
     tree_shape: number of nodes in each level, None for 4 16 16 16 16; auto takes no more than the vocabulary has.
     eos_token_id, pad_token_id: None takes the model's own. seed: 0 ... 2^64 - 1; None draws from torch's global
@@ -101,8 +101,7 @@ def generate(
     tree_rule: applies above temperature 0. "reject" samples the tree from the draft without replacement and uses
     recursive rejection; "descend" drafts the most probable tree and follows the target's own draws in it. Both are
     exact; "reject" accepts more tokens.
-    compile: on CUDA, use fused layers and one CUDA graph per round; otherwise transformers' modules run kernel by
-    kernel.
+    compile: use fused layers, and on CUDA one graph per round; otherwise transformers' modules run kernel by kernel.
     attention: "auto", "flash", "triton" or "sdpa" (see `kernels.decoding.attention.decoding_attention`).
     stopping_criteria: each is called after every new token with the ids [1, length] of one row, its prompt as passed
     in followed by its new tokens, and with scores None.

@@ -152,7 +152,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--compile",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="on CUDA: fused layers, and one CUDA graph per round",
+        help="fused layers, and on CUDA one graph per round",
     )
 
 
