@@ -37,8 +37,16 @@ def can_fuse(model: Any) -> bool:
         and getattr(head, "bias", None) is None
         and type(backbone.embed_tokens) in (nn.Embedding, VocabularyEmbedding)
         and isinstance(backbone.norm, norm_class)
-        and not any(x._forward_pre_hooks or {*x._forward_hooks.values()} - {sum_output} for x in model.modules())
+        and not any(_has_hook(module) for module in model.modules())
         and all(_is_plain(layer, norm_class, head.weight.dtype) for layer in (*backbone.layers, model.draft_model))
+    )
+
+
+def _has_hook(module: nn.Module) -> bool:
+    """Whether a hook may change what the module computes. transformers' own hooks record outputs or gradients."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return any(
+        hook is not sum_output and not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks
     )
 
 
@@ -106,6 +114,7 @@ class MergedLinear:
         self.bias = None if linears[0].bias is None else _merged([linear.bias for linear in linears])
 
 
+@torch.inference_mode(False)  # parameters that become inference tensors could not be trained any more
 @torch.no_grad()
 def _merged(parts: Sequence[Tensor]) -> Tensor:
     """The parts concatenated along the first dimension. They become views of the result unless they already are."""
@@ -151,7 +160,7 @@ class _FusedSelfAttention:
         self.head_norms = _head_norms(attention)
 
     def add_to(self, stream: ResidualStream, slots: TokenSlots, attend: QueryAttend) -> None:
-        # One product for queries, keys and values; rotation and store in one kernel after it.
+        # One product for queries, keys and values, which are then rotated and stored together.
         qkv = stream.project(self.norm, self.qkv.weight, self.qkv.bias)
         q = stream.rotate_and_store(qkv, slots, self.head_norms)
         stream.add_product(_heads_last(attend(q)), self.output)

@@ -1,13 +1,13 @@
 """Products of few tokens with fp32 weights on a CPU, from copies of the weights in the layout of MKL's kernels.
 
-BLAS lays a weight out anew in each call. For one token it need not, and for many tokens this takes little of the time.
-In between, a product with a packed copy is faster: on two cores, 16 tokens of a target of 135M parameters take 37
-instead of 44 ms, 8 tokens 27 instead of 47 ms.
+BLAS lays a weight out anew in each product of several tokens, which takes a large part of the time if they are few. A
+product with a packed copy saves it. docs/performance-log.md has the times.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from threading import RLock
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -19,13 +19,16 @@ LEAST_ROWS, MOST_ROWS = 2, 16
 """Numbers of tokens for which a product with a packed weight is faster."""
 
 _mkl: Any = torch.ops.mkl
+_lock = RLock()
 _packs: WeakKeyDictionary[nn.Module, PackedWeights] = WeakKeyDictionary()
 
 
 class _Pack(NamedTuple):
-    weight: Tensor
-    check: Tensor
+    weight: Tensor | None
+    """The copy; None if there was no room for it."""
+    check: Tensor | None
     """[out]: product of the weight that was packed with a fixed random vector."""
+    bytes: int
     call: int
     """Number of the last call that used it."""
 
@@ -39,27 +42,34 @@ class PackedWeights:
         self.call = 0
         self.limit = 0
         """Largest size of all copies in bytes; other weights are not packed."""
+        self.lock = RLock()
 
     def start_call(self, limit: int) -> None:
-        """Let the copies be compared with their weights before their next use. limit: bytes."""
-        # Weights that have moved leave copies that no call uses.
-        if used := {key: pack for key, pack in self.packs.items() if pack.call == self.call}:
-            self.packs = used
-        self.call += 1
-        self.limit = limit
+        """Let the copies be compared with their weights before their next use. limit: bytes.
+
+        A server makes one call, so weights must not change while it runs.
+        """
+        with self.lock:
+            # Weights that have moved leave copies that no call uses.
+            used = {key: pack for key, pack in self.packs.items() if pack.call == self.call}
+            self.packs = {key: pack for key, pack in (used or self.packs).items() if pack.weight is not None}
+            if self.bytes > limit:
+                self.packs.clear()
+            self.call += 1
+            self.limit = limit
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x @ weight.T + bias, x [B, N, in], weight [out, in]: [B, N, out]."""
         rows = x.shape[0] * x.shape[1]
-        pack = self._pack(weight) if LEAST_ROWS <= rows <= MOST_ROWS and _can_pack(weight) else None
+        pack = self._pack(weight.detach()) if LEAST_ROWS <= rows <= MOST_ROWS and _can_pack(weight) else None
         if pack is None:
             return F.linear(x, weight, bias)
         return _mkl._mkl_linear(x.contiguous(), pack, weight, bias, rows)
 
     def forget(self, weight: Tensor) -> None:
         """Drop the copies of a weight, and of its first rows."""
-        for key in [key for key in self.packs if key[0] == weight.data_ptr()]:
-            del self.packs[key]
+        with self.lock:
+            self.packs = {key: pack for key, pack in self.packs.items() if key[0] != weight.data_ptr()}
 
     def _pack(self, weight: Tensor) -> Tensor | None:
         """The copy of a weight; None if there is no room for it."""
@@ -67,28 +77,39 @@ class PackedWeights:
         pack = self.packs.get(key)
         if pack is not None and pack.call == self.call:
             return pack.weight
-        # Weights can change in place between calls. A change that this product does not show is lost in the rounding of
-        # others, too.
-        vector = 1 + torch.rand(weight.shape[1], generator=torch.Generator().manual_seed(0))
-        check = weight @ vector
-        if pack is not None and torch.equal(pack.check, check):
-            self.packs[key] = pack._replace(call=self.call)
-            return pack.weight
+        with self.lock:
+            pack = self._checked(weight, self.packs.pop(key, None))
+            self.packs[key] = pack
+        return pack.weight
+
+    def _checked(self, weight: Tensor, old: _Pack | None) -> _Pack:
+        """`old` if it is a copy of the weight as it is now, else a new copy."""
         if self.bytes + weight.nbytes > self.limit:
-            return None
-        packed = _mkl._mkl_reorder_linear_weight(weight, MOST_ROWS)
-        self.packs[key] = _Pack(packed, check, self.call)
-        return packed
+            return _Pack(None, None, 0, self.call)
+        # Weights can change in place between calls. A change that this product does not show is of the order of its
+        # rounding.
+        check = weight @ _random_vector(weight.shape[1])
+        if old is not None and old.check is not None and torch.equal(old.check, check):
+            return old._replace(call=self.call)
+        return _Pack(_mkl._mkl_reorder_linear_weight(weight, MOST_ROWS), check, weight.nbytes, self.call)
 
     @property
     def bytes(self) -> int:
         """Size of all copies."""
-        return sum(pack.weight.numel() * 4 for pack in self.packs.values())
+        return sum(pack.bytes for pack in list(self.packs.values()))
 
 
 def packed_weights(model: nn.Module) -> PackedWeights:
     """The copies of a model's weights, which go with the model."""
-    return _packs.setdefault(model, PackedWeights())
+    with _lock:
+        return _packs.setdefault(model, PackedWeights())
+
+
+@cache
+def _random_vector(width: int) -> Tensor:
+    """fp32 [width], between 1 and 2."""
+    with torch.inference_mode(False):
+        return 1 + torch.rand(width, generator=torch.Generator().manual_seed(0))
 
 
 def _can_pack(weight: Tensor) -> bool:

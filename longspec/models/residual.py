@@ -31,7 +31,7 @@ class TokenSlots(NamedTuple):
 
 
 class Operations(ABC):
-    """The operations of one runner."""
+    """Embeddings, products and residual streams on one kind of device."""
 
     capturable: ClassVar[bool]
     """Whether a CUDA graph may capture them."""
@@ -48,8 +48,7 @@ class Operations(ABC):
     def stream(self, hidden: Tensor, eps: float) -> ResidualStream:
         """The stream of a pass that starts with `hidden`."""
 
-    @abstractmethod
-    def forget(self, weight: Tensor) -> None:
+    def forget(self, weight: Tensor) -> None:  # noqa: B027 - not every device keeps copies
         """Must be called when the values of a weight have changed."""
 
 

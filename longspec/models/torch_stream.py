@@ -91,5 +91,7 @@ class _TorchStream(ResidualStream):
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `torch.nn.functional.rms_norm`, which takes twice as many operations."""
+    if x.dtype in (torch.float16, torch.bfloat16):  # it computes in float32, where squares do not overflow
+        return F.rms_norm(x, weight.shape, weight, eps)
     squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
     return (x * squares.div_(x.shape[-1]).add_(eps).rsqrt_()).mul_(weight)

@@ -39,9 +39,6 @@ class TritonOperations(Operations):
             return skinny_product(x.flatten(0, 1), weight, bias).unflatten(0, x.shape[:2])
         return F.linear(x, weight, bias)
 
-    def forget(self, weight: Tensor) -> None:
-        """Nothing: the kernels read the weight itself."""
-
     def stream(self, hidden: Tensor, eps: float) -> ResidualStream:
         return _TritonStream(hidden, eps, self)
 

@@ -12,16 +12,18 @@ from torch import Tensor
 
 from longspec.inference.cache import DraftCache
 from longspec.inference.drafting import magicdec
+from longspec.inference.drafting.reduced_head import ReducedHead
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import METHODS, make_drafter
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
+from longspec.inference.select_runner import make_runner
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.fused import MergedLinear, can_fuse
 from longspec.models.glide import GlideMixin
-from longspec.models.packed_weights import packed_weights
+from longspec.models.packed_weights import PackedWeights, packed_weights
 from longspec.models.residual import Operations
 from longspec.models.torch_stream import TorchOperations
 from longspec.models.triton_stream import TritonOperations
@@ -188,6 +190,44 @@ def test_merging_changes_no_parameter_and_happens_once(tmp_path: Path) -> None:
     assert attention.k_proj.weight.untyped_storage().data_ptr() == attention.q_proj.weight.untyped_storage().data_ptr()
 
 
+def test_a_model_can_be_trained_after_a_runner_was_made_in_inference_mode(tmp_path: Path) -> None:
+    model = make_pair(tmp_path)
+    with torch.inference_mode():
+        make_runner(model, "auto", compiled=True)
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+
+
+def test_decoding_on_a_cpu_is_fused_unless_told_otherwise(tmp_path: Path) -> None:
+    model = make_pair(tmp_path)
+    fused = make_runner(model, "auto", compiled=True)
+    assert isinstance(fused, FusedRunner) and isinstance(fused.operations, TorchOperations) and not fused.capturable
+    assert fused.operations.packs.limit > 0
+    assert type(make_runner(model, "auto", compiled=False)) is Runner
+    model.model.register_forward_hook(lambda *_: None)
+    assert type(make_runner(model, "auto", compiled=True)) is Runner
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_large_hidden_states_are_normalized(dtype: torch.dtype) -> None:
+    """The sum of their squares does not fit into float16."""
+    hidden, weight = torch.full((1, 3, 576), 20.0, dtype=dtype), torch.ones(576, dtype=dtype)
+    stream = TorchOperations(PackedWeights()).stream(hidden, 1e-5)
+    torch.testing.assert_close(stream.normed(weight), torch.ones_like(hidden))
+
+
+@torch.no_grad()
+def test_a_draft_head_that_changes_with_the_prompt_is_packed_again(tmp_path: Path) -> None:
+    model = random_pair(tmp_path, "llama")
+    model.draft_model.set_vocabulary(torch.tensor([3, 4, 9, 20, 33, 60]))
+    hidden = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(1))
+    heads = [ReducedHead(runner, 6, rows=1) for runner in (Runner(model), FusedRunner(model, torch_operations(model)))]
+    for prompt in (torch.tensor([[1, 2, 5]]), torch.tensor([[7, 50, 8]])):
+        for head in heads:
+            head.start(prompt, torch.tensor([3]))
+        plain, packed = (head.logits(hidden) for head in heads)
+        torch.testing.assert_close(packed, plain, rtol=1e-4, atol=1e-5)
+
+
 @torch.no_grad()
 def test_weights_that_were_moved_apart_are_merged_again() -> None:
     first, second = torch.nn.Linear(4, 3), torch.nn.Linear(4, 5)
@@ -233,4 +273,5 @@ def test_what_cannot_be_fused_is_told(tmp_path: Path) -> None:
     assert refused(lambda m: setattr(m.model, "embed_tokens", torch.nn.EmbeddingBag(61, 32)))
     assert refused(lambda m: setattr(m.model, "norm", torch.nn.LayerNorm(32)))
     assert refused(flatten)
+    assert changed(lambda m: m(torch.tensor([[1, 2]]), output_hidden_states=True)), "transformers' own hooks"
     assert changed(lambda m: FusedRunner(m, TritonOperations())), "merged once, it can be merged again"

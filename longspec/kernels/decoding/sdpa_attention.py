@@ -25,7 +25,7 @@ class SdpaAttention:
     def hybrid(self, lengths: Tensor, tree_mask: Tensor) -> Attend:
         counts = lengths.tolist()
         nodes = tree_mask.shape[1]
-        masks: dict[int, Mask | None] = {}
+        masks: dict[int, _Mask | None] = {}
         """Those of the sequences of each length, which are the same in all layers."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -33,7 +33,7 @@ class SdpaAttention:
                 if length not in masks:
                     # All of the prefix is visible, then the nodes under the mask.
                     visible = F.pad(tree_mask, (length, 0), value=True)
-                    masks[length] = None if nodes == 1 and visible.all() else new_mask(visible, q, k)
+                    masks[length] = None if nodes == 1 and visible.all() else _new_mask(visible, q, k)
                 return _sdpa(q, k, v, masks[length], scale)
 
             return _by_length(at_length, counts, nodes, q, k, v, tree_mask)
@@ -71,7 +71,7 @@ def causal_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     nodes, slots = q.shape[2], k.shape[2]
     if not q.is_cuda and nodes < slots:
         bias = q.new_full((1, nodes, slots), -torch.inf).triu_(slots - nodes + 1)
-        return _sdpa(q, k, v, Mask(_folded(bias, q, k)), scale)
+        return _sdpa(q, k, v, _Mask(_folded(bias, q, k)), scale)
 
     # The only fused kernel that takes fp32 does not take grouped heads.
     if q.is_cuda and q.dtype == torch.float32:
@@ -85,7 +85,7 @@ def causal_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 def masked_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Attention to all S slots, which must be finite, where mask, bool [B, N, S], is True. Differentiable."""
-    return _sdpa(q, k, v, new_mask(mask, q, k), scale)
+    return _sdpa(q, k, v, _new_mask(mask, q, k), scale)
 
 
 def _by_length(
@@ -110,7 +110,7 @@ def _by_length(
     return out
 
 
-class Mask(NamedTuple):
+class _Mask(NamedTuple):
     """A mask for `_sdpa`."""
 
     bias: Tensor
@@ -120,12 +120,14 @@ class Mask(NamedTuple):
     """bool [B, 1, N, 1]: whether a query sees a key; None if all do."""
 
 
-def new_mask(visible: Tensor, q: Tensor, k: Tensor) -> Mask:
+def _new_mask(visible: Tensor, q: Tensor, k: Tensor) -> _Mask:
     """The mask of queries that see keys where `visible`, bool [B, N, S], is True."""
     sees_any = visible.any(-1, keepdim=True)
     hidden = ~visible & sees_any
     bias = q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-    return Mask(_folded(bias, q, k), None if sees_any.all() else sees_any[:, None])
+    # On CUDA the host would wait for the answer.
+    all_see = not q.is_cuda and bool(sees_any.all())
+    return _Mask(_folded(bias, q, k), None if all_see else sees_any[:, None])
 
 
 def _folded(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -134,9 +136,9 @@ def _folded(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return (bias.repeat(1, group, 1) if group > 1 else bias)[:, None]
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: _Mask | None, scale: float) -> Tensor:
     """torch's attention with grouped heads; a mask of None makes all keys visible."""
-    bias = mask and mask.bias
+    bias = None if mask is None else mask.bias
     if q.shape[2] <= FOLD_LIMIT:
         # [B, H, N, D] -> [B, K, H / K · N, D]: the group becomes part of the query dimension.
         rows = q.reshape(len(q), k.shape[1], -1, q.shape[3])
