@@ -79,7 +79,7 @@ def main(overrides: Sequence[str] | None = None) -> None:
 
 def compared(pair: LoadedPair, prompts: Sequence[str], new_tokens: int) -> dict[str, Any]:
     """The comparison of all methods, with a progress bar."""
-    with tqdm(total=len(COMPARED), desc="decoding", unit="method", disable=None) as bar:
+    with tqdm(total=len(COMPARED) * len(prompts), desc="decoding", unit="answer", disable=None) as bar:
         return compare(pair, read_prompts(prompts), Sampling(new_tokens), lambda _: bar.update(), COMPARED)
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from longspec.cli.pair import LoadedPair, Sampling
 from longspec.cli.prompts import Prompt
 from longspec.inference.device import device_name
+from longspec.inference.generate import GenerationOutput
 from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.stats import pool
 
@@ -35,25 +36,33 @@ def compare(
 ) -> dict[str, Any]:
     """Measure each method that the pair has a draft for. Returns a summary.
 
-    report: called with the label of each method before it runs. compared: arguments as in METHODS, vanilla first.
+    The methods take turns at each prompt, so that a device whose speed changes affects all of them alike. report:
+    called with the label of a method before it answers a prompt. compared: arguments as in METHODS, vanilla first.
     """
     has_template = pair.chat_format != "plain"
     token_ids = pair.encode([prompt.as_turn() if has_template else prompt.content for prompt in prompts])
 
-    methods: dict[str, Any] = {}
-    tokens: dict[str, list[list[int]]] = {}
     skipped: dict[str, str] = {}
+    outputs: dict[str, list[GenerationOutput]] = {}
     for label, arguments in compared.items():
         if arguments["method"] in GLIDE_METHODS and not pair.model.draft_is_trained:
             skipped[label] = f"{pair.name} has no trained draft"
-            continue
-        report(label)
-        methods[label], tokens[label] = measure(pair, token_ids, sampling, arguments)
+        else:
+            outputs[label] = []
+            # The longest prompt, so that kernels are compiled and caches allocated before the measurement.
+            warm_up = Sampling(min(WARM_UP_TOKENS, sampling.max_new_tokens), sampling.temperature)
+            answer(pair, max(token_ids, key=len), warm_up, arguments)
+    for prompt in token_ids:
+        for label, answers in outputs.items():
+            report(label)
+            answers.append(answer(pair, prompt, sampling, compared[label]))
 
-    for label, figures in methods.items():
-        figures["speedup"] = figures["tokens_per_second"] / methods["vanilla"]["tokens_per_second"]
+    methods = {label: figures(answers) for label, answers in outputs.items()}
+    tokens = {label: [output.new_tokens[0].tolist() for output in answers] for label, answers in outputs.items()}
+    for label, row in methods.items():
+        row["speedup"] = row["tokens_per_second"] / methods["vanilla"]["tokens_per_second"]
         if not sampling.temperature:  # in half precision, near-ties may differ
-            figures["equal_outputs"] = sum(map(eq, tokens[label], tokens["vanilla"]))
+            row["equal_outputs"] = sum(map(eq, tokens[label], tokens["vanilla"]))
     return {
         "model": pair.name,
         "device": device_name(pair.model.device),
@@ -66,24 +75,20 @@ def compare(
     }
 
 
-def measure(
-    pair: LoadedPair, prompts: Sequence[list[int]], sampling: Sampling, arguments: dict[str, Any]
-) -> tuple[dict[str, Any], list[list[int]]]:
-    """The figures of a method over all prompts, which run one at a time after a warm-up, and the new tokens."""
-    # Without an EOS all methods generate the same number of tokens.
-    settings = {**arguments, "eos_token_id": (), "seed": SEED}
-    # The longest prompt, so that kernels are compiled and caches allocated before the measurement.
-    warm_up = Sampling(min(WARM_UP_TOKENS, sampling.max_new_tokens), sampling.temperature)
-    pair.generate([max(prompts, key=len)], warm_up, **settings)
-    outputs = [pair.generate([prompt], sampling, **settings) for prompt in prompts]
-    stats = pool([output.stats for output in outputs])
-    figures = {
+def answer(pair: LoadedPair, prompt: list[int], sampling: Sampling, arguments: dict[str, Any]) -> GenerationOutput:
+    """Answer a prompt. Without an EOS, all methods generate the same number of tokens."""
+    return pair.generate([prompt], sampling, **arguments, eos_token_id=(), seed=SEED)
+
+
+def figures(answers: Sequence[GenerationOutput]) -> dict[str, Any]:
+    """The figures of a method over all its answers."""
+    stats = pool([answer.stats for answer in answers])
+    return {
         "tokens_per_second": stats.tokens_per_second,
         "mean_acceptance_length": stats.mean_acceptance_length,
-        "ttft_s": stats.ttft_s / len(prompts),
-        "tree_shape": list(outputs[-1].stats.tree_shape),
+        "ttft_s": stats.ttft_s / len(answers),
+        "tree_shape": list(answers[-1].stats.tree_shape),
     }
-    return figures, [output.new_tokens[0].tolist() for output in outputs]
 
 
 def result_table(summary: dict[str, Any]) -> Table:
