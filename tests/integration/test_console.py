@@ -131,10 +131,19 @@ def test_prompts_that_leave_no_room_are_named_before_anything_is_generated(targe
 
 def test_bench_measures_what_the_pair_can_do(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_cache, "cache_folder", lambda: tmp_path)
+    generate, played = pairs.LoadedPair.generate, []
+
+    def noted(self: pairs.LoadedPair, *args: Any, method: str, **options: Any) -> Any:
+        played.append(method)
+        return generate(self, *args, method=method, **options)
+
+    monkeypatch.setattr(pairs.LoadedPair, "generate", noted)
     given = ["--max_new_tokens", 3, "--png", tmp_path / "a.png"]
     result = invoke("bench", target, *given)
     summary = json.loads(result.stdout.splitlines()[-1])
     assert list(summary["methods"]) == ["vanilla", "lookup", "auto"] and list(summary["skipped"]) == ["tree"]
+    # The warm-ups, then turns at each prompt, because the speed of a device changes.
+    assert played == ["vanilla", "lookup", "auto"] * (1 + summary["prompts"])
     assert "tree: skipped" in result.stderr and (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
     model = make_pair(tmp_path / "random", **SIZE)
     model.save_pretrained(tmp_path / "pair")
