@@ -61,9 +61,6 @@ class FusedRunner(Runner):
     def product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.operations.linear(hidden, weight, bias)
 
-    def forget(self, weight: Tensor) -> None:
-        self.operations.forget(weight)
-
     def target(self, tokens: Tensor, positions: Tensor, cache: TargetCache, slots: Tensor, attend: Attend) -> Tensor:
         stream = self.embed(tokens)
         for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):

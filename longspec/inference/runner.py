@@ -52,9 +52,6 @@ class Runner:
         """A head of other rows: hidden [B, N, hidden], weight [C, hidden], bias [C] -> [B, N, C]."""
         return F.linear(hidden, weight, bias)
 
-    def forget(self, weight: Tensor) -> None:
-        """Must be called when the values of a weight of `product` have changed."""
-
     def target(self, tokens: Tensor, positions: Tensor, cache: TargetCache, slots: Tensor, attend: Attend) -> Tensor:
         """The target's hidden states [B, N, hidden] after the final norm.
 

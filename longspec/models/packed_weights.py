@@ -66,11 +66,6 @@ class PackedWeights:
             return F.linear(x, weight, bias)
         return _mkl._mkl_linear(x.contiguous(), pack, weight, bias, rows)
 
-    def forget(self, weight: Tensor) -> None:
-        """Drop the copies of a weight, and of its first rows."""
-        with self.lock:
-            self.packs = {key: pack for key, pack in self.packs.items() if key[0] != weight.data_ptr()}
-
     def _pack(self, weight: Tensor) -> Tensor | None:
         """The copy of a weight; None if there is no room for it."""
         key = (weight.data_ptr(), weight.shape)

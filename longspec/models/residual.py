@@ -48,9 +48,6 @@ class Operations(ABC):
     def stream(self, hidden: Tensor, eps: float) -> ResidualStream:
         """The stream of a pass that starts with `hidden`."""
 
-    def forget(self, weight: Tensor) -> None:  # noqa: B027 - not every device keeps copies
-        """Must be called when the values of a weight have changed."""
-
 
 class ResidualStream(ABC):
     """Hidden states [B, N, hidden] that the layers of a pass add to; `hidden` is changed in place.

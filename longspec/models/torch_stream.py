@@ -28,9 +28,6 @@ class TorchOperations(Operations):
     def stream(self, hidden: Tensor, eps: float) -> ResidualStream:
         return _TorchStream(hidden, eps, self)
 
-    def forget(self, weight: Tensor) -> None:
-        self.packs.forget(weight)
-
 
 class _TorchStream(ResidualStream):
     def __init__(self, hidden: Tensor, eps: float, operations: Operations) -> None:
@@ -93,5 +90,6 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `torch.nn.functional.rms_norm`, which takes twice as many operations."""
     if x.dtype in (torch.float16, torch.bfloat16):  # it computes in float32, where squares do not overflow
         return F.rms_norm(x, weight.shape, weight, eps)
-    squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-    return (x * squares.div_(x.shape[-1]).add_(eps).rsqrt_()).mul_(weight)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    mean_square = torch.addcmul(torch.full_like(norm, eps), norm, norm, value=1 / x.shape[-1])
+    return (x * mean_square.rsqrt_()).mul_(weight)

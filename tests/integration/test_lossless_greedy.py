@@ -74,8 +74,10 @@ class Case:
 
     @property
     def depth(self) -> int:
+        if self.method != "tree":
+            return {"vanilla": 0}.get(self.method, self.gamma)
         branches = max(BRANCH_SIZES) if self.lookup_branches else 0
-        return {"vanilla": 0, "tree": max(len(self.tree_shape), branches)}.get(self.method, self.gamma)
+        return min(max(len(self.tree_shape), branches), self.nodes - 1)
 
     @property
     def nodes(self) -> int:

@@ -12,6 +12,7 @@ from longspec.errors import UserError
 from longspec.inference.drafting import reduced_head
 from longspec.inference.drafting.reduced_head import ReducedHead, head_bytes
 from longspec.inference.runner import Runner
+from longspec.inference.select_runner import make_runner
 from longspec.models.content import state_digest
 from longspec.models.draft_files import check_draft, list_size, load_draft
 from longspec.models.draft_saving import save_draft_file, save_draft_folder
@@ -154,3 +155,17 @@ def test_the_size_of_the_head_is_known_before_it_is_built(
         tensor.nbytes for tensor in (head.weight, head.ids, head.bias)
     )
     assert head_bytes(pair.config, runner.dtype, None, rows) == 0
+
+
+@torch.no_grad()
+def test_rounds_before_the_first_prompt_leave_no_stale_copy_of_the_list(pair: GlideMixin) -> None:
+    """Round times are measured before a server's first prompt, on packed copies that it keeps."""
+    runner = make_runner(pair, "auto", True)
+    head = ReducedHead(runner, len(TOKENS), rows=1)
+    hidden = torch.randn(1, 4, pair.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    head.logits(hidden)
+    head.start(torch.tensor([[7, 3, 8]]), torch.tensor([3]))
+    expected = hidden @ pair.lm_head.weight[head.ids[0]].t()
+    exists = head.bias[0] == 0
+    assert exists.sum() == len(TOKENS) + 2
+    torch.testing.assert_close(head.logits(hidden)[..., exists], expected[..., exists])

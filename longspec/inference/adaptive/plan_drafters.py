@@ -7,7 +7,16 @@ from copy import copy
 
 from torch import Tensor
 
-from longspec.inference.adaptive.plans import CPU_TREES, LOOKUPS, SERVED_LOOKUP, SERVED_TREES, TREES, VANILLA, Plan
+from longspec.inference.adaptive.plans import (
+    CPU_TREES,
+    CPU_WIDTH,
+    LOOKUPS,
+    SERVED_LOOKUP,
+    SERVED_TREES,
+    TREES,
+    VANILLA,
+    Plan,
+)
 from longspec.inference.cache import TargetCache
 from longspec.inference.drafting.chain import NoDraft
 from longspec.inference.drafting.glide import GlideDraft
@@ -98,6 +107,8 @@ class PlanDrafters:
         if any(plan.kind == "tree" for plan in plans):
             # A round feeds as many tokens as its longest path has, and the draft's ring takes at most a window of them.
             branches = LookupBranches(batch, runner.model.draft_model.window - 1, runner.device)
+            if runner.device.type == "cpu":
+                tree_shape = [min(width, CPU_WIDTH) for width in tree_shape]
             self.tree = TreeDrafter(runner, batch, tree_shape, sampler, tree_rule, lookup=branches)
             self.draft = self.tree.draft
             self.depth = max(self.depth, self.tree.depth)

@@ -21,7 +21,7 @@ from longspec.inference.sampling import Sampler
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 6
+FORMAT = 7
 """Version of the cache's files."""
 
 

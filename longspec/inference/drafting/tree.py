@@ -58,10 +58,10 @@ class TreeDrafter:
         self.tree_rule = tree_rule
         self.shape = tuple(shape)
         self.lookup = lookup
-        self.depth = max(len(self.shape), lookup.depth if lookup else 0)
         grown_nodes = 1 + sum(self.shape)
         most_nodes = grown_nodes + (lookup.nodes if lookup else 0)
         self.nodes = min(nodes or most_nodes, most_nodes)
+        self.depth = self._longest_path()
         self.selects = self.nodes < grown_nodes or lookup is not None
         self.sampler = sampler
         self.kind: Hashable = (type(self), self.shape, tree_rule, self.nodes, lookup and lookup.depth)
@@ -114,16 +114,19 @@ class TreeDrafter:
         part.kind = (self.kind, nodes, levels)
         if levels < len(self.shape):
             part.shape = self.shape[:levels]
-            part.depth = max(levels, self.lookup.depth if self.lookup else 0)
             grown_nodes = 1 + sum(part.shape)
             part.draft = self.draft.with_nodes(grown_nodes)
             part.tree = new_tree(len(self.tree.tokens), grown_nodes, self.q is not None, self.runner.device)
             part.levels = self.levels[:grown_nodes]
             part.q = None if self.q is None else self.q[:, : grown_nodes - part.shape[-1]]
+        part.depth = part._longest_path()
         part.selects = nodes < part.tree.tokens.shape[1] or self.lookup is not None
         if self.lookup is not None and self.least_merits is not None:
             part.least_merits = least_merits(nodes, self.lookup)
         return part
+
+    def _longest_path(self) -> int:
+        return min(max(len(self.shape), self.lookup.depth if self.lookup else 0), self.nodes - 1)
 
     def reserve(self, capacity: int) -> None:
         if self.lookup is not None:

@@ -95,7 +95,7 @@ def ring_visible(lengths: Tensor, level: int, window: int, nodes: int) -> Tensor
     Slot s of the ring holds the newest position p < lengths[b] with p % window == s. It is visible if p >= 0 and
     p >= lengths[b] + level - window.
     """
-    newest = lengths[:, None].long() - 1
-    position = newest - (newest - torch.arange(window, device=lengths.device)) % window
-    visible = (position >= 0) & (position >= lengths[:, None] + level - window)
+    lengths = lengths[:, None]
+    age = (lengths - 1 - torch.arange(window, device=lengths.device)) % window  # 0 for the newest position
+    visible = age < lengths.clamp(max=window - level)
     return visible[:, None].expand(-1, nodes, -1)

@@ -123,10 +123,11 @@ class _Mask(NamedTuple):
 def _new_mask(visible: Tensor, q: Tensor, k: Tensor) -> _Mask:
     """The mask of queries that see keys where `visible`, bool [B, N, S], is True."""
     sees_any = visible.any(-1, keepdim=True)
-    hidden = ~visible & sees_any
-    bias = q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
     # On CUDA the host would wait for the answer.
     all_see = not q.is_cuda and bool(sees_any.all())
+    if not all_see:
+        visible = visible | ~sees_any
+    bias = q.new_zeros(()).where(visible, -torch.inf)
     return _Mask(_folded(bias, q, k), None if all_see else sees_any[:, None])
 
 
