@@ -20,9 +20,11 @@ from longspec.inference.adaptive import auto_rounds, measurement
 from longspec.inference.adaptive.auto_rounds import AutoRounds
 from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.lookup_trace import LookupTrace
-from longspec.inference.adaptive.plan_drafters import plans_for
-from longspec.inference.adaptive.plans import Plan
+from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for
+from longspec.inference.adaptive.plans import CPU_WIDTH, Plan
 from longspec.inference.adaptive.time_cache import RoundTimes, cache_folder
+from longspec.inference.runner import Runner
+from longspec.inference.sampling import Sampler
 from longspec.longbench.command import parse_options
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.glide import GlideMixin
@@ -229,6 +231,16 @@ def test_without_a_trained_draft_it_plays_no_tree(tmp_path: Path) -> None:
     out = generate(model, ids, **SETTINGS)
     assert out.new_tokens[0].tolist() == target_greedy(model, row, 30)
     assert all(not plan.startswith("tree") for plan in out.stats.rounds_by_plan)
+
+
+def test_trees_on_a_cpu_have_narrow_levels_and_paths_within_their_nodes(tmp_path: Path) -> None:
+    """A wide level, or a path of the length of a lookup branch, costs time and adds no accepted token."""
+    shape = (6, 16, 16)
+    plans = plans_for(shape, has_draft=True, on_cpu=True)
+    drafters = PlanDrafters(Runner(make_pair(tmp_path)), 1, Sampler(0.0, 0, 1.0), plans, shape, "reject")
+    trees = [plan for plan in plans if plan.kind == "tree"]
+    assert drafters.tree is not None and drafters.tree.shape == (CPU_WIDTH,) * 3
+    assert [drafters.drafter(plan).depth for plan in trees] == [plan.nodes - 1 for plan in trees] == [7, 7]
 
 
 def test_the_shape_auto_is_now_a_method(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ class Case:
     @property
     def depth(self) -> int:
         if self.method != "tree":
-            return {"vanilla": 0}.get(self.method, self.gamma)
+            return 0 if self.method == "vanilla" else self.gamma
         branches = max(BRANCH_SIZES) if self.lookup_branches else 0
         return min(max(len(self.tree_shape), branches), self.nodes - 1)
 

@@ -19,6 +19,7 @@ from longspec.models.draft_saving import save_draft_file, save_draft_folder
 from longspec.models.draft_vocabulary import most_frequent, vocabulary_maps
 from longspec.models.glide import GlideMixin
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
+from longspec.models.packed_weights import has_mkl, packed_weights
 
 TOKENS = torch.tensor([0, 3, 4, 9, 60])
 V = 61
@@ -169,3 +170,19 @@ def test_rounds_before_the_first_prompt_leave_no_stale_copy_of_the_list(pair: Gl
     exists = head.bias[0] == 0
     assert exists.sum() == len(TOKENS) + 2
     torch.testing.assert_close(head.logits(hidden)[..., exists], expected[..., exists])
+
+
+@pytest.mark.skipif(not has_mkl(), reason="needs MKL")
+@torch.no_grad()
+def test_the_list_is_packed_once_for_all_prompts(pair: GlideMixin) -> None:
+    """Packing takes as long as a round, and the list does not depend on the prompt."""
+    runner = make_runner(pair, "auto", True)
+    head = ReducedHead(runner, len(TOKENS), rows=1)
+    hidden = torch.ones(1, 4, pair.config.hidden_size)
+    copies = []
+    for prompt in ([[7, 3, 8]], [[20, 21, 22]]):
+        make_runner(pair, "auto", True)  # a new call
+        head.start(torch.tensor(prompt), torch.tensor([3]))
+        head.logits(hidden)
+        copies.append([pack.weight for pack in packed_weights(pair).packs.values()])
+    assert [len(weights) for weights in copies] == [1, 1] and copies[0][0] is copies[1][0]

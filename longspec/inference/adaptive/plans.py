@@ -33,8 +33,7 @@ TREES = ((16, 2), (16, None), (32, 3), (32, None), (64, None))
 CPU_TREES = ((8, 2), (8, 3))
 """The trees on a CPU, where the time of a round soon grows with the number of nodes."""
 CPU_WIDTH = 4
-"""Most nodes of a level on a CPU. With more, a tree of 8 nodes is not accepted further, and the next level takes
-longer."""
+"""Largest width of a level of these trees. Wider levels hardly add accepted tokens to 8 nodes, but take longer."""
 SERVED_LOOKUP, SERVED_TREES = LOOKUPS[-1], ((16, 2), (32, 3), (32, None))
 """The lookup plan and the trees of a server, which has rounds for several batch sizes and ways to sample."""
 MOST_NODES, MOST_SERVED_NODES = (max(nodes for nodes, _ in trees) for trees in (TREES, SERVED_TREES))

@@ -44,7 +44,7 @@ class ReducedHead:
         """LongTensor [rows, C]: the token of each column; any for empty columns."""
         self.bias = torch.zeros(rows, listed + self.extra, **like)
         """[rows, C]: 0, and -inf for empty columns."""
-        # Rounds can be timed before the first prompt, and a packed copy of the list that they make must be right.
+        # Rounds can be timed before the first prompt. On a CPU they make a packed copy of the list, which stays.
         self._read_list()
 
     @property
@@ -80,7 +80,7 @@ class ReducedHead:
         self.regions.copy_(head_rows(self.runner.model.lm_head, own))
 
     def _read_list(self) -> Tensor:
-        """Gather the weights of the list, LongTensor [Vd], which is returned."""
+        """Gather the weights of the list. Returns the list, LongTensor [Vd]."""
         tokens = self.runner.model.draft_model.vocabulary
         assert tokens is not None
         self.weight[: self.listed] = head_rows(self.runner.model.lm_head, tokens)
@@ -88,9 +88,9 @@ class ReducedHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [B, n, hidden] -> logits [B, n, C]."""
-        if self.runner.capturable and len(self.ids) == 1 and self.first_row == 0:
-            # The list and the first row's own tokens are adjacent: one launch. On a CPU the list has a product of its
-            # own, so that its packed copy (see `models.packed_weights`) outlives the prompt.
+        if not self.weight.is_cpu and len(self.ids) == 1 and self.first_row == 0:
+            # The list and the first row's own tokens are adjacent: one launch. On a CPU, the list has its own product,
+            # so that its packed copy (see `models.packed_weights`) serves later prompts, too.
             return self.runner.product(hidden, self.weight[: self.columns], self.bias[0])
         listed = self.runner.product(hidden, self.weight[: self.listed])
         own = torch.baddbmm(self.bias[:, None, self.listed :], hidden, self.regions.transpose(1, 2))

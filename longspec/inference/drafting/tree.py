@@ -126,6 +126,7 @@ class TreeDrafter:
         return part
 
     def _longest_path(self) -> int:
+        """Number of draft tokens on the longest path that can be verified."""
         return min(max(len(self.shape), self.lookup.depth if self.lookup else 0), self.nodes - 1)
 
     def reserve(self, capacity: int) -> None:

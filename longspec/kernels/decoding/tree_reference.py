@@ -17,7 +17,7 @@ from longspec.kernels.shared.watch import Watch
 def argmax(values: Tensor, watch: Watch | None = None) -> Tensor:
     """Reference of `row_argmax.argmax`; also takes fp64."""
     if values.is_cpu and values.dtype in (torch.float32, torch.float64):
-        index = torch.from_numpy(values.numpy().argmax(-1))  # torch takes ten times as long
+        index = torch.from_numpy(values.numpy().argmax(-1))  # over a vocabulary, torch takes ten times as long
     else:
         index = values.max(-1).indices
     if watch is not None:
