@@ -11,7 +11,7 @@ import pandas
 import pytest
 import torch
 
-from benchmarks import parts
+from benchmarks import parts, transformers_baseline
 from benchmarks.acceptance import Key, key, read_acceptance
 from benchmarks.cards import cards_table
 from benchmarks.decoding import Measured, filled_engine, main, random_vocabulary, settings
@@ -102,6 +102,14 @@ def test_transformers_decodes_on_the_pairs_own_weights_with_both_caches(pair: Gl
     attention = pair.config._attn_implementation
     assert static_ms(pair, 40) > 0 and pair.config._attn_implementation == attention
     assert dynamic_ms(pair, 40) > 0 if torch.cuda.is_available() else True
+
+
+def test_a_stall_during_a_short_generation_does_not_count(pair: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:
+    stalls = iter([0, 0, 0, 5] + [0] * 5)  # the warm-up, and the first that is measured
+    monkeypatch.setattr(
+        transformers_baseline, "generate_seconds", lambda *arguments: arguments[-1] * 1e-3 + next(stalls)
+    )
+    assert static_ms(pair, 40) == pytest.approx(1.0)
 
 
 def summary(folder: Path, shape: list[int], tokens: int, rounds: int, **changes: Any) -> Path:
