@@ -23,7 +23,7 @@ class Runner:
     """The attributes that hold weights."""
 
     def __init__(self, model: GlideMixin, attention: str = "auto") -> None:
-        """attention: "auto", "flash", "triton" or "sdpa" (see `kernels.decoding.attention.decoding_attention`)."""
+        """attention: "auto" or a backend (see `kernels.decoding.attention.decoding_attention`)."""
         self.model = model
         self.config = model.config
         weight = model.lm_head.weight

@@ -5,20 +5,16 @@ from __future__ import annotations
 import logging
 from functools import cache
 
-from longspec.inference.device import free_bytes
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.runner import Runner
+from longspec.kernels.native.library import runs_native
 from longspec.kernels.shared.device import plain_gpu
 from longspec.models.fused import can_fuse
 from longspec.models.glide import GlideMixin
-from longspec.models.packed_weights import packed_weights
-from longspec.models.parallel import model_parallel_rank_and_size
+from longspec.models.native_stream import NativeOperations
 from longspec.models.torch_stream import TorchOperations
 
 logger = logging.getLogger(__name__)
-
-PACKED_SHARE = 0.25
-"""Largest share of a host's free memory for packed copies of a model's weights."""
 
 
 def make_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:
@@ -33,11 +29,8 @@ def make_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:
     if runner.device.type == "cpu":
         if not can_fuse(model):
             return runner
-        packs = packed_weights(model)
-        # Ranks that share a target must compute the same, whatever memory each of them has left.
-        is_shared = model_parallel_rank_and_size()[1] > 1
-        packs.start_call(0 if is_shared else int(PACKED_SHARE * (free_bytes(runner.device) + packs.bytes)))
-        return FusedRunner(model, TorchOperations(packs), attention)
+        operations = NativeOperations if runs_native(runner.device, runner.dtype) else TorchOperations
+        return FusedRunner(model, operations(), attention)
     if not runner.attention.capturable:
         # On such a GPU the selection of the backend has logged the reason already.
         if plain_gpu(runner.device) is None:

@@ -9,5 +9,5 @@ dim, S cache slots, V vocabulary, L layers. A file that needs further letters de
 package loads neither torch nor triton.
 """
 
-BACKENDS = ("flash", "triton", "sdpa")
+BACKENDS = ("flash", "triton", "native", "sdpa")
 """Backends of decoding attention, fastest first."""

@@ -76,7 +76,7 @@ class Plan:
     device: torch.device
     dtype: torch.dtype
     attention: str
-    """The attention backend: "flash", "triton" or "sdpa"."""
+    """The attention backend: "flash", "triton", "native" or "sdpa"."""
     notes: list[str] = field(default_factory=list)
     """Lines for the user: the chat format if it is not obvious, and the prompts that are left out."""
 

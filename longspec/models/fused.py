@@ -1,7 +1,7 @@
 """Decoder layers for decoding: few large products on the modules' own parameters, few operations between products.
 
 Each layer computes queries, keys and values in one product, and gate and up in another. The operations are those of a
-residual stream: `models.triton_stream` on CUDA, `models.torch_stream` on a CPU.
+residual stream: `models.triton_stream` on CUDA, `models.native_stream` or `models.torch_stream` on a CPU.
 """
 
 from __future__ import annotations

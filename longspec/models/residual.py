@@ -1,5 +1,5 @@
-"""The operations of fused layers (see `models.fused`), and the residual stream of a pass: interfaces of their two
-implementations, `models.triton_stream` on CUDA and `models.torch_stream` on a CPU."""
+"""The operations of fused layers (see `models.fused`), and the residual stream of a pass: interfaces of their
+implementations, `models.triton_stream` on CUDA, `models.native_stream` and `models.torch_stream` on a CPU."""
 
 from __future__ import annotations
 

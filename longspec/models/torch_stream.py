@@ -1,4 +1,4 @@
-"""The operations of fused layers on a CPU: few calls of torch between two products."""
+"""The operations of fused layers on a CPU without compiled kernels: few calls of torch between two products."""
 
 from __future__ import annotations
 
@@ -7,23 +7,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longspec.kernels.shared.reference import HeadNorms
-from longspec.models.packed_weights import PackedWeights
 from longspec.models.residual import Operations, ResidualStream, TokenSlots
 
 
 class TorchOperations(Operations):
-    """torch's own operations, and products with packed weights for few tokens."""
+    """torch's own operations."""
 
     capturable = False
-
-    def __init__(self, packs: PackedWeights) -> None:
-        self.packs = packs
 
     def embed(self, table: Tensor, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, table)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.packs.linear(x, weight, bias)
+        return F.linear(x, weight, bias)
 
     def stream(self, hidden: Tensor, eps: float) -> ResidualStream:
         return _TorchStream(hidden, eps, self)

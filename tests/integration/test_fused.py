@@ -12,7 +12,6 @@ from torch import Tensor
 
 from longspec.inference.cache import DraftCache
 from longspec.inference.drafting import magicdec
-from longspec.inference.drafting.reduced_head import ReducedHead
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
@@ -20,10 +19,11 @@ from longspec.inference.methods import METHODS, make_drafter
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
 from longspec.inference.select_runner import make_runner
+from longspec.kernels.native.library import native_library
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.fused import MergedLinear, can_fuse
 from longspec.models.glide import GlideMixin
-from longspec.models.packed_weights import PackedWeights, packed_weights
+from longspec.models.native_stream import NativeOperations
 from longspec.models.residual import Operations
 from longspec.models.torch_stream import TorchOperations
 from longspec.models.triton_stream import TritonOperations
@@ -48,17 +48,13 @@ CASES = [
 ]
 
 
-def torch_operations(model: GlideMixin) -> Operations:
-    """With packed weights where this build of torch has them."""
-    packs = packed_weights(model)
-    packs.start_call(limit=1 << 30)
-    return TorchOperations(packs)
-
-
-OPERATIONS: dict[str, Callable[[GlideMixin], Operations]] = {
-    "triton": lambda model: TritonOperations(),
-    "torch": torch_operations,
+OPERATIONS: dict[str, type[Operations]] = {
+    "triton": TritonOperations,
+    "native": NativeOperations,
+    "torch": TorchOperations,
 }
+needs_native = pytest.mark.skipif(native_library() is None, reason="needs gcc")
+each_operations = pytest.mark.parametrize("operations", ["triton", pytest.param("native", marks=needs_native), "torch"])
 
 
 def random_pair(folder: Path, family: str, **overrides: Any) -> GlideMixin:
@@ -86,7 +82,7 @@ def passes(runner: Runner, prompts: Tensor, lengths: list[int], rounds: int) -> 
     return [*found, engine.cache.keys[..., used, :], engine.cache.values[..., used, :], ring.keys, ring.values]
 
 
-@pytest.mark.parametrize("operations", OPERATIONS)
+@each_operations
 @pytest.mark.parametrize(("family", "layout"), CASES)
 @torch.no_grad()
 def test_fused_passes_equal_transformers_modules(
@@ -101,12 +97,12 @@ def test_fused_passes_equal_transformers_modules(
         lengths, prompts = lengths[:1], prompts[:1]
         model.draft_model.set_vocabulary(torch.tensor([3, 4, 9, 20, 33, 60]))
     plain = passes(Runner(model), prompts, lengths, rounds=2)
-    fused = passes(FusedRunner(model, OPERATIONS[operations](model)), prompts, lengths, rounds=2)
+    fused = passes(FusedRunner(model, OPERATIONS[operations]()), prompts, lengths, rounds=2)
     for want, got in zip(plain, fused, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("operations", OPERATIONS)
+@each_operations
 @pytest.mark.parametrize(
     ("dtype", "batch", "count"), [(torch.float32, 1, 1), (torch.float32, 2, 3), (torch.float16, 2, 3)]
 )
@@ -115,13 +111,15 @@ def test_each_cross_attention_has_its_own_queries_and_outputs(
     tmp_path: Path, dtype: torch.dtype, batch: int, count: int, operations: str
 ) -> None:
     """With every way to multiply: a vector, the library's product, a product in parts."""
+    if operations == "native" and dtype != torch.float32:
+        pytest.skip("float32 only")
     model = random_pair(tmp_path, "qwen2", dtype=dtype, options=DraftOptions(8, (1, 0), target_feature=True))
     generator = torch.Generator().manual_seed(2)
     tokens, hidden = torch.randint(61, (batch, count), generator=generator), torch.randn(batch, 1, 32).to(dtype)
     positions = torch.arange(5, 5 + count).expand(batch, -1)
     attends = [partial(torch.mul, factor) for factor in (1.0, -2.0, 3.0)]
     found = []
-    for runner in (Runner(model), FusedRunner(model, OPERATIONS[operations](model), "sdpa")):
+    for runner in (Runner(model), FusedRunner(model, OPERATIONS[operations](), "sdpa")):
         runner.prepare(16)
         cache = DraftCache(model.config, batch, 8, count, dtype, torch.device("cpu"))
         feature = runner.feature(hidden)
@@ -132,7 +130,7 @@ def test_each_cross_attention_has_its_own_queries_and_outputs(
     assert not torch.allclose(found[0], found[1], **tolerance)
 
 
-@pytest.mark.parametrize("operations", OPERATIONS)
+@each_operations
 @pytest.mark.parametrize("method", METHODS)
 @torch.no_grad()
 def test_a_round_on_the_empty_cache_changes_nothing(
@@ -144,7 +142,7 @@ def test_a_round_on_the_empty_cache_changes_nothing(
     prompts = torch.randint(0, 61, (2, 5), generator=torch.Generator().manual_seed(1))
     found = []
     for warm in (False, True):
-        runner, sampler = FusedRunner(model, OPERATIONS[operations](model), "sdpa"), Sampler(0.0, 0, 1.0)
+        runner, sampler = FusedRunner(model, OPERATIONS[operations](), "sdpa"), Sampler(0.0, 0, 1.0)
         drafter = make_drafter(method, runner, 2, sampler, (2, 3), 2, "reject")
         engine = Engine(runner, drafter, sampler, prompts, [5, 2], max_new_tokens=8)
         if warm:
@@ -197,11 +195,11 @@ def test_a_model_can_be_trained_after_a_runner_was_made_in_inference_mode(tmp_pa
     assert not any(parameter.is_inference() for parameter in model.parameters())
 
 
+@needs_native
 def test_decoding_on_a_cpu_is_fused_unless_told_otherwise(tmp_path: Path) -> None:
     model = make_pair(tmp_path)
     fused = make_runner(model, "auto", compiled=True)
-    assert isinstance(fused, FusedRunner) and isinstance(fused.operations, TorchOperations) and not fused.capturable
-    assert fused.operations.packs.limit > 0
+    assert isinstance(fused, FusedRunner) and isinstance(fused.operations, NativeOperations) and not fused.capturable
     assert type(make_runner(model, "auto", compiled=False)) is Runner
     model.model.register_forward_hook(lambda *_: None)
     assert type(make_runner(model, "auto", compiled=True)) is Runner
@@ -211,21 +209,8 @@ def test_decoding_on_a_cpu_is_fused_unless_told_otherwise(tmp_path: Path) -> Non
 def test_large_hidden_states_are_normalized(dtype: torch.dtype) -> None:
     """The sum of their squares does not fit into float16."""
     hidden, weight = torch.full((1, 3, 576), 20.0, dtype=dtype), torch.ones(576, dtype=dtype)
-    stream = TorchOperations(PackedWeights()).stream(hidden, 1e-5)
+    stream = TorchOperations().stream(hidden, 1e-5)
     torch.testing.assert_close(stream.normed(weight), torch.ones_like(hidden))
-
-
-@torch.no_grad()
-def test_a_draft_head_that_changes_with_the_prompt_is_packed_again(tmp_path: Path) -> None:
-    model = random_pair(tmp_path, "llama")
-    model.draft_model.set_vocabulary(torch.tensor([3, 4, 9, 20, 33, 60]))
-    hidden = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(1))
-    heads = [ReducedHead(runner, 6, rows=1) for runner in (Runner(model), FusedRunner(model, torch_operations(model)))]
-    for prompt in (torch.tensor([[1, 2, 5]]), torch.tensor([[7, 50, 8]])):
-        for head in heads:
-            head.start(prompt, torch.tensor([3]))
-        plain, packed = (head.logits(hidden) for head in heads)
-        torch.testing.assert_close(packed, plain, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

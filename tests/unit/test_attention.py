@@ -10,7 +10,9 @@ from torch import Tensor
 from longspec.kernels.decoding import attention_reference
 from longspec.kernels.decoding.attention import decoding_attention
 from longspec.kernels.decoding.attention_interface import DecodingAttention
+from longspec.kernels.decoding.native_attention import NativeAttention
 from longspec.kernels.decoding.sdpa_attention import SdpaAttention, masked_sdpa
+from longspec.kernels.native.library import native_library
 from longspec.kernels.shared.device import Gpu
 from longspec.kernels.shared.reference import attention_with_lse
 
@@ -18,6 +20,7 @@ FLASH = importlib.util.find_spec("fa3_fwd_interface") is not None
 INTERPRETED = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs interpreter")
 BACKENDS = [
     "sdpa cpu",
+    pytest.param("native cpu", marks=pytest.mark.skipif(native_library() is None, reason="needs gcc")),
     pytest.param("triton cpu", marks=INTERPRETED),
     pytest.param("sdpa cuda", marks=pytest.mark.gpu),
     pytest.param("triton cuda", marks=pytest.mark.gpu),
@@ -37,6 +40,8 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     backend, device = request.param.split()
     if backend == "sdpa":
         return SdpaAttention(), device
+    if backend == "native":
+        return NativeAttention(), device
     from longspec.kernels.decoding import flash_attention, triton_attention
 
     monkeypatch.setattr(
@@ -49,8 +54,8 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 
 
 def takes(attend: DecodingAttention, device: str, dtype: torch.dtype) -> bool:
-    if attend.name == "flash":
-        return dtype == torch.bfloat16
+    if attend.name in ("flash", "native"):
+        return dtype == (torch.bfloat16 if attend.name == "flash" else torch.float32)
     return not (attend.name == "triton" and device == "cpu" and dtype == torch.bfloat16)  # the interpreter cannot
 
 

@@ -12,14 +12,12 @@ from longspec.errors import UserError
 from longspec.inference.drafting import reduced_head
 from longspec.inference.drafting.reduced_head import ReducedHead, head_bytes
 from longspec.inference.runner import Runner
-from longspec.inference.select_runner import make_runner
 from longspec.models.content import state_digest
 from longspec.models.draft_files import check_draft, list_size, load_draft
 from longspec.models.draft_saving import save_draft_file, save_draft_folder
 from longspec.models.draft_vocabulary import most_frequent, vocabulary_maps
 from longspec.models.glide import GlideMixin
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
-from longspec.models.packed_weights import has_mkl, packed_weights
 
 TOKENS = torch.tensor([0, 3, 4, 9, 60])
 V = 61
@@ -156,33 +154,3 @@ def test_the_size_of_the_head_is_known_before_it_is_built(
         tensor.nbytes for tensor in (head.weight, head.ids, head.bias)
     )
     assert head_bytes(pair.config, runner.dtype, None, rows) == 0
-
-
-@torch.no_grad()
-def test_rounds_before_the_first_prompt_leave_no_stale_copy_of_the_list(pair: GlideMixin) -> None:
-    """Round times are measured before a server's first prompt, on packed copies that it keeps."""
-    runner = make_runner(pair, "auto", True)
-    head = ReducedHead(runner, len(TOKENS), rows=1)
-    hidden = torch.randn(1, 4, pair.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    head.logits(hidden)
-    head.start(torch.tensor([[7, 3, 8]]), torch.tensor([3]))
-    expected = hidden @ pair.lm_head.weight[head.ids[0]].t()
-    exists = head.bias[0] == 0
-    assert exists.sum() == len(TOKENS) + 2
-    torch.testing.assert_close(head.logits(hidden)[..., exists], expected[..., exists])
-
-
-@pytest.mark.skipif(not has_mkl(), reason="needs MKL")
-@torch.no_grad()
-def test_the_list_is_packed_once_for_all_prompts(pair: GlideMixin) -> None:
-    """Packing takes as long as a round, and the list does not depend on the prompt."""
-    runner = make_runner(pair, "auto", True)
-    head = ReducedHead(runner, len(TOKENS), rows=1)
-    hidden = torch.ones(1, 4, pair.config.hidden_size)
-    copies = []
-    for prompt in ([[7, 3, 8]], [[20, 21, 22]]):
-        make_runner(pair, "auto", True)  # a new call
-        head.start(torch.tensor(prompt), torch.tensor([3]))
-        head.logits(hidden)
-        copies.append([pack.weight for pack in packed_weights(pair).packs.values()])
-    assert [len(weights) for weights in copies] == [1, 1] and copies[0][0] is copies[1][0]

@@ -21,7 +21,7 @@ from longspec.inference.sampling import Sampler
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 7
+FORMAT = 8
 """Version of the cache's files."""
 
 

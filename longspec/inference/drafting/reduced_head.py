@@ -44,8 +44,6 @@ class ReducedHead:
         """LongTensor [rows, C]: the token of each column; any for empty columns."""
         self.bias = torch.zeros(rows, listed + self.extra, **like)
         """[rows, C]: 0, and -inf for empty columns."""
-        # Rounds can be timed before the first prompt. On a CPU they make a packed copy of the list, which stays.
-        self._read_list()
 
     @property
     def columns(self) -> int:
@@ -71,26 +69,21 @@ class ReducedHead:
 
         prompts: LongTensor [B, P], padded on the right; lengths: LongTensor [B].
         """
-        # An engine is kept between calls, and weights can change in place.
-        tokens = self._read_list()
+        model = self.runner.model
+        tokens = model.draft_model.vocabulary
+        assert tokens is not None
         position, own = prompt_tokens(prompts, lengths, tokens, self.vocab).topk(self.extra, dim=1)
         self.ids[:, : self.listed] = tokens
         self.ids[:, self.listed :] = own
         self.bias[:, self.listed :].zero_().masked_fill_(position < 0, -torch.inf)
-        self.regions.copy_(head_rows(self.runner.model.lm_head, own))
-
-    def _read_list(self) -> Tensor:
-        """Gather the weights of the list. Returns the list, LongTensor [Vd]."""
-        tokens = self.runner.model.draft_model.vocabulary
-        assert tokens is not None
-        self.weight[: self.listed] = head_rows(self.runner.model.lm_head, tokens)
-        return tokens
+        # The list's weights, too, because an engine is kept between calls and weights can change in place.
+        self.weight[: self.listed] = head_rows(model.lm_head, tokens)
+        self.regions.copy_(head_rows(model.lm_head, own))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [B, n, hidden] -> logits [B, n, C]."""
-        if not self.weight.is_cpu and len(self.ids) == 1 and self.first_row == 0:
-            # The list and the first row's own tokens are adjacent: one launch. On a CPU, the list has its own product,
-            # so that its packed copy (see `models.packed_weights`) serves later prompts, too.
+        if len(self.ids) == 1 and self.first_row == 0:
+            # The list and the first row's own tokens are adjacent: one product.
             return self.runner.product(hidden, self.weight[: self.columns], self.bias[0])
         listed = self.runner.product(hidden, self.weight[: self.listed])
         own = torch.baddbmm(self.bias[:, None, self.listed :], hidden, self.regions.transpose(1, 2))

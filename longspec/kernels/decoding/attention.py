@@ -9,17 +9,20 @@ import torch
 from longspec.errors import UserError
 from longspec.kernels import BACKENDS
 from longspec.kernels.decoding.attention_interface import DecodingAttention
+from longspec.kernels.decoding.native_attention import NativeAttention
 from longspec.kernels.decoding.sdpa_attention import SdpaAttention
+from longspec.kernels.native.library import runs_native
 from longspec.kernels.shared.device import HOPPER, describe_gpu, gpu_generation, plain_gpu
 
 logger = logging.getLogger(__name__)
 
-MODULES = {"flash": ("triton", "fa3_fwd_interface"), "triton": ("triton",), "sdpa": ()}
+MODULES = {"flash": ("triton", "fa3_fwd_interface"), "triton": ("triton",), "native": (), "sdpa": ()}
 """Modules that each backend imports. The package fa3-fwd provides FlashAttention-3."""
 
 
 def decoding_attention(requested: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> DecodingAttention:
-    """The requested backend: "flash" (FlashAttention-3), "triton", "sdpa", or "auto" for the fastest that runs here.
+    """The requested backend: "flash" (FlashAttention-3), "triton", "native" (compiled for the
+    CPU), "sdpa", or "auto" for the fastest that runs here.
 
     Logs once why a GPU runs on "sdpa" alone, and with "auto" which missing package or other dtype would provide a
     faster backend. Raises UserError for an unknown name and for a backend requested by name that cannot run here.
@@ -53,6 +56,8 @@ def decoding_attention(requested: str, device: torch.device, dtype: torch.dtype,
         from longspec.kernels.decoding.triton_attention import TritonAttention
 
         return TritonAttention(describe_gpu(device))
+    if name == "native":
+        return NativeAttention()
     return SdpaAttention()
 
 
@@ -60,6 +65,8 @@ def _unsupported(name: str, device: torch.device, dtype: torch.dtype, head_dim: 
     """Why the backend cannot run here with any package installed; None if it can."""
     if name == "sdpa":
         return None
+    if name == "native":
+        return None if runs_native(device, dtype) else "it needs a CPU, float32 and gcc"
     if device.type != "cuda":
         return f"it needs a CUDA device, not {device.type}"
     plain = plain_gpu(device)

@@ -1,0 +1,62 @@
+"""The operations of fused layers on a CPU in float32: compiled kernels for few tokens, torch for more."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longspec.kernels.native import operations
+from longspec.kernels.native.operations import MOST_TOKENS, Stores
+from longspec.kernels.shared.reference import HeadNorms
+from longspec.models.residual import Operations, ResidualStream, TokenSlots
+from longspec.models.torch_stream import TorchOperations
+
+
+class NativeOperations(TorchOperations):
+    """The functions of `kernels.native`."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if x.shape[0] * x.shape[1] > MOST_TOKENS or not weight.is_contiguous():
+            return F.linear(x, weight, bias)
+        return operations.product(x.contiguous(), weight, bias)
+
+    def stream(self, hidden: Tensor, eps: float) -> ResidualStream:
+        is_small = hidden.shape[0] * hidden.shape[1] <= MOST_TOKENS
+        return _NativeStream(hidden, eps, self) if is_small else super().stream(hidden, eps)
+
+
+class _NativeStream(ResidualStream):
+    def __init__(self, hidden: Tensor, eps: float, operations: Operations) -> None:
+        super().__init__(hidden.contiguous(), eps, operations)
+        # Positions and slots are the same in all layers, and so are these.
+        self.positions: Tensor | None = None
+        """LongTensor [B, N]"""
+        self.places: Tensor | None = None
+        """As in `Stores`."""
+
+    def normed(self, norm: Tensor) -> Tensor:
+        return operations.rms_norm(self.hidden, norm, self.eps)
+
+    def project_gated(self, norm: Tensor, weight: Tensor) -> Tensor:
+        return operations.gated_product(self.normed(norm), weight)
+
+    def _add_product(self, x: Tensor, weight: Tensor, last: bool) -> None:
+        operations.add_product(self.hidden, x.contiguous(), weight.contiguous())
+
+    def rotate_and_store(self, qkv: Tensor, slots: TokenSlots, norms: HeadNorms | None = None) -> Tensor:
+        row_stride, head_dim = slots.keys.stride(0), slots.keys.shape[3]
+        if self.places is None:
+            rows = torch.arange(len(qkv)) if slots.rows is None else slots.rows
+            places = rows[:, None] * row_stride + slots.slots * head_dim
+            self.places = places.where(slots.slots >= 0, -1).long().contiguous()
+        stores = Stores(slots.keys, slots.values, self.places)
+        return operations.rotate_and_store(qkv, self._positions(slots), slots.rope, head_dim, stores, norms)
+
+    def rotate(self, q: Tensor, slots: TokenSlots, head_dim: int) -> Tensor:
+        return operations.rotate_and_store(q, self._positions(slots), slots.rope, head_dim)
+
+    def _positions(self, slots: TokenSlots) -> Tensor:
+        if self.positions is None:
+            self.positions = slots.positions.long().contiguous()
+        return self.positions

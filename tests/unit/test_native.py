@@ -1,0 +1,171 @@
+"""The compiled kernels of a CPU against plain references, and what happens on a machine that cannot compile them."""
+
+import logging
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longspec.errors import UserError
+from longspec.kernels.decoding.attention import decoding_attention
+from longspec.kernels.native import library, operations
+from longspec.kernels.native.library import native_library, runs_native
+from longspec.kernels.native.operations import MOST_TOKENS, Stores
+from longspec.kernels.shared import reference
+from longspec.kernels.shared.reference import HeadNorms
+
+CPU = torch.device("cpu")
+WIDTHS = [(64, 96), (1, 1), (37, 5), (576, 51), (20, 130)]
+"""Inputs and outputs of a product: multiples of a vector and of a block, and others."""
+needs_gcc = pytest.mark.skipif(native_library() is None, reason="needs gcc")
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@needs_gcc
+@pytest.mark.parametrize(("size", "out"), WIDTHS)
+def test_products_equal_their_references_for_every_number_of_tokens(size: int, out: int, threads: None) -> None:
+    weight, bias = random(2 * out, size, seed=1) / size**0.5, random(2 * out, seed=2)
+    for tokens in range(1, MOST_TOKENS + 1):
+        x = random(1, tokens, size)
+        expected = x.double() @ weight.double().t()
+        close = {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(operations.product(x, weight).double(), expected, **close)
+        torch.testing.assert_close(operations.product(x, weight, bias).double(), expected + bias, **close)
+        total = random(1, tokens, 2 * out, seed=3)
+        sums = total + expected
+        operations.add_product(total, x, weight)
+        torch.testing.assert_close(total.double(), sums, **close)
+        gate, up = expected.chunk(2, -1)
+        torch.testing.assert_close(operations.gated_product(x, weight).double(), F.silu(gate) * up, **close)
+
+
+@needs_gcc
+def test_a_tokens_result_does_not_depend_on_the_number_of_tokens() -> None:
+    """So a tree's logits are those of vanilla decoding, as far as products go."""
+    weight, x = random(130, 576, seed=1), random(1, MOST_TOKENS, 576)
+    alone = [operations.product(x[:, :1], weight), operations.gated_product(x[:, :1], weight)]
+    for tokens in range(2, MOST_TOKENS + 1):
+        part = x[:, :tokens].contiguous()
+        assert torch.equal(operations.product(part, weight)[:, :1], alone[0])
+        assert torch.equal(operations.gated_product(part, weight)[:, :1], alone[1])
+
+
+@needs_gcc
+def test_a_gate_of_any_size_has_the_silu_of_torch() -> None:
+    gate = torch.cat([torch.linspace(-100, 100, 4001), torch.tensor([-1e30, 1e30, 0.0, torch.nan])])
+    weight = torch.cat([gate, torch.ones_like(gate)])[:, None].contiguous()
+    found = operations.gated_product(torch.ones(1, 1, 1), weight)[0, 0]
+    torch.testing.assert_close(found.double(), F.silu(gate.double()), rtol=1e-6, atol=1e-30, equal_nan=True)
+
+
+@needs_gcc
+@pytest.mark.parametrize("size", [1, 20, 576])
+def test_rms_norm_equals_its_reference(size: int) -> None:
+    x, weight = 3 * random(2, 5, size), random(size, seed=1)
+    torch.testing.assert_close(operations.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+
+
+@needs_gcc
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (5, 5, 40), (0, 3, 8), (6, 1, 20)])
+def test_rotate_and_store_equals_its_reference(heads: int, kv_heads: int, head_dim: int, has_norms: bool) -> None:
+    """A negative slot stores nothing, and no other place of the cache changes."""
+    norms = HeadNorms(random(head_dim, seed=4), random(head_dim, seed=5), 1e-5) if has_norms else None
+    qkv = random(2, 3, (heads + 2 * kv_heads) * head_dim)
+    positions = torch.tensor([[0, 4, 4], [8, 9, 2]])
+    slots = torch.tensor([[0, 10, -1], [3, 1, 2]])
+    rope = random(12, head_dim, seed=1), random(12, head_dim, seed=2)
+    caches = random(2, 2, kv_heads, 11, head_dim, seed=3).unbind()
+    expected_caches = [cache.clone() for cache in caches]
+    expected = reference.rotate_and_store(qkv, positions, rope, *expected_caches, slots, norms=norms)
+
+    places = (torch.arange(2)[:, None] * caches[0].stride(0) + slots * head_dim).where(slots >= 0, -1)
+    found = operations.rotate_and_store(qkv.clone(), positions, rope, head_dim, Stores(*caches, places), norms)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for cache, wanted in zip(caches, expected_caches, strict=True):
+        torch.testing.assert_close(cache, wanted, rtol=1e-5, atol=1e-6)
+
+    if heads and norms is None:
+        q = qkv[..., : heads * head_dim].contiguous()
+        torch.testing.assert_close(operations.rotate_and_store(q, positions, rope, head_dim), expected)
+
+
+@needs_gcc
+@pytest.mark.parametrize("head_dim", [16, 20, 7])
+def test_attention_takes_every_head_dimension(head_dim: int, threads: None) -> None:
+    """And keys and values that are parts of a larger cache."""
+    q, stores = random(3, 6, 4, head_dim), random(2, 2, 3, 3, 40, head_dim, seed=1)
+    k, v = stores[0, 1, :, 1:], stores[1, 1, :, 1:]
+    lengths = torch.tensor([0, 31, 5], dtype=torch.int32)
+    mask = random(3, 4, 4, seed=2) > 0
+    visible = torch.zeros(3, 4, 40, dtype=torch.bool)
+    for row, length in enumerate(lengths.tolist()):
+        visible[row, :, :length] = True
+        visible[row, :, length : length + 4] = mask[row]
+    expected = reference.attention_with_lse(q, k, v, visible, 0.3)[0]
+    torch.testing.assert_close(operations.attention(q, k, v, lengths, mask, 0.3), expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_gcc
+def test_nan_is_not_lost() -> None:
+    """A model whose weights are broken is reported, not decoded."""
+    x, weight = torch.full((1, 2, 32), torch.nan), random(8, 32)
+    assert operations.product(x, weight).isnan().all() and operations.gated_product(x, weight).isnan().all()
+    assert operations.rms_norm(x, torch.ones(32), 1e-5).isnan().all()
+    q, k = random(1, 2, 1, 32), torch.full((1, 2, 9, 32), torch.nan)
+    assert operations.attention(q, k, k, torch.tensor([9], dtype=torch.int32), None, 0.1).isnan().all()
+
+
+@needs_gcc
+def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled = library._compiled()
+    written = compiled.stat().st_mtime_ns
+    assert library._compiled() == compiled and compiled.stat().st_mtime_ns == written
+    assert list(compiled.parent.iterdir()) == [compiled]  # nothing half done is left
+
+
+def test_without_a_compiler_one_line_says_so_and_torch_decodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(library.shutil, "which", lambda name: None)
+    native_library.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert not runs_native(CPU, torch.float32) and not runs_native(CPU, torch.float32)
+    assert caplog.text.count("gcc is not installed") == 1
+    assert decoding_attention("auto", CPU, torch.float32, 64).name == "sdpa"
+    with pytest.raises(UserError, match="'native' cannot run here: it needs a CPU, float32 and gcc"):
+        decoding_attention("native", CPU, torch.float32, 64)
+    native_library.cache_clear()
+
+
+def test_a_compiler_that_fails_leaves_its_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed = subprocess.CalledProcessError(1, "gcc", stderr="decoding.c: in function\nerror: no OpenMP\n")
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise failed
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(library.shutil, "which", lambda name: "gcc")
+    monkeypatch.setattr(library.subprocess, "run", fail)
+    native_library.cache_clear()
+    assert native_library() is None and "(error: no OpenMP)" in caplog.text
+    native_library.cache_clear()
