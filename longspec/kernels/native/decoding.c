@@ -13,11 +13,12 @@ enum { LANES = 8, COLUMNS = 2 };
 #else
 enum { LANES = 4, COLUMNS = 4 };
 #endif
-enum { TOKENS = 6 };
-// The sums of TOKENS tokens and COLUMNS columns (or vectors of columns) stay in registers.
+enum { TOKENS = 6, TILE = 64 };
+// The sums of TOKENS tokens and COLUMNS columns (or vectors of columns) stay in registers, and the values of TILE slots in the first cache.
 
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef float quad __attribute__((vector_size(16), may_alias));
+typedef float quad __attribute__((vector_size(16)));
+typedef int fours __attribute__((vector_size(16)));
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 6")
 #define CALL_WITH_TOKENS(count, call) \
@@ -30,12 +31,31 @@ INLINE long smaller(long a, long b) { return a < b ? a : b; }
 // The first of the items of one of `parts` threads
 INLINE long share(long items, int part, int parts) { return items * part / parts; }
 
-INLINE float sum(lanes x) {
+// Four numbers with the sum of x
+INLINE quad partial_sums(lanes x) {
     union { lanes all; quad quads[LANES / 4]; } parts = {x};
     for (int half = LANES / 8; half; half /= 2)
         UNROLL for (int i = 0; i < half; i++) parts.quads[i] += parts.quads[i + half];
-    quad last = parts.quads[0];
-    return (last[0] + last[1]) + (last[2] + last[3]);
+    return parts.quads[0];
+}
+
+INLINE quad add_neighbors(quad a, quad b) {  // a0 + a2, b0 + b2, a1 + a3, b1 + b3
+    return __builtin_shuffle(a, b, (fours){0, 4, 1, 5}) + __builtin_shuffle(a, b, (fours){2, 6, 3, 7});
+}
+
+// y[c] = sum of x[c] for a constant number of vectors
+INLINE void store_sums(const lanes *x, float *y, int count) {
+    if (count == 4) {
+        quad a = add_neighbors(partial_sums(x[0]), partial_sums(x[1]));
+        quad b = add_neighbors(partial_sums(x[2]), partial_sums(x[3]));
+        quad all = __builtin_shuffle(a, b, (fours){0, 1, 4, 5}) + __builtin_shuffle(a, b, (fours){2, 3, 6, 7});
+        UNROLL for (int c = 0; c < 4; c++) y[c] = all[c];
+        return;
+    }
+    UNROLL for (int c = 0; c < count; c++) {
+        quad parts = partial_sums(x[c]);
+        y[c] = (parts[0] + parts[2]) + (parts[1] + parts[3]);
+    }
 }
 
 static __attribute__((noinline)) float dot(const float *x, const float *w, long size) {
@@ -62,11 +82,11 @@ INLINE void block(const float *x, const float *w, float *y, long in, long out, c
             UNROLL for (int c = 0; c < columns; c++) sums[t][c] += inputs * weights[c];
         }
     }
-    UNROLL for (int t = 0; t < tokens; t++)
-        UNROLL for (int c = 0; c < columns; c++) {
-            y[t * out + c] = sum(sums[t][c]);
-            if (whole < in) y[t * out + c] += dot(x + t * in + whole, w + c * in + whole, in - whole);
-        }
+    UNROLL for (int t = 0; t < tokens; t++) store_sums(sums[t], y + t * out, columns);
+    if (whole < in)
+        for (int t = 0; t < tokens; t++)
+            for (int c = 0; c < columns; c++)
+                y[t * out + c] += dot(x + t * in + whole, w + c * in + whole, in - whole);
 }
 
 // The same for any number of tokens, in steps of equal size. Each step fetches its share of the next block.
@@ -209,14 +229,21 @@ static void add_values(const float *p, const float *v, float *y, long tokens, lo
     }
 }
 
-// Softmax of scores [slots] in place; all 0 if no score is above -inf.
+// Softmax of scores in place; all 0 if no score is above -inf. slots: a multiple of LANES
 INLINE void softmax(float *scores, long slots, float scale) {
-    float largest = -INFINITY, total = 0;
-    for (long i = 0; i < slots; i++) largest = scores[i] > largest ? scores[i] : largest;
-    for (long i = 0; i < slots; i++) {
-        scores[i] = scores[i] == -INFINITY ? 0 : exponential((scores[i] - largest) * scale);
-        total += scores[i];
-    }
+    float largest[LANES], totals[LANES], most = -INFINITY, total = 0;
+    for (int lane = 0; lane < LANES; lane++) largest[lane] = -INFINITY, totals[lane] = 0;
+    for (long i = 0; i < slots; i += LANES)
+        for (int lane = 0; lane < LANES; lane++)
+            largest[lane] = scores[i + lane] > largest[lane] ? scores[i + lane] : largest[lane];
+    for (int lane = 0; lane < LANES; lane++) most = largest[lane] > most ? largest[lane] : most;
+    for (long i = 0; i < slots; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) {
+            float score = scores[i + lane];
+            scores[i + lane] = score == -INFINITY ? 0 : exponential((score - most) * scale);
+            totals[lane] += scores[i + lane];
+        }
+    for (int lane = 0; lane < LANES; lane++) total += totals[lane];
     float inverse = total == 0 ? 0 : 1 / total;
     for (long i = 0; i < slots; i++) scores[i] *= inverse;
 }
@@ -225,7 +252,7 @@ INLINE void softmax(float *scores, long slots, float scale) {
 // `others` slots after it, those where mask [sequences, nodes, others] is 1. Without a window the range is
 // 0 ... lengths[b] - 1. With one, it is a ring of `window` slots, of which a query at lengths[b] + level sees the
 // newest (see `DecodingAttention.window`). scratch: `scratch_size` floats per thread, for the scores of the
-// heads / kv_heads * nodes queries of a KV head.
+// heads / kv_heads * nodes queries of a KV head, each rounded up to a multiple of 16 slots.
 void attention(const float *q, const float *keys, const float *values, float *out, float *scratch, const int *lengths,
                const unsigned char *mask, long sequences, long heads, long kv_heads, long nodes, long size,
                long sequence_stride, long head_stride, long others, long window, long level, long scratch_size,
@@ -247,18 +274,21 @@ void attention(const float *q, const float *keys, const float *values, float *ou
             long seen = length > oldest ? length - oldest : 0, start = window ? oldest % window : 0;
             long before = window ? smaller(seen, window - start) : seen;
             long starts[] = {start, 0, window ? window : length}, sizes[] = {before, seen - before, others};
-            long slots = seen + others;
+            long slots = seen + others, stride = (slots + LANES - 1) / LANES * LANES;
 
             for (long range = 0, slot = 0; range < 3; slot += sizes[range++])
-                columns(own_q, keys + place + starts[range] * size, scores + slot, count, size, slots, 0, sizes[range]);
+                columns(own_q, keys + place + starts[range] * size, scores + slot, count, size, stride, 0, sizes[range]);
             for (long row = 0; row < count; row++) {
                 const unsigned char *visible = mask + (sequence * nodes + (from + row) % nodes) * others;
                 for (long i = 0; i < others; i++)
-                    if (!visible[i]) scores[row * slots + seen + i] = -INFINITY;
-                softmax(scores + row * slots, slots, scale);
+                    if (!visible[i]) scores[row * stride + seen + i] = -INFINITY;
+                for (long i = slots; i < stride; i++) scores[row * stride + i] = -INFINITY;
+                softmax(scores + row * stride, stride, scale);
             }
             for (long i = 0; i < count * size; i++) y[i] = 0;
             for (long range = 0, slot = 0; range < 3; slot += sizes[range++])
-                add_values(scores + slot, values + place + starts[range] * size, y, count, sizes[range], slots, size);
+                for (long i = 0; i < sizes[range]; i += TILE)
+                    add_values(scores + slot + i, values + place + (starts[range] + i) * size, y, count,
+                               smaller(sizes[range] - i, TILE), stride, size);
         }
 }

@@ -106,7 +106,8 @@ def attention(
     q = q.contiguous()
     out = torch.empty_like(q)
     threads = torch.get_num_threads()
-    scratch_size = heads // kv_heads * nodes * ((window or max(lengths.tolist())) + others)
+    slots = (window or max(lengths.tolist())) + others
+    scratch_size = heads // kv_heads * nodes * (slots + -slots % 16)
     scratch = q.new_empty(threads * scratch_size)
     _library().attention(
         *(_pointer(q), k.data_ptr(), v.data_ptr(), _pointer(out), _pointer(scratch), _pointer(lengths), _pointer(mask)),
