@@ -240,7 +240,7 @@ def test_trees_on_a_cpu_have_narrow_levels_and_paths_within_their_nodes(tmp_path
     drafters = PlanDrafters(Runner(make_pair(tmp_path)), 1, Sampler(0.0, 0, 1.0), plans, shape, "reject")
     trees = [plan for plan in plans if plan.kind == "tree"]
     assert drafters.tree is not None and drafters.tree.shape == (CPU_WIDTH,) * 3
-    assert [drafters.drafter(plan).depth for plan in trees] == [plan.nodes - 1 for plan in trees] == [7, 7]
+    assert [drafters.drafter(plan).depth for plan in trees] == [plan.nodes - 1 for plan in trees] == [5, 11]
 
 
 def test_the_shape_auto_is_now_a_method(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ FLAGS = (
     *("-O3", "-march=native", "-std=gnu11", "-fPIC"),
     # Loops with exp, rint or sqrt become vector instructions. Results do not change.
     *("-fno-math-errno", "-fno-trapping-math"),
+    # GCC would not fuse some of the multiplications and additions, depending on the number of tokens.
+    "--param=avoid-fma-max-bits=0",
     "-fopenmp",
 )
 COMPILE_S = 120
