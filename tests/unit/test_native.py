@@ -40,7 +40,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize(("size", "out"), WIDTHS)
 def test_products_equal_their_references_for_every_number_of_tokens(size: int, out: int, threads: None) -> None:
     weight, bias = random(2 * out, size, seed=1) / size**0.5, random(2 * out, seed=2)
-    for tokens in range(1, MOST_TOKENS + 1):
+    for tokens in (*range(1, 20), MOST_TOKENS):
         x = random(1, tokens, size)
         expected = x.double() @ weight.double().t()
         close = {"rtol": 1e-5, "atol": 1e-5}

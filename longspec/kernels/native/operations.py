@@ -14,7 +14,7 @@ from torch import Tensor
 from longspec.kernels.native.library import native_library
 from longspec.kernels.shared.reference import HeadNorms
 
-MOST_TOKENS = 16
+MOST_TOKENS = 32
 """Largest number of tokens for which these functions are faster than torch's. A product with more is bound by
 arithmetic, and torch's own uses the caches better."""
 
