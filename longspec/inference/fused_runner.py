@@ -25,7 +25,7 @@ class FusedRunner(Runner):
 
     def __init__(self, model: GlideMixin, operations: Operations, attention: str = "auto") -> None:
         super().__init__(model, attention)
-        self.operations = operations
+        self.operations: Operations = operations
         self.capturable = operations.capturable and self.device.type == "cuda"
         self.backbone: Any = model.model
         self.layers = [FusedTargetLayer(layer) for layer in self.backbone.layers]

@@ -90,9 +90,9 @@ def generate(
     method: vanilla, seq, tree, magicdec, lookup (prompt lookup) or auto; None is tree if tree_shape, tree_nodes or
     lookup_branches is given or several ranks share the target, else auto. seq, magicdec and lookup draft chains of
     gamma tokens, tree drafts trees of tree_shape. seq and tree need a trained draft unless allow_untrained_draft is
-    set. auto chooses between vanilla, lookup and the best nodes of a tree of some or all levels (8 nodes on a CPU, 16,
-    32 or 64 on a GPU) before each round, from the acceptances so far and the times of rounds, which it measures once
-    per device (see `adaptive`); without a trained draft it does without trees.
+    set. auto chooses between vanilla, lookup and the best nodes of a tree of some or all levels (6 or 12 nodes on a
+    CPU, 16, 32 or 64 on a GPU) before each round, from the acceptances so far and the times of rounds, which it
+    measures once per device (see `adaptive`); without a trained draft it does without trees.
     tree_shape: number of nodes in each level, None for 4 16 16 16 16; auto takes no more than the vocabulary has.
     eos_token_id, pad_token_id: None takes the model's own. seed: 0 ... 2^64 - 1; None draws from torch's global
     generator.

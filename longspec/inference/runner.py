@@ -11,6 +11,7 @@ from longspec.inference.cache import DraftCache, SlotWriter, TargetCache
 from longspec.kernels.decoding.attention import decoding_attention
 from longspec.models.draft_layer import head_dim
 from longspec.models.glide import GlideMixin
+from longspec.models.residual import Operations
 from longspec.models.target_attention import Attend, QueryAttend, run_backbone
 
 
@@ -19,6 +20,8 @@ class Runner:
 
     capturable = False
     """Whether a CUDA graph may capture its passes."""
+    operations: Operations | None = None
+    """Those of fused layers; None for transformers' modules."""
     owned: tuple[str, ...] = ("model",)
     """The attributes that hold weights."""
 

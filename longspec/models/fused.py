@@ -27,9 +27,10 @@ FEATURE = "feature_proj"
 def can_fuse(model: Any) -> bool:
     """Whether the classes below compute every layer of a pair exactly.
 
-    They need plain linears in one dtype, biases on q, k and v only, the family's RMSNorm, a gated SiLU MLP, and weights
-    that own their memory, so that they can become views of merged weights. No module of the pair may have a hook but
-    the sum over the ranks that share a target. An adapter, a quantized linear or another lm_head rules a pair out.
+    They need contiguous parameters of one dtype, plain linears, biases on q, k and v only, the family's RMSNorm, a
+    gated SiLU MLP, and weights that own their memory, so that they can become views of merged weights. No module of the
+    pair may have a hook but the sum over the ranks that share a target. An adapter, a quantized linear or another
+    lm_head rules a pair out.
     """
     backbone, head, norm_class = model.model, model.lm_head, model.draft_layer_class.norm_class
     return (
@@ -38,7 +39,8 @@ def can_fuse(model: Any) -> bool:
         and type(backbone.embed_tokens) in (nn.Embedding, VocabularyEmbedding)
         and isinstance(backbone.norm, norm_class)
         and not any(_has_hook(module) for module in model.modules())
-        and all(_is_plain(layer, norm_class, head.weight.dtype) for layer in (*backbone.layers, model.draft_model))
+        and all(_is_plain(layer, norm_class) for layer in (*backbone.layers, model.draft_model))
+        and all(x.dtype == head.weight.dtype and x.is_contiguous() for x in model.parameters())
     )
 
 
@@ -50,7 +52,7 @@ def _has_hook(module: nn.Module) -> bool:
     )
 
 
-def _is_plain(layer: Any, norm_class: type, dtype: torch.dtype) -> bool:
+def _is_plain(layer: Any, norm_class: type) -> bool:
     leaves = (item for item in layer.named_modules() if not list(item[1].children()))
     modules: dict[str, Any] = {name: module for name, module in leaves if not isinstance(module, nn.ModuleList)}
     linears = {name: module for name, module in modules.items() if name.endswith("_proj")}
@@ -58,7 +60,7 @@ def _is_plain(layer: Any, norm_class: type, dtype: torch.dtype) -> bool:
     # Exactly nn.Linear: a subclass, such as an adapter or a quantized linear, computes something else.
     return (
         {name.rpartition(".")[2] for name in linears} - {FEATURE} == PROJECTIONS
-        and all(type(x) is nn.Linear and x.weight.dtype == dtype for x in linears.values())
+        and all(type(x) is nn.Linear for x in linears.values())
         and all(x.bias is None for name, x in linears.items() if not name.endswith(("q_proj", "k_proj", "v_proj")))
         and all(isinstance(x, norm_class | nn.SiLU | SiLUActivation) for x in others)
         and all(_can_merge(linears) for linears in _merged_linears(layer))

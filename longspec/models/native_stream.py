@@ -17,7 +17,7 @@ class NativeOperations(TorchOperations):
     """The functions of `kernels.native`."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if x.shape[0] * x.shape[1] > MOST_TOKENS or not weight.is_contiguous():
+        if x.shape[0] * x.shape[1] > MOST_TOKENS:
             return F.linear(x, weight, bias)
         return operations.product(x.contiguous(), weight, bias)
 
@@ -42,12 +42,13 @@ class _NativeStream(ResidualStream):
         return operations.gated_product(self.normed(norm), weight)
 
     def _add_product(self, x: Tensor, weight: Tensor, last: bool) -> None:
-        operations.add_product(self.hidden, x.contiguous(), weight.contiguous())
+        operations.add_product(self.hidden, x.contiguous(), weight)
 
     def rotate_and_store(self, qkv: Tensor, slots: TokenSlots, norms: HeadNorms | None = None) -> Tensor:
         row_stride, head_dim = slots.keys.stride(0), slots.keys.shape[3]
         if self.places is None:
-            rows = torch.arange(len(qkv)) if slots.rows is None else slots.rows
+            assert slots.rows is None  # only captured passes select rows
+            rows = torch.arange(len(qkv), device=qkv.device)
             places = rows[:, None] * row_stride + slots.slots * head_dim
             self.places = places.where(slots.slots >= 0, -1).long().contiguous()
         stores = Stores(slots.keys, slots.values, self.places)

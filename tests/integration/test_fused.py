@@ -202,6 +202,8 @@ def test_decoding_on_a_cpu_is_fused_unless_told_otherwise(tmp_path: Path) -> Non
     model = make_pair(tmp_path)
     fused = make_runner(model, "auto", compiled=True)
     assert isinstance(fused, FusedRunner) and isinstance(fused.operations, NativeOperations) and not fused.capturable
+    bfloat = make_runner(make_pair(tmp_path, dtype=torch.bfloat16), "auto", compiled=True)
+    assert isinstance(bfloat, FusedRunner) and type(bfloat.operations) is TorchOperations
     assert type(make_runner(model, "auto", compiled=False)) is Runner
     model.model.register_forward_hook(lambda *_: None)
     assert type(make_runner(model, "auto", compiled=True)) is Runner
@@ -251,6 +253,8 @@ def test_what_cannot_be_fused_is_told(tmp_path: Path) -> None:
     assert refused(lambda m: setattr(m.model.layers[0].mlp, "up_proj", Adapted(32, 48, bias=False)))
     assert refused(lambda m: m.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *_: None))
     assert refused(lambda m: m.draft_model.cross_attn.q_proj.half())
+    assert refused(lambda m: m.model.layers[1].input_layernorm.half())
+    assert refused(lambda m: setattr(m.lm_head.weight, "data", m.lm_head.weight.t().contiguous().t()))
     assert refused(lambda m: setattr(m.draft_model.self_attn.k_proj, "bias", None))
     assert refused(lambda m: setattr(m.draft_model.extra_cross_attn[0].q_proj, "bias", None))
     assert refused(lambda m: m.draft_model.feature_proj.register_forward_hook(lambda *_: None))

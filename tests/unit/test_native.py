@@ -1,7 +1,8 @@
 """The compiled kernels of a CPU against plain references, and what happens on a machine that cannot compile them."""
 
 import logging
-import subprocess
+import platform
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,30 @@ from longspec.kernels.shared.reference import HeadNorms
 CPU = torch.device("cpu")
 WIDTHS = [(64, 96), (1, 1), (37, 5), (576, 51), (20, 130)]
 """Inputs and outputs of a product: multiples of a vector and of a block, and others."""
-needs_gcc = pytest.mark.skipif(native_library() is None, reason="needs gcc")
+
+
+@pytest.fixture(scope="module", params=["native", "haswell", "x86-64"])
+def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The kernels for this machine, with AVX2, and with the instructions of every x86 CPU."""
+    if request.param != "native" and (platform.machine() != "x86_64" or " avx2 " not in library._cpu()):
+        pytest.skip("needs an x86 CPU with AVX2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "FLAGS", (*library.FLAGS, f"-march={request.param}"))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        native_library.cache_clear()
+        if native_library() is None:
+            pytest.skip("needs gcc")
+        yield
+    native_library.cache_clear()
+
+
+@pytest.fixture
+def forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache folder; what was loaded is forgotten before and after the test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native_library.cache_clear()
+    yield tmp_path / "longspec" / "native"
+    native_library.cache_clear()
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -36,11 +60,11 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@needs_gcc
+@pytest.mark.usefixtures("build")
 @pytest.mark.parametrize(("size", "out"), WIDTHS)
 def test_products_equal_their_references_for_every_number_of_tokens(size: int, out: int, threads: None) -> None:
     weight, bias = random(2 * out, size, seed=1) / size**0.5, random(2 * out, seed=2)
-    for tokens in (*range(1, 20), MOST_TOKENS):
+    for tokens in (*range(20), MOST_TOKENS):
         x = random(1, tokens, size)
         expected = x.double() @ weight.double().t()
         close = {"rtol": 1e-5, "atol": 1e-5}
@@ -54,18 +78,23 @@ def test_products_equal_their_references_for_every_number_of_tokens(size: int, o
         torch.testing.assert_close(operations.gated_product(x, weight).double(), F.silu(gate) * up, **close)
 
 
-@needs_gcc
-def test_a_tokens_result_does_not_depend_on_the_number_of_tokens() -> None:
-    """So a tree's logits are those of vanilla decoding, as far as products go."""
-    weight, x = random(130, 576, seed=1), random(1, MOST_TOKENS, 576)
-    alone = [operations.product(x[:, :1], weight), operations.gated_product(x[:, :1], weight)]
-    for tokens in range(2, MOST_TOKENS + 1):
-        part = x[:, :tokens].contiguous()
-        assert torch.equal(operations.product(part, weight)[:, :1], alone[0])
-        assert torch.equal(operations.gated_product(part, weight)[:, :1], alone[1])
+@pytest.mark.usefixtures("build")
+@pytest.mark.parametrize("size", [576, 37])
+def test_a_tokens_result_does_not_depend_on_the_number_of_tokens(size: int, threads: None) -> None:
+    """So a tree's logits are those of vanilla decoding. The last token of each call is the same."""
+    weight, token = random(130, size, seed=1), random(1, 1, size)
+    k, v = random(2, 1, 2, 90, 20, seed=2)
+    alone = None
+    for tokens in (1, 2, 5, 6, 7, 12, 16, 32):
+        x = torch.cat([random(1, tokens - 1, size, seed=3), token], 1)
+        q = x[..., :20].expand(4, -1, -1)[None].contiguous()
+        attended = operations.attention(q, k, v, torch.tensor([85], dtype=torch.int32), None, 0.2)
+        found = [operations.product(x, weight)[0, -1], operations.gated_product(x, weight)[0, -1], attended[0, :, -1]]
+        alone = alone or found
+        assert all(map(torch.equal, found, alone)), tokens
 
 
-@needs_gcc
+@pytest.mark.usefixtures("build")
 def test_a_gate_of_any_size_has_the_silu_of_torch() -> None:
     gate = torch.cat([torch.linspace(-100, 100, 4001), torch.tensor([-1e30, 1e30, 0.0, torch.nan])])
     weight = torch.cat([gate, torch.ones_like(gate)])[:, None].contiguous()
@@ -73,14 +102,14 @@ def test_a_gate_of_any_size_has_the_silu_of_torch() -> None:
     torch.testing.assert_close(found.double(), F.silu(gate.double()), rtol=1e-6, atol=1e-30, equal_nan=True)
 
 
-@needs_gcc
+@pytest.mark.usefixtures("build")
 @pytest.mark.parametrize("size", [1, 20, 576])
 def test_rms_norm_equals_its_reference(size: int) -> None:
     x, weight = 3 * random(2, 5, size), random(size, seed=1)
     torch.testing.assert_close(operations.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
 
 
-@needs_gcc
+@pytest.mark.usefixtures("build")
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (5, 5, 40), (0, 3, 8), (6, 1, 20)])
 def test_rotate_and_store_equals_its_reference(heads: int, kv_heads: int, head_dim: int, has_norms: bool) -> None:
@@ -100,12 +129,12 @@ def test_rotate_and_store_equals_its_reference(heads: int, kv_heads: int, head_d
     for cache, wanted in zip(caches, expected_caches, strict=True):
         torch.testing.assert_close(cache, wanted, rtol=1e-5, atol=1e-6)
 
-    if heads and norms is None:
+    if heads and not has_norms:
         q = qkv[..., : heads * head_dim].contiguous()
         torch.testing.assert_close(operations.rotate_and_store(q, positions, rope, head_dim), expected)
 
 
-@needs_gcc
+@pytest.mark.usefixtures("build")
 @pytest.mark.parametrize("head_dim", [16, 20, 7])
 def test_attention_takes_every_head_dimension(head_dim: int, threads: None) -> None:
     """And keys and values that are parts of a larger cache."""
@@ -121,7 +150,7 @@ def test_attention_takes_every_head_dimension(head_dim: int, threads: None) -> N
     torch.testing.assert_close(operations.attention(q, k, v, lengths, mask, 0.3), expected, rtol=1e-5, atol=1e-5)
 
 
-@needs_gcc
+@pytest.mark.usefixtures("build")
 def test_nan_is_not_lost() -> None:
     """A model whose weights are broken is reported, not decoded."""
     x, weight = torch.full((1, 2, 32), torch.nan), random(8, 32)
@@ -131,41 +160,49 @@ def test_nan_is_not_lost() -> None:
     assert operations.attention(q, k, k, torch.tensor([9], dtype=torch.int32), None, 0.1).isnan().all()
 
 
+needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+
+
 @needs_gcc
-def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_the_library_is_compiled_once(forgotten: Path) -> None:
     compiled = library._compiled()
     written = compiled.stat().st_mtime_ns
     assert library._compiled() == compiled and compiled.stat().st_mtime_ns == written
-    assert list(compiled.parent.iterdir()) == [compiled]  # nothing half done is left
+    assert list(forgotten.iterdir()) == [compiled]  # nothing half done is left
+
+
+def test_no_kernel_reads_numbers_of_another_dtype() -> None:
+    """It would read them as float32, or past their end."""
+    x, weight = random(1, 2, 8), random(4, 8)
+    for inputs in ((x.bfloat16(), weight), (x, weight.bfloat16()), (x, weight.t())):
+        with pytest.raises(AssertionError):
+            operations.product(*inputs)
 
 
 def test_without_a_compiler_one_line_says_so_and_torch_decodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    forgotten: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(library.shutil, "which", lambda name: None)
-    native_library.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert not runs_native(CPU, torch.float32) and not runs_native(CPU, torch.float32)
     assert caplog.text.count("gcc is not installed") == 1
     assert decoding_attention("auto", CPU, torch.float32, 64).name == "sdpa"
     with pytest.raises(UserError, match="'native' cannot run here: it needs a CPU, float32 and gcc"):
         decoding_attention("native", CPU, torch.float32, 64)
-    native_library.cache_clear()
 
 
-def test_a_compiler_that_fails_leaves_its_last_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@needs_gcc
+def test_a_failure_of_the_compiler_is_one_line(
+    forgotten: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    failed = subprocess.CalledProcessError(1, "gcc", stderr="decoding.c: in function\nerror: no OpenMP\n")
+    monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, "-nostdinc"))
+    assert native_library() is None
+    assert len(caplog.records) == 1 and "error: no include path in which to search for math.h" in caplog.text
 
-    def fail(*args: object, **kwargs: object) -> None:
-        raise failed
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(library.shutil, "which", lambda name: "gcc")
-    monkeypatch.setattr(library.subprocess, "run", fail)
-    native_library.cache_clear()
-    assert native_library() is None and "(error: no OpenMP)" in caplog.text
-    native_library.cache_clear()
+def test_a_user_without_a_home_decodes_on_torch(forgotten: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(library, "cache_folder", fail)
+    assert native_library() is None

@@ -72,7 +72,7 @@ def cache_key(
         "plans": [plan.name for plan in plans],
         "device": device_name(device),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
-        "passes": type(runner).__name__,
+        "operations": type(runner.operations).__name__,
         "attention": runner.attention.name,
         "captured": runner.capturable,
         "dtype": str(runner.dtype),

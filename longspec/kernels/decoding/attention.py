@@ -21,8 +21,8 @@ MODULES = {"flash": ("triton", "fa3_fwd_interface"), "triton": ("triton",), "nat
 
 
 def decoding_attention(requested: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> DecodingAttention:
-    """The requested backend: "flash" (FlashAttention-3), "triton", "native" (compiled for the
-    CPU), "sdpa", or "auto" for the fastest that runs here.
+    """The requested backend: "flash" (FlashAttention-3), "triton", "native" (compiled for the CPU), "sdpa", or
+    "auto" for the fastest that runs here.
 
     Logs once why a GPU runs on "sdpa" alone, and with "auto" which missing package or other dtype would provide a
     faster backend. Raises UserError for an unknown name and for a backend requested by name that cannot run here.

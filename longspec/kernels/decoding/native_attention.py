@@ -4,7 +4,7 @@ from torch import Tensor
 
 from longspec.kernels.decoding.attention_interface import Attend
 from longspec.kernels.decoding.sdpa_attention import SdpaAttention
-from longspec.kernels.native.operations import MOST_TOKENS, attention
+from longspec.kernels.native.operations import MOST_QUERIES, attention
 
 
 class NativeAttention(SdpaAttention):
@@ -39,4 +39,4 @@ class NativeAttention(SdpaAttention):
 
 def _are_many(queries: Tensor) -> bool:
     """Whether there are too many queries [B, N, ...]."""
-    return queries.shape[0] * queries.shape[1] > MOST_TOKENS
+    return queries.shape[0] * queries.shape[1] > MOST_QUERIES

@@ -2,7 +2,7 @@
 //
 // A product of few tokens takes about as long as its weights take to arrive from memory. Each weight is read once for
 // all tokens, in the checkpoint's own layout. A token's result does not depend on the other tokens of a call.
-// Matrices are contiguous with the last dimension first in memory, unless a stride is given.
+// Matrices are row-major and contiguous, unless a stride is given.
 
 #include <math.h>
 
@@ -14,7 +14,8 @@ enum { LANES = 8, COLUMNS = 2 };
 enum { LANES = 4, COLUMNS = 4 };
 #endif
 enum { TOKENS = 6, TILE = 64 };
-// The sums of TOKENS tokens and COLUMNS columns (or vectors of columns) stay in registers, and the values of TILE slots in the first cache.
+// With AVX, the sums of TOKENS tokens and COLUMNS columns (or vectors of columns) stay in registers. The values of TILE
+// slots stay in the first cache.
 
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef float quad __attribute__((vector_size(16)));
@@ -28,7 +29,7 @@ typedef int fours __attribute__((vector_size(16)));
     }
 
 INLINE long smaller(long a, long b) { return a < b ? a : b; }
-// The first of the items of one of `parts` threads
+// Where thread `part` of `parts` starts in `items`
 INLINE long share(long items, int part, int parts) { return items * part / parts; }
 
 // Four numbers with the sum of x
@@ -65,8 +66,8 @@ static __attribute__((noinline)) float dot(const float *x, const float *w, long 
 }
 
 // y[t, c] = x[t] . w[c]. The numbers of tokens, columns and fetches are constants, so the loops over them unroll.
-// Prefetches `fetches` cache lines from `ahead` on per vector of inputs.
-INLINE void block(const float *x, const float *w, float *y, long in, long out, const char *ahead, int tokens,
+// Each vector of inputs also prefetches `fetches` vectors, the first at `ahead`.
+INLINE void block(const float *x, const float *w, float *y, long in, long out, const float *ahead, int tokens,
                   int columns, int fetches) {
     lanes sums[TOKENS][COLUMNS];
     UNROLL for (int t = 0; t < tokens; t++)
@@ -76,7 +77,7 @@ INLINE void block(const float *x, const float *w, float *y, long in, long out, c
     for (long i = 0; i < whole; i += LANES) {
         lanes weights[COLUMNS];
         UNROLL for (int c = 0; c < columns; c++) weights[c] = *(const lanes *)(w + c * in + i);
-        UNROLL for (int f = 0; f < fetches; f++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+        UNROLL for (int f = 0; f < fetches; f++, ahead += LANES) __builtin_prefetch(ahead, 0, 2);
         UNROLL for (int t = 0; t < tokens; t++) {
             lanes inputs = *(const lanes *)(x + t * in + i);
             UNROLL for (int c = 0; c < columns; c++) sums[t][c] += inputs * weights[c];
@@ -89,14 +90,14 @@ INLINE void block(const float *x, const float *w, float *y, long in, long out, c
                 y[t * out + c] += dot(x + t * in + whole, w + c * in + whole, in - whole);
 }
 
-// The same for any number of tokens, in steps of equal size. Each step fetches its share of the next block.
+// The same for any number of tokens, in steps of up to TOKENS. Each step fetches its share of the next block.
 INLINE void blocks(const float *x, const float *w, float *y, long tokens, long in, long out, int columns) {
     long steps = (tokens + TOKENS - 1) / TOKENS, step = (tokens + steps - 1) / steps;
     int half = (columns + 1) / 2;
-    const char *next = (const char *)(w + columns * in);
+    const float *next = w + columns * in;
     #define ALL_AT_ONCE(n) block(x, w, y, in, out, next, n, columns, columns)
     #define IN_STEPS(n) \
-        block(x + t * in, w, y + t * out, in, out, next + t / step * half * (in / LANES) * 64, n, columns, half)
+        block(x + t * in, w, y + t * out, in, out, next + t / step * half * (in - in % LANES), n, columns, half)
     if (steps == 1)
         CALL_WITH_TOKENS(tokens, ALL_AT_ONCE)
     else
@@ -105,6 +106,7 @@ INLINE void blocks(const float *x, const float *w, float *y, long tokens, long i
 
 // Columns from ... to - 1 of y [tokens, out] = x [tokens, in] @ w [out, in].T
 static void columns(const float *x, const float *w, float *y, long tokens, long in, long out, long from, long to) {
+    if (!tokens) return;
     long c = from;
     for (; c + COLUMNS <= to; c += COLUMNS) blocks(x, w + c * in, y + c, tokens, in, out, COLUMNS);
     for (; c < to; c++) blocks(x, w + c * in, y + c, tokens, in, out, 1);
@@ -124,17 +126,17 @@ void product(const float *x, const float *w, const float *bias, float *y, float 
     }
 }
 
-// exp(x) with a relative error below 2e-7 up to 88. A loop over it becomes vector instructions.
+// exp(x) with a relative error below 3e-7 up to 88. A loop over it becomes vector instructions.
 INLINE float exponential(float x) {
     x = x < -87 ? -87 : x > 89 ? 89 : x;  // exp(89) is inf, and NaN passes
-    float n = rintf(x * 1.44269504f), r = fmaf(n, -1.42860677e-6f, fmaf(n, -0.693145752f, x));  // x - n log 2
+    float n = rintf(x * 1.44269504f), r = (x - n * 0.693145752f) - n * 1.42860677e-6f;  // x - n log 2
     float series = 1.0f / 720;
-    series = fmaf(series, r, 1.0f / 120);
-    series = fmaf(series, r, 1.0f / 24);
-    series = fmaf(series, r, 1.0f / 6);
-    series = fmaf(series, r, 0.5f);
-    series = fmaf(series, r, 1.0f);
-    series = fmaf(series, r, 1.0f);
+    series = series * r + 1.0f / 120;
+    series = series * r + 1.0f / 24;
+    series = series * r + 1.0f / 6;
+    series = series * r + 0.5f;
+    series = series * r + 1.0f;
+    series = series * r + 1.0f;
     union { int bits; float value; } power = {((int)n + 127) << 23};
     return series * power.value;
 }
@@ -251,20 +253,19 @@ INLINE void softmax(float *scores, long slots, float scale) {
 // Attention of q [sequences, heads, nodes, size]: out, of the same shape. A query sees a range of slots and, of the
 // `others` slots after it, those where mask [sequences, nodes, others] is 1. Without a window the range is
 // 0 ... lengths[b] - 1. With one, it is a ring of `window` slots, of which a query at lengths[b] + level sees the
-// newest (see `DecodingAttention.window`). scratch: `scratch_size` floats per thread, for the scores of the
-// heads / kv_heads * nodes queries of a KV head, each rounded up to a multiple of 16 slots.
+// newest (see `DecodingAttention.window`). The heads / kv_heads * nodes queries of a KV head are split into `splits`
+// parts. scratch: `scratch_size` floats per thread, for the scores of a part, each row rounded up to 16 slots.
 void attention(const float *q, const float *keys, const float *values, float *out, float *scratch, const int *lengths,
                const unsigned char *mask, long sequences, long heads, long kv_heads, long nodes, long size,
-               long sequence_stride, long head_stride, long others, long window, long level, long scratch_size,
-               float scale, int threads) {
-    long queries = heads / kv_heads * nodes, splits = 1;
-    while (sequences * kv_heads * splits % threads && splits < queries) splits++;
-    long units = sequences * kv_heads * splits;
+               long sequence_stride, long head_stride, long others, long window, long level, long splits,
+               long scratch_size, float scale, int threads) {
+    long queries = heads / kv_heads * nodes, units = sequences * kv_heads * splits;
     #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int part = 0; part < threads; part++)
         for (long unit = share(units, part, threads); unit < share(units, part + 1, threads); unit++) {
             long pair = unit / splits, sequence = pair / kv_heads;
-            long from = share(queries, unit % splits, splits), count = share(queries, unit % splits + 1, splits) - from;
+            long from = share(queries, unit % splits, splits);
+            long count = share(queries, unit % splits + 1, splits) - from;
             long place = sequence * sequence_stride + pair % kv_heads * head_stride;
             const float *own_q = q + (pair * queries + from) * size;
             float *y = out + (pair * queries + from) * size, *scores = scratch + part * scratch_size;
@@ -273,7 +274,8 @@ void attention(const float *q, const float *keys, const float *values, float *ou
             long length = lengths[sequence], oldest = window && length + level > window ? length + level - window : 0;
             long seen = length > oldest ? length - oldest : 0, start = window ? oldest % window : 0;
             long before = window ? smaller(seen, window - start) : seen;
-            long starts[] = {start, 0, window ? window : length}, sizes[] = {before, seen - before, others};
+            long starts[] = {start, 0, window ? window : length};
+            long sizes[] = {before, seen - before, others};
             long slots = seen + others, stride = (slots + LANES - 1) / LANES * LANES;
 
             for (long range = 0, slot = 0; range < 3; slot += sizes[range++])

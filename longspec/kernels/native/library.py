@@ -35,7 +35,7 @@ ARGUMENTS = {
     "gated_product": [Pointer] * 4 + [Long] * 3 + [Int],
     "rms_norm": [Pointer] * 3 + [Long] * 2 + [Float],
     "rotate_and_store": [Pointer] * 10 + [Float] + [Long] * 6,
-    "attention": [Pointer] * 7 + [Long] * 11 + [Float, Int],
+    "attention": [Pointer] * 7 + [Long] * 12 + [Float, Int],
 }
 """Types of the functions' arguments; none returns a value."""
 
@@ -53,7 +53,7 @@ def native_library() -> ctypes.CDLL | None:
         for name, arguments in ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: the user has no home
         logger.warning("decoding on the CPU is slower than it could be: no compiled kernels (%s)", _reason(error))
         return None
     return library
@@ -77,6 +77,8 @@ def _compiled() -> Path:
             # other.
             for command in (["-c", str(SOURCE), "-o", compiled, *FLAGS], ["-shared", compiled, "-o", linked]):
                 subprocess.run([compiler, *command], capture_output=True, text=True, check=True, timeout=COMPILE_S)
+            with open(linked, "rb") as file:
+                os.fsync(file.fileno())  # a power failure must not leave a part of it
             os.replace(linked, target)
     return target
 
@@ -92,9 +94,9 @@ def _cpu() -> str:
 
 
 def _reason(error: Exception) -> str:
-    """One line that says what went wrong."""
-    output = getattr(error, "stderr", None)
-    return (output.strip().splitlines() or [str(error)])[-1] if output else str(error)
+    """One line that says what went wrong: of a compiler's output, the first error."""
+    lines = (getattr(error, "stderr", None) or "").splitlines()
+    return next((line for line in lines if "error:" in line), str(error))
 
 
 def runs_native(device: torch.device, dtype: torch.dtype) -> bool:

@@ -15,8 +15,9 @@ from longspec.kernels.native.library import native_library
 from longspec.kernels.shared.reference import HeadNorms
 
 MOST_TOKENS = 32
-"""Largest number of tokens for which these functions are faster than torch's. A product with more is bound by
-arithmetic, and torch's own uses the caches better."""
+"""Largest number of tokens for which products are faster than torch's. Those of more are bound by arithmetic."""
+MOST_QUERIES = 16
+"""Largest number of tokens for which attention is about as fast as torch's, or faster."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -52,12 +53,13 @@ def gated_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Stores(NamedTuple):
-    """Keys and values [B, K, S, D] with the same strides, the last two dimensions contiguous, and the place of each
-    token of a pass: LongTensor [B, N], row · stride + slot · D, negative for a token that is not stored."""
+    """Where the keys and values of a pass's tokens go."""
 
     keys: Tensor
+    """[B, K, S, D], the last two dimensions contiguous; `values` has the same strides."""
     values: Tensor
     places: Tensor
+    """LongTensor [B, N]: row · stride of a row + slot · D; negative for a token that is not stored."""
 
 
 def rotate_and_store(
@@ -74,17 +76,18 @@ def rotate_and_store(
     the heads before the rotation, which change qkv.
     """
     sequences, nodes, width = qkv.shape
-    assert stores is None or stores.keys.stride() == stores.values.stride()
     kv_heads = 0 if stores is None else stores.keys.shape[1]
     heads = width // head_dim - 2 * kv_heads
     q = qkv.new_empty(sequences, heads, nodes, head_dim)
     keys, values, places, stride = None, None, None, 0
     if stores is not None:
-        keys, values, places = stores.keys.data_ptr(), stores.values.data_ptr(), _pointer(stores.places)
-        stride = stores.keys.stride(1)
+        assert stores.keys.dtype == stores.values.dtype == torch.float32
+        assert stores.keys.stride() == stores.values.stride()
+        keys, values, stride = stores.keys.data_ptr(), stores.values.data_ptr(), stores.keys.stride(1)
+        places = _pointer(stores.places, torch.long)
     q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
     _library().rotate_and_store(
-        *(_pointer(qkv), _pointer(q), keys, values, *map(_pointer, rope), _pointer(positions), places),
+        *(_pointer(qkv), _pointer(q), keys, values, *map(_pointer, rope), _pointer(positions, torch.long), places),
         *(_pointer(q_norm), _pointer(k_norm), eps),
         *(sequences * nodes, nodes, heads, kv_heads, head_dim, stride),
     )
@@ -101,18 +104,23 @@ def attention(
     the M slots are those after the ring. A query that sees no slot gets 0.
     """
     sequences, heads, nodes, size = q.shape
-    assert k.stride() == v.stride() and k.stride()[2:] == (size, 1)
+    assert k.dtype == v.dtype == torch.float32 and k.stride() == v.stride() and k.stride()[2:] == (size, 1)
     kv_heads, others = k.shape[1], 0 if mask is None else mask.shape[2]
     q = q.contiguous()
     out = torch.empty_like(q)
     threads = torch.get_num_threads()
+    # The queries of a KV head are split until all threads have as many parts.
+    queries, splits = heads // kv_heads * nodes, 1
+    while sequences * kv_heads * splits % threads and splits < queries:
+        splits += 1
     slots = (window or max(lengths.tolist())) + others
-    scratch_size = heads // kv_heads * nodes * (slots + -slots % 16)
+    scratch_size = -(-queries // splits) * (slots + -slots % 16)
     scratch = q.new_empty(threads * scratch_size)
     _library().attention(
-        *(_pointer(q), k.data_ptr(), v.data_ptr(), _pointer(out), _pointer(scratch), _pointer(lengths), _pointer(mask)),
-        *(sequences, heads, kv_heads, nodes, size, k.stride(0), k.stride(1), others, window, level, scratch_size),
-        *(scale, threads),
+        *(_pointer(q), k.data_ptr(), v.data_ptr(), _pointer(out), _pointer(scratch)),
+        *(_pointer(lengths, torch.int32), _pointer(mask, torch.bool)),
+        *(sequences, heads, kv_heads, nodes, size, k.stride(0), k.stride(1), others, window, level),
+        *(splits, scratch_size, scale, threads),
     )
     return out
 
@@ -122,10 +130,10 @@ def _sizes(x: Tensor, out: int) -> tuple[int, int, int, int]:
     return x.shape[0] * x.shape[1], x.shape[2], out, torch.get_num_threads()
 
 
-def _pointer(x: Tensor | None) -> int | None:
+def _pointer(x: Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
     if x is None:
         return None
-    assert x.is_contiguous()
+    assert x.dtype == dtype and x.is_contiguous()
     return x.data_ptr()
 
 
