@@ -14,6 +14,7 @@ from test_command import ROOT, arguments, draft_of, lines_of, make_target, refus
 
 from longspec.inference.generate import GenerationOutput, generate
 from longspec.locks import LOCK_NAME, locked
+from longspec.kernels.native.library import native_library
 from longspec.longbench import measurement
 from longspec.longbench.command import main, parse_options
 from longspec.longbench.plan import make_plan
@@ -99,7 +100,8 @@ def test_every_configuration_has_a_default_folder_of_its_own(
     longer = [str(write_records(tmp_path / "data", count=6)) if option == str(data) else option for option in options]
     all_folders = [*folders.values(), folder(line=swapped), folder(line=longer)]
     assert len(set(all_folders)) == len(all_folders)
-    chosen_by_default = ("--attention", "sdpa", "--dtype", "float32", "--max_gen_len", "64", "--gamma", "7")
+    attention = "sdpa" if native_library() is None else "native"
+    chosen_by_default = ("--attention", attention, "--dtype", "float32", "--max_gen_len", "64", "--gamma", "7")
     assert folder(*chosen_by_default) == folder()
     assert not (tmp_path / "outputs").exists()
 
