@@ -13,8 +13,8 @@ import pytest
 from test_command import ROOT, arguments, draft_of, lines_of, make_target, refusal, write_records
 
 from longspec.inference.generate import GenerationOutput, generate
-from longspec.locks import LOCK_NAME, locked
 from longspec.kernels.native.library import native_library
+from longspec.locks import LOCK_NAME, locked
 from longspec.longbench import measurement
 from longspec.longbench.command import main, parse_options
 from longspec.longbench.plan import make_plan
