@@ -1,6 +1,7 @@
 """Runs before any test module: Triton's interpreter where there is no GPU, and the helpers' folder on the path."""
 
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -25,11 +26,11 @@ torch.set_num_threads(1)  # tensors this small lose more to the hand-over betwee
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    missing = {"gpu": not torch.cuda.is_available(), "gcc": shutil.which("gcc") is None}
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for name, device in (("gpu", "a CUDA device"), ("gcc", "gcc")):
+            if missing[name] and item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=f"needs {device}"))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

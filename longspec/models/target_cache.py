@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +12,7 @@ from filelock import FileLock
 from safetensors import SafetensorError
 
 from longspec.errors import UserError, first_line
+from longspec.user_cache import user_cache
 
 SUFFIX = ".gguf"
 CONVERSION = 1
@@ -39,11 +39,6 @@ def resolve_target(target: str) -> str:
     return str(converted(path))
 
 
-def cache_folder() -> Path:
-    """The folder of converted targets, in $XDG_CACHE_HOME or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longspec" / "targets"
-
-
 def converted(file: Path, expected: str | None = None) -> Path:
     """The folder with the converted model of a GGUF file. Converts it unless the cache has an undamaged copy.
 
@@ -54,7 +49,7 @@ def converted(file: Path, expected: str | None = None) -> Path:
         if expected not in (None, digest):
             raise UserError(f"{file}: damaged (its SHA-256 is {digest}, not {expected}); install it again")
         # The content is part of the name, so a new file under an old name is converted again.
-        folder = cache_folder() / f"{file.stem}-{digest[:16]}-{CONVERSION}"
+        folder = user_cache("targets") / f"{file.stem}-{digest[:16]}-{CONVERSION}"
         if _is_whole(folder, digest):
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +57,7 @@ def converted(file: Path, expected: str | None = None) -> Path:
             if not _is_whole(folder, digest):  # another process may have converted it meanwhile
                 _convert(file, digest, folder)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{file}: cannot be converted into {cache_folder()} ({first_line(error)})") from error
+        raise UserError(f"{file}: cannot be converted into {user_cache('targets')} ({first_line(error)})") from error
     return folder
 
 

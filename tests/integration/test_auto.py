@@ -22,12 +22,13 @@ from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.lookup_trace import LookupTrace
 from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for
 from longspec.inference.adaptive.plans import CPU_WIDTH, Plan
-from longspec.inference.adaptive.time_cache import RoundTimes, cache_folder
+from longspec.inference.adaptive.time_cache import RoundTimes
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
 from longspec.longbench.command import parse_options
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.glide import GlideMixin
+from longspec.user_cache import user_cache
 
 SETTINGS: dict[str, Any] = {"method": "auto", "tree_shape": (3, 6, 6), "max_new_tokens": 30}
 
@@ -140,7 +141,7 @@ def test_the_same_seed_and_table_give_the_same_output(tmp_path: Path) -> None:
         plans.append(out.stats.rounds_by_plan)
         engine_pool.release(model)
     assert drawn[0] == drawn[2] != drawn[1] and plans[0] == plans[2]
-    assert len(list(cache_folder().glob("*.json"))) == 1
+    assert len(list(user_cache("round_times").glob("*.json"))) == 1
 
 
 def test_times_are_measured_once_and_damaged_files_replaced(
@@ -168,7 +169,7 @@ def test_times_are_measured_once_and_damaged_files_replaced(
 
     before = 0
     first = tokens()
-    (file,) = cache_folder().glob("*.json")
+    (file,) = user_cache("round_times").glob("*.json")
     whole = json.loads(file.read_text())
     before = len(measured)
     assert tokens() == first and len(measured) == 1
@@ -180,7 +181,7 @@ def test_times_are_measured_once_and_damaged_files_replaced(
             assert tokens() == first
         assert len(measured) == 2 + number and json.loads(file.read_text()) == whole
         assert caplog.messages.pop().startswith(str(file))
-    assert not list(cache_folder().glob("*.tmp"))
+    assert not list(user_cache("round_times").glob("*.tmp"))
 
 
 def test_an_unwritable_cache_is_a_warning(

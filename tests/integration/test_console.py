@@ -130,7 +130,7 @@ def test_prompts_that_leave_no_room_are_named_before_anything_is_generated(targe
 
 
 def test_bench_measures_what_the_pair_can_do(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time_cache, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(time_cache, "user_cache", lambda kind: tmp_path)
     generate, played = pairs.LoadedPair.generate, []
 
     def noted(self: pairs.LoadedPair, *args: Any, method: str, **options: Any) -> Any:

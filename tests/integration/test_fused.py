@@ -19,7 +19,6 @@ from longspec.inference.methods import METHODS, make_drafter
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
 from longspec.inference.select_runner import make_runner
-from longspec.kernels.native.library import native_library
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.fused import MergedLinear, can_fuse
 from longspec.models.glide import GlideMixin
@@ -53,8 +52,8 @@ OPERATIONS: dict[str, type[Operations]] = {
     "native": NativeOperations,
     "torch": TorchOperations,
 }
-needs_native = pytest.mark.skipif(native_library() is None, reason="needs gcc")
-each_operations = pytest.mark.parametrize("operations", ["triton", pytest.param("native", marks=needs_native), "torch"])
+NATIVE = pytest.param("native", marks=pytest.mark.gcc)
+each_operations = pytest.mark.parametrize("operations", ["triton", NATIVE, "torch"])
 
 
 def random_pair(folder: Path, family: str, **overrides: Any) -> GlideMixin:
@@ -197,7 +196,7 @@ def test_a_model_can_be_trained_after_a_runner_was_made_in_inference_mode(tmp_pa
     assert not any(parameter.is_inference() for parameter in model.parameters())
 
 
-@needs_native
+@pytest.mark.gcc
 def test_decoding_on_a_cpu_is_fused_unless_told_otherwise(tmp_path: Path) -> None:
     model = make_pair(tmp_path)
     fused = make_runner(model, "auto", compiled=True)

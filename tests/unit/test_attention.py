@@ -12,7 +12,6 @@ from longspec.kernels.decoding.attention import decoding_attention
 from longspec.kernels.decoding.attention_interface import DecodingAttention
 from longspec.kernels.decoding.native_attention import NativeAttention
 from longspec.kernels.decoding.sdpa_attention import SdpaAttention, masked_sdpa
-from longspec.kernels.native.library import native_library
 from longspec.kernels.shared.device import Gpu
 from longspec.kernels.shared.reference import attention_with_lse
 
@@ -20,7 +19,7 @@ FLASH = importlib.util.find_spec("fa3_fwd_interface") is not None
 INTERPRETED = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs interpreter")
 BACKENDS = [
     "sdpa cpu",
-    pytest.param("native cpu", marks=pytest.mark.skipif(native_library() is None, reason="needs gcc")),
+    pytest.param("native cpu", marks=pytest.mark.gcc),
     pytest.param("triton cpu", marks=INTERPRETED),
     pytest.param("sdpa cuda", marks=pytest.mark.gpu),
     pytest.param("triton cuda", marks=pytest.mark.gpu),

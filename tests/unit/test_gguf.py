@@ -24,6 +24,7 @@ from longspec.inference.registry import choose_pair
 from longspec.models import target_cache
 from longspec.models.gguf_tokenizer import write_tokenizer
 from longspec.models.target_cache import converted, resolve_target
+from longspec.user_cache import user_cache
 
 TOKENS = torch.arange(1, 60)[None]
 LLAMA3 = {
@@ -208,7 +209,7 @@ def test_files_that_are_no_target_are_one_line(tmp_path: Path, monkeypatch: pyte
         patch.setattr("longspec.models.gguf.save_torch_state_dict", Mock(side_effect=full))
         with pytest.raises(UserError, match=r"cannot be converted into .*No space left"):
             resolve_target(str(file))
-    assert not list(target_cache.cache_folder().glob("*.part"))
+    assert not list(user_cache("targets").glob("*.part"))
     raw = file.read_bytes()
     for length in (6, 100, 2000, len(raw) // 2, len(raw) - 1000):
         file.write_bytes(raw[:length])

@@ -1,23 +1,25 @@
 """The compiled kernels of a CPU against plain references, and what happens on a machine that cannot compile them."""
 
-import logging
 import platform
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from pairs import make_pair
 from torch import Tensor
 
 from longspec.errors import UserError
+from longspec.inference.generate import generate
+from longspec.inference.select_runner import make_runner
 from longspec.kernels.decoding.attention import decoding_attention
 from longspec.kernels.native import library, operations
-from longspec.kernels.native.library import native_library, runs_native
+from longspec.kernels.native.library import native_library
 from longspec.kernels.native.operations import MOST_TOKENS, Stores
 from longspec.kernels.shared import reference
 from longspec.kernels.shared.reference import HeadNorms
+from longspec.models.torch_stream import TorchOperations
 
 CPU = torch.device("cpu")
 WIDTHS = [(64, 96), (1, 1), (37, 5), (576, 51), (20, 130)]
@@ -33,8 +35,6 @@ def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         patch.setattr(library, "FLAGS", (*library.FLAGS, f"-march={request.param}"))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         native_library.cache_clear()
-        if native_library() is None:
-            pytest.skip("needs gcc")
         yield
     native_library.cache_clear()
 
@@ -60,6 +60,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.gcc
 @pytest.mark.usefixtures("build")
 @pytest.mark.parametrize(("size", "out"), WIDTHS)
 def test_products_equal_their_references_for_every_number_of_tokens(size: int, out: int, threads: None) -> None:
@@ -78,6 +79,7 @@ def test_products_equal_their_references_for_every_number_of_tokens(size: int, o
         torch.testing.assert_close(operations.gated_product(x, weight).double(), F.silu(gate) * up, **close)
 
 
+@pytest.mark.gcc
 @pytest.mark.usefixtures("build")
 @pytest.mark.parametrize("size", [576, 37])
 def test_a_tokens_result_does_not_depend_on_the_number_of_tokens(size: int, threads: None) -> None:
@@ -94,6 +96,7 @@ def test_a_tokens_result_does_not_depend_on_the_number_of_tokens(size: int, thre
         assert all(map(torch.equal, found, alone)), tokens
 
 
+@pytest.mark.gcc
 @pytest.mark.usefixtures("build")
 def test_a_gate_of_any_size_has_the_silu_of_torch() -> None:
     gate = torch.cat([torch.linspace(-100, 100, 4001), torch.tensor([-1e30, 1e30, 0.0, torch.nan])])
@@ -102,6 +105,7 @@ def test_a_gate_of_any_size_has_the_silu_of_torch() -> None:
     torch.testing.assert_close(found.double(), F.silu(gate.double()), rtol=1e-6, atol=1e-30, equal_nan=True)
 
 
+@pytest.mark.gcc
 @pytest.mark.usefixtures("build")
 @pytest.mark.parametrize("size", [1, 20, 576])
 def test_rms_norm_equals_its_reference(size: int) -> None:
@@ -109,6 +113,7 @@ def test_rms_norm_equals_its_reference(size: int) -> None:
     torch.testing.assert_close(operations.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
 
 
+@pytest.mark.gcc
 @pytest.mark.usefixtures("build")
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (5, 5, 40), (0, 3, 8), (6, 1, 20)])
@@ -134,6 +139,7 @@ def test_rotate_and_store_equals_its_reference(heads: int, kv_heads: int, head_d
         torch.testing.assert_close(operations.rotate_and_store(q, positions, rope, head_dim), expected)
 
 
+@pytest.mark.gcc
 @pytest.mark.usefixtures("build")
 @pytest.mark.parametrize("head_dim", [16, 20, 7])
 def test_attention_takes_every_head_dimension(head_dim: int, threads: None) -> None:
@@ -150,6 +156,7 @@ def test_attention_takes_every_head_dimension(head_dim: int, threads: None) -> N
     torch.testing.assert_close(operations.attention(q, k, v, lengths, mask, 0.3), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.gcc
 @pytest.mark.usefixtures("build")
 def test_nan_is_not_lost() -> None:
     """A model whose weights are broken is reported, not decoded."""
@@ -160,10 +167,7 @@ def test_nan_is_not_lost() -> None:
     assert operations.attention(q, k, k, torch.tensor([9], dtype=torch.int32), None, 0.1).isnan().all()
 
 
-needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-
-
-@needs_gcc
+@pytest.mark.gcc
 def test_the_library_is_compiled_once(forgotten: Path) -> None:
     compiled = library._compiled()
     written = compiled.stat().st_mtime_ns
@@ -180,18 +184,22 @@ def test_no_kernel_reads_numbers_of_another_dtype() -> None:
 
 
 def test_without_a_compiler_one_line_says_so_and_torch_decodes(
-    forgotten: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    forgotten: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    model, ids = make_pair(tmp_path), torch.tensor([[3, 1, 4, 1, 5]])
+    expected = generate(model, ids, max_new_tokens=8, eos_token_id=()).new_tokens[0]
+    native_library.cache_clear()
+    caplog.clear()
     monkeypatch.setattr(library.shutil, "which", lambda name: None)
-    with caplog.at_level(logging.WARNING):
-        assert not runs_native(CPU, torch.float32) and not runs_native(CPU, torch.float32)
+    runner = make_runner(model, "auto", compiled=True)
+    assert type(runner.operations) is TorchOperations and runner.attention.name == "sdpa"
+    assert torch.equal(generate(model, ids, max_new_tokens=8, eos_token_id=()).new_tokens[0], expected)
     assert caplog.text.count("gcc is not installed") == 1
-    assert decoding_attention("auto", CPU, torch.float32, 64).name == "sdpa"
     with pytest.raises(UserError, match="'native' cannot run here: it needs a CPU, float32 and gcc"):
         decoding_attention("native", CPU, torch.float32, 64)
 
 
-@needs_gcc
+@pytest.mark.gcc
 def test_a_failure_of_the_compiler_is_one_line(
     forgotten: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -200,9 +208,10 @@ def test_a_failure_of_the_compiler_is_one_line(
     assert len(caplog.records) == 1 and "error: no include path in which to search for math.h" in caplog.text
 
 
-def test_a_user_without_a_home_decodes_on_torch(forgotten: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> Path:
+@pytest.mark.gcc
+def test_a_user_without_a_home_has_no_compiled_kernels(forgotten: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(kind: str) -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(library, "cache_folder", fail)
+    monkeypatch.setattr(library, "user_cache", fail)
     assert native_library() is None

@@ -18,6 +18,7 @@ from longspec.inference.adaptive.plans import Plan
 from longspec.inference.device import device_name
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
+from longspec.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +45,9 @@ class RoundTimes:
         return at_low + max(at_high - at_low, 0.0) * max(context - low, 0.0) / (high - low)
 
 
-def cache_folder() -> Path:
-    """The folder of the cache, in $XDG_CACHE_HOME or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longspec" / "round_times"
-
-
 def cache_file(key: dict[str, Any]) -> Path:
     """The file of a key."""
-    return cache_folder() / f"{_digest(key)}.json"
+    return user_cache("round_times") / f"{_digest(key)}.json"
 
 
 def cache_key(

@@ -279,7 +279,8 @@ void attention(const float *q, const float *keys, const float *values, float *ou
             long slots = seen + others, stride = (slots + LANES - 1) / LANES * LANES;
 
             for (long range = 0, slot = 0; range < 3; slot += sizes[range++])
-                columns(own_q, keys + place + starts[range] * size, scores + slot, count, size, stride, 0, sizes[range]);
+                columns(own_q, keys + place + starts[range] * size, scores + slot, count, size, stride, 0,
+                        sizes[range]);
             for (long row = 0; row < count; row++) {
                 const unsigned char *visible = mask + (sequence * nodes + (from + row) % nodes) * others;
                 for (long i = 0; i < others; i++)

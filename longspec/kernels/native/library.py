@@ -15,6 +15,9 @@ from pathlib import Path
 
 import torch
 
+from longspec.errors import first_line
+from longspec.user_cache import user_cache
+
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("decoding.c")
@@ -22,7 +25,7 @@ FLAGS = (
     *("-O3", "-march=native", "-std=gnu11", "-fPIC"),
     # Loops with exp, rint or sqrt become vector instructions. Results do not change.
     *("-fno-math-errno", "-fno-trapping-math"),
-    # GCC would not fuse some of the multiplications and additions, depending on the number of tokens.
+    # Without it, some versions of GCC fuse multiplications and additions for some numbers of tokens only.
     "--param=avoid-fma-max-bits=0",
     "-fopenmp",
 )
@@ -38,11 +41,6 @@ ARGUMENTS = {
     "attention": [Pointer] * 7 + [Long] * 12 + [Float, Int],
 }
 """Types of the functions' arguments; none returns a value."""
-
-
-def cache_folder() -> Path:
-    """The folder of compiled files, in $XDG_CACHE_HOME or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longspec" / "native"
 
 
 @cache
@@ -68,7 +66,7 @@ def _compiled() -> Path:
     # A home folder can be shared by machines with different CPUs and compilers.
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=COMPILE_S)
     key = "\0".join([SOURCE.read_text(), *FLAGS, version.stdout, _cpu()])
-    target = cache_folder() / f"decoding-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    target = user_cache("native") / f"decoding-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -94,9 +92,9 @@ def _cpu() -> str:
 
 
 def _reason(error: Exception) -> str:
-    """One line that says what went wrong: of a compiler's output, the first error."""
+    """The first error in the compiler's output, otherwise the exception's own message, as one line."""
     lines = (getattr(error, "stderr", None) or "").splitlines()
-    return next((line for line in lines if "error:" in line), str(error))
+    return next((line for line in lines if "error:" in line), first_line(error))
 
 
 def runs_native(device: torch.device, dtype: torch.dtype) -> bool:
