@@ -21,7 +21,7 @@ OPTIONS = {
     "published": PUBLISHED,
     "kv_layers": DraftOptions(kv_layers=(1, 0)),
     "feature": DraftOptions(target_feature=True),
-    "both": DraftOptions(kv_layers=(1,), target_feature=True),
+    "both": DraftOptions(kv_layers=(1,), target_feature=True, mlp_size=48),
 }
 """Drafts for the targets of 3 layers."""
 OWN_SETTINGS: dict[str, dict[str, Any]] = {"qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}}

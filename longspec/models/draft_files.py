@@ -211,7 +211,13 @@ def checked_options(stated: Mapping[str, Any], prefix: str = "") -> DraftOptions
     if not isinstance(feature, bool):
         raise UserError(f"{prefix}target_feature: must be true or false")
 
-    return DraftOptions(checked_window(options["window"], f"{prefix}window"), tuple(layers), feature)
+    width = options["mlp_size"]
+    if width is not None and (not isinstance(width, int) or isinstance(width, bool) or width < 1):
+        raise UserError(
+            f"{prefix}mlp_size: must be a positive whole number, or null for the target's intermediate size"
+        )
+
+    return DraftOptions(checked_window(options["window"], f"{prefix}window"), tuple(layers), feature, width)
 
 
 def _parsed(value: Any) -> Any:

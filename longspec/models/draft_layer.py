@@ -9,9 +9,10 @@
 The layer is the same for all families. Queries and keys are not normalized even if the target's are (Qwen3), because
 the published drafts have no such weights; the query projection learns the scale of the target's keys.
 
-Two options extend the published layer (see `DraftOptions`). Additional cross-attentions read other layers of the
+Options extend the published layer (see `DraftOptions`). Additional cross-attentions read other layers of the
 target: they take the same normalized input, and their outputs are added. A target feature W·RMSNorm(s) is added to h
 before the cross-attention, where s is the target's last hidden state at the newest token whose keys the query sees.
+The SwiGLU may be narrower than the target's.
 
 A draft may have a vocabulary list (see `draft_vocabulary`). Its head then consists of these rows of lm_head.
 
@@ -19,6 +20,7 @@ The caller decides which keys a query sees: training passes attention over whole
 caches. The layer itself is the same in both.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,6 +53,8 @@ class DraftOptions:
     """Target layers that the draft reads in addition to the last one (L - 1), which it always reads; in 0 … L - 2."""
     target_feature: bool = False
     """Whether the draft reads the target's last hidden state."""
+    mlp_size: int | None = None
+    """Intermediate size of the draft's MLP; None for the target's."""
 
     def check_target(self, config: Any, source: str) -> None:
         """Raise UserError unless a target with `config` has the layers. source: name of the setting or the draft."""
@@ -63,6 +67,8 @@ class DraftOptions:
 
 
 PUBLISHED = DraftOptions()
+FIXED = ("kv_layers", "target_feature", "mlp_size")
+"""Options on which the weights depend, so that they cannot change after the first stage."""
 
 
 def check_window(window: int, depth: int, source: str) -> None:
@@ -86,6 +92,14 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
     """Rotary embedding of x [B, H, T, D]."""
     cos, sin = (table.unsqueeze(1) for table in rope)
     return x * cos + rotate_half(x) * sin
+
+
+def _with_mlp_size(config: Any, width: int | None) -> Any:
+    if width is None:
+        return config
+    narrow = copy.copy(config)
+    narrow.intermediate_size = width
+    return narrow
 
 
 class _Attention(nn.Module):
@@ -150,7 +164,7 @@ class GlideDecoderLayer(nn.Module):
         norm = type(self).norm_class
         self.self_attn = DraftSelfAttention(config)
         self.cross_attn = DraftCrossAttention(config)
-        self.mlp = type(self).mlp_class(config)
+        self.mlp = type(self).mlp_class(_with_mlp_size(config, options.mlp_size))
         self.input_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_self_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_cross_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)

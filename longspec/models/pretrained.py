@@ -24,7 +24,7 @@ from longspec.models.draft_files import (
     draft_settings,
     fit_draft,
 )
-from longspec.models.draft_layer import PUBLISHED, DraftOptions, GlideDecoderLayer
+from longspec.models.draft_layer import FIXED, PUBLISHED, DraftOptions, GlideDecoderLayer
 from longspec.models.draft_saving import save_draft_folder
 from longspec.models.draft_vocabulary import checked_tokens, listed_tokens
 from longspec.models.parallel import PretrainedModelParallelPreSplitMixin, join_ranks, model_parallel_rank_and_size
@@ -67,7 +67,7 @@ def _draft_options(stated: dict[str, Any], glide_path: str | Path | None) -> Dra
     """
     saved = PUBLISHED if glide_path is None else draft_settings(glide_path).options
     options = checked_options(asdict(saved) | stated)
-    for name in ("kv_layers", "target_feature"):
+    for name in FIXED:
         asked, own = getattr(options, name), getattr(saved, name)
         if glide_path is not None and asked != own:
             raise UserError(f"{name}: {asked} contradicts the draft at {glide_path}, which has {own}; omit {name}")
@@ -109,6 +109,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         *,
         kv_layers: Sequence[int] | None = None,
         target_feature: bool | None = None,
+        mlp_size: int | None = None,
         draft_vocabulary: Sequence[int] | None = None,
         dtype: str | torch.dtype | None = None,
         revision: str | None = None,
@@ -123,7 +124,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
 
         dtype (or torch_dtype): a floating-point dtype, or "auto" (the default), that of the target's files.
         revision, device_map, quantization_config: as in transformers, for the target; one device for the whole target.
-        gradient_checkpointing recomputes the draft layer in backward. window, kv_layers, target_feature: see
+        gradient_checkpointing recomputes the draft layer in backward. window, kv_layers, target_feature, mlp_size: see
         `DraftOptions`; None is the saved draft's own value, else the published one. ignore_mismatched_sizes has no
         effect; published configs contain it. draft_vocabulary: the token ids that a fresh draft proposes, None for all.
         Raises UserError, also for unknown arguments and a draft that does not fit.
@@ -140,7 +141,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
                 raise UserError(f"{name}: a {type(value).__name__}; see {cls.__name__}.from_pretrained")
 
         # An argument takes precedence over the state dict's metadata.
-        asked = {"window": window, "kv_layers": kv_layers, "target_feature": target_feature}
+        asked = {"window": window, "kv_layers": kv_layers, "target_feature": target_feature, "mlp_size": mlp_size}
         stated = _saved_options(state_dict) | {name: value for name, value in asked.items() if value is not None}
         checked_options(stated)
 

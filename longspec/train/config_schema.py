@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from longspec.models.draft_files import checked_options
+from longspec.models.draft_files import OPTION_KEYS, checked_options
 from longspec.models.draft_layer import WINDOW, DraftOptions
 
 
@@ -24,13 +24,14 @@ class ModelConfig:
     window: int = WINDOW
     kv_layers: list[int] = field(default_factory=list)
     target_feature: bool = False
+    mlp_size: int | None = None
     draft_vocabulary: int | None = None
     """Number of tokens in the vocabulary list of the draft; `from_pretrained` takes the list itself."""
 
     @property
     def draft_options(self) -> DraftOptions:
         """The draft's architecture. Raises UserError for values that no draft can have."""
-        options = {"window": self.window, "kv_layers": self.kv_layers, "target_feature": self.target_feature}
+        options = {name: getattr(self, name) for name in OPTION_KEYS}
         return checked_options(options, "config key model.")
 
 

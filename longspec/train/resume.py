@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from longspec.errors import UserError
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_settings, list_size
-from longspec.models.draft_layer import PUBLISHED
+from longspec.models.draft_layer import FIXED, PUBLISHED
 from longspec.train.checkpoint import absolute_paths
 from longspec.train.config import CONFIG_NAME, read_config_file
 from longspec.train.config_schema import TrainConfig
@@ -107,8 +107,8 @@ def _start_without_state(config: TrainConfig, run: Run, draft: tuple[Path, Progr
 
 
 def with_draft_options(config: TrainConfig, state: Path | None, draft: str | None) -> TrainConfig:
-    """`config` with the options of the state or draft that training starts from: `kv_layers`, `target_feature` and
-    `draft_vocabulary` of the section `model`.
+    """`config` with the options of the state or draft that training starts from: `FIXED` and `draft_vocabulary` of the
+    section `model`.
 
     Raises UserError if `config` sets other values than the saved ones. The default values are always accepted.
     """
@@ -123,7 +123,7 @@ def with_draft_options(config: TrainConfig, state: Path | None, draft: str | Non
         return config
 
     configured = config.model.draft_options
-    for name in ("kv_layers", "target_feature"):
+    for name in FIXED:
         value, saved_value = getattr(configured, name), getattr(saved, name)
         if value not in (getattr(PUBLISHED, name), saved_value):
             raise UserError(f"config key model.{name}: {value}, but the draft at {source} has {saved_value}; omit it")
@@ -131,12 +131,8 @@ def with_draft_options(config: TrainConfig, state: Path | None, draft: str | Non
     if size not in (None, saved_size):
         own = "the whole vocabulary" if saved_size is None else f"a list of {saved_size} tokens"
         raise UserError(f"config key model.draft_vocabulary: {size}, but the draft at {source} has {own}; omit it")
-    model = replace(
-        config.model,
-        kv_layers=list(saved.kv_layers),
-        target_feature=saved.target_feature,
-        draft_vocabulary=saved_size,
-    )
+    options = {name: getattr(saved, name) for name in FIXED} | {"kv_layers": list(saved.kv_layers)}
+    model = replace(config.model, **options, draft_vocabulary=saved_size)
     return replace(config, model=model)
 
 

@@ -139,7 +139,7 @@ def test_a_round_on_the_empty_cache_changes_nothing(
 ) -> None:
     """What warms kernels up before prefill, for every method."""
     monkeypatch.setattr(magicdec, "RECENT", 8)
-    model = random_pair(tmp_path, "llama", options=DraftOptions(8, (1,), target_feature=True))
+    model = random_pair(tmp_path, "llama", options=DraftOptions(8, (1,), target_feature=True, mlp_size=40))
     prompts = torch.randint(0, 61, (2, 5), generator=torch.Generator().manual_seed(1))
     found = []
     for warm in (False, True):

@@ -163,6 +163,7 @@ def test_a_draft_that_reads_a_layer_beyond_the_targets_is_refused(tmp_path: Path
         ('"draft_kv_layers": 1', "kv_layers"),
         ('"draft_target_feature": 1', "target_feature"),
         ('"draft_target_feature": "yes"', "target_feature"),
+        ('"draft_mlp_size": 0', "mlp_size"),
     ],
 )
 def test_options_that_mean_nothing_are_named(tmp_path: Path, stated: str, message: str) -> None:
@@ -178,8 +179,10 @@ def test_the_windows_of_a_file_and_its_folder(tmp_path: Path) -> None:
     state = make_pair(tmp_path / "target").draft_model.state_dict()
     folder = _made(tmp_path / "draft")
     torch.save(state, folder / "draft_model_weights.pth")
-    (folder / "training_config.yaml").write_text("model:\n  window: 96\n  kv_layers: [1]\n  target_feature: true\n")
-    assert draft_settings(folder).options == DraftOptions(96, (1,), True)
+    (folder / "training_config.yaml").write_text(
+        "model:\n  window: 96\n  kv_layers: [1]\n  target_feature: true\n  mlp_size: 48\n"
+    )
+    assert draft_settings(folder).options == DraftOptions(96, (1,), True, 48)
     (folder / "training_config.yaml").write_text("model:\n  window: 96\n")
     assert draft_window(folder) == 96
     (folder / "config.json").write_text('{"draft_window": 80}')
