@@ -12,7 +12,7 @@ from experiments.settings import Settings, load_settings
 from longspec.errors import reports_user_errors
 from longspec.signals import StopSignals
 
-STEPS = ("prompts", "regenerate", "train", "diagnose", "evaluate", "report")
+STEPS = ("prompts", "regenerate", "probe", "train", "diagnose", "evaluate", "report")
 
 
 @reports_user_errors
@@ -58,6 +58,10 @@ def run_step(step: str, settings: Settings, options: Sequence[str], part: str | 
         from experiments.answers import write_answers
 
         write_answers(settings, root)
+    elif step == "probe":
+        from experiments.probes import write_probes
+
+        write_probes(settings, root)
     elif step == "train":
         from experiments.training import train
 

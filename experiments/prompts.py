@@ -3,9 +3,10 @@
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from tqdm import tqdm
 from experiments.answers import write_chat
 from experiments.files import answers_file, claim, prompts_file, read_jsonl, write_atomically
 from experiments.settings import Settings
-from experiments.sources import SPLITS, CodeFile, Meeting, Texts, read_code, read_texts
+from experiments.sources import SPLITS, Meeting, SourceFile, Texts, read_code, read_texts
 from experiments.target import LONGEST_TOKEN, TargetText
 from longspec.longbench.tasks import TASKS
 
@@ -29,15 +30,36 @@ SHORTEST = 0.85
 """Minimum length of a prompt as a fraction of the requested length."""
 MARGIN = 8
 """Tokens of a prompt left unused, because joined texts may have more tokens than their parts."""
-LEAST_CHARACTERS = 2
+LEAST_CHARACTERS = 3
 """Lower bound on the average number of characters per token of code."""
 CANDIDATES = 300
 """Maximum number of documents tried as worked questions or earlier turns of a prompt."""
 EDIT = "Add the comment `# reviewed` as the first line of this file, and return the whole file.\n\n```python\n{code}```"
 QUOTE = "{passage}\n\nRepeat the text above word for word."
 """Prompts whose answers copy a part of the prompt."""
-TRIES = 20
-"""Maximum number of documents tried per prompt."""
+TRIES = 200
+"""Maximum number of documents tried per prompt. Most are rejected by their length alone."""
+CODE_QUESTIONS = (
+    "Explain what this code does, step by step.",
+    "Write unit tests for the most important function above.",
+    "Write a docstring for each public function above.",
+    "Find a possible bug or a fragile place in this code, and fix it.",
+    "Refactor the longest function above, and show the new code.",
+    "Write a short example that uses this code.",
+    "Which classes and functions are defined here, and how do they depend on each other?",
+    "Add type hints to the last function above, and return it.",
+)
+DOCUMENT_QUESTIONS = (
+    "Summarize the text above for a new user.",
+    "Write a step-by-step tutorial based on the documentation above.",
+    "List the most important options described above, and explain each in one sentence.",
+    "Write five questions that the text above answers, each with its answer.",
+    "Explain the main concept of the text above to a beginner, with an example.",
+    "Write a short program that uses what the documentation above describes.",
+    "What changes or limits does the text mention? Quote the relevant sentences.",
+    "Rewrite the first section of the text above in simpler words.",
+)
+"""Requests that follow a part of a repository or of a document in a prompt."""
 
 
 def write_prompts(settings: Settings, root: Path) -> None:
@@ -50,7 +72,7 @@ def write_prompts(settings: Settings, root: Path) -> None:
     write_chat(settings, root)
 
     common = {"target": settings.target, "with_text": settings.text is not None, "seed": settings.seed}
-    common["code"] = asdict(settings.code)
+    common |= {"code": asdict(settings.code), "with_documents": settings.documents is not None}
     missing: dict[str, dict[str, list[int]]] = {}
     for split in SPLITS:
         lengths_by_group = {group: lengths for group, lengths in planned_lengths(settings, split).items() if lengths}
@@ -70,7 +92,8 @@ def write_prompts(settings: Settings, root: Path) -> None:
     target = TargetText.load(settings.target)
     code = read_code(settings.code, settings.seed)
     for split, lengths_by_group in missing.items():
-        makers = Makers(target, read_texts(settings.text, split), code[split], chat_turns(root, split), split)
+        texts = read_texts(settings.text, settings.documents, split)
+        makers = Makers(target, texts, code[split], chat_turns(root, split), split)
         with ThreadPoolExecutor() as pool:  # tokenization releases the GIL
             tasks = [
                 pool.submit(write_group, makers, group, lengths, settings.seed, prompts_file(root, split, group))
@@ -119,11 +142,11 @@ class Makers:
     """Makes prompts from the documents of one split."""
 
     def __init__(
-        self, target: TargetText, texts: Texts, code: list[CodeFile], chats: list[list[Turn]], split: str
+        self, target: TargetText, texts: Texts, code: list[SourceFile], chats: list[list[Turn]], split: str
     ) -> None:
         self.target, self.texts, self.code, self.chats, self.split = target, texts, code, chats, split
-        self.packages: dict[str, list[CodeFile]] = {}
-        for file in code:
+        self.packages: dict[str, list[SourceFile]] = {}
+        for file in [*code, *texts.documents]:
             self.packages.setdefault(file.package, []).append(file)
 
     def records(self, group: str, lengths: list[int], chance: random.Random) -> Iterator[Record]:
@@ -144,6 +167,10 @@ class Makers:
         """The documents of a task, and the function that makes a prompt from one of them."""
         if task in ("lcc", "repobench-p"):
             return self.code, self.line if task == "lcc" else self.repository
+        if task == "code-question":
+            return self.code, partial(self.about_files, CODE_QUESTIONS)
+        if task == "document":
+            return self.texts.documents, partial(self.about_files, DOCUMENT_QUESTIONS)
         if task == "qmsum":
             return self.texts.meetings, self.meeting
         if task == "edit":
@@ -160,34 +187,51 @@ class Makers:
         """A problem of AIME24, which has one length only."""
         return _user(TASKS["aime24"].prompt.format(problem=problem))
 
-    def line(self, file: CodeFile, tokens: int, chance: random.Random) -> Record | None:
+    def line(self, file: SourceFile, tokens: int, chance: random.Random) -> Record | None:
         """Code completion in one file: the text before one of its lines."""
         room = tokens - MARGIN - self.target.count(TASKS["lcc"].prompt.format(context=""))
         code = self._before_line(file, room, chance)
         return None if code is None else {"prefix": TASKS["lcc"].prompt.format(context=code)}
 
-    def repository(self, file: CodeFile, tokens: int, chance: random.Random) -> Record | None:
+    def repository(self, file: SourceFile, tokens: int, chance: random.Random) -> Record | None:
         """Code completion in a repository: other files of the package, then the text before a line of `file`."""
         prompt = TASKS["repobench-p"].prompt
         heading = f"# Path: {file.path}\n"
         room = tokens - MARGIN - self.target.count(prompt.format(context="", input=heading))
         code = self._before_line(file, int(chance.uniform(0.3, 0.6) * room), chance)
-        others = [other for other in self.packages[file.package] if other is not file]
-        if code is None or not others:
+        if code is None:
             return None
+        context = self._other_files(file, room - self.target.count(code), tokens, chance)
+        return None if context is None else {"prefix": prompt.format(context=context, input=heading + code)}
 
-        room -= self.target.count(code)
-        largest_rest = (1 - SHORTEST) * tokens
+    def _other_files(self, file: SourceFile, room: int, tokens: int, chance: random.Random) -> str | None:
+        """Other files of a package that fill `room` tokens up to a rest of (1 - SHORTEST) * `tokens`, or None."""
+        others = [other for other in self.packages[file.package] if other is not file]
+        if room > LONGEST_TOKEN * sum(len(other.text) for other in others):
+            return None
         context = []
         for other in chance.sample(others, len(others)):
             piece, used = self.target.head(f"# Path: {other.path}\n{other.text}\n", room)
             context.append(piece)
             room -= used
-            if room < largest_rest:
-                return {"prefix": prompt.format(context="".join(context), input=heading + code)}
-        return None
+            if room < (1 - SHORTEST) * tokens:
+                break
+        return "".join(context) if room < (1 - SHORTEST) * tokens else None
 
-    def file_to_edit(self, file: CodeFile, tokens: int, chance: random.Random) -> Record | None:
+    def about_files(
+        self, questions: Sequence[str], file: SourceFile, tokens: int, chance: random.Random
+    ) -> Record | None:
+        """Files of a package or a collection, the given one last, and a request about them."""
+        question = f"\n\n{chance.choice(questions)}"
+        room = tokens - MARGIN - self.target.count(question) - self.target.chat_overhead
+        last, used = self.target.head(f"# Path: {file.path}\n{file.text}\n", room)
+        room -= used
+        before: str | None = ""
+        if room >= (1 - SHORTEST) * tokens:
+            before = self._other_files(file, room, tokens, chance)
+        return None if before is None else _user(before + last + question)
+
+    def file_to_edit(self, file: SourceFile, tokens: int, chance: random.Random) -> Record | None:
         """The beginning of a file, to be returned with a small change."""
         return self._whole_lines(EDIT, "code", file.text, tokens)
 
@@ -201,7 +245,7 @@ class Makers:
         part, used = self.target.head(text, room)
         return _user(prompt.format(**{field: part})) if used >= SHORTEST * room > 0 else None
 
-    def _before_line(self, file: CodeFile, tokens: int, chance: random.Random) -> str | None:
+    def _before_line(self, file: SourceFile, tokens: int, chance: random.Random) -> str | None:
         """At most `tokens` tokens of whole lines up to a random line of the file; None if the file is too short."""
         least = LEAST_CHARACTERS * tokens
         if tokens < 1 or least >= len(file.text):
@@ -221,6 +265,13 @@ class Makers:
         start = chance.randrange(max(1, len(transcript) - 5 * max(0, room)))
         start = transcript.find("\n", start) + 1 if start else 0
         part, used = self.target.head(transcript[start:], room)
+        # A long prompt starts with other meetings.
+        others = [other for other in self.texts.meetings if other is not meeting]
+        for other in chance.sample(others, len(others)):
+            if used >= SHORTEST * room:
+                break
+            earlier, more = self.target.head(other.transcript, room - used)
+            part, used = f"{earlier}\n{part}", used + more
         return _user(prompt.format(context=part, input=query)) if used >= SHORTEST * room > 0 else None
 
     def question(self, question: tuple[str, str], tokens: int, chance: random.Random) -> Record | None:

@@ -15,7 +15,10 @@ from longspec.inference.methods import AUTO, METHODS, TREE_RULES
 STATIC = "transformers-static"
 """transformers' own `generate` with a static cache."""
 TASKS = ("lcc", "repobench-p", "qmsum", "gsm8k", "chat", "aime24", "edit", "quote")
-GROUPS = ("chat-long", "gsm8k", "gsm8k-long", "qmsum", "qmsum-short", "lcc", "lcc-short", "repobench-p")
+GROUPS = (
+    *("chat-long", "gsm8k", "gsm8k-long", "qmsum", "qmsum-short", "lcc", "lcc-short", "repobench-p"),
+    *("code-question", "code-question-short", "document", "document-short"),
+)
 """Groups of prompts for training and validation."""
 EVERY = "every"
 """Key in an ablation arm for changes that apply to all stages."""
@@ -55,6 +58,8 @@ class PromptSettings:
 class CodeSettings:
     """Limits on the search for source files."""
 
+    folders: list[str] = field(default_factory=list)
+    """Folders of packages to search; empty for the standard library and the installed packages."""
     packages: int = 1000
     files_per_package: int = 60
     entries_per_package: int = 3000
@@ -101,6 +106,17 @@ class TrainingSettings:
     only: list[str] = field(default_factory=list)
     """Arms to train, RECIPE included; empty for all."""
     evaluation_rows: int = 64
+
+
+@dataclass
+class ProbeSettings:
+    """Fresh drafts that train next to each other on stage 1's text and are compared with the first of them."""
+
+    candidates: dict[str, dict[str, Any]] = MISSING
+    """Values of the trainer's configuration by full key, by name of the candidate."""
+    steps: int = 400
+    shared: dict[str, Any] = field(default_factory=dict)
+    """Values that all candidates have."""
 
 
 @dataclass
@@ -159,6 +175,8 @@ class Settings:
     """Folder of the report."""
     text: str | None = None
     """Folder with the records of gsm8k, qmsum and aime24; None skips these tasks."""
+    documents: str | None = None
+    """Folder of text files, COLLECTION/NAME.txt, for the group document; None skips it."""
     seed: int = 0
     chat: ChatSettings = MISSING
     prompts: PromptSettings = MISSING
@@ -166,6 +184,7 @@ class Settings:
     answers: dict[str, AnswerSettings] = MISSING
     training: TrainingSettings = MISSING
     evaluation: EvaluationSettings = MISSING
+    probes: dict[str, ProbeSettings] = field(default_factory=dict)
 
 
 def load_settings(file: str | Path, overrides: Sequence[str] = ()) -> Settings:

@@ -48,26 +48,31 @@ class Texts:
     meetings: list[Meeting] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """Problems of AIME 2024."""
+    documents: list["SourceFile"] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class CodeFile:
+class SourceFile:
     package: str
+    """Package of a source file, or collection of a document."""
     path: str
     """Path relative to the folder that contains the package."""
     text: str
 
 
-def read_texts(folder: str | None, split: str) -> Texts:
-    """The records of a split. Tasks without a file are empty.
+def read_texts(folder: str | None, documents: str | None, split: str) -> Texts:
+    """The records of a split, and the documents whose collection belongs to it. Tasks without a file are empty.
 
     A task's file is FOLDER/TASK/SPLIT.jsonl, FOLDER/TASK_SPLIT.jsonl or, for the test, FOLDER/TASK.jsonl. Training and
     validation share the file of the split train. Raises UserError for an invalid record.
     """
-    if folder is None:
-        return Texts()
-    source = "test" if split == "test" else "train"
     texts = Texts()
+    for file in sorted(Path(documents).glob("*/*.txt")) if documents else ():
+        if split_of_package(file.parent.name) == split and (text := _read(file)) is not None:
+            texts.documents.append(SourceFile(file.parent.name, f"{file.parent.name}/{file.name}", text))
+    if folder is None:
+        return texts
+    source = "test" if split == "test" else "train"
 
     for number, question in enumerate(_read_task(folder, "gsm8k", source, _question)):
         if source == "test" or (number % VALIDATION_SHARE == 0) == (split == "validation"):
@@ -130,17 +135,17 @@ def split_of_package(package: str) -> str:
     return {0: "test", 1: "validation"}.get(_bucket(package) % HELD_OUT_SHARE, "train")
 
 
-def read_code(settings: CodeSettings, seed: int) -> dict[str, list[CodeFile]]:
-    """Source files of the standard library and the installed packages, by split. Splits share no package."""
+def read_code(settings: CodeSettings, seed: int) -> dict[str, list[SourceFile]]:
+    """Source files of packages, by split. Splits share no package."""
     paths = sysconfig.get_paths()
-    folders = dict.fromkeys(Path(paths[name]) for name in ("stdlib", "purelib", "platlib"))
+    folders = settings.folders or dict.fromkeys(paths[name] for name in ("stdlib", "purelib", "platlib"))
     chance = random.Random(seed)
-    packages = [package for folder in folders for package in _packages(folder)]
+    packages = [package for folder in folders for package in _packages(Path(folder))]
     packages = sorted(chance.sample(packages, min(settings.packages, len(packages))))
     # Held-out packages come first: a text counts only once, so copies of held-out files are not trained on.
     packages.sort(key=lambda path: SPLITS[::-1].index(split_of_package(path.stem)))
 
-    files: dict[str, list[CodeFile]] = {split: [] for split in SPLITS}
+    files: dict[str, list[SourceFile]] = {split: [] for split in SPLITS}
     seen: set[bytes] = set()
     for package in packages:
         for path in sample_files(package, settings, chance):
@@ -150,13 +155,13 @@ def read_code(settings: CodeSettings, seed: int) -> dict[str, list[CodeFile]]:
                 continue
             seen.add(digest)
             relative = str(path.relative_to(package.parent))
-            files[split_of_package(package.stem)].append(CodeFile(package.stem, relative, text))
+            files[split_of_package(package.stem)].append(SourceFile(package.stem, relative, text))
 
     files["train"] = without_copies(files["train"], files["validation"] + files["test"])
     return files
 
 
-def without_copies(files: list[CodeFile], held_out: list[CodeFile]) -> list[CodeFile]:
+def without_copies(files: list[SourceFile], held_out: list[SourceFile]) -> list[SourceFile]:
     """The files that are not copies of held-out files. Forks of a package contain such copies, often altered."""
     held_out_lines = set().union(*(_distinctive_lines(file.text) for file in held_out))
     kept = []

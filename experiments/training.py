@@ -189,15 +189,15 @@ def is_finished(folder: Path, steps: int) -> bool:
 def launch_line(config: str, overrides: dict[str, Any], ranks: int) -> list[str]:
     """The DeepSpeed command that trains `config` with these overrides on `ranks` ranks, on a free port."""
     launcher = ["--num_gpus", str(ranks), "--master_port", str(free_port())]
-    return trainer_line(config, [f"{key}={_hydra_value(value)}" for key, value in overrides.items()], launcher)
+    return trainer_line(config, [f"{key}={hydra_value(value)}" for key, value in overrides.items()], launcher)
 
 
-def _hydra_value(value: Any) -> str:
+def hydra_value(value: Any) -> str:
     """A value in the syntax of Hydra's overrides; strings are quoted."""
     if value is None:
         return "null"
     if isinstance(value, list):
-        return "[" + ",".join(map(_hydra_value, value)) + "]"
+        return "[" + ",".join(map(hydra_value, value)) + "]"
     if isinstance(value, str):
         return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
     return str(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -156,17 +156,23 @@ class GlideMixin(PretrainedPairMixin):
         return self.generate(*args, **kwargs)
 
     def run_target(
-        self, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        segments: Segments,
+        whole: bool,
+        others: Sequence[int] | None = None,
     ) -> tuple[Tensor | None, list[KeysValues]]:
         """The frozen target's pass in training.
 
         Returns its hidden states [B, T, hidden] after the final norm, and the keys and values of its last layer and of
-        the draft's `kv_layers`. Unless `whole`, the pass ends at the last layer's keys and values, and the hidden
+        the layers `others`, None for the draft's `kv_layers`. Unless `whole`, the pass ends at the last layer's keys and values, and the hidden
         states are None.
         """
         causal = partial(self._causal, segments=segments)
         # The last layer's attention and MLP cost 1 / L of the pass and are skipped where nothing reads them.
-        others = self.draft_model.options.kv_layers
+        if others is None:
+            others = self.draft_model.options.kv_layers
         if not whole:
             inputs = self.embed(input_ids, position_ids)
             return None, last_keys_values(self.model, *inputs, position_ids, causal, others)

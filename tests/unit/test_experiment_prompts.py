@@ -12,7 +12,7 @@ from experiments.prompts import Makers, write_prompts
 from experiments.settings import CodeSettings, load_settings
 from experiments.sources import (
     SPLITS,
-    CodeFile,
+    SourceFile,
     is_written,
     read_code,
     read_texts,
@@ -37,10 +37,10 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text_folder(tmp_path_factory.mktemp("texts") / "texts")
 
 
-def code_files(count: int) -> list[CodeFile]:
+def code_files(count: int) -> list[SourceFile]:
     choice = random.Random(1)
     lines = [f"value_{n} = compute({choice.randint(1, 999)})  # {n}\n" for n in range(200)]
-    return [CodeFile("pkg", f"pkg/file{n}.py", "".join(choice.sample(lines, 200))) for n in range(count)]
+    return [SourceFile("pkg", f"pkg/file{n}.py", "".join(choice.sample(lines, 200))) for n in range(count)]
 
 
 @pytest.mark.parametrize("task", ["lcc", "repobench-p", "qmsum", "gsm8k", "chat", "edit", "quote"])
@@ -49,7 +49,7 @@ def test_prompts_have_the_requested_length(target: TargetText, texts: Path, task
     chats = [
         [{"role": "user", "content": f"{n} " * 20}, {"role": "assistant", "content": "yes " * 15}] for n in range(20)
     ]
-    makers = Makers(target, read_texts(str(texts), "train"), code_files(6), chats, "train")
+    makers = Makers(target, read_texts(str(texts), None, "train"), code_files(6), chats, "train")
     records = list(makers.records(task, [length] * 6, random.Random(0)))
     assert len(records) == 6 and len({record["id"] for record in records}) == 6
     for record in records:
@@ -58,7 +58,7 @@ def test_prompts_have_the_requested_length(target: TargetText, texts: Path, task
 
 
 def test_prompts_have_the_benchmark_wording(target: TargetText, texts: Path) -> None:
-    makers = Makers(target, read_texts(str(texts), "test"), code_files(3), [], "test")
+    makers = Makers(target, read_texts(str(texts), None, "test"), code_files(3), [], "test")
     (code,) = makers.records("lcc", [600], random.Random(0))
     before, after = TASKS["lcc"].prompt.split("{context}")
     assert code["prefix"].startswith(before) and code["prefix"].endswith(after)
@@ -80,18 +80,18 @@ def test_texts_are_cut_at_lines_and_never_too_long(target: TargetText) -> None:
 
 
 def test_splits_of_texts_share_nothing(texts: Path) -> None:
-    by_split = [read_texts(str(texts), split) for split in SPLITS]
+    by_split = [read_texts(str(texts), None, split) for split in SPLITS]
     for attribute in ("questions", "meetings"):
         sets = [set(map(str, getattr(split, attribute))) for split in by_split]
         assert all(sets) and not (sets[0] & sets[1] or sets[0] & sets[2] or sets[1] & sets[2])
     assert [len(split.problems) for split in by_split] == [0, 0, 1]
-    assert not read_texts(None, "test").questions
+    assert not read_texts(None, None, "test").questions
 
 
 def test_a_record_without_its_field_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "gsm8k_train.jsonl").write_text('{"source": "1 + 1?", "target": "2"}\n{"source": "2 + 2?"}\n')
     with pytest.raises(UserError, match=r"gsm8k_train.jsonl, line 2: field 'target' must be a string"):
-        read_texts(str(tmp_path), "train")
+        read_texts(str(tmp_path), None, "train")
 
 
 def test_packages_are_split_by_name_and_forks_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_tables_and_generated_files_are_not_code() -> None:
     assert not is_written("# DO NOT EDIT\ndef area(width, height):\n    return width\n")
     assert not is_written("TABLE = [\n" + "    1, 2, 3, 4, 5, 6, 7, 8,\n" * 20 + "]\n")
     assert not is_written("x = '" + "a" * 2000 + "'\n")
-    assert without_copies([CodeFile("a", "a.py", "x = 1\n")], []) != []
+    assert without_copies([SourceFile("a", "a.py", "x = 1\n")], []) != []
 
 
 def test_prompts_are_written_once(target: TargetText, texts: Path, tmp_path: Path) -> None:
