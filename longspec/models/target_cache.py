@@ -23,8 +23,7 @@ MANIFEST = "conversion.json"
 def resolve_target(target: str) -> str:
     """The folder of a GGUF file or of a name in PACKAGED; any other folder or hub id is returned unchanged.
 
-    The first use converts the file, a weight at a time, which takes about 15 seconds per billion parameters and core.
-    Raises UserError.
+    The first use converts the file, which takes about 20 seconds of CPU time per billion weights. Raises UserError.
     """
     if target in PACKAGED:
         return str(_packaged_folder(target))
