@@ -44,7 +44,8 @@ def test_a_cast_target_keeps_no_file_in_memory_and_is_otherwise_the_same(
 ) -> None:
     target = make_target(tmp_path / "target", eos_token_id=[7, 9])
     maps = Path("/proc/self/maps")
-    cast = {name: weight[...].double() for name, weight in (stored_weights(target) or {}).items()}
+    weights = stored_weights(target) or {}
+    cast = {name: weight[...].double() for name, weight in weights.items()}
     assert not maps.exists() or str(target) not in maps.read_text()
     read = Mock(wraps=stored_weights)
     monkeypatch.setattr("longspec.models.pretrained.stored_weights", read)
