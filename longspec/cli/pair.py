@@ -21,8 +21,8 @@ from longspec.inference.load_pair import load_pair
 from longspec.inference.methods import AUTO as AUTO_METHOD
 from longspec.inference.methods import GLIDE_METHODS
 from longspec.models.glide import GlideMixin
+from longspec.models.packaged_targets import SMOLLM2
 from longspec.models.parallel import model_parallel_rank_and_size
-from longspec.models.target_cache import SMOLLM2
 from longspec.models.target_files import position_limit
 
 

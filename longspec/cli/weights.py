@@ -20,13 +20,14 @@ def extract(
 
 
 def split(
-    target: Annotated[str, typer.Option("--target", help="Target: folder or hub id.")],
+    target: Annotated[str, typer.Option("--target", help="Target: name, folder, hub id or .gguf file.")],
     tp_size: Annotated[int, typer.Option("--tp_size", min=2, help="Number of ranks that share the target.")],
     output: Annotated[Path, typer.Option("--output", help="Folder to write; it must not exist.")],
 ) -> None:
     """Split a target for tensor-parallel training."""
+    from longspec.inference.registry import choose_target
     from longspec.models.target_files import local_target
     from longspec.models.target_split import split_target
 
-    split_target(local_target(target), output, tp_size)
+    split_target(local_target(choose_target(target)), output, tp_size)
     print(f"{target} for {tp_size} ranks written to {output}")

@@ -28,7 +28,8 @@ def load_pair(
 ) -> tuple[GlideMixin, Any]:
     """A pair in evaluation mode on its device, and the target's tokenizer.
 
-    name: `smollm2-135m`, a published pair such as `llama8b`, or any target: a folder, a hub id or a GGUF file.
+    name: `smollm2-135m`, `qwen2.5-coder-1.5b`, a published pair such as `llama8b`, or any target: a folder, a hub id
+    or a GGUF file.
     draft: a `.pth` file, a folder or a hub id. None takes the pair's own. Other targets then get an untrained draft;
     the methods vanilla, lookup and magicdec do not need a trained one.
     dtype: "auto" is the target's own on CUDA and float32 on a CPU. device: None is CUDA if there is one.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from longspec.data.target_format import PUBLISHED_TARGETS
-from longspec.models.target_cache import SMOLLM2
+from longspec.models.packaged_targets import PACKAGED
 
 
 @dataclass(frozen=True)
@@ -42,5 +42,5 @@ PUBLISHED_PAIRS = {
         _published("qwq", "Qwen/QwQ-32B-Preview", 32768),
     )
 }
-PAIRS = PUBLISHED_PAIRS | {SMOLLM2: Pair(SMOLLM2, SMOLLM2, None)}
-"""All pairs by name. The target of smollm2-135m comes from an installed wheel."""
+PAIRS = PUBLISHED_PAIRS | {name: Pair(name, name, None) for name in PACKAGED}
+"""All pairs by name. The targets in PACKAGED come from installed wheels or the hub, their drafts from the project."""

@@ -10,13 +10,15 @@ from typing import Any
 from longspec.errors import UserError
 from longspec.inference.pairs import PAIRS, PUBLISHED_PAIRS, Pair
 from longspec.models.draft_files import DRAFT_FOLDER, resolve_draft
-from longspec.models.target_cache import SMOLLM2, SUFFIX, resolve_target
+from longspec.models.packaged_targets import QWEN_CODER, SMOLLM2
+from longspec.models.target_cache import SUFFIX, resolve_target
 from longspec.models.target_files import read_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 DRAFTS = Path(__file__).resolve().parents[1] / "drafts"
 """Folder of the embedded drafts; in a clone, a link to the repository's `drafts`."""
-SMOLLM2_DRAFT = "smollm2-135m-instruct"
+EMBEDDED_DRAFTS = {SMOLLM2: "smollm2-135m-instruct", QWEN_CODER: "qwen2.5-coder-1.5b-instruct"}
+"""Folders in DRAFTS by the names of their targets."""
 
 
 def embedded_draft(name: str) -> str | None:
@@ -39,8 +41,8 @@ def choose_pair(model_name: str | None, target: str | None, draft: str | None) -
         return _pair_of_target(target, draft)
 
     pair = PAIRS[model_name or SMOLLM2]
-    if pair.name == SMOLLM2:
-        pair = replace(pair, target=resolve_target(SMOLLM2), draft=embedded_draft(SMOLLM2_DRAFT))
+    if folder := EMBEDDED_DRAFTS.get(pair.name):
+        pair = replace(pair, target=resolve_target(pair.name), draft=embedded_draft(folder))
     return pair if draft is None else replace(pair, draft=draft)
 
 

@@ -18,7 +18,7 @@ from longspec.inference.pairs import PAIRS
 from longspec.kernels import BACKENDS
 from longspec.longbench.prompts import DEFAULT_HEADROOM, DEFAULT_MIN_PROMPT_LEN
 from longspec.longbench.tasks import TASKS
-from longspec.models.target_cache import SMOLLM2
+from longspec.models.packaged_targets import SMOLLM2
 from longspec.signals import StopSignals
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
 from longspec.errors import UserError, first_line
 from longspec.models.families import class_of
 from longspec.models.gguf_tokenizer import write_tokenizer
+from longspec.models.weight_writing import write_weights
 
 MAGIC = b"GGUF"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -39,19 +40,21 @@ LAYER_NAMES = {
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the rotary frequencies. GGUF files of Llama 3.1 contain them instead of the settings below."""
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-MAX_SHARD = "4GB"
+BLOCK = 2**23
+"""Number of values that are dequantized at a time."""
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
     """Write the model in a GGUF file to an existing `folder`, in the form that transformers loads.
 
     Quantized weights become bfloat16, unquantized ones keep their type. A Mistral file becomes a Llama target, which
-    computes the same. Raises UserError for a file that cannot be read, and for another architecture.
+    computes the same. Weights are read, converted and written in blocks of a few rows. Raises UserError for a file
+    that cannot be read, and for another architecture.
     """
     with file.open("rb") as handle:
         if handle.read(len(MAGIC)) != MAGIC:
             raise UserError(f"{file}: not a GGUF file; give a GGUF file, a model folder or a hub id")
-    from gguf import GGUFReader  # reading converted targets does not need the package
+    from gguf import GGUFReader, dequantize  # reading converted targets does not need the package
 
     try:
         reader = GGUFReader(file)
@@ -63,8 +66,13 @@ def convert_gguf(file: Path, folder: Path) -> None:
         model_class = class_of(architecture).target_class
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         config = _config(model_class, metadata, tensors)
-        state = _state(config, tensors)
-        _check_complete(model_class, config, state)
+        stored = {_name(name): tensor for name, tensor in tensors.items() if name != ROPE_FACTORS}
+        # GGUF lists the fastest dimension first.
+        shapes = {name: tuple(tensor.shape[::-1].tolist()) for name, tensor in stored.items()}
+        _check_complete(model_class, config, shapes)
+        # Raises for a type that gguf cannot dequantize, before anything large is written.
+        for tensor in stored.values():
+            dequantize(tensor.data[:1], tensor.tensor_type)
         write_tokenizer(folder, metadata, config.max_position_embeddings)
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
@@ -75,7 +83,8 @@ def convert_gguf(file: Path, folder: Path) -> None:
     config.save_pretrained(folder)
     ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
     GenerationConfig(**ids, pad_token_id=config.pad_token_id).save_pretrained(folder)
-    save_torch_state_dict(state, folder, max_shard_size=MAX_SHARD)
+    blocks = partial(_blocks, stored, config)
+    write_weights(folder, shapes, config.dtype, blocks, f"converting {file.name}")  # type: ignore[arg-type]
 
 
 def _config(model_class: Any, metadata: Mapping[str, Callable[..., Any]], tensors: dict[str, Any]) -> PreTrainedConfig:
@@ -159,23 +168,22 @@ def _llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[st
     return {"rope_type": "llama3", "factor": largest, **LLAMA3_SCALING}
 
 
-def _state(config: PreTrainedConfig, tensors: dict[str, Any]) -> dict[str, Tensor]:
-    """The dequantized weights under transformers' names."""
+def _blocks(stored: dict[str, Any], config: PreTrainedConfig, name: str) -> Iterator[Tensor]:
+    """The dequantized rows of a weight, in blocks of about BLOCK values [rows, in]. stored: GGUF tensors by name."""
     from gguf import dequantize
 
-    state = {}
-    for name, tensor in tensors.items():
-        if name == ROPE_FACTORS:
-            continue
-        # fp32 [out, in]; GGUF stores the same order of rows as PyTorch.
-        weight = dequantize(tensor.data, tensor.tensor_type)
-        # llama.cpp permutes queries and keys of the Llama architecture only.
-        if config.model_type == "llama" and ".attn_q." in name:
-            weight = _pair_halves(weight, config.num_attention_heads)
-        if config.model_type == "llama" and ".attn_k." in name:
-            weight = _pair_halves(weight, config.num_key_value_heads)
-        state[_name(name)] = torch.from_numpy(weight.copy()).to(config.dtype)
-    return state
+    tensor = stored[name]
+    data = tensor.data
+    # llama.cpp permutes queries and keys of the Llama architecture only. Rows are quantized independently.
+    if config.model_type == "llama" and ".q_proj." in name:
+        data = _pair_halves(data, config.num_attention_heads)
+    if config.model_type == "llama" and ".k_proj." in name:
+        data = _pair_halves(data, config.num_key_value_heads)
+    rows = max(1, BLOCK * len(data) // tensor.n_elements)
+    for start in range(0, len(data), rows):
+        # fp32; GGUF stores the same order of rows as PyTorch.
+        weight = dequantize(data[start : start + rows], tensor.tensor_type)
+        yield torch.from_numpy(weight.copy()).to(config.dtype)
 
 
 def _pair_halves(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -191,15 +199,14 @@ def _name(name: str) -> str:
     return f"model.layers.{layer}.{LAYER_NAMES[part]}.{kind}"
 
 
-def _check_complete(model_class: Any, config: PreTrainedConfig, state: dict[str, Tensor]) -> None:
-    """Raise UserError unless `state` has exactly the weights of the model."""
+def _check_complete(model_class: Any, config: PreTrainedConfig, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raise UserError unless `shapes` are those of exactly the model's weights."""
     # Names and shapes only; nothing is allocated.
     with torch.device("meta"):
         needed = {name: tuple(weight.shape) for name, weight in model_class(config).state_dict().items()}
     # A tied head is the embedding and has no tensor of its own in the file.
     if config.tie_word_embeddings:
         del needed["lm_head.weight"]
-    shapes = {name: tuple(weight.shape) for name, weight in state.items()}
     if differing := sorted(dict(needed.items() ^ shapes.items())):
         raise UserError(
             f"incomplete {config.model_type} model: {len(differing)} weights are missing, unknown or have the wrong "

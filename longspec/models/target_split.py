@@ -234,6 +234,32 @@ def read_part(source: Path, rank: int, world: int) -> dict[str, Tensor]:
     return parts
 
 
+class StoredWeight:
+    """A weight in a safetensors file that is read when it is indexed."""
+
+    def __init__(self, file: Path, name: str) -> None:
+        self.file, self.name = file, name
+
+    def __getitem__(self, index: Any) -> Tensor:
+        # The mapping of the file ends with the result, so that the pages of other weights take no memory.
+        with safe_open(self.file, "pt") as weights:
+            return weights.get_tensor(self.name)[index]
+
+
+def stored_weights(folder: Path) -> dict[str, StoredWeight] | None:
+    """The weights of a local target by name, None unless it is a folder with safetensors. Raises UserError."""
+    if not folder.is_dir():
+        return None
+    files = weight_files(folder)
+    if any(file.suffix != ".safetensors" for file in files):
+        return None
+    weights: dict[str, StoredWeight] = {}
+    for file in files:
+        with _opened(file) as contents:
+            weights |= {name: StoredWeight(file, name) for name in contents}
+    return weights
+
+
 def _write_index(folder: Path) -> None:
     """Write the index from which transformers learns which file holds a weight."""
     owners: dict[str, str] = {}

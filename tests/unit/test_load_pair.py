@@ -1,6 +1,7 @@
 """`load_pair`: ready to generate, with the draft that was asked for, and one line for what it cannot load."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from training_fixtures import make_target
 from longspec import generate, load_pair
 from longspec.errors import UserError
 from longspec.inference import registry
+from longspec.models.target_split import stored_weights
 
 
 def test_a_target_without_a_draft_generates_and_a_draft_is_loaded_if_given(tmp_path: Path) -> None:
@@ -27,12 +29,35 @@ def test_a_target_without_a_draft_generates_and_a_draft_is_loaded_if_given(tmp_p
 def test_the_embedded_draft_is_found_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "DRAFTS", tmp_path)
     monkeypatch.setattr(registry, "resolve_target", lambda name: f"folder of {name}")
-    assert registry.choose_pair("smollm2-135m", None, None).draft is None
-    (tmp_path / registry.SMOLLM2_DRAFT).mkdir()
-    pair = registry.choose_pair("smollm2-135m", None, None)
-    assert (pair.target, pair.draft) == ("folder of smollm2-135m", str(tmp_path / registry.SMOLLM2_DRAFT))
-    assert registry.choose_pair("smollm2-135m", None, "mine").draft == "mine"
-    assert registry.choose_pair(None, None, None) == pair
+    for name, folder in registry.EMBEDDED_DRAFTS.items():
+        assert registry.choose_pair(name, None, None).draft is None
+        (tmp_path / folder).mkdir()
+        pair = registry.choose_pair(name, None, None)
+        assert (pair.target, pair.draft) == (f"folder of {name}", str(tmp_path / folder))
+        assert registry.choose_pair(name, None, "mine").draft == "mine"
+        assert registry.choose_target(name) == f"folder of {name}"
+    assert registry.choose_pair(None, None, None) == registry.choose_pair("smollm2-135m", None, None)
+
+
+def test_a_cast_target_keeps_no_file_in_memory_and_is_otherwise_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target(tmp_path / "target", eos_token_id=[7, 9])
+    maps = Path("/proc/self/maps")
+    weights = stored_weights(target) or {}
+    cast = {name: weight[...].double() for name, weight in weights.items()}
+    assert not maps.exists() or str(target) not in maps.read_text()
+    read = Mock(wraps=stored_weights)
+    monkeypatch.setattr("longspec.models.pretrained.stored_weights", read)
+    own, _ = load_pair(str(target), dtype="float32")
+    read.assert_not_called()
+    other, _ = load_pair(str(target), dtype=torch.float64)
+    read.assert_called_once()
+    assert other.config.name_or_path == own.config.name_or_path == str(target)
+    assert other.generation_config.to_dict() == own.generation_config.to_dict()
+    for name, weight in cast.items():
+        torch.testing.assert_close(other.get_parameter(name).data, weight, rtol=0, atol=0)
+        torch.testing.assert_close(own.get_parameter(name).data, weight.float(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("device", "message"), [("tpu!", "a device"), ("meta", "not supported"), ("cuda:99", "has")])
