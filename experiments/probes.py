@@ -43,20 +43,25 @@ def run_probe(settings: Settings, setting: ProbeSettings, root: Path, target: st
     """Train and score the candidates of one probe."""
     first, *others = settings.training.stages
     configs = {
-        name: _config(settings, first, root, target, setting.shared | changes, setting.steps)
+        name: _config(settings, first, root, target, setting, setting.shared | changes)
         for name, changes in setting.candidates.items()
     }
     base = next(iter(configs.values()))
     inputs = read_inputs(base)
     held_out: dict[str, tuple[TrainConfig, Inputs]] = {"short": (base, inputs)}
     for stage in others[:1]:
-        long = _config(settings, stage, root, target, None, setting.steps)
+        long = _config(settings, stage, root, target, setting)
         held_out["long"] = long, read_inputs(long)
     return probe(configs, inputs, held_out, "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _config(
-    settings: Settings, stage_name: str, root: Path, target: str, changes: dict[str, Any] | None, steps: int
+    settings: Settings,
+    stage_name: str,
+    root: Path,
+    target: str,
+    setting: ProbeSettings,
+    changes: dict[str, Any] | None = None,
 ) -> TrainConfig:
     """The trainer's configuration of a stage. changes: keys of a candidate; None to read the held-out rows only."""
     stage = settings.training.stages[stage_name]
@@ -66,12 +71,12 @@ def _config(
         "draft_model_name_or_path": None,
         "output_dir": str(root / "probes"),
         "seed": settings.seed,
-        "max_steps": steps,
+        "max_steps": setting.steps,
         "data.max_length": stage.max_length,
         "data.cache_dir": str((root / "cache").absolute()),
         "data.files": held_out if changes is None else training_files(root, stage),
         "evaluation.files": held_out,
-        "evaluation.rows": settings.training.evaluation_rows,
+        "evaluation.rows": setting.rows[0 if changes is not None else 1],
         "per_device_train_batch_size": stage.tokens_per_step // stage.max_length,
         **stage.overrides,
         **(changes or {}),

@@ -115,6 +115,8 @@ class ProbeSettings:
     candidates: dict[str, dict[str, Any]] = MISSING
     """Values of the trainer's configuration by full key, by name of the candidate."""
     steps: int = 400
+    rows: list[int] = field(default_factory=lambda: [128, 24])
+    """Number of held-out rows of stage 1 and of stage 2."""
     shared: dict[str, Any] = field(default_factory=dict)
     """Values that all candidates have."""
 
