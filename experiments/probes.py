@@ -1,6 +1,7 @@
 """Step `probe`: compare fresh drafts with one change each, trained next to each other on stage 1's text."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ def run_probe(settings: Settings, setting: ProbeSettings, root: Path, target: st
     held_out: dict[str, tuple[TrainConfig, Inputs]] = {"short": (base, inputs)}
     for stage in others[:1]:
         long = _config(settings, stage, root, target, setting)
-        held_out["long"] = long, read_inputs(long)
+        rows = read_inputs(long)
+        held_out["long"] = long, replace(rows, held_out=rows.rows)
     return probe(configs, inputs, held_out, "cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -75,7 +77,7 @@ def _config(
         "data.max_length": stage.max_length,
         "data.cache_dir": str((root / "cache").absolute()),
         "data.files": held_out if changes is None else training_files(root, stage),
-        "evaluation.files": held_out,
+        "evaluation.files": held_out if changes is not None else None,
         "evaluation.rows": setting.rows[0 if changes is not None else 1],
         "per_device_train_batch_size": stage.tokens_per_step // stage.max_length,
         **stage.overrides,

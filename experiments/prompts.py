@@ -126,7 +126,7 @@ def planned_lengths(settings: Settings, split: str) -> dict[str, list[int]]:
         shortest, longest = settings.prompts.short_contexts if is_short else settings.prompts.contexts
         lengths[group] = [
             # Evenly spread logarithms, because long prompts take most of the time.
-            0 if group == "gsm8k" else round(math.exp(chance.uniform(math.log(shortest), math.log(longest))))
+            0 if group in ("gsm8k", "chat") else round(math.exp(chance.uniform(math.log(shortest), math.log(longest))))
             for _ in range(count)
         ]
     return lengths

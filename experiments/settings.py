@@ -16,7 +16,7 @@ STATIC = "transformers-static"
 """transformers' own `generate` with a static cache."""
 TASKS = ("lcc", "repobench-p", "qmsum", "gsm8k", "chat", "aime24", "edit", "quote")
 GROUPS = (
-    *("chat-long", "gsm8k", "gsm8k-long", "qmsum", "qmsum-short", "lcc", "lcc-short", "repobench-p"),
+    *("chat", "chat-long", "gsm8k", "gsm8k-long", "qmsum", "qmsum-short", "lcc", "lcc-short", "repobench-p"),
     *("code-question", "code-question-short", "document", "document-short"),
 )
 """Groups of prompts for training and validation."""

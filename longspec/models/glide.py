@@ -166,8 +166,8 @@ class GlideMixin(PretrainedPairMixin):
         """The frozen target's pass in training.
 
         Returns its hidden states [B, T, hidden] after the final norm, and the keys and values of its last layer and of
-        the layers `others`, None for the draft's `kv_layers`. Unless `whole`, the pass ends at the last layer's keys and values, and the hidden
-        states are None.
+        the layers `others`, None for the draft's `kv_layers`. Unless `whole`, the pass ends at the last layer's keys
+        and values, and the hidden states are None.
         """
         causal = partial(self._causal, segments=segments)
         # The last layer's attention and MLP cost 1 / L of the pass and are skipped where nothing reads them.
