@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM, StaticCache
 from transformers.utils import logging
 
 from experiments.cells import Cell, SampleFile, cells, prompt_digest
+from experiments.diagnostics import forced_acceptance
 from experiments.files import claim
 from experiments.processes import running
-from experiments.settings import STATIC, Settings
+from experiments.settings import FORCED, HEAD_TOKENS, STATIC, Settings
 from experiments.target import TargetText
 from experiments.training import final_draft
 from longspec import generate, load_pair
@@ -95,11 +96,13 @@ def measure(settings: Settings, draft: str, folder: Path, grid: list[Cell], numb
         warmed_up: set[tuple[str, float, int]] = set()
         for cell, prompts in missing:
             kernels = cell.method.name, cell.temperature, cell.context
-            if prompts and kernels not in warmed_up:
+            is_forced = cell.method.kind == FORCED
+            if prompts and kernels not in warmed_up and not is_forced:  # forced rounds are not timed
                 warmed_up.add(kernels)
                 decoder.sample(cell, cell.prompts[0], warm_up=True)
             for prompt in prompts:
-                samples.append(decoder.sample(cell, prompt))
+                answer = samples.answer(cell, prompt) if is_forced else []
+                samples.append(decoder.sample(cell, prompt, answer))
                 bar.update()
 
 
@@ -118,6 +121,11 @@ def _start_parts(options: Sequence[str], devices: int) -> None:
         raise UserError(f"evaluate: the process of a device ended with code {max(codes, key=abs)}")
 
 
+def shortened(ids: list[int], tokens: int | None) -> list[int]:
+    """The first HEAD_TOKENS and the last ids of a prompt, `tokens` in all; None for the whole prompt."""
+    return ids if tokens is None or len(ids) <= tokens else ids[:HEAD_TOKENS] + ids[HEAD_TOKENS - tokens :]
+
+
 class Decoder:
     """Continues prompts with the methods of `longspec.generate` and with transformers' own `generate`."""
 
@@ -128,17 +136,26 @@ class Decoder:
         self.model, _ = load_pair(target, draft=draft)
         self.static_caches: dict[int, StaticCache] = {}
 
-    def sample(self, cell: Cell, prompt: dict[str, Any], warm_up: bool = False) -> dict[str, Any]:
+    def sample(
+        self, cell: Cell, prompt: dict[str, Any], answer: Sequence[int] = (), warm_up: bool = False
+    ) -> dict[str, Any]:
         """Decode a prompt and return its sample.
 
-        warm_up: generate a few tokens without stopping at EOS, to compile kernels and choose tree shapes.
+        answer: the token ids that method FORCED decodes. warm_up: generate a few tokens without stopping at EOS, to
+        compile kernels and choose tree shapes.
         """
-        ids = torch.tensor([self.text.prompt_ids(prompt)], device=self.model.device)
+        prompt_ids = shortened(self.text.prompt_ids(prompt), cell.method.last_tokens)
+        ids = torch.tensor([prompt_ids], device=self.model.device)
         new_tokens = min(WARM_UP_TOKENS, cell.max_new_tokens) if warm_up else cell.max_new_tokens
         seed = cell.prompt_seed(prompt["id"])
         began = time.perf_counter()
         if cell.method.kind == STATIC:
             figures = self._transformers(cell, ids, new_tokens, seed)
+        elif cell.method.kind == FORCED:
+            text = torch.tensor([*prompt_ids, *answer], device=self.model.device)
+            sums = forced_acceptance(self.model, [text], [len(prompt_ids)], cell.method.tree_shape)
+            figures = {"rounds": sums["rounds"], "decoded_tokens": sums["tokens"], "bound": sums["bound"]}
+            figures["token_ids"] = list(answer)
         else:
             figures = self._generate(cell, ids, new_tokens, seed, warm_up)
         tokens = figures["token_ids"]

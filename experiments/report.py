@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib
 import pandas
 
-from experiments.cells import cells, read_samples
+from experiments.cells import cells, is_forced, read_samples
 from experiments.claims import Diagnostics, Samples, Verdict, paper_claims, targets
 from experiments.diagnostics import DIAGNOSTICS
 from experiments.evaluation import FACTS, evaluation_folder
@@ -37,7 +37,7 @@ def report(settings: Settings, root: Path, command: str) -> None:
     if not lines:
         raise UserError(f"{evaluation}: no samples; run the step evaluate first")
 
-    samples = Samples(pandas.DataFrame(lines))
+    samples = Samples(pandas.DataFrame([line for line in lines if not is_forced(line)]))
     facts = json.loads((evaluation / FACTS).read_text())
     facts |= {"not measured": unmeasured(settings, root, samples), "not timed": untimed(samples)}
     recipe = table(settings, root)
