@@ -97,11 +97,6 @@ def sample_key(line: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(line[name] for name in (*CELL_KEY, "id"))
 
 
-def is_forced(line: dict[str, Any]) -> bool:
-    """Whether a sample has a text that was given, and therefore no times."""
-    return "bound" in line
-
-
 def prompt_digest(prompt: dict[str, Any]) -> int:
     """Checksum of a prompt's content, which detects prompts that changed under the same id."""
     return zlib.crc32(json.dumps(prompt, sort_keys=True).encode())

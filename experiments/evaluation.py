@@ -155,7 +155,7 @@ class Decoder:
             text = torch.tensor([*prompt_ids, *answer], device=self.model.device)
             sums = forced_acceptance(self.model, [text], [len(prompt_ids)], cell.method.tree_shape)
             figures = {"rounds": sums["rounds"], "decoded_tokens": sums["tokens"], "bound": sums["bound"]}
-            figures["token_ids"] = list(answer)
+            figures |= {"last_tokens": cell.method.last_tokens, "token_ids": list(answer)}
         else:
             figures = self._generate(cell, ids, new_tokens, seed, warm_up)
         tokens = figures["token_ids"]

@@ -24,6 +24,9 @@ GROUPS = (
     *("code-question", "code-question-short", "document", "document-short"),
 )
 """Groups of prompts for training and validation."""
+CONTEXTS = "longest over shortest context"
+FIGURES = ("tokens per round", "tokens/s", "tokens/s over vanilla", "tokens/s over lookup", CONTEXTS)
+"""Figures that may have goals. CONTEXTS compares the tree's tokens per round."""
 EVERY = "every"
 """Key in an ablation arm for changes that apply to all stages."""
 RECIPE = "recipe"
@@ -176,6 +179,24 @@ class EvaluationSettings:
 
 
 @dataclass
+class Goal:
+    """The least value that a figure of the evaluation should have, on outputs without loops."""
+
+    figure: str = MISSING
+    """One of FIGURES."""
+    least: float = MISSING
+    method: str = "tree"
+    """Name of a method in evaluation.methods. Without samples, a goal is not measured."""
+    temperature: float = 0.0
+    tasks: list[str] = field(default_factory=list)
+    """Tasks whose samples are pooled; empty for all."""
+    contexts: list[int] = field(default_factory=list)
+    """Prompt lengths whose samples are pooled; empty for all."""
+    each: list[str] = field(default_factory=list)
+    """Columns, task or context: every combination of their values should have the least value; empty pools all."""
+
+
+@dataclass
 class Settings:
     target: str = MISSING
     """Target as in `longspec.load_pair`: a known name, a folder, or a GGUF file."""
@@ -195,6 +216,7 @@ class Settings:
     training: TrainingSettings = MISSING
     evaluation: EvaluationSettings = MISSING
     probes: dict[str, ProbeSettings] = field(default_factory=dict)
+    goals: list[Goal] = field(default_factory=list)
 
 
 def load_settings(file: str | Path, overrides: Sequence[str] = ()) -> Settings:
@@ -239,6 +261,13 @@ def _check(settings: Settings) -> None:
         f"training.arms.{RECIPE}",
         "this name is reserved for the unchanged recipe",
     )
+
+    for number, goal in enumerate(settings.goals):
+        key = f"goals[{number}]"
+        _require(goal.figure in FIGURES, key, f"no figure {goal.figure}; use {', '.join(FIGURES)}")
+        unknown = set(goal.tasks) - set(TASKS)
+        _require(not unknown, key, f"no task {', '.join(sorted(unknown))}; use {', '.join(TASKS)}")
+        _require(set(goal.each) <= {"task", "context"}, f"{key}.each", "must contain task and context only")
 
     for task in settings.evaluation.tasks:
         _require(task in TASKS, f"evaluation.tasks.{task}", f"no such task; use {', '.join(TASKS)}")

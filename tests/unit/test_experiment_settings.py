@@ -42,6 +42,8 @@ def load(*overrides: str) -> Settings:
         ("evaluation.methods=[{name: tree, prompts: 99}]", "must be at most prompts.test"),
         ("evaluation.methods=[{name: forced, prompts: 1}]", "forced needs the greedy answers of a method vanilla"),
         ("evaluation.methods=[{name: forced, prompts: 1, last_tokens: 9}]", "last_tokens: must be more than the head"),
+        ("goals=[{figure: speed, least: 1}]", r"goals\[0\]: no figure speed; use tokens per round"),
+        ("goals=[{figure: tokens/s, least: 1, each: [id]}]", r"goals\[0\].each: must contain task and context only"),
         ("prompts.contexts=[9,1]", r"prompts.contexts: must be \[shortest, longest\]"),
         ("prompts.short_contexts=[9]", r"prompts.short_contexts: must be \[shortest, longest\]"),
         ("code.packages=many", "code.packages"),
