@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from experiments.samples import Samples
 from experiments.settings import CONTEXTS, RECIPE, SHORT, Goal
-from experiments.tables import NOTHING, Figure, context_name, tokens_per_round, tokens_per_second
+from experiments.tables import NOTHING, Figure, context_name
 
 PAPER = {
     "lcc": ((3.28, 4.21), (1.57, 2.65)),
@@ -56,13 +56,12 @@ def goal_verdict(samples: Samples, goal: Goal) -> Verdict:
 
 def _figure(samples: Samples, goal: Goal, **columns: Any) -> Figure:
     """The figure of a goal on the samples with these values of columns."""
-    chosen = samples.of(goal.method, goal.temperature, **columns)
-    if goal.figure == "tokens per round":
-        return tokens_per_round(chosen)
-    if goal.figure == "tokens/s":
-        return tokens_per_second(chosen)
     if goal.figure == CONTEXTS:
         return samples.length_ratio()[0]
+    if goal.figure == "tokens per round":
+        return samples.tokens_per_round(goal.method, goal.temperature, **columns)
+    if goal.figure == "tokens/s":
+        return samples.tokens_per_second(goal.method, goal.temperature, **columns)
     return samples.speed_up(goal.method, goal.figure.removeprefix("tokens/s over "), goal.temperature, **columns)
 
 
@@ -70,7 +69,7 @@ def paper_claims(samples: Samples, diagnostics: Diagnostics) -> list[Verdict]:
     """The claims of the paper next to the measurements on this pair."""
     rows = []
     for task, ((least, most), (slowest, fastest)) in PAPER.items():
-        length = tokens_per_round(samples.of("tree", task=task))
+        length = samples.tokens_per_round("tree", task=task)
         rows.append(_holds(f"Tokens per round, {task}", f"{least} to {most}", length, least))
         speedup = samples.speed_up("tree", "vanilla", task=task)
         rows.append(_holds(f"Speedup, {task}", f"{slowest} to {fastest} x", speedup, slowest))

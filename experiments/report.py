@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 PICTURES = ("contexts.png", "tokens_per_second.png")
-CONTEXT_TITLES = ("tokens per round", "tokens/s over vanilla")
 MAIN_METHODS = ("vanilla", "lookup", "tree", "auto")
 LEAST_OUTPUTS = 5
 """Minimum number of outputs per method for a task to appear in the summary and in the plot of tokens/s."""
@@ -48,8 +48,8 @@ def report(settings: Settings, root: Path, command: str) -> None:
     diagnostics: Diagnostics = json.loads(file.read_text()) if file.exists() else {}
     tables = {
         "Summary": main_table(samples),
-        "Tokens per round": by_context(samples, tokens_per_round_of),
-        "Speedup": by_context(samples, over_vanilla),
+        "Tokens per round": by_context(samples, samples.tokens_per_round),
+        "Speedup": by_context(samples, partial(samples.speed_up, other="vanilla")),
         "The same text": same_text(samples),
         "Methods": by_method(samples),
         "Outputs": output_counts(samples),
@@ -99,25 +99,22 @@ def _without_text(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if name != "token_ids"}
 
 
-def tokens_per_round_of(samples: Samples, method: str, temperature: float = 0.0, **columns: Any) -> Figure:
-    return tokens_per_round(samples.of(method, temperature, **columns))
-
-
-def over_vanilla(samples: Samples, method: str, temperature: float = 0.0, **columns: Any) -> Figure:
-    return samples.speed_up(method, "vanilla", temperature, **columns)
-
-
 def by_context(samples: Samples, figure: Callable[..., Figure]) -> pandas.DataFrame:
-    """A figure of tree and auto: one row per temperature, task and method, one column per context."""
-    contexts = sorted(set(samples.frame["context"]))
+    """A figure of tree and auto: one row per temperature, task and method, one column per context.
+
+    The rows "all" pool the tasks that have every context, also those of lookup. figure: see `Samples`.
+    """
     rows = []
-    for temperature, task, method in product((0.0, 1.0), samples.tasks, MAIN_METHODS[2:]):
-        if samples.of(method, temperature, task=task).empty:
-            continue
-        row: dict[str, Any] = {"T": f"{temperature:g}", "task": task, "method": method}
-        for context in contexts:
-            row[context_name(context)] = str(figure(samples, method, temperature, task=task, context=context))
-        rows.append(row | {"all": str(figure(samples, method, temperature, task=task))})
+    for temperature, task in product((0.0, 1.0), [*samples.tasks, None]):
+        columns: dict[str, Any] = {"task": task or samples.long_tasks}
+        for method in MAIN_METHODS[2 if task else 1 :]:
+            if samples.of(method, temperature, **columns).empty:
+                continue
+            row: dict[str, Any] = {"T": f"{temperature:g}", "task": task or "all", "method": method}
+            for context in sorted(set(samples.frame["context"])):
+                one = figure(method, temperature=temperature, context=context, **columns)
+                row[context_name(context)] = str(one)
+            rows.append(row | {"all": str(figure(method, temperature=temperature, **columns))})
     return pandas.DataFrame(rows)
 
 
@@ -151,9 +148,9 @@ def main_table(samples: Samples) -> pandas.DataFrame:
         columns: dict[str, Any] = {} if task is None else {"task": task}
         row: dict[str, Any] = {"task": task or "all"}
         for method in MAIN_METHODS[2:]:
-            row[f"tokens per round, {method}"] = str(tokens_per_round(samples.of(method, **columns)))
+            row[f"tokens per round, {method}"] = str(samples.tokens_per_round(method, **columns))
         for method in MAIN_METHODS:
-            row[f"tokens/s, {method}"] = tokens_per_second(samples.of(method, **columns)).text(0)
+            row[f"tokens/s, {method}"] = samples.tokens_per_second(method, **columns).text(0)
         for other in MAIN_METHODS[:2]:
             row[f"auto over {other}"] = str(samples.speed_up("auto", other, **columns))
         rows.append(row)
@@ -194,8 +191,8 @@ def by_seed(settings: Settings, root: Path, samples: Samples) -> pandas.DataFram
 
     means = []
     for seed_samples in drafts.values():
-        by_task = {task: tokens_per_round(seed_samples.of("tree", task=task)).value for task in samples.tasks}
-        means.append(by_task | {"all": tokens_per_round(seed_samples.of("tree")).value})
+        by_task = {task: seed_samples.tokens_per_round("tree", task=task).value for task in samples.tasks}
+        means.append(by_task | {"all": seed_samples.tokens_per_round("tree").value})
     values = pandas.DataFrame(means)
     rows = pandas.concat([values, values.mean().to_frame().T, values.std().to_frame().T], ignore_index=True)
     rows.insert(0, "seed", [*map(str, drafts), "mean", "sd"])
@@ -228,15 +225,17 @@ def diagnostics_table(diagnostics: Diagnostics) -> pandas.DataFrame:
 def draw_contexts(samples: Samples, file: Path) -> None:
     """Plot tokens per round and the speedup over vanilla against the context, one line per main method.
 
-    Greedy outputs without loops, pooled over the tasks that have samples of the tree at every context.
+    Greedy outputs without loops, pooled over the tasks that have every context.
     """
-    contexts = sorted(set(samples.frame["context"]) - {0})
-    measured = samples.of("tree", loops=True).groupby("task")["context"].agg(set)
-    tasks = tuple(task for task, own in measured.items() if own >= set(contexts))
+    contexts, tasks = samples.contexts, samples.long_tasks
+    figures_by_title: dict[str, Callable[..., Figure]] = {
+        "tokens per round": samples.tokens_per_round,
+        "tokens/s over vanilla": partial(samples.speed_up, other="vanilla"),
+    }
     figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for axes, title, value in zip(panels, CONTEXT_TITLES, (tokens_per_round_of, over_vanilla), strict=True):
+    for axes, (title, value) in zip(panels, figures_by_title.items(), strict=True):
         for method in MAIN_METHODS:
-            figures = [value(samples, method, task=tasks, context=context) for context in contexts]
+            figures = [value(method, task=tasks, context=context) for context in contexts]
             heights, errors = [one.value for one in figures], [one.error for one in figures]
             axes.errorbar(contexts, heights, errors, marker="o", capsize=3, label=method, color=COLORS[method])
         axes.set_xscale("log", base=2)
@@ -256,7 +255,7 @@ def draw_tokens_per_second(samples: Samples, file: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
     width = 0.8 / len(MAIN_METHODS)
     for number, method in enumerate(MAIN_METHODS):
-        figures = [tokens_per_second(samples.of(method, task=task)) for task in tasks]
+        figures = [samples.tokens_per_second(method, task=task) for task in tasks]
         offset = (number - (len(MAIN_METHODS) - 1) / 2) * width
         centers = [group + offset for group in range(len(tasks))]
         heights, errors = [one.value for one in figures], [one.error for one in figures]
@@ -274,7 +273,8 @@ def page(settings: Settings, command: str, facts: dict[str, Any], tables: dict[s
     intro = {
         "Summary": "T = 0, batch 1, outputs without repetition loops. Ratios compare tokens/s on prompts that both "
         "methods decoded. The target wrote the user turns of chat; those of everyday were written by hand.",
-        "Tokens per round": "Outputs without repetition loops, standard errors over prompts.",
+        "Tokens per round": "Outputs without repetition loops, standard errors over prompts. The rows `all` pool the "
+        "tasks that have every context, as the plot does.",
         "Speedup": "Tokens/s over vanilla's, on prompts where neither output has a repetition loop.",
         "The same text": "Tokens per round of the tree, teacher-forced on vanilla's greedy answers to the longest "
         "prompts, which are shortened to their head and their last tokens, so that only the context changes. The bound "

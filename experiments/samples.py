@@ -7,7 +7,7 @@ from typing import Any
 import pandas
 
 from experiments.settings import TASKS
-from experiments.tables import NOTHING, Figure, speed_ratio, tokens_per_round
+from experiments.tables import NOTHING, Figure, speed_ratio, tokens_per_round, tokens_per_second
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,12 @@ class Samples:
             chosen &= frame[name].isin(value if isinstance(value, tuple) else (value,))
         return frame[chosen]
 
+    def tokens_per_round(self, method: str, temperature: float = 0.0, **columns: Any) -> Figure:
+        return tokens_per_round(self.of(method, temperature, **columns))
+
+    def tokens_per_second(self, method: str, temperature: float = 0.0, **columns: Any) -> Figure:
+        return tokens_per_second(self.of(method, temperature, **columns))
+
     def speed_up(self, method: str, other: str, temperature: float = 0.0, **columns: Any) -> Figure:
         """Tokens/s of `method` divided by those of `other`, over the prompts where neither output loops."""
         return speed_ratio(self.of(method, temperature, **columns), self.of(other, temperature, **columns))
@@ -47,6 +53,18 @@ class Samples:
     @property
     def tasks(self) -> list[str]:
         return [task for task in TASKS if task in set(self.frame["task"])]
+
+    @property
+    def contexts(self) -> list[int]:
+        """The contexts without 0, the bare question."""
+        return sorted(set(self.frame["context"]) - {0})
+
+    @property
+    def long_tasks(self) -> tuple[str, ...]:
+        """The tasks that have samples of the tree at every context, so that contexts compare over these tasks."""
+        tree = self.of("tree", loops=True)
+        measured = {task: set(tree["context"][tree["task"] == task]) for task in self.tasks}
+        return tuple(task for task, contexts in measured.items() if contexts >= set(self.contexts))
 
     def read(self, length: int, task: str | None = None) -> pandas.DataFrame:
         """The forced samples that read this number of prompt tokens; task: None for all."""
@@ -63,14 +81,13 @@ class Samples:
             shortest, longest = self.forced["length"].min(), self.forced["length"].max()
             same = speed_ratio(self.read(longest), self.read(shortest), seconds="rounds")
             return same, f"{longest} over {shortest} tokens, the same text"
-        contexts = sorted(set(self.frame["context"]) - {0})
-        if len(contexts) < 2:
+        if len(self.contexts) < 2:
             return NOTHING, ""
 
-        ends = [self.of("tree", context=context) for context in (contexts[0], contexts[-1])]
-        common = set(ends[0]["task"]) & set(ends[1]["task"])
-        short, long = (tokens_per_round(end[end["task"].isin(common)]) for end in ends)
+        first, last = self.contexts[0], self.contexts[-1]
+        both = set(self.of("tree", context=first)["task"]) & set(self.of("tree", context=last)["task"])
+        short, long = (self.tokens_per_round("tree", context=one, task=tuple(both)) for one in (first, last))
         # The relative errors of two independent figures add in squares.
         ratio = long.value / short.value
         error = ratio * ((long.error / long.value) ** 2 + (short.error / short.value) ** 2) ** 0.5
-        return Figure(ratio, error, long.samples), f"{contexts[-1]} over {contexts[0]} tokens"
+        return Figure(ratio, error, long.samples), f"{last} over {first} tokens"

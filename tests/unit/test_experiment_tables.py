@@ -1,6 +1,7 @@
 """Figures of the experiment's report: pooled ratios, standard errors, pairing by prompt, verdicts, tables."""
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,7 @@ from experiments.report import (
     by_method,
     by_seed,
     output_counts,
-    over_vanilla,
     same_text,
-    tokens_per_round_of,
     untimed,
 )
 from experiments.samples import Samples
@@ -173,10 +172,17 @@ def test_seeds_are_shown_with_their_spread(tmp_path: Path) -> None:
 
 def test_tables_have_a_row_per_method_and_task() -> None:
     samples = evaluation()
-    lengths = by_context(samples, tokens_per_round_of)
+    lengths = by_context(samples, samples.tokens_per_round)
     assert list(lengths.columns) == ["T", "task", "method", "1024 tokens", "7000 tokens", "all"]
-    assert lengths["1024 tokens"].tolist() == ["5.00 ± 0.00", "2.00 ± 0.00"]
-    assert by_context(samples, over_vanilla)["7000 tokens"].tolist() == ["5.00 ± 0.00", "-"]
+    greedy = lengths[lengths["T"] == "0"]
+    assert greedy["method"].tolist() == ["tree", "lookup", "tree"] and greedy["task"].tolist() == [
+        "gsm8k",
+        "all",
+        "all",
+    ]
+    assert greedy["1024 tokens"].tolist() == ["5.00 ± 0.00", "4.00 ± 0.00", "5.00 ± 0.00"]
+    speeds = by_context(samples, partial(samples.speed_up, other="vanilla"))
+    assert speeds["7000 tokens"].tolist() == ["5.00 ± 0.00", "2.00 ± 0.00", "5.00 ± 0.00", "-", "-"]
     methods = by_method(samples)
     tree = methods[(methods["method"] == "tree") & (methods["T"] == 0.0) & (methods["task"] == "all")].iloc[0]
     assert (tree["tokens/s"], tree["over vanilla"], tree["over lookup"]) == ("200 ± 0", "5.00 ± 0.00", "2.50 ± 0.00")
