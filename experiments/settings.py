@@ -12,8 +12,6 @@ from yaml import YAMLError
 from longspec.errors import UserError, first_line
 from longspec.inference.methods import AUTO, METHODS, TREE_RULES
 
-STATIC = "transformers-static"
-"""transformers' own `generate` with a static cache."""
 FORCED = "forced"
 """The default tree on vanilla's greedy answer, which is teacher-forced (see `diagnostics.forced_acceptance`)."""
 TASKS = ("lcc", "repobench-p", "qmsum", "gsm8k", "chat", "everyday", "aime24", "edit", "quote")
@@ -143,7 +141,7 @@ class MethodSettings:
 
     name: str = MISSING
     method: str = ""
-    """A method of `longspec.generate`, STATIC or FORCED; empty if it equals the name."""
+    """A method of `longspec.generate`, or FORCED; empty if it equals the name."""
     temperatures: list[float] = field(default_factory=lambda: [0.0])
     prompts: int = MISSING
     """Number of prompts per task and context; the first ones are used."""
@@ -273,7 +271,7 @@ def _check(settings: Settings) -> None:
         _require(task in TASKS, f"evaluation.tasks.{task}", f"no such task; use {', '.join(TASKS)}")
     for number, method in enumerate(settings.evaluation.methods):
         key = f"evaluation.methods[{number}]"
-        kinds, rule = (*METHODS, AUTO, STATIC, FORCED), method.tree_rule
+        kinds, rule = (*METHODS, AUTO, FORCED), method.tree_rule
         _require(method.kind in kinds, key, f"no method {method.kind}; use one of {', '.join(kinds)}")
         _require(rule in TREE_RULES, key, f"no tree_rule {rule}; use one of {', '.join(TREE_RULES)}")
         enough = method.prompts <= settings.prompts.test

@@ -29,7 +29,7 @@ def test_all_steps_leave_a_report_and_train_nothing_twice(tmp_path: Path) -> Non
     assert all(row["eval_acceptance_length"] >= 1 for row in summary["tables"]["Recipe"])
     assert [stage["trainer.model.kv_layers"] for stage in summary["training"].values()] == [[18], [], []]
     methods = {row["method"] for row in summary["tables"]["Methods"]}
-    assert methods == {"vanilla", "tree", "lookup", "transformers-static"}
+    assert methods == {"vanilla", "tree", "lookup"}
     greedy = next(row for row in summary["tables"]["Claims of the paper"] if row["claim"].startswith("Greedy"))
     assert greedy["verdict"] == "holds"
     assert len(summary["tables"]["Diagnostics"]) == 3
