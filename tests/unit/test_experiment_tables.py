@@ -170,19 +170,21 @@ def test_seeds_are_shown_with_their_spread(tmp_path: Path) -> None:
     assert rows.index.tolist() == ["0", "1", "2", "mean", "sd"]
 
 
-def test_tables_have_a_row_per_method_and_task() -> None:
-    samples = evaluation()
+def test_contexts_compare_over_the_tasks_that_have_all_of_them() -> None:
+    edit = frame(line(task="edit", rounds=1))
+    samples = Samples(pandas.concat([evaluation().frame, edit]))
     lengths = by_context(samples, samples.tokens_per_round)
     assert list(lengths.columns) == ["T", "task", "method", "1024 tokens", "7000 tokens", "all"]
     greedy = lengths[lengths["T"] == "0"]
-    assert greedy["method"].tolist() == ["tree", "lookup", "tree"] and greedy["task"].tolist() == [
-        "gsm8k",
-        "all",
-        "all",
-    ]
-    assert greedy["1024 tokens"].tolist() == ["5.00 ± 0.00", "4.00 ± 0.00", "5.00 ± 0.00"]
+    assert greedy["method"].tolist() == ["tree", "tree", "lookup", "tree"]
+    assert greedy["task"].tolist() == ["gsm8k", "edit", "all", "all"]
+    assert greedy["1024 tokens"].tolist() == ["5.00 ± 0.00", "40.00", "4.00 ± 0.00", "5.00 ± 0.00"]
     speeds = by_context(samples, partial(samples.speed_up, other="vanilla"))
-    assert speeds["7000 tokens"].tolist() == ["5.00 ± 0.00", "2.00 ± 0.00", "5.00 ± 0.00", "-", "-"]
+    assert speeds["7000 tokens"].tolist() == ["5.00 ± 0.00", "-", "2.00 ± 0.00", "5.00 ± 0.00", "-", "-"]
+
+
+def test_tables_have_a_row_per_method_and_task() -> None:
+    samples = evaluation()
     methods = by_method(samples)
     tree = methods[(methods["method"] == "tree") & (methods["T"] == 0.0) & (methods["task"] == "all")].iloc[0]
     assert (tree["tokens/s"], tree["over vanilla"], tree["over lookup"]) == ("200 ± 0", "5.00 ± 0.00", "2.50 ± 0.00")
