@@ -47,7 +47,7 @@ def cells(settings: EvaluationSettings, root: Path) -> Iterator[Cell]:
                 if not prompts or task not in (method.tasks or [task]) or context not in (method.contexts or [context]):
                     continue
 
-                chosen = tuple(prompts[: method.prompts])
+                chosen = tuple(prompts[: task_settings.prompts or method.prompts])
                 for temperature in method.temperatures:
                     # A greedy output does not depend on the seed.
                     for seed in range(method.seeds if temperature else 1):
@@ -65,7 +65,7 @@ class SampleFile:
         if written and not written.endswith(b"\n"):
             with self.path.open("r+b") as handle:
                 handle.truncate(written.rfind(b"\n") + 1)
-        self.prompts = {sample_key(line): line["prompt"] for line in read_samples(folder)}
+        self.samples = {sample_key(line): line for line in read_samples(folder)}
 
     def missing(self, cell: Cell) -> list[dict[str, Any]]:
         """The prompts of a cell that have no sample yet.
@@ -74,17 +74,22 @@ class SampleFile:
         """
         missing = []
         for prompt in cell.prompts:
-            measured = self.prompts.get(sample_key({**cell.key, "id": prompt["id"]}))
+            measured = self.samples.get(sample_key({**cell.key, "id": prompt["id"]}))
             if measured is None:
                 missing.append(prompt)
-            elif measured != prompt_digest(prompt):
+            elif measured["prompt"] != prompt_digest(prompt):
                 raise UserError(f"{self.path.parent}: contains samples of other prompts; remove this folder")
         return missing
+
+    def answer(self, cell: Cell, prompt: dict[str, Any]) -> list[int]:
+        """Vanilla's answer to a prompt of a greedy cell, in token ids."""
+        answer: list[int] = self.samples[sample_key({**cell.key, "method": "vanilla", "id": prompt["id"]})]["token_ids"]
+        return answer
 
     def append(self, sample: dict[str, Any]) -> None:
         with self.path.open("a") as handle:
             handle.write(json.dumps(sample) + "\n")
-        self.prompts[sample_key(sample)] = sample["prompt"]
+        self.samples[sample_key(sample)] = sample
 
 
 def sample_key(line: dict[str, Any]) -> tuple[Any, ...]:

@@ -1,14 +1,11 @@
 """Verdicts on the measurements: the goals set for this pair, and the claims of the paper."""
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import pandas
+from experiments.samples import Samples
+from experiments.settings import CONTEXTS, RECIPE, SHORT, Goal
+from experiments.tables import NOTHING, Figure, context_name
 
-from experiments.settings import RECIPE, SHORT
-from experiments.tables import NOTHING, Figure, speed_ratio, tokens_per_round
-
-CODE = ("lcc", "repobench-p")
 PAPER = {
     "lcc": ((3.28, 4.21), (1.57, 2.65)),
     "repobench-p": ((3.39, 4.46), (1.69, 3.26)),
@@ -18,6 +15,8 @@ PAPER = {
 
 Diagnostics = dict[str, dict[str, dict[str, float]]]
 """Figures of `diagnostics.diagnose` by draft ("ARM-SEED STAGE") and by the run of the target whose answers it read."""
+DECIMALS_BELOW = 100
+"""Figures from this value on, such as tokens/s, are shown without decimals."""
 NOISE = 0.02
 """Smallest relative difference of two drafts that counts, about twice the standard deviation between two seeds."""
 
@@ -32,92 +31,45 @@ class Verdict(NamedTuple):
     """"reached", "missed", "holds", "does not hold", "no difference" or "not measured"."""
 
 
-@dataclass(frozen=True)
-class Samples:
-    """All samples of an evaluation."""
+def goal_verdict(samples: Samples, goal: Goal) -> Verdict:
+    """Whether a goal is reached. For a goal of each task or context, the lowest figure is measured."""
+    columns: dict[str, Any] = {"task": tuple(goal.tasks), "context": tuple(goal.contexts)}
+    columns = {name: values for name, values in columns.items() if values}
+    decoded = samples.of(goal.method, goal.temperature, loops=True, **columns)
+    groups = decoded[goal.each].drop_duplicates().to_dict("records") if goal.each else [{}]
+    figures = [(_figure(samples, goal, **columns | group), group) for group in groups]
+    measured = [pair for pair in figures if pair[0].samples]
+    lowest, group = min(measured, key=lambda pair: pair[0].value, default=(NOTHING, {}))
 
-    frame: pandas.DataFrame
-
-    def of(self, method: str, temperature: float = 0.0, *, loops: bool = False, **columns: Any) -> pandas.DataFrame:
-        """The samples of a method at a temperature.
-
-        loops: include outputs with repetition loops. columns: allowed value of a column, or a tuple of allowed values.
-        """
-        frame = self.frame
-        chosen = (frame["method"] == method) & (frame["temperature"] == temperature)
-        if not loops:
-            chosen &= ~frame["loops"]
-        for name, value in columns.items():
-            chosen &= frame[name].isin(value if isinstance(value, tuple) else (value,))
-        return frame[chosen]
-
-    def speed_up(self, method: str, other: str, temperature: float = 0.0, **columns: Any) -> Figure:
-        """Tokens/s of `method` divided by those of `other`, over the prompts where neither output loops."""
-        return speed_ratio(self.of(method, temperature, **columns), self.of(other, temperature, **columns))
-
-    @property
-    def fastest_tree(self) -> str:
-        """Method auto if it was measured, otherwise the default tree."""
-        return "auto" if (self.frame["method"] == "auto").any() else "tree"
-
-    @property
-    def tasks(self) -> list[str]:
-        return list(dict.fromkeys(self.frame["task"]))
-
-    def length_ratio(self, method: str = "tree") -> tuple[Figure, str]:
-        """Tokens per round at the longest context divided by those at the shortest, and the name of this ratio.
-
-        Only tasks with samples at both contexts count. Context 0, the bare question, does not.
-        """
-        contexts = sorted(set(self.frame["context"]) - {0})
-        if len(contexts) < 2:
-            return NOTHING, ""
-
-        short_samples = self.of(method, context=contexts[0])
-        long_samples = self.of(method, context=contexts[-1])
-        common = set(short_samples["task"]) & set(long_samples["task"])
-        short = tokens_per_round(short_samples[short_samples["task"].isin(common)])
-        long = tokens_per_round(long_samples[long_samples["task"].isin(common)])
-
-        # The relative errors of two independent figures add in squares.
-        ratio = long.value / short.value
-        error = ratio * ((long.error / long.value) ** 2 + (short.error / short.value) ** 2) ** 0.5
-        return Figure(ratio, error, long.samples), f"{contexts[-1]} over {contexts[0]} tokens"
+    if goal.figure == CONTEXTS:
+        name = f"tokens per round, {samples.length_ratio()[1]}"
+    else:
+        where = [*goal.tasks, *map(context_name, goal.contexts)]
+        where += ["each " + " and ".join(goal.each)] if goal.each else []
+        name = f"{goal.figure}, {goal.method}, T = {goal.temperature:g}, {', '.join(where) or 'all tasks'}"
+    text = lowest.text(2 if lowest.value < DECIMALS_BELOW else 0)
+    if group:
+        text += f" ({', '.join(map(str, group.values()))}; the lowest of {len(measured)})"
+    verdict = "not measured" if not lowest.samples else "reached" if lowest.value >= goal.least else "missed"
+    return Verdict(name, f"at least {goal.least:g}", text, verdict)
 
 
-def targets(samples: Samples, on_cpu: bool = False) -> list[Verdict]:
-    """The goals set for this pair, on outputs without loops. The goals for speed differ between a GPU and a CPU."""
-    rows = []
-    goals = (("gsm8k", ("gsm8k",), 5.0), ("chat", ("chat",), 3.6), ("code", CODE, 3.6), ("qmsum", ("qmsum",), 3.0))
-    for name, tasks, least in goals:
-        figure = tokens_per_round(samples.of("tree", task=tasks))
-        rows.append(_reached(f"Tokens per round, {name}, T = 0", least, figure))
-    rows.append(_reached("Tokens per round, all tasks, T = 1", 2.9, tokens_per_round(samples.of("tree", 1.0))))
-    ratio, contexts = samples.length_ratio()
-    rows.append(_reached(f"Tokens per round at {contexts or 'the longest context'}", 0.95, ratio))
-
-    tree = samples.fastest_tree
-    if on_cpu:
-        wall = speed_ratio(samples.of(tree), samples.of("vanilla"), "new_tokens", "wall_s")
-        return [*rows, _reached(f"Tokens/s in wall-clock time, {tree} over vanilla, all tasks", 1.3, wall)]
-    rows.append(_reached(f"Tokens/s, {tree} over vanilla, all tasks", 2.0, samples.speed_up(tree, "vanilla")))
-    for other, least in (("vanilla", 1.5), ("lookup", 1.2)):
-        for task in samples.tasks:
-            figure = samples.speed_up(tree, other, task=task)
-            rows.append(_reached(f"Tokens/s, {tree} over {other}, {task}", least, figure))
-    return rows
-
-
-def _reached(claim: str, least: float, figure: Figure) -> Verdict:
-    verdict = "not measured" if not figure.samples else "reached" if figure.value >= least else "missed"
-    return Verdict(claim, f"at least {least:g}", str(figure), verdict)
+def _figure(samples: Samples, goal: Goal, **columns: Any) -> Figure:
+    """The figure of a goal on the samples with these values of columns."""
+    if goal.figure == CONTEXTS:
+        return samples.length_ratio()[0]
+    if goal.figure == "tokens per round":
+        return samples.tokens_per_round(goal.method, goal.temperature, **columns)
+    if goal.figure == "tokens/s":
+        return samples.tokens_per_second(goal.method, goal.temperature, **columns)
+    return samples.speed_up(goal.method, goal.figure.removeprefix("tokens/s over "), goal.temperature, **columns)
 
 
 def paper_claims(samples: Samples, diagnostics: Diagnostics) -> list[Verdict]:
     """The claims of the paper next to the measurements on this pair."""
     rows = []
     for task, ((least, most), (slowest, fastest)) in PAPER.items():
-        length = tokens_per_round(samples.of("tree", task=task))
+        length = samples.tokens_per_round("tree", task=task)
         rows.append(_holds(f"Tokens per round, {task}", f"{least} to {most}", length, least))
         speedup = samples.speed_up("tree", "vanilla", task=task)
         rows.append(_holds(f"Speedup, {task}", f"{slowest} to {fastest} x", speedup, slowest))
@@ -135,9 +87,6 @@ def paper_claims(samples: Samples, diagnostics: Diagnostics) -> list[Verdict]:
 
     rows.append(_arm(diagnostics, "block-attention", "Noisy training lengthens acceptance", "+14.7%"))
     rows.append(_arm(diagnostics, "no-anchor-offset", "Anchor-offset positions help", "same loss 3.9 x sooner"))
-    rows.append(
-        Verdict("Hybrid tree attention", "49.9 to 12.5 ms per round", "see docs/performance.md", "not measured")
-    )
     return rows
 
 

@@ -26,8 +26,8 @@ from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.inference.methods import DEFAULT_SHAPE
-from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
+from longspec.inference.select_runner import make_runner
 from longspec.kernels.shared.watch import Watch
 
 DIAGNOSTICS = "diagnostics.json"
@@ -54,6 +54,7 @@ class TextSampler(Sampler):
         return self.rows.gather(1, following.clamp(max=self.rows.shape[1] - 1))
 
 
+@torch.no_grad()
 def forced_acceptance(
     model: Any, texts: Sequence[Tensor], prompt_lengths: Sequence[int], shape: Sequence[int] = DEFAULT_SHAPE
 ) -> dict[str, float]:
@@ -65,7 +66,7 @@ def forced_acceptance(
     rows = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
     ends = torch.tensor([len(text) for text in texts], device=rows.device)
     sampler = TextSampler(rows, prompt_lengths, shape)
-    runner = Runner(model)
+    runner = make_runner(model, "auto", True)
     drafter = TreeDrafter(runner, len(rows), shape, sampler, "descend")
     new_tokens = max(len(text) - length for text, length in zip(texts, prompt_lengths, strict=True))
     engine = Engine(runner, drafter, sampler, rows[:, : max(prompt_lengths)], prompt_lengths, new_tokens)
@@ -96,7 +97,6 @@ def depth_probabilities(proposal: Proposal, logits: Tensor) -> Tensor:
     return paths @ (proposal.levels[:, None] == depths).float()
 
 
-@torch.no_grad()
 def diagnose(settings: Settings, root: Path, model: Any, text: TargetText) -> dict[str, dict[str, float]]:
     """Rounds, tokens per round and the bound for the draft of `model`, by the run of the target that wrote the answers.
 

@@ -6,20 +6,18 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, StaticCache
 from transformers.utils import logging
 
 from experiments.cells import Cell, SampleFile, cells, prompt_digest
+from experiments.diagnostics import forced_acceptance
 from experiments.files import claim
 from experiments.processes import running
-from experiments.settings import STATIC, Settings
+from experiments.settings import FORCED, HEAD_TOKENS, MethodSettings, Settings
 from experiments.target import TargetText
 from experiments.training import final_draft
 from longspec import generate, load_pair
@@ -31,8 +29,6 @@ from longspec.models.content import state_digest
 FACTS = "settings.json"
 """File with the draft, target, device and versions that all samples of a folder share."""
 WARM_UP_TOKENS = 16
-STATIC_STEP = 256
-"""Static cache sizes are multiples of this number, because transformers compiles its step once per size."""
 
 
 def evaluation_folder(root: Path, seed: int | None = None) -> Path:
@@ -61,8 +57,6 @@ def evaluate(settings: Settings, root: Path, options: Sequence[str], part: str |
     # All methods of a task and context run on the same device, because they are compared.
     groups = list(dict.fromkeys((cell.task, cell.context) for cell in grid))
     own_cells = [cell for cell in grid if groups.index((cell.task, cell.context)) % parts == number]
-    # transformers runs last, so that its failure costs no other method, and by context: it compiles per cache size.
-    own_cells.sort(key=lambda cell: (1, cell.context) if cell.method.kind == STATIC else (0, 0))
     measure(settings, draft, evaluation_folder(root), own_cells, number)
 
     if settings.evaluation.draft is None:
@@ -83,8 +77,7 @@ def measure(settings: Settings, draft: str, folder: Path, grid: list[Cell], numb
 
     Raises UserError if `folder` holds samples of a different draft, target, device or version.
     """
-    most_new_tokens = max(task.max_new_tokens for task in settings.evaluation.tasks.values())
-    decoder = Decoder(settings.target, draft, most_new_tokens)
+    decoder = Decoder(settings.target, draft)
     if number == 0:
         facts = {"draft": state_digest(decoder.model.draft_model.state_dict()), "target": settings.target}
         claim(folder / FACTS, facts | {"device": device_name(decoder.model.device), "versions": versions()})
@@ -95,11 +88,13 @@ def measure(settings: Settings, draft: str, folder: Path, grid: list[Cell], numb
         warmed_up: set[tuple[str, float, int]] = set()
         for cell, prompts in missing:
             kernels = cell.method.name, cell.temperature, cell.context
-            if prompts and kernels not in warmed_up:
+            is_forced = cell.method.kind == FORCED
+            if prompts and kernels not in warmed_up and not is_forced:  # forced rounds are not timed
                 warmed_up.add(kernels)
                 decoder.sample(cell, cell.prompts[0], warm_up=True)
             for prompt in prompts:
-                samples.append(decoder.sample(cell, prompt))
+                answer = samples.answer(cell, prompt) if is_forced else []
+                samples.append(decoder.sample(cell, prompt, answer))
                 bar.update()
 
 
@@ -118,48 +113,57 @@ def _start_parts(options: Sequence[str], devices: int) -> None:
         raise UserError(f"evaluate: the process of a device ended with code {max(codes, key=abs)}")
 
 
-class Decoder:
-    """Continues prompts with the methods of `longspec.generate` and with transformers' own `generate`."""
+def shortened(ids: list[int], tokens: int | None) -> list[int]:
+    """The first HEAD_TOKENS and the last ids of a prompt, `tokens` in all; None for the whole prompt."""
+    return ids if tokens is None or len(ids) <= tokens else ids[:HEAD_TOKENS] + ids[HEAD_TOKENS - tokens :]
 
-    def __init__(self, target: str, draft: str, most_new_tokens: int) -> None:
-        """most_new_tokens: the largest max_new_tokens of any task, for which static caches are sized."""
-        self.most_new_tokens = most_new_tokens
+
+class Decoder:
+    """Continues prompts with the methods of `longspec.generate` and with FORCED."""
+
+    def __init__(self, target: str, draft: str) -> None:
         self.text = TargetText.load(target)
         self.model, _ = load_pair(target, draft=draft)
-        self.static_caches: dict[int, StaticCache] = {}
 
-    def sample(self, cell: Cell, prompt: dict[str, Any], warm_up: bool = False) -> dict[str, Any]:
+    def sample(
+        self, cell: Cell, prompt: dict[str, Any], answer: Sequence[int] = (), warm_up: bool = False
+    ) -> dict[str, Any]:
         """Decode a prompt and return its sample.
 
-        warm_up: generate a few tokens without stopping at EOS, to compile kernels and choose tree shapes.
+        answer: the token ids that method FORCED decodes. warm_up: generate a few tokens without stopping at EOS, to
+        compile kernels and choose tree shapes.
         """
-        ids = torch.tensor([self.text.prompt_ids(prompt)], device=self.model.device)
-        new_tokens = min(WARM_UP_TOKENS, cell.max_new_tokens) if warm_up else cell.max_new_tokens
-        seed = cell.prompt_seed(prompt["id"])
+        ids = shortened(self.text.prompt_ids(prompt), cell.method.last_tokens)
         began = time.perf_counter()
-        if cell.method.kind == STATIC:
-            figures = self._transformers(cell, ids, new_tokens, seed)
+        if cell.method.kind == FORCED:
+            figures = self._forced(cell.method, ids, answer)
         else:
-            figures = self._generate(cell, ids, new_tokens, seed, warm_up)
+            figures = self._generate(cell, ids, cell.prompt_seed(prompt["id"]), warm_up)
         tokens = figures["token_ids"]
         return {
             **cell.key,
             "id": prompt["id"],
             "prompt": prompt_digest(prompt),
-            "prompt_tokens": ids.shape[1],
+            "prompt_tokens": len(ids),
             "new_tokens": len(tokens),
             "wall_s": time.perf_counter() - began,
             "loops": loops(tokens),
             **figures,
         }
 
-    def _generate(self, cell: Cell, ids: Tensor, new_tokens: int, seed: int, warm_up: bool) -> dict[str, Any]:
+    def _forced(self, method: MethodSettings, ids: list[int], answer: Sequence[int]) -> dict[str, Any]:
+        text = torch.tensor([*ids, *answer], device=self.model.device)
+        sums = forced_acceptance(self.model, [text], [len(ids)], method.tree_shape)
+        figures = {"rounds": sums["rounds"], "decoded_tokens": sums["tokens"], "bound": sums["bound"]}
+        return figures | {"last_tokens": method.last_tokens, "token_ids": list(answer)}
+
+    def _generate(self, cell: Cell, ids: list[int], seed: int, warm_up: bool) -> dict[str, Any]:
         method = cell.method
         output = generate(
             self.model,
-            ids,
+            torch.tensor([ids], device=self.model.device),
             method=method.kind,
-            max_new_tokens=new_tokens,
+            max_new_tokens=min(WARM_UP_TOKENS, cell.max_new_tokens) if warm_up else cell.max_new_tokens,
             temperature=cell.temperature,
             tree_shape=method.tree_shape,
             tree_nodes=method.tree_nodes,
@@ -172,62 +176,3 @@ class Decoder:
         names = ("rounds", "decoded_tokens", "decode_s", "ttft_s", "accepted_by_depth", "tree_shape", "rounds_by_plan")
         figures = {name: value for name, value in asdict(output.stats).items() if name in names}
         return figures | {"token_ids": output.new_tokens[0].tolist()}
-
-    @cached_property
-    def transformers_model(self) -> Any:
-        """The target as an AutoModelForCausalLM, on the device and in the dtype of the pair."""
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            self.text.path, dtype=self.model.dtype, attn_implementation="sdpa"
-        )
-        return model.to(self.model.device).eval()
-
-    def _transformers(self, cell: Cell, ids: Tensor, new_tokens: int, seed: int) -> dict[str, Any]:
-        temperature = cell.temperature
-        torch.manual_seed(seed)
-        clock = Clock()
-        model = self.transformers_model
-        options = {"temperature": temperature, "top_p": 1.0, "top_k": 0} if temperature else {}
-        began = time.perf_counter()
-        sequence = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            do_sample=temperature > 0,
-            streamer=clock,
-            past_key_values=self._static_cache(max(cell.context, ids.shape[1]) + self.most_new_tokens),
-            **options,
-        )
-        # The streamer receives the prompt first, then the token that prefill chose.
-        first, last = clock.times[1], clock.times[-1]
-        decoded = sum(clock.counts[2:])
-        return {
-            "rounds": decoded,
-            "decoded_tokens": decoded,
-            "decode_s": last - first,
-            "ttft_s": first - began,
-            "token_ids": sequence[0, ids.shape[1] :].tolist(),
-        }
-
-    def _static_cache(self, positions: int) -> StaticCache:
-        size = -(-positions // STATIC_STEP) * STATIC_STEP
-        if size not in self.static_caches:
-            torch._dynamo.reset()  # otherwise the second size is compiled with dynamic shapes, which is slower
-            self.static_caches = {size: StaticCache(self.transformers_model.config, max_cache_len=size)}
-        cache = self.static_caches[size]
-        cache.reset()
-        return cache
-
-
-class Clock:
-    """A streamer that records the time and number of new tokens. `generate` synchronizes at every token anyway."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self.counts: list[int] = []
-
-    def put(self, value: Tensor) -> None:
-        self.times.append(time.perf_counter())
-        self.counts.append(value.numel())
-
-    def end(self) -> None:
-        pass

@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from tqdm import tqdm
 
 from experiments.answers import write_chat
@@ -26,6 +27,8 @@ Turn = dict[str, str]
 Make = Callable[[Any, int, random.Random], Record | None]
 """Maps (document, length in tokens, random generator) to a prompt, or to None if the document is too short."""
 
+EVERYDAY = Path(__file__).with_name("everyday.yaml")
+"""Questions of the task everyday."""
 SHORTEST = 0.85
 """Minimum length of a prompt as a fraction of the requested length."""
 MARGIN = 8
@@ -116,7 +119,7 @@ def planned_lengths(settings: Settings, split: str) -> dict[str, list[int]]:
     if split == "test":
         count = settings.prompts.test
         return {
-            name: [context for context in task.contexts for _ in range(count)]
+            name: [context for context in task.contexts for _ in range(task.prompts or count)]
             for name, task in settings.evaluation.tasks.items()
         }
     chance = random.Random(f"{settings.seed}/{split}/lengths")
@@ -181,6 +184,8 @@ class Makers:
             return self.texts.questions, self.question
         if task == "chat":
             return self.chats, self.conversation
+        if task == "everyday":
+            return yaml.safe_load(EVERYDAY.read_text()), lambda question, *_: _user(question)
         return self.texts.problems, self.problem
 
     def problem(self, problem: str, tokens: int, chance: random.Random) -> Record:

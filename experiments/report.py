@@ -1,8 +1,10 @@
 """Step `report`: tables, plots, summary.json and a Markdown page from the results of the other steps."""
 
 import json
-import math
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,13 @@ import matplotlib
 import pandas
 
 from experiments.cells import cells, read_samples
-from experiments.claims import Diagnostics, Samples, Verdict, paper_claims, targets
+from experiments.claims import Diagnostics, Verdict, goal_verdict, paper_claims
 from experiments.diagnostics import DIAGNOSTICS
 from experiments.evaluation import FACTS, evaluation_folder
 from experiments.files import write_atomically
+from experiments.samples import Samples
 from experiments.settings import RECIPE, Settings
-from experiments.tables import Figure, markdown, tokens_per_round, tokens_per_second
+from experiments.tables import Figure, context_name, markdown, speed_ratio, tokens_per_round, tokens_per_second
 from experiments.training import SETTINGS, run_folder, summary, table
 from longspec.cli.picture import COLORS
 from longspec.errors import UserError
@@ -23,7 +26,7 @@ from longspec.errors import UserError
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-PICTURES = ("tokens_per_round.png", "tokens_per_second.png")
+PICTURES = ("contexts.png", "tokens_per_second.png")
 MAIN_METHODS = ("vanilla", "lookup", "tree", "auto")
 LEAST_OUTPUTS = 5
 """Minimum number of outputs per method for a task to appear in the summary and in the plot of tokens/s."""
@@ -37,7 +40,7 @@ def report(settings: Settings, root: Path, command: str) -> None:
     if not lines:
         raise UserError(f"{evaluation}: no samples; run the step evaluate first")
 
-    samples = Samples(pandas.DataFrame(lines))
+    samples = Samples.of_lines(lines)
     facts = json.loads((evaluation / FACTS).read_text())
     facts |= {"not measured": unmeasured(settings, root, samples), "not timed": untimed(samples)}
     recipe = table(settings, root)
@@ -45,10 +48,12 @@ def report(settings: Settings, root: Path, command: str) -> None:
     diagnostics: Diagnostics = json.loads(file.read_text()) if file.exists() else {}
     tables = {
         "Summary": main_table(samples),
-        "Tokens per round": by_task_and_context(samples),
+        "Tokens per round": by_context(samples, samples.tokens_per_round),
+        "Speedup": by_context(samples, partial(samples.speed_up, other="vanilla")),
+        "The same text": same_text(samples),
         "Methods": by_method(samples),
         "Outputs": output_counts(samples),
-        "Targets": pandas.DataFrame(targets(samples, facts["device"].startswith("cpu")), columns=Verdict._fields),
+        "Goals": pandas.DataFrame([goal_verdict(samples, goal) for goal in settings.goals], columns=Verdict._fields),
         "Claims of the paper": pandas.DataFrame(paper_claims(samples, diagnostics), columns=Verdict._fields),
         "Seeds": by_seed(settings, root, samples),
         "Recipe": summary(recipe),
@@ -56,7 +61,7 @@ def report(settings: Settings, root: Path, command: str) -> None:
     }
 
     folder.mkdir(parents=True, exist_ok=True)
-    draw_tokens_per_round(samples, folder / PICTURES[0])
+    draw_contexts(samples, folder / PICTURES[0])
     draw_tokens_per_second(samples, folder / PICTURES[1])
     records = {
         name: frame.astype(object).where(frame.notna(), None).to_dict("records") for name, frame in tables.items()
@@ -94,22 +99,40 @@ def _without_text(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if name != "token_ids"}
 
 
-def by_task_and_context(samples: Samples) -> pandas.DataFrame:
-    """Tokens per round of the tree, outputs without loops: one row per task and temperature, one column per context."""
-    contexts = sorted(set(samples.frame["context"]))
+def by_context(samples: Samples, figure: Callable[..., Figure]) -> pandas.DataFrame:
+    """A figure of tree and auto: one row per temperature, task and method, one column per context.
+
+    The rows "all" pool the tasks that have every context, also those of lookup. figure: see `Samples`.
+    """
     rows = []
-    for temperature in sorted(set(samples.frame["temperature"])):
-        for task in samples.tasks:
-            chosen = samples.of("tree", temperature, task=task)
-            row: dict[str, Any] = {"task": task, "T": temperature}
-            for context in contexts:
-                row[context_name(context)] = str(tokens_per_round(chosen[chosen["context"] == context]))
-            rows.append(row | {"all": str(tokens_per_round(chosen))})
+    for temperature, task in product((0.0, 1.0), [*samples.tasks, None]):
+        columns: dict[str, Any] = {"task": task or samples.long_tasks}
+        for method in MAIN_METHODS[2 if task else 1 :]:
+            if samples.of(method, temperature, **columns).empty:
+                continue
+            row: dict[str, Any] = {"T": f"{temperature:g}", "task": task or "all", "method": method}
+            for context in sorted(set(samples.frame["context"])):
+                one = figure(method, temperature=temperature, context=context, **columns)
+                row[context_name(context)] = str(one)
+            rows.append(row | {"all": str(figure(method, temperature=temperature, **columns))})
     return pandas.DataFrame(rows)
 
 
-def context_name(context: int) -> str:
-    return f"{context} tokens" if context else "short"
+def same_text(samples: Samples) -> pandas.DataFrame:
+    """Teacher-forced tokens per round on the same answers: one column per number of prompt tokens, then the ratios to
+    the shortest prompts."""
+    lengths = sorted(set(samples.forced["length"])) if len(samples.forced) else []
+    rows = []
+    for temperature, tokens in (("0", "decoded_tokens"), ("1 (bound)", "bound")) if lengths else ():
+        for task in [None, *dict.fromkeys(samples.forced["task"])]:
+            row: dict[str, Any] = {"T": temperature, "task": task or "all"}
+            parts = {length: samples.read(length, task) for length in lengths}
+            row |= {context_name(length): str(tokens_per_round(part, tokens)) for length, part in parts.items()}
+            for length in lengths[1:]:
+                ratio = speed_ratio(parts[length], parts[lengths[0]], tokens, "rounds")
+                row[f"{length} over {lengths[0]}"] = str(ratio)
+            rows.append(row)
+    return pandas.DataFrame(rows)
 
 
 def main_tasks(samples: Samples) -> list[str]:
@@ -125,9 +148,9 @@ def main_table(samples: Samples) -> pandas.DataFrame:
         columns: dict[str, Any] = {} if task is None else {"task": task}
         row: dict[str, Any] = {"task": task or "all"}
         for method in MAIN_METHODS[2:]:
-            row[f"tokens per round, {method}"] = str(tokens_per_round(samples.of(method, **columns)))
+            row[f"tokens per round, {method}"] = str(samples.tokens_per_round(method, **columns))
         for method in MAIN_METHODS:
-            row[f"tokens/s, {method}"] = tokens_per_second(samples.of(method, **columns)).text(0)
+            row[f"tokens/s, {method}"] = samples.tokens_per_second(method, **columns).text(0)
         for other in MAIN_METHODS[:2]:
             row[f"auto over {other}"] = str(samples.speed_up("auto", other, **columns))
         rows.append(row)
@@ -168,8 +191,8 @@ def by_seed(settings: Settings, root: Path, samples: Samples) -> pandas.DataFram
 
     means = []
     for seed_samples in drafts.values():
-        by_task = {task: tokens_per_round(seed_samples.of("tree", task=task)).value for task in samples.tasks}
-        means.append(by_task | {"all": tokens_per_round(seed_samples.of("tree")).value})
+        by_task = {task: seed_samples.tokens_per_round("tree", task=task).value for task in samples.tasks}
+        means.append(by_task | {"all": seed_samples.tokens_per_round("tree").value})
     values = pandas.DataFrame(means)
     rows = pandas.concat([values, values.mean().to_frame().T, values.std().to_frame().T], ignore_index=True)
     rows.insert(0, "seed", [*map(str, drafts), "mean", "sd"])
@@ -199,41 +222,47 @@ def diagnostics_table(diagnostics: Diagnostics) -> pandas.DataFrame:
     return pandas.DataFrame(rows)
 
 
-def draw_tokens_per_round(samples: Samples, file: Path) -> None:
-    """Plot the tree's tokens per round at T = 0: one group of bars per task, one bar per context."""
-    figures = {}
-    for context in sorted(set(samples.frame["context"])):
-        chosen = [samples.of("tree", task=task, context=context) for task in samples.tasks]
-        figures[context_name(context)] = [tokens_per_round(frame) for frame in chosen]
-    _bars(samples.tasks, figures, "tree, T = 0", "tokens per round", file)
+def draw_contexts(samples: Samples, file: Path) -> None:
+    """Plot tokens per round and the speedup over vanilla against the context, one line per main method.
+
+    Greedy outputs without loops, pooled over the tasks that have every context.
+    """
+    contexts, tasks = samples.contexts, samples.long_tasks
+    figures_by_title: dict[str, Callable[..., Figure]] = {
+        "tokens per round": samples.tokens_per_round,
+        "tokens/s over vanilla": partial(samples.speed_up, other="vanilla"),
+    }
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for axes, (title, value) in zip(panels, figures_by_title.items(), strict=True):
+        for method in MAIN_METHODS:
+            figures = [value(method, task=tasks, context=context) for context in contexts]
+            heights, errors = [one.value for one in figures], [one.error for one in figures]
+            axes.errorbar(contexts, heights, errors, marker="o", capsize=3, label=method, color=COLORS[method])
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
+        axes.set(title=title, xlabel="context in tokens", ylim=(0, None))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.3)
+        axes.margins(x=0.07)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(MAIN_METHODS))
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
 
 
 def draw_tokens_per_second(samples: Samples, file: Path) -> None:
     """Plot tokens/s of the main methods at T = 0: one group of bars per task, one bar per method."""
     tasks = main_tasks(samples)
-    figures = {method: [tokens_per_second(samples.of(method, task=task)) for task in tasks] for method in MAIN_METHODS}
-    _bars(tasks, figures, "T = 0, outputs without repetition loops", "tokens/s", file)
-
-
-def _bars(groups: list[str], figures: dict[str, list[Figure]], title: str, unit: str, file: Path) -> None:
-    """Plot grouped bars with standard errors. Figures without samples leave a gap.
-
-    figures: by the name of a series, one figure per group. unit: label of the y axis.
-    """
     figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
-    width = 0.8 / len(figures)
-    for number, (name, values) in enumerate(figures.items()):
-        offset = (number - (len(figures) - 1) / 2) * width
-        centers = [group + offset for group in range(len(groups))]
-        heights = [0.0 if math.isnan(one.value) else one.value for one in values]
-        errors = [0.0 if math.isnan(one.error) else one.error for one in values]
-        color = COLORS.get(name)
-        axes.bar(centers, heights, width, yerr=errors, label=name, color=color, error_kw={"linewidth": 0.8})
-
-    axes.set_xticks(range(len(groups)), groups)
-    axes.set_ylabel(unit)
-    axes.set_title(title)
-    figure.legend(loc="outside lower center", ncols=6, fontsize="small")
+    width = 0.8 / len(MAIN_METHODS)
+    for number, method in enumerate(MAIN_METHODS):
+        figures = [samples.tokens_per_second(method, task=task) for task in tasks]
+        offset = (number - (len(MAIN_METHODS) - 1) / 2) * width
+        centers = [group + offset for group in range(len(tasks))]
+        heights, errors = [one.value for one in figures], [one.error for one in figures]
+        axes.bar(centers, heights, width, yerr=errors, label=method, color=COLORS[method])
+    axes.set_xticks(range(len(tasks)), tasks)
+    axes.set(title="T = 0, outputs without repetition loops", ylabel="tokens/s")
+    figure.legend(loc="outside lower center", ncols=len(MAIN_METHODS), fontsize="small")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
@@ -243,12 +272,17 @@ def page(settings: Settings, command: str, facts: dict[str, Any], tables: dict[s
     """The report as a Markdown page."""
     intro = {
         "Summary": "T = 0, batch 1, outputs without repetition loops. Ratios compare tokens/s on prompts that both "
-        "methods decoded.",
-        "Tokens per round": "Method `tree`, outputs without repetition loops, standard errors over prompts.",
+        "methods decoded. The target wrote the user turns of chat; those of everyday were written by hand.",
+        "Tokens per round": "Outputs without repetition loops, standard errors over prompts. The rows `all` pool the "
+        "tasks that have every context, as the plot does.",
+        "Speedup": "Tokens/s over vanilla's, on prompts where neither output has a repetition loop.",
+        "The same text": "Tokens per round of the tree, teacher-forced on vanilla's greedy answers to the longest "
+        "prompts, which are shortened to their head and their last tokens, so that only the context changes. The bound "
+        "at T = 1 is that of the deterministic tree.",
         "Methods": "Outputs without repetition loops. Ratios compare tokens/s on prompts that both methods decoded.",
         "Outputs": "Repetition loops inflate the acceptance length of any draft, so these outputs are counted "
         "separately.",
-        "Targets": "The goals set for this pair. Outputs without repetition loops, T = 0 unless noted.",
+        "Goals": "The goals set for this pair. Outputs without repetition loops.",
         "Claims of the paper": "The paper's target models have 7B to 32B parameters.",
         "Seeds": "Tokens per round of `tree` at T = 0 on outputs without repetition loops. All seeds decode the same "
         "prompts.",

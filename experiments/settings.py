@@ -12,14 +12,19 @@ from yaml import YAMLError
 from longspec.errors import UserError, first_line
 from longspec.inference.methods import AUTO, METHODS, TREE_RULES
 
-STATIC = "transformers-static"
-"""transformers' own `generate` with a static cache."""
-TASKS = ("lcc", "repobench-p", "qmsum", "gsm8k", "chat", "aime24", "edit", "quote")
+FORCED = "forced"
+"""The default tree on vanilla's greedy answer, which is teacher-forced (see `diagnostics.forced_acceptance`)."""
+TASKS = ("lcc", "repobench-p", "qmsum", "gsm8k", "chat", "everyday", "aime24", "edit", "quote")
+HEAD_TOKENS = 48
+"""First tokens of a prompt that are kept when it is shortened; they hold the head of the chat format."""
 GROUPS = (
     *("chat", "chat-long", "gsm8k", "gsm8k-long", "qmsum", "qmsum-short", "lcc", "lcc-short", "repobench-p"),
     *("code-question", "code-question-short", "document", "document-short"),
 )
 """Groups of prompts for training and validation."""
+CONTEXTS = "longest over shortest context"
+FIGURES = ("tokens per round", "tokens/s", "tokens/s over vanilla", "tokens/s over lookup", CONTEXTS)
+"""Figures that may have goals. CONTEXTS compares the tree's tokens per round."""
 EVERY = "every"
 """Key in an ablation arm for changes that apply to all stages."""
 RECIPE = "recipe"
@@ -126,6 +131,8 @@ class TaskSettings:
     contexts: list[int] = MISSING
     """Prompt lengths in tokens; 0 is the bare question."""
     max_new_tokens: int = MISSING
+    prompts: int | None = None
+    """Number of prompts per context for every method, in place of the methods' own numbers and `prompts.test`."""
 
 
 @dataclass
@@ -134,7 +141,7 @@ class MethodSettings:
 
     name: str = MISSING
     method: str = ""
-    """A method of `longspec.generate`, or STATIC; empty if it equals the name."""
+    """A method of `longspec.generate`, or FORCED; empty if it equals the name."""
     temperatures: list[float] = field(default_factory=lambda: [0.0])
     prompts: int = MISSING
     """Number of prompts per task and context; the first ones are used."""
@@ -151,6 +158,8 @@ class MethodSettings:
     """Tasks on which the method is measured; empty for all."""
     contexts: list[int] = field(default_factory=list)
     """Prompt lengths at which the method is measured; empty for all."""
+    last_tokens: int | None = None
+    """Number of prompt tokens that the method reads: the head and the end of the prompt; None for the whole prompt."""
 
     @property
     def kind(self) -> str:
@@ -165,6 +174,24 @@ class EvaluationSettings:
     """Folder of the draft; None for the last stage of the recipe with the first seed."""
     diagnostic_rows: int = 8
     """Validation answers per run of the target that the step `diagnose` reads; 0 for none."""
+
+
+@dataclass
+class Goal:
+    """The least value that a figure of the evaluation should have, on outputs without loops."""
+
+    figure: str = MISSING
+    """One of FIGURES."""
+    least: float = MISSING
+    method: str = "tree"
+    """Name of a method in evaluation.methods. Without samples, a goal is not measured."""
+    temperature: float = 0.0
+    tasks: list[str] = field(default_factory=list)
+    """Tasks whose samples are pooled; empty for all."""
+    contexts: list[int] = field(default_factory=list)
+    """Prompt lengths whose samples are pooled; empty for all."""
+    each: list[str] = field(default_factory=list)
+    """Columns, task or context: every combination of their values should have the least value; empty pools all."""
 
 
 @dataclass
@@ -187,6 +214,7 @@ class Settings:
     training: TrainingSettings = MISSING
     evaluation: EvaluationSettings = MISSING
     probes: dict[str, ProbeSettings] = field(default_factory=dict)
+    goals: list[Goal] = field(default_factory=list)
 
 
 def load_settings(file: str | Path, overrides: Sequence[str] = ()) -> Settings:
@@ -232,17 +260,38 @@ def _check(settings: Settings) -> None:
         "this name is reserved for the unchanged recipe",
     )
 
+    for number, goal in enumerate(settings.goals):
+        key = f"goals[{number}]"
+        _require(goal.figure in FIGURES, key, f"no figure {goal.figure}; use {', '.join(FIGURES)}")
+        unknown = set(goal.tasks) - set(TASKS)
+        _require(not unknown, key, f"no task {', '.join(sorted(unknown))}; use {', '.join(TASKS)}")
+        _require(set(goal.each) <= {"task", "context"}, f"{key}.each", "must contain task and context only")
+
     for task in settings.evaluation.tasks:
         _require(task in TASKS, f"evaluation.tasks.{task}", f"no such task; use {', '.join(TASKS)}")
     for number, method in enumerate(settings.evaluation.methods):
         key = f"evaluation.methods[{number}]"
-        kinds, rule = (*METHODS, AUTO, STATIC), method.tree_rule
+        kinds, rule = (*METHODS, AUTO, FORCED), method.tree_rule
         _require(method.kind in kinds, key, f"no method {method.kind}; use one of {', '.join(kinds)}")
         _require(rule in TREE_RULES, key, f"no tree_rule {rule}; use one of {', '.join(TREE_RULES)}")
         enough = method.prompts <= settings.prompts.test
         _require(enough, f"{key}.prompts", f"must be at most prompts.test ({settings.prompts.test})")
         unknown = set(method.tasks) - set(settings.evaluation.tasks)
         _require(not unknown, key, f"no task {', '.join(sorted(unknown))} in evaluation.tasks")
+        short = method.last_tokens is not None and method.last_tokens <= HEAD_TOKENS
+        _require(not short, f"{key}.last_tokens", f"must be more than the head's {HEAD_TOKENS}")
+        answered = method.kind != FORCED or any(_answers(one, method) for one in settings.evaluation.methods[:number])
+        _require(answered, key, "method forced needs the greedy answers of a method vanilla before it in the list")
+
+
+def _answers(vanilla: MethodSettings, forced: MethodSettings) -> bool:
+    """Whether a method writes the answers that method FORCED needs."""
+    inside = [
+        not outer or (bool(inner) and set(inner) <= set(outer))
+        for inner, outer in ((forced.tasks, vanilla.tasks), (forced.contexts, vanilla.contexts))
+    ]
+    greedy = vanilla.name == "vanilla" and 0.0 in vanilla.temperatures and forced.temperatures == [0.0]
+    return greedy and all(inside) and vanilla.prompts >= forced.prompts
 
 
 def check_data(settings: Settings, stage: StageSettings, key: str) -> None:

@@ -59,9 +59,9 @@ def _ratio(sums: np.ndarray) -> np.ndarray:
         return ratios[0] / ratios[1] if len(ratios) == 2 else ratios[0]
 
 
-def tokens_per_round(samples: pandas.DataFrame) -> Figure:
-    """Tokens emitted per verification pass."""
-    return pooled([samples["decoded_tokens"], samples["rounds"]], _prompts(samples))
+def tokens_per_round(samples: pandas.DataFrame, tokens: str = "decoded_tokens") -> Figure:
+    """Tokens emitted per verification pass, or the sum of another column per pass."""
+    return pooled([samples[tokens], samples["rounds"]], _prompts(samples))
 
 
 def tokens_per_second(samples: pandas.DataFrame) -> Figure:
@@ -81,6 +81,10 @@ def speed_ratio(
 
 def _prompts(samples: pandas.DataFrame) -> list[str]:
     return [f"{task} {context} {name}" for task, context, name in zip(*(samples[k] for k in KEY[:3]), strict=True)]
+
+
+def context_name(context: int) -> str:
+    return f"{context} tokens" if context else "short"
 
 
 def markdown(frame: pandas.DataFrame) -> str:

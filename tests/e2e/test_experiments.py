@@ -29,11 +29,14 @@ def test_all_steps_leave_a_report_and_train_nothing_twice(tmp_path: Path) -> Non
     assert all(row["eval_acceptance_length"] >= 1 for row in summary["tables"]["Recipe"])
     assert [stage["trainer.model.kv_layers"] for stage in summary["training"].values()] == [[18], [], []]
     methods = {row["method"] for row in summary["tables"]["Methods"]}
-    assert methods == {"vanilla", "tree", "lookup", "transformers-static"}
+    assert methods == {"vanilla", "tree", "lookup"}
     greedy = next(row for row in summary["tables"]["Claims of the paper"] if row["claim"].startswith("Greedy"))
     assert greedy["verdict"] == "holds"
     assert len(summary["tables"]["Diagnostics"]) == 3
-    for name in ("README.md", "tokens_per_round.png", "tokens_per_second.png", "samples.jsonl"):
+    same_text = summary["tables"]["The same text"]
+    assert [row["task"] for row in same_text] == ["all", "lcc"] * 2 and "900 over 400" in same_text[0]
+    assert {row["task"] for row in summary["tables"]["Methods"]} == {"all", "lcc", "gsm8k", "chat", "everyday"}
+    for name in ("README.md", "contexts.png", "tokens_per_second.png", "samples.jsonl"):
         assert (page / name).stat().st_size > 0
     logs = {path: path.read_text() for path in root.rglob("log.txt")}
     run("train", *arguments)

@@ -11,8 +11,11 @@ from pairs import make_pair
 from torch import Tensor
 
 from experiments import diagnostics
+from experiments.cells import Cell
 from experiments.diagnostics import depth_probabilities, diagnose, forced_acceptance
+from experiments.evaluation import Decoder
 from experiments.files import answers_file, write_atomically
+from experiments.settings import MethodSettings
 from longspec import generate
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
@@ -47,6 +50,26 @@ def test_forced_rounds_on_greedy_text_are_those_of_decoding(tmp_path: Path) -> N
     expected = [decoded(model, prompt, len(text)) for prompt, text in zip(prompts, texts, strict=True)]
     assert (figures["rounds"], figures["tokens"]) == tuple(map(sum, zip(*expected, strict=True)))
     assert figures["tokens"] > 1.05 * figures["rounds"], "some tokens are accepted"
+
+
+def test_a_forced_sample_reads_the_head_and_the_end_of_its_prompt(tmp_path: Path) -> None:
+    """Only the context changes: the answer and the prompt's digest stay the same."""
+    decoder: Any = object.__new__(Decoder)
+    ids = [number * 7 % 50 + 3 for number in range(200)]
+    decoder.model, decoder.text = make_pair(tmp_path), SimpleNamespace(prompt_ids=lambda prompt: ids)
+    answer = generate(
+        decoder.model, torch.tensor([ids]), method="vanilla", max_new_tokens=40, eos_token_id=()
+    ).new_tokens[0]
+    samples = {}
+    for tokens in (100, 400, None):
+        method = MethodSettings(name="f", method="forced", prompts=1, tree_shape=list(SHAPE), last_tokens=tokens)
+        cell = Cell("lcc", 200, method, 0.0, 0, 40, ({"id": "one"},))
+        samples[tokens] = decoder.sample(cell, cell.prompts[0], answer.tolist())
+    assert [sample["prompt_tokens"] for sample in samples.values()] == [100, 200, 200]
+    assert samples[400]["rounds"] == samples[None]["rounds"] and samples[100]["prompt"] == samples[None]["prompt"]
+    text = torch.cat([torch.tensor(ids[:48] + ids[-52:]), answer])
+    expected = forced_acceptance(decoder.model, [text], [100], SHAPE)
+    assert [samples[100][name] for name in ("rounds", "decoded_tokens", "bound")] == list(expected.values())
 
 
 def test_answers_that_two_runs_share_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Prompts of the experiment: lengths in tokens, wording, disjoint splits, bounded search for code."""
 
+import json
 import random
 from pathlib import Path
 
@@ -7,12 +8,14 @@ import pytest
 from experiment_fixtures import make_chat_target, write_text_folder
 
 from experiments import sources
-from experiments.files import claim, read_jsonl
-from experiments.prompts import Makers, write_prompts
+from experiments.cells import cells
+from experiments.files import claim, prompts_file, read_jsonl, write_atomically
+from experiments.prompts import Makers, planned_lengths, write_prompts
 from experiments.settings import CodeSettings, load_settings
 from experiments.sources import (
     SPLITS,
     SourceFile,
+    Texts,
     is_written,
     read_code,
     read_texts,
@@ -67,6 +70,21 @@ def test_prompts_have_the_benchmark_wording(target: TargetText, texts: Path) -> 
     assert meeting["messages"][0]["content"].endswith("Query: who?\nAnswer:")
     (question,) = makers.records("gsm8k", [0], random.Random(0))
     assert question["messages"][0]["content"].startswith("test ")
+
+
+def test_a_task_may_have_its_own_number_of_prompts(target: TargetText, tmp_path: Path) -> None:
+    """Each everyday question is asked once, and every method decodes all of them."""
+    tasks = "evaluation.tasks={everyday: {contexts: [0], max_new_tokens: 8, prompts: 30}}"
+    settings = load_settings(
+        ROOT / "tests" / "tiny_experiment.yaml",
+        [f"target={target.path}", tasks, "evaluation.methods=[{name: tree, prompts: 1}]"],
+    )
+    lengths = planned_lengths(settings, "test")["everyday"]
+    records = list(Makers(target, Texts(), [], [], "test").records("everyday", lengths, random.Random(0)))
+    assert len({record["messages"][0]["content"] for record in records}) == len(records) == 30
+    write_atomically(prompts_file(tmp_path, "test", "everyday"), "".join(json.dumps(one) + "\n" for one in records))
+    (cell,) = cells(settings.evaluation, tmp_path)
+    assert len(cell.prompts) == 30
 
 
 def test_texts_are_cut_at_lines_and_never_too_long(target: TargetText) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pandas
 
 from experiments import report
-from experiments.claims import Samples
 from experiments.report import LEAST_OUTPUTS, MAIN_METHODS, main_table, main_tasks
+from experiments.samples import Samples
 from experiments.settings import load_settings
 
 SPEEDS = {"vanilla": 10, "lookup": 15, "tree": 20, "auto": 30}
@@ -27,18 +27,18 @@ def samples(outputs: dict[str, int], looping: dict[str, int]) -> Samples:
 
 
 def test_tasks_with_few_outputs_count_only_in_the_last_row() -> None:
-    measured = samples({"code": LEAST_OUTPUTS, "edit": LEAST_OUTPUTS - 1}, {"code": 0, "edit": 3})
-    assert main_tasks(measured) == ["code"]
-    code, everything = main_table(measured).to_dict("records")
-    assert (code["task"], everything["task"]) == ("code", "all")
-    for row in (code, everything):
+    measured = samples({"lcc": LEAST_OUTPUTS, "edit": LEAST_OUTPUTS - 1}, {"lcc": 0, "edit": 3})
+    assert main_tasks(measured) == ["lcc"]
+    lcc, everything = main_table(measured).to_dict("records")
+    assert (lcc["task"], everything["task"]) == ("lcc", "all")
+    for row in (lcc, everything):
         assert row["tokens per round, tree"].startswith("3.00")
         assert row["tokens/s, auto"].startswith("30") and row["tokens/s, vanilla"].startswith("10")
         assert row["auto over vanilla"].startswith("3.00") and row["auto over lookup"].startswith("2.00")
 
 
 def test_loops_are_left_out() -> None:
-    table = main_table(samples({"code": LEAST_OUTPUTS}, {"code": 4}))
+    table = main_table(samples({"lcc": LEAST_OUTPUTS}, {"lcc": 4}))
     assert table["tokens/s, tree"].str.startswith("20").all()
 
 

@@ -40,6 +40,10 @@ def load(*overrides: str) -> Settings:
         ("evaluation.tasks.lbc={contexts: [1], max_new_tokens: 1}", "evaluation.tasks.lbc: no such task"),
         ("evaluation.methods=[{name: forest, prompts: 1}]", "no method forest"),
         ("evaluation.methods=[{name: tree, prompts: 99}]", "must be at most prompts.test"),
+        ("evaluation.methods=[{name: forced, prompts: 1}]", "forced needs the greedy answers of a method vanilla"),
+        ("evaluation.methods=[{name: forced, prompts: 1, last_tokens: 9}]", "last_tokens: must be more than the head"),
+        ("goals=[{figure: speed, least: 1}]", r"goals\[0\]: no figure speed; use tokens per round"),
+        ("goals=[{figure: tokens/s, least: 1, each: [id]}]", r"goals\[0\].each: must contain task and context only"),
         ("prompts.contexts=[9,1]", r"prompts.contexts: must be \[shortest, longest\]"),
         ("prompts.short_contexts=[9]", r"prompts.short_contexts: must be \[shortest, longest\]"),
         ("code.packages=many", "code.packages"),
@@ -52,6 +56,13 @@ def test_a_mistake_is_one_line_with_its_key(override: str, message: str) -> None
     with pytest.raises(UserError, match=message) as error:
         load(override)
     assert "\n" not in str(error.value)
+
+
+def test_forced_rounds_need_vanillas_answers_to_all_their_prompts() -> None:
+    load("evaluation.methods=[{name: vanilla, prompts: 2}, {name: forced, prompts: 2, contexts: [1024]}]")
+    for vanilla in ("prompts: 1", "prompts: 2, tasks: [lcc]", "prompts: 2, contexts: [7000]"):
+        with pytest.raises(UserError, match="forced needs the greedy answers"):
+            load(f"evaluation.methods=[{{name: vanilla, {vanilla}}}, {{name: forced, prompts: 2, contexts: [1024]}}]")
 
 
 def test_arms_change_stages_and_leave_some_out() -> None:

@@ -1,17 +1,27 @@
 """Figures of the experiment's report: pooled ratios, standard errors, pairing by prompt, verdicts, tables."""
 
 import math
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas
 import pytest
 
 from experiments.cells import SampleFile
-from experiments.claims import Samples, paper_claims, targets
+from experiments.claims import goal_verdict, paper_claims
 from experiments.evaluation import evaluation_folder
-from experiments.report import by_method, by_seed, by_task_and_context, output_counts, untimed
-from experiments.settings import load_settings
+from experiments.report import (
+    by_context,
+    by_method,
+    by_seed,
+    output_counts,
+    same_text,
+    untimed,
+)
+from experiments.samples import Samples
+from experiments.settings import Goal, load_settings
 from experiments.tables import markdown, pooled, speed_ratio, tokens_per_round, tokens_per_second
 
 PRESET = Path(__file__).resolve().parents[2] / "experiments" / "smollm2.yaml"
@@ -86,21 +96,47 @@ def evaluation() -> Samples:
     return Samples(frame(*lines))
 
 
-def test_targets_are_reached_missed_or_not_measured() -> None:
-    verdicts = {row.claim: row.verdict for row in targets(evaluation())}
-    assert verdicts["Tokens per round, gsm8k, T = 0"] == "missed"  # 4.4 < 5
-    assert verdicts["Tokens per round, chat, T = 0"] == "not measured"
-    assert verdicts["Tokens per round at 7000 over 1024 tokens"] == "missed"  # 0.8
-    assert verdicts["Tokens/s, tree over vanilla, all tasks"] == "reached"  # 5
-    assert verdicts["Tokens/s, tree over lookup, gsm8k"] == "reached"  # 2.5
+def verdict(samples: Samples, figure: str, least: float, **values: Any) -> tuple[str, str]:
+    row = goal_verdict(samples, Goal(figure, least, **values))
+    return row.measured, row.verdict
 
 
-def test_a_cpu_has_its_own_speed_target() -> None:
-    """It concerns wall-clock time, prefill included."""
-    pair = {"new_tokens": 64}
-    frames = [line(**pair, wall_s=2.0, decode_s=0.1), line("vanilla", **pair, wall_s=4.0, decode_s=0.1)]
-    rows = [row for row in targets(Samples(frame(*frames)), on_cpu=True) if "Tokens/s" in row.claim]
-    assert [(row.expected, row.measured, row.verdict) for row in rows] == [("at least 1.3", "2.00", "reached")]
+def test_goals_are_reached_missed_or_not_measured() -> None:
+    samples = evaluation()
+    assert verdict(samples, "tokens per round", 5.0, tasks=["gsm8k"]) == ("4.44 ± 0.18", "missed")
+    assert verdict(samples, "tokens per round", 1.9, temperature=1.0) == ("2.00 ± 0.00", "reached")
+    assert verdict(samples, "tokens per round", 3.6, tasks=["chat"]) == ("-", "not measured")
+    assert verdict(samples, "longest over shortest context", 0.95)[1] == "missed"
+    assert verdict(samples, "tokens/s over vanilla", 5.0) == ("5.00 ± 0.00", "reached")
+    assert verdict(samples, "tokens/s over lookup", 2.6) == ("2.50 ± 0.00", "missed")
+    assert verdict(samples, "tokens/s", 150, contexts=[7000]) == ("200 ± 0", "reached")
+
+
+def test_a_goal_for_each_cell_is_missed_by_the_lowest() -> None:
+    """Lookup decoded no prompt of the second task, which therefore has no ratio over it."""
+    slow = {"task": "chat", "context": 7000}
+    samples = Samples(pandas.concat([evaluation().frame, frame(line(**slow), line("vanilla", **slow))]))
+    goal = Goal("tokens/s over vanilla", 2.0, each=["task", "context"])
+    row = goal_verdict(samples, goal)
+    assert (row.measured, row.verdict) == ("1.00 (chat, 7000; the lowest of 3)", "missed")
+    assert goal_verdict(samples, Goal("tokens/s over lookup", 2.5, each=["task"])).verdict == "reached"
+
+
+def test_contexts_compare_on_the_same_text() -> None:
+    """Outputs with loops and shorter prompts are left out; prompts are paired."""
+    lines = [line(), line("vanilla")]
+    for number, rounds in enumerate((8, 20)):
+        for length, slower in ((1024, 1.0), (4096, 1.25), (None, 2.0)):
+            sample = line("forced", number, context=30000, last_tokens=length, rounds=rounds * slower, bound=30.0)
+            lines += [sample, sample | {"context": 4096, "rounds": 1}, sample | {"id": "l", "loops": True, "rounds": 1}]
+    samples = Samples.of_lines(lines)
+    assert samples.frame["method"].tolist() == ["tree", "vanilla"], "forced rounds are no samples of decoding"
+    greedy, task, bound, _ = same_text(samples).to_dict("records")
+    assert (greedy["task"], task["task"], greedy["T"], bound["T"]) == ("all", "gsm8k", "0", "1 (bound)")
+    assert list(greedy)[2:] == ["1024 tokens", "4096 tokens", "30000 tokens", "4096 over 1024", "30000 over 1024"]
+    assert greedy["1024 tokens"].startswith("2.86") and bound["1024 tokens"].startswith("2.14")
+    assert (greedy["4096 over 1024"], greedy["30000 over 1024"]) == ("0.80 ± 0.00", "0.50 ± 0.00")
+    assert verdict(samples, "longest over shortest context", 0.95) == ("0.50 ± 0.00", "missed")
 
 
 def test_every_claim_of_the_paper_has_a_row() -> None:
@@ -134,11 +170,21 @@ def test_seeds_are_shown_with_their_spread(tmp_path: Path) -> None:
     assert rows.index.tolist() == ["0", "1", "2", "mean", "sd"]
 
 
+def test_contexts_compare_over_the_tasks_that_have_all_of_them() -> None:
+    edit = frame(line(task="edit", rounds=1))
+    samples = Samples(pandas.concat([evaluation().frame, edit]))
+    lengths = by_context(samples, samples.tokens_per_round)
+    assert list(lengths.columns) == ["T", "task", "method", "1024 tokens", "7000 tokens", "all"]
+    greedy = lengths[lengths["T"] == "0"]
+    assert greedy["method"].tolist() == ["tree", "tree", "lookup", "tree"]
+    assert greedy["task"].tolist() == ["gsm8k", "edit", "all", "all"]
+    assert greedy["1024 tokens"].tolist() == ["5.00 ± 0.00", "40.00", "4.00 ± 0.00", "5.00 ± 0.00"]
+    speeds = by_context(samples, partial(samples.speed_up, other="vanilla"))
+    assert speeds["7000 tokens"].tolist() == ["5.00 ± 0.00", "-", "2.00 ± 0.00", "5.00 ± 0.00", "-", "-"]
+
+
 def test_tables_have_a_row_per_method_and_task() -> None:
     samples = evaluation()
-    lengths = by_task_and_context(samples)
-    assert list(lengths.columns) == ["task", "T", "1024 tokens", "7000 tokens", "all"]
-    assert lengths["1024 tokens"].tolist() == ["5.00 ± 0.00", "2.00 ± 0.00"]
     methods = by_method(samples)
     tree = methods[(methods["method"] == "tree") & (methods["T"] == 0.0) & (methods["task"] == "all")].iloc[0]
     assert (tree["tokens/s"], tree["over vanilla"], tree["over lookup"]) == ("200 ± 0", "5.00 ± 0.00", "2.50 ± 0.00")
