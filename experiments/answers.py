@@ -11,7 +11,7 @@ from experiments.target import CHAT_FORMAT
 from longspec.regenerate.run import regenerate
 from longspec.regenerate.settings import Settings as AnswerRun
 
-SHARD_BATCHES = 8
+SHARD_BATCHES = 2
 """Batches per shard; an interrupted run resumes after its last complete shard."""
 
 
