@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import IO
 
 from longspec.errors import UserError
 from longspec.locks import UNSUPPORTED
+from longspec.replacing import replacing
 
 
 def part_path(file: Path, rank: int) -> Path:
@@ -73,10 +73,5 @@ def write_in_order(file: Path, index_of: Sequence[int]) -> None:
     """Rewrite a file of complete lines atomically, in ascending order of `index_of` its lines. Raises OSError."""
     lines = file.read_bytes().split(b"\n")
     order = sorted(range(len(index_of)), key=index_of.__getitem__)
-    unfinished = file.with_name(f"{file.name}.tmp")
-    try:
+    with replacing(file) as unfinished:
         unfinished.write_bytes(b"".join(lines[number] + b"\n" for number in order))
-        os.replace(unfinished, file)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise

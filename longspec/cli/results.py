@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import IO, Any
 from longspec.cli.prompts import Prompt
 from longspec.errors import UserError
 from longspec.parts import all_parts, complete_lines, open_part, part_paths, write_in_order
+from longspec.replacing import replacing
 
 
 class Results:
@@ -195,9 +195,8 @@ def write_summary(summary: dict[str, Any], path: Path | None) -> None:
         print(line, file=sys.stderr)
         return
     # A reader never sees a part of the summary.
-    unfinished = path.with_name(f".{path.name}.unfinished")
     try:
-        unfinished.write_text(line + "\n")
-        os.replace(unfinished, path)
+        with replacing(path) as unfinished:
+            unfinished.write_text(line + "\n")
     except OSError as error:
         raise UserError(f"--json {path}: cannot be written ({error.strerror})") from error

@@ -23,6 +23,7 @@ from longspec.longbench.sample_lines import (
     without_answer,
 )
 from longspec.parts import all_parts, complete_lines, part_paths, write_in_order
+from longspec.replacing import replacing
 
 RUN_NAME = "run.json"
 SAMPLES_NAME = "samples.jsonl"
@@ -204,14 +205,8 @@ class Report:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write `content` to `path` atomically. Raises OSError."""
-    # A rename replaces the old file as a whole, also after a crash.
-    unfinished = path.with_name(path.name + ".tmp")
-    try:
+    with replacing(path) as unfinished:
         unfinished.write_bytes(_encoded(content, indent=2) + b"\n")
-        os.replace(unfinished, path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
 
 
 def _encoded(content: dict[str, Any], indent: int | None = None) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from longspec.data.prompts import prompt_key
 from longspec.data.records import Record, parse_record
 from longspec.errors import UserError
 from longspec.regenerate.settings import Settings
+from longspec.replacing import replacing
 from longspec.untrusted import read_yaml
 
 PROVENANCE_NAME = "provenance.yaml"
@@ -129,14 +129,10 @@ def _prompt_keys(files: Sequence[str]) -> set[bytes]:
 
 def _write(file: Path, text: str) -> None:
     """Write a file atomically. Raises UserError if it cannot be written."""
-    # The process id keeps ranks apart that write the same file.
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        unfinished.write_bytes(text.encode())
-        os.replace(unfinished, file)
+        with replacing(file) as unfinished:
+            unfinished.write_bytes(text.encode())
     except OSError as error:
         raise UserError(
             f"{file}: cannot be written ({error.strerror}); the same command continues once this is fixed"
         ) from error
-    finally:
-        unfinished.unlink(missing_ok=True)

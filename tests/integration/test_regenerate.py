@@ -247,7 +247,7 @@ def test_a_damaged_provenance_is_one_line(target: Path, tmp_path: Path, content:
 def test_a_shard_that_does_not_fit_on_the_disk_is_one_line(target: Path, tmp_path: Path) -> None:
     shards = Shards(settings(target, tmp_path, count=4), 4)
     shards.claim({"seed": 1})
-    unfinished = shards.folder / f".{shards.path(0).name}.{os.getpid()}"
+    unfinished = shards.folder / f".{shards.path(0).name}.{os.getpid()}.unfinished"
     unfinished.symlink_to("/dev/full")
     with pytest.raises(UserError, match=r"cannot be written \(No space left on device\)"):
         shards.write(0, [], Counter())
