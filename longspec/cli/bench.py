@@ -61,9 +61,9 @@ def bench(
     are skipped on a pair without one.
     """
     from longspec.cli.comparison import compare, result_table
+    from longspec.cli.output import check_folder
     from longspec.cli.pair import Sampling, choose_model, open_pair
     from longspec.cli.prompts import read_prompts
-    from longspec.cli.results import check_folder
     from longspec.extras import extra
 
     with extra("demo"):

@@ -74,19 +74,29 @@ class PromptFiles:
     def __len__(self) -> int:
         return len(self.lines)
 
-    def read(self, start: int, end: int, family: str, tokenizer: Any, chat_format: str) -> list[Prompt]:
-        """The prompts of records `start` … `end` - 1. A record with a list of articles has one prompt per article."""
+    def read(
+        self, start: int, end: int, family: str, tokenizer: Any, chat_format: str, rejected: list[str] | None = None
+    ) -> list[Prompt]:
+        """The prompts of records `start` … `end` - 1, without those that the chat template rejects.
+
+        A record with a list of articles has one prompt per article. rejected: gets the reason, with file and line, for
+        each prompt that is left out.
+        """
+        rejected = [] if rejected is None else rejected
         prompts = []
         for line in self.lines[start:end]:
             with open(line.path, "rb") as handle:
                 handle.seek(line.start)
                 record = parse_record(line.path, line.number, handle.readline())
-            with located(line.path, line.number):
-                # One record can hold several articles, and so several prompts.
-                for source_id, turns, text in _prompts(record):
+            # One record can hold several articles, and so several prompts.
+            for source_id, turns, text in _prompts(record):
+                try:
                     if turns:
                         text = conversation_text(turns, family, tokenizer, chat_format)
-                    prompts.append(Prompt(source_id, turns, text))
+                except RecordError as error:
+                    rejected.append(f"{line.path}, line {line.number}: {error}")
+                    continue
+                prompts.append(Prompt(source_id, turns, text))
         return prompts
 
     def size(self, start: int, end: int) -> int:

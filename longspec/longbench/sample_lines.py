@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from longspec.errors import UserError
 from longspec.inference.stats import GenerationStats
 
 
@@ -26,17 +26,23 @@ class SampleResult:
     """The new tokens as text."""
 
 
-def sample_line(
-    index: int, result: SampleResult, rounds: int, rows: int, first: int, stats: GenerationStats
-) -> dict[str, Any]:
-    """The line of a sample. rounds: its passes; rows, first, stats: the size, first sample and figures of its batch."""
+def batch_lines(results: Sequence[SampleResult], stats: GenerationStats, first: int) -> list[dict[str, Any]]:
+    """The lines of a batch. stats: the batch's; first: number of its first sample.
+
+    Times and memory belong to the batch, counts to the row.
+    """
+    rows = zip(results, stats.row_rounds, strict=True)
+    return [_sample_line(index, result, rounds, first, stats) for index, (result, rounds) in enumerate(rows, first)]
+
+
+def _sample_line(index: int, result: SampleResult, rounds: int, first: int, stats: GenerationStats) -> dict[str, Any]:
     shape = {"tree_shape": list(stats.tree_shape)} if stats.tree_shape else {}
     return {
         "index": index,
         "id": result.id,
         "prompt_tokens": result.prompt_tokens,
         "new_tokens": len(result.token_ids),
-        "batch_rows": rows,
+        "batch_rows": len(stats.row_rounds),
         # The first token comes from prefill.
         "acceptance_length": (len(result.token_ids) - 1) / rounds if rounds else None,
         "rounds": rounds,
@@ -58,18 +64,15 @@ def sample_line(
     }
 
 
-def without_answer(line: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in line.items() if name not in ("text", "token_ids")}
-
-
-def parse_line(raw: bytes, location: str) -> dict[str, Any]:
-    """A complete line of `samples.jsonl` without its answer. Raises UserError with the location for any other line."""
+def read_line(raw: bytes) -> dict[str, Any]:
+    """A line of `samples.jsonl` without its answer. Raises ValueError for any other line."""
     try:
-        line = without_answer(json.loads(raw))
-        batch_stats(line)
-        return {name: line[name] for name in ("index", "new_tokens")} | line
+        line = json.loads(raw)
+        kept = {name: value for name, value in line.items() if name not in ("text", "token_ids")}
+        batch_stats(kept)
+        return {"index": int(kept["index"]), "new_tokens": kept["new_tokens"]} | kept
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{location}: not a line of results; remove it, or all results with --overwrite") from error
+        raise ValueError("not a line of results") from error
 
 
 def batch_stats(line: dict[str, Any]) -> GenerationStats:

@@ -54,7 +54,10 @@ class Writer:
         if self.files is None:
             prompts = self._write_turns(shard, rows, dropped, progress)
         else:
-            prompts = self.files.read(rows.start, rows.stop, self.family, self.tokenizer, self.settings.chat_format)
+            rejected: list[str] = []
+            chat_format = self.settings.chat_format
+            prompts = self.files.read(rows.start, rows.stop, self.family, self.tokenizer, chat_format, rejected)
+            dropped["prompts: rejected by the chat template"] += len(rejected)
         return self._answer(shard, prompts, dropped, progress), dropped
 
     def _write_turns(self, shard: int, rows: range, dropped: Counter[str], progress: Progress) -> list[Prompt]:

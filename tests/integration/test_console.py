@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import sys
 import time
@@ -102,7 +103,7 @@ def test_a_stop_signal_ends_a_run_after_its_batch(
 
     monkeypatch.setattr(pairs.LoadedPair, "generate", signalled)
     result = invoke(*given, "--output", out, code=128 + signal.SIGTERM)
-    assert "stopped by SIGTERM after 0 of 9 prompts; the same command continues" in result.stderr
+    assert f"stopped by SIGTERM: 1 of 9 prompts are done, in {out}; the same command continues" in result.stderr
     monkeypatch.undo()
     invoke(*given, "--output", out)
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
@@ -127,6 +128,36 @@ def test_the_chat_template_frames_plain_prompts_unless_raw(target: Path, monkeyp
 def test_prompts_that_leave_no_room_are_named_before_anything_is_generated(target: Path) -> None:
     with pytest.raises(UserError, match="prompt 2: 4210 tokens"):
         raise invoke("generate", "a", "b" * 4200, "--model", target, code=1).exception
+
+
+def test_prompts_that_the_target_cannot_take_are_named_or_left_out_and_counted(target: Path, tmp_path: Path) -> None:
+    """Too long ones, and those that the chat template rejects. The rest is answered and continued as ever."""
+    strict = tmp_path / "strict"
+    shutil.copytree(target, strict)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0].content == 'bad' %}{{ raise_exception('order') }}{% endif %}" + TEMPLATE
+    )
+    tokenizer.save_pretrained(strict)
+    asked = tmp_path / "asked.txt"
+    asked.write_text("\n".join(["a", "bad", "b" * 4200, "c", "d"]))
+    given = ["generate", asked, "--model", strict, "--temperature", 1, "--batch_size", 2, "--max_new_tokens", 4]
+    with pytest.raises(UserError, match=r"asked\.txt, line 2: .*order.*; --skip_invalid leaves such prompts out"):
+        raise invoke(*given, code=1).exception
+    given.append("--skip_invalid")
+    out, summary = tmp_path / "out.jsonl", tmp_path / "summary.json"
+    result = invoke(*given, "--output", out, "--json", summary)
+    assert "2 of 5 prompts left out; the first one: " in result.stderr
+    assert [line["index"] for line in lines(out)] == [0, 3, 4]
+    counts = json.loads(summary.read_text())
+    assert (counts["prompts"], counts["answered"], counts["left_out"]) == (5, 3, 2)
+    whole = out.read_bytes()
+    out.write_bytes(whole[: len(whole) // 2])
+    invoke(*given, "--output", out)
+    assert out.read_bytes() == whole == invoke(*given).stdout_bytes
+    asked.write_text("bad\n")
+    with pytest.raises(UserError, match=r"1 of 1 prompts left out; .*; no prompt is left"):
+        raise invoke(*given, code=1).exception
 
 
 def test_bench_measures_what_the_pair_can_do(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 from experiments.processes import free_port
 from longspec.cli.app import app
 from longspec.errors import UserError
+from longspec.jobs.results import locked_file, part_path
 from longspec.locks import LOCK_NAME
 from longspec.longbench import measurement
 from longspec.longbench.command import main
-from longspec.parts import open_part
 from longspec.ranks.replicas import balanced, joined_replicas
 from longspec.regenerate.command import main as regenerate
 
@@ -212,10 +212,10 @@ def test_a_rank_of_an_earlier_run_that_still_writes_is_respected(
     """Its rank 0 was killed, so nobody holds the folder's lock."""
     monkeypatch.setattr(measurement, "load_model", None)
     (tmp_path / "out").mkdir()
-    with open_part(tmp_path / "out" / "samples.jsonl", 1):
+    with locked_file(part_path(tmp_path / "out" / "samples.jsonl", 1)):
         for more in ((), ("--overwrite",)):
             message = refusal(capsys, [*line, "--output_dir", str(tmp_path / "out"), *more])
-            assert "samples.jsonl.rank-1: a rank of another run is writing to it" in message
+            assert "samples.jsonl.rank-1: another run is writing to it" in message
 
 
 def test_answers_of_several_ranks_are_those_of_one(pair: Path, tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_answers_of_several_ranks_are_those_of_one(pair: Path, tmp_path: Path) -
     assert CliRunner().invoke(app, [*given, str(tmp_path / "alone.jsonl")]).exit_code == 0
     out = tmp_path / "out.jsonl"
     launch = Launch(FAULTY, [*given, str(out)], tmp_path, fault="1:1:SIGKILL")
-    assert launch.codes == [1, -9] and "a rank has ended after" in launch.said[-1], launch.stderr
+    assert launch.codes == [1, -9] and "a rank has ended: " in launch.said[-1], launch.stderr
     (tmp_path / "copy").mkdir()
     files = sorted(tmp_path.glob("out.jsonl*"))
     assert [file.name for file in files] == ["out.jsonl", "out.jsonl.rank-1"]
