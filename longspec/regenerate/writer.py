@@ -57,7 +57,8 @@ class Writer:
             rejected: list[str] = []
             chat_format = self.settings.chat_format
             prompts = self.files.read(rows.start, rows.stop, self.family, self.tokenizer, chat_format, rejected)
-            dropped["prompts: rejected by the chat template"] += len(rejected)
+            if rejected:
+                dropped["prompts: rejected by the chat template"] = len(rejected)
         return self._answer(shard, prompts, dropped, progress), dropped
 
     def _write_turns(self, shard: int, rows: range, dropped: Counter[str], progress: Progress) -> list[Prompt]:
