@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from longspec.cli.output import StdoutLines
-from longspec.cli.pair import LoadedPair, Sampling
+from longspec.cli.pair import LoadedPair, SamplingOptions
 from longspec.cli.prompts import Prompt
-from longspec.data.templates import encode_texts
 from longspec.errors import UserError
 from longspec.inference.device import device_name
 from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.stats import GenerationStats, pool
-from longspec.jobs.job import Count, Job, open_results, writing
+from longspec.jobs.job import Count, ResumableJob, open_results, writing
 from longspec.jobs.results import Line, Results, resume_results
 from longspec.models.content import state_digest, target_digest
 from longspec.ranks.replicas import Replicas
@@ -36,49 +35,46 @@ class PromptRun:
 
     pair: LoadedPair
     prompts: Sequence[Prompt]
-    sampling: Sampling
+    sampling: SamplingOptions
     batch_size: int
     seed: int
     chat: bool
     """Whether a prompt of plain text is a user turn in the chat format."""
     skips: bool = False
     """Whether prompts that the target cannot take are left out."""
-    token_ids: dict[int, list[int]] = field(init=False)
+    token_ids: dict[int, list[int]] = field(init=False, default_factory=dict)
     """The prompts as the target reads them, by number."""
-    problems: dict[int, str] = field(init=False, default_factory=dict)
-    """The reasons to leave prompts out, by number."""
+    problems: list[str] = field(init=False, default_factory=list)
+    """The reason for each prompt that is left out."""
 
     def __post_init__(self) -> None:
         """Raises UserError, with its location, for a prompt that the target cannot take, and if none is left."""
-        texts = {}
         for number, prompt in enumerate(self.prompts):
             try:
-                texts[number] = self.pair.text(prompt.as_turn() if self.chat else prompt.content)
+                self.token_ids[number] = self._encode(prompt)
             except UserError as error:
-                self._leave_out(number, str(error))
-        self.token_ids = dict(zip(texts, encode_texts(list(texts.values()), self.pair.tokenizer), strict=True))
-        for number, ids in list(self.token_ids.items()):
-            if not ids or len(ids) + self.sampling.max_new_tokens > self.pair.positions:
-                del self.token_ids[number]
-                self._leave_out(
-                    number,
-                    f"{len(ids)} tokens + --max_new_tokens {self.sampling.max_new_tokens}; the target has "
-                    f"{self.pair.positions} positions",
-                )
+                if not self.skips:
+                    raise UserError(f"{error}; --skip_invalid leaves such prompts out") from error
+                self.problems.append(str(error))
         if not self.token_ids:
             raise UserError(f"{self.note}; no prompt is left")
 
-    def _leave_out(self, number: int, problem: str) -> None:
-        problem = f"{self.prompts[number].location}: {problem}"
-        if not self.skips:
-            raise UserError(f"{problem}; --skip_invalid leaves such prompts out")
-        self.problems[number] = problem
+    def _encode(self, prompt: Prompt) -> list[int]:
+        try:
+            (ids,) = self.pair.encode([prompt.as_turn() if self.chat else prompt.content])
+        except UserError as error:  # the chat template fails
+            raise UserError(f"{prompt.location}: {error}") from error
+        if not ids or len(ids) + self.sampling.max_new_tokens > self.pair.positions:
+            raise UserError(
+                f"{prompt.location}: {len(ids)} tokens + --max_new_tokens {self.sampling.max_new_tokens}; "
+                f"the target has {self.pair.positions} positions"
+            )
+        return ids
 
     @property
     def note(self) -> str:
-        """A line on the prompts that are left out."""
-        first = next(iter(self.problems.values()), "none")
-        return f"{len(self.problems)} of {len(self.prompts)} prompts left out; the first one: {first}"
+        """A line on the prompts that are left out, if there are any."""
+        return f"{len(self.problems)} of {len(self.prompts)} prompts left out; the first one: {self.problems[0]}"
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -171,7 +167,7 @@ def answer_prompts(
     an uninterrupted single process. output: None is stdout, for a single process. report: called with the summary on
     rank 0. Raises UserError, and SystemExit after a stop signal or the end of another rank.
     """
-    job = Job(
+    job = ResumableJob(
         len(run.token_ids),
         "prompt",
         output,
@@ -203,7 +199,7 @@ def _open(run: PromptRun, output: Path, overwrite: bool, replicas: Replicas) -> 
     )
 
 
-def _answer_missing(run: PromptRun, results: Results | StdoutLines, job: Job) -> Share:
+def _answer_missing(run: PromptRun, results: Results | StdoutLines, job: ResumableJob) -> Share:
     """Decode this rank's share of the batches with a prompt that has no line."""
     share = Share()
 

@@ -91,7 +91,7 @@ def generate(
     """
     from longspec.cli.answers import PromptRun, answer_prompts
     from longspec.cli.output import check_folder, locked_output, write_summary
-    from longspec.cli.pair import Sampling, note_plain_format, open_pair
+    from longspec.cli.pair import SamplingOptions, note_plain_format, open_pair
     from longspec.cli.prompts import Prompt, read_prompts
     from longspec.errors import UserError
     from longspec.inference.process_group import shared_target
@@ -102,9 +102,9 @@ def generate(
         stack.enter_context(shared_target(tp_size, device, stop))
         replicas = stack.enter_context(joined_replicas(tp_size))
 
-        def read() -> tuple[list[Prompt], Sampling]:
+        def read() -> tuple[list[Prompt], SamplingOptions]:
             check_folder(json_file, "--json")
-            sampling = Sampling(max_new_tokens, temperature, top_p, top_k)
+            sampling = SamplingOptions(max_new_tokens, temperature, top_p, top_k)
             if output is None and replicas.size > 1:
                 raise UserError("--output: give a file; several ranks do not write to stdout")
             asked = read_prompts(prompts or [])

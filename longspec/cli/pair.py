@@ -27,7 +27,7 @@ from longspec.models.target_files import position_limit
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingOptions:
     """The sampling options of an answer. Meanings and ranges are those of `longspec.generate`."""
 
     max_new_tokens: int
@@ -60,15 +60,13 @@ class LoadedPair:
 
     def encode(self, prompts: list[str | list[Turn]]) -> list[list[int]]:
         """Token ids of each prompt. Text is encoded as it is, a conversation in the chat format."""
-        return encode_texts([self.text(prompt) for prompt in prompts], self.tokenizer)
+        texts = [prompt if isinstance(prompt, str) else self._conversation(prompt) for prompt in prompts]
+        return encode_texts(texts, self.tokenizer)
 
-    def text(self, prompt: str | list[Turn]) -> str:
-        """The text of a prompt as it is encoded. Raises UserError for turns that the chat template rejects."""
-        if isinstance(prompt, str):
-            return prompt
-        return conversation_text(prompt, self.model.config.model_type, self.tokenizer, self.chat_format)
+    def _conversation(self, turns: list[Turn]) -> str:
+        return conversation_text(turns, self.model.config.model_type, self.tokenizer, self.chat_format)
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling, **options: Any) -> GenerationOutput:
+    def generate(self, prompts: list[list[int]], sampling: SamplingOptions, **options: Any) -> GenerationOutput:
         """Call `longspec.generate` on token ids. options: its other arguments."""
         rows = [torch.tensor(prompt) for prompt in prompts]
         row_masks = [torch.ones_like(row) for row in rows]

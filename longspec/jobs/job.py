@@ -39,7 +39,7 @@ class Count(Protocol):
 
 
 @dataclass
-class Job:
+class ResumableJob:
     """A rank's view of a run."""
 
     total: int

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from longspec.inference import load_pair
 from longspec.inference.generate import generate
-from longspec.jobs.job import DIGESTS, Count, Job, open_results, writing
+from longspec.jobs.job import DIGESTS, Count, ResumableJob, open_results, writing
 from longspec.jobs.results import Results
-from longspec.longbench.plan import Plan, make_plan
+from longspec.longbench.plan import EvaluationPlan, make_plan
 from longspec.longbench.prompts import TaskPrompt
 from longspec.longbench.report import summarize, table, write_json
 from longspec.longbench.run_folder import SAMPLES_NAME, SUMMARY_NAME, open_run
@@ -41,7 +41,9 @@ def measure(options: argparse.Namespace, stop: StopSignals, replicas: Replicas) 
     if replicas.rank == 0:
         for note in plan.notes:
             print(note)
-    job = Job(len(plan.selection.prompts), "sample", plan.output_dir, stop, replicas, overwrites=options.overwrite)
+    job = ResumableJob(
+        len(plan.selection.prompts), "sample", plan.output_dir, stop, replicas, overwrites=options.overwrite
+    )
     record = {**plan.record, "processes": 1}
     summary = None
     with ExitStack() as stack:
@@ -63,7 +65,7 @@ def measure(options: argparse.Namespace, stop: StopSignals, replicas: Replicas) 
     return summary
 
 
-def _measure_missing(plan: Plan, results: Results, record: dict[str, Any], job: Job) -> None:
+def _measure_missing(plan: EvaluationPlan, results: Results, record: dict[str, Any], job: ResumableJob) -> None:
     """Load the model and run this rank's share of the batches with a sample that has no line."""
     replicas, earlier = job.replicas, len(results.done)
     if earlier == job.total:
@@ -82,7 +84,7 @@ def _measure_missing(plan: Plan, results: Results, record: dict[str, Any], job: 
         run(model, plan, results, job)
 
 
-def _finish(plan: Plan, results: Results, processes: int) -> dict[str, Any]:
+def _finish(plan: EvaluationPlan, results: Results, processes: int) -> dict[str, Any]:
     """Write, print and return the summary of a complete run."""
     results.put_in_order()
     summary = summarize(results.lines, processes, plan.device, describe(plan))
@@ -92,12 +94,12 @@ def _finish(plan: Plan, results: Results, processes: int) -> dict[str, Any]:
     return summary
 
 
-def load_model(plan: Plan) -> GlideMixin:
+def load_model(plan: EvaluationPlan) -> GlideMixin:
     """Target and draft on the plan's device. If no draft is used, the model has a fresh one that nothing reads."""
     return load_pair.load_model(plan.pair.target, plan.draft, plan.dtype, plan.device)
 
 
-def run(model: GlideMixin, plan: Plan, results: Results, job: Job) -> None:
+def run(model: GlideMixin, plan: EvaluationPlan, results: Results, job: ResumableJob) -> None:
     """Run this rank's share of the batches with a sample that has no line."""
     prompts = plan.selection.prompts
     size = plan.options.batch_size
@@ -124,7 +126,7 @@ def run(model: GlideMixin, plan: Plan, results: Results, job: Job) -> None:
     job.run(missing, load, work, len(results.done), f"{plan.options.task}, {plan.options.method}")
 
 
-def _warm_up(model: GlideMixin, plan: Plan) -> None:
+def _warm_up(model: GlideMixin, plan: EvaluationPlan) -> None:
     """Generate a few tokens with the settings of the run, so that all kernels are compiled."""
     # Without an EOS, so that rounds are reached.
     settings = plan.settings | {"max_new_tokens": min(WARM_UP_TOKENS, plan.max_new_tokens), "eos_token_id": ()}
@@ -149,7 +151,7 @@ def _result(prompt: TaskPrompt, token_ids: list[int], tokenizer: Any) -> SampleR
     return SampleResult(prompt.id, len(prompt.token_ids), token_ids, text)
 
 
-def describe(plan: Plan) -> dict[str, Any]:
+def describe(plan: EvaluationPlan) -> dict[str, Any]:
     """The summary's facts about the run: method, model, task, and the whole configuration."""
     selection = plan.selection
     options = {name: value for name, value in vars(plan.options).items() if name not in ("defaults", "overwrite")}

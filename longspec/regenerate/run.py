@@ -19,12 +19,12 @@ from longspec.data.target_format import resolve_chat_format
 from longspec.errors import UserError
 from longspec.inference.load_pair import load_pair
 from longspec.inference.registry import choose_target
-from longspec.jobs.job import Count, Job, agree
+from longspec.jobs.job import Count, ResumableJob, agree
 from longspec.models.content import target_digest
 from longspec.models.target_files import load_tokenizer, read_config
 from longspec.ranks.replicas import LostRank, Replicas
 from longspec.regenerate.settings import Settings, check_settings
-from longspec.regenerate.shards import Shards
+from longspec.regenerate.shards import SplitShards
 from longspec.regenerate.writer import Writer
 from longspec.signals import StopSignals
 
@@ -57,14 +57,14 @@ def regenerate(
 
             done = shards.total - sum(len(shards.range(shard)) for shard in missing)
             # A stop signal ends the process at once.
-            job = Job(shards.total, "prompt", shards.output, StopSignals(), replicas)
+            job = ResumableJob(shards.total, "prompt", shards.output, StopSignals(), replicas)
             job.run(missing, run.load, partial(_write_shard, writer, shards), done, settings.split)
             if job.is_lost:
                 raise LostRank(replicas)
         return shards.merge() if replicas.rank == 0 else None
 
 
-def _write_shard(writer: Writer, shards: Shards, shard: int, count: Count) -> None:
+def _write_shard(writer: Writer, shards: SplitShards, shard: int, count: Count) -> None:
     rows = shards.range(shard)
     answers = 0
 
@@ -92,7 +92,7 @@ class _Run:
     """The prompts; None if the target writes the user turns."""
     facts: dict[str, Any]
     """Everything that determines the text, and versions."""
-    shards: Shards
+    shards: SplitShards
 
     def writer(self, dtype: str, device: str | None) -> Writer:
         """Load the weights."""
@@ -119,7 +119,7 @@ def _prepare(settings: Settings, replicas: Replicas) -> _Run:
     if files and replicas.rank == 0:
         _check_prompts(files, total, settings, config.model_type, tokenizer)
     facts = _facts(settings, files, target_digest(target, config))
-    return _Run(settings, target, tokenizer, files, facts, Shards(settings, total))
+    return _Run(settings, target, tokenizer, files, facts, SplitShards(settings, total))
 
 
 def _check_prompts(files: PromptFiles, total: int, settings: Settings, family: str, tokenizer: Any) -> None:

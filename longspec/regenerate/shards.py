@@ -24,8 +24,8 @@ from longspec.untrusted import read_yaml
 PROVENANCE_NAME = "provenance.yaml"
 
 
-class Shards:
-    """The shards of a split. Shards are written atomically, and a run resumes after the existing ones."""
+class SplitShards:
+    """The shards of a split. SplitShards are written atomically, and a run resumes after the existing ones."""
 
     def __init__(self, settings: Settings, total: int) -> None:
         """total: number of prompts in all shards."""

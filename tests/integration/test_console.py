@@ -213,7 +213,7 @@ def test_accepted_tokens_have_a_color_and_the_conversation_is_kept(
     target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert opened(target).method == "auto" and capsys.readouterr().err.count("no trained draft") == 1
-    loaded, sampling = pairs.open_pair(str(target), None, "lookup"), pairs.Sampling(max_new_tokens=40)
+    loaded, sampling = pairs.open_pair(str(target), None, "lookup"), pairs.SamplingOptions(max_new_tokens=40)
     session = Session(loaded, sampling, terminal(), system="Be brief.")
     output = said(session, "abcabcabc", "again", "/stats", "/nonsense", "/help")
     red, green, blue = (int(STYLES["lookup"][at : at + 2], 16) for at in (1, 3, 5))
@@ -241,7 +241,7 @@ def test_two_answers_stand_next_to_each_other_or_line_by_line(tmp_path: Path) ->
     loaded = pairs.LoadedPair("tiny", model, byte_tokenizer(), "tree", "plain", [])
     live, plain = terminal(), Console(file=io.StringIO())
     for console in (live, plain):
-        answers = side_by_side(loaded, "abcabcabc", pairs.Sampling(40), console, "tree")
+        answers = side_by_side(loaded, "abcabcabc", pairs.SamplingOptions(40), console, "tree")
         assert answers["vanilla"]["text"] == answers["tree"]["text"] and answers["tree"]["seconds"] > 0
     red, green, blue = (int(STYLES["draft"][at : at + 2], 16) for at in (1, 3, 5))
     assert f"38;2;{red};{green};{blue}m" in live.file.getvalue()  # type: ignore[attr-defined]
@@ -267,7 +267,7 @@ def test_origins_are_those_of_the_counts(target: Path) -> None:
     for method, name in (("vanilla", "none"), ("lookup", "lookup"), ("seq", "draft"), ("tree", "draft")):
         generated.clear()
         settings = {"method": method, "streamer": Listener()} | ({"tree_shape": (8, 8)} if method == "tree" else {})
-        out = loaded.generate([[9, 8, 9, 8, 9]], pairs.Sampling(60), **settings)
+        out = loaded.generate([[9, 8, 9, 8, 9]], pairs.SamplingOptions(60), **settings)
         assert [token for token, _ in generated] == out.new_tokens[0].tolist()
         origins = Counter(origin for _, origin in generated)
         assert origins[name] == sum(out.stats.accepted_by_depth)
@@ -275,7 +275,7 @@ def test_origins_are_those_of_the_counts(target: Path) -> None:
 
 
 def test_a_conversation_that_fills_the_target_is_told_so(target: Path) -> None:
-    session = Session(opened(target), pairs.Sampling(max_new_tokens=8), terminal())
+    session = Session(opened(target), pairs.SamplingOptions(max_new_tokens=8), terminal())
     error = "error: the conversation has 4510 tokens, but the target takes 4096; start over with /reset"
     assert error in said(session, "x" * 4500)
     assert session.turns == [] and session.answers == []
@@ -295,7 +295,7 @@ def test_ctrl_c_at_the_prompt_does_not_end_the_chat(target: Path, monkeypatch: p
         raise keys.pop(0)
 
     monkeypatch.setattr("builtins.input", press)
-    session = Session(opened(target), pairs.Sampling(max_new_tokens=3), terminal())
+    session = Session(opened(target), pairs.SamplingOptions(max_new_tokens=3), terminal())
     session.run()
     assert not keys and "Ctrl-D ends the chat" in session.console.file.getvalue()  # type: ignore[attr-defined]
 

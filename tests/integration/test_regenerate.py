@@ -20,7 +20,7 @@ from longspec.regenerate.answering import Answerer, Request
 from longspec.regenerate.command import main
 from longspec.regenerate.run import regenerate
 from longspec.regenerate.settings import Settings, shard_seed
-from longspec.regenerate.shards import Shards
+from longspec.regenerate.shards import SplitShards
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -266,7 +266,7 @@ def test_prompts_that_the_chat_template_rejects_are_named_before_any_work_and_co
 def test_one_run_at_a_time_writes_shards(target: Path, tmp_path: Path) -> None:
     given = settings(target, tmp_path, count=4)
     with (
-        Shards(given, 4).claimed({"seed": 0}),
+        SplitShards(given, 4).claimed({"seed": 0}),
         pytest.raises(UserError, match=rf"another run \(process {os.getpid()} "),
     ):
         regenerate(given)
@@ -274,7 +274,7 @@ def test_one_run_at_a_time_writes_shards(target: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "a: ["])
 def test_a_damaged_provenance_is_one_line(target: Path, tmp_path: Path, content: str) -> None:
-    shards = Shards(settings(target, tmp_path, count=4), 4)
+    shards = SplitShards(settings(target, tmp_path, count=4), 4)
     shards.folder.mkdir()
     (shards.folder / "provenance.yaml").write_text(content)
     damaged = pytest.raises(UserError, match=r"provenance\.yaml: not a readable .*; restore this file")
@@ -284,7 +284,7 @@ def test_a_damaged_provenance_is_one_line(target: Path, tmp_path: Path, content:
 
 
 def test_a_shard_that_does_not_fit_on_the_disk_is_one_line(target: Path, tmp_path: Path) -> None:
-    shards = Shards(settings(target, tmp_path, count=4), 4)
+    shards = SplitShards(settings(target, tmp_path, count=4), 4)
     shards.folder.mkdir()
     unfinished = shards.folder / f".{shards.path(0).name}.{os.getpid()}.unfinished"
     unfinished.symlink_to("/dev/full")
