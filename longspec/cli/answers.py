@@ -211,12 +211,10 @@ def _answer_missing(run: PromptRun, results: Results | StdoutLines, job: Resumab
         output = run.pair.generate([run.token_ids[row] for row in batch], run.sampling, seed=run.seed + number)
         share.stats = pool([share.stats, output.stats])
         lines = [run.line(row, tokens.tolist()) for row, tokens in zip(batch, output.new_tokens, strict=True)]
-        # A batch that was partly written is decoded again.
-        lines = [line for line in lines if line["index"] not in results.done]
-        results.add(lines)
-        new_tokens = sum(line["new_tokens"] for line in lines)
+        new = results.add(lines)
+        new_tokens = sum(line["new_tokens"] for line in new)
         share.new_tokens += new_tokens
-        count(new_tokens, len(lines))
+        count(new_tokens, len(new))
 
     missing = [unit for unit in run.batches() if not results.done.issuperset(unit[1])]
     job.run(missing, load, work, len(results.done))

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from longspec.errors import UserError
-from longspec.jobs.results import Line, json_bytes, locked_file
+from longspec.jobs.results import Line, json_bytes
+from longspec.locks import locked_file
 from longspec.replacing import replacing
 
 
@@ -25,13 +26,14 @@ class StdoutLines:
         self._numbers = iter(numbers)
         self._next = next(self._numbers, None)
 
-    def add(self, lines: Sequence[Line]) -> None:
+    def add(self, lines: Sequence[Line]) -> Sequence[Line]:
         """Take new lines, and print those whose turn it is. Raises UserError if stdout cannot be written."""
         self._waiting |= {line["index"]: line for line in lines}
         self.done |= self._waiting.keys()
         while self._next in self._waiting:
             self._print(self._waiting.pop(self._next))
             self._next = next(self._numbers, None)
+        return lines
 
     def put_in_order(self) -> None:
         """Print the rest after a stop signal."""

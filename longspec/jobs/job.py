@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 from longspec.errors import UserError
-from longspec.jobs.results import ReadLine, Results, locked_file, part_path
+from longspec.jobs.results import ReadLine, Results, part_path
+from longspec.locks import locked_file
 from longspec.ranks.replicas import Replicas
 from longspec.signals import StopSignals, exit_code
 
@@ -26,16 +27,12 @@ Identity = Mapping[str, Any]
 """Everything that determines the results of a run, as JSON values."""
 DIGESTS = ("target", "draft", "data", "prompts", "target_digest", "files")
 """Entries of identities that are digests of files and prompts."""
+Count = Callable[[int, int], None]
+"""Counts new tokens and finished items since the last call."""
 ITEMS = "items"
 """Name of the shared counter of items that have a result."""
 TOKENS = "tokens"
 """Name of the shared counter of new tokens."""
-
-
-class Count(Protocol):
-    """Counts new tokens and finished items since the last call, over all ranks."""
-
-    def __call__(self, tokens: int = 0, items: int = 0) -> None: ...
 
 
 @dataclass
@@ -80,7 +77,7 @@ class ResumableJob:
                     bar.set_postfix_str(f"{all_tokens / (time.perf_counter() - start):,.0f} tokens/s", refresh=False)
                 bar.update(self.replicas.count(ITEMS, items) - bar.n)
 
-            count(items=done if self.replicas.rank == 0 else 0)
+            count(0, done if self.replicas.rank == 0 else 0)
             for index in self.replicas.share([load(unit) for unit in units]):
                 if self.replicas.stopped(self.stop):
                     break

@@ -6,7 +6,6 @@ In a launch of several ranks, rank 0 writes to the file and each other rank to a
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from longspec.errors import UserError
-from longspec.locks import UNSUPPORTED
+from longspec.locks import locked_file
 from longspec.replacing import replacing
 
 Line = dict[str, Any]
@@ -64,19 +63,25 @@ class Results:
                     self._note(line)
                     self._size += len(raw)
 
-    def add(self, lines: Sequence[Line]) -> None:
-        """Append the lines of items that have none yet: a batch that was partly written runs again as a whole.
+    def add(self, lines: Sequence[Line]) -> list[Line]:
+        """Append and return the lines of items that have none yet: a batch that was partly written runs again.
 
         Raises UserError if they cannot be written; the earlier ones stay intact.
         """
         new = [line for line in lines if line["index"] not in self.done]
         self._append([json_bytes(line) + b"\n" for line in new])
+        return new
 
     def start(self) -> None:
-        """Prepare the file for the first `add`, before other ranks write their parts. Raises UserError."""
+        """Remove everything that does not belong to the run, before the first line is written. Raises UserError."""
         with self._writing():
-            self._has_started = False
-            self._start()
+            if self.path.exists():
+                # Not removed, because a lock on the file must stay.
+                os.truncate(self.path, self._size)
+            for path in () if self._resume else part_paths(self.path):
+                path.unlink()
+            self._on_start()
+        self._has_started = True
 
     def collect(self, wait: bool = False) -> None:
         """Append the lines in the part files of other ranks, and remove these files.
@@ -125,33 +130,21 @@ class Results:
         self.lines.append(line)
         self.done.add(line["index"])
 
-    def _start(self) -> None:
-        """Remove everything that does not belong to the run, once. Raises OSError."""
-        if self._has_started:
-            return
-        if self.path.exists():
-            # Not removed, because a lock on the file must stay.
-            os.truncate(self.path, self._size)
-        for path in () if self._resume else part_paths(self.path):
-            path.unlink()
-        self._on_start()
-        self._has_started = True
-
     def _append(self, raw_lines: list[bytes]) -> None:
         """Append all lines or none. Raises UserError."""
-        with self._writing():
-            self._start()
-            with self.path.open("ab", buffering=0) as stream:
-                try:
-                    # An unbuffered write may take only part of the bytes.
-                    rest = memoryview(b"".join(raw_lines))
-                    while rest:
-                        rest = rest[stream.write(rest) :]
-                    os.fsync(stream.fileno())
-                except OSError:
-                    # Half a batch would count as done when the run continues.
-                    stream.truncate(self._size)
-                    raise
+        if not self._has_started:
+            self.start()
+        with self._writing(), self.path.open("ab", buffering=0) as stream:
+            try:
+                # An unbuffered write may take only part of the bytes.
+                rest = memoryview(b"".join(raw_lines))
+                while rest:
+                    rest = rest[stream.write(rest) :]
+                os.fsync(stream.fileno())
+            except OSError:
+                # Half a batch would count as done when the run continues.
+                stream.truncate(self._size)
+                raise
         for raw in raw_lines:
             self._size += len(raw)
             self._note(self._read_line(raw))
@@ -212,24 +205,3 @@ def all_parts(file: Path, wait: bool = False) -> Iterator[Sequence[IO[bytes]]]:
     """
     with ExitStack() as stack:
         yield [stack.enter_context(locked_file(path, "rb", wait)) for path in part_paths(file)]
-
-
-@contextmanager
-def locked_file(path: Path, mode: str = "ab", wait: bool = False) -> Iterator[IO[bytes]]:
-    """A file, opened and locked until the context ends. Raises UserError if another process has locked it.
-
-    wait: for the other process to end its context.
-    """
-    try:
-        stream = path.open(mode)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be opened ({error.strerror})") from error
-    with stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError as error:
-            raise UserError(f"{path}: another run is writing to it; wait for it, or stop it") from error
-        except OSError as error:
-            if error.errno not in UNSUPPORTED:
-                raise UserError(f"{path}: cannot be locked ({error.strerror})") from error
-        yield stream

@@ -19,9 +19,8 @@ from longspec.jobs.job import DIGESTS, Count, ResumableJob, open_results, writin
 from longspec.jobs.results import Results
 from longspec.longbench.plan import EvaluationPlan, make_plan
 from longspec.longbench.prompts import TaskPrompt
-from longspec.longbench.report import summarize, table, write_json
+from longspec.longbench.report import SampleResult, batch_lines, read_line, summarize, table, write_json
 from longspec.longbench.run_folder import SAMPLES_NAME, SUMMARY_NAME, open_run
-from longspec.longbench.sample_lines import SampleResult, batch_lines, read_line
 from longspec.models.glide import GlideMixin
 from longspec.ranks.replicas import Replicas
 from longspec.signals import StopSignals
@@ -117,10 +116,7 @@ def run(model: GlideMixin, plan: EvaluationPlan, results: Results, job: Resumabl
             _result(prompt, new_tokens.tolist(), plan.tokenizer)
             for prompt, new_tokens in zip(rows, output.new_tokens, strict=True)
         ]
-        # Some rows of a batch may have had a line, and these do not count again.
-        before = len(results.done)
-        results.add(batch_lines(answers, output.stats, batch.start))
-        count(items=len(results.done) - before)
+        count(0, len(results.add(batch_lines(answers, output.stats, batch.start))))
 
     missing = [batch for batch in batches if not results.done.issuperset(batch)]
     job.run(missing, load, work, len(results.done), f"{plan.options.task}, {plan.options.method}")

@@ -14,8 +14,7 @@ from longspec.errors import UserError
 from longspec.jobs.job import Identity, differences
 from longspec.jobs.results import ADVICE, Results, part_paths, resume_results
 from longspec.locks import locked
-from longspec.longbench.report import write_json
-from longspec.longbench.sample_lines import read_line
+from longspec.longbench.report import read_line, write_json
 
 LABELS = {
     "tree_shape": "",

@@ -76,7 +76,7 @@ def _write_shard(writer: Writer, shards: SplitShards, shard: int, count: Count) 
     records, dropped = writer.write_shard(shard, rows, progress)
     shards.write(shard, records, dropped)
     # The prompts that were dropped without an answer.
-    count(items=len(rows) - answers)
+    count(0, len(rows) - answers)
 
 
 @dataclass

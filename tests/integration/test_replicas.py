@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from experiments.processes import free_port
 from longspec.cli.app import app
 from longspec.errors import UserError
-from longspec.jobs.results import locked_file, part_path
-from longspec.locks import LOCK_NAME
+from longspec.jobs.results import part_path
+from longspec.locks import LOCK_NAME, locked_file
 from longspec.longbench import measurement
 from longspec.longbench.command import main
 from longspec.ranks.replicas import balanced, joined_replicas

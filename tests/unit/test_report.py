@@ -11,9 +11,8 @@ import torch
 from longspec.errors import UserError
 from longspec.inference.stats import GenerationStats, pool
 from longspec.jobs.results import Results, part_path, resume_results
-from longspec.longbench.report import summarize, table
+from longspec.longbench.report import SampleResult, batch_lines, read_line, summarize, table
 from longspec.longbench.run_folder import RUN_NAME, SAMPLES_NAME, SUMMARY_NAME, open_run
-from longspec.longbench.sample_lines import SampleResult, batch_lines, read_line
 
 CPU = torch.device("cpu")
 FACTS = {"method": "tree", "model": "tiny", "task": "lcc", "config": {"gamma": 4}}
