@@ -54,7 +54,8 @@ class PromptRun:
                 self.token_ids[number] = self._encode(prompt)
             except UserError as error:
                 if not self.skips:
-                    raise UserError(f"{error}; --skip_invalid leaves such prompts out") from error
+                    advice = "; --skip_invalid leaves such prompts out" if len(self.prompts) > 1 else ""
+                    raise UserError(f"{error}{advice}") from error
                 self.problems.append(str(error))
         if not self.token_ids:
             raise UserError(f"{self.note}; no prompt is left")

@@ -104,6 +104,9 @@ def test_a_stop_signal_ends_a_run_after_its_batch(
     monkeypatch.setattr(pairs.LoadedPair, "generate", signalled)
     result = invoke(*given, "--output", out, code=128 + signal.SIGTERM)
     assert f"stopped by SIGTERM: 1 of 9 prompts are done, in {out}; the same command continues" in result.stderr
+    # On stdout, the answer does not wait for those of earlier prompts any more.
+    result = invoke(*given, code=128 + signal.SIGTERM)
+    assert [json.loads(line) for line in result.stdout.splitlines()] == lines(out)
     monkeypatch.undo()
     invoke(*given, "--output", out)
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
