@@ -143,7 +143,7 @@ def test_an_environment_of_no_launch_is_one_line(
 def test_ranks_write_the_results_of_a_single_process(line: list[str], alone: Path, tmp_path: Path) -> None:
     """In place of those of another run, which they are told to overwrite. They print once, with one progress bar."""
     (tmp_path / "out").mkdir()
-    for name in ("samples.jsonl", "samples.jsonl.rank-1", "summary.json"):
+    for name in ("samples.jsonl", "samples.jsonl.rank-2", "summary.json"):
         (tmp_path / "out" / name).write_text("of another run\n")
     launch = evaluate([*line, "--overwrite"], tmp_path / "out")
     assert launch.codes == [0, 0], launch.stderr
