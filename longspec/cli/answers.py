@@ -19,7 +19,7 @@ from longspec.errors import UserError
 from longspec.inference.device import device_name
 from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.stats import GenerationStats, pool
-from longspec.jobs.job import Count, ResumableJob, open_results, writing
+from longspec.jobs.job import TOKENS, Count, ResumableJob, open_results, writing
 from longspec.jobs.results import Line, Results, resume_results
 from longspec.models.content import state_digest, target_digest
 from longspec.ranks.replicas import Replicas
@@ -144,16 +144,6 @@ class PromptRun:
                 yield (first + start) // self.batch_size, by_length[start : start + self.batch_size]
 
 
-@dataclass
-class Share:
-    """The figures of the batches that a rank has decoded."""
-
-    new_tokens: int = 0
-    """Number of tokens in the answers that were written."""
-    stats: GenerationStats = field(default_factory=GenerationStats)
-    """Counts and times of all batches."""
-
-
 def answer_prompts(
     run: PromptRun,
     output: Path | None,
@@ -181,14 +171,14 @@ def answer_prompts(
     results = file or StdoutLines(list(run.token_ids))
     with writing(file, replicas) if file else nullcontext():
         stop.at_once = False
-        share = _answer_missing(run, results, job)
+        own_stats = _answer_missing(run, results, job)
     if not job.is_lost:
-        shares: list[Share] = replicas.gather(share)
+        stats = replicas.gather(own_stats)
         if replicas.rank == 0:
             if file:
                 file.collect(wait=True)
             results.put_in_order()
-            report(summarize(run, len(results.done), shares))
+            report(summarize(run, len(results.done), replicas.last_count(TOKENS), stats))
     job.end(len(results.done))
 
 
@@ -200,32 +190,35 @@ def _open(run: PromptRun, output: Path, overwrite: bool, replicas: Replicas) -> 
     )
 
 
-def _answer_missing(run: PromptRun, results: Results | StdoutLines, job: ResumableJob) -> Share:
-    """Decode this rank's share of the batches with a prompt that has no line."""
-    share = Share()
+def _answer_missing(run: PromptRun, results: Results | StdoutLines, job: ResumableJob) -> GenerationStats:
+    """Decode this rank's share of the batches with a prompt that has no line. Returns the statistics of all batches."""
+    stats = GenerationStats()
 
     def load(unit: tuple[int, list[int]]) -> int:
         return max(len(run.token_ids[row]) for row in unit[1]) + run.sampling.max_new_tokens
 
     def work(unit: tuple[int, list[int]], count: Count) -> None:
+        nonlocal stats
         number, batch = unit
         output = run.pair.generate([run.token_ids[row] for row in batch], run.sampling, seed=run.seed + number)
-        share.stats = pool([share.stats, output.stats])
+        stats = pool([stats, output.stats])
         lines = [run.line(row, tokens.tolist()) for row, tokens in zip(batch, output.new_tokens, strict=True)]
         new = results.add(lines)
-        new_tokens = sum(line["new_tokens"] for line in new)
-        share.new_tokens += new_tokens
-        count(new_tokens, len(new))
+        count(sum(line["new_tokens"] for line in new), len(new))
 
     missing = [unit for unit in run.batches() if not results.done.issuperset(unit[1])]
     job.run(missing, load, work, len(results.done))
-    return share
+    return stats
 
 
-def summarize(run: PromptRun, answered: int, shares: Sequence[Share]) -> dict[str, Any]:
-    """The summary of a launch. answered: number of prompts with a line; shares: those of all ranks."""
+def summarize(run: PromptRun, answered: int, new_tokens: int, stats: Sequence[GenerationStats]) -> dict[str, Any]:
+    """The summary of a launch.
+
+    answered: number of prompts with a line; new_tokens: number of tokens in the lines of the launch; stats: those of
+    all ranks.
+    """
     pair = run.pair
-    pooled = pool([share.stats for share in shares])
+    pooled = pool(list(stats))
     return {
         "model": pair.name,
         "method": pair.method,
@@ -233,8 +226,8 @@ def summarize(run: PromptRun, answered: int, shares: Sequence[Share]) -> dict[st
         "prompts": len(run.prompts),
         "answered": answered,
         "left_out": len(run.problems),
-        "processes": len(shares),
-        "new_tokens": sum(share.new_tokens for share in shares),
+        "processes": len(stats),
+        "new_tokens": new_tokens,
         "rounds": pooled.rounds,
         "mean_acceptance_length": pooled.mean_acceptance_length if pooled.rounds else None,
         "tokens_per_second": pooled.tokens_per_second if pooled.decode_s else None,

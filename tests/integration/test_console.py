@@ -75,7 +75,8 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(target: Path, prompts:
     whole = (tmp_path / "whole.jsonl").read_bytes()
     answers, asked = lines(tmp_path / "whole.jsonl"), lines(prompts)
     assert [(line["index"], line["id"]) for line in answers] == [(n, line["id"]) for n, line in enumerate(asked)]
-    assert json.loads((tmp_path / "summary.json").read_text())["answered"] == 9
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["answered"] == 9 and summary["new_tokens"] == sum(line["new_tokens"] for line in answers)
     cut = tmp_path / "cut.jsonl"
     for size in (0, whole.index(b"\n") + 1, len(whole) // 2, len(whole) - 1, len(whole)):
         cut.write_bytes(whole[:size])
