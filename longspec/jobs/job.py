@@ -43,7 +43,7 @@ class ResumableJob:
     """Number of items."""
     item: str
     """The word for an item."""
-    place: Path | None
+    output: Path | None
     """Where the results are; None if a stopped run cannot be continued."""
     stop: StopSignals
     replicas: Replicas
@@ -100,9 +100,9 @@ class ResumableJob:
 
     def _state(self, done: int) -> str:
         line = f"{done} of {self.total} {self.item}s are done"
-        if self.place is None:
+        if self.output is None:
             return line
-        line += f", in {self.place}"
+        line += f", in {self.output}"
         again = "the same command without --overwrite" if self.overwrites and done else "the same command"
         return line if done == self.total else f"{line}; {again} continues"
 
