@@ -27,7 +27,7 @@ from longspec.models.target_files import position_limit
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingOptions:
     """The sampling options of an answer. Meanings and ranges are those of `longspec.generate`."""
 
     max_new_tokens: int
@@ -66,7 +66,7 @@ class LoadedPair:
     def _conversation(self, turns: list[Turn]) -> str:
         return conversation_text(turns, self.model.config.model_type, self.tokenizer, self.chat_format)
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling, **options: Any) -> GenerationOutput:
+    def generate(self, prompts: list[list[int]], sampling: SamplingOptions, **options: Any) -> GenerationOutput:
         """Call `longspec.generate` on token ids. options: its other arguments."""
         rows = [torch.tensor(prompt) for prompt in prompts]
         row_masks = [torch.ones_like(row) for row in rows]

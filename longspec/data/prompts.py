@@ -35,7 +35,7 @@ PLACEHOLDER = "USER-TURN"
 
 
 @dataclass(frozen=True)
-class Prompt:
+class SourcePrompt:
     """A prompt without its answer."""
 
     source_id: str
@@ -43,7 +43,7 @@ class Prompt:
     turns: list[Turn]
     """Conversation up to a user turn; empty if the target continues plain text."""
     text: str
-    """Prompt text in the chat format."""
+    """SourcePrompt text in the chat format."""
 
 
 class _Line(NamedTuple):
@@ -74,19 +74,29 @@ class PromptFiles:
     def __len__(self) -> int:
         return len(self.lines)
 
-    def read(self, start: int, end: int, family: str, tokenizer: Any, chat_format: str) -> list[Prompt]:
-        """The prompts of records `start` … `end` - 1. A record with a list of articles has one prompt per article."""
+    def read(
+        self, start: int, end: int, family: str, tokenizer: Any, chat_format: str, rejected: list[str] | None = None
+    ) -> list[SourcePrompt]:
+        """The prompts of records `start` … `end` - 1, without those that the chat template rejects.
+
+        A record with a list of articles has one prompt per article. rejected: gets the reason, with file and line, for
+        each prompt that is left out.
+        """
+        rejected = [] if rejected is None else rejected
         prompts = []
         for line in self.lines[start:end]:
             with open(line.path, "rb") as handle:
                 handle.seek(line.start)
                 record = parse_record(line.path, line.number, handle.readline())
-            with located(line.path, line.number):
-                # One record can hold several articles, and so several prompts.
-                for source_id, turns, text in _prompts(record):
+            # One record can hold several articles, and so several prompts.
+            for source_id, turns, text in _prompts(record):
+                try:
                     if turns:
                         text = conversation_text(turns, family, tokenizer, chat_format)
-                    prompts.append(Prompt(source_id, turns, text))
+                except RecordError as error:
+                    rejected.append(f"{line.path}, line {line.number}: {error}")
+                    continue
+                prompts.append(SourcePrompt(source_id, turns, text))
         return prompts
 
     def size(self, start: int, end: int) -> int:
@@ -175,7 +185,7 @@ def user_turn_marks(tokenizer: Any) -> tuple[str, str]:
     return before, after
 
 
-def answered(prompt: Prompt, answer: str, **provenance: Any) -> Record:
+def answered(prompt: SourcePrompt, answer: str, **provenance: Any) -> Record:
     """A training record of a prompt and its answer: `messages`, or `prefix` and `suffix`."""
     if prompt.turns:
         body: Record = {"messages": [*prompt.turns, {"role": "assistant", "content": answer}]}

@@ -58,7 +58,7 @@ OTHER_OPTIONS = (
 
 
 @dataclass
-class Plan:
+class EvaluationPlan:
     """A run that has been checked. Only the weights are still to be loaded."""
 
     options: argparse.Namespace
@@ -169,7 +169,7 @@ class Plan:
         return Path("outputs", "inference", model, self.options.task, folder_name(self.configuration, defaults))
 
 
-def make_plan(options: argparse.Namespace) -> Plan:
+def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     """Check everything that can be checked without the weights. Raises UserError."""
     # Checks are ordered by cost: options, device, then files, then the tokenization of the prompts.
     max_new_tokens = TASKS[options.task].max_new_tokens if options.max_gen_len is None else options.max_gen_len
@@ -217,7 +217,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     listed = _list_length(options, draft_state)
     check_batch_memory(options, config, dtype, device, selection.prompts, max_new_tokens, listed)
 
-    return Plan(
+    return EvaluationPlan(
         options=options,
         pair=pair,
         config=config,

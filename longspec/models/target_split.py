@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -25,6 +25,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from longspec.errors import UserError, first_line
 from longspec.models.draft_layer import head_dim
 from longspec.models.target_files import WEIGHT_ERRORS, check_weights, read_config, weight_problem
+from longspec.replacing import replacing
 
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")
@@ -143,32 +144,30 @@ def split_target(source: Path, output: Path, world: int) -> None:
     if output.exists():
         raise UserError(f"{output}: exists already; give another folder, or remove it")
 
-    # Written under another name first, so that `output` is complete if it exists.
-    unfinished = output.with_name(f".{output.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        unfinished.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"{output}: cannot be created ({error.strerror})") from error
+        with replacing(output, folder=True) as unfinished:
+            _write_split(config, files, unfinished, world)
+            _copy_files(source, unfinished, SIDE_FILES)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{output}: cannot be written ({first_line(error)})") from error
 
-    try:
-        for rank in range(world):
-            rank_config(config, rank, world).save_pretrained(unfinished / rank_folder(rank, world))
-            _copy_files(source, unfinished / rank_folder(rank, world), ("generation_config.json",))
 
-        # One weight file is open at a time, because a target may exceed the host's memory.
-        for number, file in enumerate(files, start=1):
-            name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            with _opened(file) as weights:
-                for rank in range(world):
-                    _write_part(weights, unfinished / rank_folder(rank, world) / name, rank, world)
+def _write_split(config: PreTrainedConfig, files: list[Path], output: Path, world: int) -> None:
+    """Write a folder per rank to the folder `output`. files: the target's weights."""
+    folders = [output / rank_folder(rank, world) for rank in range(world)]
+    for rank, folder in enumerate(folders):
+        rank_config(config, rank, world).save_pretrained(folder)
+        _copy_files(files[0].parent, folder, ("generation_config.json",))
 
-        for rank in range(world):
-            _write_index(unfinished / rank_folder(rank, world))
-        _copy_files(source, unfinished, SIDE_FILES)
-        unfinished.rename(output)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    # One weight file is open at a time, because a target may exceed the host's memory.
+    for number, file in enumerate(files, start=1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        with _opened(file) as weights:
+            for rank, folder in enumerate(folders):
+                save_file(cut_weights(weights, rank, world), folder / name, metadata={"format": "pt"})
+
+    for folder in folders:
+        _write_index(folder)
 
 
 def weight_files(source: Path) -> list[Path]:
@@ -203,11 +202,6 @@ def _opened(file: Path) -> Iterator[dict[str, Any]]:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{file}: cannot be read or split ({weight_problem(error)})") from error
-
-
-def _write_part(weights: dict[str, Any], file: Path, rank: int, world: int) -> None:
-    """One rank's parts of the weights of one source file."""
-    save_file(cut_weights(weights, rank, world), file, metadata={"format": "pt"})
 
 
 def cut_weights(weights: Mapping[str, Any], rank: int, world: int) -> dict[str, Tensor]:

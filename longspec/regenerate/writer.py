@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from longspec.data.aligners import Turn
-from longspec.data.prompts import Prompt, PromptFiles, answered, conversation_text, loops, user_turn_marks
+from longspec.data.prompts import PromptFiles, SourcePrompt, answered, conversation_text, loops, user_turn_marks
 from longspec.data.records import Record
 from longspec.data.templates import encode_texts
 from longspec.errors import UserError
@@ -35,7 +35,7 @@ class Writer:
 
         max_positions = position_limit(model.config)
 
-        # Prompt and longest answer must fit the target together.
+        # SourcePrompt and longest answer must fit the target together.
         self.longest_prompt = settings.max_prompt_tokens or max_positions - settings.max_new_tokens
         if self.longest_prompt < 1 or self.longest_prompt + settings.max_new_tokens > max_positions:
             raise UserError(
@@ -54,10 +54,14 @@ class Writer:
         if self.files is None:
             prompts = self._write_turns(shard, rows, dropped, progress)
         else:
-            prompts = self.files.read(rows.start, rows.stop, self.family, self.tokenizer, self.settings.chat_format)
+            rejected: list[str] = []
+            chat_format = self.settings.chat_format
+            prompts = self.files.read(rows.start, rows.stop, self.family, self.tokenizer, chat_format, rejected)
+            if rejected:
+                dropped["prompts: rejected by the chat template"] = len(rejected)
         return self._answer(shard, prompts, dropped, progress), dropped
 
-    def _write_turns(self, shard: int, rows: range, dropped: Counter[str], progress: Progress) -> list[Prompt]:
+    def _write_turns(self, shard: int, rows: range, dropped: Counter[str], progress: Progress) -> list[SourcePrompt]:
         """Prompts whose user turns the target writes."""
         requests = [Request(self.turn_opening, TURN_TEMPERATURE, self.settings.max_turn_tokens, []) for _ in rows]
         seed = shard_seed(self.settings, shard, "turns")
@@ -74,10 +78,12 @@ class Writer:
                 continue
             turns: list[Turn] = [{"role": "user", "content": self._text(request, self.turn_stop_ids)}]
             text = conversation_text(turns, self.family, self.tokenizer, self.settings.chat_format)
-            prompts.append(Prompt(f"{self.settings.split}-{row}", turns, text))
+            prompts.append(SourcePrompt(f"{self.settings.split}-{row}", turns, text))
         return prompts
 
-    def _answer(self, shard: int, prompts: list[Prompt], dropped: Counter[str], progress: Progress) -> list[Record]:
+    def _answer(
+        self, shard: int, prompts: list[SourcePrompt], dropped: Counter[str], progress: Progress
+    ) -> list[Record]:
         """The records of the answers that are kept."""
         # Every prompt draws a temperature, also one that is dropped, so that draws do not depend on lengths.
         generator = random.Random(shard_seed(self.settings, shard, "temperatures"))

@@ -21,7 +21,7 @@ from longspec.errors import UserError, first_line
 from longspec.models.draft_files import check_draft, draft_window
 from longspec.models.families import pair_class
 from longspec.models.target_files import check_weights, generation_eos, load_tokenizer, position_limit, read_config
-from longspec.models.target_split import check_split
+from longspec.models.target_split import check_shared
 from longspec.train.config_schema import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
     glide.check_family(target, name)
     # Everything is checked before the data is tokenized, which can take hours.
     if config.tp_size > 1:
-        check_split(target, config.tp_size, name)
+        check_shared(target, config.tp_size, name)
     else:
         check_weights(name)
     max_positions = position_limit(target)

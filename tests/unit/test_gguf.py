@@ -175,7 +175,7 @@ def test_a_file_is_converted_once_and_a_damaged_copy_again(
         weights.write_bytes(damage)
         assert resolve_target(str(file)) == str(folder) and weights.read_bytes() == whole
     (folder / "tokenizer.json").unlink()
-    (own_cache / f"{folder.name}.part").mkdir()  # of a conversion that was killed
+    (own_cache / f".{folder.name}.unfinished").mkdir()  # of a conversion that was killed
     resolve_target(str(file))
     assert (folder / "tokenizer.json").is_file()
     assert sorted(path.name for path in own_cache.iterdir()) == [folder.name, f"{folder.name}.lock"]
@@ -213,7 +213,7 @@ def test_files_that_are_no_target_are_one_line(tmp_path: Path, monkeypatch: pyte
         patch.setattr("longspec.models.gguf.write_weights", Mock(side_effect=OSError(28, "No space left on device")))
         with pytest.raises(UserError, match=r"cannot be converted into .*No space left"):
             resolve_target(str(file))
-    assert not list(user_cache("targets").glob("*.part"))
+    assert not list(user_cache("targets").glob("*.unfinished"))
     raw = file.read_bytes()
     for length in (6, 100, 2000, len(raw) // 2, len(raw) - 1000):
         file.write_bytes(raw[:length])

@@ -47,7 +47,7 @@ class Scheduler:
     def __init__(
         self,
         model: GlideMixin,
-        method: str = "tree",
+        method: str = AUTO,
         tree_shape: Sequence[int] = DEFAULT_SHAPE,
         gamma: int = 4,
         tree_rule: str = "reject",
