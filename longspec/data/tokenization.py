@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from longspec.data import aligners as aligner_functions
-from longspec.data import lines, records, templates
+from longspec.data import lines, record_fields, records, templates
 from longspec.data.aligners import AlignedRecord, Aligner
 from longspec.data.cache import cache_folder, cached_table
 from longspec.errors import UserError, first_line
@@ -105,7 +105,7 @@ class Tokenize:
         line_digests = np.asarray(index.data.column("digest")).tobytes()
 
         # A change to this code may change the tokens, so its source is hashed, not a version number.
-        modules = [lines, records, templates, aligner_functions, inspect.getmodule(Tokenize)]
+        modules = [lines, record_fields, records, templates, aligner_functions, inspect.getmodule(Tokenize)]
         modules += [inspect.getmodule(getattr(aligner, "func", aligner)) for aligner in self.aligners]
         sources = [inspect.getsource(module) for module in modules if module and hasattr(module, "__file__")]
         settings = {name: value for name, value in vars(self).items() if name != "tokenizer"}

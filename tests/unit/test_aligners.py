@@ -138,6 +138,60 @@ def test_ill_typed_fields_are_named(record, says):
         align(record)
 
 
+QUESTION, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+SYSTEM = {"role": "system", "content": "S"}
+SHAREGPT = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "prompt"),
+    [
+        ({"messages": [QUESTION, ANSWER], "system": "S"}, [SYSTEM, QUESTION]),
+        ({"conversations": SHAREGPT, "system": "S"}, [SYSTEM, QUESTION]),
+        (
+            {"instruction": "Q", "output": "A", "system": "S", "history": [["Q", "A"]]},
+            [SYSTEM, QUESTION, ANSWER, QUESTION],
+        ),
+        ({"prompt": "Q", "completion": "A", "system_prompt": "S"}, [SYSTEM, QUESTION]),
+        ({"messages": [QUESTION, ANSWER, QUESTION, {**ANSWER, "content": "B", "weight": 0}]}, [QUESTION]),
+        ({"messages": [QUESTION, {**ANSWER, "train": True}], "tools": "[]", "system": ""}, [QUESTION]),
+        ({"prompt": "Q", "completion": "A", "temperature": 0.7, "context": None, "weight": 1}, "Q"),
+    ],
+)
+def test_fields_next_to_the_text_are_used(record, prompt):
+    """System turns and history become part of the prompt; an answer of weight 0 is not the one to learn."""
+    sample = align(record)
+    assert (sample["prompt"], sample["answer"]) == (prompt, "A")
+
+
+@pytest.mark.parametrize(
+    ("record", "field"),
+    [
+        ({"messages": [QUESTION, {**ANSWER, "reasoning_content": "R"}]}, r"messages\[1\]\.reasoning_content"),
+        ({"messages": [QUESTION, {**ANSWER, "thinking": "R"}, QUESTION, ANSWER]}, r"messages\[1\]\.thinking"),
+        ({"messages": [QUESTION, {**ANSWER, "weight": 0}]}, "messages' has no answer to learn"),
+        ({"messages": [QUESTION, {**ANSWER, "weight": 0.5}]}, r"messages\[1\]\.weight"),
+        ({"messages": [SYSTEM, QUESTION, ANSWER], "system": "S"}, "system"),
+        ({"messages": [QUESTION, ANSWER], "tools": [{"type": "function"}]}, "tools"),
+        ({"messages": [QUESTION, ANSWER], "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"messages": [QUESTION, ANSWER], "enable_thinking": False}, "enable_thinking"),
+        ({"conversations": SHAREGPT, "image": "a.png"}, "image"),
+        ({"prompt": "Q", "completion": "A", "documents": ["R"]}, "documents"),
+        ({"prompt": "Q", "completion": "A", "context": "R"}, "context"),
+        ({"problem": "Q", "solution": "A", "reasoning_content": "R"}, "reasoning_content"),
+        ({"prompt": "Q", "completion": "A", "label": False}, "label"),
+        ({"prompt": "Q", "completion": "A", "history": [["Q", "A"]]}, "history"),
+        ({"instruction": "Q", "output": "A", "history": "Q"}, "history"),
+        ({"prompt": "Q", "completion": "A", "weight": 0}, "weight"),
+        ({"report": "Q", "summary": "A", "system": "S"}, "system"),
+        ({"text": "A", "system": "S"}, "system"),
+    ],
+)
+def test_fields_that_would_change_the_text_are_refused_by_name(record, field):
+    with pytest.raises(RecordError, match=f"^field '{field}"):
+        align(record)
+
+
 def test_ids_are_kept_as_text_or_made_from_the_place():
     assert align({"text": "t", "id": 7})["id"] == "7"
     assert align({"text": "t", "id": None})["id"] == "f.jsonl:3"
