@@ -105,7 +105,10 @@ def check_record(record: Record, kind: str, has_prompt: bool) -> None:
 
 def check_sampling(record: Record) -> None:
     """Raise RecordError if a record that asks for an answer sets an option of it."""
-    check_fields(record, dict.fromkeys(SAMPLING_FIELDS, "is not read from records; the options of the command apply to all; remove it"))
+    check_fields(
+        record,
+        dict.fromkeys(SAMPLING_FIELDS, "is not read from records; the options of the command apply to all; remove it"),
+    )
 
 
 def is_learned(turn: Mapping[str, Any], field: str) -> bool:

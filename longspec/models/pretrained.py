@@ -38,6 +38,7 @@ from longspec.models.target_files import (
     weight_problem,
 )
 from longspec.models.target_split import has_parts, rank_config, read_part, stored_weights
+from longspec.models.weight_checks import check_all_used, check_weights
 
 LOADED_WITH = (
     "hf_device_map",
@@ -257,10 +258,13 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         """The weights of the target, or of this rank's part of it, in modules of `config`."""
         folder = self.shard_path(path)
         check_target_path(folder)
+        revision = options.get("revision")
+        check_weights(folder, config, revision)
         rank, world = model_parallel_rank_and_size()
         if world > 1 and not has_parts(path, world):
             # Only this rank's part of each weight is read.
             folder = str(local_target(folder, options.pop("revision", None)))
+            check_weights(folder, config)
             options["state_dict"] = read_part(Path(folder), rank, world)
         elif _is_cast(config, options["dtype"], options.get("quantization_config")):
             # transformers keeps whole files in memory, next to the weights of another dtype.
@@ -286,6 +290,9 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
                 f"{folder}: incomplete target: {len(absent)} weights are missing or have the wrong shape, such as "
                 f"{absent[0]}"
             )
+        if not Path(folder).is_dir():
+            check_weights(folder, config, revision)  # now they are in the hub's cache
+        check_all_used(info["unexpected_keys"], folder, config)
         # The draft, its cache and the target's last layer exchange tensors in every round.
         if len(devices := sorted({str(p.device) for p in target.parameters()})) > 1:
             raise UserError(

@@ -19,6 +19,7 @@ from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from longspec.errors import UserError, first_line
 from longspec.untrusted import CONFIG_BYTES, check_regular
@@ -182,19 +183,20 @@ def check_target(config: PreTrainedConfig, path: str | Path) -> None:
         )
 
 
-def check_weights(target: str) -> None:
-    """Raise UserError for a local folder without weights. A hub id is checked when it is loaded."""
-    folder = Path(target)
-    files = [file for pattern in WEIGHT_FILES for file in folder.glob(pattern)]
-    for file in files:
-        check_start(file)
-    if not folder.is_dir() or files:
-        return
-    # The parts are subfolders, so the folder itself has no weights.
-    for part in folder.glob("mp_0-of-*"):
-        world = part.name.rpartition("-")[2]
-        raise UserError(f"{target}: a target split for {world} ranks; it needs tp_size {world}")
-    raise UserError(f"{target}: no model checkpoint (no {' or '.join(WEIGHT_FILES)} in this folder)")
+def weight_files(source: Path) -> list[Path]:
+    """The weight files of a target: safetensors if there are any, else .bin. Raises UserError."""
+    for whole, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        if (source / whole).is_file():
+            return [source / whole]
+        if (source / index).is_file():
+            try:
+                names = sorted(set(json.loads((source / index).read_text())["weight_map"].values()))
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise UserError(f"{source / index}: not a readable index ({first_line(error)})") from error
+            if absent := [name for name in names if not (source / name).is_file()]:
+                raise UserError(f"{source}: {absent[0]} is missing, although {index} lists it")
+            return [source / name for name in names]
+    raise UserError(f"{source}: no model checkpoint (no {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}, whole or with an index)")
 
 
 def read_tokenizer(path: str | Path, problem: str) -> Any:

@@ -20,8 +20,9 @@ from longspec.data.target_format import answer_end, published_target, resolve_ch
 from longspec.errors import UserError, first_line
 from longspec.models.draft_files import check_draft, draft_window
 from longspec.models.families import pair_class
-from longspec.models.target_files import check_weights, generation_eos, load_tokenizer, position_limit, read_config
+from longspec.models.target_files import generation_eos, load_tokenizer, position_limit, read_config
 from longspec.models.target_split import check_split
+from longspec.models.weight_checks import check_weights
 from longspec.train.config_schema import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
     if config.tp_size > 1:
         check_split(target, config.tp_size, name)
     else:
-        check_weights(name)
+        check_weights(name, target)
     max_positions = position_limit(target)
     if config.data.max_length > max_positions:
         raise UserError(
