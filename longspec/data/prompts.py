@@ -15,7 +15,6 @@ from longspec.data.records import (
     KINDS,
     SOURCE_TAGS,
     TURN_KINDS,
-    WHERE,
     Record,
     RecordError,
     located,

@@ -50,10 +50,8 @@ def load_pair(
         eos_token_id = stop_ids[0] if len(stop_ids) == 1 else stop_ids or None
 
     model = load_model(pair.target, pair.draft, choose_dtype(dtype, config, device), device, attn_implementation)
-    for attribute, ids in (("eos_token_id", eos_token_id), ("pad_token_id", pair.pad_token_id)):
-        if ids is not None:
-            setattr(model.generation_config, attribute, ids)
-            setattr(model.config, attribute, ids)
+    ids = {"eos_token_id": eos_token_id, "pad_token_id": pair.pad_token_id}
+    model.set_token_ids(**{name: value for name, value in ids.items() if value is not None})
     return model, tokenizer
 
 

@@ -182,9 +182,21 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         if state_dict is not None:
             model.load_draft_state(state_dict, source="state_dict")
         if pad_token_id is not None:
-            model.config.pad_token_id = model.generation_config.pad_token_id = pad_token_id
+            model.set_token_ids(pad_token_id=pad_token_id)
         model.gradient_checkpointing = gradient_checkpointing
         return model.eval()
+
+    def set_token_ids(self, **ids: int | list[int]) -> None:
+        """Set eos_token_id or pad_token_id in the config and the generation config."""
+        generation: Any = self.generation_config
+        # transformers saves a published config as it is, but refuses to save contradictory settings, such as a
+        # temperature without do_sample, in a config that was changed since it was loaded.
+        is_published = getattr(generation, "_original_object_hash", None) == hash(generation)
+        for name, value in ids.items():
+            setattr(self.config, name, value)
+            setattr(generation, name, value)
+        if is_published:
+            generation._original_object_hash = hash(generation)
 
     def save_pretrained(  # type: ignore[override]
         self,

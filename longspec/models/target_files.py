@@ -109,10 +109,10 @@ def weight_problem(error: BaseException) -> str:
     return first_line(error)
 
 
-def generation_eos(path: str | Path, config: PreTrainedConfig) -> list[int]:
-    """EOS ids of a target's generation_config.json, or of its `config` if there is no such file.
+def read_generation_config(path: str | Path, config: PreTrainedConfig) -> GenerationConfig:
+    """A target's generation_config.json, or the settings in its `config` if there is no such file.
 
-    Raises UserError for a file that does not load.
+    Raises UserError for a file that does not load, and for special tokens that are not ids.
     """
     if os.path.isdir(path):
         check_files(Path(path))
@@ -122,8 +122,25 @@ def generation_eos(path: str | Path, config: PreTrainedConfig) -> list[int]:
         if (Path(path) / "generation_config.json").exists():
             raise UserError(f"{path}: generation_config.json does not load ({first_line(error)})") from error
         generation = GenerationConfig.from_model_config(config)
+    check_special_tokens(generation, f"{path}: generation config")
+    return generation
+
+
+def check_special_tokens(generation: GenerationConfig, where: str) -> None:
+    """Raise UserError that starts with `where` for special tokens that are not ids."""
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        value = getattr(generation, name)
+        if not all(type(token) is int for token in _as_list(value)):  # bool is an int to isinstance
+            raise UserError(f"{where}: {name} {value!r} is not a token id")
+
+
+def generation_eos(path: str | Path, config: PreTrainedConfig) -> list[int]:
+    """EOS ids of a target's generation config. Raises UserError (see `read_generation_config`)."""
     # A chat model lists several: the end of a turn and that of a document.
-    ids = generation.eos_token_id
+    return _as_list(read_generation_config(path, config).eos_token_id)
+
+
+def _as_list(ids: Any) -> list[Any]:
     if ids is None:
         return []
     return list(ids) if isinstance(ids, list | tuple) else [ids]

@@ -43,7 +43,7 @@ def check_weights(target: str | Path, config: PreTrainedConfig, revision: str | 
         name
         for name, kind in kinds.items()
         # Quantized formats with other names are left to their quantizer, and so are scales.
-        if kind not in FLOATING and (method is None or name.endswith(".weight") and name[:-7] not in scaled)
+        if kind not in FLOATING and (method is None or (name.endswith(".weight") and name[:-7] not in scaled))
     ]
     if raw:
         problem = f"no scale for method {method}" if method else "config.json names no quantization method"

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import sys
 import time
@@ -87,6 +88,29 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(target: Path, prompts:
         raise invoke(*given, "--output", cut, code=1).exception
     invoke(*given, "--output", cut, "--overwrite")
     assert lines(cut)[1]["id"] == "p9"
+
+
+QWEN = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1, "max_time": 9.0}
+"""Options of Qwen2.5-Instruct's generation_config.json, and a time limit."""
+
+
+def test_commands_ignore_a_penalty_of_the_target_and_say_so_once(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "qwen"
+    shutil.copytree(target, folder)
+    (folder / "generation_config.json").write_text(json.dumps(QWEN | {"min_p": 0.1, "cache_implementation": "static"}))
+    notice = f"{folder}: its generation config sets repetition_penalty 1.1, max_time 9.0, which is ignored"
+    size = ("--max_new_tokens", 3)
+    for given in (
+        ["generate", "hi", "ho", "--batch_size", 1, "--model", folder],
+        ["chat", folder],
+        ["bench", folder, "--png", tmp_path / "bench.png"],
+    ):
+        result = invoke(*given, *size, input="hi\nho\n")
+        assert result.stderr.count("generation config") == 1 and notice in result.stderr
+    pairs.open_pair(str(folder), None, "vanilla", applied=())  # as the server, which does not apply min_p
+    assert "max_time 9.0, min_p 0.1, which" in capsys.readouterr().err
 
 
 def test_a_stop_signal_ends_a_run_after_its_batch(

@@ -78,10 +78,25 @@ def test_defaults_come_from_the_models_generation_config(tmp_path: Path) -> None
     model.generation_config.do_sample, model.generation_config.temperature = True, 1e9
     samples = [model.generate(**padded_prompts(), **SHAPE, seed=seed).tolist() for seed in (0, 0, 1)]
     assert samples[0] == samples[1] != samples[2]
-    model.generation_config.repetition_penalty = 1.1
-    with pytest.raises(UserError, match=r"generation_config.repetition_penalty: 1.1"):
-        model.generate(**padded_prompts())
-    assert model.generate(**padded_prompts(), **SHAPE, seed=0, repetition_penalty=1.0).tolist() == samples[0]
+
+
+def test_options_of_the_models_config_that_cannot_be_applied_are_ignored_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None of them reaches transformers' own preparation. The caller's are refused."""
+    model = make_pair(tmp_path)
+    settings = {"max_new_tokens": 5, "method": "lookup"}
+    expected = model.generate(**padded_prompts(), **settings)
+    options = {"repetition_penalty": 1.1, "num_beams": 3, "bad_words_ids": [[3]], "prompt_lookup_num_tokens": 3}
+    model.generation_config.update(**options, cache_implementation="quantized", output_scores=True)
+    before = model.generation_config.to_dict()
+    for own in ({}, {"generation_config": GenerationConfig(do_sample=False)}):
+        assert torch.equal(model.generate(**padded_prompts(), **settings, **own), expected)
+    assert model.generation_config.to_dict() == before
+    assert "sets num_beams 3, repetition_penalty 1.1, bad_words_ids [[3]], which is ignored" in caplog.text
+    model.generation_config.eos_token_id = "2"
+    with pytest.raises(UserError, match="eos_token_id '2' is not a token id"):
+        model.generate(**padded_prompts(), **settings)
 
 
 def test_several_sequences_of_a_prompt_are_samples_of_their_own(tmp_path: Path) -> None:
