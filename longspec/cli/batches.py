@@ -14,6 +14,7 @@ from tqdm import tqdm
 from longspec.cli.pair import LoadedPair, Sampling
 from longspec.cli.prompts import Prompt
 from longspec.cli.results import Results
+from longspec.data.templates import check_embedded
 from longspec.errors import UserError
 from longspec.inference.device import device_name
 from longspec.inference.methods import AUTO, GLIDE_METHODS
@@ -43,15 +44,22 @@ class Job:
     """The prompts as the target reads them."""
 
     def __post_init__(self) -> None:
-        """Raises UserError for a prompt that leaves no room for its answer."""
-        turns = [prompt.as_turn() if self.chat else prompt.content for prompt in self.prompts]
-        self.token_ids = self.pair.encode(turns)
+        """Raises UserError for a prompt that cannot be encoded or leaves no room for its answer."""
+        self.token_ids = [self._encode(prompt) for prompt in self.prompts]
         for prompt, ids in zip(self.prompts, self.token_ids, strict=True):
             if not ids or len(ids) + self.sampling.max_new_tokens > self.pair.positions:
                 raise UserError(
                     f"{prompt.location}: {len(ids)} tokens + --max_new_tokens {self.sampling.max_new_tokens}; "
                     f"the target has {self.pair.positions} positions"
                 )
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        try:
+            (ids,) = self.pair.encode([prompt.as_turn() if self.chat else prompt.content])
+        except UserError as error:  # the chat template fails
+            raise UserError(f"{prompt.location}: {error}") from error
+        check_embedded(ids, self.pair.model.config.vocab_size, self.pair.tokenizer, prompt.location)
+        return ids
 
     @property
     def run(self) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from longspec.chat_template import template_text
 from longspec.data.aligners import DEFAULT_ALIGNERS, ROLES, Turn
 from longspec.data.lines import Files, data_files
 from longspec.data.record_fields import check_sampling
@@ -21,7 +22,7 @@ from longspec.data.records import (
     parse_record,
     split_pairs,
 )
-from longspec.data.templates import BARE, COMPOSITIONS, CONTINUED_KINDS, render
+from longspec.data.templates import BARE, COMPOSITIONS, CONTINUED_KINDS, apply_template, render
 from longspec.errors import UserError
 
 LOOP_NGRAM = 4
@@ -171,10 +172,9 @@ def _with_answer(record: Record) -> Record:
 
 def user_turn_marks(tokenizer: Any) -> tuple[str, str]:
     """The chat template's text before and after a user turn. Raises UserError if there is no such text."""
-    try:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": PLACEHOLDER}], tokenize=False)
-    except ValueError as error:
-        raise UserError("the tokenizer has no chat template, so the target cannot write user turns") from error
+    if template_text(tokenizer) is None:
+        raise UserError("the tokenizer has no chat template, so the target cannot write user turns")
+    text = apply_template(tokenizer, [{"role": "user", "content": PLACEHOLDER}])
     # Works for any template that inserts the content unchanged.
     before, placeholder, after = text.partition(PLACEHOLDER)
     if not placeholder or not before or not after:

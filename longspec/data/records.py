@@ -16,11 +16,14 @@ WHERE = "_where"
 
 
 class RecordError(UserError):
-    """A problem of one record, as (field, problem). `located` adds the file and the line."""
+    """A problem of one record, as (field, problem); field is None for one of the whole record.
+
+    `located` adds the file and the line.
+    """
 
     def __str__(self) -> str:
         field, problem = self.args
-        return f"field '{field}' {problem}"
+        return problem if field is None else f"field '{field}' {problem}"
 
 
 class Kind(NamedTuple):

@@ -31,6 +31,7 @@ from longspec.models.draft_vocabulary import checked_tokens, listed_tokens
 from longspec.models.parallel import PretrainedModelParallelPreSplitMixin, join_ranks, model_parallel_rank_and_size
 from longspec.models.target_files import (
     WEIGHT_ERRORS,
+    check_no_adapter,
     check_target,
     check_target_path,
     local_target,
@@ -303,6 +304,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
                 f"{absent[0]}"
             )
         if not Path(folder).is_dir():
+            check_no_adapter(folder, revision)
             check_weights(folder, config, revision)  # now they are in the hub's cache
         check_all_used(info["unexpected_keys"], folder, config)
         # The draft, its cache and the target's last layer exchange tensors in every round.

@@ -19,8 +19,15 @@ from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    find_adapter_config_file,
+)
 
+from longspec.chat_template import replace_template, template_text
 from longspec.errors import UserError, first_line
 from longspec.untrusted import CONFIG_BYTES, check_regular
 
@@ -49,6 +56,8 @@ RESCALED_BY_LENGTH = ("dynamic", "longrope")
 def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConfig:
     """The transformers config of a target folder or hub id. Runs no remote code. Raises UserError if there is none."""
     check_target_path(path)
+    if Path(path).is_dir():
+        check_no_adapter(path)
     # transformers would take the folder's name for a hub id.
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise UserError(
@@ -59,6 +68,15 @@ def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConf
     except FILE_ERRORS as error:
         reason = first_line(error)
         raise UserError(f"{path}: no model checkpoint there ({reason}); give a target's folder or hub id") from error
+
+
+def check_no_adapter(path: str | Path, revision: str | None = None) -> None:
+    """Raise UserError for a folder or hub id with a LoRA or other PEFT adapter, which would not be applied."""
+    if find_adapter_config_file(str(path), revision=revision) is not None:
+        raise UserError(
+            f"{path}: holds an adapter (adapter_config.json), which would not be applied; merge it into its model with "
+            "peft's merge_and_unload(), save that and give its folder, or remove the adapter's files"
+        )
 
 
 def at_revision(revision: str | None) -> dict[str, str]:
@@ -266,14 +284,14 @@ def set_template_arguments(tokenizer: Any, arguments: TemplateArguments) -> None
     if not isinstance(arguments, Mapping | None):
         raise UserError('chat_template_kwargs: must be a JSON object, such as {"enable_thinking": false}')
 
-    template = getattr(tokenizer, "chat_template", None)
+    template = template_text(tokenizer) if arguments else None
     assignments = ""
     for name, value in (arguments or {}).items():
-        if not isinstance(template, str) or not re.search(rf"\b{re.escape(name)}\b", template):
+        if template is None or not re.search(rf"\b{re.escape(name)}\b", template):
             raise UserError(f"chat_template_kwargs: the target's chat template has no variable {name}")
         if not isinstance(value, bool | int | float | str):
             raise UserError(f"chat_template_kwargs: {name} must be true, false, a number or text, not {value!r}")
         # The assignment comes first in the template and so replaces the variable's default.
         assignments += f"{{% set {name} = {json.dumps(value)} %}}"
     if assignments:
-        tokenizer.chat_template = f"{assignments}{template}"
+        replace_template(tokenizer, f"{assignments}{template}")

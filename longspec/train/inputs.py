@@ -88,7 +88,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
         _check_window(config.model.window, config.draft_model_name_or_path)
 
     read_rows = partial(
-        _read_rows, config, tokenizer, target.model_type, chat_format=chat_format, eos_token_id=eos, aligners=aligners
+        _read_rows, config, tokenizer, target, chat_format=chat_format, eos_token_id=eos, aligners=aligners
     )
     rows = read_rows(config.data.files)
     held_out = None if config.evaluation.files is None else read_rows(config.evaluation.files)
@@ -169,7 +169,7 @@ def _check_token(key: str, token: int, vocab_size: int) -> None:
 def _read_rows(
     config: TrainConfig,
     tokenizer: Any,
-    family: str,
+    target: PreTrainedConfig,
     files: list[str],
     *,
     chat_format: str,
@@ -180,7 +180,7 @@ def _read_rows(
     return build_dataset(
         files,
         tokenizer,
-        family=family,
+        family=target.model_type,
         max_length=data.max_length,
         pack=data.pack,
         chat_format=chat_format,
@@ -189,6 +189,7 @@ def _read_rows(
         answer_only=data.answer_only,
         aligners=aligners,
         eos_token_id=eos_token_id,
+        vocab_size=target.vocab_size,
         num_proc=data.num_proc,
         cache_dir=data.cache_dir,
     )

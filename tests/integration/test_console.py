@@ -90,6 +90,23 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(target: Path, prompts:
     assert lines(cut)[1]["id"] == "p9"
 
 
+def test_a_prompt_that_cannot_be_read_is_named_before_any_work(target: Path, tmp_path: Path) -> None:
+    """For a token that was added to the tokenizer but not to the target, and for any error of the chat template."""
+    folder, tokenizer = tmp_path / "target", byte_tokenizer()
+    shutil.copytree(target, folder)
+    tokenizer.add_tokens(["<note>"])
+    asked = tmp_path / "asked.txt"
+    asked.write_text("one\n<note>\n")
+    for template, problem in (
+        (TEMPLATE, f"line 2: token {VOCAB_SIZE} ('<note>') has no embedding"),
+        ("{{ 1 + messages[0].content }}", "line 1: the tokenizer's chat template fails on these turns (TypeError"),
+    ):
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+        error = invoke("generate", asked, "--model", folder, "--output", tmp_path / "a.jsonl", code=1).exception
+        assert isinstance(error, UserError) and f"{asked}, {problem}" in str(error)
+
+
 QWEN = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1, "max_time": 9.0}
 """Options of Qwen2.5-Instruct's generation_config.json, and a time limit."""
 

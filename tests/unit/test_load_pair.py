@@ -88,6 +88,15 @@ def test_a_published_generation_config_can_be_saved_again(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "padded" / "generation_config.json").read_text())["pad_token_id"] == 3
 
 
+@pytest.mark.parametrize("weights", [True, False])
+def test_an_adapter_in_the_folder_is_refused(tmp_path: Path, weights: bool) -> None:
+    """It would not be applied, with or without the model's own files next to it."""
+    target = make_target(tmp_path / "target") if weights else tmp_path
+    (target / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "base"}))
+    with pytest.raises(UserError, match="holds an adapter"):
+        load_pair(str(target))
+
+
 @pytest.mark.parametrize("ids", ["2", [[2]], 2.5, True, [2, "3"]])
 def test_special_tokens_that_are_no_ids_are_one_line(tmp_path: Path, ids: object) -> None:
     target = make_target(tmp_path / "target")
