@@ -212,6 +212,23 @@ def test_a_template_is_set_with_or_without_a_plus(paths: list[str]) -> None:
         assert load(TINY, *paths, override).data.templates == {"report": "Sum up: {prompt}"}
 
 
+@pytest.mark.parametrize(
+    "name", ["run=3", "it's", "v[1]", "[x]", "ü", "日本", "a,b", "(1) {2}", 'a "b"', "#1", "a&b", "back\\slash'"]
+)
+def test_a_path_may_hold_any_character(name: str, paths: list[str], tmp_path: Path) -> None:
+    """As a value of its own and in a list, where a user separates paths by commas."""
+    folder = tmp_path / name
+    folder.mkdir()
+    files = [str(folder / "one.jsonl"), str(tmp_path / "two.jsonl")]
+    for file in files:
+        write_texts(Path(file), count=1)
+    listed = [f"'{file}'" if "," in file else file for file in files]
+    given = [*paths[:1], f"data.files=[{','.join(listed)}]", f"output_dir={folder}/out"]
+    config = load("tiny_glide_stage1_sinkpi-slicing", *given)
+    assert config.data.files == files and config.output_dir == f"{folder}/out"
+    assert load("tiny_glide_stage1_sinkpi-slicing", *given, f"data.files={files[0]}").data.files == files[:1]
+
+
 def test_output_folder_is_created_after_the_checks(paths: list[str], tmp_path: Path) -> None:
     config = load(TINY, *paths)
     assert not (tmp_path / "out").exists()
