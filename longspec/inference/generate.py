@@ -41,6 +41,7 @@ from longspec.inference.round_source import FixedRounds, RoundSource
 from longspec.inference.sampling import Sampler
 from longspec.inference.select_runner import make_runner
 from longspec.inference.stats import GenerationStats
+from longspec.inference.streaming import ends_streamer
 from longspec.models.glide import GlideMixin, check_pair
 from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.models.target_files import position_limit
@@ -58,6 +59,7 @@ class GenerationOutput:
     """Counts and times over all rows."""
 
 
+@ends_streamer
 @torch.no_grad()
 def generate(
     model: GlideMixin,
@@ -97,7 +99,7 @@ def generate(
     eos_token_id, pad_token_id: None takes the model's own. seed: 0 ... 2^64 - 1; None draws from torch's global
     generator.
     streamer: receives the prompt [1, P] and then each new token [1] on the CPU, as in transformers, and the token's
-    origin if it has `put_from` (see `Streamer`). Only for a single row.
+    origin if it has `put_from` (see `Streamer`). It is ended once, also if the call raises. Only for a single row.
     tree_rule: applies above temperature 0. "reject" samples the tree from the draft without replacement and uses
     recursive rejection; "descend" drafts the most probable tree and follows the target's own draws in it. Both are
     exact; "reject" accepts more tokens.

@@ -22,6 +22,7 @@ from longspec.inference.decoder import Streamer
 from longspec.inference.generate import generate
 from longspec.inference.options import CACHES, REFUSED, STOPPING, WARPERS, refuse_options, report_ignored
 from longspec.inference.stats import GenerationStats
+from longspec.inference.streaming import ends_streamer
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import check_special_tokens
 
@@ -39,6 +40,7 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     stats: GenerationStats | None = None
 
 
+@ends_streamer
 def generate_as_transformers(
     self: GlideMixin,
     inputs: Tensor | Mapping[str, Any] | None = None,

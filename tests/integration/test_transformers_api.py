@@ -1,5 +1,7 @@
 """`model.generate`: transformers' arguments and results, tokens of the target alone, and rounds that speculate."""
 
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from transformers import (
     pipeline,
 )
 
+from longspec import generate
 from longspec.errors import UserError
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.models.glide import GlideMixin
@@ -166,6 +169,49 @@ def test_what_cannot_be_applied_is_refused_by_name(tmp_path: Path, settings: dic
     with pytest.raises(UserError, match=f"^{name}: ") as error:
         model.generate(**padded_prompts(), **settings)
     assert "\n" not in str(error.value)
+
+
+class Ends:
+    """A streamer that counts its ends, and fails at its n-th value."""
+
+    def __init__(self, fails_at: int) -> None:
+        self.left, self.ends = fails_at, 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({}, None),
+        ({"fails_at": 3}, KeyboardInterrupt),
+        ({"max_new_tokens": 10**6}, UserError),
+        ({"num_beams": 2}, UserError),
+        ({"method": "none"}, UserError),
+        ({"stopping_criteria": [lambda *_: 1 / 0]}, ZeroDivisionError),
+        ({"no_such_option": 1}, ValueError),
+        ({"attention_mask": torch.zeros(1, 9)}, UserError),
+    ],
+    ids=str,
+)
+def test_a_streamer_is_ended_once_however_generation_ends(
+    tmp_path: Path, settings: dict[str, Any], error: type[BaseException] | None, own: bool
+) -> None:
+    """A reader in another thread would wait for ever."""
+    model, ids = make_pair(tmp_path), padded_prompts()["input_ids"][1:]
+    call = model.generate if own else partial(generate, model)
+    settings = dict(settings)
+    streamer = Ends(settings.pop("fails_at", 0))
+    with pytest.raises(error) if error else nullcontext():
+        call(ids, **{"max_new_tokens": 4, "method": "lookup", "streamer": streamer} | settings)
+    assert streamer.ends == 1
 
 
 def test_a_fresh_draft_is_refused(tmp_path: Path) -> None:
