@@ -108,7 +108,7 @@ def _content(record: Record) -> str | list[Turn]:
         raise RecordError("prompt", problem)
     check_sampling(record)
     # The aligner reads training records, which end with an answer. Answers of other kinds are not read.
-    others = {name: value for name, value in record.items() if name not in KIND_FIELDS}
+    others = {name: value for name, value in record.items() if name not in KIND_FIELDS or name == "suffix"}
     if fields == ["prompt"]:
         text = text_of(record["prompt"], "prompt")
         if not text:

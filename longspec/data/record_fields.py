@@ -40,17 +40,19 @@ REFUSED_IN_CONVERSATIONS: dict[str, str] = {
 }
 """Fields of a record with a prompt or turns that change what the target reads."""
 REFUSED_NEXT_TO_PROMPTS: dict[str, str] = {
-    **dict.fromkeys(("context", "input"), _INTO_PROMPT),
+    **dict.fromkeys(("context", "input", "chat_history"), _INTO_PROMPT),
+    "suffix": "is only read next to a prefix; remove it",
     **dict.fromkeys(_REASONING_FIELDS, _REASONING),
 }
 """The same for kinds with a prompt of text. Conversations often have such fields as metadata."""
 SAMPLING_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "do_sample", "seed", "n", "best_of"),
     *("max_tokens", "max_new_tokens", "max_completion_tokens", "max_length", "min_tokens", "min_new_tokens"),
-    *("min_length", "stop", "stop_strings", "stop_token_ids", "eos_token_id", "ignore_eos", "num_beams"),
+    *("min_length", "stop", "stop_sequences", "stop_strings", "stop_token_ids", "eos_token_id", "ignore_eos"),
     *("logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"),
-    *("bad_words", "bad_words_ids", "suppress_tokens", "response_format", "tool_choice"),
-    *("sampling_params", "generation_config"),
+    *("bad_words", "bad_words_ids", "suppress_tokens", "num_beams", "response_format", "tool_choice"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+    *("sampling_params", "generation_config", "extra_body"),
 )
 """Options of an answer that requests of other programs have."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -89,8 +91,8 @@ def check_record(record: Record, kind: str, has_prompt: bool) -> None:
     if has_prompt:
         check_fields(record, REFUSED_IN_CONVERSATIONS)
     if has_prompt and kind not in TURN_KINDS:
-        used = ("input",) if kind == "instruction" else ()
-        check_fields(record, {name: text for name, text in REFUSED_NEXT_TO_PROMPTS.items() if name not in used})
+        used = {"instruction": "input", "prefix": "suffix"}.get(kind)
+        check_fields(record, {name: text for name, text in REFUSED_NEXT_TO_PROMPTS.items() if name != used})
     if kind not in SYSTEM_KINDS:
         check_fields(record, dict.fromkeys(SYSTEM_FIELDS, f"is not supported in a record of kind {kind}; remove it"))
     if kind != "instruction":
@@ -98,9 +100,9 @@ def check_record(record: Record, kind: str, has_prompt: bool) -> None:
     weight = record.get("weight")
     if isinstance(weight, int | float) and weight != 1:
         raise RecordError("weight", f"is {weight}; records cannot be weighted; remove it, or {_LEAVE_OUT}")
-    # The answer of TRL's unpaired preference data, which may be a bad one.
-    if kind == "prompt" and record.get("label") is False:
-        raise RecordError("label", f"is false, so the completion is a bad one; {_LEAVE_OUT}")
+    # Unpaired preference data, whose answers may be bad ones.
+    if has_prompt and record.get("label") is False:
+        raise RecordError("label", f"is false, so the answer is a bad one; {_LEAVE_OUT}")
 
 
 def check_sampling(record: Record) -> None:

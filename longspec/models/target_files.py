@@ -32,6 +32,8 @@ from longspec.errors import UserError, first_line
 from longspec.untrusted import CONFIG_BYTES, check_regular
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+ADAPTER_FILES = ("adapter_config.json", "adapter_model*", "adapters.safetensors")
+"""Files of PEFT and of MLX."""
 HUB_ERRORS = (OSError, HFValidationError)
 FILE_ERRORS = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError),
@@ -72,9 +74,13 @@ def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConf
 
 def check_no_adapter(path: str | Path, revision: str | None = None) -> None:
     """Raise UserError for a folder or hub id with a LoRA or other PEFT adapter, which would not be applied."""
-    if find_adapter_config_file(str(path), revision=revision) is not None:
+    if os.path.isdir(path):
+        found = [file for pattern in ADAPTER_FILES for file in Path(path).glob(pattern)]
+    else:
+        found = [Path(file)] if (file := find_adapter_config_file(str(path), revision=revision)) else []
+    if found:
         raise UserError(
-            f"{path}: holds an adapter (adapter_config.json), which would not be applied; merge it into its model with "
+            f"{path}: holds an adapter ({found[0].name}), which would not be applied; merge it into its model with "
             "peft's merge_and_unload(), save that and give its folder, or remove the adapter's files"
         )
 

@@ -88,11 +88,12 @@ def test_a_published_generation_config_can_be_saved_again(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "padded" / "generation_config.json").read_text())["pad_token_id"] == 3
 
 
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 @pytest.mark.parametrize("weights", [True, False])
-def test_an_adapter_in_the_folder_is_refused(tmp_path: Path, weights: bool) -> None:
+def test_an_adapter_in_the_folder_is_refused(tmp_path: Path, name: str, weights: bool) -> None:
     """It would not be applied, with or without the model's own files next to it."""
     target = make_target(tmp_path / "target") if weights else tmp_path
-    (target / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "base"}))
+    (target / name).write_text("{}")
     with pytest.raises(UserError, match="holds an adapter"):
         load_pair(str(target))
 
