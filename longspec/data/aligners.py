@@ -182,9 +182,12 @@ def _opening(record: Record) -> list[Turn]:
 
 
 def _after_opening(opening: list[Turn], prompt: str | list[Turn]) -> list[Turn]:
+    """`prompt` as turns, after those of `opening`. Some data sets repeat the first turn in a field of the record."""
     turns: list[Turn] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if turns[:1] == opening:
+        return turns
     if opening[0]["role"] == "system" and turns and turns[0]["role"] == "system":
-        raise RecordError("system", "is given next to a system turn; give one of them")
+        raise RecordError("system", "differs from the system turn; give one of them")
     return [*opening, *turns]
 
 

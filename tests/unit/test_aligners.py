@@ -148,6 +148,7 @@ SHAREGPT = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]
     [
         ({"messages": [QUESTION, ANSWER], "system": "S"}, [SYSTEM, QUESTION]),
         ({"conversations": SHAREGPT, "system": "S"}, [SYSTEM, QUESTION]),
+        ({"messages": [SYSTEM, QUESTION, ANSWER], "system_prompt": "S"}, [SYSTEM, QUESTION]),
         (
             {"instruction": "Q", "output": "A", "system": "S", "history": [["Q", "A"]]},
             [SYSTEM, QUESTION, ANSWER, QUESTION],
@@ -171,7 +172,7 @@ def test_fields_next_to_the_text_are_used(record, prompt):
         ({"messages": [QUESTION, {**ANSWER, "thinking": "R"}, QUESTION, ANSWER]}, r"messages\[1\]\.thinking"),
         ({"messages": [QUESTION, {**ANSWER, "weight": 0}]}, "messages' has no answer to learn"),
         ({"messages": [QUESTION, {**ANSWER, "weight": 0.5}]}, r"messages\[1\]\.weight"),
-        ({"messages": [SYSTEM, QUESTION, ANSWER], "system": "S"}, "system"),
+        ({"messages": [SYSTEM, QUESTION, ANSWER], "system": "R"}, "system"),
         ({"messages": [QUESTION, ANSWER], "tools": [{"type": "function"}]}, "tools"),
         ({"messages": [QUESTION, ANSWER], "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
         ({"messages": [QUESTION, ANSWER], "enable_thinking": False}, "enable_thinking"),
