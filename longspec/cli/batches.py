@@ -14,7 +14,7 @@ from tqdm import tqdm
 from longspec.cli.pair import LoadedPair, Sampling
 from longspec.cli.prompts import Prompt
 from longspec.cli.results import Results
-from longspec.data.templates import check_embedded
+from longspec.data.templates import check_embedded, encode_texts
 from longspec.errors import UserError
 from longspec.inference.device import device_name
 from longspec.inference.methods import AUTO, GLIDE_METHODS
@@ -45,21 +45,20 @@ class Job:
 
     def __post_init__(self) -> None:
         """Raises UserError for a prompt that cannot be encoded or leaves no room for its answer."""
-        self.token_ids = [self._encode(prompt) for prompt in self.prompts]
+        self.token_ids = encode_texts([self._text(prompt) for prompt in self.prompts], self.pair.tokenizer)
         for prompt, ids in zip(self.prompts, self.token_ids, strict=True):
+            check_embedded(ids, self.pair.model.config.vocab_size, self.pair.tokenizer, prompt.location)
             if not ids or len(ids) + self.sampling.max_new_tokens > self.pair.positions:
                 raise UserError(
                     f"{prompt.location}: {len(ids)} tokens + --max_new_tokens {self.sampling.max_new_tokens}; "
                     f"the target has {self.pair.positions} positions"
                 )
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _text(self, prompt: Prompt) -> str:
         try:
-            (ids,) = self.pair.encode([prompt.as_turn() if self.chat else prompt.content])
+            return self.pair.text(prompt.as_turn() if self.chat else prompt.content)
         except UserError as error:  # the chat template fails
             raise UserError(f"{prompt.location}: {error}") from error
-        check_embedded(ids, self.pair.model.config.vocab_size, self.pair.tokenizer, prompt.location)
-        return ids
 
     @property
     def run(self) -> str:

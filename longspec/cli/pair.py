@@ -62,11 +62,13 @@ class LoadedPair:
 
     def encode(self, prompts: list[str | list[Turn]]) -> list[list[int]]:
         """Token ids of each prompt. Text is encoded as it is, a conversation in the chat format."""
-        texts = [prompt if isinstance(prompt, str) else self._conversation(prompt) for prompt in prompts]
-        return encode_texts(texts, self.tokenizer)
+        return encode_texts([self.text(prompt) for prompt in prompts], self.tokenizer)
 
-    def _conversation(self, turns: list[Turn]) -> str:
-        return conversation_text(turns, self.model.config.model_type, self.tokenizer, self.chat_format)
+    def text(self, prompt: str | list[Turn]) -> str:
+        """What the target reads: text as it is, a conversation in the chat format. Raises UserError."""
+        if isinstance(prompt, str):
+            return prompt
+        return conversation_text(prompt, self.model.config.model_type, self.tokenizer, self.chat_format)
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, **options: Any) -> GenerationOutput:
         """Call `longspec.generate` on token ids. options: its other arguments."""

@@ -5,6 +5,7 @@ transformers casts float8 and integer matrices to the model's dtype and ignores 
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ def _stored_kinds(files: Iterable[Path]) -> dict[str, str]:
                 with safe_open(file, "pt") as weights:
                     kinds |= {name: weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
             else:
-                state = torch.load(file, map_location="meta", weights_only=True)
+                state = torch.load(file, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(file))
                 kinds |= {name: _kind(weight.dtype) for name, weight in state.items()}
         except WEIGHT_ERRORS:
             continue
