@@ -8,7 +8,7 @@ lists.
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from longspec.data.record_fields import (
     HISTORY,
@@ -45,6 +45,8 @@ class Turn(TypedDict):
 
     role: str
     content: str
+    name: NotRequired[str]
+    """Name of the speaker or tool, which some chat templates write."""
 
 
 class AlignedRecord(TypedDict):
@@ -137,7 +139,10 @@ def _turn(turn: object, field: str) -> Turn:
     if role not in ROLES:
         raise RecordError(f"{field}.{role_key}", f"is '{role}'; use one of {', '.join(ROLES)}")
     check_fields(turn, REFUSED_IN_TURNS, f"{field}.")
-    return {"role": ROLES[role], "content": _content(turn.get(content_key), f"{field}.{content_key}")}
+    read: Turn = {"role": ROLES[role], "content": _content(turn.get(content_key), f"{field}.{content_key}")}
+    if turn.get("name"):
+        read["name"] = text_of(turn["name"], f"{field}.name")
+    return read
 
 
 def _content(content: object, field: str) -> str:

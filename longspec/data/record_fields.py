@@ -32,6 +32,7 @@ REFUSED_IN_TURNS: dict[str, str] = {
 }
 """Fields of a turn that change its text, with the problem to report."""
 REFUSED_IN_CONVERSATIONS: dict[str, str] = {
+    "reasoning_content": _REASONING,
     **dict.fromkeys(("tools", "functions"), "would be ignored; write the definitions into the system turn's text"),
     "documents": _INTO_PROMPT,
     **dict.fromkeys(("chat_template_kwargs", "chat_template", "enable_thinking", "reasoning_effort"), _FOR_ALL),

@@ -49,9 +49,12 @@ def resolve_chat_format(
     if chat_format not in CHAT_FORMAT_CHOICES:
         raise UserError(f"unknown chat_format '{chat_format}': use one of {', '.join(CHAT_FORMAT_CHOICES)}")
     if chat_format == AUTO:
-        own = "plain" if template_text(tokenizer) is None else "tokenizer"
-        chat_format = "published" if target in PUBLISHED_TARGETS else own
-        if chat_format == "plain":
+        if target in PUBLISHED_TARGETS:
+            chat_format = "published"
+        elif template_text(tokenizer) is not None:
+            chat_format = "tokenizer"
+        else:
+            chat_format = "plain"
             say(f"{target}: its tokenizer has no chat template, so prompts are plain text (chat_format plain)")
     check_chat_format(family, tokenizer, chat_format)
     return chat_format

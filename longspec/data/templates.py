@@ -215,7 +215,7 @@ def _conversation(turns: list[Turn], family: str, tokenizer: Any, chat_format: s
     if not turns or turns[0]["role"] != "system":
         turns = [SYSTEM_TURN, *turns]
     form = TURN_FORMATS[family]
-    return "".join(form.turn(**turn) for turn in turns) + f"{form.before}assistant\n"
+    return "".join(form.turn(turn["role"], turn["content"]) for turn in turns) + f"{form.before}assistant\n"
 
 
 def apply_template(tokenizer: Any, turns: list[Turn], add_generation_prompt: bool = False) -> str:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from functools import cache
 from numbers import Real
+from textwrap import shorten
 from typing import Any
 
 from transformers import (
@@ -114,7 +115,7 @@ def report_ignored(
     """
     ignored = ignored_options(config, applied)
     if ignored:
-        settings = ", ".join(f"{name} {value}" for name, value in ignored.items())
+        settings = ", ".join(f"{name} {shorten(str(value), 60)}" for name, value in ignored.items())
         (report or _warn_once)(
             f"{target}: its generation config sets {settings}, which is ignored; answers follow the target's "
             "distribution without it"

@@ -215,7 +215,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     longest = max_positions - options.headroom
     selection = _select(options, config.model_type, tokenizer, chat_format, longest)
     notes.append(selection.describe(options.task, options.min_prompt_len, longest))
-    check_prompts(selection.prompts, max_new_tokens, max_positions, config.vocab_size)
+    check_prompts(selection.prompts, max_new_tokens, max_positions, config.vocab_size, tokenizer)
 
     # The device.
     dtype = choose_dtype(options.dtype, config, device)

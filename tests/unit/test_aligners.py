@@ -71,14 +71,14 @@ def test_openai_turns_may_be_lists_of_text_parts():
     turns = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": parts},
-        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "1", "name": "add", "tool_call_id": "7"},
         {"role": "assistant", "content": [{"type": "text", "text": "1"}], "tool_calls": []},
     ]
     sample = align({"messages": turns})
     assert sample["prompt"] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "One?"},
-        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "1", "name": "add"},
     ]
     assert sample["answer"] == "1"
 
