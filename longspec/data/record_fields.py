@@ -60,6 +60,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "num_beams": (1,),
+    "top_p": (1,),
+    "typical_p": (1,),
     "repetition_penalty": (1,),
     "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},),
