@@ -80,19 +80,24 @@ def generate_as_transformers(
 
     _check_types(self.generation_config if generation_config is None else generation_config)
 
-    # The options that the caller sets, by arguments or else by the generation config that is passed in.
+    # The options that the caller sets, by arguments or else by the generation config that is passed in. A pipeline
+    # passes a copy of the model's own.
     names = (*REFUSED, "stop_strings")
-    options = {name: value for name in names if (value := getattr(generation_config, name, None)) is not None}
+    passed = {name: getattr(generation_config, name, None) for name in names}
+    options = {
+        name: value for name, value in passed.items() if value not in (None, getattr(self.generation_config, name))
+    }
     options |= {name: kwargs[name] for name in names if name in kwargs}
     refuse_options(options)
-    report_ignored(self.generation_config, self.config.name_or_path, (*WARPERS, *STOPPING, *options))
+    tokenizer = kwargs.pop("tokenizer", None)
+    applied = (*WARPERS, *options, "max_time", *(() if tokenizer is None else ("stop_strings",)))
+    report_ignored(self.generation_config, self.config.name_or_path, applied)
 
     criteria = list(stopping_criteria or ())
-    tokenizer = kwargs.pop("tokenizer", None)
+    if options.get("stop_strings") and tokenizer is None:
+        raise UserError("stop_strings: pass tokenizer= as well")
     stop_strings = options.get("stop_strings", self.generation_config.stop_strings)
-    if stop_strings:
-        if tokenizer is None:
-            raise UserError("stop_strings: pass tokenizer= as well")
+    if stop_strings and tokenizer is not None:
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
     # These are checked above or part of the criteria, or belong to transformers' own decoding loop.
     handled = (*REFUSED, *CACHES, "stop_strings")

@@ -1,6 +1,7 @@
 """`model.generate`: transformers' arguments and results, tokens of the target alone, and rounds that speculate."""
 
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,12 +92,14 @@ def test_options_of_the_models_config_that_cannot_be_applied_are_ignored_with_a_
     settings = {"max_new_tokens": 5, "method": "lookup"}
     expected = model.generate(**padded_prompts(), **settings)
     options = {"repetition_penalty": 1.1, "num_beams": 3, "bad_words_ids": [[3]], "prompt_lookup_num_tokens": 3}
-    model.generation_config.update(**options, cache_implementation="quantized", output_scores=True)
+    model.generation_config.update(**options, cache_implementation="quantized", output_scores=True, stop_strings=["a"])
     before = model.generation_config.to_dict()
-    for own in ({}, {"generation_config": GenerationConfig(do_sample=False)}):
-        assert torch.equal(model.generate(**padded_prompts(), **settings, **own), expected)
+    # A pipeline passes a copy of the model's own config.
+    for own in (None, GenerationConfig(do_sample=False), deepcopy(model.generation_config)):
+        assert torch.equal(model.generate(**padded_prompts(), **settings, generation_config=own), expected)
     assert model.generation_config.to_dict() == before
-    assert "sets num_beams 3, repetition_penalty 1.1, bad_words_ids [[3]], which is ignored" in caplog.text
+    names = "num_beams 3, repetition_penalty 1.1, bad_words_ids [[3]], stop_strings ['a']"
+    assert f"sets {names}, which is ignored" in caplog.text
     model.generation_config.eos_token_id = "2"
     with pytest.raises(UserError, match="eos_token_id '2' is not a token id"):
         model.generate(**padded_prompts(), **settings)
