@@ -189,32 +189,25 @@ class Ends:
         self.ends += 1
 
 
-@pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({}, None),
-        ({"fails_at": 3}, KeyboardInterrupt),
-        ({"max_new_tokens": 10**6}, UserError),
-        ({"num_beams": 2}, UserError),
-        ({"method": "none"}, UserError),
-        ({"stopping_criteria": [lambda *_: 1 / 0]}, ZeroDivisionError),
-        ({"no_such_option": 1}, ValueError),
-        ({"attention_mask": torch.zeros(1, 9)}, UserError),
-    ],
-    ids=str,
-)
-def test_a_streamer_is_ended_once_however_generation_ends(
-    tmp_path: Path, settings: dict[str, Any], error: type[BaseException] | None, own: bool
-) -> None:
+def test_a_streamer_is_ended_once_however_generation_ends(tmp_path: Path) -> None:
     """A reader in another thread would wait for ever."""
     model, ids = make_pair(tmp_path), padded_prompts()["input_ids"][1:]
-    call = model.generate if own else partial(generate, model)
-    settings = dict(settings)
-    streamer = Ends(settings.pop("fails_at", 0))
-    with pytest.raises(error) if error else nullcontext():
-        call(ids, **{"max_new_tokens": 4, "method": "lookup", "streamer": streamer} | settings)
-    assert streamer.ends == 1
+    cases: list[tuple[dict[str, Any], int, type[BaseException] | None]] = [
+        ({}, 0, None),
+        ({}, 3, KeyboardInterrupt),
+        ({"max_new_tokens": 10**6}, 0, UserError),
+        ({"num_beams": 2}, 0, UserError),
+        ({"method": "none"}, 0, UserError),
+        ({"stopping_criteria": [lambda *_: 1 / 0]}, 0, ZeroDivisionError),
+        ({"no_such_option": 1}, 0, ValueError),
+        ({"attention_mask": torch.zeros(1, 9)}, 0, UserError),
+    ]
+    for settings, fails_at, error in cases:
+        for call in (model.generate, partial(generate, model)):
+            streamer = Ends(fails_at)
+            with pytest.raises(error) if error else nullcontext():
+                call(ids, **{"max_new_tokens": 4, "method": "lookup", "streamer": streamer} | settings)
+            assert streamer.ends == 1, (settings, call)
 
 
 def test_a_fresh_draft_is_refused(tmp_path: Path) -> None:

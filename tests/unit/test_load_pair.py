@@ -88,19 +88,19 @@ def test_a_published_generation_config_can_be_saved_again(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "padded" / "generation_config.json").read_text())["pad_token_id"] == 3
 
 
-@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-@pytest.mark.parametrize("weights", [True, False])
-def test_an_adapter_in_the_folder_is_refused(tmp_path: Path, name: str, weights: bool) -> None:
+def test_an_adapter_in_the_folder_is_refused(tmp_path: Path) -> None:
     """It would not be applied, with or without the model's own files next to it."""
-    target = make_target(tmp_path / "target") if weights else tmp_path
-    (target / name).write_text("{}")
-    with pytest.raises(UserError, match="holds an adapter"):
-        load_pair(str(target))
+    for folder in (make_target(tmp_path / "target"), tmp_path):
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            (folder / name).write_text("{}")
+            with pytest.raises(UserError, match=rf"holds an adapter \({name}\)"):
+                load_pair(str(folder))
+            (folder / name).unlink()
 
 
-@pytest.mark.parametrize("ids", ["2", [[2]], 2.5, True, [2, "3"]])
-def test_special_tokens_that_are_no_ids_are_one_line(tmp_path: Path, ids: object) -> None:
+def test_special_tokens_that_are_no_ids_are_one_line(tmp_path: Path) -> None:
     target = make_target(tmp_path / "target")
-    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-    with pytest.raises(UserError, match=r"eos_token_id .* is not a token id"):
-        load_pair(str(target))
+    for ids in ("2", [[2]], 2.5, True, [2, "3"]):
+        (target / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+        with pytest.raises(UserError, match=r"eos_token_id .* is not a token id"):
+            load_pair(str(target))
