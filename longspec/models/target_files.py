@@ -19,13 +19,7 @@ from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-    find_adapter_config_file,
-)
+from transformers.utils import find_adapter_config_file
 
 from longspec.chat_template import replace_template, template_text
 from longspec.errors import UserError, first_line
@@ -222,22 +216,6 @@ def check_target(config: PreTrainedConfig, path: str | Path) -> None:
         raise UserError(
             f"{path}: {kind} rotary scaling is not supported; use a target with a fixed one, such as linear or yarn"
         )
-
-
-def weight_files(source: Path) -> list[Path]:
-    """The weight files of a target: safetensors if there are any, else .bin. Raises UserError."""
-    for whole, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
-        if (source / whole).is_file():
-            return [source / whole]
-        if (source / index).is_file():
-            try:
-                names = sorted(set(json.loads((source / index).read_text())["weight_map"].values()))
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise UserError(f"{source / index}: not a readable index ({first_line(error)})") from error
-            if absent := [name for name in names if not (source / name).is_file()]:
-                raise UserError(f"{source}: {absent[0]} is missing, although {index} lists it")
-            return [source / name for name in names]
-    raise UserError(f"{source}: no model checkpoint (no {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}, whole or with an index)")
 
 
 def read_tokenizer(path: str | Path, problem: str) -> Any:

@@ -24,8 +24,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from longspec.errors import UserError
 from longspec.models.draft_layer import head_dim
-from longspec.models.target_files import WEIGHT_ERRORS, read_config, weight_files, weight_problem
+from longspec.models.target_files import WEIGHT_ERRORS, read_config, weight_problem
 from longspec.models.weight_checks import check_weights
+from longspec.models.weight_files import is_plain, weight_files
 
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")
@@ -204,7 +205,7 @@ def cut_weights(weights: Mapping[str, Any], rank: int, world: int) -> dict[str, 
     for name, weight in weights.items():
         shape = weight.shape if isinstance(weight, Tensor) else weight.get_shape()
         part = weight[part_of(name, tuple(shape), rank, world)]
-        if part.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        if not is_plain(part):
             raise UserError(f"weight {name}: stored as {part.dtype}; use the target's unquantized weights")
         parts[name] = part.clone(memory_format=torch.contiguous_format)  # weights of a .bin file may share storage
         if rank and is_added_once(name):
