@@ -58,9 +58,9 @@ def check_weights(target: str | Path, config: PreTrainedConfig, revision: str | 
 def check_all_used(unexpected: Iterable[str], target: str | Path, config: PreTrainedConfig) -> None:
     """Raise UserError for `unexpected` weights in a target's files that the loaded model does not have.
 
-    Biases of zeros and scales of a float8 KV cache are allowed.
+    Biases of zeros, scales of a float8 KV cache and rotary tables, which follow from config.json, are allowed.
     """
-    unused = sorted(name for name in unexpected if not name.endswith(CACHE_SCALES))
+    unused = sorted(name for name in unexpected if not name.endswith(CACHE_SCALES) and ".rotary_emb." not in name)
     if Path(target).is_dir() and all(name.endswith(".bias") for name in unused):
         # Some GPTQ files hold a bias of zeros for every matrix.
         unused = [name for name in unused if _is_nonzero(name, Path(target))]

@@ -312,7 +312,7 @@ def test_weights_that_would_be_misread_are_named(
 
 def test_weights_without_effect_are_ignored(tmp_path: Path) -> None:
     """GPTQ's biases of zeros, scales of a float8 KV cache, and rotary tables of old checkpoints."""
-    others = {"bias": 0.0, "k_scale": 2.0, "rotary_emb.inv_freq": 1.0}
+    others = {"bias": 0.0, "k_scale": 2.0, "rotary_emb.inv_freq": 1.0, "rotary_emb.cos_cached": 1.0}
     assert LlamaGlide.from_pretrained(quantized_files(tmp_path, None, others))
 
 
