@@ -15,6 +15,7 @@ from typing import Any
 from longspec.cli.output import StdoutLines
 from longspec.cli.pair import LoadedPair, SamplingOptions
 from longspec.cli.prompts import Prompt
+from longspec.data.templates import check_embedded, encode_texts
 from longspec.errors import UserError
 from longspec.inference.device import device_name
 from longspec.inference.methods import AUTO, GLIDE_METHODS
@@ -62,9 +63,11 @@ class PromptRun:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         try:
-            (ids,) = self.pair.encode([prompt.as_turn() if self.chat else prompt.content])
+            text = self.pair.text(prompt.as_turn() if self.chat else prompt.content)
         except UserError as error:  # the chat template fails
             raise UserError(f"{prompt.location}: {error}") from error
+        (ids,) = encode_texts([text], self.pair.tokenizer)
+        check_embedded(ids, self.pair.model.config.vocab_size, self.pair.tokenizer, prompt.location)
         if not ids or len(ids) + self.sampling.max_new_tokens > self.pair.positions:
             raise UserError(
                 f"{prompt.location}: {len(ids)} tokens + --max_new_tokens {self.sampling.max_new_tokens}; "

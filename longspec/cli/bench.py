@@ -64,6 +64,7 @@ def bench(
     from longspec.cli.output import check_folder
     from longspec.cli.pair import SamplingOptions, choose_model, open_pair
     from longspec.cli.prompts import read_prompts
+    from longspec.errors import UserError
     from longspec.extras import extra
 
     with extra("demo"):
@@ -71,7 +72,9 @@ def bench(
     check_folder(png, "--png")
     name = choose_model(pair, model)
     sampling = SamplingOptions(max_new_tokens, temperature)
-    asked = read_prompts([prompts] if prompts else DEFAULT_PROMPTS)
+    if prompts is not None and not Path(prompts).is_file():
+        raise UserError(f"--prompts {prompts}: no such file")
+    asked = read_prompts([prompts] if prompts is not None else DEFAULT_PROMPTS)
     # vanilla, because a pair without a draft can be compared, too; `compare` gives each method by name.
     loaded = open_pair(name, draft, "vanilla", dtype, device, chat_template_kwargs)
     console = Console(stderr=True, highlight=False)

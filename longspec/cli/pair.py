@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from longspec.inference.generate import GenerationOutput, generate
 from longspec.inference.load_pair import load_pair
 from longspec.inference.methods import AUTO as AUTO_METHOD
 from longspec.inference.methods import GLIDE_METHODS
+from longspec.inference.options import WARPERS, ignored_options, report_ignored
 from longspec.models.glide import GlideMixin
 from longspec.models.packaged_targets import SMOLLM2
 from longspec.models.parallel import model_parallel_rank_and_size
@@ -60,11 +62,13 @@ class LoadedPair:
 
     def encode(self, prompts: list[str | list[Turn]]) -> list[list[int]]:
         """Token ids of each prompt. Text is encoded as it is, a conversation in the chat format."""
-        texts = [prompt if isinstance(prompt, str) else self._conversation(prompt) for prompt in prompts]
-        return encode_texts(texts, self.tokenizer)
+        return encode_texts([self.text(prompt) for prompt in prompts], self.tokenizer)
 
-    def _conversation(self, turns: list[Turn]) -> str:
-        return conversation_text(turns, self.model.config.model_type, self.tokenizer, self.chat_format)
+    def text(self, prompt: str | list[Turn]) -> str:
+        """What the target reads: text as it is, a conversation in the chat format. Raises UserError."""
+        if isinstance(prompt, str):
+            return prompt
+        return conversation_text(prompt, self.model.config.model_type, self.tokenizer, self.chat_format)
 
     def generate(self, prompts: list[list[int]], sampling: SamplingOptions, **options: Any) -> GenerationOutput:
         """Call `longspec.generate` on token ids. options: its other arguments."""
@@ -72,7 +76,9 @@ class LoadedPair:
         row_masks = [torch.ones_like(row) for row in rows]
         pad = torch.nn.utils.rnn.pad_sequence
         mask = pad(row_masks, batch_first=True)
-        settings = {"method": self.method, "eos_token_id": self.stop_ids, **vars(sampling), **options}
+        # `open_pair` has said that these are ignored.
+        ignored = dict.fromkeys(ignored_options(self.model.generation_config))
+        settings = {"method": self.method, "eos_token_id": self.stop_ids, **ignored, **vars(sampling), **options}
         return generate(self.model, pad(rows, batch_first=True), mask, **settings)
 
 
@@ -84,12 +90,14 @@ def open_pair(
     device: str | None = None,
     chat_template_kwargs: str | None = None,
     repeats: bool = False,
+    applied: Collection[str] = WARPERS,
 ) -> LoadedPair:
     """Load a pair by name, hub id, folder or GGUF file; None is the embedded pair.
 
     method: None is auto, or tree if `repeats` is set or several ranks share the target. A pair without a trained draft
     goes without trees, and a note on stderr says so. chat_template_kwargs: a JSON object. repeats: whether sampled
-    answers must not depend on measured times, as auto's do. Raises UserError.
+    answers must not depend on measured times, as auto's do. applied: the options of the target's generation config that
+    the command applies; a note names the others that would change answers. Raises UserError.
     """
     name = name or SMOLLM2
     transformers.utils.logging.disable_progress_bar()
@@ -103,6 +111,7 @@ def open_pair(
             method = "tree" if model.draft_is_trained else "lookup"
         if not model.draft_is_trained:
             _note(f"{name}: no trained draft, so tokens are proposed by prompt lookup (--method {method})")
+    report_ignored(model.generation_config, name, applied, _note)
     target = str(model.config.name_or_path)
     chat_format = resolve_chat_format(AUTO, target, model.config.model_type, tokenizer)
     stop_ids = stop_tokens(tokenizer, sorted(end_tokens(model.generation_config.eos_token_id)))

@@ -81,7 +81,7 @@ def serve(
     name = choose_model(pair, model)
     # A port in use is reported before the weights load, and clients that connect meanwhile wait.
     with listen(host, port, api_key) as listening:
-        loaded = open_pair(name, draft, method, dtype, device, chat_template_kwargs)
+        loaded = open_pair(name, draft, method, dtype, device, chat_template_kwargs, applied=())
         note_plain_format(loaded)
         scheduler = Scheduler(loaded.model, method=loaded.method, max_rows=max_rows, max_queue=max_queue)
         served = ServedModel(

@@ -35,12 +35,13 @@ from longspec.inference.drafting.reduced_head import list_length
 from longspec.inference.engine import Engine
 from longspec.inference.engine_pool import borrowed, engine_kind, rounded_room
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE, make_drafter
-from longspec.inference.options import REFUSED, STOPPING, WARPERS, build_warpers, refuse_options
+from longspec.inference.options import REFUSED, STOPPING, WARPERS, build_warpers, refuse_options, report_ignored
 from longspec.inference.process_group import repeat_generation
 from longspec.inference.round_source import FixedRounds, RoundSource
 from longspec.inference.sampling import Sampler
 from longspec.inference.select_runner import make_runner
 from longspec.inference.stats import GenerationStats
+from longspec.inference.streaming import ends_streamer
 from longspec.models.glide import GlideMixin, check_pair
 from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.models.target_files import position_limit
@@ -58,6 +59,7 @@ class GenerationOutput:
     """Counts and times over all rows."""
 
 
+@ends_streamer
 @torch.no_grad()
 def generate(
     model: GlideMixin,
@@ -97,7 +99,7 @@ def generate(
     eos_token_id, pad_token_id: None takes the model's own. seed: 0 ... 2^64 - 1; None draws from torch's global
     generator.
     streamer: receives the prompt [1, P] and then each new token [1] on the CPU, as in transformers, and the token's
-    origin if it has `put_from` (see `Streamer`). Only for a single row.
+    origin if it has `put_from` (see `Streamer`). It is ended once, also if the call raises. Only for a single row.
     tree_rule: applies above temperature 0. "reject" samples the tree from the draft without replacement and uses
     recursive rejection; "descend" drafts the most probable tree and follows the target's own draws in it. Both are
     exact; "reject" accepts more tokens.
@@ -109,8 +111,8 @@ def generate(
     None verifies the whole tree. lookup_branches: let continuations of earlier occurrences of the newest tokens join
     the tree; tree_nodes then selects among both.
     options: transformers' min_p, typical_p and epsilon_cutoff, applied above temperature 0; they default to the model's
-    generation config. Every other option that changes the distribution is refused by name, whether it is an argument
-    or in the generation config (see `options`).
+    generation config. Every other option that changes the distribution is refused by name; in the generation config it
+    is ignored with a warning (see `options`).
     Raises UserError (a ValueError) for settings that cannot work, and for logits that are NaN or infinite.
     """
     arguments = dict(locals())  # for the other ranks, if several share the target
@@ -129,7 +131,8 @@ def generate(
     check_drafting(method, tree_shape, gamma, tree_rule, model.config.vocab_size, tree_nodes)
     check_trained(model, method, allow_untrained_draft)
     _check_options(options)
-    refuse_options(options, model.generation_config, (*REFUSED, *STOPPING))
+    refuse_options(options, (*REFUSED, *STOPPING))
+    report_ignored(model.generation_config, model.config.name_or_path, (*WARPERS, *options))
     input_ids, attention_mask = prompt_batch(input_ids, attention_mask)
     rows = prompt_rows(input_ids, attention_mask)
     check_sampling(max_new_tokens, temperature, top_p, top_k)

@@ -22,7 +22,7 @@ from longspec.inference.arguments import check_drafting, check_sampling
 from longspec.inference.device import choose_device, choose_dtype, device_name, versions
 from longspec.inference.load_pair import check_loadable
 from longspec.inference.methods import AUTO, GLIDE_METHODS
-from longspec.inference.options import REFUSED, STOPPING, WARPERS
+from longspec.inference.options import REFUSED, STOPPING, WARPERS, report_ignored
 from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair
 from longspec.kernels.decoding.attention import decoding_attention
 from longspec.longbench.checks import (
@@ -39,7 +39,13 @@ from longspec.models.content import state_digest, target_digest
 from longspec.models.draft_files import check_draft, draft_settings, option_entries
 from longspec.models.draft_layer import head_dim
 from longspec.models.families import family_class
-from longspec.models.target_files import generation_eos, load_tokenizer, position_limit, read_config
+from longspec.models.target_files import (
+    generation_eos,
+    load_tokenizer,
+    position_limit,
+    read_config,
+    read_generation_config,
+)
 
 SHAPE_OPTIONS = {
     "vanilla": (),
@@ -188,6 +194,7 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     tokenizer = load_tokenizer(pair.target, config, options.chat_template_kwargs)
     notes: list[str] = []
     chat_format = resolve_chat_format(options.chat_format, pair.target, config.model_type, tokenizer, notes.append)
+    report_ignored(read_generation_config(pair.target, config), pair.target, (), notes.append)
     # Some published pairs fix the EOS that their drafts were trained with.
     if pair.eos_token_id is None:
         stop_ids = stop_tokens(tokenizer, generation_eos(pair.target, config))
@@ -208,7 +215,7 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     longest = max_positions - options.headroom
     selection = _select(options, config.model_type, tokenizer, chat_format, longest)
     notes.append(selection.describe(options.task, options.min_prompt_len, longest))
-    check_prompts(selection.prompts, max_new_tokens, max_positions, config.vocab_size)
+    check_prompts(selection.prompts, max_new_tokens, max_positions, config.vocab_size, tokenizer)
 
     # The device.
     dtype = choose_dtype(options.dtype, config, device)

@@ -20,11 +20,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from longspec.errors import UserError, first_line
 from longspec.models.draft_layer import head_dim
-from longspec.models.target_files import WEIGHT_ERRORS, check_weights, read_config, weight_problem
+from longspec.models.target_files import WEIGHT_ERRORS, read_config, weight_problem
+from longspec.models.weight_checks import check_weights
+from longspec.models.weight_files import is_plain, weight_files
 from longspec.replacing import replacing
 
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -93,7 +95,7 @@ def check_shared(config: PreTrainedConfig, world: int, path: str | Path) -> None
     check_divisible(config, world, path)
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(f"{path}: a quantized target, which cannot be split; use its unquantized weights")
-    check_weights(str(path))
+    check_weights(path, config)
 
 
 def has_parts(path: str | Path, world: int) -> bool:
@@ -170,22 +172,6 @@ def _write_split(config: PreTrainedConfig, files: list[Path], output: Path, worl
         _write_index(folder)
 
 
-def weight_files(source: Path) -> list[Path]:
-    """The weight files of a target: safetensors if there are any, else .bin. Raises UserError."""
-    for whole, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
-        if (source / whole).is_file():
-            return [source / whole]
-        if (source / index).is_file():
-            try:
-                names = sorted(set(json.loads((source / index).read_text())["weight_map"].values()))
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise UserError(f"{source / index}: not a readable index ({first_line(error)})") from error
-            if absent := [name for name in names if not (source / name).is_file()]:
-                raise UserError(f"{source}: {absent[0]} is missing, although {index} lists it")
-            return [source / name for name in names]
-    raise UserError(f"{source}: no model checkpoint (no {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}, whole or with an index)")
-
-
 @contextmanager
 def _opened(file: Path) -> Iterator[dict[str, Any]]:
     """The weights of a file by name; `weight[slices]` reads only that part. No code in the file runs.
@@ -213,6 +199,8 @@ def cut_weights(weights: Mapping[str, Any], rank: int, world: int) -> dict[str, 
     for name, weight in weights.items():
         shape = weight.shape if isinstance(weight, Tensor) else weight.get_shape()
         part = weight[part_of(name, tuple(shape), rank, world)]
+        if not is_plain(part):
+            raise UserError(f"weight {name}: stored as {part.dtype}; use the target's unquantized weights")
         parts[name] = part.clone(memory_format=torch.contiguous_format)  # weights of a .bin file may share storage
         if rank and is_added_once(name):
             parts[name].zero_()

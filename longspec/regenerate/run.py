@@ -18,10 +18,11 @@ from longspec.data.prompts import PromptFiles
 from longspec.data.target_format import resolve_chat_format
 from longspec.errors import UserError
 from longspec.inference.load_pair import load_pair
+from longspec.inference.options import report_ignored
 from longspec.inference.registry import choose_target
 from longspec.jobs.job import Count, ResumableJob, agree
 from longspec.models.content import target_digest
-from longspec.models.target_files import load_tokenizer, read_config
+from longspec.models.target_files import load_tokenizer, read_config, read_generation_config
 from longspec.ranks.replicas import LostRank, Replicas
 from longspec.regenerate.settings import Settings, check_settings
 from longspec.regenerate.shards import SplitShards
@@ -114,6 +115,7 @@ def _prepare(settings: Settings, replicas: Replicas) -> _Run:
     tokenizer = load_tokenizer(target, config, settings.chat_template_kwargs)
     report = print if replicas.rank == 0 else lambda line: None
     chat_format = resolve_chat_format(settings.chat_format, target, config.model_type, tokenizer, report)
+    report_ignored(read_generation_config(target, config), target, (), report)
     settings = replace(settings, chat_format=chat_format)
     total = _total(settings, files)
     if files and replicas.rank == 0:

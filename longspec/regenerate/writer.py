@@ -9,7 +9,7 @@ from typing import Any
 from longspec.data.aligners import Turn
 from longspec.data.prompts import PromptFiles, SourcePrompt, answered, conversation_text, loops, user_turn_marks
 from longspec.data.records import Record
-from longspec.data.templates import encode_texts
+from longspec.data.templates import check_embedded, encode_texts
 from longspec.errors import UserError
 from longspec.inference.arguments import end_tokens
 from longspec.models.target_files import position_limit
@@ -29,6 +29,7 @@ class Writer:
         self.tokenizer = tokenizer
         self.files = files
         self.family = model.config.model_type
+        self.vocab_size = model.config.vocab_size
         self.answerer = Answerer(model, settings.batch_size)
         self.stop_ids = sorted(end_tokens(model.generation_config.eos_token_id))
         self.special_ids = set(tokenizer.all_special_ids)
@@ -46,6 +47,7 @@ class Writer:
             # The target continues the chat template's opening of a user turn up to the template's end of it.
             before, after = user_turn_marks(tokenizer)
             self.turn_opening = encode_texts([before], tokenizer)[0]
+            check_embedded(self.turn_opening, self.vocab_size, tokenizer, "the chat template's opening of a user turn")
             self.turn_stop_ids = [*self.stop_ids, tokenizer(after, add_special_tokens=False)["input_ids"][0]]
 
     def write_shard(self, shard: int, rows: range, progress: Progress) -> tuple[list[Record], Counter[str]]:
@@ -89,8 +91,11 @@ class Writer:
         generator = random.Random(shard_seed(self.settings, shard, "temperatures"))
         temperatures = [generator.choice(self.settings.temperatures) for _ in prompts]
         token_ids = encode_texts([prompt.text for prompt in prompts], self.tokenizer)
-        kept = [row for row, ids in enumerate(token_ids) if 0 < len(ids) <= self.longest_prompt]
-        dropped["prompts: too long or empty"] += len(prompts) - len(kept)
+        fitting = [row for row, ids in enumerate(token_ids) if 0 < len(ids) <= self.longest_prompt]
+        dropped["prompts: too long or empty"] += len(prompts) - len(fitting)
+        # A tokenizer may have more tokens than its target.
+        kept = [row for row in fitting if max(token_ids[row]) < self.vocab_size]
+        dropped["prompts: with a token that has no embedding"] += len(fitting) - len(kept)
 
         requests = [Request(token_ids[row], temperatures[row], self.settings.max_new_tokens, []) for row in kept]
         seed = shard_seed(self.settings, shard, "answers")

@@ -91,6 +91,46 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(target: Path, prompts:
     assert lines(cut)[1]["id"] == "p9"
 
 
+def test_a_prompt_that_cannot_be_read_is_named_before_any_work(target: Path, tmp_path: Path) -> None:
+    """For a token that was added to the tokenizer but not to the target, and for any error of the chat template."""
+    folder, tokenizer = tmp_path / "target", byte_tokenizer()
+    shutil.copytree(target, folder)
+    tokenizer.add_tokens(["<note>"])
+    asked = tmp_path / "asked.txt"
+    asked.write_text("one\n<note>\n")
+    for template, problem in (
+        (TEMPLATE, f"line 2: token {VOCAB_SIZE} ('<note>') has no embedding"),
+        ("{{ 1 + messages[0].content }}", "line 1: the tokenizer's chat template fails on these turns (TypeError"),
+    ):
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+        error = invoke("generate", asked, "--model", folder, "--output", tmp_path / "a.jsonl", code=1).exception
+        assert isinstance(error, UserError) and f"{asked}, {problem}" in str(error)
+
+
+QWEN = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1, "max_time": 9.0}
+"""Options of Qwen2.5-Instruct's generation_config.json, and a time limit."""
+
+
+def test_commands_ignore_a_penalty_of_the_target_and_say_so_once(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "qwen"
+    shutil.copytree(target, folder)
+    (folder / "generation_config.json").write_text(json.dumps(QWEN | {"min_p": 0.1, "cache_implementation": "static"}))
+    notice = f"{folder}: its generation config sets repetition_penalty 1.1, max_time 9.0, which is ignored"
+    size = ("--max_new_tokens", 3)
+    for given in (
+        ["generate", "hi", "ho", "--batch_size", 1, "--model", folder],
+        ["chat", folder],
+        ["bench", folder, "--png", tmp_path / "bench.png"],
+    ):
+        result = invoke(*given, *size, input="hi\nho\n")
+        assert result.stderr.count("generation config") == 1 and notice in result.stderr
+    pairs.open_pair(str(folder), None, "vanilla", applied=())  # as the server, which does not apply min_p
+    assert "max_time 9.0, min_p 0.1, which" in capsys.readouterr().err
+
+
 def test_a_stop_signal_ends_a_run_after_its_batch(
     target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import yaml
 from tiny_tokenizer import byte_tokenizer
 from training_fixtures import make_target
+from transformers import AutoTokenizer
 
 from longspec import generate, load_pair
 from longspec.data.prompts import PromptFiles, loops, prompt_key, user_turn_marks
@@ -210,11 +212,30 @@ def test_a_stopped_command_says_how_to_go_on(
     assert (tmp_path / "stopped/train.jsonl").read_bytes() == (tmp_path / "straight/train.jsonl").read_bytes()
 
 
+def test_prompts_with_a_token_that_the_target_lacks_are_left_out(target: Path, tmp_path: Path) -> None:
+    """The tokenizer has more tokens than the target has embeddings."""
+    folder = tmp_path / "target"
+    shutil.copytree(target, folder)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    embeddings = json.loads((target / "config.json").read_text())["vocab_size"]
+    tokenizer.add_tokens([*(f"<{number}>" for number in range(embeddings - len(tokenizer))), "<note>"])
+    tokenizer.save_pretrained(folder)
+    asked = tmp_path / "asked.jsonl"
+    texts = ["one <note> two", *(f"question {number}" for number in range(12))]
+    asked.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    written = read(regenerate(settings(folder, tmp_path, files=(str(asked),))))
+    assert {record["messages"][0]["content"] for record in written} <= set(texts[1:])
+    assert "'prompts: with a token that has no embedding': 1" in (tmp_path / "train.provenance.yaml").read_text()
+
+
 def test_bad_input_is_one_line(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = tmp_path / "plain.jsonl"
-    plain.write_text('{"problem": "p"}\n{"text": "t"}\n')
+    plain.write_text('{"problem": "p", "max_tokens": 3}\n')
+    with pytest.raises(UserError, match=r"plain.jsonl, line 1: field 'max_tokens' is not read"):
+        PromptFiles(str(plain))
+    plain.write_text('{"problem": "p", "solution": "s", "max_tokens": 3}\n{"text": "t"}\n')
     with pytest.raises(UserError, match=r"plain.jsonl, line 2: field 'text' is plain text, without a prompt"):
         PromptFiles(str(plain))
     base = ["--target", str(target), "--output_dir", str(tmp_path / "out")]

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock, patch
 
 import gguf
@@ -22,6 +23,7 @@ from tiny_tokenizer import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from longspec import generate, load_pair
+from longspec.data.target_format import resolve_chat_format
 from longspec.errors import UserError
 from longspec.inference.registry import choose_pair
 from longspec.models import target_cache
@@ -103,6 +105,33 @@ def test_the_tokenizer_and_its_ends_come_along(tmp_path: Path) -> None:
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
     assert chat == "hi<|im_end|>"
     assert len(generate(pair, TOKENS, method="lookup", max_new_tokens=3).sequences[0]) <= TOKENS.shape[1] + 3
+
+
+def test_named_chat_templates_come_along(tmp_path: Path) -> None:
+    """llama.cpp stores the default one apart from the others. Without a default one, the names are listed."""
+    names = {"tokenizer.chat_templates": ["rag"], "tokenizer.chat_template.rag": "rag"}
+    write_gguf(tmp_path / "tiny.gguf", metadata=names)
+    _, tokenizer = load_pair(str(tmp_path / "tiny.gguf"))
+    assert tokenizer.chat_template == {"default": "{{ messages[0]['content'] }}<|im_end|>", "rag": "rag"}
+    assert resolve_chat_format("auto", "tiny", "llama", tokenizer) == "tokenizer"
+    tokens = {f"ggml.{key}": value for key, value in {"model": "gpt2", "tokens": ["a"], "merges": []}.items()}
+    values = {f"tokenizer.{key}": value for key, value in tokens.items()} | names
+    write_tokenizer(tmp_path, {key: lambda value=value: value for key, value in values.items()}, 100)
+    with pytest.raises(UserError, match="none named 'default': rag;"):
+        resolve_chat_format("auto", "tiny", "llama", AutoTokenizer.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "problem"),
+    [
+        ({"split.count": 3, "split.no": 0}, "part 1 of 3 of a split GGUF file; merge them first"),
+        ({"general.type": "adapter"}, "a GGUF file of type 'adapter'"),
+    ],
+)
+def test_a_gguf_file_that_is_no_whole_model_says_so(tmp_path: Path, metadata: dict[str, Any], problem: str) -> None:
+    write_gguf(tmp_path / "odd.gguf", without="ffn", metadata=metadata)
+    with pytest.raises(UserError, match=f"odd.gguf: {problem}"):
+        resolve_target(str(tmp_path / "odd.gguf"))
 
 
 def ggml_metadata(values: dict[str, object]) -> dict[str, Callable[[], object]]:

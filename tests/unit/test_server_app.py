@@ -211,6 +211,18 @@ def test_a_prompt_that_is_none_is_refused(client: TestClient, script: Script, fi
     assert response.status_code in (400, 413) and part in response.json()["error"]["message"] and not script.submitted
 
 
+def test_a_chat_whose_text_cannot_be_read_is_refused(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template may raise anything, and a token that was added to the tokenizer has no embedding."""
+    tokenizer = chat_tokenizer()
+    tokenizer.add_tokens(["<note>"])
+    monkeypatch.setattr(f"{__name__}.TOKENIZER", tokenizer)
+    error = chat(client, 400, messages=[{"role": "user", "content": "a <note>"}])["error"]
+    assert f"token {VOCAB_SIZE}" in error["message"] and error["param"] == "messages"
+    tokenizer.chat_template = "{{ 9 // (messages | length - 1) }}"
+    error = chat(client, 400, messages=[{"role": "user", "content": "a"}])["error"]
+    assert "ZeroDivisionError" in error["message"] and error["param"] == "messages"
+
+
 def test_a_text_without_tokens_is_refused() -> None:
     """Some tokenizers strip spaces."""
     served = ServedModel(NAME, "tree", TOKENIZER, lambda prompts: [[] for _ in prompts], frozenset(), POSITIONS, 9)

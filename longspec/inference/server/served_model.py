@@ -65,17 +65,20 @@ class ServedModel:
 
     def _prompts(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
         if isinstance(body, ChatRequest):
+            field = "messages"
             try:
-                return self.encode([[message.turn for message in body.messages]])
-            except UserError as error:  # the chat template refuses the roles
-                raise ApiError(400, f"messages: {error}", "messages") from error
-        prompts = [prompt if isinstance(prompt, list) else self.encode([prompt])[0] for prompt in body.prompt]
-        # Token ids come from the client; one outside of the vocabulary would read foreign memory on a GPU.
+                prompts = self.encode([[message.turn for message in body.messages]])
+            except UserError as error:  # the chat template fails
+                raise ApiError(400, f"messages: {error}", field) from error
+        else:
+            field = "prompt"
+            prompts = [prompt if isinstance(prompt, list) else self.encode([prompt])[0] for prompt in body.prompt]
+        # Ids come from the client or from added tokens; one without an embedding would read foreign memory on a GPU.
         for prompt in prompts:
             if not prompt:
-                raise ApiError(400, "prompt: the tokenizer makes no token of this text", "prompt")
+                raise ApiError(400, f"{field}: the tokenizer makes no token of this text", field)
             if max(prompt) >= self.vocab_size:
-                raise ApiError(400, f"prompt: token {max(prompt)}; the vocabulary has {self.vocab_size}", "prompt")
+                raise ApiError(400, f"{field}: token {max(prompt)}; the vocabulary has {self.vocab_size}", field)
         return prompts
 
     def _new_tokens(self, prompt: list[int], body: ChatRequest | CompletionRequest, limits: Limits) -> int:
