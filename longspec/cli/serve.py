@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -51,6 +51,14 @@ def serve(
             "--served_name", help="Model id for clients.", show_default="name of the pair", rich_help_panel=NETWORK
         ),
     ] = None,
+    generation_config: Annotated[
+        Literal["auto", "none"],
+        typer.Option(
+            "--generation_config",
+            help="Sampling settings of requests that name none: auto, the target's; none, temperature 1.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = "auto",
     max_rows: Annotated[
         int, typer.Option("--max_rows", min=1, help="Requests that are decoded together.", rich_help_panel=LIMITS)
     ] = 16,
@@ -75,6 +83,11 @@ def serve(
     with extra("serve"):
         from longspec.inference.server.app import build_app
         from longspec.inference.server.limits import Limits
+        from longspec.inference.server.sampling_defaults import (
+            WITHOUT_CONFIG,
+            SamplingDefaults,
+            note_options_without_effect,
+        )
         from longspec.inference.server.served_model import ServedModel
         from longspec.inference.server.serving import allowed_hosts, http_server, listen
 
@@ -83,6 +96,10 @@ def serve(
     with listen(host, port, api_key) as listening:
         loaded = open_pair(name, draft, method, dtype, device, chat_template_kwargs)
         note_plain_format(loaded)
+        defaults = WITHOUT_CONFIG
+        if generation_config == "auto":
+            defaults = SamplingDefaults.read(loaded.model.generation_config)
+            note_options_without_effect(loaded.model.generation_config)
         scheduler = Scheduler(loaded.model, method=loaded.method, max_rows=max_rows, max_queue=max_queue)
         served = ServedModel(
             served_name or loaded.name,
@@ -92,13 +109,14 @@ def serve(
             frozenset(loaded.stop_ids),
             scheduler.longest,
             loaded.model.config.vocab_size,
+            defaults,
         )
         try:
             scheduler.start()
             # The choices of a request are queued together, so they must fit into an empty queue.
             limits = Limits(max_seconds=max_seconds, max_choices=min(Limits.max_choices, max_queue))
             app = build_app(served, scheduler, limits, api_key, allowed_hosts(host, api_key))
-            print(f"{served.name} on {loaded.model.device}, method {loaded.method}", file=sys.stderr)
+            print(f"{served.name} on {loaded.model.device}, method {loaded.method}; {defaults}", file=sys.stderr)
             http_server(app, drain_seconds).run(sockets=[listening])
         except NotServing as error:
             raise UserError(f"{loaded.name}: {error}") from error

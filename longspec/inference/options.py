@@ -59,6 +59,14 @@ REFUSED = tuple(
 """Options that must have a neutral value. They include all that later versions of transformers add."""
 
 
+def is_neutral(name: str, value: Any) -> bool:
+    """Whether an option has no effect at this value."""
+    if value is None or (isinstance(value, Sized) and len(value) == 0):
+        return True
+    neutral = WARPERS[name][1] if name in WARPERS else NEUTRAL.get(name, 0)
+    return bool(value == neutral)
+
+
 def refuse_options(arguments: Mapping[str, Any], config: GenerationConfig, names: Sequence[str] = REFUSED) -> None:
     """Raise UserError for an option that decoding cannot apply.
 
@@ -66,10 +74,7 @@ def refuse_options(arguments: Mapping[str, Any], config: GenerationConfig, names
     """
     for name in names:
         value = arguments[name] if name in arguments else getattr(config, name, None)
-        if value is None:
-            continue
-        is_neutral = len(value) == 0 if isinstance(value, Sized) else value == NEUTRAL.get(name, 0)
-        if is_neutral:
+        if is_neutral(name, value):
             continue
         source = name if name in arguments else f"generation_config.{name}"
         problem = "applies to model.generate only" if name in STOPPING else "is not supported with speculative decoding"
@@ -82,9 +87,9 @@ def build_warpers(arguments: Mapping[str, Any], config: GenerationConfig) -> lis
     arguments: override the model's generation config.
     """
     warpers = []
-    for name, (warper, neutral) in WARPERS.items():
+    for name, (warper, _) in WARPERS.items():
         value = arguments[name] if name in arguments else getattr(config, name, None)
-        if value is None or value == neutral:
+        if is_neutral(name, value):
             continue
         # typical_p and epsilon_cutoff exclude 1, at which no token would be left.
         if not isinstance(value, Real) or not 0 < float(value) <= 1 or (value == 1 and name != "min_p"):

@@ -130,9 +130,9 @@ def test_a_follow_up_reuses_its_row(models: Models, options: str, temperature: f
         branched = answers(scheduler, [replace(first, max_new_tokens=5)])[0]
     with serving(model, max_rows=3) as scheduler:
         fresh = answers(scheduler, [second])[0]
-    assert other.finished.timings.cached_prompt_tokens == 0
-    assert vanilla.finished.timings.cached_prompt_tokens >= len(first.prompt) + len(opening.ids) - 1
-    assert branched.finished.timings.cached_prompt_tokens == len(first.prompt) - 1
+    assert other.ticket.cached_prompt_tokens == 0
+    assert vanilla.ticket.cached_prompt_tokens >= len(first.prompt) + len(opening.ids) - 1
+    assert branched.ticket.cached_prompt_tokens == len(first.prompt) - 1
     assert branched.ids == opening.ids[:5]
     assert [event.tree for event in branched.events] == [event.tree for event in opening.events[: len(branched.events)]]
     assert reused.ids == fresh.ids
@@ -214,7 +214,7 @@ def test_rounds_are_as_small_as_the_running_rows_allow(
         moved = answers(scheduler, requests)
         again = answers(scheduler, [replace(requests[1], prompt=[3] * 21)])[0]
     assert sizes[0] == 3 and sizes[-1] == 1 and sizes.count(1) > 5
-    assert again.finished.timings.cached_prompt_tokens == 20  # what the row held when it was exchanged
+    assert again.ticket.cached_prompt_tokens == 20  # what the row held when it was exchanged
     with serving(model, max_rows=1, **settings) as scheduler:
         fresh = answers(scheduler, requests[2:])[0]
     assert moved[2].ids == fresh.ids

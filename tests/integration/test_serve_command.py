@@ -15,6 +15,7 @@ import pytest
 from fastapi import FastAPI
 from http_server import printable_pair
 from starlette.testclient import TestClient
+from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 from longspec.cli.app import app
@@ -79,10 +80,17 @@ def test_an_answer_without_a_limit_fits_into_a_row(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(serving, "http_server", Probe)
     monkeypatch.delenv("LONGSPEC_API_KEY", raising=False)
     model = printable_pair(tmp_path)
-    result = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", "0", "--max_rows", "2", "--max_queue", "3"])
+    GenerationConfig(do_sample=True, temperature=0.5, top_k=9, repetition_penalty=1.25).save_pretrained(tmp_path)
+    command = ["serve", str(tmp_path), "--port", "0", "--max_rows", "2", "--max_queue", "3"]
+    result = CliRunner().invoke(app, command)
     ((positions, answer),) = seen
     assert result.exit_code == 0 and positions < model.config.max_position_embeddings
-    assert refused == ["n: 4 is above this server's limit of 3"]
+    without = [*command, "--generation_config", "none"]
+    assert "temperature 1, top_p 1, top_k 0" in (plain := CliRunner().invoke(app, without).stderr)
+    assert "repetition" not in plain
+    assert refused[:1] == ["n: 4 is above this server's limit of 3"]
+    assert "temperature 0.5, top_p 1, top_k 9" in result.stderr
+    assert "does not apply repetition_penalty 1.25" in result.stderr
     assert answer["usage"]["total_tokens"] <= positions and answer["choices"][0]["finish_reason"] in ("stop", "length")
 
 

@@ -78,8 +78,6 @@ class Job:
     """Time of the event loop at which the job fails."""
     latencies: Latencies
     choices: list[Choice] = field(default_factory=list)
-    cached_tokens: int = 0
-    """Prompt tokens whose keys and values were reused, over the choices that have ended."""
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -103,7 +101,7 @@ class Job:
             raise ApiError(400, str(error), code="context_length_exceeded") from error
         except UserError as error:
             self.cancel()
-            raise ApiError(400, str(error)) from error
+            raise ApiError(400, str(error), str(error).partition(":")[0]) from error  # it starts with the field's name
         except NotServing as error:
             self.cancel()
             raise ApiError(503, str(error) or "the server is stopping") from error
@@ -134,6 +132,16 @@ class Job:
         # The n choices of one prompt share its list of tokens.
         prompts = {id(request.prompt): request.prompt for request in self.requests}
         return sum(map(len, prompts.values()))
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompts whose keys and values were there before the request."""
+        cached: dict[int, int] = {}
+        for request, choice in zip(self.requests, self.choices, strict=True):
+            prompt = id(request.prompt)
+            # Later choices also reuse what the first one has read.
+            cached[prompt] = min(cached.get(prompt, len(request.prompt)), choice.ticket.cached_prompt_tokens)
+        return sum(cached.values())
 
     @property
     def new_tokens(self) -> int:
@@ -176,6 +184,5 @@ class Job:
         choice = self.choices[index]
         pieces = choice.text.end()  # may find a stop string in text that was held back
         choice.ended = True
-        self.cached_tokens += event.timings.cached_prompt_tokens
         reason: Literal["stop", "length"] = "stop" if choice.text.stopped else event.reason
         return Delta(index, pieces, None, reason, event.timings)

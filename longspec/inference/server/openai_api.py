@@ -1,36 +1,30 @@
 """The requests of OpenAI's API that the server answers, as pydantic models.
 
-A field that is not a field of these models is refused by name, unless it has the value with which it does nothing.
+`known_fields` lists the fields of other servers that are accepted or refused; all others are ignored and named.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Set
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from longspec.data.aligners import ROLES, Turn
 from longspec.inference.server.errors import encodable
+from longspec.inference.server.known_fields import (
+    MESSAGE_FIELDS,
+    MESSAGE_HINTS,
+    PART_HINTS,
+    REQUEST_FIELDS,
+    REQUEST_HINTS,
+    UNSET,
+    does_nothing,
+)
 
-IGNORED = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-"""Fields that never change an answer."""
-WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "store": (False,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-}
-"""Fields that are accepted with these values, in addition to null."""
+NAME_CHARACTERS = 64
+"""Longest part of a field's name that a response repeats."""
 
 
 def _one_or_more(value: Any) -> Any:
@@ -58,17 +52,33 @@ def _unicode(text: str) -> str:
     return text
 
 
+def _unless_fresh(value: Any) -> Any:
+    """None for -1, by which clients ask for a fresh seed."""
+    return None if value == -1 else value
+
+
+def _token_limit(value: int) -> int:
+    if value < 1 and value != -1:
+        raise ValueError("should be greater than or equal to 1, or -1 for all the room that is left")
+    return value
+
+
 Count = Annotated[int, Field(ge=1)]
+TokenLimit = Annotated[int, AfterValidator(_token_limit)]
 Text = Annotated[str, AfterValidator(_unicode)]
 Stops = Annotated[list[Text], BeforeValidator(_one_or_more)]
 Prompts = Annotated[list[Any], BeforeValidator(_prompts)]
 
 
 class _Strict(BaseModel):
-    """Values are not converted between types, and a field that is null is absent."""
+    """Values are not converted between types. A field that is null or empty is absent."""
 
-    # A misspelled or unsupported field must not be ignored: the client would take the answer for one that obeys it.
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+    hints: ClassVar[Set[str]] = frozenset()
+    """Further fields that never change an answer."""
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Further fields that would change the answer, and the values at which they do nothing."""
+    refuses_unknown: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -77,13 +87,35 @@ class _Strict(BaseModel):
             raise ValueError("must be a JSON object, sent as application/json")
         kept = {}
         for name, value in values.items():
-            if name in cls.model_fields:
-                if value is not None:  # OpenAI's clients send null for fields that are not set
-                    kept[name] = value
-            elif name not in IGNORED and value is not None and value not in WITHOUT_EFFECT.get(name, ()):
-                field = encodable(str(name)[:64])  # the name is the client's text and goes into the error
-                raise PydanticCustomError("unsupported", "not supported by this server", {"field": field})
+            name = encodable(str(name))  # pydantic takes no lone surrogates
+            own = cls.model_fields.get(name)
+            if own is not None and own.is_required():
+                kept[name] = value
+            elif value in UNSET:
+                continue
+            elif own is None and cls._is_refused(name, value):
+                # A client that takes the answer for one that obeys the field would be misled.
+                field = {"field": name[:NAME_CHARACTERS]}
+                raise PydanticCustomError("unsupported", "not supported by this server", field)
+            elif name not in cls.hints and name not in cls.neutral:
+                kept[name] = value
         return kept
+
+    @classmethod
+    def _is_refused(cls, name: str, value: Any) -> bool:
+        """Whether a field that is not implemented must not be ignored."""
+        if name not in cls.neutral:
+            return cls.refuses_unknown
+        return not does_nothing(value, cls.neutral[name])
+
+    def ignored(self) -> Iterator[str]:
+        """The names of the fields that have no effect here, with those of nested models."""
+        yield from self.model_extra or ()
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            for inner in value if isinstance(value, list) else [value]:
+                if isinstance(inner, _Strict):
+                    yield from (f"{name}.{field}" for field in inner.ignored())
 
 
 class StreamOptions(_Strict):
@@ -93,7 +125,9 @@ class StreamOptions(_Strict):
 
 
 class Extension(_Strict):
-    """LongSpec's own options, in the field `longspec`."""
+    """LongSpec's own options, in the field `longspec`. No other server has such a field, so others are misspelled."""
+
+    refuses_unknown: ClassVar = True
 
     tokens: bool = False
     """Add a field `longspec` to streamed chunks: tokens with their origins, and each round's tree."""
@@ -104,17 +138,23 @@ class Extension(_Strict):
 
 
 class _Generation(_Strict):
+    """Sampling fields that are None have the server's defaults."""
+
+    hints: ClassVar = REQUEST_HINTS
+
     model: Text | None = None
     n: Count = 1
-    temperature: float = Field(default=1.0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=-1, lt=2**31)
+    best_of: Count | None = None
+    """Accepted if it selects nothing: at 1 and at `n`."""
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     """0 and -1 keep all tokens."""
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    seed: Annotated[int | None, BeforeValidator(_unless_fresh)] = Field(default=None, ge=0, lt=2**63)
     """Choice i of a request is drawn with seed + i."""
     stop: Stops = []
     """Strings that end an answer; they are not part of it."""
-    max_tokens: Count | None = None
+    max_tokens: TokenLimit | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     longspec: Extension = Extension()
@@ -128,13 +168,17 @@ class _Generation(_Strict):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @model_validator(mode="after")
-    def _check_stream_options(self) -> _Generation:
+    def _check_combinations(self) -> _Generation:
+        if self.best_of not in (None, 1, self.n):
+            raise PydanticCustomError("unsupported", "not supported by this server", {"field": "best_of"})
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream")
         return self
 
 
 class TextPart(_Strict):
+    hints: ClassVar = PART_HINTS
+
     type: Literal["text"]
     text: Text
 
@@ -145,8 +189,19 @@ def _text_parts(value: Any) -> Any:
 
 
 class Message(_Strict):
+    hints: ClassVar = MESSAGE_HINTS
+    neutral: ClassVar = MESSAGE_FIELDS
+
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[list[TextPart], BeforeValidator(_text_parts)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _allow_an_empty_answer(cls, values: Any) -> Any:
+        """An assistant's turn may lack its content, as one that only called tools does."""
+        if isinstance(values, dict) and values.get("role") == "assistant" and values.get("content") is None:
+            return {**values, "content": []}
+        return values
 
     @property
     def turn(self) -> Turn:
@@ -156,8 +211,10 @@ class Message(_Strict):
 class ChatRequest(_Generation):
     """The body of /v1/chat/completions."""
 
+    neutral: ClassVar = {**REQUEST_FIELDS, "add_special_tokens": (False,)}
+
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: TokenLimit | None = None
     logprobs: bool = False
     """Return the log-probability of each token of the answer."""
 
@@ -173,9 +230,11 @@ class ChatRequest(_Generation):
 class CompletionRequest(_Generation):
     """The body of /v1/completions."""
 
+    neutral: ClassVar = {**REQUEST_FIELDS, "add_special_tokens": (True,)}
+
     prompt: Prompts
     """Each is a str or a list[int]."""
-    max_tokens: Count | None = 16  # OpenAI's default for this route
+    max_tokens: TokenLimit | None = 16  # OpenAI's default for this route
     logprobs: Literal[0] | None = None
     """0 returns the log-probability of each token of the answer."""
 

@@ -16,10 +16,14 @@ from longspec.inference.server.job import Delta, Job
 
 Body = dict[str, Any]
 DONE = "data: [DONE]\n\n"
+LINE_ENDS = {ord(mark): f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"}
+"""Characters at which some clients split lines, and that JSON does not escape, with their escapes."""
 
 
 def server_sent_event(body: Body) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    """The event, whose data is one line for every client."""
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text.translate(LINE_ENDS)}\n\n"
 
 
 class Replies:

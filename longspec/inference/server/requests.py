@@ -95,8 +95,6 @@ class Timings:
     """From the first token to the last."""
     rounds: int = 0
     """Verification passes of this request."""
-    cached_prompt_tokens: int = 0
-    """Prompt tokens whose keys and values were reused."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +120,8 @@ class Ticket:
     on_event: OnEvent
     submitted: float
     """time.perf_counter() at submission."""
+    cached_prompt_tokens: int = 0
+    """Prompt tokens whose keys and values are reused. Set when the request gets its row."""
     cancelled: bool = False
     """Set by `cancel`; the engine's thread acts on it before its next round."""
     failure: str = ""

@@ -12,6 +12,7 @@ from longspec.inference.server.errors import ApiError
 from longspec.inference.server.limits import Limits
 from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
 from longspec.inference.server.requests import Request, Sampling
+from longspec.inference.server.sampling_defaults import WITHOUT_CONFIG, SamplingDefaults
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,14 @@ class ServedModel:
     positions: int
     """Number of tokens that a prompt and its answer may have together."""
     vocab_size: int
+    defaults: SamplingDefaults = WITHOUT_CONFIG
+    """Settings of requests that name none."""
 
     def requests(self, body: ChatRequest | CompletionRequest, limits: Limits) -> list[Request]:
         """The scheduler's requests, `n` per prompt, prompt by prompt. Raises ApiError."""
         self._check(body, limits)
-        sampling = [
-            Sampling(body.temperature, body.top_p, max(0, body.top_k), None if body.seed is None else body.seed + index)
-            for index in range(body.n)
-        ]
+        seeds = [None if body.seed is None else body.seed + index for index in range(body.n)]
+        sampling = [self._sampling(body, seed) for seed in seeds]
         return [
             Request(
                 prompt,
@@ -48,6 +49,14 @@ class ServedModel:
             for prompt in self._prompts(body)
             for choice in sampling
         ]
+
+    def _sampling(self, body: ChatRequest | CompletionRequest, seed: int | None) -> Sampling:
+        return Sampling(
+            self.defaults.temperature if body.temperature is None else body.temperature,
+            self.defaults.top_p if body.top_p is None else body.top_p,
+            self.defaults.top_k if body.top_k is None else max(0, body.top_k),
+            seed,
+        )
 
     def _check(self, body: ChatRequest | CompletionRequest, limits: Limits) -> None:
         if body.model not in (None, self.name):
@@ -79,9 +88,11 @@ class ServedModel:
         return prompts
 
     def _new_tokens(self, prompt: list[int], body: ChatRequest | CompletionRequest, limits: Limits) -> int:
-        """The answer's token limit: that of the request, else the room that is left, up to `default_new_tokens`."""
+        """The answer's token limit: that of the request, else the room that is left, up to the server's default."""
         room = self.positions - len(prompt)
-        new_tokens = body.token_limit or min(limits.default_new_tokens, room)
+        new_tokens = body.token_limit or min(self.defaults.max_new_tokens or limits.default_new_tokens, room)
+        if new_tokens == -1:
+            new_tokens = room
         if new_tokens > room or room < 1:
             raise ApiError(
                 400,

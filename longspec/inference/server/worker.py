@@ -135,11 +135,12 @@ class Worker:
         # Every row has a seed, so that its random numbers do not depend on the other rows.
         seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
         batch.assign(row.number, request.sampling, seed, request.speculate)
-        row.job = Job(ticket, prompt, batch.upload(prompt), cached, time.perf_counter())
+        row.job = Job(ticket, prompt, batch.upload(prompt), time.perf_counter())
         if self.controller is not None and request.speculate:
             row.job.trace = self.controller.new_trace()
             row.job.trace.read(prompt[:cached])
         self._in_prefill = row
+        ticket.cached_prompt_tokens = cached
         self.counts.prompt_tokens += len(request.prompt)
         self.counts.cached_prompt_tokens += cached
         return row
