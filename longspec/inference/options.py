@@ -32,6 +32,7 @@ NEUTRAL: dict[str, Any] = {
     "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
     "guidance_scale": 1.0,
+    "typical_p": 1.0,
     "num_beams": 1,
     "num_beam_groups": 1,
 }
@@ -63,8 +64,7 @@ def is_neutral(name: str, value: Any) -> bool:
     """Whether an option has no effect at this value."""
     if value is None or (isinstance(value, Sized) and len(value) == 0):
         return True
-    neutral = WARPERS[name][1] if name in WARPERS else NEUTRAL.get(name, 0)
-    return bool(value == neutral)
+    return bool(value == NEUTRAL.get(name, 0))
 
 
 def refuse_options(arguments: Mapping[str, Any], config: GenerationConfig, names: Sequence[str] = REFUSED) -> None:
@@ -87,9 +87,9 @@ def build_warpers(arguments: Mapping[str, Any], config: GenerationConfig) -> lis
     arguments: override the model's generation config.
     """
     warpers = []
-    for name, (warper, _) in WARPERS.items():
+    for name, (warper, neutral) in WARPERS.items():
         value = arguments[name] if name in arguments else getattr(config, name, None)
-        if is_neutral(name, value):
+        if value is None or value == neutral:
             continue
         # typical_p and epsilon_cutoff exclude 1, at which no token would be left.
         if not isinstance(value, Real) or not 0 < float(value) <= 1 or (value == 1 and name != "min_p"):

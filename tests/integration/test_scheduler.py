@@ -43,6 +43,28 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Gli
 Models = Callable[..., GlideMixin]
 
 
+@pytest.mark.parametrize("method", ["tree", "auto", "vanilla"])
+def test_scores_are_those_of_the_target(models: Models, method: str) -> None:
+    """Of the tokens of an answer and of its prompt, which is read in chunks, next to a request without scores."""
+    model, prompt = models("llama"), [1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 1]
+    scored = Request(prompt, 12, Sampling(1.0, seed=5), alternatives=3, scores_prompt=True)
+    with serving(model, method=method, max_rows=2, prefill_chunk=4) as scheduler:
+        answer, plain, again = answers(scheduler, [scored, Request(prompt, 12), scored])
+    tokens = torch.tensor([prompt + answer.ids])
+    with torch.no_grad():
+        log_p = model(tokens).logits[0, :-1].log_softmax(-1)
+    own, best = log_p.gather(1, tokens[0, 1:, None])[:, 0], log_p.topk(3)
+    for found in (answer, again):
+        scores = [*found.prompt_scores, *found.events]
+        alternatives = [pairs for part in scores for pairs in part.alternatives or []]
+        assert [value for part in scores for value in part.logprobs or []] == pytest.approx(own.tolist(), abs=1e-4)
+        assert [[token for token, _ in pairs] for pairs in alternatives] == best.indices.tolist()
+        values = [value for pairs in alternatives for _, value in pairs]
+        assert values == pytest.approx(best.values.flatten().tolist(), abs=1e-4)
+    assert len(answer.prompt_scores) == 3 and not plain.prompt_scores
+    assert all(event.alternatives is None and event.logprobs is None for event in plain.events)
+
+
 @pytest.mark.parametrize(
     ("family", "options", "settings"),
     [

@@ -33,6 +33,7 @@ from longspec.inference.server.requests import (
     Event,
     Finished,
     OnEvent,
+    PromptScores,
     QueueFull,
     Request,
     RequestTooLarge,
@@ -165,7 +166,9 @@ def test_a_request_reaches_the_scheduler_with_all_its_settings(client: TestClien
         ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
-        ({"top_logprobs": 2, "logprobs": True}, "top_logprobs", "not supported"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "less than or equal to 20"),
+        ({"top_logprobs": 2}, "top_logprobs", "only with logprobs"),
+        ({"echo": True}, "echo", "not supported"),
         ({"min_p": 0.1}, "min_p", "not supported"),
         ({"repetition_penalty": 1.1}, "repetition_penalty", "not supported"),
         ({"ignore_eos": True}, "ignore_eos", "not supported"),
@@ -219,8 +222,9 @@ def test_what_cannot_be_done_is_refused_by_name(
         ({"prompt": [1, True]}, "none of them empty"),
         ({"prompt": [1, VOCAB_SIZE]}, "the vocabulary has"),
         ({"prompt": "\ud800"}, "surrogate"),
-        ({"prompt": "a", "echo": True}, "echo: not supported"),
-        ({"prompt": "a", "logprobs": 1}, "Input should be 0"),
+        ({"prompt": "a", "logprobs": 21}, "less than or equal to 20"),
+        ({"prompt": "a", "logprobs": True}, "logprobs: Input should be a valid integer"),
+        ({"prompt": "a", "max_tokens": 0}, "or 0 with echo"),
         ({"prompt": "a", "best_of": 2}, "best_of: not supported"),
         ({"prompt": "a", "suffix": "b"}, "suffix: not supported"),
         ({"prompt": "a" * POSITIONS}, "the body is larger"),
@@ -475,6 +479,52 @@ def test_logprobs_are_those_of_the_tokens_that_are_shown(client: TestClient, scr
         "text_offset": [0, 1, 2, 3],
     }
     assert chat(client, **HELLO)["choices"][0]["logprobs"] is None
+
+
+def test_alternatives_are_told_by_text(client: TestClient, script: Script) -> None:
+    a, _, part = ids("ab\xe9")[:3]  # the last one is half of a character
+    script.events = [said("b", logprobs=[-2.0], alternatives=[[(a, -0.5), (part, -1.0), (part + 1, -1.5)]])]
+    script.events += [Finished("length")]
+    (entry,) = chat(client, **HELLO, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
+    assert [(best["token"], best["logprob"], best["bytes"]) for best in entry["top_logprobs"]] == [
+        ("a", -0.5, [97]),
+        ("\ufffd", -1.0, None),
+        ("\ufffd", -1.5, None),
+    ]
+    fields = chat(client, path="completions", prompt="x", logprobs=3)["choices"][0]["logprobs"]
+    assert fields["top_logprobs"] == [{"a": -0.5, "\ufffd": -1.0, "b": -2.0}]
+    assert [(request.logprobs, request.alternatives) for request in script.submitted] == [(True, 2), (True, 3)]
+
+
+def test_an_echoed_prompt_begins_the_answer(client: TestClient, script: Script) -> None:
+    """Also in a stream, for every choice, and alone."""
+    script.events = [said("cd"), Finished("stop")]
+    body: dict[str, Any] = {"prompt": ["ab", "<s>\xe9"], "echo": True, "n": 2}
+    both = chat(client, path="completions", **body)
+    assert [choice["text"] for choice in both["choices"]] == ["abcd", "abcd", "<s>\xe9cd", "<s>\xe9cd"]
+    chunks = [chunk["choices"][0] for chunk in events(client, "completions", **body)]
+    assert "".join(chunk["text"] for chunk in chunks if chunk["index"] == 3) == "<s>\xe9cd"
+    alone = chat(client, path="completions", prompt=ids("ab"), echo=True, max_tokens=0)
+    assert alone["choices"][0]["text"] == "ab" and alone["choices"][0]["finish_reason"] == "length"
+    assert alone["usage"]["completion_tokens"] == 0 and not any(request.scores_prompt for request in script.submitted)
+
+
+def test_the_tokens_of_an_echoed_prompt_have_logprobs(client: TestClient, script: Script) -> None:
+    x, y = ids("xy")
+    script.events = [
+        PromptScores([-1.0], [[(x, -0.5)]]),
+        PromptScores([-2.0], [[(y, -2.0)]]),
+        said("d", logprobs=[-3.0], alternatives=[[(x, -0.1)]]),
+        Finished("stop"),
+    ]
+    fields = chat(client, path="completions", prompt="abc", echo=True, logprobs=1)["choices"][0]["logprobs"]
+    assert fields == {
+        "tokens": list("abcd"),
+        "token_logprobs": [None, -1, -2, -3],
+        "top_logprobs": [None, {"x": -0.5, "b": -1}, {"y": -2, "c": -2}, {"x": -0.1, "d": -3}],
+        "text_offset": [0, 1, 2, 3],
+    }
+    assert script.submitted[0].scores_prompt and script.submitted[0].alternatives == 1
 
 
 def test_a_failed_request_is_an_error_in_each_form(client: TestClient, script: Script) -> None:

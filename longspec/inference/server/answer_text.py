@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 from longspec.inference.detokenizer import Detokenizer
 from longspec.inference.origins import Origin
+from longspec.inference.server.requests import Alternatives, PromptScores, Tokens
 
 
 @dataclass
@@ -18,8 +19,9 @@ class Piece:
     id: int | None
     """None for text that is left over after the last token."""
     text: str
-    origin: Origin
+    origin: Origin | Literal["prompt"]
     logprob: float | None = None
+    alternatives: Alternatives | None = None
     special: str = ""
     """The content of a special token, which is not part of the text, but which a stop string can match."""
 
@@ -40,13 +42,14 @@ class AnswerText:
             self._specials = {token: entry.content for token, entry in added if entry.special}
         self._held: list[Piece] = []
 
-    def add(self, ids: Sequence[int], origins: Sequence[Origin], logprobs: Sequence[float] | None) -> list[Piece]:
+    def add(self, event: Tokens) -> list[Piece]:
         """The pieces that can be released once these tokens are known."""
-        known: Sequence[float | None] = [None] * len(ids) if logprobs is None else logprobs
-        for token, origin, logprob in zip(ids, origins, known, strict=True):
+        unknown = [None] * len(event.ids)
+        known = (event.origins, event.logprobs or unknown, event.alternatives or unknown)
+        for token, origin, logprob, alternatives in zip(event.ids, *known, strict=True):
             self.tokens += 1
             text = self._detokenizer.add(token)
-            self._held.append(Piece(token, text, origin, logprob, self._specials.get(token, "")))
+            self._held.append(Piece(token, text, origin, logprob, alternatives, self._specials.get(token, "")))
             if self.stops and self._cut():
                 break  # the round's further tokens are not part of the answer
         return self._release(at_end=False)
@@ -106,6 +109,26 @@ class AnswerText:
             count = min(count, sum(length <= free for length in lengths))
         released, self._held = self._held[:count], self._held[count:]
         return released
+
+
+def prompt_pieces(tokenizer: Any, ids: Sequence[int], text: str | None, scores: Sequence[PromptScores]) -> list[Piece]:
+    """The tokens of a prompt as the beginning of its answer.
+
+    text: the prompt's own, None if the client sent token ids. scores: those of the tokens from the second one on; none
+    if they are unknown.
+    """
+    detokenizer = Detokenizer(tokenizer)
+    texts = [detokenizer.add(token) for token in ids]
+    texts[-1] += detokenizer.end()
+    if text not in (None, "".join(texts)):  # the tokenizer changes it, or the text names special tokens
+        texts = [text, *[""] * (len(ids) - 1)]
+    pieces = [Piece(token, part, "prompt") for token, part in zip(ids, texts, strict=True)]
+    following = iter(pieces[1:])
+    for part in scores:
+        # The pieces come last, because zip takes one from each before it finds that another has ended.
+        for logprob, alternatives, piece in zip(part.logprobs, part.alternatives, following, strict=False):
+            piece.logprob, piece.alternatives = logprob, alternatives
+    return pieces
 
 
 def _split(texts: Sequence[str], length: int) -> tuple[int, int]:

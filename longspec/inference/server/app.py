@@ -64,10 +64,11 @@ class Service:
         requests = await loop.run_in_executor(self.encoder, self.model.requests, body, self.limits)
         tokenizer = self.model.tokenizer
         stops = [stop for stop in body.stop if stop]
-        job = Job(self.scheduler, requests, tokenizer, stops, deadline, self.metrics.latencies)
+        latencies = self.metrics.latencies
+        job = Job(self.scheduler, requests, tokenizer, stops, deadline, latencies, body.echoed, body.drops_answer)
         make = ChatReplies if isinstance(body, ChatRequest) else Replies
         replies = make(
-            self.model.name, tokenizer, body.wants_logprobs, body.longspec.tokens and body.stream, body.includes_usage
+            self.model.name, tokenizer, body.alternatives, body.longspec.tokens and body.stream, body.includes_usage
         )
         # A request that is refused must get its status, so all choices are queued before a stream begins.
         job.submit()

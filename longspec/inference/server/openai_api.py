@@ -22,6 +22,7 @@ from longspec.inference.server.known_fields import (
     UNSET,
     does_nothing,
 )
+from longspec.inference.server.requests import MOST_ALTERNATIVES
 
 NAME_CHARACTERS = 64
 """Longest part of a field's name that a response repeats."""
@@ -55,6 +56,10 @@ def _unicode(text: str) -> str:
 def _unless_fresh(value: Any) -> Any:
     """None for -1, by which clients ask for a fresh seed."""
     return None if value == -1 else value
+
+
+def _unless_false(value: Any) -> Any:
+    return None if value is False else value
 
 
 def _token_limit(value: int) -> int:
@@ -97,7 +102,7 @@ class _Strict(BaseModel):
                 # A client that takes the answer for one that obeys the field would be misled.
                 field = {"field": name[:NAME_CHARACTERS]}
                 raise PydanticCustomError("unsupported", "not supported by this server", field)
-            elif name not in cls.hints and name not in cls.neutral:
+            elif own is not None or not (name in cls.hints or name in cls.neutral):
                 kept[name] = value
         return kept
 
@@ -164,6 +169,16 @@ class _Generation(_Strict):
         return self.max_tokens
 
     @property
+    def echoed(self) -> list[str | None] | None:
+        """The prompt of each choice that begins with it: its text, or None for the text of its token ids."""
+        return None
+
+    @property
+    def drops_answer(self) -> bool:
+        """Whether only the prompt is wanted."""
+        return False
+
+    @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -217,14 +232,22 @@ class ChatRequest(_Generation):
     max_completion_tokens: TokenLimit | None = None
     logprobs: bool = False
     """Return the log-probability of each token of the answer."""
+    top_logprobs: int = Field(default=0, ge=0, le=MOST_ALTERNATIVES)
+    """Most probable tokens to return with each token."""
 
     @property
     def token_limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs
+    def alternatives(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError("unsupported", "only with logprobs", {"field": "top_logprobs"})
+        return self
 
 
 class CompletionRequest(_Generation):
@@ -234,10 +257,29 @@ class CompletionRequest(_Generation):
 
     prompt: Prompts
     """Each is a str or a list[int]."""
-    max_tokens: TokenLimit | None = 16  # OpenAI's default for this route
-    logprobs: Literal[0] | None = None
-    """0 returns the log-probability of each token of the answer."""
+    max_tokens: Annotated[int, Field(ge=-1)] | None = 16  # OpenAI's default for this route
+    """As `TokenLimit`, or 0 with `echo`."""
+    echo: bool = False
+    """Begin the answer with the prompt."""
+    logprobs: Annotated[int | None, BeforeValidator(_unless_false)] = Field(default=None, ge=0, le=MOST_ALTERNATIVES)
+    """Return the log-probability of each token and of this number of most probable tokens at its place."""
 
     @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs is not None
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoed(self) -> list[str | None] | None:
+        texts = [prompt if isinstance(prompt, str) else None for prompt in self.prompt for _ in range(self.n)]
+        return texts if self.echo else None
+
+    @property
+    def drops_answer(self) -> bool:
+        return self.max_tokens == 0
+
+    @model_validator(mode="after")
+    def _check_limit(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            message = "should be greater than or equal to 1, or 0 with echo"
+            raise PydanticCustomError("unsupported", message, {"field": "max_tokens"})
+        return self

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from longspec.errors import UserError
 from longspec.inference.arguments import check_sampling
-from longspec.inference.options import REFUSED, WARPERS, is_neutral
+from longspec.inference.options import REFUSED, is_neutral
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ WITHOUT_CONFIG = SamplingDefaults()
 
 def note_options_without_effect(config: GenerationConfig) -> None:
     """Say on stderr which options of a generation config change answers elsewhere and are not applied here."""
-    values = {name: getattr(config, name, None) for name in (*WARPERS, *REFUSED)}
+    values = {name: getattr(config, name, None) for name in ("min_p", "typical_p", "epsilon_cutoff", *REFUSED)}
     named = [f"{name} {value!r}" for name, value in values.items() if not is_neutral(name, value)]
     if named:
         print(f"generation_config: the server does not apply {', '.join(named)}", file=sys.stderr)

@@ -43,7 +43,9 @@ class ServedModel:
                 choice,
                 frozenset() if body.longspec.ignore_eos else self.stop_ids,
                 speculate=body.longspec.speculate,
-                logprobs=body.wants_logprobs,
+                logprobs=body.alternatives is not None,
+                alternatives=body.alternatives or 0,
+                scores_prompt=body.alternatives is not None and body.echoed is not None,
                 trace=body.longspec.tokens,
             )
             for prompt in self._prompts(body)
@@ -90,7 +92,11 @@ class ServedModel:
     def _new_tokens(self, prompt: list[int], body: ChatRequest | CompletionRequest, limits: Limits) -> int:
         """The answer's token limit: that of the request, else the room that is left, up to the server's default."""
         room = self.positions - len(prompt)
-        new_tokens = body.token_limit or min(self.defaults.max_new_tokens or limits.default_new_tokens, room)
+        new_tokens = (
+            1
+            if body.drops_answer
+            else body.token_limit or min(self.defaults.max_new_tokens or limits.default_new_tokens, room)
+        )
         if new_tokens == -1:
             new_tokens = room
         if new_tokens > room or room < 1:
