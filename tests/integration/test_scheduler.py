@@ -110,9 +110,10 @@ def test_every_request_is_answered_as_alone(
                 assert answer.ids == answers(scheduler, [request])[0].ids
 
 
-def test_events_of_an_answer(models: Models) -> None:
+@pytest.mark.parametrize("speculate", [True, False])
+def test_events_of_an_answer(models: Models, speculate: bool) -> None:
     model = models("llama")
-    request = Request([3, 1, 4, 1, 5], 12, logprobs=True, trace=True)
+    request = Request([3, 1, 4, 1, 5], 12, logprobs=True, trace=True, speculate=speculate)
     with serving(model, max_rows=2) as scheduler:
         answer = answers(scheduler, [request])[0]
     ids = answer.ids
