@@ -19,6 +19,8 @@ from longspec.cli.options import (
 )
 
 NETWORK, LIMITS = "Network", "Limits"
+ROWS, ROWS_ON_CPU = 16, 4
+"""Default number of rows. Each reserves memory for the whole context, and a CPU gains little from more."""
 
 
 def serve(
@@ -60,8 +62,15 @@ def serve(
         ),
     ] = "auto",
     max_rows: Annotated[
-        int, typer.Option("--max_rows", min=1, help="Requests that are decoded together.", rich_help_panel=LIMITS)
-    ] = 16,
+        int | None,
+        typer.Option(
+            "--max_rows",
+            min=1,
+            help="Requests that are decoded together.",
+            show_default=f"{ROWS}; {ROWS_ON_CPU} on a CPU",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None,
     max_queue: Annotated[
         int, typer.Option("--max_queue", min=1, help="Waiting requests; further ones get 429.", rich_help_panel=LIMITS)
     ] = 256,
@@ -100,7 +109,8 @@ def serve(
         if generation_config == "auto":
             defaults = SamplingDefaults.read(loaded.model.generation_config)
             note_options_without_effect(loaded.model.generation_config)
-        scheduler = Scheduler(loaded.model, method=loaded.method, max_rows=max_rows, max_queue=max_queue)
+        rows = max_rows or (ROWS_ON_CPU if loaded.model.device.type == "cpu" else ROWS)
+        scheduler = Scheduler(loaded.model, method=loaded.method, max_rows=rows, max_queue=max_queue)
         served = ServedModel(
             served_name or loaded.name,
             loaded.method,
@@ -111,6 +121,9 @@ def serve(
             loaded.model.config.vocab_size,
             defaults,
         )
+        weights = sum(parameter.nbytes for parameter in loaded.model.parameters())
+        reserved = f"{scheduler.cache_bytes / 2**30:.1f} GiB for {rows} rows of up to {scheduler.longest} tokens"
+        print(f"memory: {weights / 2**30:.1f} GiB of weights, {reserved} (--max_rows)", file=sys.stderr)
         try:
             scheduler.start()
             # The choices of a request are queued together, so they must fit into an empty queue.

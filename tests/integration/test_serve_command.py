@@ -1,5 +1,6 @@
 """`longspec serve` as a process: what it refuses, where it listens, and how it ends."""
 
+import asyncio
 import os
 import re
 import signal
@@ -85,8 +86,11 @@ def test_an_answer_without_a_limit_fits_into_a_row(tmp_path: Path, monkeypatch: 
     result = CliRunner().invoke(app, command)
     ((positions, answer),) = seen
     assert result.exit_code == 0 and positions < model.config.max_position_embeddings
-    without = [*command, "--generation_config", "none"]
+    assert f"for 2 rows of up to {positions} tokens" in result.stderr
+    monkeypatch.setattr(admission, "free_bytes", lambda device: 12 * 2**20)
+    without = ["serve", str(tmp_path), "--port", "0", "--generation_config", "none"]
     assert "temperature 1, top_p 1, top_k 0" in (plain := CliRunner().invoke(app, without).stderr)
+    assert "GiB for 4 rows" in plain  # the default on a CPU
     assert "repetition" not in plain
     assert refused[:1] == ["n: 4 is above this server's limit of 3"]
     assert "temperature 0.5, top_p 1, top_k 9" in result.stderr
@@ -111,6 +115,21 @@ def test_other_addresses_than_loopback_need_a_key(monkeypatch: pytest.MonkeyPatc
     assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.8.8.8", "::1")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "localhost.example", "")))
     assert allowed_hosts("0.0.0.0", "key") == ["*"] and "*" not in allowed_hosts("127.0.0.1", None)
+
+
+def test_small_writes_are_sent_at_once() -> None:
+    """With Nagle's algorithm, an answer's body waits for the acknowledgment of its headers, 40 ms later."""
+
+    async def accepted(bound: socket.socket) -> int:
+        seen: asyncio.Future[socket.socket] = asyncio.get_running_loop().create_future()
+        async with await asyncio.start_server(lambda _, w: seen.set_result(w.get_extra_info("socket")), sock=bound):
+            _, writer = await asyncio.open_connection(*bound.getsockname())
+            option = (await seen).getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            writer.close()
+        return option
+
+    with listen("127.0.0.1", 0, None) as bound:
+        assert asyncio.run(accepted(bound))
 
 
 def test_what_cannot_be_listened_on_is_refused_before_the_weights_are_loaded() -> None:

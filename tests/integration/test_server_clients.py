@@ -183,17 +183,20 @@ def evaluate(server: Running, folder: Path, tmp_path: Path, monkeypatch: pytest.
     pytest.importorskip("lm_eval", reason="lm_eval is not installed")
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # runs pip, and takes seconds
     tasks = importlib.import_module("lm_eval.tasks").TaskManager(include_defaults=False)
+    make_table = importlib.import_module("lm_eval.utils").make_table
     simple_evaluate = importlib.import_module("lm_eval").simple_evaluate
 
     def run(records: list[Any], model: str = "local-completions", **task: Any) -> Any:
         (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
         files = {"data_files": {"test": str(tmp_path / "data.jsonl")}}
         task = {"task": "tiny", "dataset_path": "json", "dataset_kwargs": files, "test_split": "test", **task}
-        arguments = f"model={NAME},base_url={server.url}/v1/completions,tokenizer_backend=huggingface"
-        arguments += f",tokenizer={folder},num_concurrent=3,max_length=4096"
+        # As in docs/serve.md: the tokenizer is the server's.
+        arguments = f"model={NAME},base_url={server.url}/v1/completions,num_concurrent=3,max_length=4096"
         if model == "hf":
             arguments = f"pretrained={folder},dtype=float32,max_length=4096,device=cpu"
-        return simple_evaluate(model, arguments, tasks=[task], task_manager=tasks, bootstrap_iters=0)
+        result = simple_evaluate(model, arguments, tasks=[task], task_manager=tasks, bootstrap_iters=0)
+        assert "tiny" in make_table(result)  # what the command prints last
+        return result
 
     return run
 

@@ -660,6 +660,17 @@ def test_only_its_own_names_reach_a_server_without_a_key(script: Script) -> None
             assert error["type"] == "invalid_request_error" and "localhost" in error["message"]
 
 
+def test_the_tokenizer_is_served_as_vllm_does(client: TestClient) -> None:
+    found = client.post("/tokenize", json={"prompt": "h\xe9", "add_special_tokens": False}).json()
+    assert found == {"tokens": ids("h\xe9"), "count": 3, "max_model_len": POSITIONS}
+    assert client.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "h\xe9"}
+    info = client.get("/tokenizer_info").json()
+    assert info["eos_token"] == "</s>" and info["chat_template"] == TOKENIZER.chat_template
+    for tokens in ([-1], [VOCAB_SIZE], [2**40]):
+        error = client.post("/detokenize", json={"tokens": tokens}).json()["error"]
+        assert error["param"] == "tokens" and "the vocabulary has" in error["message"]
+
+
 def test_metrics_tell_what_the_scheduler_and_the_requests_did(client: TestClient, script: Script) -> None:
     script.events = [said("a"), said("bcd"), Finished("length")]
     chat(client, **HELLO)

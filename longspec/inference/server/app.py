@@ -27,6 +27,7 @@ from longspec.inference.server.page import load_page
 from longspec.inference.server.replies import DONE, ChatReplies, Replies, server_sent_event
 from longspec.inference.server.requests import Snapshot
 from longspec.inference.server.served_model import ServedModel
+from longspec.inference.server.tokenizer_api import add_tokenizer_routes
 
 ROUTES = "use POST /v1/chat/completions or /v1/completions, or GET /v1/models"
 """Advice for every other path, those of OpenAI's other APIs among them."""
@@ -210,6 +211,7 @@ def build_app(
     app.add_middleware(CountedResponses, metrics=service.metrics)
     _handle_errors(app)
     _add_routes(app, service)
+    add_tokenizer_routes(app, model, service.encoder)
     page, headers = load_page()
 
     @app.api_route("/", methods=READS)

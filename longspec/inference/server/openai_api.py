@@ -75,7 +75,7 @@ Stops = Annotated[list[Text], BeforeValidator(_one_or_more)]
 Prompts = Annotated[list[Any], BeforeValidator(_prompts)]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     """Values are not converted between types. A field that is null or empty is absent."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
@@ -119,17 +119,17 @@ class _Strict(BaseModel):
         for name in type(self).model_fields:
             value = getattr(self, name)
             for inner in value if isinstance(value, list) else [value]:
-                if isinstance(inner, _Strict):
+                if isinstance(inner, Strict):
                     yield from (f"{name}.{field}" for field in inner.ignored())
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False
     """Accepted for OpenAI's clients; nothing is obfuscated."""
 
 
-class Extension(_Strict):
+class Extension(Strict):
     """LongSpec's own options, in the field `longspec`. No other server has such a field, so others are misspelled."""
 
     refuses_unknown: ClassVar = True
@@ -142,7 +142,7 @@ class Extension(_Strict):
     """Answers have `max_tokens` tokens; for measurements."""
 
 
-class _Generation(_Strict):
+class _Generation(Strict):
     """Sampling fields that are None have the server's defaults."""
 
     hints: ClassVar = REQUEST_HINTS
@@ -191,7 +191,7 @@ class _Generation(_Strict):
         return self
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     hints: ClassVar = PART_HINTS
 
     type: Literal["text"]
@@ -203,7 +203,7 @@ def _text_parts(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-class Message(_Strict):
+class Message(Strict):
     hints: ClassVar = MESSAGE_HINTS
     neutral: ClassVar = MESSAGE_FIELDS
 

@@ -85,9 +85,14 @@ class ServedModel:
         for prompt in prompts:
             if not prompt:
                 raise ApiError(400, "prompt: the tokenizer makes no token of this text", "prompt")
-            if max(prompt) >= self.vocab_size:
-                raise ApiError(400, f"prompt: token {max(prompt)}; the vocabulary has {self.vocab_size}", "prompt")
+            self.check_ids(prompt, "prompt")
         return prompts
+
+    def check_ids(self, tokens: list[int], field: str) -> None:
+        """Raise ApiError for a token id outside of the vocabulary. field: where the client put it."""
+        for token in (min(tokens, default=0), max(tokens, default=0)):
+            if not 0 <= token < self.vocab_size:
+                raise ApiError(400, f"{field}: token {token}; the vocabulary has {self.vocab_size}", field)
 
     def _new_tokens(self, prompt: list[int], body: ChatRequest | CompletionRequest, limits: Limits) -> int:
         """The answer's token limit: that of the request, else the room that is left, up to the server's default."""
