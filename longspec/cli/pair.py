@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from longspec.inference.methods import GLIDE_METHODS
 from longspec.models.glide import GlideMixin
 from longspec.models.packaged_targets import SMOLLM2
 from longspec.models.parallel import model_parallel_rank_and_size
-from longspec.models.target_files import position_limit
+from longspec.models.target_files import position_limit, set_template_arguments
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,12 @@ class LoadedPair:
 
     def _conversation(self, turns: list[Turn]) -> str:
         return conversation_text(turns, self.model.config.model_type, self.tokenizer, self.chat_format)
+
+    def with_template_variables(self, variables: Mapping[str, Any]) -> LoadedPair:
+        """The pair with other values of its chat template's variables. Raises UserError."""
+        tokenizer = copy(self.tokenizer)
+        set_template_arguments(tokenizer, variables)
+        return replace(self, tokenizer=tokenizer)
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, **options: Any) -> GenerationOutput:
         """Call `longspec.generate` on token ids. options: its other arguments."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from typing import Annotated, Literal
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,6 +19,10 @@ from longspec.cli.options import (
     ModelOption,
     TemplateOption,
 )
+
+if TYPE_CHECKING:
+    from longspec.cli.pair import LoadedPair
+    from longspec.data.aligners import Turn
 
 NETWORK, LIMITS = "Network", "Limits"
 ROWS, ROWS_ON_CPU = 16, 4
@@ -115,15 +121,15 @@ def serve(
             served_name or loaded.name,
             loaded.method,
             loaded.tokenizer,
-            loaded.encode,
+            _encoder(loaded, chat_template_kwargs),
             frozenset(loaded.stop_ids),
             scheduler.longest,
             loaded.model.config.vocab_size,
             defaults,
         )
         weights = sum(parameter.nbytes for parameter in loaded.model.parameters())
-        reserved = f"{scheduler.cache_bytes / 2**30:.1f} GiB for {rows} rows of up to {scheduler.longest} tokens"
-        print(f"memory: {weights / 2**30:.1f} GiB of weights, {reserved} (--max_rows)", file=sys.stderr)
+        reserved = f"{_gib(scheduler.cache_bytes)} for {rows} rows of up to {scheduler.longest} tokens"
+        print(f"memory: {_gib(weights)} of weights, {reserved} (--max_rows)", file=sys.stderr)
         try:
             scheduler.start()
             # The choices of a request are queued together, so they must fit into an empty queue.
@@ -135,3 +141,22 @@ def serve(
             raise UserError(f"{loaded.name}: {error}") from error
         finally:
             scheduler.close()
+
+
+def _encoder(loaded: LoadedPair, chat_template_kwargs: str | None) -> Callable[..., list[list[int]]]:
+    """`ServedModel.encode` of a pair. chat_template_kwargs: those of the command, as JSON."""
+    from longspec.errors import UserError
+
+    fixed = set(json.loads(chat_template_kwargs or "{}"))
+
+    def encode(prompts: list[str | list[Turn]], variables: Mapping[str, Any] | None = None) -> list[list[int]]:
+        # The command's values come after those of a request in the template, and replace them.
+        for name in fixed.intersection(variables or ()):
+            raise UserError(f"chat_template_kwargs: {name} is fixed by the server's --chat_template_kwargs")
+        return (loaded.with_template_variables(variables) if variables else loaded).encode(prompts)
+
+    return encode
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

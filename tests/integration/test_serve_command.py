@@ -1,6 +1,7 @@
 """`longspec serve` as a process: what it refuses, where it listens, and how it ends."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ import openai
 import psutil
 import pytest
 from fastapi import FastAPI
-from http_server import printable_pair
+from http_server import TEMPLATE, chat_tokenizer, printable_pair
 from starlette.testclient import TestClient
 from transformers import GenerationConfig
 from typer.testing import CliRunner
@@ -96,6 +97,47 @@ def test_an_answer_without_a_limit_fits_into_a_row(tmp_path: Path, monkeypatch: 
     assert "temperature 0.5, top_p 1, top_k 9" in result.stderr
     assert "does not apply repetition_penalty 1.25" in result.stderr
     assert answer["usage"]["total_tokens"] <= positions and answer["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+def test_a_request_sets_variables_of_the_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the template does not have change nothing and are named; those of the command stay."""
+    printable_pair(tmp_path)
+    template = "{% if shout is defined %}<{{ shout }}>{% endif %}{{ depth }}" + TEMPLATE
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    replies = []
+
+    class Probe:
+        def __init__(self, app: FastAPI, drain_seconds: int) -> None:
+            self.app = app
+
+        def run(self, sockets: list[socket.socket]) -> None:
+            with TestClient(self.app, base_url="http://127.0.0.1") as client:
+                for variables in (
+                    {},
+                    {"shout": "hey", "loud": 1, "x": None},
+                    {"depth": 2},
+                    {"shout": [1]},
+                    {"shout": "\ud800"},
+                ):
+                    body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": variables}
+                    content = json.dumps({**body, "max_tokens": 1})
+                    headers = {"content-type": "application/json"}
+                    replies.append(client.post("/v1/chat/completions", content=content, headers=headers))
+
+    monkeypatch.setattr(serving, "http_server", Probe)
+    monkeypatch.delenv("LONGSPEC_API_KEY", raising=False)
+    command = ["serve", str(tmp_path), "--port", "0", "--chat_template_kwargs", '{"depth": 1}']
+    assert CliRunner().invoke(app, command).exit_code == 0
+    plain, set_, *refused = replies
+    lengths = [reply.json()["usage"]["prompt_tokens"] for reply in (plain, set_)]
+    assert lengths[1] - lengths[0] == len("<hey>")
+    assert set_.headers["warning"].endswith('"ignored fields: chat_template_kwargs.loud"')
+    assert [reply.status_code for reply in refused] == [400] * 3
+    assert "fixed by the server" in refused[0].json()["error"]["message"]
+    params = [reply.json()["error"]["param"] for reply in refused]
+    assert params == ["chat_template_kwargs", "chat_template_kwargs.shout", "chat_template_kwargs.shout"]
 
 
 @pytest.mark.parametrize("command", ["serve", "bench", "chat", "generate"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -74,8 +74,8 @@ class Service:
         # A request that is refused must get its status, so all choices are queued before a stream begins.
         job.submit()
         response = EventStream(job, replies) if body.stream else await _whole(http, job, replies)
-        if ignored := ignored_fields(body):
-            response.headers["Warning"] = f'299 longspec "ignored fields: {ignored}"'
+        if names := header_text(self.model.ignored(body)):
+            response.headers["Warning"] = f'299 longspec "ignored fields: {names}"'
         return response
 
     def describe(self) -> dict[str, Any]:
@@ -84,10 +84,10 @@ class Service:
         return {"id": self.model.name, "object": "model", "created": 0, "owned_by": "longspec", "longspec": own}
 
 
-def ignored_fields(body: ChatRequest | CompletionRequest) -> str:
-    """The fields of a request that this server does not know, each once, as text for a header."""
-    # The names are the client's text: in a header they must be short, printable and without quotes.
-    names = dict.fromkeys(re.sub(r"[^\w.-]", "?", name[:NAME_CHARACTERS], flags=re.ASCII) for name in body.ignored())
+def header_text(fields: Iterable[str]) -> str:
+    """Names of fields, each once, as text for a header."""
+    # They are the client's text: in a header they must be short, printable and without quotes.
+    names = dict.fromkeys(re.sub(r"[^\w.-]", "?", name[:NAME_CHARACTERS], flags=re.ASCII) for name in fields)
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(list(names)[:MOST_NAMES]) + more
 

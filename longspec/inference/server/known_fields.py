@@ -67,7 +67,7 @@ REQUEST_FIELDS: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (False,),
     **dict.fromkeys(("n_probs", "top_n_tokens"), (0,)),
     # The prompt.
-    **dict.fromkeys(("chat_template", "chat_template_kwargs", "documents"), ()),
+    **dict.fromkeys(("chat_template", "documents"), ()),
     **dict.fromkeys(("negative_prompt", "memory", "context", "template", "system"), ()),
     **dict.fromkeys(("images", "image_data", "mm_processor_kwargs", "multi_modal_data", "prompt_embeds"), ()),
     **dict.fromkeys(("add_generation_prompt", "add_bos_token"), (True,)),

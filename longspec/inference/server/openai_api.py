@@ -62,6 +62,14 @@ def _unless_false(value: Any) -> Any:
     return None if value is False else value
 
 
+def _template_value(value: Any) -> Any:
+    if isinstance(value, str):
+        return _unicode(value)
+    if not isinstance(value, bool | int | float | None):
+        raise ValueError("must be true, false, a number or text")
+    return value
+
+
 def _token_limit(value: int) -> int:
     if value < 1 and value != -1:
         raise ValueError("should be greater than or equal to 1, or -1 for all the room that is left")
@@ -72,6 +80,7 @@ Count = Annotated[int, Field(ge=1)]
 TokenLimit = Annotated[int, AfterValidator(_token_limit)]
 Text = Annotated[str, AfterValidator(_unicode)]
 Stops = Annotated[list[Text], BeforeValidator(_one_or_more)]
+TemplateValue = Annotated[Any, AfterValidator(_template_value)]
 Prompts = Annotated[list[Any], BeforeValidator(_prompts)]
 
 
@@ -232,6 +241,8 @@ class ChatRequest(_Generation):
     max_completion_tokens: TokenLimit | None = None
     logprobs: bool = False
     """Return the log-probability of each token of the answer."""
+    chat_template_kwargs: dict[str, TemplateValue] = {}
+    """Variables of the chat template, such as `enable_thinking`; None leaves one as it is."""
     top_logprobs: int = Field(default=0, ge=0, le=MOST_ALTERNATIVES)
     """Most probable tokens to return with each token."""
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from longspec.data.aligners import Turn
 from longspec.errors import UserError
-from longspec.inference.server.errors import ApiError
+from longspec.inference.server.errors import ApiError, encodable
 from longspec.inference.server.limits import Limits
 from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
 from longspec.inference.server.requests import Request, Sampling
@@ -22,8 +22,9 @@ class ServedModel:
     method: str
     """How tokens are proposed."""
     tokenizer: Any
-    encode: Callable[[list[str | list[Turn]]], list[list[int]]]
-    """Token ids of texts, which are encoded as they are, and of conversations in the chat format."""
+    encode: Callable[..., list[list[int]]]
+    """Token ids of a list[str | list[Turn]]: texts are encoded as they are, conversations in the chat format. A second
+    argument sets variables of the chat template. Raises UserError."""
     stop_ids: frozenset[int]
     positions: int
     """Number of tokens that a prompt and its answer may have together."""
@@ -52,6 +53,20 @@ class ServedModel:
             for choice in sampling
         ]
 
+    def ignored(self, body: ChatRequest | CompletionRequest) -> Iterator[str]:
+        """The names of the fields that have no effect."""
+        yield from body.ignored()
+        if isinstance(body, ChatRequest):
+            given = {name for name, value in body.chat_template_kwargs.items() if value is not None}
+            unused = given - self._template_variables(body).keys()
+            yield from (f"chat_template_kwargs.{encodable(name)}" for name in sorted(unused))
+
+    def _template_variables(self, body: ChatRequest) -> dict[str, Any]:
+        """The variables of a request that the chat template has."""
+        words = set(re.findall(r"\w+", str(self.tokenizer.chat_template)))
+        given = body.chat_template_kwargs.items()
+        return {name: value for name, value in given if value is not None and name in words and name.isidentifier()}
+
     def _sampling(self, body: ChatRequest | CompletionRequest, seed: int | None) -> Sampling:
         return Sampling(
             self.defaults.temperature if body.temperature is None else body.temperature,
@@ -77,9 +92,12 @@ class ServedModel:
     def _prompts(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
         if isinstance(body, ChatRequest):
             try:
-                return self.encode([[message.turn for message in body.messages]])
-            except UserError as error:  # the chat template refuses the roles
-                raise ApiError(400, f"messages: {error}", "messages") from error
+                turns = [message.turn for message in body.messages]
+                variables = self._template_variables(body)
+                return self.encode([turns], variables) if variables else self.encode([turns])
+            except UserError as error:  # the chat template refuses the roles, or a variable has no such value
+                field = "chat_template_kwargs" if str(error).startswith("chat_template_kwargs") else "messages"
+                raise ApiError(400, str(error) if field in str(error) else f"{field}: {error}", field) from error
         prompts = [prompt if isinstance(prompt, list) else self.encode([prompt])[0] for prompt in body.prompt]
         # Token ids come from the client; one outside of the vocabulary would read foreign memory on a GPU.
         for prompt in prompts:
