@@ -45,7 +45,7 @@ def add_tokenizer_routes(app: FastAPI, model: ServedModel, encoder: Executor) ->
         model.check_ids(body.tokens, "tokens")
         return {"prompt": await asyncio.get_running_loop().run_in_executor(encoder, tokenizer.decode, body.tokens)}
 
-    @app.get("/tokenizer_info")
+    @app.api_route("/tokenizer_info", methods=["GET", "HEAD"])
     async def tokenizer_info() -> dict[str, Any]:
         names = ("bos_token", "eos_token", "pad_token", "chat_template")
         return {"tokenizer_class": type(tokenizer).__name__, **{name: getattr(tokenizer, name) for name in names}}
