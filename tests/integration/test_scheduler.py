@@ -43,6 +43,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Gli
 Models = Callable[..., GlideMixin]
 
 
+def check_scores(model: GlideMixin, request: Request, answer: Answer) -> None:
+    """Of all tokens but the prompt's first, against one pass of the target."""
+    tokens = torch.tensor([request.prompt + answer.ids], device=model.device)
+    with torch.no_grad():
+        log_p = model(tokens).logits[0, :-1].log_softmax(-1)
+    own, best = log_p.gather(1, tokens[0, 1:, None])[:, 0], log_p.topk(request.alternatives)
+    scores = [*answer.prompt_scores, *answer.events]
+    alternatives = [pairs for part in scores for pairs in part.alternatives or []]
+    assert [value for part in scores for value in part.logprobs or []] == pytest.approx(own.tolist(), abs=1e-4)
+    assert [[token for token, _ in pairs] for pairs in alternatives] == best.indices.tolist()
+    values = [value for pairs in alternatives for _, value in pairs]
+    assert values == pytest.approx(best.values.flatten().tolist(), abs=1e-4)
+
+
 @pytest.mark.parametrize("method", ["tree", "auto", "vanilla"])
 def test_scores_are_those_of_the_target(models: Models, method: str) -> None:
     """Of the tokens of an answer and of its prompt, which is read in chunks, next to a request without scores."""
@@ -50,17 +64,8 @@ def test_scores_are_those_of_the_target(models: Models, method: str) -> None:
     scored = Request(prompt, 12, Sampling(1.0, seed=5), alternatives=3, scores_prompt=True)
     with serving(model, method=method, max_rows=2, prefill_chunk=4) as scheduler:
         answer, plain, again = answers(scheduler, [scored, Request(prompt, 12), scored])
-    tokens = torch.tensor([prompt + answer.ids])
-    with torch.no_grad():
-        log_p = model(tokens).logits[0, :-1].log_softmax(-1)
-    own, best = log_p.gather(1, tokens[0, 1:, None])[:, 0], log_p.topk(3)
     for found in (answer, again):
-        scores = [*found.prompt_scores, *found.events]
-        alternatives = [pairs for part in scores for pairs in part.alternatives or []]
-        assert [value for part in scores for value in part.logprobs or []] == pytest.approx(own.tolist(), abs=1e-4)
-        assert [[token for token, _ in pairs] for pairs in alternatives] == best.indices.tolist()
-        values = [value for pairs in alternatives for _, value in pairs]
-        assert values == pytest.approx(best.values.flatten().tolist(), abs=1e-4)
+        check_scores(model, scored, found)
     assert len(answer.prompt_scores) == 3 and not plain.prompt_scores
     assert all(event.alternatives is None and event.logprobs is None for event in plain.events)
 
@@ -242,6 +247,20 @@ def test_rounds_are_as_small_as_the_running_rows_allow(
         fresh = answers(scheduler, requests[2:])[0]
     assert moved[2].ids == fresh.ids
     assert [event.tree for event in moved[2].events] == [event.tree for event in fresh.events]
+
+
+@pytest.mark.gpu
+def test_scores_next_to_captured_rounds(tmp_path: Path) -> None:
+    """Rounds with scores are not captured. They work on the same rows as the captured ones before and after them."""
+    model: GlideMixin = make_pair(tmp_path, vocab_size=VOCAB).to("cuda")  # type: ignore[assignment]
+    scored = Request([1, 2, 3] * 9, 12, alternatives=3, scores_prompt=True)
+    plain = Request([4, 5] * 8, 60)
+    with serving(model, max_rows=2, prefill_chunk=8) as scheduler:
+        long, first, second = answers(scheduler, [plain, scored, scored])
+    for found in (first, second):
+        check_scores(model, scored, found)
+        assert found.ids == alone(model, scored)
+    assert long.ids == alone(model, plain)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -24,6 +24,7 @@ from longspec.inference.server.known_fields import (
 )
 from longspec.inference.server.requests import MOST_ALTERNATIVES
 
+NOT_SUPPORTED = "not supported by this server; leave it out"
 NAME_CHARACTERS = 64
 """Longest part of a field's name that a response repeats."""
 
@@ -110,7 +111,7 @@ class Strict(BaseModel):
             elif own is None and cls._is_refused(name, value):
                 # A client that takes the answer for one that obeys the field would be misled.
                 field = {"field": name[:NAME_CHARACTERS]}
-                raise PydanticCustomError("unsupported", "not supported by this server", field)
+                raise PydanticCustomError("unsupported", NOT_SUPPORTED, field)
             elif own is not None or not (name in cls.hints or name in cls.neutral):
                 kept[name] = value
         return kept
@@ -194,7 +195,7 @@ class _Generation(Strict):
     @model_validator(mode="after")
     def _check_combinations(self) -> _Generation:
         if self.best_of not in (None, 1, self.n):
-            raise PydanticCustomError("unsupported", "not supported by this server", {"field": "best_of"})
+            raise PydanticCustomError("unsupported", NOT_SUPPORTED, {"field": "best_of"})
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream")
         return self

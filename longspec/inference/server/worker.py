@@ -56,7 +56,7 @@ class Flight:
     """For method "auto"."""
 
 
-class Played(NamedTuple):
+class Emitted(NamedTuple):
     """The result of a round, or of prefill, for one request."""
 
     ids: list[int]
@@ -200,7 +200,7 @@ class Worker:
                 self._stop_faulty(row, fault)
             else:
                 lines = None if kept is None else self.batch.score(kept, job.uploaded.new_tensor([[job.root]]))
-                self._emit(row, Played([job.root], [logprob], round_origins([]), None, lines))
+                self._emit(row, Emitted([job.root], [logprob], round_origins([]), None, lines))
         return end - start
 
     def _score_chunk(self, row: Row, start: int, end: int) -> Tensor:
@@ -290,7 +290,7 @@ class Worker:
             origins = round_origins(played.from_lookup)
             tree = read_tree(traces[number], width, origins[:-1]) if traces and request.trace else None
             scored = scores[number] if scores and request.alternatives else None
-            taken = self._emit(row, Played(new_tokens, played.logprobs, origins, tree, scored))
+            taken = self._emit(row, Emitted(new_tokens, played.logprobs, origins, tree, scored))
             if job.trace is not None:
                 parts[job.ticket] = RowRound(new_tokens[:taken], played.ranks, played.levels)
             if request.speculate:
@@ -300,11 +300,11 @@ class Worker:
         if self.controller is not None and flight.plan is not None:
             self.controller.observe(parts)
 
-    def _emit(self, row: Row, played: Played) -> int:
+    def _emit(self, row: Row, emitted: Emitted) -> int:
         """Send tokens up to the end of the answer; the number of them."""
         job = row.job
         assert job is not None
-        request, ids = job.ticket.request, played.ids
+        request, ids = job.ticket.request, emitted.ids
         # A round can go past a stop token and past the limit; the tokens after them are dropped.
         room = request.max_new_tokens - job.new_tokens
         taken = next((number for number, token in enumerate(ids, 1) if token in request.stop_ids), len(ids))
@@ -313,11 +313,11 @@ class Worker:
             taken, reason = room, "length"
         job.new_tokens += taken
         self.counts.new_tokens += taken
-        logprobs, alternatives = played.logprobs[:taken] if request.logprobs else None, None
-        if played.scores is not None:
-            found = [TokenScore.read(line, request.alternatives) for line in played.scores[:taken]]
+        logprobs, alternatives = emitted.logprobs[:taken] if request.logprobs else None, None
+        if emitted.scores is not None:
+            found = [TokenScore.read(line, request.alternatives) for line in emitted.scores[:taken]]
             logprobs, alternatives = [score.logprob for score in found], [score.alternatives for score in found]
-        event = Tokens(ids[:taken], played.origins[:taken], logprobs, played.tree, alternatives)
+        event = Tokens(ids[:taken], emitted.origins[:taken], logprobs, emitted.tree, alternatives)
         self.outbox.append((job.ticket, event))
         if reason is not None:
             self._stop(row, reason)
