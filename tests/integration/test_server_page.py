@@ -228,6 +228,11 @@ def test_a_reload_keeps_the_conversation(page: Page, browser: webdriver.Chrome) 
     page.one("#reset").click()
     browser.refresh()
     assert not page.all(".turn")
+    strange = "removeEventListener('pagehide', store); sessionStorage.longspec = '{\"said\": [{}]}'"
+    browser.execute_script(strange)
+    browser.refresh()
+    assert page.one(".welcome").is_displayed()
+    page.until(lambda: "valid API key" in page.text("#alert"))  # the script went on
 
 
 MARKDOWN = """Some **bold**, *soft*, `a_b * c`, [a link](https://example.org/), [none](javascript:alert(1)).

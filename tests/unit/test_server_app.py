@@ -653,7 +653,7 @@ def chat_status(client: TestClient, **fields: Any) -> int:
 def test_only_its_own_names_reach_a_server_without_a_key(script: Script) -> None:
     with TestClient(application(script, hosts=["localhost", "[::1]"]), base_url="http://localhost:8000") as client:
         assert client.get("/health").status_code == 200
-        for host in ("[::1]:8000", "[::1]", "LocalHost", "localhost:"):
+        for host in ("[::1]:8000", "[::1]", "LocalHost", "localhost:", "localhost.:8000"):
             assert client.get("/health", headers={"host": host}).status_code == 200
         for host in ("page.example:8000", "localhost.example", "[::1].example", "", "localhost:8000:9", "x:localhost"):
             error = client.get("/health", headers={"host": host}).json()["error"]

@@ -47,8 +47,8 @@ class HostCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = "" if scope["type"] != "http" else Headers(scope=scope).get("host", "")
-        # A port follows the name, whose own colons, those of an IPv6 address, are in brackets. Names have no case.
-        if scope["type"] != "http" or "*" in self.hosts or re.sub(r":\d*$", "", name).lower() in self.hosts:
+        # A dot that ends a name and a port may follow. Colons of an IPv6 address are in brackets. Names have no case.
+        if scope["type"] != "http" or "*" in self.hosts or re.sub(r"\.?(:\d*)?$", "", name).lower() in self.hosts:
             await self.app(scope, receive, send)
             return
         message = (

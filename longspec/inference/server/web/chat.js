@@ -176,6 +176,12 @@ function restore() {
   takeBackUnanswered();
 }
 
+function forget() {
+  turns = [];
+  $("log").querySelector("ol").replaceChildren();
+  $("log").classList.remove("talking");
+}
+
 document.querySelector("form").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = $("message").value.trim();
@@ -199,9 +205,7 @@ $("key").addEventListener("change", () => {
   connect().then(() => { $("alert").textContent = ""; }, (error) => { $("alert").textContent = error.message; });
 });
 $("reset").addEventListener("click", () => {
-  turns = [];
-  $("log").querySelector("ol").replaceChildren();
-  $("log").classList.remove("talking");
+  forget();
   $("status").textContent = "New conversation";
   $("message").focus();
   store();
@@ -213,7 +217,11 @@ for (const text of EXAMPLES) {
   $("examples").appendChild(element("li")).append(button);
 }
 window.addEventListener("pagehide", store);
-restore();
+try {
+  restore();
+} catch {
+  forget(); // another version of the page stored it
+}
 connect().catch((error) => {
   $("model").textContent = "not connected";
   $("alert").textContent = error.message;
