@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from longspec.inference.options import WARPERS, ignored_options, report_ignored
 from longspec.models.glide import GlideMixin
 from longspec.models.packaged_targets import SMOLLM2
 from longspec.models.parallel import model_parallel_rank_and_size
-from longspec.models.target_files import position_limit
+from longspec.models.target_files import position_limit, set_template_arguments
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,12 @@ class LoadedPair:
         if isinstance(prompt, str):
             return prompt
         return conversation_text(prompt, self.model.config.model_type, self.tokenizer, self.chat_format)
+
+    def with_template_variables(self, variables: Mapping[str, Any]) -> LoadedPair:
+        """The pair with other values of its chat template's variables. Raises UserError."""
+        tokenizer = copy(self.tokenizer)
+        set_template_arguments(tokenizer, variables)
+        return replace(self, tokenizer=tokenizer)
 
     def generate(self, prompts: list[list[int]], sampling: SamplingOptions, **options: Any) -> GenerationOutput:
         """Call `longspec.generate` on token ids. options: its other arguments."""

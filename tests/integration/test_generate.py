@@ -340,7 +340,7 @@ def test_same_seed_same_samples(tmp_path: Path, settings: dict) -> None:
         ({"temperature": "hot"}, "temperature: 'hot'"),
         ({"temperature": math.inf}, "temperature: inf"),
         ({"temperature": math.nan}, "temperature: nan"),
-        ({"temperature": 1e-40}, "temperature: 1e-40"),
+        ({"temperature": 1e-37}, "temperature: 1e-37"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": None}, "top_p: None"),
         ({"top_k": -1}, "top_k"),

@@ -88,7 +88,7 @@ class NoDraft:
         return []
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
-        return chain(root[:, None])
+        return chain(root[:, None].clone())  # the round changes the root in place
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
         pass

@@ -22,6 +22,7 @@ from longspec.inference.methods import AUTO, make_drafter
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
 from longspec.inference.server.draft_starter import DraftStarter
+from longspec.inference.server.logprobs import scores
 from longspec.inference.server.prompt_reader import PromptReader
 from longspec.inference.server.requests import Sampling
 from longspec.inference.server.row_rounds import RowRounds
@@ -33,6 +34,8 @@ PREFILL_CHUNK = 1024
 """Most prompt tokens that are read between two rounds, by default."""
 EXCHANGED_BYTES = 2**26
 """Most bytes that an exchange of two rows copies at a time, unless a single layer has more."""
+SCORED_BYTES = 2**26
+"""Most bytes of log-probabilities that `score` computes at a time, unless a single token has more."""
 MOST_MEASURED_ON_CPU = 4
 """Largest batch whose rounds are measured on a CPU, where a round takes long."""
 Sampled = Literal["greedy", "sampled", "truncated"]
@@ -47,6 +50,8 @@ class Mode(NamedTuple):
     sampled: Sampled
     plan: Plan | None = None
     """The plan of method "auto", if any row speculates."""
+    scores: bool = False
+    """Whether rounds report `logprobs.scores`. They are not captured, because few requests ask for it."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +167,7 @@ class Batch:
         key = (mode, rows)
         if key not in self._rounds:
             rounds = self._new_rounds(mode, slice(0, rows))
-            if self.runner.capturable:
+            if self.runner.capturable and not mode.scores:
                 warm_up(rounds)
                 self._rounds[key] = CapturedRound(rounds)
             else:
@@ -181,6 +186,7 @@ class Batch:
         selective = SelectiveDrafter(drafter, self.speculates[rows])
         rounds = RowRounds(self.runner, selective, verifying, self.cache.narrow(rows), self.root[rows])
         rounds.samplers = (drafting, verifying)
+        rounds.reports_scores = mode.scores
         rounds.reports_ranks = mode.plan is not None and mode.plan.kind == "tree"
         return rounds
 
@@ -195,6 +201,20 @@ class Batch:
         The cache must hold the positions before `start`.
         """
         return self.reader.read(row, tokens, start)
+
+    def score(self, hidden: Tensor, tokens: Tensor) -> list[list[float]]:
+        """`logprobs.scores` of tokens [1, n] that follow hidden states [1, n, hidden], per token. Waits for the device.
+
+        Raises ValueError for logits that are NaN.
+        """
+        lines: list[list[float]] = []
+        step = max(1, SCORED_BYTES // (self.vocab * torch.float32.itemsize))
+        for part, targets in zip(hidden.split(step, 1), tokens.split(step, 1), strict=True):
+            found = scores(self.runner.logits(part), targets)[0].cpu()
+            if found.isnan().any():
+                raise ValueError("the target's logits are NaN or infinite")
+            lines += found.tolist()
+        return lines
 
     def first_token(self, row: int, prompt: Tensor, last_hidden: Tensor, sampled: Sampled) -> tuple[int, float, int]:
         """Choose the first token of an answer, which becomes the root; prompt: [1, P], its length that of the row.

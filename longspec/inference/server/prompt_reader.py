@@ -54,12 +54,18 @@ class PromptReader:
         room = self.cache.keys.shape[3] - start
         size = min((size for size in self._passes if count <= size <= room), default=None)
         if size is None:
-            hidden = self._read_eagerly(row, tokens, start)
+            hidden = self._read_eagerly(row, tokens, start)[:, -1:]
         else:
             self.tokens[:, :count] = tokens
             self.span.copy_(upload(torch.tensor([[row], [start], [count]], dtype=torch.int32), self.span.device))
             hidden = self._passes[size]()
         self.cache.lengths[row] = start + count
+        return hidden
+
+    def read_all(self, row: int, tokens: Tensor, start: int) -> Tensor:
+        """As `read`, with the hidden states [1, n, hidden] at all tokens."""
+        hidden = self._read_eagerly(row, tokens, start)
+        self.cache.lengths[row] = start + tokens.shape[1]
         return hidden
 
     def _chunk(self, size: int) -> Tensor:
@@ -84,4 +90,4 @@ class PromptReader:
             return self.runner.attention.prefill(q, k[:, :, :end], v[:, :, :end], scale)
 
         cache = self.cache.narrow(slice(row, row + 1))
-        return self.runner.target(tokens, positions, cache, positions, attend)[:, -1:]
+        return self.runner.target(tokens, positions, cache, positions, attend)

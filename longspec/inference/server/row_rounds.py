@@ -12,6 +12,7 @@ from torch import Tensor
 from longspec.inference.engine import Played, Rounds
 from longspec.inference.origins import Origin
 from longspec.inference.sampling import Sampler
+from longspec.inference.server.logprobs import scores
 from longspec.inference.server.requests import Tree
 from longspec.inference.server.row_sampling import RowSampler
 from longspec.kernels.decoding.vocabulary import log_sum_exp
@@ -27,6 +28,8 @@ class RowResult(NamedTuple):
     """LongTensor [B, 2 * N + depth + 1]: the nodes' tokens and parents, the accepted path."""
     width: int
     """depth + 1."""
+    scores: Tensor | None
+    """[B, depth + 1, ...]: `logprobs.scores` of the tokens, if `RowRounds.reports_scores`."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class RowRounds(Rounds):
     """Samplers of draft and target."""
     reports_ranks = False
     """Whether the report holds the ranks of the accepted nodes."""
+    reports_scores = False
 
     @property
     def kind(self) -> Hashable:
@@ -85,11 +89,17 @@ class RowRounds(Rounds):
         report = torch.cat([column.double() for column in columns], 1)
         proposal = played.proposal
         trace = torch.cat([proposal.tokens, proposal.parents, played.accepted.path], 1)
-        return RowResult(report, trace, proposal.depth + 1)
+        return RowResult(report, trace, proposal.depth + 1, _scores(played) if self.reports_scores else None)
 
 
 def _whole(values: Sequence[float]) -> list[int]:
     return [int(value) for value in values]
+
+
+def _scores(played: Played) -> Tensor:
+    """`logprobs.scores` of each emitted token: [B, depth + 1, ...]."""
+    logits, path = played.logits, played.accepted.path
+    return scores(logits.gather(1, path[..., None].expand(-1, -1, logits.shape[2])), played.tokens)
 
 
 def _log_probabilities(played: Played) -> Tensor:

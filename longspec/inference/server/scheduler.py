@@ -92,6 +92,7 @@ class Scheduler:
             self.batch = Batch(runner, drafting, max_rows, capacity, prefill_chunk)
         self.longest = longest_request(model.config, capacity, self.batch.depth, self.batch.nodes)
         """Most tokens of a prompt and its answer together."""
+        self.cache_bytes = self.batch.cache.keys.nbytes + self.batch.cache.values.nbytes
         self.max_queue = max_queue
         self._worker = Worker(self.batch, max_rows, prefill_chunk)
         self._changed = Condition()

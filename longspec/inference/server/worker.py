@@ -9,8 +9,10 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from longspec.errors import first_line
 from longspec.inference.adaptive.controller import Controller, RowRound
@@ -18,7 +20,17 @@ from longspec.inference.adaptive.plans import Plan
 from longspec.inference.cache import Fault
 from longspec.inference.origins import Origin, round_origins
 from longspec.inference.server.batch import Batch, Mode, Sampled
-from longspec.inference.server.requests import Event, Finished, FinishReason, Ticket, Timings, Tokens, Tree
+from longspec.inference.server.logprobs import TokenScore
+from longspec.inference.server.requests import (
+    Event,
+    Finished,
+    FinishReason,
+    PromptScores,
+    Ticket,
+    Timings,
+    Tokens,
+    Tree,
+)
 from longspec.inference.server.row_rounds import RowReport, RowResult, read_tree
 from longspec.inference.server.rows import Counts, Job, Row, Rows, sampling_kind
 from longspec.kernels.shared.device import Download
@@ -37,10 +49,22 @@ class Flight:
     """The rows that it advances: `number` and `last_used` at the launch. The latter changes when the request ends."""
     report: Download
     trace: Download | None
+    scores: Download | None
     """As in `RowResult`; None if no request asked for it."""
     width: int
     plan: Plan | None
     """For method "auto"."""
+
+
+class Emitted(NamedTuple):
+    """The result of a round, or of prefill, for one request."""
+
+    ids: list[int]
+    logprobs: list[float]
+    origins: list[Origin]
+    tree: Tree | None
+    scores: list[list[float]] | None
+    """`logprobs.scores` of each token; None unless requested."""
 
 
 class Worker:
@@ -127,6 +151,8 @@ class Worker:
         choice = self.rows.choose(prompt)
         assert choice is not None
         row, source, cached = choice
+        if request.scores_prompt:  # each of its tokens has to be read
+            source, cached = row, 0
         # The longest common prefix may be in a row that is busy, so it is copied.
         if row is not source:
             batch.copy_prefix(source.number, row.number, cached)
@@ -135,11 +161,12 @@ class Worker:
         # Every row has a seed, so that its random numbers do not depend on the other rows.
         seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
         batch.assign(row.number, request.sampling, seed, request.speculate)
-        row.job = Job(ticket, prompt, batch.upload(prompt), cached, time.perf_counter())
+        row.job = Job(ticket, prompt, batch.upload(prompt), time.perf_counter())
         if self.controller is not None and request.speculate:
             row.job.trace = self.controller.new_trace()
             row.job.trace.read(prompt[:cached])
         self._in_prefill = row
+        ticket.cached_prompt_tokens = cached
         self.counts.prompt_tokens += len(request.prompt)
         self.counts.cached_prompt_tokens += cached
         return row
@@ -150,13 +177,19 @@ class Worker:
         assert job is not None
         prompt, start = job.prompt, len(row.tokens)
         end = min(start + budget, len(prompt))
-        hidden = self.batch.read_prompt(row.number, job.uploaded[:, start:end], start)
+        request = job.ticket.request
+        if request.scores_prompt:
+            hidden = self._score_chunk(row, start, end)
+        else:
+            hidden = self.batch.read_prompt(row.number, job.uploaded[:, start:end], start)
         row.tokens.frombytes(prompt[start:end].tobytes())
         if job.trace is not None:
             job.trace.read(prompt[start:end])
         if end == len(prompt):
             self._in_prefill = None
-            kind = sampling_kind(job.ticket.request.sampling)
+            kind = sampling_kind(request.sampling)
+            # The start of the draft may overwrite it.
+            kept = hidden.clone() if request.alternatives else None
             job.root, logprob, fault = self.batch.first_token(row.number, job.uploaded, hidden, kind)
             job.first_token = job.last_token = time.perf_counter()
             self.batch.active[row.number] = True
@@ -166,8 +199,21 @@ class Worker:
             if fault:
                 self._stop_faulty(row, fault)
             else:
-                self._emit(row, [job.root], [logprob], round_origins([]), tree=None)
+                lines = None if kept is None else self.batch.score(kept, job.uploaded.new_tensor([[job.root]]))
+                self._emit(row, Emitted([job.root], [logprob], round_origins([]), None, lines))
         return end - start
+
+    def _score_chunk(self, row: Row, start: int, end: int) -> Tensor:
+        """Read a chunk of a prompt and send the scores of the tokens after its own; the last hidden state [1, 1, H]."""
+        job = row.job
+        assert job is not None
+        hidden = self.batch.reader.read_all(row.number, job.uploaded[:, start:end], start)
+        following = job.uploaded[:, start + 1 : end + 1]  # one less at the end of the prompt
+        lines = self.batch.score(hidden[:, : following.shape[1]], following) if following.numel() else []
+        found = [TokenScore.read(line, job.ticket.request.alternatives) for line in lines]
+        event = PromptScores([score.logprob for score in found], [score.alternatives for score in found])
+        self.outbox.append((job.ticket, event))
+        return hidden[:, -1:]
 
     def _launch(self, running: list[Row]) -> Flight:
         """Launch a round of the running rows, after moving them together if that makes it smaller."""
@@ -183,10 +229,12 @@ class Worker:
         self.counts.rounds += 1
         self._size = size = batch.size_for(max(row.number for row in running) + 1)
         plan = self._choose_plan(running) if speculates else None
-        result: RowResult = batch.rounds(Mode(speculates, sampled, plan), size)(batch.active[:size])
-        traced = any(request.trace for request in requests)
+        scored = any(request.alternatives for request in requests)
+        result: RowResult = batch.rounds(Mode(speculates, sampled, plan, scored), size)(batch.active[:size])
+        trace = Download(result.trace) if any(request.trace for request in requests) else None
+        lines = None if result.scores is None else Download(result.scores)
         rows = [(row.number, row, row.last_used) for row in running]
-        return Flight(rows, Download(result.report), Download(result.trace) if traced else None, result.width, plan)
+        return Flight(rows, Download(result.report), trace, lines, result.width, plan)
 
     def _choose_plan(self, running: list[Row]) -> Plan | None:
         """The plan of a round of method "auto"; None for other methods.
@@ -220,6 +268,7 @@ class Worker:
         """Process a round's result. Reading it waits for the round."""
         lines, width = flight.report.tolist(), flight.width
         traces = None if flight.trace is None else flight.trace.tolist()
+        scores = None if flight.scores is None else flight.scores.tolist()
         parts: dict[Hashable, RowRound] = {}
         for number, row, last_used in flight.rows:
             if row.last_used != last_used:
@@ -240,7 +289,8 @@ class Worker:
             request = job.ticket.request
             origins = round_origins(played.from_lookup)
             tree = read_tree(traces[number], width, origins[:-1]) if traces and request.trace else None
-            taken = self._emit(row, new_tokens, played.logprobs, origins, tree)
+            scored = scores[number] if scores and request.alternatives else None
+            taken = self._emit(row, Emitted(new_tokens, played.logprobs, origins, tree, scored))
             if job.trace is not None:
                 parts[job.ticket] = RowRound(new_tokens[:taken], played.ranks, played.levels)
             if request.speculate:
@@ -250,11 +300,11 @@ class Worker:
         if self.controller is not None and flight.plan is not None:
             self.controller.observe(parts)
 
-    def _emit(self, row: Row, ids: list[int], logprobs: list[float], origins: list[Origin], tree: Tree | None) -> int:
+    def _emit(self, row: Row, emitted: Emitted) -> int:
         """Send tokens up to the end of the answer; the number of them."""
         job = row.job
         assert job is not None
-        request = job.ticket.request
+        request, ids = job.ticket.request, emitted.ids
         # A round can go past a stop token and past the limit; the tokens after them are dropped.
         room = request.max_new_tokens - job.new_tokens
         taken = next((number for number, token in enumerate(ids, 1) if token in request.stop_ids), len(ids))
@@ -263,9 +313,12 @@ class Worker:
             taken, reason = room, "length"
         job.new_tokens += taken
         self.counts.new_tokens += taken
-        self.outbox.append(
-            (job.ticket, Tokens(ids[:taken], origins[:taken], logprobs[:taken] if request.logprobs else None, tree))
-        )
+        logprobs, alternatives = emitted.logprobs[:taken] if request.logprobs else None, None
+        if emitted.scores is not None:
+            found = [TokenScore.read(line, request.alternatives) for line in emitted.scores[:taken]]
+            logprobs, alternatives = [score.logprob for score in found], [score.alternatives for score in found]
+        event = Tokens(ids[:taken], emitted.origins[:taken], logprobs, emitted.tree, alternatives)
+        self.outbox.append((job.ticket, event))
         if reason is not None:
             self._stop(row, reason)
         return taken
