@@ -97,14 +97,15 @@ def open_pair(
     device: str | None = None,
     chat_template_kwargs: str | None = None,
     repeats: bool = False,
-    applied: Collection[str] = WARPERS,
+    applied: Collection[str] | None = WARPERS,
 ) -> LoadedPair:
     """Load a pair by name, hub id, folder or GGUF file; None is the embedded pair.
 
     method: None is auto, or tree if `repeats` is set or several ranks share the target. A pair without a trained draft
     goes without trees, and a note on stderr says so. chat_template_kwargs: a JSON object. repeats: whether sampled
     answers must not depend on measured times, as auto's do. applied: the options of the target's generation config that
-    the command applies; a note names the others that would change answers. Raises UserError.
+    the command applies; a note names the others that would change answers. None if it ignores the config on request.
+    Raises UserError.
     """
     name = name or SMOLLM2
     transformers.utils.logging.disable_progress_bar()
@@ -118,7 +119,8 @@ def open_pair(
             method = "tree" if model.draft_is_trained else "lookup"
         if not model.draft_is_trained:
             _note(f"{name}: no trained draft, so tokens are proposed by prompt lookup (--method {method})")
-    report_ignored(model.generation_config, name, applied, _note)
+    if applied is not None:
+        report_ignored(model.generation_config, name, applied, _note)
     target = str(model.config.name_or_path)
     chat_format = resolve_chat_format(AUTO, target, model.config.model_type, tokenizer)
     stop_ids = stop_tokens(tokenizer, sorted(end_tokens(model.generation_config.eos_token_id)))

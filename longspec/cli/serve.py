@@ -105,7 +105,8 @@ def serve(
     name = choose_model(pair, model)
     # A port in use is reported before the weights load, and clients that connect meanwhile wait.
     with listen(host, port, api_key) as listening:
-        loaded = open_pair(name, draft, method, dtype, device, chat_template_kwargs, applied=())
+        applied = () if generation_config == "auto" else None
+        loaded = open_pair(name, draft, method, dtype, device, chat_template_kwargs, applied=applied)
         note_plain_format(loaded)
         defaults = WITHOUT_CONFIG
         if generation_config == "auto":
