@@ -23,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--config", default="experiments/smollm2.yaml", help="YAML file with the settings")
     parser.add_argument("--text", help="folder with gsm8k, qmsum and aime24; without it, these tasks are skipped")
     parser.add_argument("--root", help="folder for all output except the report")
-    parser.add_argument("--part", help=argparse.SUPPRESS)  # NUMBER/COUNT: one device's part of the evaluation
+    # One process's part: NUMBER/COUNT of the evaluation, or the names of the runs whose text it helps to write.
+    parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
     arguments = parser.parse_intermixed_args(argv)
 
@@ -47,17 +48,22 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run_step(step: str, settings: Settings, options: Sequence[str], part: str | None) -> None:
     """Run one step and import only what it needs.
 
-    options: the command's options, for processes that the step starts. part: see `evaluation.evaluate`.
+    options: the command's options, for processes that the step starts. part: see `evaluation.evaluate` and
+    `answers.write_answers`.
     """
     root = Path(settings.root)
     if step == "prompts":
+        from experiments.answers import write_chat
         from experiments.prompts import write_prompts
 
-        write_prompts(settings, root)
+        if part is None:
+            write_prompts(settings, root, options)
+        else:
+            write_chat(settings, root, options, part)
     elif step == "regenerate":
         from experiments.answers import write_answers
 
-        write_answers(settings, root)
+        write_answers(settings, root, options, part)
     elif step == "probe":
         from experiments.probes import write_probes
 

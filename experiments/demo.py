@@ -86,7 +86,7 @@ def compared(pair: LoadedPair, prompts: Sequence[str], new_tokens: int) -> dict[
 def train(settings: Settings, folder: Path) -> dict[str, Any]:
     """Train a fresh draft in three short stages. Returns held-out losses by stage, and a comparison with this draft."""
     shutil.rmtree(folder, ignore_errors=True)
-    write_chat(settings, folder)
+    write_chat(settings, folder, [])
     target = TargetText.load(settings.target).path
     draft, losses = None, {}
     for (name, stage), rate in zip(settings.training.stages.items(), LEARNING_RATES, strict=True):
