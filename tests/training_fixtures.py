@@ -26,7 +26,7 @@ from torch import Tensor
 from experiments.processes import free_port
 from longspec.ranks import agreement
 from longspec.train.config import load_config
-from longspec.train.config_checks import MUON_FROM
+from longspec.train.recipe import MUON_FROM
 from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import start_ranks
 from longspec.train.engine import build_pair, cosine_with_warmup

@@ -7,16 +7,18 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import typer
+from pairs import save_target
 
 from longspec.cli.app import app
 from longspec.longbench.command import parse_options
 from longspec.regenerate import command as regenerate_command
 from longspec.train.config import compose_config, typed
+from longspec.train.recipe import auto_keys, with_auto_values
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
@@ -59,23 +61,34 @@ def test_regeneration_commands_parse() -> None:
         regenerate_command._parser("regenerate").parse_args(call)
 
 
-def test_training_commands_compose(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def composes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, str, list[str]], None]:
+    """Composes the configuration of a training command, with a tiny target."""
     monkeypatch.chdir(ROOT)
+    target = f"model_name_or_path={save_target(tmp_path / 'target', 'llama')}"
+
+    def compose(folder: str, name: str, overrides: list[str]) -> None:
+        composed = compose_config(folder, name, [*overrides, target])
+        typed(with_auto_values(composed, auto_keys(composed)))
+
+    return compose
+
+
+def test_training_commands_compose(composes: Callable[[str, str, list[str]], None]) -> None:
     for call in arguments("./trainer_base_ds_mul_fs_tp.py"):
         folder, name = call[call.index("-cp") + 1], call[call.index("-cn") + 1]
-        typed(compose_config(folder, name, [word for word in call if "=" in word]))
+        composes(folder, name, [word for word in call if "=" in word])
 
 
-def test_console_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_commands_parse(composes: Callable[[str, str, list[str]], None]) -> None:
     """Each has a name, options and values that exist; a training command also composes."""
-    monkeypatch.chdir(ROOT)
     group = typer.main.get_command(app)
     for call in arguments("longspec"):
         name, *rest = call
         context = group.commands[name].make_context(name, list(rest))  # type: ignore[attr-defined]
         if name == "train":
             config, overrides = context.params["config"], context.params["overrides"]
-            typed(compose_config("conf/exp", config, overrides))
+            composes("conf/exp", config, overrides)
         elif name == "regenerate":
             regenerate_command._parser("regenerate").parse_args(rest)
 
