@@ -99,7 +99,9 @@ def _merged(composed: DictConfig) -> DictConfig:
 def _key_error(error: OmegaConfBaseException, key: str = "") -> UserError:
     """The error with its key, or with `key` if it has none."""
     where = getattr(error, "full_key", None) or key
-    return _unknown_key(where) if isinstance(error, UNKNOWN_KEY) else UserError(f"config key {where}: {_one_line(error)}")
+    return (
+        _unknown_key(where) if isinstance(error, UNKNOWN_KEY) else UserError(f"config key {where}: {_one_line(error)}")
+    )
 
 
 def _unknown_key(key: str) -> UserError:

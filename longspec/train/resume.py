@@ -16,8 +16,8 @@ from longspec.train.config import CONFIG_NAME, read_config_file
 from longspec.train.config_schema import TrainConfig
 from longspec.train.contents import Contents, changes, contents_of
 from longspec.train.distributed import data_parallel_rank_and_size
-from longspec.train.recipe import recipe_steps
 from longspec.train.generations import check_folders, drafts, find_draft, find_latest, states
+from longspec.train.recipe import recipe_steps
 from longspec.train.seals import Progress, Run, read_seal
 
 logger = logging.getLogger(__name__)
