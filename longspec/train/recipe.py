@@ -53,7 +53,7 @@ def recipe_steps(rows: int, rows_per_step: int) -> int:
 
 
 def muon_fits(zero: Mapping[str, Any], torch_dtype: str, tp_size: int) -> bool:
-    """Whether DeepSpeed clips the gradient with Muon. In other settings it clips Muon's update, whose norm never varies.
+    """Whether DeepSpeed clips the gradient with Muon. In other settings it clips Muon's update, of constant norm.
 
     zero: the section `deepspeed.zero_optimization`.
     """

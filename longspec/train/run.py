@@ -95,8 +95,8 @@ def _train_locked(config: TrainConfig, termination: Termination, before_save: Ca
     logger.info("target %s, draft %s", run_config.model_name_or_path, start.state or draft or "fresh")
     if draft is None and total_steps < FEW_STEPS:
         logger.warning(
-            "%d steps are few: with less than %d a fresh draft is rarely faster than prompt lookup; give it more data, or "
-            "train with the configuration your-model, which derives the steps from the data",
+            "%d steps are few: with less than %d a fresh draft is rarely faster than prompt lookup; give it more data, "
+            "or train with the configuration your-model, which derives the steps from the data",
             total_steps,
             FEW_STEPS,
         )
