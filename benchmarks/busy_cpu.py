@@ -66,8 +66,9 @@ def table(seconds: dict[str, list[float]]) -> str:
     for name, values in seconds.items():
         ratios = [value / base for value, base in zip(values, seconds[BASELINE], strict=True)]
         error = stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
-        rows.append([name, f"{median(values):.2f}", f"{max(values):.2f}", f"{mean(ratios):.2f} ± {error:.2f}"])
-    return markdown(["setting", "median s", "maximum s", "seconds × baseline"], rows)
+        figures = [min(values), median(values), max(values)]
+        rows.append([name, *(f"{value:.2f}" for value in figures), f"{mean(ratios):.2f} ± {error:.2f}"])
+    return markdown(["setting", "minimum s", "median s", "maximum s", "seconds × baseline"], rows)
 
 
 @contextmanager
@@ -113,16 +114,19 @@ def work(method: str, tokens: int) -> None:
     import longspec  # isort: skip  # before torch, as in the commands
 
     import torch
-    import transformers
+    from transformers import AutoModelForCausalLM
+
+    from longspec.models.target_cache import resolve_target
 
     model, tokenizer = longspec.load_pair(TARGET, device="cpu")
+    if method == TRANSFORMERS:
+        model = AutoModelForCausalLM.from_pretrained(resolve_target(TARGET), dtype=torch.float32)
     turns = [{"role": "user", "content": PROMPT}]
     inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     for _ in sys.stdin:
         start = perf_counter()
         if method == TRANSFORMERS:
-            with torch.no_grad():
-                transformers.GenerationMixin.generate(model, **inputs, max_new_tokens=tokens, do_sample=False)
+            model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
         else:
             longspec.generate(model, inputs["input_ids"], method=method, max_new_tokens=tokens)
         print(perf_counter() - start, flush=True)

@@ -19,7 +19,7 @@ from longspec.data.tokenization import OVERFLOWS
 from longspec.errors import UserError
 from longspec.kernels.training.varlen import resolve_attention
 from longspec.train.config_schema import TrainConfig
-from longspec.train.loss import LOSSES
+from longspec.train.losses import loss_names, own_loss
 from longspec.train.positions import BLOCK_LAGS, VARIANTS
 from longspec.train.recipe import MUON_FROM, muon_fits
 
@@ -76,7 +76,9 @@ def _check_numbers(config: TrainConfig) -> None:
 
 
 def _check_choices(config: TrainConfig) -> None:
-    check_choice("loss", config.loss, LOSSES)
+    check_choice("loss", config.loss, loss_names())
+    split = own_loss(config.loss) is not None and config.tp_size > 1
+    _require(not split, "tp_size", "must be 1 with a registered loss, which needs all logits", config.tp_size)
     check_choice("optimizer", config.optimizer, OPTIMIZERS)
     check_choice("resume", config.resume, (None, "latest"))
     check_choice("variant.name", config.variant.name, VARIANTS)

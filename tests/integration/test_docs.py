@@ -9,12 +9,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import typer
 from pairs import save_target
+from training_fixtures import launch, make_target, metrics, write_texts
 
+from longspec import generate
 from longspec.cli.app import app
+from longspec.errors import UserError
+from longspec.inference import methods
 from longspec.longbench.command import parse_options
 from longspec.regenerate import command as regenerate_command
 from longspec.train.config import compose_config, typed
@@ -110,6 +116,48 @@ def test_links_lead_to_files() -> None:
 
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_own_method_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a tiny target. The drafter's tokens are accepted, also in a batch, and the output is the target's own."""
+    make_target(tmp_path / "pair")
+    (example,) = blocks(ROOT / "docs" / "own-method.md", "python")
+    names: dict[str, Any] = {"__name__": "page"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(methods, "_own", {})
+        exec(compile(example.replace("smollm2-135m", str(tmp_path / "pair")), "own-method.md", "exec"), names)
+        assert re.search(r"\d\.\d\d tokens per round", capsys.readouterr().out)
+        model, prompts = names["model"], torch.tensor([[5, 6, 7, 5, 6, 7, 5], [9, 8, 9, 8, 9, 8, 0]])
+        mask = torch.tensor([[1] * 7, [1] * 6 + [0]])
+        for settings in ({}, {"temperature": 0.05, "top_k": 2, "seed": 3}):
+            outputs = [
+                generate(model, prompts, mask, method=method, max_new_tokens=40, **settings)  # type: ignore[arg-type]
+                for method in ("bigrams", "vanilla")
+            ]
+            assert outputs[0].stats.mean_acceptance_length > 1
+            if not settings:
+                assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+        with pytest.raises(UserError, match="gamma"):
+            generate(model, prompts, method="bigrams", gamma=0)
+        with pytest.raises(UserError, match="there is a method 'bigrams'"):
+            methods.register_method("bigrams", names["Bigrams"])
+
+
+def test_own_loss_page_trains(tmp_path: Path) -> None:
+    """Its script, launched as one rank on the CPU."""
+    make_target(tmp_path / "target")
+    write_texts(tmp_path / "data.jsonl", count=6)
+    (script,) = blocks(ROOT / "docs" / "own-loss.md", "python")
+    (tmp_path / "train_mine.py").write_text(script)
+    (line,) = commands(ROOT / "docs" / "own-loss.md")
+    overrides = [word for word in line if word.startswith("loss=")]
+    small = [f"model_name_or_path={tmp_path}/target", f"data.files=[{tmp_path}/data.jsonl]", "max_steps=2"]
+    small += [f"output_dir={tmp_path}/out", f"data.cache_dir={tmp_path}/cache", "data.max_length=64"]
+    small += ["per_device_train_batch_size=1", "gradient_accumulation_steps=1", "data.num_proc=1", "data.num_workers=0"]
+    done = launch("your-model", *overrides, *small, ranks=1, script=str(tmp_path / "train_mine.py"))
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in metrics(tmp_path / "out")] == [1, 2]
+    assert all(0 < line["loss"] < 1 for line in metrics(tmp_path / "out"))
 
 
 EQUAL_TIMES = """
