@@ -17,6 +17,7 @@ import typer
 from pairs import save_target
 from training_fixtures import launch, make_target, metrics, write_texts
 
+import longspec
 from longspec import generate
 from longspec.cli.app import app
 from longspec.errors import UserError
@@ -158,6 +159,17 @@ def test_own_loss_page_trains(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in metrics(tmp_path / "out")] == [1, 2]
     assert all(0 < line["loss"] < 1 for line in metrics(tmp_path / "out"))
+
+
+def test_api_reference_describes_the_public_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pdoc")
+    from scripts import api_reference
+
+    monkeypatch.setattr(sys, "argv", ["api_reference", str(tmp_path)])
+    api_reference.main()
+    page = (tmp_path / "longspec.html").read_text()
+    assert all(f'id="{name}"' in page for name in longspec.__all__) and "Continue prompts losslessly" in page
+    assert all((tmp_path / f"{name.replace('.', '/')}.html").is_file() for name in api_reference.MODULES)
 
 
 EQUAL_TIMES = """

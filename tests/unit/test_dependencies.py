@@ -31,6 +31,7 @@ USED = {
     "longspec/train": ["train"],
     "benchmarks": ["demo", "fa3"],
     "experiments": ["demo"],
+    "scripts/api_reference.py": ["dev"],
     "scripts": ["demo"],
 }
 """Extras that a module or a folder's modules may import; the tests may import those of `dev`, the rest none."""
