@@ -118,7 +118,8 @@ def work(method: str, tokens: int) -> None:
 
     from longspec.models.target_cache import resolve_target
 
-    model, tokenizer = longspec.load_pair(TARGET, device="cpu")
+    pair, tokenizer = longspec.load_pair(TARGET, device="cpu")
+    model: Any = pair
     if method == TRANSFORMERS:
         model = AutoModelForCausalLM.from_pretrained(resolve_target(TARGET), dtype=torch.float32)
     turns = [{"role": "user", "content": PROMPT}]

@@ -101,7 +101,7 @@ def _recorded_paths(engine: Any) -> Iterator[list[Path]]:
 
 
 def save_best(
-    model: nn.Module,
+    model: Any,
     tokenizer: Any,
     config: TrainConfig,
     progress: Progress,
