@@ -22,6 +22,7 @@ from longspec.cli.options import (
     ModelOption,
     TemperatureOption,
     TemplateOption,
+    loading,
 )
 
 DEFAULT_PROMPTS = (
@@ -88,7 +89,8 @@ def bench(
         raise UserError(f"--prompts {prompts}: no such file")
     asked = read_prompts([prompts] if prompts is not None else DEFAULT_PROMPTS)
     # vanilla, because a pair without a draft can be compared, too; `compare` gives each method by name.
-    loaded = open_pair(name, draft, "vanilla", dtype, device, chat_template_kwargs)
+    with loading(name):
+        loaded = open_pair(name, draft, "vanilla", dtype, device, chat_template_kwargs)
     if measure_again:
         forget_times()
     console = Console(stderr=True, highlight=False)
