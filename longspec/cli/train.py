@@ -71,6 +71,10 @@ def train(
     load_config(command[command.index("-cp") :])  # so that an error is not followed by the launcher's messages
     print(shlex.join(command), flush=True)
     if not dry_run:
+        import torch
+
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or each of the launcher's processes remarks it
         os.execv(command[0], command)
 
 
@@ -86,5 +90,6 @@ def launch_line(config: str, overrides: list[str], options: list[str], config_di
     for override in overrides:
         if "=" not in override:
             raise UserError(f"{override}: not an override; write key=value")
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", *options]
+    # The launcher would repeat the whole command after the error that ended the run.
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical", *options]
     return [*launcher, str(trainer), "-cp", str(folder), "-cn", config, *overrides]

@@ -94,7 +94,7 @@ def test_train_checks_the_configuration_and_prints_the_launch_line(tmp_path: Pat
     override = f"data.files=[{tmp_path}/a b.jsonl]"
     given = ["train", name, f"model_name_or_path={tmp_path}/target", override, "--num_gpus", "2", "--dry_run"]
     line = CliRunner().invoke(console.app, given).stdout
-    assert "-m deepspeed.launcher.runner --num_gpus 2" in line
+    assert "-m deepspeed.launcher.runner --log_level critical --num_gpus 2" in line
     assert line.endswith(f"-cp {ROOT}/conf/exp -cn {name} {given[2]} '{override}'\n")
     for wrong, named in (("max_step=3", "max_step: no such key"), ("data.files=none.jsonl", "none.jsonl")):
         result = CliRunner().invoke(console.app, [*given, wrong])
