@@ -35,8 +35,8 @@ from longspec.train.engine import cosine_with_warmup, engine_config
 from longspec.train.overrides import readable
 
 EXP = ROOT / "conf" / "exp"
-# Those of smollm2 follow another recipe; test_experiment_settings.py composes them.
-EXPERIMENTS = sorted(file.stem for file in EXP.glob("*glide*.yaml") if not file.stem.startswith("smollm2"))
+# The others follow another recipe; test_experiment_settings.py composes those of the experiments.
+EXPERIMENTS = sorted(file.stem for name in ("qwq", "llama8b", "tiny") for file in EXP.glob(f"{name}_*.yaml"))
 TINY = "tiny_glide_stage1_sinkpi-slicing"
 LONG = "longv2-32k-zero3_5e-6-ligce-nomask"
 CONTRACT = [
