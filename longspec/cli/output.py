@@ -55,7 +55,6 @@ class StdoutLines:
         except OSError as error:
             raise UserError(f"stdout: cannot be written ({error.strerror})") from error
 
-
     def _text(self, line: Line) -> str:
         """An answer for a terminal, below the number of its prompt if there are several."""
         text = printable(line["text"].strip()) + (" ..." if line["finish_reason"] == "length" else "")

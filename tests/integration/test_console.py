@@ -25,8 +25,8 @@ from rich.console import Console
 from tiny_tokenizer import VOCAB_SIZE, byte_tokenizer
 from typer.testing import CliRunner
 
-from longspec.cli import pair as pairs
 from longspec.cli import output as console_output
+from longspec.cli import pair as pairs
 from longspec.cli.app import app
 from longspec.cli.session import Session
 from longspec.cli.side_by_side import side_by_side
@@ -145,7 +145,8 @@ def test_a_terminal_shows_texts_and_a_pipe_gets_json(target: Path, monkeypatch: 
     for prompts in (["one\x1b[2J"], ["one", "two"]):
         output = TerminalOutput()
         with monkeypatch.context() as patch:
-            patch.setattr(console_output, "sys", SimpleNamespace(stdout=SimpleNamespace(buffer=output), stderr=sys.stderr))
+            stdout = SimpleNamespace(buffer=output)
+            patch.setattr(console_output, "sys", SimpleNamespace(stdout=stdout, stderr=sys.stderr))
             invoke(*given, *prompts)
         shown.append(output.getvalue().decode())
     answers = [json.loads(line)["text"] for line in invoke(*given, "one", "two").stdout.splitlines()]
