@@ -1,16 +1,21 @@
 """Run an experiment: `python -m experiments STEP --config FILE [--text DIR] [--root DIR] [key=value ...]`."""
 
+from __future__ import annotations
+
 import argparse
 import shlex
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from experiments.processes import running
-from experiments.settings import Settings, load_settings
 from longspec.errors import reports_user_errors
+from longspec.extras import extra
 from longspec.signals import StopSignals
+
+if TYPE_CHECKING:
+    from experiments.settings import Settings
 
 STEPS = ("prompts", "regenerate", "probe", "train", "diagnose", "evaluate", "report")
 
@@ -27,6 +32,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
     arguments = parser.parse_intermixed_args(argv)
+
+    with extra("demo"):
+        from experiments.processes import running
+        from experiments.settings import load_settings
 
     folders = {name: getattr(arguments, name) for name in ("text", "root") if getattr(arguments, name)}
     overrides = [*(f"{name}={folder}" for name, folder in folders.items()), *arguments.overrides]

@@ -54,8 +54,8 @@ def main(overrides: Sequence[str] | None = None) -> None:
     """Run the demo and write summary.json and report.png. Raises UserError if there is no draft or a check fails."""
     # In float32 on the CPU, all methods give the same tokens.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # For the trainer's processes. Threads that wait would otherwise spin on cores that the others need.
-    os.environ |= {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "OMP_WAIT_POLICY": "passive"}
+    # For the trainer's processes.
+    os.environ["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
     sizes = ("root=outputs/demo", f"chat={CHAT}")
     settings = load_settings(PRESET, [*sizes, *(sys.argv[1:] if overrides is None else overrides)])
     root, console, began = Path(settings.root), Console(highlight=False), time.perf_counter()

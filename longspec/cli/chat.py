@@ -23,6 +23,7 @@ from longspec.cli.options import (
     TemplateOption,
     TopKOption,
     TopPOption,
+    loading,
 )
 
 
@@ -55,11 +56,12 @@ def chat(
     ] = None,
 ) -> None:
     """Chat in the terminal. Ctrl-C stops an answer, /quit or Ctrl-D ends the chat, /help lists the commands."""
-    from longspec.cli.pair import SamplingOptions, choose_model, note_plain_format, open_pair
-    from longspec.cli.session import Session
+    with loading(pair or model):
+        from longspec.cli.pair import SamplingOptions, choose_model, note_plain_format, open_pair
+        from longspec.cli.session import Session
 
-    name = choose_model(pair, model)
-    sampling = SamplingOptions(max_new_tokens, temperature, top_p, top_k)
-    loaded = open_pair(name, draft, method, dtype, device, chat_template_kwargs)
-    note_plain_format(loaded)
+        name = choose_model(pair, model)
+        sampling = SamplingOptions(max_new_tokens, temperature, top_p, top_k)
+        loaded = open_pair(name, draft, method, dtype, device, chat_template_kwargs)
+        note_plain_format(loaded)
     Session(loaded, sampling, Console(highlight=False), system, seed).run()

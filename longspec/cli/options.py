@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
 EMBEDDED_PAIR = "smollm2-135m"
 Method = Literal["vanilla", "seq", "tree", "magicdec", "lookup", "auto"]
@@ -78,6 +82,13 @@ JsonOption = Annotated[
     Path | None,
     typer.Option("--json", help="Write a JSON summary to this file; - is stderr.", rich_help_panel=OUTPUT),
 ]
+
+
+@contextmanager
+def loading(pair: str | None) -> Iterator[None]:
+    """Context that shows on a terminal that a pair is loaded, which takes seconds from the first import on."""
+    with Console(stderr=True, highlight=False).status(f"loading {escape(pair or EMBEDDED_PAIR)}"):
+        yield
 
 
 def examples(*lines: str) -> str:

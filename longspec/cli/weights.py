@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from longspec.extras import extra
+
 
 def extract(
     checkpoint: Annotated[Path, typer.Argument(help="Folder last_ds or last_2ds of a run.")],
@@ -14,7 +16,8 @@ def extract(
     hf: Annotated[bool, typer.Option("--hf", help="Write a folder in Hugging Face format.")] = False,
 ) -> None:
     """Extract the draft from a DeepSpeed checkpoint."""
-    from longspec.train.extraction import extract_draft
+    with extra("train"):
+        from longspec.train.extraction import extract_draft
 
     print(f"{extract_draft(checkpoint, output, hf)} weights of {checkpoint} written to {output}")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longspec.errors import UserError
-from longspec.inference.methods import AUTO, GLIDE_METHODS, METHODS, TREE_RULES
+from longspec.inference.methods import AUTO, GLIDE_METHODS, TREE_RULES, method_names
 from longspec.models.draft_layer import check_window
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import position_limit
@@ -106,14 +106,14 @@ def check_drafting(
     tree_nodes: int | None = None,
 ) -> None:
     """Raise UserError for an unknown method or tree rule, and for a tree or gamma outside its range."""
-    for name, value, known in (("method", method, (*METHODS, AUTO)), ("tree_rule", tree_rule, TREE_RULES)):
+    for name, value, known in (("method", method, (*method_names(), AUTO)), ("tree_rule", tree_rule, TREE_RULES)):
         if value not in known:
             raise UserError(f"{name}: {value!r} is unknown; choose one of {', '.join(known)}")
     if method in ("tree", AUTO):
         _check_tree_shape(tree_shape, vocab_size)
     if tree_nodes is not None:
         _check_integer("tree_nodes", tree_nodes, 2, MAX_NODES)
-    if method in ("seq", "magicdec", "lookup"):
+    if method not in ("vanilla", "tree", AUTO):
         _check_integer("gamma", gamma, 1, MAX_NODES - 1)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+from longspec.errors import UserError
 
 if TYPE_CHECKING:
     from longspec.inference.drafting.proposal import Drafter
@@ -24,6 +26,27 @@ DEFAULT_SHAPE = (4, 16, 16, 16, 16)
 """The paper's tree: number of nodes in each level below the root."""
 
 
+MakeDrafter = Callable[["Runner", int, int], "Drafter"]
+"""(runner, batch, gamma) -> a drafter for `batch` rows."""
+_own: dict[str, MakeDrafter] = {}
+
+
+def register_method(name: str, make: MakeDrafter) -> None:
+    """Make a drafting method available as `method=NAME` of `longspec.generate` in this process.
+
+    make: called with the model's runner, the number of rows and the argument `gamma`; returns a `Drafter`. The output
+    is that of the target whatever the drafter proposes. Raises UserError for a name that exists.
+    """
+    if name in (*method_names(), AUTO):
+        raise UserError(f"register_method: there is a method {name!r}; choose another name")
+    _own[name] = make
+
+
+def method_names() -> tuple[str, ...]:
+    """METHODS and the registered ones."""
+    return (*METHODS, *_own)
+
+
 def make_drafter(
     method: str,
     runner: Runner,
@@ -35,11 +58,13 @@ def make_drafter(
     tree_nodes: int | None = None,
     lookup_branches: bool = False,
 ) -> Drafter:
-    """The drafter of one of METHODS for `batch` rows.
+    """The drafter of one of `method_names()` for `batch` rows.
 
     tree_shape, tree_rule, tree_nodes and lookup_branches apply to method tree only; tree_nodes: nodes to be verified,
-    the root included, None for all. gamma is the chain length of seq, magicdec and lookup.
+    the root included, None for all. gamma is the chain length of seq, magicdec, lookup and registered methods.
     """
+    if method in _own:
+        return _own[method](runner, batch, gamma)
     from longspec.inference.drafting.chain import ChainDrafter, NoDraft
     from longspec.inference.drafting.glide import GlideDraft
     from longspec.inference.drafting.lookup import LookupBranches, LookupDrafter

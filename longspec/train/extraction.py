@@ -8,7 +8,7 @@ from longspec.models.draft_files import DRAFT_WEIGHTS_NAME
 from longspec.models.draft_saving import save_draft_file, save_draft_folder
 from longspec.models.target_cache import resolve_target
 from longspec.models.target_files import read_config
-from longspec.train.checkpoint import read_draft
+from longspec.train.checkpoint import read_draft, saved_target
 from longspec.train.config import CONFIG_NAME, read_config_file
 
 
@@ -19,10 +19,11 @@ def extract_draft(checkpoint: Path, output: Path, hf: bool = False) -> int:
     for a damaged checkpoint.
     """
     draft = read_draft(checkpoint)
-    run = read_config_file(checkpoint / CONFIG_NAME)
+    run, sample = read_config_file(checkpoint / CONFIG_NAME), saved_target(checkpoint)
     if hf:
-        save_draft_folder(draft, read_config(resolve_target(run.model_name_or_path)), output, run.model.draft_options)
+        target = read_config(resolve_target(run.model_name_or_path))
+        save_draft_folder(draft, target, output, run.model.draft_options, target=sample)
     else:
         file = output if output.suffix == ".pth" else output / DRAFT_WEIGHTS_NAME
-        save_draft_file(draft, file, run.model.draft_options)
+        save_draft_file(draft, file, run.model.draft_options, sample)
     return len(draft)

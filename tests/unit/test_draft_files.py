@@ -14,6 +14,7 @@ from longspec.models.draft_files import check_draft, draft_settings, draft_windo
 from longspec.models.draft_layer import DraftOptions, check_window
 from longspec.models.draft_saving import save_draft_file, save_draft_folder
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
+from longspec.models.target_sample import take_sample
 from longspec.models.weight_files import read_metadata
 from longspec.train.checkpoint import _write_draft
 
@@ -97,6 +98,28 @@ def test_a_drafts_window_lies_in_its_files(tmp_path: Path) -> None:
         assert model.draft_model.window == draft_window(folder) == window
 
 
+@pytest.mark.parametrize("form", ["pth", "hub", "saved pair"])
+def test_a_draft_of_another_target_of_the_same_shape_is_reported(
+    tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same target says nothing, in any dtype."""
+    pair = make_pair(tmp_path / "first", dtype=torch.bfloat16)
+    make_pair(tmp_path / "second", seed=7)
+    state, sample = pair.draft_model.state_dict(), take_sample(pair, str(tmp_path / "first"))
+    draft = tmp_path / "draft.pth" if form == "pth" else tmp_path / "draft"
+    if form == "pth":
+        save_draft_file(state, draft, target=sample)
+    elif form == "hub":
+        save_draft_folder(state, pair.config, draft, target=sample)
+    else:
+        pair.save_pretrained(draft)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        LlamaGlide.from_pretrained(tmp_path / "first", glide_path=draft, dtype=dtype)
+    assert not caplog.records
+    LlamaGlide.from_pretrained(tmp_path / "second", glide_path=draft)
+    assert "was trained for first, whose weights are not those of second" in caplog.text
+
+
 def test_a_state_dict_brings_the_window_of_its_file(tmp_path: Path) -> None:
     save_draft_file(make_pair(tmp_path / "target").draft_model.state_dict(), tmp_path / "draft.pth", DraftOptions(96))
     state = torch.load(tmp_path / "draft.pth", weights_only=True)
@@ -115,7 +138,7 @@ def test_options_survive_extraction(tmp_path: Path, form: str, options: DraftOpt
         save_draft_file(state, tmp_path / "out" / "x.pth", options)
         draft = (tmp_path / "out" / "x.pth").rename(tmp_path / "moved.pth")
     elif form == "checkpoint":
-        _write_draft(tmp_path / "checkpoint-last", state, options, byte_tokenizer())
+        _write_draft(tmp_path / "checkpoint-last", state, options, None, byte_tokenizer())
         draft = (tmp_path / "checkpoint-last" / "draft_model_weights.pth").rename(tmp_path / "moved.pth")
     else:
         save_draft_folder(state, pair.config, tmp_path / "hub", options)
