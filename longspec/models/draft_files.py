@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 from longspec.errors import UserError, first_line
 from longspec.models.draft_layer import MAX_WINDOW, PUBLISHED, DraftOptions, GlideDecoderLayer
 from longspec.models.draft_vocabulary import MAPS, maps_problem
+from longspec.models.int8_storage import dequantized
 from longspec.models.target_files import HUB_ERRORS, check_hub_id, without_memory
 from longspec.models.target_sample import SAMPLE_KEYS, TargetSample, read_sample
 from longspec.models.weight_files import is_plain, read_metadata, read_weights
@@ -84,12 +85,13 @@ def load_draft(path: str | Path) -> dict[str, Tensor]:
     """Draft weights on the CPU without the prefix `draft_model.`, from any format that `resolve_draft` accepts.
 
     A folder holds `draft_model_weights.pth`, or is in Hugging Face form: `config.json` with safetensors or
-    `pytorch_model*.bin`. The tensors are mapped from the files; no code in them runs. Raises UserError.
+    `pytorch_model*.bin`. The tensors are mapped from the files, except those stored in 8 bits; no code in them runs.
+    Raises UserError.
     """
     state: dict[str, Tensor] = {}
     for file in _weight_files(resolve_draft(path)):
         state |= read_weights(file)
-    return strip_prefix(state)
+    return dequantized(strip_prefix(state), str(path))
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from longspec.models.draft_files import TRAINED_KEY, option_entries, strip_prefix
 from longspec.models.draft_layer import PUBLISHED, DraftOptions
+from longspec.models.int8_storage import quantized
 from longspec.models.target_sample import TargetSample
 from longspec.replacing import replacing
 
@@ -43,14 +44,18 @@ def save_draft_folder(
     options: DraftOptions = PUBLISHED,
     is_trained: bool = True,
     target: TargetSample | None = None,
+    int8: bool = False,
 ) -> None:
     """Write a draft in Hugging Face form (`config.json` of its target + safetensors), ready for the hub.
 
-    target: the sample of the target that it was trained for, if known.
+    target: the sample of the target that it was trained for, if known. int8: whether matrices are stored in 8 bits
+    (see `int8_storage`), which only this project reads.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: w.detach().contiguous() for name, w in strip_prefix(state).items()}
+    if int8:
+        weights = quantized(weights)
     entries = _entries(options, target)
     with replacing(folder / "model.safetensors") as unfinished:
         save_file(weights, unfinished, {"format": "pt"} | {key: json.dumps(value) for key, value in entries.items()})

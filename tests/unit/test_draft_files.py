@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from pairs import OPTIONS, make_pair, tiny_config
 from safetensors.torch import save_file
@@ -80,6 +81,32 @@ def test_saved_folder_comes_back(tmp_path: Path) -> None:
     assert (tmp_path / "hub" / "config.json").is_file()
     back = load_draft(tmp_path / "hub")
     assert back.keys() == draft.keys() and all(torch.equal(back[name], draft[name]) for name in draft)
+
+
+def test_matrices_in_8_bits_come_back_within_half_a_step_of_their_row(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path / "target")
+    pair.draft_model.set_vocabulary(torch.arange(0, pair.config.vocab_size, 2))
+    draft = pair.draft_model.state_dict() | {
+        "mlp.up_proj.weight": torch.zeros_like(pair.draft_model.mlp.up_proj.weight)
+    }
+    save_draft_folder(draft, pair.config, tmp_path / "whole")
+    save_draft_folder(draft, pair.config, tmp_path / "small", int8=True)
+    back = load_draft(tmp_path / "small")
+    assert back.keys() == draft.keys()
+    for name, weight in draft.items():
+        if weight.dim() == 2:
+            step = weight.abs().amax(1, keepdim=True) / 127
+            assert ((back[name] - weight).abs() <= step * 0.501).all()
+        else:
+            assert torch.equal(back[name], weight)
+    small, whole = ((tmp_path / folder / "model.safetensors").stat().st_size for folder in ("small", "whole"))
+    assert small < whole / 2
+
+    broken = safetensors.torch.load_file(tmp_path / "small" / "model.safetensors")
+    del broken["self_attn.q_proj.weight_scale"]
+    safetensors.torch.save_file(broken, tmp_path / "small" / "model.safetensors")
+    with pytest.raises(UserError, match=r"small: self_attn\.q_proj\.weight is int8 without self_attn"):
+        load_draft(tmp_path / "small")
 
 
 def test_a_drafts_window_lies_in_its_files(tmp_path: Path) -> None:
