@@ -40,8 +40,9 @@ from longspec.inference.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import GLIDE_METHODS, METHODS, make_drafter
 from longspec.inference.process_group import equal_ranks
+from longspec.inference.request import Sampling
 from longspec.inference.runner import Runner
-from longspec.inference.sampling import Sampler
+from longspec.inference.sampling import RowSettings, Sampler, sampling_kind
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import model_parallel_rank_and_size, split_draft
 from longspec.models.target_split import check_divisible
@@ -246,12 +247,14 @@ def measure(
 def filled_engine(runner: Runner, lengths: list[int], method: str, options: argparse.Namespace) -> Engine:
     """An engine in its state after a prefill of `lengths` tokens per row, with random keys and values in all caches."""
     batch = len(lengths)
-    sampler = Sampler(options.temperature, 0, 1.0, torch.Generator(runner.device).manual_seed(0))
+    sampling, settings = Sampling(options.temperature), RowSettings.allocate(batch, runner.device)
+    settings.assign(slice(0, batch), [sampling] * batch, range(batch))
+    sampler = Sampler(sampling_kind([sampling]), settings)
     drafter: Any = make_drafter(
         method,
         runner,
         batch,
-        sampler,
+        sampler.drafting(),
         options.tree_shape,
         options.gamma,
         "reject",

@@ -57,7 +57,7 @@ class Job:
     def run(self) -> str:
         """A digest of everything that determines the answers, apart from the prompts."""
         pair = self.pair
-        # Greedy answers depend neither on the seed nor on the other prompts of the batch.
+        # Greedy answers do not depend on the seed.
         is_greedy = self.sampling.temperature == 0
         # Method "auto" does without an untrained draft.
         drafts = pair.method in GLIDE_METHODS or (pair.method == AUTO and pair.model.draft_is_trained)
@@ -69,7 +69,7 @@ class Job:
             "chat_format": pair.chat_format,
             "chat": self.chat,
             "sampling": vars(self.sampling),
-            "drawn": None if is_greedy else (self.seed, self.batch_size),
+            "drawn": None if is_greedy else self.seed,
         }
         return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()
 
@@ -97,13 +97,13 @@ class Share:
 def answer_prompts(job: Job, results: Results, stop: StopSignals, replicas: Replicas) -> Share | None:
     """Answer this rank's share of the prompts without a result line, until all have one or a stop signal arrives.
 
-    The prompts and the seed of a batch depend neither on earlier batches nor on the ranks, so the answers are those of
-    an uninterrupted single process. Returns once all ranks have finished; None if one has ended before.
+    The prompts of a batch and their seeds depend neither on earlier batches nor on the ranks, so the answers are those
+    of an uninterrupted single process. Returns once all ranks have finished; None if one has ended before.
     """
     earlier = set(results.done)
     # Batches whose answers are all written are skipped; a partly written one is decoded again.
-    batches = [(number, batch) for number, batch in enumerate(job.batches()) if not earlier.issuperset(batch)]
-    loads = [max(len(job.token_ids[row]) for row in batch) + job.sampling.max_new_tokens for _, batch in batches]
+    batches = [batch for batch in job.batches() if not earlier.issuperset(batch)]
+    loads = [max(len(job.token_ids[row]) for row in batch) + job.sampling.max_new_tokens for batch in batches]
     share = Share()
     replicas.count(PROMPTS, len(earlier) if replicas.rank == 0 else 0)
     is_hidden = replicas.rank > 0 or not sys.stderr.isatty()
@@ -112,11 +112,12 @@ def answer_prompts(job: Job, results: Results, stop: StopSignals, replicas: Repl
         def show(written: int = 0) -> None:
             progress.update(replicas.count(PROMPTS, written) - progress.n)
 
-        for number, batch in (batches[index] for index in replicas.share(loads)):
+        for batch in (batches[index] for index in replicas.share(loads)):
             if replicas.stopped(stop):
                 break
             before = len(results.done)
-            output = job.pair.generate([job.token_ids[row] for row in batch], job.sampling, seed=job.seed + number)
+            prompts = [job.token_ids[row] for row in batch]
+            output = job.pair.generate(prompts, job.sampling, seed=[job.seed + row for row in batch])
             share.stats = pool([share.stats, output.stats])
             for row, row_tokens in zip(batch, output.new_tokens, strict=True):
                 if row not in earlier:

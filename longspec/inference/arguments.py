@@ -18,7 +18,7 @@ from longspec.models.target_files import position_limit
 MAX_NODES = 1024
 """Largest number of nodes per verification pass, the root included."""
 LARGEST_SEED = 2**64 - 1
-"""Largest seed of torch's generators."""
+"""Largest seed."""
 _FP32 = torch.finfo(torch.float32)
 
 
@@ -155,18 +155,15 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k:
         raise UserError(f"top_p: {top_p}; it must be above 0 and at most 1")
 
 
-def check_seed(seed: int | None) -> None:
-    """Raise UserError unless seed is None or within the range of torch's generators."""
-    if seed is not None:
+def check_seed(seed: int | Sequence[int] | None, rows: int = 1) -> None:
+    """Raise UserError unless seed is None, or one or `rows` integers of 64 bits."""
+    if isinstance(seed, Sequence) and not isinstance(seed, str):
+        if len(seed) != rows:
+            raise UserError(f"seed: {len(seed)} seeds for {rows} rows; give one, or one per row")
+        for own in seed:
+            _check_integer("seed", own, 0, LARGEST_SEED)
+    elif seed is not None:
         _check_integer("seed", seed, 0, LARGEST_SEED)
-
-
-def seeded_generator(seed: int | None, device: torch.device) -> torch.Generator | None:
-    """A new generator with this seed; None for torch's global generator."""
-    check_seed(seed)
-    if seed is None:
-        return None
-    return torch.Generator(device).manual_seed(int(seed))
 
 
 def check_streamer(streamer: Any, batch: int) -> None:

@@ -43,13 +43,19 @@ class TargetCache:
     """
 
     def __init__(
-        self, config: PreTrainedConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: PreTrainedConfig,
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        lengths: Tensor | None = None,
     ) -> None:
-        """capacity: slots per row, S."""
+        """capacity: slots per row, S. lengths: int32 [B], zeros that the cache takes over; None for new ones."""
         shape = (config.num_hidden_layers, batch, rank_kv_heads(config), capacity, head_dim(config))
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device) if lengths is None else lengths
         """int32 [B]: accepted tokens per row."""
         self.prefix_lengths = self.lengths
         """int32 [B]: number of slots that attention to the prefix reads per row: `lengths`, or 0 for the inactive rows

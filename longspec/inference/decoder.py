@@ -172,7 +172,7 @@ class Decoder:
             position = self.engine.prompt_lengths[row] + len(self.new_tokens[row]) - 1
             raise UserError(
                 f"row {row}, position {position}: the {Fault(fault).name.lower()}'s logits are NaN or infinite at "
-                f"temperature {self.engine.sampler.temperature:g}; check its weights and its dtype"
+                f"temperature {self.engine.sampler.temperature_of(row):g}; check its weights and its dtype"
             )
 
     def _emit(self, row: int, tokens: Sequence[int], origins: Sequence[Origin]) -> int:

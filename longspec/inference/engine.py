@@ -94,15 +94,13 @@ class Rounds:
     @property
     def kind(self) -> Hashable:
         """A key that is equal for batches whose rounds launch the same kernels."""
-        warper_types = tuple(type(warper) for warper in self.sampler.warpers) if self.sampler.truncates else ()
         vocabulary = self.runner.model.draft_model.vocabulary
         return (
             self.drafter.kind,
             None if vocabulary is None else len(vocabulary),
             len(self.root),
             min(self.capacity // CAPACITY_STEP, MOST_SIZE_CLASSES),
-            self.sampler.greedy,
-            warper_types,
+            self.sampler.kind,
             self.runner.dtype,
             self.runner.attention.name,
         )
@@ -185,7 +183,8 @@ class Engine(Rounds):
         # accepted tokens.
         slots = prompts.shape[1] + max_new_tokens + drafter.depth + 1 + drafter.nodes
         capacity = -(-slots // CAPACITY_STEP) * CAPACITY_STEP
-        cache = TargetCache(runner.config, len(prompts), capacity, runner.dtype, runner.device)
+        positions = None if sampler.greedy else sampler.settings.positions
+        cache = TargetCache(runner.config, len(prompts), capacity, runner.dtype, runner.device, positions)
         super().__init__(runner, drafter, sampler, cache, prompts[:, 0].clone())
         runner.prepare(capacity)
         drafter.reserve(capacity)
@@ -202,7 +201,7 @@ class Engine(Rounds):
 
         self.cache.faults.zero_()
         logits = self.runner.logits(last_hidden)[:, 0]
-        self.root.copy_(self.sampler.choose(logits, self.cache.watch(Fault.TARGET)))
+        self.root.copy_(self.sampler.after_prefill().choose(logits, self.cache.watch(Fault.TARGET)))
         self.cache.compare_ranks(self.root[:, None], torch.ones_like(self.root))
         return self.root.clone()
 

@@ -21,6 +21,7 @@ from longspec.inference.arguments import (
     check_drafting,
     check_rows,
     check_sampling,
+    check_seed,
     check_stopping,
     check_streamer,
     check_trained,
@@ -28,17 +29,17 @@ from longspec.inference.arguments import (
     pad_token,
     prompt_batch,
     prompt_rows,
-    seeded_generator,
 )
 from longspec.inference.decoder import Decoder, Stops, Streamer
 from longspec.inference.drafting.reduced_head import list_length
 from longspec.inference.engine import Engine
 from longspec.inference.engine_pool import borrowed, engine_kind, rounded_room
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE, make_drafter
-from longspec.inference.options import REFUSED, STOPPING, WARPERS, build_warpers, refuse_options
+from longspec.inference.options import FILTER_OPTIONS, REFUSED, STOPPING, filter_values, refuse_options
 from longspec.inference.process_group import repeat_generation
+from longspec.inference.request import Sampling
 from longspec.inference.round_source import FixedRounds, RoundSource
-from longspec.inference.sampling import Sampler
+from longspec.inference.sampling import RowSettings, Sampler, row_seeds, sampling_kind
 from longspec.inference.select_runner import make_runner
 from longspec.inference.stats import GenerationStats
 from longspec.models.glide import GlideMixin, check_pair
@@ -72,7 +73,7 @@ def generate(
     gamma: int = 4,
     eos_token_id: int | Sequence[int] | Tensor | None = None,
     pad_token_id: int | None = None,
-    seed: int | None = None,
+    seed: int | Sequence[int] | None = None,
     streamer: Streamer | None = None,
     tree_rule: str = "reject",
     compile: bool = True,
@@ -94,8 +95,9 @@ def generate(
     CPU, 16, 32 or 64 on a GPU) before each round, from the acceptances so far and the times of rounds, which it
     measures once per device (see `adaptive`); without a trained draft it does without trees.
     tree_shape: number of nodes in each level, None for 4 16 16 16 16; auto takes no more than the vocabulary has.
-    eos_token_id, pad_token_id: None takes the model's own. seed: 0 ... 2^64 - 1; None draws from torch's global
-    generator.
+    eos_token_id, pad_token_id: None takes the model's own. seed: 0 ... 2^64 - 1, for row 0; those of the other rows
+    count up from it. Or one seed per row. None draws one from torch's global generator. The tokens of a row depend on
+    its own seed, and not on the other rows.
     streamer: receives the prompt [1, P] and then each new token [1] on the CPU, as in transformers, and the token's
     origin if it has `put_from` (see `Streamer`). Only for a single row.
     tree_rule: applies above temperature 0. "reject" samples the tree from the draft without replacement and uses
@@ -140,15 +142,14 @@ def generate(
     pad_id = pad_token(model, pad_token_id)
     check_draft_window(method, tree_shape, gamma, model.draft_model.window)
     arguments |= {"input_ids": input_ids, "attention_mask": attention_mask, "eos_token_id": sorted(eos_ids)}
+    sampling = Sampling(temperature, top_p, top_k, None, **filter_values(options, model.generation_config))
+    check_seed(seed, len(rows))
     seed = repeat_generation(generate, arguments)
 
     started = time.perf_counter()
-    extra_warpers = build_warpers(options, model.generation_config)
     runner = make_runner(model, attention, compile)
     device = runner.device
-    generator = seeded_generator(seed, device)
-    # Greedy decoding draws nothing, so calls with and without a seed can share an engine.
-    sampler = Sampler(temperature, top_k, top_p, generator if temperature else None, extra_warpers)
+    kind = sampling_kind([sampling])
     stops = _stops(stopping_criteria, input_ids.to(device)) if stopping_criteria else None
     if streamer is not None:
         streamer.put(input_ids.cpu())
@@ -161,20 +162,21 @@ def generate(
         has_draft = model.draft_is_trained or allow_untrained_draft
 
         def build() -> RoundSource:
+            sampler = Sampler(kind, None if sampling.greedy else RowSettings.allocate(len(rows), device))
             if method == AUTO:
                 plans = plans_for(shape, has_draft, device.type == "cpu")
-                drafters = PlanDrafters(runner, len(rows), sampler, plans, shape, tree_rule)
+                drafters = PlanDrafters(runner, len(rows), sampler.drafting(), plans, shape, tree_rule)
                 engine = Engine(runner, drafters, sampler, prompts, lengths, room - max(lengths))
                 return AutoRounds(engine, drafters, room)
             settings = (shape, gamma, tree_rule, tree_nodes, lookup_branches)
-            drafter = make_drafter(method, runner, len(rows), sampler, *settings)
+            drafter = make_drafter(method, runner, len(rows), sampler.drafting(), *settings)
             engine = Engine(runner, drafter, sampler, prompts, lengths, room - max(lengths))
             return FixedRounds(engine)
 
         drafting = (method, shape, gamma, tree_rule, tree_nodes, lookup_branches, has_draft)
-        kind = engine_kind(runner, drafting, len(rows), sampler, room)
-        with borrowed(kind, room, runner, build, list_length(model, method, has_draft)) as pooled:
-            pooled.restart(prompts, lengths, seed)
+        engine_key = engine_kind(runner, drafting, len(rows), kind, room)
+        with borrowed(engine_key, room, runner, build, list_length(model, method, has_draft)) as pooled:
+            pooled.restart(prompts, lengths, sampling, row_seeds(seed, len(rows), sampling.greedy))
             decoder = Decoder(pooled.engine, max_new_tokens, eos_ids, streamer, stops)
             decoder.stats.tree_shape = shape
             decoder.stats.tree_nodes = pooled.engine.drafter.nodes if method == "tree" else 0
@@ -195,7 +197,7 @@ def _log_no_draft(target: str) -> None:
 
 def _check_options(options: Mapping[str, Any]) -> None:
     """Raise UserError for a keyword argument that `generate` does not know."""
-    known = (*REFUSED, *STOPPING, *WARPERS, "token_type_ids")  # some tokenizers return token_type_ids
+    known = (*REFUSED, *STOPPING, *FILTER_OPTIONS, "token_type_ids")  # some tokenizers return token_type_ids
     for name in options:
         if name not in known:
             raise UserError(f"{name}: not an argument of longspec.generate; model.generate takes those of transformers")

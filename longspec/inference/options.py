@@ -1,31 +1,22 @@
 """Options of transformers' `generate`: those that decoding applies, those without effect, and those it refuses.
 
-A warper that depends on one row of logits alone is applied to target and draft alike, so every acceptance rule stays
+A filter that depends on one row of logits alone is applied to target and draft alike, so every acceptance rule stays
 exact. Options that depend on earlier tokens and options of other decoding algorithms are refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from numbers import Real
 from typing import Any
 
-from transformers import (
-    EpsilonLogitsWarper,
-    GenerationConfig,
-    LogitsProcessor,
-    MinPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from transformers import GenerationConfig
 
 from longspec.errors import UserError
+from longspec.inference.request import FILTERS
 
-WARPERS: dict[str, tuple[Callable[[float], LogitsProcessor], float]] = {
-    "min_p": (MinPLogitsWarper, 0.0),
-    "typical_p": (TypicalLogitsWarper, 1.0),
-    "epsilon_cutoff": (EpsilonLogitsWarper, 0.0),
-}
-"""The warper of each option and the value at which it has no effect, in transformers' order after top-p."""
+FILTER_OPTIONS = ("min_p", "typical_p", "epsilon_cutoff")
+"""The filters of `request.FILTERS` that are options."""
 STOPPING = ("max_time", "stop_strings")
 """Options that only `model.generate` supports, as stopping criteria."""
 NEUTRAL: dict[str, Any] = {
@@ -38,7 +29,7 @@ NEUTRAL: dict[str, Any] = {
 """Values at which an option has no effect. Other options have none at None, 0, False or an empty value."""
 # Options that decoding applies, and those that change no token.
 _APPLIED = {
-    *WARPERS,
+    *FILTER_OPTIONS,
     *STOPPING,
     *("do_sample", "temperature", "top_k", "top_p", "max_length", "max_new_tokens"),
     *("num_return_sequences", "return_dict_in_generate", "bos_token_id", "eos_token_id", "pad_token_id"),
@@ -76,19 +67,24 @@ def refuse_options(arguments: Mapping[str, Any], config: GenerationConfig, names
         raise UserError(f"{source}: {value!r} {problem}; leave it out or pass {name}={NEUTRAL.get(name)!r}")
 
 
-def build_warpers(arguments: Mapping[str, Any], config: GenerationConfig) -> list[LogitsProcessor]:
-    """The warpers of the options in WARPERS. Raises UserError for a value outside its range.
+def filter_values(arguments: Mapping[str, Any], config: GenerationConfig) -> dict[str, float]:
+    """The values of FILTER_OPTIONS. Raises UserError for a value outside its range.
 
     arguments: override the model's generation config.
     """
-    warpers = []
-    for name, (warper, neutral) in WARPERS.items():
+    values = {}
+    for name in FILTER_OPTIONS:
         value = arguments[name] if name in arguments else getattr(config, name, None)
-        if value is None or value == neutral:
-            continue
-        # typical_p and epsilon_cutoff exclude 1, at which no token would be left.
-        if not isinstance(value, Real) or not 0 < float(value) <= 1 or (value == 1 and name != "min_p"):
-            end = "at most 1" if name == "min_p" else "less than 1"
-            raise UserError(f"{name}: {value!r}; it must be greater than 0 and {end}")
-        warpers.append(warper(float(value)))
-    return warpers
+        values[name] = FILTERS[name] if value is None else value
+        check_filter(name, values[name])
+    return values
+
+
+def check_filter(name: str, value: Any) -> None:
+    """Raise UserError for a value of one of FILTER_OPTIONS outside its range."""
+    if value == FILTERS[name]:
+        return
+    # typical_p and epsilon_cutoff exclude 1, at which no token would be left.
+    if not isinstance(value, Real) or not 0 < float(value) <= 1 or (value == 1 and name != "min_p"):
+        end = "at most 1" if name == "min_p" else "less than 1"
+        raise UserError(f"{name}: {value!r}; it must be greater than 0 and {end}")

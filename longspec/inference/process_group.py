@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -209,13 +209,13 @@ def on_every_rank(compute: Callable[[], T]) -> T:
     return results[0]
 
 
-def repeat_generation(generate: Callable[..., Any], arguments: Mapping[str, Any]) -> int | None:
+def repeat_generation(generate: Callable[..., Any], arguments: Mapping[str, Any]) -> int | Sequence[int] | None:
     """Let the other ranks make the same call of `generate`. Returns the seed, which is the same on all ranks.
 
     arguments: all of `generate`'s, by name. Without other ranks there is no effect. Raises UserError for arguments that
     ranks could read differently.
     """
-    seed: int | None = arguments["seed"]
+    seed: int | Sequence[int] | None = arguments["seed"]
     if not _leads:
         return seed
     if arguments["stopping_criteria"]:

@@ -20,7 +20,7 @@ from longspec.errors import UserError
 from longspec.inference.arguments import check_stopping, check_token_ids
 from longspec.inference.decoder import Streamer
 from longspec.inference.generate import generate
-from longspec.inference.options import REFUSED, STOPPING, WARPERS, refuse_options
+from longspec.inference.options import FILTER_OPTIONS, REFUSED, STOPPING, refuse_options
 from longspec.inference.stats import GenerationStats
 from longspec.models.glide import GlideMixin
 
@@ -50,7 +50,7 @@ def generate_as_transformers(
     tree_shape: Sequence[int] | None = None,
     gamma: int = 4,
     tree_rule: str = "reject",
-    seed: int | None = None,
+    seed: int | Sequence[int] | None = None,
     compile: bool = True,
     attention: str = "auto",
     allow_untrained_draft: bool = False,
@@ -165,7 +165,7 @@ def _sampling(config: GenerationConfig) -> dict[str, Any]:
         "top_p": 1.0 if config.top_p is None else config.top_p,
         "top_k": 0 if config.top_k is None else config.top_k,
     }
-    return settings | {name: getattr(config, name) for name in WARPERS}
+    return settings | {name: getattr(config, name) for name in FILTER_OPTIONS}
 
 
 def _pad_token_id(config: GenerationConfig) -> int:

@@ -1,6 +1,6 @@
 """The measurement: loads the weights, runs the samples batch by batch and times them.
 
-Under torchrun each rank runs a share of the batches. The rows and the seed of a batch do not depend on the ranks.
+Under torchrun each rank runs a share of the batches. The rows of a batch and their seeds do not depend on the ranks.
 """
 
 from __future__ import annotations
@@ -89,7 +89,6 @@ def run(model: GlideMixin, plan: Plan, report: Report, stop: StopSignals, replic
     signal. The result is False if another rank has ended before.
     """
     prompts = plan.selection.prompts
-    batch_size = plan.options.batch_size
     batches = _missing_batches(plan, report)
     # Every rank computes all shares, so they need not be sent.
     share = replicas.share([_load(plan, batch) for batch in batches])
@@ -111,8 +110,8 @@ def run(model: GlideMixin, plan: Plan, report: Report, stop: StopSignals, replic
             if replicas.stopped(stop):
                 break
             rows = prompts[batch.start : batch.stop]
-            # The seed depends only on the batch, so a resumed run draws the same tokens as an uninterrupted one.
-            seed = plan.options.seed + batch.start // batch_size
+            # Each sample has a seed of its own, so a resumed run draws the same tokens as an uninterrupted one.
+            seed = plan.options.seed + batch.start
             output = generate(model, *_padded(rows), **plan.settings, seed=seed)
             results = []
             for prompt, new_tokens in zip(rows, output.new_tokens, strict=True):

@@ -22,7 +22,7 @@ from longspec.inference.arguments import check_drafting, check_sampling
 from longspec.inference.device import choose_device, choose_dtype, device_name, versions
 from longspec.inference.load_pair import check_loadable
 from longspec.inference.methods import AUTO, GLIDE_METHODS
-from longspec.inference.options import REFUSED, STOPPING, WARPERS
+from longspec.inference.options import FILTER_OPTIONS, REFUSED, STOPPING
 from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair
 from longspec.kernels.decoding.attention import decoding_attention
 from longspec.longbench.checks import (
@@ -110,7 +110,7 @@ class Plan:
             "eos_token_id": self.pair.eos_token_id,
             "pad_token_id": self.pair.pad_token_id,
             # generation_config.json does not apply: the command's options alone define the distribution.
-            **dict.fromkeys((*REFUSED, *STOPPING, *WARPERS)),
+            **dict.fromkeys((*REFUSED, *STOPPING, *FILTER_OPTIONS)),
         }
 
     @property

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
 
 from longspec.errors import UserError
 from longspec.inference.capture import CapturedRound, warm_up
 from longspec.inference.drafting.chain import NoDraft
 from longspec.inference.engine import CAPACITY_STEP, Engine
-from longspec.inference.sampling import Sampler
+from longspec.inference.request import Sampling
+from longspec.inference.sampling import RowSettings, Sampler, sampling_kind
 from longspec.inference.select_runner import make_runner
 from longspec.models.draft_layer import head_dim
 from longspec.models.glide import GlideMixin
@@ -44,6 +44,8 @@ class Request:
     temperature: float
     max_new_tokens: int
     answer: list[int]
+    seed: int = 0
+    """Set by the answerer."""
 
     @property
     def prefix_length(self) -> int:
@@ -54,31 +56,6 @@ class Request:
     def remaining(self) -> int:
         """Number of tokens that the answer may still get."""
         return self.max_new_tokens - len(self.answer)
-
-
-class RowTemperatures(LogitsProcessor):
-    """Applies a temperature per row. At temperature 0 the argmax gets all the probability."""
-
-    def __init__(self, temperatures: Tensor) -> None:
-        """temperatures: fp32 [B]."""
-        is_greedy = temperatures == 0
-        self.is_greedy = is_greedy[:, None]
-        self.divisors = torch.where(is_greedy, 1.0, temperatures)[:, None]
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
-        # A sampler draws from these scores, so a greedy row keeps a single finite one.
-        best = scores.argmax(-1, keepdim=True)
-        # The best logit keeps its value, because the engine's watch must see NaN and infinity.
-        only_best = torch.full_like(scores, -torch.inf).scatter(-1, best, scores.gather(-1, best))
-        return torch.where(self.is_greedy, only_best, scores / self.divisors)
-
-
-def row_sampler(temperatures: Tensor, generator: torch.Generator) -> Sampler:
-    """A sampler that gives each row its own temperature, for passes over one node per row."""
-    # All rows are greedy: argmax needs neither noise nor a softmax.
-    if not temperatures.any():
-        return Sampler(0.0, 0, 1.0, generator)
-    return Sampler(1.0, 0, 1.0, generator, [RowTemperatures(temperatures)])
 
 
 class Answerer:
@@ -101,12 +78,12 @@ class Answerer:
     ) -> None:
         """Complete the answers in place, each up to and including its first stop id, or up to its limit.
 
-        The same requests, seed and batch size give the same answers on the same kind of device. A row that its batch
+        The same requests and seed give the same answers on the same kind of device. A row that its batch
         did not finish continues in a later batch, with the answer so far as part of its prompt. Raises UserError, with
         the request and the position, for logits that are NaN or infinite.
         """
-        # One stream for all batches, whose order depends only on the requests.
-        generator = torch.Generator(self.device).manual_seed(seed)
+        for number, request in enumerate(requests):
+            request.seed = (seed + number) % 2**64
         stops = torch.tensor(list(stop_ids), dtype=torch.long, device=self.device)
         waiting = [request for request in requests if request.remaining > 0]
         with torch.cuda.device_of(self.runner.model.lm_head.weight):
@@ -117,7 +94,7 @@ class Answerer:
                 batch = waiting[:rows]
                 waiting = waiting[rows:]
                 most_unfinished = len(batch) // REFILL_SHARE if waiting else 0
-                waiting += self._run(batch, stops, most_unfinished, generator, progress)
+                waiting += self._run(batch, stops, most_unfinished, progress)
                 _check_faults(requests)
 
     def _rows(self, waiting: Sequence[Request]) -> int:
@@ -127,13 +104,11 @@ class Answerer:
         slots = waiting[0].prefix_length + longest_rest + CAPACITY_STEP
         return max(1, min(self.batch_size, self.cache_bytes // (slots * self.slot_bytes)))
 
-    def _run(
-        self, batch: list[Request], stops: Tensor, most_unfinished: int, generator: torch.Generator, progress: Progress
-    ) -> list[Request]:
+    def _run(self, batch: list[Request], stops: Tensor, most_unfinished: int, progress: Progress) -> list[Request]:
         """Extend a batch's answers until at most `most_unfinished` rows are unfinished. Returns these rows."""
         steps = max(request.remaining for request in batch)
         limits = torch.tensor([request.remaining for request in batch], device=self.device)
-        engine = self._engine(batch, steps, generator)
+        engine = self._engine(batch, steps)
         # Compiles kernels before the graph is captured.
         if self.runner.capturable:
             warm_up(engine)
@@ -172,12 +147,14 @@ class Answerer:
             request.answer += [token for token in row if token != UNUSED]
         return [request for request, is_active in zip(batch, active.tolist(), strict=True) if is_active]
 
-    def _engine(self, batch: list[Request], steps: int, generator: torch.Generator) -> Engine:
+    def _engine(self, batch: list[Request], steps: int) -> Engine:
         """An engine that decodes `steps` tokens per row without a draft."""
         rows = [torch.tensor(request.prompt + request.answer) for request in batch]
         prompts = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.device)
-        temperatures = torch.tensor([request.temperature for request in batch], device=self.device)
-        sampler = row_sampler(temperatures, generator)
+        samplings = [Sampling(request.temperature) for request in batch]
+        settings = RowSettings.allocate(len(batch), self.device)
+        settings.assign(slice(0, len(batch)), samplings, [request.seed for request in batch])
+        sampler = Sampler(sampling_kind(samplings), settings)
         return Engine(self.runner, NoDraft(), sampler, prompts, [len(row) for row in rows], steps)
 
 

@@ -24,7 +24,7 @@ from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for
 from longspec.inference.adaptive.plans import CPU_WIDTH, Plan
 from longspec.inference.adaptive.time_cache import RoundTimes
 from longspec.inference.runner import Runner
-from longspec.inference.sampling import Sampler
+from longspec.inference.sampling import GREEDY
 from longspec.longbench.command import parse_options
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.glide import GlideMixin
@@ -238,7 +238,7 @@ def test_trees_on_a_cpu_have_narrow_levels_and_paths_within_their_nodes(tmp_path
     """A wide level, or a path of the length of a lookup branch, costs time and adds no accepted token."""
     shape = (6, 16, 16)
     plans = plans_for(shape, has_draft=True, on_cpu=True)
-    drafters = PlanDrafters(Runner(make_pair(tmp_path)), 1, Sampler(0.0, 0, 1.0), plans, shape, "reject")
+    drafters = PlanDrafters(Runner(make_pair(tmp_path)), 1, GREEDY, plans, shape, "reject")
     trees = [plan for plan in plans if plan.kind == "tree"]
     assert drafters.tree is not None and drafters.tree.shape == (CPU_WIDTH,) * 3
     assert [drafters.drafter(plan).depth for plan in trees] == [plan.nodes - 1 for plan in trees] == [5, 11]

@@ -13,11 +13,10 @@ from longspec.inference import engine as engine_module
 from longspec.inference.engine import Engine
 from longspec.inference.methods import METHODS, make_drafter
 from longspec.inference.runner import Runner
-from longspec.inference.sampling import Sampler
+from longspec.inference.sampling import GREEDY
 from longspec.kernels.decoding.sdpa_attention import SdpaAttention
 
 LENGTHS = [30, 3, 9, 25, 2]
-GREEDY = Sampler(0.0, 0, 1.0)
 
 
 def prompts(lengths: list[int]) -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -7,15 +7,14 @@ import pytest
 import torch
 from distributions import p_value
 from pairs import make_pair
+from samplers import sampler
 from torch import Tensor
 
 from longspec.inference.drafting import reduced_head
-from longspec.inference.sampling import Sampler
+from longspec.inference.request import FILTERS, Sampling
+from longspec.inference.sampling import GREEDY_KIND, Sampler
 from longspec.inference.select_runner import make_runner
-from longspec.inference.server import batch as batch_module
-from longspec.inference.server.batch import Batch, Method, Mode
-from longspec.inference.server.requests import Sampling
-from longspec.inference.server.row_sampling import Purpose, RowSampler
+from longspec.inference.server.batch import KINDS, Batch, Method, Mode
 from longspec.inference.server.selective import SelectiveDrafter
 from longspec.models.glide import GlideMixin
 
@@ -26,6 +25,8 @@ SETTINGS = [  # (sampling, speculates)
     (Sampling(0.6), True),
     (Sampling(1.5, top_k=3), True),
     (Sampling(1.0, top_p=0.8), True),
+    (Sampling(1.5, min_p=0.25), True),
+    (Sampling(1.5, typical_p=0.8, epsilon_cutoff=0.1), True),
     (Sampling(1.0), False),
     (Sampling(0.7, top_p=0.9), False),
     (Sampling(0.0), True),
@@ -58,7 +59,8 @@ def laws(model: GlideMixin) -> Tensor:
         if sampling.temperature == 0:
             p = torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).float()
         else:
-            p = Sampler(sampling.temperature, sampling.top_k, sampling.top_p).probabilities(logits)
+            own = {name: getattr(sampling, name) for name in FILTERS}
+            p = sampler(sampling.temperature, len(logits), **own).probabilities(logits)
         rows.append(p.gather(2, tokens[..., None])[..., 0].double().prod(1))
     return torch.stack(rows)
 
@@ -80,11 +82,11 @@ def outcomes(model: GlideMixin, method: Method) -> Tensor:
     for _ in range(REPEATS):
         batch.settings.seeds += rows
         batch.cache.lengths.fill_(len(PROMPT))
-        first = RowSampler(batch.settings, True, Purpose.FIRST)
-        batch.root.copy_(first.choose(runner.logits(hidden)[:, 0].expand(rows, -1)))
+        first = Sampler(KINDS[-1], batch.settings)
+        batch.root.copy_(first.after_prefill().choose(runner.logits(hidden)[:, 0].expand(rows, -1)))
         answers = [[token] for token in batch.root.tolist()]
         while min(map(len, answers)) < 3:
-            report, *_ = batch.rounds(Mode(True, "truncated"), rows)(batch.active)
+            report, *_ = batch.rounds(Mode(True, KINDS[-1]), rows)(batch.active)
             for answer, line in zip(answers, report.tolist(), strict=True):
                 answer += map(int, line[: int(line[-2])])
         for row, (a, b, c, *_) in enumerate(answers):
@@ -122,7 +124,7 @@ def test_planted_faults_are_seen(model: GlideMixin, monkeypatch: pytest.MonkeyPa
         patch.setattr(SelectiveDrafter, "propose", keeps_children)
         assert p_value(outcomes(model, METHODS["tree"]), law) < 1e-6
     with monkeypatch.context() as patch:  # draft and target draw the same numbers
-        patch.setattr(batch_module.RowSampler, "_next_stream", lambda self, kind: kind)
+        patch.setattr(Sampler, "drafting", lambda self: self)
         assert p_value(outcomes(model, METHODS["seq"]), law) < 1e-6
 
 
@@ -132,5 +134,5 @@ def test_rounds_of_batches_of_other_sizes_warm_up_anew(model: GlideMixin) -> Non
     kinds = set()
     for max_rows in (1, 5, 16):
         batch = Batch(runner, METHODS["tree"], max_rows, 256)
-        kinds.add(batch._new_rounds(Mode(True, "greedy"), slice(0, 1)).kind)
+        kinds.add(batch._new_rounds(Mode(True, GREEDY_KIND), slice(0, 1)).kind)
     assert len(kinds) == 3

@@ -12,7 +12,6 @@ from longspec.inference.adaptive.measurement import measure_times
 from longspec.inference.adaptive.plan_drafters import PlanDrafters
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.adaptive.time_cache import RoundTimes, cache_file, cache_key, load_times, store_times
-from longspec.inference.capture import generator_of
 from longspec.inference.engine import Engine, Round, RoundResult, Rounds
 from longspec.inference.round_source import playable
 from longspec.inference.stats import GenerationStats
@@ -104,10 +103,6 @@ class AutoRounds:
         stats.rounds_by_plan = {plan.name: rounds for plan, rounds in self.controller.played.items()}
 
     def measure(self) -> RoundTimes:
-        """Time the rounds. The random generator is left as it was."""
-        engine = self.engine
-        generator = generator_of(engine)
-        state = generator.get_state()
-        times = measure_times(engine, self.rounds, lambda: self.drafters.refill(engine.cache.lengths), self.room)
-        generator.set_state(state)
-        return times
+        """Time the rounds."""
+        lengths = self.engine.cache.lengths
+        return measure_times(self.engine, self.rounds, lambda: self.drafters.refill(lengths), self.room)

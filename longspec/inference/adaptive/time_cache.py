@@ -22,7 +22,7 @@ from longspec.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 8
+FORMAT = 9
 """Version of the cache's files."""
 
 
@@ -72,7 +72,7 @@ def cache_key(
         "attention": runner.attention.name,
         "captured": runner.capturable,
         "dtype": str(runner.dtype),
-        "sampling": "greedy" if sampler.greedy else "truncated" if sampler.truncates else "sampled",
+        "sampling": sampler.kind,
         "rows": 1 << (rows - 1).bit_length(),
         "room": 1 << (room - 1).bit_length(),
         "format": FORMAT,

@@ -62,7 +62,7 @@ class ChainDrafter:
             else:
                 q = self.sampler.probabilities(logits, watch)
                 distributions.append(q)
-                tokens.append(self.sampler.draw(q))
+                tokens.append(self.sampler.draw(q, step))
         sampled_from = torch.stack(distributions, 1) if distributions else None
         return chain(torch.stack(tokens, 1), sampled_from)
 

@@ -157,7 +157,7 @@ class TreeDrafter:
             logits = self.draft.level(tree.tokens[:, above], level, above.start, tree.visible[:, above], cache)
             if self.q is None:
                 # At temperature 0 the paths are ranked by the draft's own probabilities.
-                best_children(tree, above, width, logits, self.sampler.temperature or 1.0, watch, self.draft.ids)
+                best_children(tree, above, width, logits, self.sampler.temperature, watch, self.draft.ids)
             else:
                 warped, temperature = self.sampler.warped(logits)
                 q = self.q[:, above]

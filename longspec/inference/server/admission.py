@@ -9,6 +9,7 @@ from longspec.errors import UserError
 from longspec.inference.arguments import check_sampling, check_seed
 from longspec.inference.device import free_bytes
 from longspec.inference.engine import CAPACITY_STEP
+from longspec.inference.options import FILTER_OPTIONS, check_filter
 from longspec.inference.server.requests import Request, RequestTooLarge
 from longspec.models.draft_layer import head_dim
 from longspec.models.target_files import position_limit
@@ -70,6 +71,8 @@ def check_request(request: Request, config: PreTrainedConfig, limit: int) -> Non
     """Raise RequestTooLarge for a request of more than `limit` tokens, UserError if it is malformed."""
     sampling = request.sampling
     check_sampling(request.max_new_tokens, sampling.temperature, sampling.top_p, sampling.top_k)
+    for name in FILTER_OPTIONS:
+        check_filter(name, getattr(sampling, name))
     check_seed(sampling.seed)
     if not request.prompt:
         raise UserError("prompt: empty; it needs at least one token")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,13 +19,12 @@ from longspec.inference.drafting.chain import NoDraft
 from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.engine import Round
 from longspec.inference.methods import AUTO, make_drafter
+from longspec.inference.request import FILTERS, Sampling
 from longspec.inference.runner import Runner
-from longspec.inference.sampling import Sampler
+from longspec.inference.sampling import GREEDY, GREEDY_KIND, RowSettings, Sampler, SamplingKind
 from longspec.inference.server.draft_starter import DraftStarter
 from longspec.inference.server.prompt_reader import PromptReader
-from longspec.inference.server.requests import Sampling
 from longspec.inference.server.row_rounds import RowRounds
-from longspec.inference.server.row_sampling import Purpose, RowSampler, RowSettings
 from longspec.inference.server.selective import SelectiveDrafter
 from longspec.kernels.shared.device import upload
 
@@ -35,8 +34,8 @@ EXCHANGED_BYTES = 2**26
 """Most bytes that an exchange of two rows copies at a time, unless a single layer has more."""
 MOST_MEASURED_ON_CPU = 4
 """Largest batch whose rounds are measured on a CPU, where a round takes long."""
-Sampled = Literal["greedy", "sampled", "truncated"]
-"""Sampling of a round: all rows greedy; some at a temperature; some with top-k or top-p."""
+KINDS = (GREEDY_KIND, *(SamplingKind("mixed", names) for names in ((), ("top_k", "top_p"), tuple(FILTERS))))
+"""The kinds of sampling in order of what their rounds can do. The last one is captured when it is first needed."""
 
 
 class Mode(NamedTuple):
@@ -44,7 +43,8 @@ class Mode(NamedTuple):
 
     speculates: bool
     """Whether any row speculates."""
-    sampled: Sampled
+    sampling: SamplingKind
+    """One of KINDS."""
     plan: Plan | None = None
     """The plan of method "auto", if any row speculates."""
 
@@ -74,18 +74,19 @@ class Batch:
     ) -> None:
         """capacity: slots per row of the target's cache. prefill_chunk: most prompt tokens of a pass."""
         self.runner = runner
-        self.vocab = runner.config.vocab_size
         self.device = runner.device
         self.capacity = capacity
         self.max_rows = max_rows
-        self.cache = TargetCache(runner.config, max_rows, capacity, runner.dtype, runner.device)
+        self.settings = RowSettings.allocate(max_rows, runner.device)
+        self.cache = TargetCache(
+            runner.config, max_rows, capacity, runner.dtype, runner.device, self.settings.positions
+        )
         self.reader = PromptReader(runner, self.cache, prefill_chunk)
         self.root = torch.zeros(max_rows, dtype=torch.long, device=runner.device)
         self.active = torch.zeros(max_rows, dtype=torch.bool, device=runner.device)
         """bool [B]: the rows that rounds advance."""
         self.speculates = torch.zeros_like(self.active)
         """bool [B]: the rows whose proposals count."""
-        self.settings = RowSettings.allocate(self.cache.lengths, self.vocab)
         self.sizes = _sizes(max_rows) if runner.capturable else list(range(1, max_rows + 1))
         runner.prepare(capacity)
         drafter = _drafter(runner, method, max_rows)
@@ -96,20 +97,21 @@ class Batch:
         """The plans of method "auto"; empty for other methods."""
         self.times: dict[int, RoundTimes] = {}
         """Times of the plans' rounds at the smallest and the largest measured size."""
+        self.drafters = {GREEDY_KIND: drafter}
         all_rows = slice(0, max_rows)
-        sampled = drafter.share(all_rows, self._sampler("sampled", Purpose.DRAFT, all_rows))
-        truncated = sampled.share(all_rows, self._sampler("truncated", Purpose.DRAFT, all_rows))
-        self.drafters = {"greedy": drafter, "sampled": sampled, "truncated": truncated}
+        for kind in KINDS[1:]:  # those that sample share the tensors of their trees
+            drafter = drafter.share(all_rows, self._sampler(kind, all_rows).drafting())
+            self.drafters[kind] = drafter
         self._rounds: dict[tuple[Mode, int], Round] = {}
 
     @property
     def nodes(self) -> int:
         """Tokens that a round reads per row."""
-        return self.drafters["greedy"].nodes
+        return self.drafters[GREEDY_KIND].nodes
 
     @property
     def depth(self) -> int:
-        return self.drafters["greedy"].depth
+        return self.drafters[GREEDY_KIND].depth
 
     def size_for(self, rows: int) -> int:
         """The smallest size of a round that covers the first `rows` rows."""
@@ -124,11 +126,11 @@ class Batch:
         if self.runner.capturable:
             self.starter.capture()
             for size in reversed(self.sizes):  # the largest first: the others fit into its memory
-                for sampled in self.drafters:
+                for kind in KINDS[:-1]:
                     for plan in reversed(self.plans or (None,)):
                         if self.depth:
-                            self.rounds(Mode(True, sampled, plan), size)  # type: ignore[arg-type]
-                    self.rounds(Mode(False, sampled), size)  # type: ignore[arg-type]
+                            self.rounds(Mode(True, kind, plan), size)
+                    self.rounds(Mode(False, kind), size)
         if self.plans:
             most = self.max_rows if self.runner.capturable else min(self.max_rows, MOST_MEASURED_ON_CPU)
             for size in sorted({1, most}):
@@ -149,10 +151,10 @@ class Batch:
         path = cache_file(key)
         times = load_times(path, self.plans)
         if times is None:
-            rounds = {plan: self.rounds(Mode(True, "greedy", plan), size) for plan in self.plans}
-            drafters = self.drafters["greedy"].share(slice(0, size), GREEDY)
+            rounds = {plan: self.rounds(Mode(True, GREEDY_KIND, plan), size) for plan in self.plans}
+            drafters = self.drafters[GREEDY_KIND].share(slice(0, size), GREEDY)
             assert isinstance(drafters, PlanDrafters)
-            state = self._new_rounds(Mode(False, "greedy"), slice(0, size))
+            state = self._new_rounds(Mode(False, GREEDY_KIND), slice(0, size))
             times = measure_times(state, rounds, lambda: drafters.refill(state.cache.lengths), room)
             store_times(path, key, times)
         return times
@@ -170,24 +172,20 @@ class Batch:
         return self._rounds[key]
 
     def _new_rounds(self, mode: Mode, rows: slice) -> RowRounds:
-        drafting = self._sampler(mode.sampled, Purpose.DRAFT, rows)
-        verifying = self._sampler(mode.sampled, Purpose.VERIFY, rows)
+        sampler = self._sampler(mode.sampling, rows)
         drafter: Drafter = NoDraft()
         if mode.speculates:
-            drafter = self.drafters[mode.sampled].share(rows, drafting)
+            drafter = self.drafters[mode.sampling].share(rows, sampler.drafting())
             if isinstance(drafter, PlanDrafters):
                 assert mode.plan is not None
                 drafter = drafter.drafter(mode.plan)
         selective = SelectiveDrafter(drafter, self.speculates[rows])
-        rounds = RowRounds(self.runner, selective, verifying, self.cache.narrow(rows), self.root[rows])
-        rounds.samplers = (drafting, verifying)
+        rounds = RowRounds(self.runner, selective, sampler, self.cache.narrow(rows), self.root[rows])
         rounds.reports_ranks = mode.plan is not None and mode.plan.kind == "tree"
         return rounds
 
-    def _sampler(self, sampled: Sampled, purpose: Purpose, rows: slice) -> Sampler:
-        if sampled == "greedy":
-            return GREEDY
-        return RowSampler(self.settings.narrow(rows), sampled == "truncated", purpose)
+    def _sampler(self, kind: SamplingKind, rows: slice) -> Sampler:
+        return Sampler(kind, self.settings.narrow(rows))
 
     def read_prompt(self, row: int, tokens: Tensor, start: int) -> Tensor:
         """Read tokens [1, n] at positions start, start + 1, ... of a row; the hidden state [1, 1, hidden] at the last.
@@ -196,7 +194,7 @@ class Batch:
         """
         return self.reader.read(row, tokens, start)
 
-    def first_token(self, row: int, prompt: Tensor, last_hidden: Tensor, sampled: Sampled) -> tuple[int, float, int]:
+    def first_token(self, row: int, prompt: Tensor, last_hidden: Tensor, kind: SamplingKind) -> tuple[int, float, int]:
         """Choose the first token of an answer, which becomes the root; prompt: [1, P], its length that of the row.
 
         Returns the token, its log-probability at temperature 1, and the row's fault. Waits for the device.
@@ -205,9 +203,9 @@ class Batch:
         cache = self.cache.narrow(rows)
         cache.faults.zero_()
         logits = self.runner.logits(last_hidden)[:, 0]
-        token = self._sampler(sampled, Purpose.FIRST, rows).choose(logits, cache.watch(Fault.TARGET))
+        token = self._sampler(kind, rows).after_prefill().choose(logits, cache.watch(Fault.TARGET))
         self.root[rows] = token
-        if self.drafters["greedy"].reads_hidden:
+        if self.drafters[GREEDY_KIND].reads_hidden:
             cache.newest_hidden.copy_(last_hidden)
         self.starter.start(row, prompt)
         # One transfer for all that the host reads.
@@ -227,7 +225,7 @@ class Batch:
 
     def assign(self, row: int, sampling: Sampling, seed: int, speculates: bool) -> None:
         """Set the sampling settings of a row."""
-        self.settings.assign(row, sampling, seed, self.vocab)
+        self.settings.assign(slice(row, row + 1), [sampling], [seed])
         self.speculates[row] = speculates
 
     def set_length(self, row: int, length: int) -> None:
@@ -263,10 +261,11 @@ class Batch:
             # Few layers at a time, because an exchange copies one side.
             for layers in used.split(max(1, EXCHANGED_BYTES // used[0, 0].nbytes)):
                 _exchange(layers[:, a], layers[:, b])
-        for state in self.drafters["greedy"].row_states():
+        for state in self.drafters[GREEDY_KIND].row_states():
             state[b] = state[a]  # row b has no draft yet
+        _exchange(settings.numbers[:, a], settings.numbers[:, b])
         states = (cache.lengths, cache.newest_hidden, cache.faults, self.root, self.active, self.speculates)
-        for state in (*states, settings.seeds, settings.greedy, settings.temperature, settings.top_k, settings.top_p):
+        for state in (*states, settings.greedy):
             _exchange(state[a], state[b])
 
 
@@ -290,4 +289,8 @@ def _sizes(max_rows: int) -> list[int]:
     return sorted({2**power for power in range(max_rows.bit_length()) if 2**power < max_rows} | {max_rows})
 
 
-GREEDY = Sampler(temperature=0.0, top_k=0, top_p=1.0)
+def served_kind(sampling: Sampling) -> SamplingKind:
+    """The first of KINDS that follows these settings."""
+    if sampling.greedy:
+        return GREEDY_KIND
+    return next(kind for kind in KINDS[1:] if set(sampling.filters) <= set(kind.filters))

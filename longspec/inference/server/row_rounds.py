@@ -11,9 +11,7 @@ from torch import Tensor
 
 from longspec.inference.engine import Played, Rounds
 from longspec.inference.origins import Origin
-from longspec.inference.sampling import Sampler
 from longspec.inference.server.requests import Tree
-from longspec.inference.server.row_sampling import RowSampler
 from longspec.kernels.decoding.vocabulary import log_sum_exp
 
 
@@ -63,20 +61,15 @@ def read_tree(trace: list[int], width: int, origins: list[Origin]) -> Tree:
 class RowRounds(Rounds):
     """Rounds that return all results for the host."""
 
-    samplers: Sequence[Sampler] = ()
-    """Samplers of draft and target."""
     reports_ranks = False
     """Whether the report holds the ranks of the accepted nodes."""
 
     @property
     def kind(self) -> Hashable:
         # Compaction runs over the whole cache, and Triton compiles its kernel anew for some numbers of rows.
-        return (super().kind, type(self.sampler), self.sampler.truncates, self.cache.all_rows)
+        return (super().kind, self.cache.all_rows)
 
     def round(self, active: Tensor) -> RowResult:
-        for sampler in self.samplers:
-            if isinstance(sampler, RowSampler):
-                sampler.rewind()
         played = self.play(active)
         result = played.result(self.reports_ranks)
         columns = [result.tokens, _log_probabilities(played), result.from_lookup]

@@ -10,8 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from longspec.inference.adaptive.lookup_trace import LookupTrace
-from longspec.inference.server.batch import Sampled
-from longspec.inference.server.requests import Sampling, Ticket, Timings
+from longspec.inference.server.requests import Ticket, Timings
 
 
 @dataclass
@@ -131,10 +130,3 @@ def common_prefix(ids: np.ndarray, tokens: array[int]) -> int:
         return 0
     is_different = ids[:shared] != np.frombuffer(tokens, dtype=np.int64, count=shared)
     return int(is_different.argmax()) if is_different.any() else shared
-
-
-def sampling_kind(sampling: Sampling) -> Sampled:
-    """The cheapest rounds that can sample so."""
-    if sampling.temperature == 0:
-        return "greedy"
-    return "truncated" if sampling.top_k > 0 or sampling.top_p < 1 else "sampled"

@@ -8,10 +8,11 @@ from typing import Any
 
 from longspec.data.aligners import Turn
 from longspec.errors import UserError
+from longspec.inference.request import Sampling
 from longspec.inference.server.errors import ApiError
 from longspec.inference.server.limits import Limits
 from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
-from longspec.inference.server.requests import Request, Sampling
+from longspec.inference.server.requests import Request
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,13 @@ from longspec.inference.adaptive.controller import Controller, RowRound
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.cache import Fault
 from longspec.inference.origins import Origin, round_origins
-from longspec.inference.server.batch import Batch, Mode, Sampled
+from longspec.inference.server.batch import KINDS, Batch, Mode, served_kind
 from longspec.inference.server.requests import Event, Finished, FinishReason, Ticket, Timings, Tokens, Tree
 from longspec.inference.server.row_rounds import RowReport, RowResult, read_tree
-from longspec.inference.server.rows import Counts, Job, Row, Rows, sampling_kind
+from longspec.inference.server.rows import Counts, Job, Row, Rows
 from longspec.kernels.shared.device import Download
 
 logger = logging.getLogger(__name__)
-
-KINDS: tuple[Sampled, ...] = ("greedy", "sampled", "truncated")
-"""In order of what rounds can do."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +153,7 @@ class Worker:
             job.trace.read(prompt[start:end])
         if end == len(prompt):
             self._in_prefill = None
-            kind = sampling_kind(job.ticket.request.sampling)
+            kind = served_kind(job.ticket.request.sampling)
             job.root, logprob, fault = self.batch.first_token(row.number, job.uploaded, hidden, kind)
             job.first_token = job.last_token = time.perf_counter()
             self.batch.active[row.number] = True
@@ -178,12 +175,12 @@ class Worker:
             if batch.size_for(row.number + 1) > size:
                 self._move_down(row)
         requests = [row.job.ticket.request for row in running if row.job is not None]
-        sampled = max((sampling_kind(request.sampling) for request in requests), key=KINDS.index)
+        kind = max((served_kind(request.sampling) for request in requests), key=KINDS.index)
         speculates = batch.depth > 0 and any(request.speculate for request in requests)
         self.counts.rounds += 1
         self._size = size = batch.size_for(max(row.number for row in running) + 1)
         plan = self._choose_plan(running) if speculates else None
-        result: RowResult = batch.rounds(Mode(speculates, sampled, plan), size)(batch.active[:size])
+        result: RowResult = batch.rounds(Mode(speculates, kind, plan), size)(batch.active[:size])
         traced = any(request.trace for request in requests)
         rows = [(row.number, row, row.last_used) for row in running]
         return Flight(rows, Download(result.report), Download(result.trace) if traced else None, result.width, plan)
