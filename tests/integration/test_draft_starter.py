@@ -7,6 +7,7 @@ import torch
 from pairs import make_pair
 
 from longspec.inference.methods import AUTO
+from longspec.inference.sampling import GREEDY_KIND
 from longspec.inference.select_runner import make_runner
 from longspec.inference.server import draft_starter
 from longspec.inference.server.batch import Batch, Method
@@ -37,6 +38,6 @@ def test_captured_starts_equal_eager_ones(
         prompt = torch.randint(0, model.config.vocab_size, (1, count), generator=generator).to(device)
         captured.start(row, prompt)
         eager.drafters[row].start(prompt, torch.tensor([count], device=device))
-    states = [batch.drafters["greedy"].row_states() for batch in batches]
+    states = [batch.drafters[GREEDY_KIND].row_states() for batch in batches]
     assert states[0] and any(state.any() for state in states[0])
     torch.testing.assert_close(*states, rtol=0, atol=0)

@@ -78,9 +78,9 @@ def outcomes(model: GlideMixin, method: Method) -> Tensor:
     for row in range(rows):
         batch.copy_prefix(0, row, len(PROMPT))
         batch.assign(row, SETTINGS[row % len(SETTINGS)][0], row, SETTINGS[row % len(SETTINGS)][1])
-    batch.drafters["greedy"].start(prompt.expand(rows, -1), torch.full((rows,), len(PROMPT)))
+    batch.drafters[GREEDY_KIND].start(prompt.expand(rows, -1), torch.full((rows,), len(PROMPT)))
     for _ in range(REPEATS):
-        batch.settings.seeds += rows
+        batch.settings["seed"].add_(rows)
         batch.cache.lengths.fill_(len(PROMPT))
         first = Sampler(KINDS[-1], batch.settings)
         batch.root.copy_(first.after_prefill().choose(runner.logits(hidden)[:, 0].expand(rows, -1)))
