@@ -22,7 +22,7 @@ from longspec import generate
 from longspec.errors import UserError, reports_user_errors
 from longspec.inference.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
-from longspec.inference.methods import make_drafter
+from longspec.inference.methods import Drafting, make_drafter
 from longspec.inference.sampling import GREEDY
 from longspec.models.draft_layer import WINDOW, head_dim
 from longspec.models.glide import GlideMixin
@@ -78,7 +78,7 @@ def main() -> None:
 @torch.no_grad()
 def ours(runner: FusedRunner, ids: Tensor) -> None:
     sampler = GREEDY
-    drafter = make_drafter("tree", runner, 1, sampler, TREE_SHAPE, 4, "reject")
+    drafter = make_drafter(Drafting("tree", TREE_SHAPE), runner, 1, sampler)
     Engine(runner, drafter, sampler, ids, [ids.shape[1]], NEW_TOKENS).prefill()
 
 

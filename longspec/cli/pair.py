@@ -7,7 +7,6 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import transformers
 
 from longspec.data.aligners import Turn
@@ -68,12 +67,8 @@ class LoadedPair:
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, **options: Any) -> GenerationOutput:
         """Call `longspec.generate` on token ids. options: its other arguments."""
-        rows = [torch.tensor(prompt) for prompt in prompts]
-        row_masks = [torch.ones_like(row) for row in rows]
-        pad = torch.nn.utils.rnn.pad_sequence
-        mask = pad(row_masks, batch_first=True)
         settings = {"method": self.method, "eos_token_id": self.stop_ids, **vars(sampling), **options}
-        return generate(self.model, pad(rows, batch_first=True), mask, **settings)
+        return generate(self.model, prompts, **settings)
 
 
 def open_pair(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longspec.errors import UserError
-from longspec.inference.methods import AUTO, GLIDE_METHODS, METHODS, TREE_RULES
+from longspec.inference.methods import AUTO, GLIDE_METHODS, METHODS, TREE_RULES, Drafting
 from longspec.models.draft_layer import check_window
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import position_limit
@@ -23,13 +24,18 @@ _FP32 = torch.finfo(torch.float32)
 
 
 def prompt_batch(input_ids: Any, attention_mask: Any) -> tuple[Tensor, Tensor | None]:
-    """Token ids and their mask, [B, P] each. input_ids may be a tokenizer's output, which contains both."""
+    """Token ids and their mask, [B, P] each. input_ids may be a tokenizer's output, which contains both, or a list of
+    token ids per row, which is padded on the right."""
     if isinstance(input_ids, Mapping):
         if "input_ids" not in input_ids:
             raise UserError(f"input_ids: a mapping without the key input_ids, only {', '.join(map(str, input_ids))}")
         if attention_mask is None:
             attention_mask = input_ids.get("attention_mask")
         input_ids = input_ids["input_ids"]
+    if isinstance(input_ids, list):
+        if attention_mask is not None:
+            raise UserError("attention_mask: lists of token ids have no padding; leave it out")
+        return _padded(input_ids)
     check_token_ids(input_ids)
     if attention_mask is not None:
         if not isinstance(attention_mask, Tensor):
@@ -41,6 +47,15 @@ def prompt_batch(input_ids: Any, attention_mask: Any) -> tuple[Tensor, Tensor | 
                 f"attention_mask: shape {tuple(attention_mask.shape)} is not that of input_ids {tuple(input_ids.shape)}"
             )
     return input_ids, attention_mask
+
+
+def _padded(rows: list[Any]) -> tuple[Tensor, Tensor]:
+    """Lists of token ids as a batch with its mask."""
+    if not rows or not all(isinstance(row, Sequence) and row and all(map(_is_integer, row)) for row in rows):
+        raise UserError("input_ids: a list; give one list of token ids per row, none empty")
+    tensors = [torch.tensor(row) for row in rows]
+    pad = torch.nn.utils.rnn.pad_sequence
+    return pad(tensors, batch_first=True), pad([torch.ones_like(row) for row in tensors], batch_first=True)
 
 
 def check_token_ids(input_ids: Any) -> None:
@@ -86,41 +101,46 @@ def check_rows(model: GlideMixin, rows: Sequence[Tensor], max_new_tokens: int) -
         )
 
 
-def check_trained(model: GlideMixin, method: str, allow_untrained_draft: bool) -> None:
-    """Raise UserError if the method needs a trained draft and the model's draft is fresh."""
-    if method in GLIDE_METHODS and not (model.draft_is_trained or allow_untrained_draft):
+def checked_drafting(model: GlideMixin, drafting: Drafting, allow_untrained_draft: bool) -> Drafting:
+    """Drafting settings that fit a model. Raises UserError for those that cannot work.
+
+    The levels of method "auto" have no more nodes than the vocabulary has tokens.
+    """
+    method, shape, vocab_size = drafting.method, drafting.tree_shape, model.config.vocab_size
+    if method == AUTO and not isinstance(shape, str) and all(map(_is_integer, shape)):
+        drafting = replace(drafting, tree_shape=tuple(min(width, vocab_size) for width in shape))
+    check_drafting(drafting, vocab_size)
+    has_draft = model.draft_is_trained or allow_untrained_draft
+    if method in GLIDE_METHODS and not has_draft:
         raise UserError(
             f"method: {method!r} needs a trained draft, and this model has a fresh one; load one with "
             'from_pretrained(..., glide_path=DRAFT), choose method="lookup", or pass allow_untrained_draft=True'
         )
+    check_draft_window(drafting, model.draft_model.window)
+    shape = tuple(map(int, drafting.tree_shape)) if method in ("tree", AUTO) else ()
+    return replace(drafting, tree_shape=shape, has_draft=has_draft)
 
 
-def check_drafting(
-    method: str,
-    tree_shape: Sequence[int],
-    gamma: int,
-    tree_rule: str,
-    vocab_size: int,
-    tree_nodes: int | None = None,
-) -> None:
+def check_drafting(drafting: Drafting, vocab_size: int) -> None:
     """Raise UserError for an unknown method or tree rule, and for a tree or gamma outside its range."""
-    for name, value, known in (("method", method, (*METHODS, AUTO)), ("tree_rule", tree_rule, TREE_RULES)):
+    method = drafting.method
+    for name, value, known in (("method", method, (*METHODS, AUTO)), ("tree_rule", drafting.tree_rule, TREE_RULES)):
         if value not in known:
             raise UserError(f"{name}: {value!r} is unknown; choose one of {', '.join(known)}")
     if method in ("tree", AUTO):
-        _check_tree_shape(tree_shape, vocab_size)
-    if tree_nodes is not None:
-        _check_integer("tree_nodes", tree_nodes, 2, MAX_NODES)
+        _check_tree_shape(drafting.tree_shape, vocab_size)
+    if drafting.tree_nodes is not None:
+        _check_integer("tree_nodes", drafting.tree_nodes, 2, MAX_NODES)
     if method in ("seq", "magicdec", "lookup"):
-        _check_integer("gamma", gamma, 1, MAX_NODES - 1)
+        _check_integer("gamma", drafting.gamma, 1, MAX_NODES - 1)
 
 
-def check_draft_window(method: str, tree_shape: Sequence[int], gamma: int, window: int) -> None:
+def check_draft_window(drafting: Drafting, window: int) -> None:
     """Raise UserError if the draft's window, in tokens, is too small for the method's depth."""
-    if method == "seq":
-        check_window(window, gamma, "gamma")
-    elif method in ("tree", AUTO):
-        check_window(window, len(tree_shape), "tree_shape")
+    if drafting.method == "seq":
+        check_window(window, drafting.gamma, "gamma")
+    elif drafting.method in ("tree", AUTO):
+        check_window(window, len(drafting.tree_shape), "tree_shape")
 
 
 def _check_tree_shape(tree_shape: Any, vocab_size: int) -> None:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from threading import Lock
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from longspec.inference.engine import Rounds
+from longspec.inference.round_record import RoundResult
 
 T = TypeVar("T")
 CAPTURE_MODE = "thread_local"
@@ -21,7 +22,7 @@ CAPTURE_MODE = "thread_local"
 
 _one_at_a_time = Lock()
 _warm_kinds: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
-"""For each model the kinds of engines (`Engine.kind`) whose kernels are compiled."""
+"""For each model the kinds of rounds (`Rounds.kind`) whose kernels are compiled."""
 
 
 def warm_up(engine: Rounds) -> None:
@@ -89,7 +90,7 @@ class CapturedRound:
         self.active = torch.ones_like(engine.root, dtype=torch.bool)
         self.replay = capture_pass(partial(engine.round, self.active), self.active.device)
 
-    def __call__(self, active: Tensor) -> Any:
+    def __call__(self, active: Tensor) -> RoundResult:
         self.active.copy_(active)
         return self.replay()
 

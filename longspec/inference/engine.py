@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from longspec.inference.acceptance import Accepted, accept
+from longspec.inference.acceptance import accept
 from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.drafting.proposal import Drafter, Proposal
+from longspec.inference.kernel_key import CAPACITY_STEP, KernelKey, kernel_key
+from longspec.inference.round_record import PLAIN, Report, RoundResult, pack
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
 
@@ -21,54 +22,8 @@ PREFILL_ROWS = 8
 rows again, so chunks must be long."""
 LEAST_PREFILL_TOKENS = 512
 """A pass of prefill over fewer tokens takes as long, because it reads the same weights."""
-CAPACITY_STEP = 256
-"""The number of cache slots per row is a multiple of this."""
-MOST_SIZE_CLASSES = 128
-"""From this number of steps on, the cache size does not change which kernels run, because splits are bounded."""
-
-
-class RoundResult(NamedTuple):
-    """What the host reads of a round. Entries past the counts are undefined."""
-
-    tokens: Tensor
-    """LongTensor [B, depth + 1]: the accepted draft tokens, then the bonus token."""
-    counts: Tensor
-    """LongTensor [B]: number of valid `tokens`; 0 for inactive rows."""
-    from_lookup: Tensor
-    """LongTensor [B, depth + 1]: 1 for each accepted node from prompt lookup, else 0. Entry 0 is the root's."""
-    ranks: Tensor | None = None
-    """LongTensor [B, depth + 1]: the ranks of the accepted nodes, the root first, if plans are compared by them."""
-    levels: Tensor | None = None
-    """LongTensor [B, N], with the ranks: see `Proposal.levels_by_rank`."""
-
-
-Round = Callable[[Tensor], Any]
+Round = Callable[[Tensor], RoundResult]
 """`Rounds.round`, or a captured one."""
-
-
-class Played(NamedTuple):
-    """One round of a batch."""
-
-    tokens: Tensor
-    """LongTensor [B, depth + 1]: the accepted draft tokens, then the bonus token."""
-    counts: Tensor
-    """LongTensor [B]: number of valid `tokens`; 0 for inactive rows."""
-    proposal: Proposal
-    accepted: Accepted
-    logits: Tensor
-    """[B, N, V]: the target's logits at every node."""
-
-    def result(self, with_ranks: bool = False) -> RoundResult:
-        """The part for the host."""
-        proposal, path = self.proposal, self.accepted.path
-        from_lookup = proposal.from_lookup
-        # Of the other entries' dtype, so that the host's single transfer needs one kernel.
-        marks = torch.zeros_like(path) if from_lookup is None else from_lookup.gather(1, path).long()
-        if not with_ranks:
-            return RoundResult(self.tokens, self.counts, marks)
-        assert proposal.ranks is not None
-        ranks = proposal.ranks.gather(1, path)
-        return RoundResult(self.tokens, self.counts, marks, ranks, proposal.levels_by_rank())
 
 
 class Rounds:
@@ -78,13 +33,22 @@ class Rounds:
     round changes in place, so that a round can be captured as a CUDA graph and replayed.
     """
 
-    def __init__(self, runner: Runner, drafter: Drafter, sampler: Sampler, cache: TargetCache, root: Tensor) -> None:
-        """root: LongTensor [B], the newest token of each row, at position cache.lengths[b]."""
+    def __init__(
+        self,
+        runner: Runner,
+        drafter: Drafter,
+        sampler: Sampler,
+        cache: TargetCache,
+        root: Tensor,
+        report: Report = PLAIN,
+    ) -> None:
+        """root: LongTensor [B], the newest token of each row, at position cache.lengths[b]. sampler: the target's."""
         self.runner = runner
         self.drafter = drafter
         self.sampler = sampler
         self.cache = cache
         self.root = root
+        self.report = report
 
     @property
     def capacity(self) -> int:
@@ -92,26 +56,12 @@ class Rounds:
         return self.cache.keys.shape[3]
 
     @property
-    def kind(self) -> Hashable:
-        """A key that is equal for batches whose rounds launch the same kernels."""
-        vocabulary = self.runner.model.draft_model.vocabulary
-        return (
-            self.drafter.kind,
-            None if vocabulary is None else len(vocabulary),
-            len(self.root),
-            min(self.capacity // CAPACITY_STEP, MOST_SIZE_CLASSES),
-            self.sampler.kind,
-            self.runner.dtype,
-            self.runner.attention.name,
-        )
+    def kind(self) -> KernelKey:
+        """Equal for batches whose rounds launch the same kernels."""
+        rows, all_rows = len(self.root), self.cache.all_rows
+        return kernel_key(self.runner, self.drafter.kind, self.sampler.kind, rows, self.capacity, all_rows, self.report)
 
-    def round(self, active: Tensor) -> Any:
-        """`play`, returning only what the host reads: a `RoundResult`."""
-        played = self.play(active)
-        self.cache.compare_ranks(played.tokens, played.counts)
-        return played.result()
-
-    def play(self, active: Tensor) -> Played:
+    def round(self, active: Tensor) -> RoundResult:
         """Draft, verify, accept and compact once. active: bool [B]; other rows do not change, and no pass reads their
         prefix.
 
@@ -140,7 +90,8 @@ class Rounds:
 
         # The path starts with the root, which an earlier round emitted. The bonus token comes after the last node.
         emitted = path_tokens.roll(-1, dims=1).scatter(1, accepted.count[:, None], accepted.bonus[:, None])
-        return Played(emitted, count, proposal, accepted, logits)
+        self.cache.compare_ranks(emitted, count)
+        return pack(proposal, accepted, emitted, count, self.cache.faults, logits, self.report)
 
     def verify(self, proposal: Proposal) -> Tensor:
         """The target's logits [B, N, V] at every node of the tree."""

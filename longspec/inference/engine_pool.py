@@ -18,12 +18,12 @@ from torch import Tensor
 
 from longspec.inference.device import free_bytes
 from longspec.inference.drafting.reduced_head import head_bytes
-from longspec.inference.engine import CAPACITY_STEP, MOST_SIZE_CLASSES, Engine
+from longspec.inference.engine import Engine
+from longspec.inference.kernel_key import CAPACITY_STEP, MOST_SIZE_CLASSES, KernelKey
 from longspec.inference.memory import row_bytes
 from longspec.inference.request import Sampling
 from longspec.inference.round_source import RoundSource
 from longspec.inference.runner import Runner
-from longspec.inference.sampling import SamplingKind
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import least_over_ranks, model_parallel_rank_and_size
 
@@ -66,23 +66,13 @@ class PooledEngine:
             engine.sampler.settings.assign(slice(0, len(lengths)), [sampling] * len(lengths), seeds)
 
 
-def engine_kind(runner: Runner, method: Hashable, rows: int, sampler: SamplingKind, room: int) -> Hashable:
-    """Everything that the kernels of an engine's rounds depend on. method: the method and its settings."""
+def engine_kind(kernels: KernelKey, runner: Runner) -> Hashable:
+    """The kernels of an engine's rounds, and what their captures hold: the weights, and the memory of a stream."""
     device = runner.device
     tensors = (*runner.model.parameters(), *runner.model.buffers())
     weights = tuple((tensor.data_ptr(), tensor.numel()) for tensor in tensors)
-    return (
-        method,
-        rows,
-        min(room, CAPACITY_STEP * MOST_SIZE_CLASSES),
-        sampler,
-        (type(runner), runner.dtype, runner.attention.name, device, weights),
-        # Captured rounds share memory with those of their stream, and libraries choose kernels by these settings.
-        torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None,
-        torch.get_float32_matmul_precision(),
-        torch.is_autocast_enabled(device.type),
-        torch.is_inference_mode_enabled(),
-    )
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    return kernels, weights, stream
 
 
 def rounded_room(positions: int, max_positions: int) -> int:

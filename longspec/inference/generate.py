@@ -15,16 +15,14 @@ from transformers import StoppingCriteria
 
 from longspec.errors import UserError
 from longspec.inference.adaptive.auto_rounds import AutoRounds
-from longspec.inference.adaptive.plan_drafters import PlanDrafters, fitting_shape, plans_for
+from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for
 from longspec.inference.arguments import (
-    check_draft_window,
-    check_drafting,
     check_rows,
     check_sampling,
     check_seed,
     check_stopping,
     check_streamer,
-    check_trained,
+    checked_drafting,
     end_tokens,
     pad_token,
     prompt_batch,
@@ -34,7 +32,8 @@ from longspec.inference.decoder import Decoder, Stops, Streamer
 from longspec.inference.drafting.reduced_head import list_length
 from longspec.inference.engine import Engine
 from longspec.inference.engine_pool import borrowed, engine_kind, rounded_room
-from longspec.inference.methods import AUTO, DEFAULT_SHAPE, make_drafter
+from longspec.inference.kernel_key import kernel_key
+from longspec.inference.methods import AUTO, DEFAULT_SHAPE, Drafting, make_drafter
 from longspec.inference.options import FILTER_OPTIONS, REFUSED, STOPPING, filter_values, refuse_options
 from longspec.inference.process_group import repeat_generation
 from longspec.inference.request import Sampling
@@ -62,7 +61,7 @@ class GenerationOutput:
 @torch.no_grad()
 def generate(
     model: GlideMixin,
-    input_ids: Tensor | Mapping[str, Any],
+    input_ids: Tensor | list[list[int]] | Mapping[str, Any],
     attention_mask: Tensor | None = None,
     method: str | None = None,
     max_new_tokens: int = 256,
@@ -87,7 +86,7 @@ def generate(
     """Continue prompts losslessly: greedy at temperature 0, else samples of the target's own distribution.
 
     input_ids, attention_mask: LongTensor [B, P], padded left or right as the mask says; without a mask all tokens are
-    real. input_ids may also be a tokenizer's output.
+    real. input_ids may also be a tokenizer's output, or a list of token ids per row.
     method: vanilla, seq, tree, magicdec, lookup (prompt lookup) or auto; None is tree if tree_shape, tree_nodes or
     lookup_branches is given or several ranks share the target, else auto. seq, magicdec and lookup draft chains of
     gamma tokens, tree drafts trees of tree_shape. seq and tree need a trained draft unless allow_untrained_draft is
@@ -124,12 +123,9 @@ def generate(
         method = "tree" if describes_tree or model_parallel_rank_and_size()[1] > 1 else AUTO
         if method == AUTO and not (model.draft_is_trained or allow_untrained_draft):
             _log_no_draft(model.config.name_or_path)
-    if tree_shape is None:
-        tree_shape = DEFAULT_SHAPE
-    if method == AUTO:
-        tree_shape = fitting_shape(tree_shape, model.config.vocab_size)
-    check_drafting(method, tree_shape, gamma, tree_rule, model.config.vocab_size, tree_nodes)
-    check_trained(model, method, allow_untrained_draft)
+    shape = DEFAULT_SHAPE if tree_shape is None else tree_shape
+    drafting = Drafting(method, shape, gamma, tree_rule, tree_nodes, lookup_branches)
+    drafting = checked_drafting(model, drafting, allow_untrained_draft)
     _check_options(options)
     refuse_options(options, model.generation_config, (*REFUSED, *STOPPING))
     input_ids, attention_mask = prompt_batch(input_ids, attention_mask)
@@ -140,7 +136,6 @@ def generate(
     check_stopping(stopping_criteria)
     eos_ids = end_tokens(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
     pad_id = pad_token(model, pad_token_id)
-    check_draft_window(method, tree_shape, gamma, model.draft_model.window)
     arguments |= {"input_ids": input_ids, "attention_mask": attention_mask, "eos_token_id": sorted(eos_ids)}
     sampling = Sampling(temperature, top_p, top_k, None, **filter_values(options, model.generation_config))
     check_seed(seed, len(rows))
@@ -157,28 +152,24 @@ def generate(
     with torch.cuda.device_of(model.lm_head.weight):  # kernels are launched on the current device
         prompts = _pad_right(rows, 0).to(device)
         lengths = [len(row) for row in rows]
-        shape = tuple(map(int, tree_shape)) if method in ("tree", AUTO) else ()
         room = rounded_room(max(lengths) + max_new_tokens, position_limit(model.config))
-        has_draft = model.draft_is_trained or allow_untrained_draft
 
         def build() -> RoundSource:
             sampler = Sampler(kind, None if sampling.greedy else RowSettings.allocate(len(rows), device))
             if method == AUTO:
-                plans = plans_for(shape, has_draft, device.type == "cpu")
-                drafters = PlanDrafters(runner, len(rows), sampler.drafting(), plans, shape, tree_rule)
-                engine = Engine(runner, drafters, sampler, prompts, lengths, room - max(lengths))
+                plans = plans_for(drafting, device.type == "cpu")
+                drafters = PlanDrafters(runner, len(rows), sampler.drafting(), plans, drafting)
+                engine = Engine(runner, drafters, sampler, prompts, lengths, room - max(lengths))  # type: ignore[arg-type]
                 return AutoRounds(engine, drafters, room)
-            settings = (shape, gamma, tree_rule, tree_nodes, lookup_branches)
-            drafter = make_drafter(method, runner, len(rows), sampler.drafting(), *settings)
+            drafter = make_drafter(drafting, runner, len(rows), sampler.drafting())
             engine = Engine(runner, drafter, sampler, prompts, lengths, room - max(lengths))
             return FixedRounds(engine)
 
-        drafting = (method, shape, gamma, tree_rule, tree_nodes, lookup_branches, has_draft)
-        engine_key = engine_kind(runner, drafting, len(rows), kind, room)
-        with borrowed(engine_key, room, runner, build, list_length(model, method, has_draft)) as pooled:
+        kernels = kernel_key(runner, drafting, kind, len(rows), room)
+        with borrowed(engine_kind(kernels, runner), room, runner, build, list_length(model, drafting)) as pooled:
             pooled.restart(prompts, lengths, sampling, row_seeds(seed, len(rows), sampling.greedy))
             decoder = Decoder(pooled.engine, max_new_tokens, eos_ids, streamer, stops)
-            decoder.stats.tree_shape = shape
+            decoder.stats.tree_shape = tuple(drafting.tree_shape)
             decoder.stats.tree_nodes = pooled.engine.drafter.nodes if method == "tree" else 0
             decoder.stats.build_s = time.perf_counter() - started
             decoder.run(pooled.source)

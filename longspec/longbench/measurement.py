@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from longspec.inference import load_pair
@@ -112,7 +109,7 @@ def run(model: GlideMixin, plan: Plan, report: Report, stop: StopSignals, replic
             rows = prompts[batch.start : batch.stop]
             # Each sample has a seed of its own, so a resumed run draws the same tokens as an uninterrupted one.
             seed = plan.options.seed + batch.start
-            output = generate(model, *_padded(rows), **plan.settings, seed=seed)
+            output = generate(model, [prompt.token_ids for prompt in rows], **plan.settings, seed=seed)
             results = []
             for prompt, new_tokens in zip(rows, output.new_tokens, strict=True):
                 results.append(_result(prompt, new_tokens.tolist(), plan.tokenizer))
@@ -143,17 +140,7 @@ def _warm_up(model: GlideMixin, plan: Plan) -> None:
     # With the longest prompts, because kernels are compiled for sizes.
     by_length = sorted(plan.selection.prompts, key=lambda prompt: len(prompt.token_ids), reverse=True)
     longest = by_length[: plan.options.batch_size]
-    generate(model, *_padded(longest), **settings, seed=plan.options.seed)
-
-
-def _padded(batch: Sequence[TaskPrompt]) -> tuple[Tensor, Tensor]:
-    """input_ids and attention_mask, LongTensor [B, longest] each, padded on the right."""
-    rows = [torch.tensor(prompt.token_ids) for prompt in batch]
-    masks = [torch.ones_like(row) for row in rows]
-
-    # The padding's token is masked, so any id will do.
-    pad = torch.nn.utils.rnn.pad_sequence
-    return pad(rows, batch_first=True), pad(masks, batch_first=True)
+    generate(model, [prompt.token_ids for prompt in longest], **settings, seed=plan.options.seed)
 
 
 def _result(prompt: TaskPrompt, token_ids: list[int], tokenizer: Any) -> SampleResult:

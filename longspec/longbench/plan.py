@@ -31,6 +31,7 @@ from longspec.longbench.checks import (
     check_numbers,
     check_output,
     check_prompts,
+    drafting_of,
 )
 from longspec.longbench.prompts import Selection, read_prompt, read_questions, select_prompts
 from longspec.longbench.run_folder import folder_name
@@ -183,8 +184,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     config = read_config(pair.target)
     model_class = family_class(config, pair.target)
     check_loadable(config, pair.target)
-    drafting = (options.method, options.tree_shape, options.gamma, options.tree_rule)
-    check_drafting(*drafting, config.vocab_size, options.tree_nodes)
+    check_drafting(drafting_of(options), config.vocab_size)
     tokenizer = load_tokenizer(pair.target, config, options.chat_template_kwargs)
     notes: list[str] = []
     chat_format = resolve_chat_format(options.chat_format, pair.target, config.model_type, tokenizer, notes.append)

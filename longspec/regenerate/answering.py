@@ -11,11 +11,12 @@ from torch import Tensor
 from longspec.errors import UserError
 from longspec.inference.capture import CapturedRound, warm_up
 from longspec.inference.drafting.chain import NoDraft
-from longspec.inference.engine import CAPACITY_STEP, Engine
+from longspec.inference.engine import Engine
+from longspec.inference.kernel_key import CAPACITY_STEP
+from longspec.inference.memory import slot_bytes
 from longspec.inference.request import Sampling
 from longspec.inference.sampling import RowSettings, Sampler, sampling_kind
 from longspec.inference.select_runner import make_runner
-from longspec.models.draft_layer import head_dim
 from longspec.models.glide import GlideMixin
 
 REFILL_SHARE = 4
@@ -66,10 +67,7 @@ class Answerer:
         self.runner = make_runner(model, "auto", True)
         self.device = self.runner.device
         self.batch_size = batch_size
-        config = model.config
-        # Keys and values of all layers for one token.
-        values_per_slot = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config)
-        self.slot_bytes = values_per_slot * self.runner.dtype.itemsize
+        self.slot_bytes = slot_bytes(model.config, self.runner.dtype)
         self.cache_bytes = _cache_bytes(model, self.device)
 
     @torch.no_grad()

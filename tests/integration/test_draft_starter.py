@@ -6,11 +6,11 @@ import pytest
 import torch
 from pairs import make_pair
 
-from longspec.inference.methods import AUTO
+from longspec.inference.methods import AUTO, Drafting
 from longspec.inference.sampling import GREEDY_KIND
 from longspec.inference.select_runner import make_runner
 from longspec.inference.server import draft_starter
-from longspec.inference.server.batch import Batch, Method
+from longspec.inference.server.batch import Batch
 
 PROMPTS = {2: 70, 0: 9, 1: 1}
 """Number of prompt tokens by row. Row 2 starts twice, the second time with fewer tokens."""
@@ -29,7 +29,7 @@ def test_captured_starts_equal_eager_ones(
     if listed:
         model.draft_model.set_vocabulary(torch.arange(1, model.config.vocab_size, 2, device=device))
     runner = make_runner(model, "auto", compiled=device == "cuda")
-    batches = [Batch(runner, Method(method, (2, 3), 2, "reject"), 3, 512) for _ in range(2)]
+    batches = [Batch(runner, Drafting(method, (2, 3), 2), 3, 512) for _ in range(2)]
     captured, eager = (batch.starter for batch in batches)
     captured.capture()
     assert len(captured._passes) == 3

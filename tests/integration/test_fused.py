@@ -16,7 +16,7 @@ from longspec.inference.drafting import magicdec
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
-from longspec.inference.methods import METHODS, make_drafter
+from longspec.inference.methods import METHODS, Drafting, make_drafter
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY
 from longspec.inference.select_runner import make_runner
@@ -145,7 +145,7 @@ def test_a_round_on_the_empty_cache_changes_nothing(
     found = []
     for warm in (False, True):
         runner, sampler = FusedRunner(model, OPERATIONS[operations](), "sdpa"), GREEDY
-        drafter = make_drafter(method, runner, 2, sampler, (2, 3), 2, "reject")
+        drafter = make_drafter(Drafting(method, (2, 3), 2), runner, 2, GREEDY)
         engine = Engine(runner, drafter, sampler, prompts, [5, 2], max_new_tokens=8)
         if warm:
             engine.round(torch.zeros(2, dtype=torch.bool))
@@ -170,7 +170,7 @@ def test_engines_that_launch_other_kernels_are_of_another_kind(tmp_path: Path) -
         ("tree", (2, 4), "reject", 0.0, 1.0, 1, 900),
     ]:
         own = sampler(temperature, rows, top_p=top_p)
-        drafter = make_drafter(method, runner, rows, own.drafting(), shape, 2, rule)
+        drafter = make_drafter(Drafting(method, shape, 2, rule), runner, rows, own.drafting())
         prompts = torch.zeros(rows, length, dtype=torch.long)
         kinds.add(Engine(runner, drafter, own, prompts, [length] * rows, max_new_tokens=8).kind)
     assert len(kinds) == 9

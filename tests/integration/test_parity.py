@@ -108,7 +108,7 @@ def test_chain_logits_equal_training_logits_at_the_same_lag(
     )
     for step in range(DEPTH):
         node = torch.stack([row[n + step] for row, n in zip(tokens, roots, strict=True)])
-        logits = draft.next_logits(node, step, engine.cache)
+        logits = draft.next_logits(node, step, engine.cache, draft.feature(engine.cache))
         for b, n in enumerate(roots):
             expected = training_logits(model, tokens[b, : n + step + 1], lag=step + 1)[-1]
             torch.testing.assert_close(logits[b], expected, **TOLERANCE, msg=f"root {n}, step {step}")
@@ -139,7 +139,7 @@ def test_drafts_of_every_kind_draft_as_either_variant_trains(
     engine = prefilled(model, prompts, ChainDrafter(draft, depth, GREEDY))
     for step in range(depth):
         node = torch.stack([row[n + step] for row, n in zip(tokens, roots, strict=True)])
-        logits = draft.next_logits(node, step, engine.cache)
+        logits = draft.next_logits(node, step, engine.cache, draft.feature(engine.cache))
         for b, n in enumerate(roots):
             expected = training_logits(model, tokens[b, : n + step + 1], None if is_base else step + 1)[-1]
             torch.testing.assert_close(logits[b], expected, **TOLERANCE, msg=f"root {n}, step {step}")

@@ -11,10 +11,11 @@ from samplers import sampler
 from torch import Tensor
 
 from longspec.inference.drafting import reduced_head
+from longspec.inference.methods import Drafting
 from longspec.inference.request import FILTERS, Sampling
 from longspec.inference.sampling import GREEDY_KIND, Sampler
 from longspec.inference.select_runner import make_runner
-from longspec.inference.server.batch import KINDS, Batch, Method, Mode
+from longspec.inference.server.batch import KINDS, Batch, Mode
 from longspec.inference.server.selective import SelectiveDrafter
 from longspec.models.glide import GlideMixin
 
@@ -35,10 +36,10 @@ SETTINGS = [  # (sampling, speculates)
 """Rows that run next to each other."""
 COPIES, REPEATS = 128, 6
 METHODS = {
-    "tree": Method("tree", (2, 3), 0, "reject"),
-    "tree, descend": Method("tree", (2, 3), 0, "descend"),
-    "tree, budget": Method("tree", (2, 3), 0, "reject", tree_nodes=7, lookup_branches=True),
-    "seq": Method("seq", (), 2, ""),
+    "tree": Drafting("tree", (2, 3)),
+    "tree, descend": Drafting("tree", (2, 3), tree_rule="descend"),
+    "tree, budget": Drafting("tree", (2, 3), tree_nodes=7, lookup_branches=True),
+    "seq": Drafting("seq", gamma=2),
 }
 LEVEL = 1e-3 / len(METHODS)
 
@@ -66,7 +67,7 @@ def laws(model: GlideMixin) -> Tensor:
 
 
 @torch.no_grad()
-def outcomes(model: GlideMixin, method: Method) -> Tensor:
+def outcomes(model: GlideMixin, method: Drafting) -> Tensor:
     """Counts [settings, VOCAB^3] of the first three tokens, of COPIES * REPEATS answers per setting."""
     runner = make_runner(model, "sdpa", False)
     rows = len(SETTINGS) * COPIES
@@ -86,9 +87,9 @@ def outcomes(model: GlideMixin, method: Method) -> Tensor:
         batch.root.copy_(first.after_prefill().choose(runner.logits(hidden)[:, 0].expand(rows, -1)))
         answers = [[token] for token in batch.root.tolist()]
         while min(map(len, answers)) < 3:
-            report, *_ = batch.rounds(Mode(True, KINDS[-1]), rows)(batch.active)
-            for answer, line in zip(answers, report.tolist(), strict=True):
-                answer += map(int, line[: int(line[-2])])
+            result = batch.rounds(Mode(True, KINDS[-1]), rows)(batch.active)
+            for answer, count, tokens in zip(answers, result.counts.tolist(), result.tokens.tolist(), strict=True):
+                answer += tokens[:count]
         for row, (a, b, c, *_) in enumerate(answers):
             counts[row % len(SETTINGS), (a * VOCAB + b) * VOCAB + c] += 1
     return counts
@@ -124,7 +125,7 @@ def test_planted_faults_are_seen(model: GlideMixin, monkeypatch: pytest.MonkeyPa
         patch.setattr(SelectiveDrafter, "propose", keeps_children)
         assert p_value(outcomes(model, METHODS["tree"]), law) < 1e-6
     with monkeypatch.context() as patch:  # draft and target draw the same numbers
-        patch.setattr(Sampler, "drafting", lambda self: self)
+        patch.setattr(Sampler, "_stream", lambda self, kind, step: kind)
         assert p_value(outcomes(model, METHODS["seq"]), law) < 1e-6
 
 

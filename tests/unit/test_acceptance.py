@@ -220,7 +220,9 @@ class LanguageChain:
     def row_states(self) -> list[Tensor]:
         return []
 
-    def next_logits(self, tokens: Tensor, step: int, cache: object) -> Tensor:
+    def feature(self, cache: object) -> None: ...
+
+    def next_logits(self, tokens: Tensor, step: int, cache: object, feature: None) -> Tensor:
         self.prefix = (*self.prefix[: step - 1], int(tokens)) if step else ()
         return self.language(self.prefix).log()[None]
 
@@ -248,6 +250,8 @@ class LanguageDraft:
     def __init__(self, language: RandomLanguage) -> None:
         self.language = language
         self.start = self.feed = None
+
+    def feature(self, cache: object) -> None: ...
 
     def level(self, tokens: Tensor, level: int, *_: object) -> Tensor:
         known = [self.language((token,) if level else ()).log() for token in range(VOCAB)]

@@ -10,12 +10,12 @@ from pairs import make_pair
 from samplers import sampler
 
 from longspec.inference.acceptance import accept
-from longspec.inference.adaptive.controller import RowRound
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.drafting.lookup import LookupBranches
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
+from longspec.inference.round_record import Report, RowRound
 from longspec.inference.runner import Runner
 from longspec.models.glide import GlideMixin
 
@@ -87,6 +87,7 @@ def test_a_whole_tree_tells_what_its_parts_would_have_accepted(tmp_path: Path) -
     prompts = torch.randint(0, 7, (2, 30), generator=torch.Generator().manual_seed(3))
     drafter = drafted(model, SHAPE, 0.0, lookup=True)
     engine = Engine(drafter.runner, drafter, drafter.sampler, prompts, [30, 17], max_new_tokens=300)
+    engine.report = Report(ranks=True)
     engine.prefill()
     plans = [Plan("tree", nodes, levels) for levels in (1, 2, 3) for nodes in (3, 5, 8)]
     seen = Counter[int]()
@@ -95,10 +96,9 @@ def test_a_whole_tree_tells_what_its_parts_would_have_accepted(tmp_path: Path) -
         for plan in plans:
             proposal = drafter.cut(plan.nodes, plan.levels).propose(engine.root, engine.cache)
             counts[plan] = accept(proposal, engine.verify(proposal), drafter.sampler).count
-        result = engine.play(torch.ones(2, dtype=torch.bool)).result(with_ranks=True)
-        assert result.ranks is not None and result.levels is not None
-        for row, count in enumerate(result.counts.tolist()):
-            part = RowRound([], result.ranks[row, 1:count].tolist(), result.levels[row].tolist())
+        result = engine.round(torch.ones(2, dtype=torch.bool))
+        for row, (count, line) in enumerate(zip(result.counts.tolist(), result.lines.tolist(), strict=True)):
+            part = RowRound.read(line, drafter.depth + 1, engine.report)
             for plan in plans:
                 accepted = len(part.accepted_by(plan))
                 assert accepted == counts[plan][row], plan

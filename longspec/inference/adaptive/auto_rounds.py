@@ -7,23 +7,15 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from longspec.inference.adaptive.controller import Controller, RowRound
+from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.measurement import measure_times
 from longspec.inference.adaptive.plan_drafters import PlanDrafters
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.adaptive.time_cache import RoundTimes, cache_file, cache_key, load_times, store_times
-from longspec.inference.engine import Engine, Round, RoundResult, Rounds
+from longspec.inference.engine import Engine, Round, Rounds
+from longspec.inference.round_record import PLAIN, Report, RoundResult, RowRound
 from longspec.inference.round_source import playable
 from longspec.inference.stats import GenerationStats
-
-
-class PlanRounds(Rounds):
-    """The rounds of one plan."""
-
-    def round(self, active: Tensor) -> RoundResult:
-        """`Rounds.round`, with ranks if the plan is a tree."""
-        played = self.play(active)
-        return played.result(with_ranks=played.proposal.ranks is not None)
 
 
 class AutoRounds:
@@ -37,6 +29,7 @@ class AutoRounds:
         self.times: RoundTimes | None = None
         self.rounds: dict[Plan, Round] = {}
         self.controller: Controller | None = None
+        self.report = PLAIN
         self.ring_is_stale = False
         """Whether the draft's ring lacks tokens."""
 
@@ -47,13 +40,12 @@ class AutoRounds:
         engine = self.engine
         # The largest plan comes first: the others fit into its memory.
         for plan in reversed(self.drafters.plans):
-            drafter = self.drafters.drafter(plan)
-            rounds = PlanRounds(engine.runner, drafter, engine.sampler, engine.cache, engine.root)
+            drafter, report = self.drafters.for_plan(plan), Report(ranks=plan.kind == "tree")
+            rounds = Rounds(engine.runner, drafter, engine.sampler, engine.cache, engine.root, report)
             self.rounds[plan] = playable(rounds, stats)
 
         start = time.perf_counter()
-        shape = self.drafters.tree.shape if self.drafters.tree else ()
-        key = cache_key(engine.runner, self.drafters.plans, shape, engine.sampler, len(engine.root), self.room)
+        key = cache_key(engine.kind, self.drafters.plans, engine.runner.config, self.room)
         path = cache_file(key)
         self.times = load_times(path, self.drafters.plans)
         if self.times is None:
@@ -76,7 +68,7 @@ class AutoRounds:
         self.ring_is_stale = False
 
     def play(self, active: Tensor) -> RoundResult:
-        """Play a round; see `PlanRounds.round`."""
+        """Play a round; see `Rounds.round`."""
         assert self.controller is not None
         result = self.play_plan(self.controller.choose(), active)
         self.controller.think()  # while the device plays
@@ -87,6 +79,7 @@ class AutoRounds:
             self.drafters.refill(self.engine.cache.lengths)
         # Rounds of other plans do not feed the ring, which would cost a small target some percent of a round.
         self.ring_is_stale = plan.kind != "tree"
+        self.report = Report(ranks=plan.kind == "tree")
         return self.rounds[plan](active)
 
     def observe(self, rows: Sequence[RowRound | None], active: Sequence[bool]) -> None:

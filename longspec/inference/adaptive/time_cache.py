@@ -12,12 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from transformers import PreTrainedConfig
 
 from longspec.inference.adaptive.plans import Plan
-from longspec.inference.device import device_name
-from longspec.inference.runner import Runner
-from longspec.inference.sampling import Sampler
+from longspec.inference.kernel_key import KernelKey
 from longspec.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
@@ -50,31 +48,20 @@ def cache_file(key: dict[str, Any]) -> Path:
     return user_cache("round_times") / f"{_digest(key)}.json"
 
 
-def cache_key(
-    runner: Runner, plans: Sequence[Plan], draft: Any, sampler: Sampler, rows: int, room: int
-) -> dict[str, Any]:
+def cache_key(kernels: KernelKey, plans: Sequence[Plan], config: PreTrainedConfig, room: int) -> dict[str, Any]:
     """Everything that the times depend on; the numbers of rows and positions are rounded up to powers of two.
 
-    draft: the settings of the trees, as JSON values.
+    kernels: those of the rounds, whatever the plan. config: the target's.
     """
     # The weights do not matter: a round of any draft of this architecture takes as long.
     # The same target under another path or another version of transformers has the same times.
-    config = runner.config.to_dict()
     unrelated = ("_name_or_path", "transformers_version", "architectures")
-    device = runner.device
+    target = {name: value for name, value in config.to_dict().items() if name not in unrelated}
+    rows, all_rows, room = (1 << (number - 1).bit_length() for number in (kernels.rows, kernels.all_rows, room))
     return {
-        "target": _digest({name: value for name, value in config.items() if name not in unrelated}),
-        "draft": [asdict(runner.model.draft_model.options), draft],
+        "target": _digest(target),
         "plans": [plan.name for plan in plans],
-        "device": device_name(device),
-        "threads": torch.get_num_threads() if device.type == "cpu" else None,
-        "operations": type(runner.operations).__name__,
-        "attention": runner.attention.name,
-        "captured": runner.capturable,
-        "dtype": str(runner.dtype),
-        "sampling": sampler.kind,
-        "rows": 1 << (rows - 1).bit_length(),
-        "room": 1 << (room - 1).bit_length(),
+        "kernels": kernels._replace(drafting=str(kernels.drafting), rows=rows, all_rows=all_rows, size_class=room),
         "format": FORMAT,
     }
 

@@ -8,7 +8,8 @@ from transformers import PreTrainedConfig
 from longspec.errors import UserError
 from longspec.inference.arguments import check_sampling, check_seed
 from longspec.inference.device import free_bytes
-from longspec.inference.engine import CAPACITY_STEP
+from longspec.inference.kernel_key import CAPACITY_STEP
+from longspec.inference.memory import slot_bytes
 from longspec.inference.options import FILTER_OPTIONS, check_filter
 from longspec.inference.server.requests import Request, RequestTooLarge
 from longspec.models.draft_layer import head_dim
@@ -35,9 +36,8 @@ def row_capacity(
     depend on the capacity. Raises UserError if the memory does not even suffice for one step of the cache's size.
     """
     budget = int(free_bytes(device) * SHARE) if memory is None else memory
-    slot_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * dtype.itemsize
-    for_rows = budget - fixed
-    slots = (for_rows // rows - nodes * config.vocab_size * ROUND_BYTES) // slot_bytes // CAPACITY_STEP * CAPACITY_STEP
+    slots = ((budget - fixed) // rows - nodes * config.vocab_size * ROUND_BYTES) // slot_bytes(config, dtype)
+    slots -= slots % CAPACITY_STEP
     if slots < CAPACITY_STEP:
         raise UserError(
             f"memory: {budget / 2**30:.3g} GiB hold less than {CAPACITY_STEP} tokens in each of {rows} rows; "

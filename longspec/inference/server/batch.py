@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,15 +15,15 @@ from longspec.inference.adaptive.time_cache import RoundTimes, cache_file, cache
 from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.capture import CapturedRound, warm_up
 from longspec.inference.drafting.chain import NoDraft
-from longspec.inference.drafting.proposal import Drafter
-from longspec.inference.engine import Round
-from longspec.inference.methods import AUTO, make_drafter
+from longspec.inference.drafting.proposal import Drafter, DraftState
+from longspec.inference.engine import Round, Rounds
+from longspec.inference.methods import AUTO, Drafting, make_drafter
 from longspec.inference.request import FILTERS, Sampling
+from longspec.inference.round_record import Report
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY, GREEDY_KIND, RowSettings, Sampler, SamplingKind
 from longspec.inference.server.draft_starter import DraftStarter
 from longspec.inference.server.prompt_reader import PromptReader
-from longspec.inference.server.row_rounds import RowRounds
 from longspec.inference.server.selective import SelectiveDrafter
 from longspec.kernels.shared.device import upload
 
@@ -48,19 +47,9 @@ class Mode(NamedTuple):
     plan: Plan | None = None
     """The plan of method "auto", if any row speculates."""
 
-
-@dataclass(frozen=True)
-class Method:
-    """Drafting settings of all rows, as in `longspec.generate`."""
-
-    name: str
-    tree_shape: tuple[int, ...]
-    gamma: int
-    tree_rule: str
-    tree_nodes: int | None = None
-    lookup_branches: bool = False
-    has_draft: bool = True
-    """Whether method "auto" plays trees."""
+    @property
+    def report(self) -> Report:
+        return Report(ranks=self.plan is not None and self.plan.kind == "tree", details=True)
 
 
 class Batch:
@@ -70,7 +59,7 @@ class Batch:
     """
 
     def __init__(
-        self, runner: Runner, method: Method, max_rows: int, capacity: int, prefill_chunk: int = PREFILL_CHUNK
+        self, runner: Runner, drafting: Drafting, max_rows: int, capacity: int, prefill_chunk: int = PREFILL_CHUNK
     ) -> None:
         """capacity: slots per row of the target's cache. prefill_chunk: most prompt tokens of a pass."""
         self.runner = runner
@@ -89,15 +78,18 @@ class Batch:
         """bool [B]: the rows whose proposals count."""
         self.sizes = _sizes(max_rows) if runner.capturable else list(range(1, max_rows + 1))
         runner.prepare(capacity)
-        drafter = _drafter(runner, method, max_rows)
+        drafter: DraftState
+        if drafting.method == AUTO:
+            plans = served_plans(drafting, runner.device.type == "cpu")
+            drafter = PlanDrafters(runner, max_rows, GREEDY, plans, drafting)
+        else:
+            drafter = make_drafter(drafting, runner, max_rows, GREEDY)
         drafter.reserve(capacity)
         self.starter = DraftStarter(drafter, max_rows, capacity, GREEDY, runner.device)
-        self.tree_shape = method.tree_shape
-        self.plans = drafter.plans if isinstance(drafter, PlanDrafters) else ()
-        """The plans of method "auto"; empty for other methods."""
+        self.plans = drafter.plans
         self.times: dict[int, RoundTimes] = {}
         """Times of the plans' rounds at the smallest and the largest measured size."""
-        self.drafters = {GREEDY_KIND: drafter}
+        self.drafters: dict[SamplingKind, DraftState] = {GREEDY_KIND: drafter}
         all_rows = slice(0, max_rows)
         for kind in KINDS[1:]:  # those that sample share the tensors of their trees
             drafter = drafter.share(all_rows, self._sampler(kind, all_rows).drafting())
@@ -146,21 +138,19 @@ class Batch:
     def _measured_times(self, size: int) -> RoundTimes:
         """Times of the greedy rounds of all plans, from the cache if it has them."""
         room = self.capacity - self.depth - 1 - self.nodes
-        # Rounds of a server also gather log-probabilities and traces, so `generate`'s times are not theirs.
-        key = cache_key(self.runner, self.plans, (self.tree_shape, "server"), GREEDY, size, room)
+        state = self._new_rounds(Mode(True, GREEDY_KIND, self.plans[0]), slice(0, size))
+        drafters = self.drafters[GREEDY_KIND].share(slice(0, size), GREEDY)
+        key = cache_key(state.kind._replace(drafting=drafters.kind), self.plans, self.runner.config, room)
         path = cache_file(key)
         times = load_times(path, self.plans)
         if times is None:
             rounds = {plan: self.rounds(Mode(True, GREEDY_KIND, plan), size) for plan in self.plans}
-            drafters = self.drafters[GREEDY_KIND].share(slice(0, size), GREEDY)
-            assert isinstance(drafters, PlanDrafters)
-            state = self._new_rounds(Mode(False, GREEDY_KIND), slice(0, size))
             times = measure_times(state, rounds, lambda: drafters.refill(state.cache.lengths), room)
             store_times(path, key, times)
         return times
 
     def rounds(self, mode: Mode, rows: int) -> Round:
-        """Plays rounds of the first `rows` rows, one of `sizes`; see `RowRounds.round`."""
+        """Plays rounds of the first `rows` rows, one of `sizes`; see `Rounds.round`."""
         key = (mode, rows)
         if key not in self._rounds:
             rounds = self._new_rounds(mode, slice(0, rows))
@@ -171,18 +161,13 @@ class Batch:
                 self._rounds[key] = rounds.round
         return self._rounds[key]
 
-    def _new_rounds(self, mode: Mode, rows: slice) -> RowRounds:
+    def _new_rounds(self, mode: Mode, rows: slice) -> Rounds:
         sampler = self._sampler(mode.sampling, rows)
         drafter: Drafter = NoDraft()
         if mode.speculates:
-            drafter = self.drafters[mode.sampling].share(rows, sampler.drafting())
-            if isinstance(drafter, PlanDrafters):
-                assert mode.plan is not None
-                drafter = drafter.drafter(mode.plan)
+            drafter = self.drafters[mode.sampling].share(rows, sampler.drafting()).for_plan(mode.plan)
         selective = SelectiveDrafter(drafter, self.speculates[rows])
-        rounds = RowRounds(self.runner, selective, sampler, self.cache.narrow(rows), self.root[rows])
-        rounds.reports_ranks = mode.plan is not None and mode.plan.kind == "tree"
-        return rounds
+        return Rounds(self.runner, selective, sampler, self.cache.narrow(rows), self.root[rows], mode.report)
 
     def _sampler(self, kind: SamplingKind, rows: slice) -> Sampler:
         return Sampler(kind, self.settings.narrow(rows))
@@ -215,9 +200,7 @@ class Batch:
 
     def refill_draft(self, row: int) -> None:
         """Fill the draft's ring in a row that played plans without the draft."""
-        drafter = self.starter.drafters[row]
-        assert isinstance(drafter, PlanDrafters)
-        drafter.refill(self.cache.lengths[row : row + 1])
+        self.starter.drafters[row].refill(self.cache.lengths[row : row + 1])
 
     def upload(self, tokens: np.ndarray) -> Tensor:
         """Tokens, int64 [n], as LongTensor [1, n] on the device."""
@@ -267,15 +250,6 @@ class Batch:
         states = (cache.lengths, cache.newest_hidden, cache.faults, self.root, self.active, self.speculates)
         for state in (*states, settings.greedy):
             _exchange(state[a], state[b])
-
-
-def _drafter(runner: Runner, method: Method, rows: int) -> Drafter:
-    """The greedy drafter of a batch."""
-    if method.name == AUTO:
-        plans = served_plans(method.tree_shape, method.has_draft, runner.device.type == "cpu")
-        return PlanDrafters(runner, rows, GREEDY, plans, method.tree_shape, method.tree_rule)
-    settings = (method.tree_shape, method.gamma, method.tree_rule, method.tree_nodes, method.lookup_branches)
-    return make_drafter(method.name, runner, rows, GREEDY, *settings)
 
 
 def _exchange(x: Tensor, y: Tensor) -> None:

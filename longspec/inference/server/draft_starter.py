@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from longspec.inference.capture import CapturedPass, capture_pass
-from longspec.inference.drafting.proposal import Drafter
+from longspec.inference.drafting.proposal import DraftState
 from longspec.inference.sampling import Sampler
 
 
 class DraftStarter:
     """Starts take dozens of small kernels, whose launches would take longer than a round of a small target."""
 
-    def __init__(self, drafter: Drafter, rows: int, capacity: int, sampler: Sampler, device: torch.device) -> None:
+    def __init__(self, drafter: DraftState, rows: int, capacity: int, sampler: Sampler, device: torch.device) -> None:
         """drafter: the drafter of all rows. Its `reserve(capacity)` must have been called."""
         self.drafters = [drafter.share(slice(row, row + 1), sampler) for row in range(rows)]
         # Captured starts read these tensors.

@@ -12,15 +12,14 @@ import torch
 
 from longspec.errors import UserError, first_line
 from longspec.inference import engine_pool
-from longspec.inference.adaptive.plan_drafters import fitting_shape
 from longspec.inference.adaptive.plans import MOST_SERVED_NODES
-from longspec.inference.arguments import check_draft_window, check_drafting, check_trained
+from longspec.inference.arguments import checked_drafting
 from longspec.inference.drafting.lookup import BRANCH_SIZES
 from longspec.inference.drafting.reduced_head import head_bytes, list_length
-from longspec.inference.methods import AUTO, DEFAULT_SHAPE
+from longspec.inference.methods import AUTO, DEFAULT_SHAPE, Drafting
 from longspec.inference.select_runner import make_runner
 from longspec.inference.server.admission import check_request, chunk_bytes, longest_request, row_capacity
-from longspec.inference.server.batch import PREFILL_CHUNK, Batch, Method
+from longspec.inference.server.batch import PREFILL_CHUNK, Batch
 from longspec.inference.server.requests import (
     Finished,
     FinishReason,
@@ -47,7 +46,7 @@ class Scheduler:
     def __init__(
         self,
         model: GlideMixin,
-        method: str = "tree",
+        method: str = AUTO,
         tree_shape: Sequence[int] = DEFAULT_SHAPE,
         gamma: int = 4,
         tree_rule: str = "reject",
@@ -69,26 +68,21 @@ class Scheduler:
         Raises UserError.
         """
         check_pair(model)
-        if method == AUTO:
-            tree_shape = fitting_shape(tree_shape, model.config.vocab_size)
-        check_drafting(method, tree_shape, gamma, tree_rule, model.config.vocab_size, tree_nodes)
-        check_trained(model, method, allow_untrained_draft)
-        check_draft_window(method, tree_shape, gamma, model.draft_model.window)
+        drafting = Drafting(method, tree_shape, gamma, tree_rule, tree_nodes, lookup_branches)
+        drafting = checked_drafting(model, drafting, allow_untrained_draft)
         for name, value in (("max_rows", max_rows), ("max_queue", max_queue), ("prefill_chunk", prefill_chunk)):
             if value < 1:
                 raise UserError(f"{name}: {value}; it must be at least 1")
         self.model = model
         runner = make_runner(model, attention, compile)
         engine_pool.release(model)  # the budget follows from the free memory
-        has_draft = model.draft_is_trained or allow_untrained_draft
-        whole_tree = 1 + sum(tree_shape) + (sum(BRANCH_SIZES) if lookup_branches else 0)
+        whole_tree = 1 + sum(drafting.tree_shape) + (sum(BRANCH_SIZES) if lookup_branches else 0)
         by_method = {"vanilla": 1, "tree": min(tree_nodes or whole_tree, whole_tree), AUTO: MOST_SERVED_NODES}
-        nodes, listed = by_method.get(method, gamma + 1), list_length(model, method, has_draft)
+        nodes, listed = by_method.get(method, gamma + 1), list_length(model, drafting)
         fixed = head_bytes(model.config, runner.dtype, listed, max_rows)
         fixed += chunk_bytes(model.config, runner.dtype, prefill_chunk)
         capacity = row_capacity(model.config, runner.dtype, runner.device, max_rows, nodes, memory, fixed)
         with torch.no_grad(), torch.cuda.device_of(model.lm_head.weight):
-            drafting = Method(method, tuple(tree_shape), gamma, tree_rule, tree_nodes, lookup_branches, has_draft)
             self.batch = Batch(runner, drafting, max_rows, capacity, prefill_chunk)
         self.longest = longest_request(model.config, capacity, self.batch.depth, self.batch.nodes)
         """Most tokens of a prompt and its answer together."""

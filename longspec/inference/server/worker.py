@@ -8,34 +8,30 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from longspec.errors import first_line
-from longspec.inference.adaptive.controller import Controller, RowRound
+from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.cache import Fault
 from longspec.inference.origins import Origin, round_origins
+from longspec.inference.round_record import Flight, RowRound
 from longspec.inference.server.batch import KINDS, Batch, Mode, served_kind
 from longspec.inference.server.requests import Event, Finished, FinishReason, Ticket, Timings, Tokens, Tree
-from longspec.inference.server.row_rounds import RowReport, RowResult, read_tree
 from longspec.inference.server.rows import Counts, Job, Row, Rows
-from longspec.kernels.shared.device import Download
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Flight:
+class Launch(NamedTuple):
     """A round that was launched and whose result the host has not read."""
 
     rows: list[tuple[int, Row, int]]
     """The rows that it advances: `number` and `last_used` at the launch. The latter changes when the request ends."""
-    report: Download
-    trace: Download | None
-    """As in `RowResult`; None if no request asked for it."""
-    width: int
+    flight: Flight
     plan: Plan | None
     """For method "auto"."""
 
@@ -56,7 +52,7 @@ class Worker:
         self.outbox: list[tuple[Ticket, Event]] = []
         self.ahead = 1 if batch.runner.capturable else 0
         """Rounds that are launched before the result of the oldest one is read."""
-        self._flights: deque[Flight] = deque()
+        self._launches: deque[Launch] = deque()
         self._in_prefill: Row | None = None
         self._size = 1
         """Rows of the newest round."""
@@ -78,13 +74,13 @@ class Worker:
             deliver()  # the device is idle meanwhile, but a first token would otherwise arrive later
         running = self.rows.running()
         if running:
-            self._flights.append(self._launch(running))
+            self._launches.append(self._launch(running))
         # The host has time until the round ends: clients get the tokens that were read last.
         deliver()
         if self.controller is not None:
             self.controller.think()
-        while len(self._flights) > (self.ahead if running else 0):
-            self._note(self._flights.popleft())
+        while len(self._launches) > (self.ahead if running else 0):
+            self._note(self._launches.popleft())
 
     def end_all(self, reason: FinishReason, message: str) -> None:
         """End every request that has a row, without touching the device."""
@@ -163,10 +159,10 @@ class Worker:
             if fault:
                 self._stop_faulty(row, fault)
             else:
-                self._emit(row, [job.root], [logprob], round_origins([]), tree=None)
+                self._emit(row, RowRound([job.root], logprobs=[logprob]))
         return end - start
 
-    def _launch(self, running: list[Row]) -> Flight:
+    def _launch(self, running: list[Row]) -> Launch:
         """Launch a round of the running rows, after moving them together if that makes it smaller."""
         batch = self.batch
         # Rounds run over the first rows, so one running row with a high number would make them as large as the batch.
@@ -180,10 +176,11 @@ class Worker:
         self.counts.rounds += 1
         self._size = size = batch.size_for(max(row.number for row in running) + 1)
         plan = self._choose_plan(running) if speculates else None
-        result: RowResult = batch.rounds(Mode(speculates, kind, plan), size)(batch.active[:size])
+        mode = Mode(speculates, kind, plan)
+        result = batch.rounds(mode, size)(batch.active[:size])
         traced = any(request.trace for request in requests)
         rows = [(row.number, row, row.last_used) for row in running]
-        return Flight(rows, Download(result.report), Download(result.trace) if traced else None, result.width, plan)
+        return Launch(rows, Flight(result, mode.report, traced), plan)
 
     def _choose_plan(self, running: list[Row]) -> Plan | None:
         """The plan of a round of method "auto"; None for other methods.
@@ -209,19 +206,18 @@ class Worker:
         running = {other.number for other in self.rows.running()}
         free = self.rows[min(set(range(self.batch.max_rows)) - running)]
         # Rounds in flight may have stored tokens that the host does not know.
-        unread = len(self._flights) * (self.batch.depth + 1)
+        unread = len(self._launches) * (self.batch.depth + 1)
         self.batch.move(row.number, free.number, max(len(row.tokens), len(free.tokens)) + unread)
         self.rows.swap(row, free)
 
-    def _note(self, flight: Flight) -> None:
+    def _note(self, launch: Launch) -> None:
         """Process a round's result. Reading it waits for the round."""
-        lines, width = flight.report.tolist(), flight.width
-        traces = None if flight.trace is None else flight.trace.tolist()
+        whole, traces = launch.flight.rows(), launch.flight.traces()
         parts: dict[Hashable, RowRound] = {}
-        for number, row, last_used in flight.rows:
+        for number, row, last_used in launch.rows:
             if row.last_used != last_used:
                 continue  # the request ended while the round was in flight
-            played = RowReport.read(lines[number], width)
+            played = whole[number]
             if played.fault:
                 self._stop_faulty(row, played.fault)
                 continue
@@ -235,20 +231,22 @@ class Worker:
             job.rounds += 1
             job.last_token = time.perf_counter()
             request = job.ticket.request
-            origins = round_origins(played.from_lookup)
-            tree = read_tree(traces[number], width, origins[:-1]) if traces and request.trace else None
-            taken = self._emit(row, new_tokens, played.logprobs, origins, tree)
+            tree = None
+            if traces is not None and request.trace:
+                tree = _tree(traces[number], launch.flight.width, round_origins(played.from_lookup)[:-1])
+            taken = self._emit(row, played, tree)
             if job.trace is not None:
-                parts[job.ticket] = RowRound(new_tokens[:taken], played.ranks, played.levels)
+                parts[job.ticket] = replace(played, tokens=new_tokens[:taken])
             if request.speculate:
                 self.counts.row_rounds += 1
                 self.counts.decoded_tokens += taken
                 self.counts.accepted_tokens += min(taken, len(new_tokens) - 1)
-        if self.controller is not None and flight.plan is not None:
+        if self.controller is not None and launch.plan is not None:
             self.controller.observe(parts)
 
-    def _emit(self, row: Row, ids: list[int], logprobs: list[float], origins: list[Origin], tree: Tree | None) -> int:
+    def _emit(self, row: Row, played: RowRound, tree: Tree | None = None) -> int:
         """Send tokens up to the end of the answer; the number of them."""
+        ids, origins = played.tokens, round_origins(played.from_lookup)
         job = row.job
         assert job is not None
         request = job.ticket.request
@@ -260,9 +258,8 @@ class Worker:
             taken, reason = room, "length"
         job.new_tokens += taken
         self.counts.new_tokens += taken
-        self.outbox.append(
-            (job.ticket, Tokens(ids[:taken], origins[:taken], logprobs[:taken] if request.logprobs else None, tree))
-        )
+        logprobs = list(played.logprobs[:taken]) if request.logprobs else None
+        self.outbox.append((job.ticket, Tokens(list(ids[:taken]), origins[:taken], logprobs, tree)))
         if reason is not None:
             self._stop(row, reason)
         return taken
@@ -296,3 +293,10 @@ class Worker:
         self.rows.release(row)
         if self.controller is not None:
             self.controller.end(job.ticket)
+
+
+def _tree(trace: list[int], width: int, origins: list[Origin]) -> Tree:
+    """The tree of a round in one row. trace: see `RoundResult.trace`; origins: one per accepted node."""
+    nodes = (len(trace) - width) // 2
+    path = trace[2 * nodes :]
+    return Tree(trace[:nodes], trace[nodes : 2 * nodes], path[1 : len(origins) + 1], origins)

@@ -1,0 +1,134 @@
+"""The record of a round: packed into one tensor on the device, and read by the host row by row."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longspec.inference.adaptive.plans import Plan
+from longspec.kernels.decoding.vocabulary import log_sum_exp
+from longspec.kernels.shared.device import Download
+
+if TYPE_CHECKING:
+    from longspec.inference.acceptance import Accepted
+    from longspec.inference.drafting.proposal import Proposal
+
+
+class Report(NamedTuple):
+    """What a record holds in addition to tokens and faults."""
+
+    ranks: bool = False
+    """The ranks of the accepted nodes and the levels of all nodes, by which plans are compared."""
+    details: bool = False
+    """Log-probabilities and the trace of the tree."""
+
+
+PLAIN = Report()
+"""Tokens and faults only."""
+
+
+class RoundResult(NamedTuple):
+    """A round on the device. Entries past the counts are undefined."""
+
+    tokens: Tensor
+    """LongTensor [B, depth + 1]: the accepted draft tokens, then the bonus token."""
+    counts: Tensor
+    """LongTensor [B]: number of valid `tokens`; 0 for inactive rows."""
+    lines: Tensor
+    """LongTensor [B, ...]: all that `RowRound.read` needs, for a single transfer."""
+    trace: Tensor | None = None
+    """LongTensor [B, 2 * N + depth + 1]: the nodes' tokens and parents, and the accepted path; see `Report.details`."""
+
+
+@dataclass(frozen=True)
+class RowRound:
+    """What a round did in one row."""
+
+    tokens: Sequence[int]
+    """The accepted draft tokens, then the bonus token; once the row has ended, those that it kept."""
+    ranks: Sequence[int] = ()
+    """For a tree: the rank of each accepted node among the tree's nodes. The nodes of rank 0 ... n - 1 are those that
+    a budget of n nodes would have verified."""
+    levels: Sequence[int] = ()
+    """For a tree: the number of levels that the draft has to grow for the node of each rank; 0 for lookup's."""
+    from_lookup: Sequence[bool] = ()
+    """Whether each accepted node comes from prompt lookup."""
+    logprobs: Sequence[float] = ()
+    """Log-probability of each token at temperature 1; empty unless reported."""
+    fault: int = 0
+    """See `TargetCache.faults`."""
+
+    @classmethod
+    def read(cls, line: list[int], width: int, report: Report) -> RowRound:
+        """line: a row of `RoundResult.lines`. width: depth + 1."""
+        count, fault, *values = line
+        parts = [values[start : start + width] for start in range(0, len(values), width)]
+        tokens, from_lookup = parts[0][:count], [bool(mark) for mark in parts[1][1:count]]  # the root comes first
+        logprobs = array("d", array("q", parts[2][:count]).tobytes()) if report.details else ()
+        if not report.ranks:
+            return cls(tokens, (), (), from_lookup, logprobs, fault)
+        number = 3 if report.details else 2
+        ranks, levels = parts[number][1:count], values[(number + 1) * width :]
+        return cls(tokens, ranks, levels, from_lookup, logprobs, fault)
+
+    def accepted_by(self, tree: Plan) -> list[int]:
+        """The levels, as above, of the nodes that a tree which this one covers would have accepted.
+
+        A tree of fewer levels verifies more nodes of these levels. Those that this round did not verify are missing,
+        so the number of nodes is a lower bound.
+        """
+        verified = [rank for rank, level in enumerate(self.levels) if level <= tree.levels][: tree.nodes]
+        return [self.levels[rank] for rank in sorted(set(self.ranks).intersection(verified))]
+
+
+class Flight:
+    """A round that was launched and whose result the host has not read."""
+
+    def __init__(self, result: RoundResult, report: Report, traced: bool = False) -> None:
+        """traced: whether the trace is read as well."""
+        self.report = report
+        self.width = result.tokens.shape[1]
+        self._lines = Download(result.lines)
+        self._trace = Download(result.trace) if traced and result.trace is not None else None
+
+    def rows(self) -> list[RowRound]:
+        """The part of each row. The host waits for the round here and nowhere else."""
+        return [RowRound.read(line, self.width, self.report) for line in self._lines.tolist()]
+
+    def traces(self) -> list[list[int]] | None:
+        """The trace of each row; None unless it is read."""
+        return None if self._trace is None else self._trace.tolist()
+
+
+def pack(
+    proposal: Proposal,
+    accepted: Accepted,
+    tokens: Tensor,
+    counts: Tensor,
+    faults: Tensor,
+    logits: Tensor,
+    report: Report,
+) -> RoundResult:
+    """The result of a round. tokens, counts: as in `RoundResult`; logits [B, N, V]: the target's at every node."""
+    path, from_lookup = accepted.path, proposal.from_lookup
+    # Of the other entries' dtype, so that one kernel packs them.
+    marks = torch.zeros_like(path) if from_lookup is None else from_lookup.gather(1, path).long()
+    columns = [counts[:, None], faults[:, None], tokens, marks]
+    if report.details:
+        columns.append(_log_probabilities(logits, path, tokens).double().view(torch.long))
+    if report.ranks:
+        assert proposal.ranks is not None
+        columns += [proposal.ranks.gather(1, path), proposal.levels_by_rank()]
+    trace = torch.cat([proposal.tokens, proposal.parents, path], 1) if report.details else None
+    return RoundResult(tokens, counts, torch.cat(columns, 1), trace)
+
+
+def _log_probabilities(logits: Tensor, path: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probability [B, depth + 1] of each emitted token, at temperature 1."""
+    chosen = logits.flatten(1).gather(1, path * logits.shape[2] + tokens)
+    return chosen - log_sum_exp(logits).gather(1, path)
