@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspec.inference import acceptance, engine, filters
+from longspec.inference import acceptance, filters, rounds
 from longspec.inference.acceptance import Accepted
 from longspec.inference.drafting import chain as chain_drafting
 from longspec.inference.drafting import tree as tree_drafting
@@ -137,7 +137,7 @@ def temperature_left_out(patch: Patch) -> None:
     def faulty(proposal: Proposal, logits: Tensor, sampler: Sampler, *_: object) -> Accepted:
         return accept(proposal, logits * per_row(sampler.temperature, logits).float(), sampler)
 
-    patch.setattr(engine, "accept", faulty)
+    patch.setattr(rounds, "accept", faulty)
 
 
 def greedy_first_token(patch: Patch) -> None:

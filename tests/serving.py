@@ -13,7 +13,7 @@ from longspec.inference.server.requests import Event, Finished, Request, Samplin
 from longspec.inference.server.scheduler import Scheduler
 from longspec.models.glide import GlideMixin
 
-SMALL: dict[str, Any] = {"tree_shape": (3, 4, 4), "gamma": 3, "memory": 2**27, "prefill_chunk": 16}
+SMALL: dict[str, Any] = {"method": "tree", "tree_shape": (3, 4, 4), "gamma": 3, "memory": 2**27, "prefill_chunk": 16}
 TIMEOUT = 60
 """Seconds; only a deadlock takes them."""
 

@@ -17,6 +17,7 @@ from longspec.cli.results import Results
 from longspec.errors import UserError
 from longspec.inference.device import device_name
 from longspec.inference.methods import AUTO, GLIDE_METHODS
+from longspec.inference.request import row_seed
 from longspec.inference.stats import GenerationStats, pool
 from longspec.models.content import state_digest, target_digest
 from longspec.ranks.replicas import Replicas
@@ -117,7 +118,7 @@ def answer_prompts(job: Job, results: Results, stop: StopSignals, replicas: Repl
                 break
             before = len(results.done)
             prompts = [job.token_ids[row] for row in batch]
-            output = job.pair.generate(prompts, job.sampling, seed=[job.seed + row for row in batch])
+            output = job.pair.generate(prompts, job.sampling, seed=[row_seed(job.seed, row) for row in batch])
             share.stats = pool([share.stats, output.stats])
             for row, row_tokens in zip(batch, output.new_tokens, strict=True):
                 if row not in earlier:

@@ -30,6 +30,19 @@ class Fault(IntEnum):
     RANKS = 3
 
 
+def fault_message(fault: int, position: int, temperature: float) -> str:
+    """What a fault means for the token after `position`, and what to do."""
+    if fault == Fault.RANKS:
+        return (
+            f"position {position}: the ranks that share the target disagree; run all of them on GPUs of one model, "
+            "with the same versions of the driver, torch, NCCL and longspec"
+        )
+    return (
+        f"position {position}: the {Fault(fault).name.lower()}'s logits are NaN or infinite at temperature "
+        f"{temperature:g}; check its weights and its dtype"
+    )
+
+
 def rank_kv_heads(config: PreTrainedConfig) -> int:
     """KV heads K of this process: all of the target's, or a share of them if several ranks share the target."""
     return config.num_key_value_heads // model_parallel_rank_and_size()[1]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longspec.errors import UserError
-from longspec.inference.cache import Fault
+from longspec.inference.cache import fault_message
 from longspec.inference.engine import Engine
 from longspec.inference.engine_pool import with_released_memory
 from longspec.inference.origins import Origin, round_origins
@@ -143,17 +143,10 @@ class Decoder:
 
     def _check_fault(self, row: int, fault: int) -> None:
         """Raise UserError if `fault`, the row's entry in `TargetCache.faults`, is not 0."""
-        if fault == Fault.RANKS:
-            raise UserError(
-                f"row {row}, token {len(self.new_tokens[row]) + 1}: the ranks that share the target disagree; run all "
-                "of them on GPUs of one model, with the same versions of the driver, torch, NCCL and longspec"
-            )
         if fault:
             position = self.engine.prompt_lengths[row] + len(self.new_tokens[row]) - 1
-            raise UserError(
-                f"row {row}, position {position}: the {Fault(fault).name.lower()}'s logits are NaN or infinite at "
-                f"temperature {self.engine.sampler.temperature_of(row):g}; check its weights and its dtype"
-            )
+            temperature = self.engine.sampler.temperature_of(row)
+            raise UserError(f"row {row}, {fault_message(fault, position, temperature)}")
 
     def _emit(self, row: int, tokens: Sequence[int], origins: Sequence[Origin]) -> int:
         """Append tokens to a row until it ends. Returns the number appended."""

@@ -95,7 +95,7 @@ def generate(
     measures once per device (see `adaptive`); without a trained draft it does without trees.
     tree_shape: number of nodes in each level, None for 4 16 16 16 16; auto takes no more than the vocabulary has.
     eos_token_id, pad_token_id: None takes the model's own. seed: 0 ... 2^64 - 1, for row 0; those of the other rows
-    count up from it. Or one seed per row. None draws one from torch's global generator. The tokens of a row depend on
+    follow from it (see `row_seed`). Or one seed per row. None draws one from torch's global generator. The tokens of a row depend on
     its own seed, and not on the other rows.
     streamer: receives the prompt [1, P] and then each new token [1] on the CPU, as in transformers, and the token's
     origin if it has `put_from` (see `Streamer`). Only for a single row.

@@ -9,6 +9,15 @@ FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cu
 tokens."""
 
 
+SEED_STEP = 0x9E3779B97F4A7C15
+"""Difference of the seeds of two neighboring rows: nearby seeds do not give rows in common."""
+
+
+def row_seed(seed: int, row: int) -> int:
+    """The seed of a row of a batch, or of a prompt of a file, whose own seed is `seed`; row 0 has this seed itself."""
+    return (seed + row * SEED_STEP) % 2**64
+
+
 @dataclass(frozen=True)
 class Sampling:
     """The distribution of one request; the meaning of each field is that of `longspec.generate`."""

@@ -9,8 +9,9 @@ from typing import Protocol
 from torch import Tensor
 
 from longspec.inference.capture import CapturedRound, warm_up
-from longspec.inference.engine import Engine, Round, Rounds
+from longspec.inference.engine import Engine
 from longspec.inference.round_record import Report, RoundResult, RowRound
+from longspec.inference.rounds import Round, Rounds
 from longspec.inference.stats import GenerationStats
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longspec.inference.filters import keep_likely
-from longspec.inference.request import FILTERS, Sampling
+from longspec.inference.request import FILTERS, Sampling, row_seed
 from longspec.kernels.decoding.row_noise import row_exponentials, row_uniforms
 from longspec.kernels.decoding.vocabulary import argmax, first_arrival
 from longspec.kernels.decoding.vocabulary import probabilities as softmax
@@ -227,7 +227,7 @@ class Sampler:
 
 
 def row_seeds(seed: int | Sequence[int] | None, rows: int, greedy: bool) -> list[int]:
-    """The seed of each row: as given, or counted up from one seed.
+    """The seed of each row: as given, or from one seed.
 
     None draws that one from torch's global generator, unless rows are greedy.
     """
@@ -235,7 +235,7 @@ def row_seeds(seed: int | Sequence[int] | None, rows: int, greedy: bool) -> list
         return list(seed)
     if seed is None:
         seed = 0 if greedy else int(torch.randint(2**63 - 1, ()))
-    return [(seed + row) % 2**64 for row in range(rows)]
+    return [row_seed(seed, row) for row in range(rows)]
 
 
 def per_row(values: Tensor, like: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from longspec.inference import load_pair
 from longspec.inference.generate import generate
+from longspec.inference.request import row_seed
 from longspec.longbench.plan import Plan
 from longspec.longbench.prompts import TaskPrompt
 from longspec.longbench.report import Report, table
@@ -108,7 +109,7 @@ def run(model: GlideMixin, plan: Plan, report: Report, stop: StopSignals, replic
                 break
             rows = prompts[batch.start : batch.stop]
             # Each sample has a seed of its own, so a resumed run draws the same tokens as an uninterrupted one.
-            seed = plan.options.seed + batch.start
+            seed = [row_seed(plan.options.seed, index) for index in batch]
             output = generate(model, [prompt.token_ids for prompt in rows], **plan.settings, seed=seed)
             results = []
             for prompt, new_tokens in zip(rows, output.new_tokens, strict=True):

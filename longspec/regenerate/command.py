@@ -15,6 +15,7 @@ import transformers
 from longspec.command_line import Parser
 from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.errors import reports_user_errors
+from longspec.inference.methods import AUTO, METHODS, TREE_RULES
 from longspec.models.packaged_targets import SMOLLM2
 from longspec.ranks.replicas import joined_replicas
 from longspec.regenerate.run import regenerate
@@ -81,8 +82,22 @@ def _parser(prog: str) -> Parser:
 
     add = parser.add_argument_group("answers").add_argument
     add("--temperatures", type=float, nargs="+", help="temperatures to draw from, for each answer; 0 is greedy")
+    add("--top_p", type=float, help="nucleus mass; 1 keeps all tokens")
+    add("--top_k", type=int, help="0 keeps all tokens")
+    add("--min_p", type=float, help="leave out tokens of less than this share of the highest probability")
+    add("--typical_p", type=float, help="mass of the tokens of typical probability; 1 keeps all tokens")
+    add("--epsilon_cutoff", type=float, help="leave out tokens of lower probability")
     add("--max_new_tokens", type=int, help="longest answer, in tokens")
     add("--seed", type=int, help="of prompts and answers")
+
+    add = parser.add_argument_group("decoding").add_argument
+    add("--method", choices=(*METHODS, AUTO), help="how tokens are proposed")
+    add("--draft", help=".pth file, folder or hub id; default: that of the pair")
+    add("--tree_shape", type=int, nargs="+", help="tree: number of nodes in each level")
+    add("--tree_rule", choices=TREE_RULES, help="how a tree is drafted and accepted above temperature 0")
+    add("--tree_nodes", type=int, help="tree: verify this many nodes, the most probable ones")
+    add("--lookup_branches", action="store_true", help="tree: add continuations that the context already holds")
+    add("--gamma", type=int, help="length of the chain (seq, magicdec, lookup)")
 
     add = parser.add_argument_group("output").add_argument
     add("--output_dir", required=True, help="folder for SPLIT.jsonl and SPLIT.provenance.yaml")

@@ -36,8 +36,8 @@ def test_captured_starts_equal_eager_ones(
     generator = torch.Generator().manual_seed(0)
     for row, count in [(2, 90), *PROMPTS.items()]:
         prompt = torch.randint(0, model.config.vocab_size, (1, count), generator=generator).to(device)
-        captured.start(row, prompt)
-        eager.drafters[row].start(prompt, torch.tensor([count], device=device))
+        for starter in (captured, eager):
+            starter.start(slice(row, row + 1), prompt, [count])
     states = [batch.drafters[GREEDY_KIND].row_states() for batch in batches]
     assert states[0] and any(state.any() for state in states[0])
     torch.testing.assert_close(*states, rtol=0, atol=0)

@@ -75,7 +75,7 @@ def outcomes(model: GlideMixin, method: Drafting) -> Tensor:
     prompt = batch.upload(np.array(PROMPT))
     batch.active.fill_(True)
     counts = torch.zeros(len(SETTINGS), VOCAB**3)
-    hidden = batch.read_prompt(0, prompt, 0)
+    hidden = batch.read_prompts(slice(0, 1), prompt, 0, [len(PROMPT)])
     for row in range(rows):
         batch.copy_prefix(0, row, len(PROMPT))
         batch.assign(row, SETTINGS[row % len(SETTINGS)][0], row, SETTINGS[row % len(SETTINGS)][1])
@@ -126,6 +126,7 @@ def test_planted_faults_are_seen(model: GlideMixin, monkeypatch: pytest.MonkeyPa
         assert p_value(outcomes(model, METHODS["tree"]), law) < 1e-6
     with monkeypatch.context() as patch:  # draft and target draw the same numbers
         patch.setattr(Sampler, "_stream", lambda self, kind, step: kind)
+        patch.setattr(Sampler, "after_prefill", lambda self: self)
         assert p_value(outcomes(model, METHODS["seq"]), law) < 1e-6
 
 

@@ -29,13 +29,15 @@ def row_capacity(
     nodes: int,
     memory: int | None,
     fixed: int,
+    longest: int | None = None,
 ) -> int:
-    """Cache slots per row: enough for the target's whole context, or fewer if `rows` rows would exceed `memory` bytes.
+    """Cache slots per row: enough for requests of `longest` tokens, or fewer if `rows` rows would exceed `memory`.
 
     nodes: read per round and row; memory: None takes 90% of what is free on the device; fixed: bytes of it that do not
-    depend on the capacity. Raises UserError if the memory does not even suffice for one step of the cache's size.
+    depend on the capacity; longest: None for the target's whole context. Raises UserError if the memory does not even
+    suffice for one step of the cache's size.
     """
-    budget = int(free_bytes(device) * SHARE) if memory is None else memory
+    budget = _budget(device, memory)
     slots = ((budget - fixed) // rows - nodes * config.vocab_size * ROUND_BYTES) // slot_bytes(config, dtype)
     slots -= slots % CAPACITY_STEP
     if slots < CAPACITY_STEP:
@@ -43,8 +45,31 @@ def row_capacity(
             f"memory: {budget / 2**30:.3g} GiB hold less than {CAPACITY_STEP} tokens in each of {rows} rows; "
             "use fewer rows, a smaller tree, shorter prefill chunks, or more memory"
         )
-    longest = position_limit(config) + 2 * nodes
-    return min(slots, -(-longest // CAPACITY_STEP) * CAPACITY_STEP)
+    return min(slots, _whole_capacity(position_limit(config) if longest is None else longest, nodes))
+
+
+def fitting_rows(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    longest: int,
+    nodes: int,
+    memory: int | None,
+    fixed: int,
+) -> int:
+    """Number of rows, at least 1, for requests of `longest` tokens. Other arguments as in `row_capacity`."""
+    row = _whole_capacity(longest, nodes) * slot_bytes(config, dtype) + nodes * config.vocab_size * ROUND_BYTES
+    return max(1, (_budget(device, memory) - fixed) // row)
+
+
+def _budget(device: torch.device, memory: int | None) -> int:
+    return int(free_bytes(device) * SHARE) if memory is None else memory
+
+
+def _whole_capacity(longest: int, nodes: int) -> int:
+    """Slots of a row that has room for requests of `longest` tokens."""
+    # The last round can go depth + 1 tokens past the limit, and its nodes are stored after the accepted tokens.
+    return -(-(longest + 2 * nodes) // CAPACITY_STEP) * CAPACITY_STEP
 
 
 def chunk_bytes(config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> int:

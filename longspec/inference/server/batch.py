@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,14 +17,14 @@ from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.capture import CapturedRound, warm_up
 from longspec.inference.drafting.chain import NoDraft
 from longspec.inference.drafting.proposal import Drafter, DraftState
-from longspec.inference.engine import Round, Rounds
 from longspec.inference.methods import AUTO, Drafting, make_drafter
+from longspec.inference.prefill import PromptReader
 from longspec.inference.request import FILTERS, Sampling
 from longspec.inference.round_record import Report
+from longspec.inference.rounds import Round, Rounds
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY, GREEDY_KIND, RowSettings, Sampler, SamplingKind
 from longspec.inference.server.draft_starter import DraftStarter
-from longspec.inference.server.prompt_reader import PromptReader
 from longspec.inference.server.selective import SelectiveDrafter
 from longspec.kernels.shared.device import upload
 
@@ -172,35 +173,38 @@ class Batch:
     def _sampler(self, kind: SamplingKind, rows: slice) -> Sampler:
         return Sampler(kind, self.settings.narrow(rows))
 
-    def read_prompt(self, row: int, tokens: Tensor, start: int) -> Tensor:
-        """Read tokens [1, n] at positions start, start + 1, ... of a row; the hidden state [1, 1, hidden] at the last.
+    def read_prompts(self, rows: slice, tokens: Tensor, start: int, ends: Sequence[int]) -> Tensor:
+        """Read a chunk of the prompts of some consecutive rows; see `PromptReader.read`.
 
         The cache must hold the positions before `start`.
         """
-        return self.reader.read(row, tokens, start)
+        return self.reader.read(rows, tokens, start, ends)
 
-    def first_token(self, row: int, prompt: Tensor, last_hidden: Tensor, kind: SamplingKind) -> tuple[int, float, int]:
-        """Choose the first token of an answer, which becomes the root; prompt: [1, P], its length that of the row.
+    def first_tokens(
+        self, rows: slice, prompts: Tensor, lengths: Sequence[int], last_hidden: Tensor, kind: SamplingKind
+    ) -> Tensor:
+        """Choose the first tokens of the answers in n consecutive rows, which become the roots.
 
-        Returns the token, its log-probability at temperature 1, and the row's fault. Waits for the device.
+        prompts: LongTensor [n, P], padded on the right; their lengths are those of the rows. last_hidden: [n, 1,
+        hidden]. Returns fp64 [n, 3]: the token, its log-probability at temperature 1, and the row's fault.
         """
-        rows = slice(row, row + 1)
         cache = self.cache.narrow(rows)
         cache.faults.zero_()
         logits = self.runner.logits(last_hidden)[:, 0]
-        token = self._sampler(kind, rows).after_prefill().choose(logits, cache.watch(Fault.TARGET))
-        self.root[rows] = token
+        tokens = self._sampler(kind, rows).after_prefill().choose(logits, cache.watch(Fault.TARGET))
+        self.root[rows] = tokens
         if self.drafters[GREEDY_KIND].reads_hidden:
             cache.newest_hidden.copy_(last_hidden)
-        self.starter.start(row, prompt)
-        # One transfer for all that the host reads.
-        log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)[0, token]
-        chosen, log_probability, fault = torch.cat([token.double(), log_p.double(), cache.faults.double()]).tolist()
-        return int(chosen), log_probability, int(fault)
+        self.starter.start(rows, prompts, lengths)
+        cache.compare_ranks(tokens[:, None], torch.ones_like(tokens))
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        log_p = wide.log_softmax(-1).gather(1, tokens[:, None])
+        return torch.cat([tokens[:, None].double(), log_p.double(), cache.faults[:, None].double()], 1)
 
     def refill_draft(self, row: int) -> None:
         """Fill the draft's ring in a row that played plans without the draft."""
-        self.starter.drafters[row].refill(self.cache.lengths[row : row + 1])
+        rows = slice(row, row + 1)
+        self.drafters[GREEDY_KIND].share(rows, GREEDY).refill(self.cache.lengths[rows])
 
     def upload(self, tokens: np.ndarray) -> Tensor:
         """Tokens, int64 [n], as LongTensor [1, n] on the device."""

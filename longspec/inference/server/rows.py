@@ -14,7 +14,7 @@ from longspec.inference.server.requests import Ticket, Timings
 
 
 @dataclass
-class Job:
+class Running:
     """A request that has a row."""
 
     ticket: Ticket
@@ -28,6 +28,8 @@ class Job:
     """time.perf_counter() at the start of prefill; the other times are of the same clock."""
     first_token: float = 0.0
     last_token: float = 0.0
+    reads_alone: bool = False
+    """Whether a pass with other rows has failed."""
     root: int | None = None
     """The newest token; None during prefill."""
     new_tokens: int = 0
@@ -69,9 +71,14 @@ class Row:
     """The tokens whose keys and values the cache holds, by position; their number is the row's length there."""
     last_used: int = 0
     """Order in which rows became idle; 0 for one that never held a request."""
-    job: Job | None = None
+    job: Running | None = None
     ring_is_stale: bool = False
     """Whether the draft's ring lacks tokens, because plans without the draft were played."""
+
+    @property
+    def unread(self) -> int:
+        """Number of prompt tokens that were not read."""
+        return 0 if self.job is None else len(self.job.prompt) - len(self.tokens)
 
 
 class Rows:
@@ -123,8 +130,8 @@ class Rows:
         self._rows[a.number], self._rows[b.number] = a, b
 
 
-def common_prefix(ids: np.ndarray, tokens: array[int]) -> int:
-    """Number of leading tokens that are equal. ids: int64 [P]."""
+def common_prefix(ids: np.ndarray, tokens: np.ndarray | array[int]) -> int:
+    """Number of leading tokens that are equal. ids, tokens: int64."""
     shared = min(len(ids), len(tokens))
     if shared == 0:
         return 0

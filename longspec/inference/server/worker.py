@@ -12,18 +12,26 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from longspec.errors import first_line
 from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.plans import Plan
-from longspec.inference.cache import Fault
+from longspec.inference.cache import fault_message
 from longspec.inference.origins import Origin, round_origins
+from longspec.inference.prefill import joined_rows
 from longspec.inference.round_record import Flight, RowRound
 from longspec.inference.server.batch import KINDS, Batch, Mode, served_kind
 from longspec.inference.server.requests import Event, Finished, FinishReason, Ticket, Timings, Tokens, Tree
-from longspec.inference.server.rows import Counts, Job, Row, Rows
+from longspec.inference.server.rows import Counts, Row, Rows, Running, common_prefix
 
 logger = logging.getLogger(__name__)
+
+
+LEAST_SHARED = 64
+"""Tokens of a prefix for which a request waits until another row has read them."""
 
 
 class Launch(NamedTuple):
@@ -53,7 +61,10 @@ class Worker:
         self.ahead = 1 if batch.runner.capturable else 0
         """Rounds that are launched before the result of the oldest one is read."""
         self._launches: deque[Launch] = deque()
-        self._in_prefill: Row | None = None
+        self._reading: list[Row] = []
+        """The rows whose prompts are read, in order of arrival."""
+        self._held: Ticket | None = None
+        """The next request, while another row reads a prefix of its prompt."""
         self._size = 1
         """Rows of the newest round."""
         self.controller: Controller | None = None
@@ -68,6 +79,9 @@ class Worker:
         """
         for row in self.rows.busy():
             self._end_if_unwanted(row)
+        if self._held is not None and self._held.cancelled:
+            self.refuse(self._held, "cancelled")
+            self._held = None
         events = len(self.outbox)
         self._prefill(next_ticket)
         if len(self.outbox) > events:
@@ -101,22 +115,39 @@ class Worker:
     def _prefill(self, next_ticket: Callable[[], Ticket | None]) -> None:
         budget = self.prefill_chunk
         while budget > 0:
-            row = self._in_prefill or self._admit(next_ticket)
-            if row is None:
+            self._admit(next_ticket)
+            if not self._reading:
                 return
+            rows = self._next_rows(budget)
             try:
-                budget -= self._read_chunk(row, budget)
+                budget -= self._read(rows, budget)
             except Exception as error:  # a request's own failure; one of the device shows again in the next round
                 logger.exception("prefill failed")
-                self._forget(row)
-                self._stop(row, "error", f"prefill failed: {first_line(error)}")
+                for row in rows:
+                    self._forget(row)
+                    if len(rows) > 1 and row.job is not None:  # another try tells whose failure it is
+                        row.job.reads_alone = True
+                    else:
+                        self._stop(row, "error", f"prefill failed: {first_line(error)}")
 
-    def _admit(self, next_ticket: Callable[[], Ticket | None]) -> Row | None:
-        """Give a row to the next request, and the prefix that some row shares with it."""
-        if len(self.rows.busy()) == self.batch.max_rows or (ticket := next_ticket()) is None:
-            return None
+    def _admit(self, next_ticket: Callable[[], Ticket | None]) -> None:
+        """Give rows to the next requests, as many as the next passes read."""
+        while len(self.rows.busy()) < self.batch.max_rows:
+            if sum(row.unread for row in self._reading) >= self.prefill_chunk:
+                return
+            ticket, self._held = self._held or next_ticket(), None
+            if ticket is None:
+                return
+            prompt = np.array(ticket.request.prompt, dtype=np.int64)
+            # Once the row that reads the same prefix has read it, it is copied.
+            if any(common_prefix(prompt, row.job.prompt) >= LEAST_SHARED for row in self._reading if row.job):
+                self._held = ticket
+                return
+            self._reading.append(self._give_row(ticket, prompt))
+
+    def _give_row(self, ticket: Ticket, prompt: np.ndarray) -> Row:
+        """Give a row to a request, and the prefix that some row shares with it."""
         request, batch = ticket.request, self.batch
-        prompt = np.array(request.prompt, dtype=np.int64)
         choice = self.rows.choose(prompt)
         assert choice is not None
         row, source, cached = choice
@@ -128,39 +159,70 @@ class Worker:
         # Every row has a seed, so that its random numbers do not depend on the other rows.
         seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
         batch.assign(row.number, request.sampling, seed, request.speculate)
-        row.job = Job(ticket, prompt, batch.upload(prompt), cached, time.perf_counter())
+        row.job = Running(ticket, prompt, batch.upload(prompt), cached, time.perf_counter())
         if self.controller is not None and request.speculate:
             row.job.trace = self.controller.new_trace()
             row.job.trace.read(prompt[:cached])
-        self._in_prefill = row
         self.counts.prompt_tokens += len(request.prompt)
         self.counts.cached_prompt_tokens += cached
         return row
 
-    def _read_chunk(self, row: Row, budget: int) -> int:
-        """Read on in a row's prompt; the number of tokens read. After the last one the row takes part in rounds."""
-        job = row.job
-        assert job is not None
-        prompt, start = job.prompt, len(row.tokens)
-        end = min(start + budget, len(prompt))
-        hidden = self.batch.read_prompt(row.number, job.uploaded[:, start:end], start)
-        row.tokens.frombytes(prompt[start:end].tobytes())
-        if job.trace is not None:
-            job.trace.read(prompt[start:end])
-        if end == len(prompt):
-            self._in_prefill = None
-            kind = served_kind(job.ticket.request.sampling)
-            job.root, logprob, fault = self.batch.first_token(row.number, job.uploaded, hidden, kind)
+    def _next_rows(self, budget: int) -> list[Row]:
+        """The rows of the next pass: the first one whose prompt is read, and rows next to it that are as far."""
+        first = self._reading[0]
+        start = len(first.tokens)
+        if first.job is not None and first.job.reads_alone:
+            return [first]
+        equal = {row.number: row for row in self._reading if len(row.tokens) == start}
+        groups = joined_rows([(number, equal[number].unread) for number in sorted(equal)], budget, gap=0)
+        group = next(group for group in groups if group.start <= first.number < group.stop)
+        return [equal[number] for number in range(group.start, group.stop)]
+
+    def _read(self, rows: list[Row], budget: int) -> int:
+        """Read on in the prompts of consecutive rows; the number of tokens read. After its last token a row takes part
+        in rounds."""
+        start = len(rows[0].tokens)
+        end = start + min(max(row.unread for row in rows), max(1, budget // len(rows)))
+        jobs = [row.job for row in rows if row.job is not None]
+        ends = [min(end, len(job.prompt)) for job in jobs]
+        tokens = pad_sequence([job.uploaded[0, start:end] for job in jobs], batch_first=True)
+        numbers = slice(rows[0].number, rows[-1].number + 1)
+        hidden = self.batch.read_prompts(numbers, tokens, start, ends)
+        for row, job, own_end in zip(rows, jobs, ends, strict=True):
+            row.tokens.frombytes(job.prompt[start:own_end].tobytes())
+            if job.trace is not None:
+                job.trace.read(job.prompt[start:own_end])
+        complete = [number for number, row in enumerate(rows) if not row.unread]
+        if complete:
+            self._begin(rows, complete, hidden)
+        return tokens.numel()
+
+    def _begin(self, rows: list[Row], complete: list[int], hidden: Tensor) -> None:
+        """Choose the first tokens of the rows whose prompts were read. hidden: of all `rows`."""
+        batch, chosen = self.batch, []
+        for part in joined_rows([(number, 1) for number in complete], len(rows), gap=0):
+            jobs = [row.job for row in rows[part] if row.job is not None]
+            prompts = pad_sequence([job.uploaded[0] for job in jobs], batch_first=True)
+            kind = max((served_kind(job.ticket.request.sampling) for job in jobs), key=KINDS.index)
+            numbers = slice(rows[part.start].number, rows[part.stop - 1].number + 1)
+            lengths = [len(job.prompt) for job in jobs]
+            chosen.append(batch.first_tokens(numbers, prompts, lengths, hidden[part], kind))
+        # One transfer for all that the host reads.
+        for number, (token, logprob, fault) in zip(complete, torch.cat(chosen).tolist(), strict=True):
+            row = rows[number]
+            job = row.job
+            assert job is not None
+            self._reading.remove(row)
+            job.root = int(token)
             job.first_token = job.last_token = time.perf_counter()
-            self.batch.active[row.number] = True
+            batch.active[row.number] = True
             row.ring_is_stale = False
             if self.controller is not None and job.trace is not None:
                 self.controller.start(job.ticket, job.trace, job.root)
             if fault:
-                self._stop_faulty(row, fault)
+                self._stop_faulty(row, int(fault))
             else:
                 self._emit(row, RowRound([job.root], logprobs=[logprob]))
-        return end - start
 
     def _launch(self, running: list[Row]) -> Launch:
         """Launch a round of the running rows, after moving them together if that makes it smaller."""
@@ -266,10 +328,11 @@ class Worker:
 
     def _stop_faulty(self, row: Row, fault: int) -> None:
         assert row.job is not None
-        position = len(row.tokens)
+        # The logits of a token come from the position before it.
+        position = len(row.job.prompt) + row.job.new_tokens - 1
+        temperature = row.job.ticket.request.sampling.temperature
         self._forget(row)
-        model = Fault(fault).name.lower()
-        self._stop(row, "error", f"position {position}: the {model}'s logits are NaN or infinite")
+        self._stop(row, "error", fault_message(fault, position, temperature))
 
     def _forget(self, row: Row) -> None:
         """Drop what the cache holds of a row."""
@@ -286,8 +349,8 @@ class Worker:
     def _finish(self, row: Row, reason: FinishReason, message: str = "") -> None:
         job = row.job
         assert job is not None
-        if row is self._in_prefill:
-            self._in_prefill = None
+        if row in self._reading:
+            self._reading.remove(row)
         self.counts.finished[reason] += 1
         self.outbox.append((job.ticket, Finished(reason, message, job.timings)))
         self.rows.release(row)

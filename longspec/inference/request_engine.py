@@ -1,0 +1,136 @@
+"""The engine: requests in, events out. It owns prefill, rounds, rows, captured rounds, plans and memory.
+
+It runs on the thread that calls `step`. The server's scheduler is a thread around it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from longspec.errors import UserError, first_line
+from longspec.inference import engine_pool
+from longspec.inference.adaptive.plans import MOST_SERVED_NODES
+from longspec.inference.drafting.lookup import BRANCH_SIZES
+from longspec.inference.drafting.reduced_head import head_bytes, list_length
+from longspec.inference.methods import AUTO, Drafting
+from longspec.inference.select_runner import make_runner
+from longspec.inference.server.admission import check_request, chunk_bytes, fitting_rows, longest_request, row_capacity
+from longspec.inference.server.batch import PREFILL_CHUNK, Batch
+from longspec.inference.server.requests import Finished, FinishReason, OnEvent, Request, Ticket
+from longspec.inference.server.worker import Worker
+from longspec.models.glide import GlideMixin
+
+logger = logging.getLogger(__name__)
+
+
+class RequestEngine:
+    """Answers requests with continuous batching; a row that finishes goes to the next request at once."""
+
+    def __init__(
+        self,
+        model: GlideMixin,
+        drafting: Drafting,
+        max_rows: int,
+        memory: int | None = None,
+        longest: int | None = None,
+        prefill_chunk: int = PREFILL_CHUNK,
+        attention: str = "auto",
+        compile: bool = True,
+    ) -> None:
+        """drafting: checked settings. max_rows: requests that run at the same time. memory: bytes for their caches and
+        passes; None takes 90% of the free memory. longest: most tokens of a prompt and its answer, for which rows are
+        given up if memory is short; None gives rows up to the target's whole context. prefill_chunk: most prompt tokens
+        of a pass. attention, compile: as for `longspec.generate`.
+
+        Raises UserError if the memory does not suffice.
+        """
+        runner = make_runner(model, attention, compile)
+        engine_pool.release(model)  # the budget follows from the free memory
+        if runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+        whole_tree = 1 + sum(drafting.tree_shape) + (sum(BRANCH_SIZES) if drafting.lookup_branches else 0)
+        by_method = {
+            "vanilla": 1,
+            "tree": min(drafting.tree_nodes or whole_tree, whole_tree),
+            AUTO: MOST_SERVED_NODES,
+        }
+        nodes, listed = by_method.get(drafting.method, drafting.gamma + 1), list_length(model, drafting)
+        config, dtype = model.config, runner.dtype
+        fixed = head_bytes(config, dtype, listed, max_rows) + chunk_bytes(config, dtype, prefill_chunk)
+        if longest is not None:
+            max_rows = min(max_rows, fitting_rows(config, dtype, runner.device, longest, nodes, memory, fixed))
+        capacity = row_capacity(config, dtype, runner.device, max_rows, nodes, memory, fixed, longest)
+        self.model = model
+        with torch.no_grad(), torch.cuda.device_of(model.lm_head.weight):
+            self.batch = Batch(runner, drafting, max_rows, capacity, prefill_chunk)
+        self.worker = Worker(self.batch, max_rows, prefill_chunk)
+        self.longest = longest_request(config, capacity, self.batch.depth, self.batch.nodes)
+        """Most tokens of a prompt and its answer together."""
+        self.waiting: deque[Ticket] = deque()
+        self.open: set[Ticket] = set()
+        """Tickets whose `Finished` was not sent."""
+        self.on_finished: Callable[[], None] = lambda: None
+        """Called after each `Finished`."""
+
+    def capture(self) -> None:
+        """Capture prefill and the rounds of the usual requests before the first one arrives."""
+        with torch.no_grad(), torch.cuda.device_of(self.model.lm_head.weight):
+            self.batch.capture()
+
+    def add(self, request: Request, on_event: OnEvent) -> Ticket:
+        """Queue a request. Raises RequestTooLarge, and UserError for a malformed one."""
+        check_request(request, self.model.config, self.longest)
+        ticket = Ticket(request, on_event, time.perf_counter())
+        self.open.add(ticket)
+        self.waiting.append(ticket)
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a request before its next round; one that has finished stays as it is."""
+        ticket.cancelled = True
+
+    def step(self) -> bool:
+        """Read a chunk of prompts, then play a round. Returns whether requests are left."""
+        with torch.no_grad(), torch.cuda.device_of(self.model.lm_head.weight):
+            # Clients that have gone must not hold places in the queue.
+            for ticket in [ticket for ticket in self.waiting if ticket.cancelled]:
+                self.waiting.remove(ticket)
+                self.worker.refuse(ticket, "cancelled")
+            self.worker.step(lambda: self.waiting.popleft() if self.waiting else None, self._deliver)
+        return bool(self.open)
+
+    def end_all(self, reason: FinishReason, message: str) -> None:
+        """End every request, without touching the device."""
+        self.waiting.clear()
+        self.worker.end_all(reason, message)
+        # Every open request gets exactly one `Finished`.
+        ended = {ticket for ticket, event in self.worker.outbox if isinstance(event, Finished)}
+        for ticket in self.open - ended:  # in the queue, or taken from it when the engine failed
+            self.worker.refuse(ticket, reason, message)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Send the events of the outbox. A failing `on_event` ends its own request alone."""
+        outbox, self.worker.outbox = self.worker.outbox, []
+        for ticket, event in outbox:
+            try:
+                ticket.on_event(event)
+            except Exception as error:  # it is the client's code
+                logger.exception("on_event failed")
+                ticket.failure = f"on_event failed: {first_line(error)}"
+            if isinstance(event, Finished):
+                ticket.done = True
+                self.open.remove(ticket)
+                self.on_finished()
+
+
+def check_positive(**values: int) -> None:
+    """Raise UserError for a number below 1."""
+    for name, value in values.items():
+        if value < 1:
+            raise UserError(f"{name}: {value}; it must be at least 1")
