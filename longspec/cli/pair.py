@@ -21,7 +21,6 @@ from longspec.inference.methods import AUTO as AUTO_METHOD
 from longspec.inference.methods import GLIDE_METHODS
 from longspec.models.glide import GlideMixin
 from longspec.models.packaged_targets import SMOLLM2
-from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.models.target_files import position_limit
 
 
@@ -82,9 +81,9 @@ def open_pair(
 ) -> LoadedPair:
     """Load a pair by name, hub id, folder or GGUF file; None is the embedded pair.
 
-    method: None is auto, or tree if `repeats` is set or several ranks share the target. A pair without a trained draft
-    goes without trees, and a note on stderr says so. chat_template_kwargs: a JSON object. repeats: whether sampled
-    answers must not depend on measured times, as auto's do. Raises UserError.
+    method: None is auto, or tree if `repeats` is set. A pair without a trained draft goes without trees, and a note on
+    stderr says so. chat_template_kwargs: a JSON object. repeats: whether sampled answers must not depend on measured
+    times, as auto's do. Raises UserError.
     """
     name = name or SMOLLM2
     transformers.utils.logging.disable_progress_bar()
@@ -93,8 +92,7 @@ def open_pair(
         raise UserError(f"--method {method}: needs a trained draft of {name}; give its --draft, or --method lookup")
     if method is None:
         method = AUTO_METHOD
-        # The ranks that share a target measure different times.
-        if repeats or model_parallel_rank_and_size()[1] > 1:
+        if repeats:
             method = "tree" if model.draft_is_trained else "lookup"
         if not model.draft_is_trained:
             _note(f"{name}: no trained draft, so tokens are proposed by prompt lookup (--method {method})")

@@ -42,7 +42,6 @@ from longspec.inference.sampling import RowSettings, Sampler, row_seeds, samplin
 from longspec.inference.select_runner import make_runner
 from longspec.inference.stats import GenerationStats
 from longspec.models.glide import GlideMixin, check_pair
-from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.models.target_files import position_limit
 
 logger = logging.getLogger(__name__)
@@ -88,15 +87,15 @@ def generate(
     input_ids, attention_mask: LongTensor [B, P], padded left or right as the mask says; without a mask all tokens are
     real. input_ids may also be a tokenizer's output, or a list of token ids per row.
     method: vanilla, seq, tree, magicdec, lookup (prompt lookup) or auto; None is tree if tree_shape, tree_nodes or
-    lookup_branches is given or several ranks share the target, else auto. seq, magicdec and lookup draft chains of
+    lookup_branches is given, else auto. seq, magicdec and lookup draft chains of
     gamma tokens, tree drafts trees of tree_shape. seq and tree need a trained draft unless allow_untrained_draft is
     set. auto chooses between vanilla, lookup and the best nodes of a tree of some or all levels (6 or 12 nodes on a
     CPU, 16, 32 or 64 on a GPU) before each round, from the acceptances so far and the times of rounds, which it
     measures once per device (see `adaptive`); without a trained draft it does without trees.
     tree_shape: number of nodes in each level, None for 4 16 16 16 16; auto takes no more than the vocabulary has.
     eos_token_id, pad_token_id: None takes the model's own. seed: 0 ... 2^64 - 1, for row 0; those of the other rows
-    follow from it (see `row_seed`). Or one seed per row. None draws one from torch's global generator. The tokens of a row depend on
-    its own seed, and not on the other rows.
+    follow from it (see `row_seed`). Or one seed per row. None draws one from torch's global generator. The tokens of a
+    row depend on its own seed, and not on the other rows.
     streamer: receives the prompt [1, P] and then each new token [1] on the CPU, as in transformers, and the token's
     origin if it has `put_from` (see `Streamer`). Only for a single row.
     tree_rule: applies above temperature 0. "reject" samples the tree from the draft without replacement and uses
@@ -119,8 +118,7 @@ def generate(
     check_pair(model)
     if method is None:
         describes_tree = tree_shape is not None or tree_nodes is not None or lookup_branches
-        # Ranks that share a target measure different times.
-        method = "tree" if describes_tree or model_parallel_rank_and_size()[1] > 1 else AUTO
+        method = "tree" if describes_tree else AUTO
         if method == AUTO and not (model.draft_is_trained or allow_untrained_draft):
             _log_no_draft(model.config.name_or_path)
     shape = DEFAULT_SHAPE if tree_shape is None else tree_shape

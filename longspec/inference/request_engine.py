@@ -9,21 +9,33 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from longspec.errors import UserError, first_line
 from longspec.inference import engine_pool
 from longspec.inference.adaptive.plans import MOST_SERVED_NODES
+from longspec.inference.device import free_bytes
 from longspec.inference.drafting.lookup import BRANCH_SIZES
 from longspec.inference.drafting.reduced_head import head_bytes, list_length
 from longspec.inference.methods import AUTO, Drafting
+from longspec.inference.process_group import end_calls, repeat_calls
 from longspec.inference.select_runner import make_runner
-from longspec.inference.server.admission import check_request, chunk_bytes, fitting_rows, longest_request, row_capacity
-from longspec.inference.server.batch import PREFILL_CHUNK, Batch
+from longspec.inference.server.admission import (
+    SHARE,
+    check_request,
+    chunk_bytes,
+    fitting_rows,
+    longest_request,
+    row_capacity,
+)
+from longspec.inference.server.batch import PREFILL_CHUNK, REPEATED, Batch
 from longspec.inference.server.requests import Finished, FinishReason, OnEvent, Request, Ticket
 from longspec.inference.server.worker import Worker
 from longspec.models.glide import GlideMixin
+from longspec.models.parallel import least_over_ranks, model_parallel_rank_and_size
+from longspec.models.target_split import rank_config
 
 logger = logging.getLogger(__name__)
 
@@ -49,31 +61,16 @@ class RequestEngine:
 
         Raises UserError if the memory does not suffice.
         """
-        runner = make_runner(model, attention, compile)
-        engine_pool.release(model)  # the budget follows from the free memory
-        if runner.device.type == "cuda":
-            torch.cuda.empty_cache()
-        whole_tree = 1 + sum(drafting.tree_shape) + (sum(BRANCH_SIZES) if drafting.lookup_branches else 0)
-        by_method = {
-            "vanilla": 1,
-            "tree": min(drafting.tree_nodes or whole_tree, whole_tree),
-            AUTO: MOST_SERVED_NODES,
-        }
-        nodes, listed = by_method.get(drafting.method, drafting.gamma + 1), list_length(model, drafting)
-        config, dtype = model.config, runner.dtype
-        fixed = head_bytes(config, dtype, listed, max_rows) + chunk_bytes(config, dtype, prefill_chunk)
-        if longest is not None:
-            max_rows = min(max_rows, fitting_rows(config, dtype, runner.device, longest, nodes, memory, fixed))
-        capacity = row_capacity(config, dtype, runner.device, max_rows, nodes, memory, fixed, longest)
         self.model = model
-        with torch.no_grad(), torch.cuda.device_of(model.lm_head.weight):
-            self.batch = Batch(runner, drafting, max_rows, capacity, prefill_chunk)
-        self.worker = Worker(self.batch, max_rows, prefill_chunk)
-        self.longest = longest_request(config, capacity, self.batch.depth, self.batch.nodes)
+        settings = (drafting, max_rows, memory, longest, prefill_chunk, attention, compile)
+        self.batch = repeat_calls(_build, model, {"settings": settings}, REPEATED)
+        self.worker = Worker(self.batch, self.batch.max_rows, prefill_chunk)
+        self.longest = longest_request(model.config, self.batch.capacity, self.batch.depth, self.batch.nodes)
         """Most tokens of a prompt and its answer together."""
         self.waiting: deque[Ticket] = deque()
         self.open: set[Ticket] = set()
         """Tickets whose `Finished` was not sent."""
+        self._is_closed = False
         self.on_finished: Callable[[], None] = lambda: None
         """Called after each `Finished`."""
 
@@ -104,6 +101,12 @@ class RequestEngine:
             self.worker.step(lambda: self.waiting.popleft() if self.waiting else None, self._deliver)
         return bool(self.open)
 
+    def close(self) -> None:
+        """Let the other ranks that share the target go on. No request may be left."""
+        if not self._is_closed:
+            end_calls()
+        self._is_closed = True
+
     def end_all(self, reason: FinishReason, message: str) -> None:
         """End every request, without touching the device."""
         self.waiting.clear()
@@ -127,6 +130,28 @@ class RequestEngine:
                 ticket.done = True
                 self.open.remove(ticket)
                 self.on_finished()
+
+
+def _build(model: GlideMixin, settings: tuple[Any, ...]) -> Batch:
+    """The batch of an engine with these settings, which are the arguments of `RequestEngine`."""
+    drafting, max_rows, memory, longest, prefill_chunk, attention, compile = settings
+    runner = make_runner(model, attention, compile)
+    engine_pool.release(model)  # the budget follows from the free memory
+    if runner.device.type == "cuda":
+        torch.cuda.empty_cache()
+    whole_tree = 1 + sum(drafting.tree_shape) + (sum(BRANCH_SIZES) if drafting.lookup_branches else 0)
+    by_method = {"vanilla": 1, "tree": min(drafting.tree_nodes or whole_tree, whole_tree), AUTO: MOST_SERVED_NODES}
+    nodes, listed = by_method.get(drafting.method, drafting.gamma + 1), list_length(model, drafting)
+    rank, ranks = model_parallel_rank_and_size()
+    config = model.config if ranks == 1 else rank_config(model.config, rank, ranks)
+    if memory is None:
+        memory = least_over_ranks(int(free_bytes(runner.device) * SHARE), runner.device)
+    fixed = head_bytes(config, runner.dtype, listed, max_rows) + chunk_bytes(config, runner.dtype, prefill_chunk)
+    if longest is not None:
+        max_rows = min(max_rows, fitting_rows(config, runner.dtype, longest, nodes, memory - fixed))
+    capacity = row_capacity(config, runner.dtype, max_rows, nodes, memory, fixed, longest)
+    with torch.no_grad(), torch.cuda.device_of(model.lm_head.weight):
+        return Batch(runner, drafting, max_rows, capacity, prefill_chunk)
 
 
 def check_positive(**values: int) -> None:

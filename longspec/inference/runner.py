@@ -13,6 +13,7 @@ from longspec.inference.device import device_name
 from longspec.kernels.decoding.attention import decoding_attention
 from longspec.models.draft_layer import head_dim
 from longspec.models.glide import GlideMixin
+from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.models.residual import Operations
 from longspec.models.target_attention import Attend, QueryAttend, run_backbone
 
@@ -46,6 +47,7 @@ class Runner:
             # Libraries choose kernels by these settings.
             (torch.get_float32_matmul_precision(), torch.is_autocast_enabled(kind), torch.is_inference_mode_enabled()),
             (str(draft.options), None if draft.vocabulary is None else len(draft.vocabulary)),
+            model_parallel_rank_and_size()[1],
         )
 
     def disown(self) -> None:

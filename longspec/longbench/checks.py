@@ -47,8 +47,6 @@ def check_numbers(options: argparse.Namespace) -> None:
     ):
         if getattr(options, name) < least:
             raise UserError(f"--{name}: {getattr(options, name)}; it must be at least {least}")
-    if options.tp_size > 1 and AUTO in (options.method, options.tree_shape):
-        raise UserError("--tp_size: not with auto, because times differ between ranks; give --method and --tree_shape")
     for name, limit in (("seed", SEED_LIMIT), ("top_k", SEED_LIMIT)):
         if getattr(options, name) >= limit:
             raise UserError(f"--{name}: {getattr(options, name)}; it must be less than {limit}")

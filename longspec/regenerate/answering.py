@@ -47,8 +47,8 @@ class Answerer:
     ) -> None:
         """Complete the answers in place, each up to and including its first stop id, or up to its limit.
 
-        Answer i has the seed `row_seed(seed, i)`, so on the same kind of device it does not depend on the others. Raises UserError,
-        with the prompt and the position, for logits that are NaN or infinite.
+        Answer i has the seed `row_seed(seed, i)`, so on the same kind of device it does not depend on the others.
+        Raises UserError, with the prompt and the position, for logits that are NaN or infinite.
         """
         # The longest first, so that no long answer runs alone at the end.
         waiting = sorted(enumerate(answers), key=lambda numbered: numbered[1].longest, reverse=True)
@@ -66,6 +66,7 @@ class Answerer:
                 engine.add(request, partial(_take, number, answer, progress, failures))
             while engine.step() and not failures:
                 pass
+            engine.close()
             if failures:
                 raise UserError(failures[0])
             del engine

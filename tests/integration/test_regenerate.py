@@ -133,8 +133,9 @@ def test_a_lost_shard_is_written_again_as_it_was(target: Path, questions: Path, 
 
 
 def test_the_target_writes_user_turns_that_no_other_split_has(target: Path, tmp_path: Path) -> None:
-    train = regenerate(settings(target, tmp_path, count=8, temperatures=(1.0,)))
-    test = regenerate(settings(target, tmp_path, count=8, temperatures=(1.0,), split="test", exclude=(str(train),)))
+    turns = {"count": 16, "max_turn_tokens": 48, "temperatures": (1.0,)}
+    train = regenerate(settings(target, tmp_path, **turns))
+    test = regenerate(settings(target, tmp_path, **turns, split="test", exclude=(str(train),)))
     keys = [{prompt_key(record) for record in read(path)} for path in (train, test)]
     assert all(keys) and not keys[0] & keys[1]
     for record in read(train):
@@ -182,13 +183,13 @@ def test_a_stopped_command_says_how_to_go_on(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whole shards stay, and the rest is written later as if nothing had happened."""
-    answer, calls = Answerer.answer, []
+    complete, calls = Answerer.complete, []
 
     def stop(self: Answerer, *given: Any) -> None:
         calls.append(None)
         if len(calls) == 4:  # each shard asks for user turns and answers
             os.kill(os.getpid(), signal.SIGINT)
-        answer(self, *given)
+        complete(self, *given)
 
     line = [
         "--target",
@@ -203,7 +204,7 @@ def test_a_stopped_command_says_how_to_go_on(
         "12",
     ]
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
-        patch.setattr(Answerer, "answer", stop)
+        patch.setattr(Answerer, "complete", stop)
         main([*line, "--output_dir", str(tmp_path / "stopped")])
     assert end.value.code == 128 + signal.SIGINT
     assert capsys.readouterr().err.splitlines()[-1].startswith("stopped by SIGINT; the same command continues")

@@ -72,10 +72,10 @@ def outcomes(model: GlideMixin, method: Drafting) -> Tensor:
     runner = make_runner(model, "sdpa", False)
     rows = len(SETTINGS) * COPIES
     batch = Batch(runner, method, rows, 256)
-    prompt = batch.upload(np.array(PROMPT))
+    prompt = torch.tensor([PROMPT])
     batch.active.fill_(True)
     counts = torch.zeros(len(SETTINGS), VOCAB**3)
-    hidden = batch.read_prompts(slice(0, 1), prompt, 0, [len(PROMPT)])
+    hidden = batch.read_prompts(slice(0, 1), [np.array(PROMPT)], 0)
     for row in range(rows):
         batch.copy_prefix(0, row, len(PROMPT))
         batch.assign(row, SETTINGS[row % len(SETTINGS)][0], row, SETTINGS[row % len(SETTINGS)][1])

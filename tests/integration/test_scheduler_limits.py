@@ -80,11 +80,11 @@ def test_a_request_in_prefill_can_be_cancelled(model: GlideMixin) -> None:
         read, resume = threading.Event(), threading.Event()
         read_prompts = scheduler.batch.read_prompts
 
-        def paused(rows: slice, tokens: torch.Tensor, start: int, *more: Any) -> torch.Tensor:
+        def paused(rows: slice, chunks: Any, start: int) -> torch.Tensor:
             if start == 20:
                 read.set()
                 assert resume.wait(60)
-            return read_prompts(rows, tokens, start, *more)
+            return read_prompts(rows, chunks, start)
 
         scheduler.batch.read_prompts = paused  # type: ignore[method-assign]
         cancelled = Answer(scheduler, Request(prompt, 5))
@@ -177,10 +177,10 @@ def test_a_failing_prefill_ends_its_own_request(model: GlideMixin, monkeypatch: 
     with serving(model, max_rows=2) as scheduler:
         read_prompts = scheduler.batch.read_prompts
 
-        def fail(rows: slice, tokens: torch.Tensor, *more: Any) -> torch.Tensor:
-            if (tokens[:, 0] == 5).any():
+        def fail(rows: slice, chunks: Any, start: int) -> torch.Tensor:
+            if any(chunk[0] == 5 for chunk in chunks):
                 raise RuntimeError("no memory")
-            return read_prompts(rows, tokens, *more)
+            return read_prompts(rows, chunks, start)
 
         monkeypatch.setattr(scheduler.batch, "read_prompts", fail)
         good = Answer(scheduler, Request([1, 2], 20))

@@ -11,7 +11,7 @@ from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.measurement import measure_times
 from longspec.inference.adaptive.plan_drafters import PlanDrafters
 from longspec.inference.adaptive.plans import Plan
-from longspec.inference.adaptive.time_cache import RoundTimes, cache_file, cache_key, load_times, store_times
+from longspec.inference.adaptive.time_cache import RoundTimes, cache_key, known_times
 from longspec.inference.engine import Engine
 from longspec.inference.round_record import PLAIN, Report, RoundResult, RowRound
 from longspec.inference.round_source import playable
@@ -47,11 +47,7 @@ class AutoRounds:
 
         start = time.perf_counter()
         key = cache_key(engine.kind, self.drafters.plans, engine.runner.config, self.room)
-        path = cache_file(key)
-        self.times = load_times(path, self.drafters.plans)
-        if self.times is None:
-            self.times = self.measure()
-            store_times(path, key, self.times)
+        self.times = known_times(key, self.drafters.plans, self.measure)
         stats.measure_s += time.perf_counter() - start
 
     def start(self, first_tokens: Sequence[int]) -> None:

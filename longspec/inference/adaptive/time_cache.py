@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from transformers import PreTrainedConfig
 
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.kernel_key import KernelKey
+from longspec.inference.process_group import same_on_all_ranks
+from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
@@ -68,6 +70,21 @@ def cache_key(kernels: KernelKey, plans: Sequence[Plan], config: PreTrainedConfi
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def known_times(key: dict[str, Any], plans: Sequence[Plan], measure: Callable[[], RoundTimes]) -> RoundTimes:
+    """The times in the cache, or those that `measure` returns, which are then stored.
+
+    Ranks that share a target measure together and take rank 0's times, so that all choose the same plans.
+    """
+    path = cache_file(key)
+    times = same_on_all_ranks(lambda: load_times(path, plans))
+    if times is None:
+        measured = measure()
+        times = same_on_all_ranks(lambda: measured)
+        if model_parallel_rank_and_size()[0] == 0:
+            store_times(path, key, times)
+    return times
 
 
 def load_times(path: Path, plans: Sequence[Plan]) -> RoundTimes | None:

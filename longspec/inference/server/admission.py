@@ -7,7 +7,6 @@ from transformers import PreTrainedConfig
 
 from longspec.errors import UserError
 from longspec.inference.arguments import check_sampling, check_seed
-from longspec.inference.device import free_bytes
 from longspec.inference.kernel_key import CAPACITY_STEP
 from longspec.inference.memory import slot_bytes
 from longspec.inference.options import FILTER_OPTIONS, check_filter
@@ -24,46 +23,32 @@ ROUND_BYTES = 64
 def row_capacity(
     config: PreTrainedConfig,
     dtype: torch.dtype,
-    device: torch.device,
     rows: int,
     nodes: int,
-    memory: int | None,
+    memory: int,
     fixed: int,
     longest: int | None = None,
 ) -> int:
     """Cache slots per row: enough for requests of `longest` tokens, or fewer if `rows` rows would exceed `memory`.
 
-    nodes: read per round and row; memory: None takes 90% of what is free on the device; fixed: bytes of it that do not
-    depend on the capacity; longest: None for the target's whole context. Raises UserError if the memory does not even
-    suffice for one step of the cache's size.
+    nodes: read per round and row; memory: bytes; fixed: bytes of it that do not depend on the capacity; longest: None
+    for the target's whole context. Raises UserError if the memory does not even suffice for one step of the cache's
+    size.
     """
-    budget = _budget(device, memory)
-    slots = ((budget - fixed) // rows - nodes * config.vocab_size * ROUND_BYTES) // slot_bytes(config, dtype)
+    slots = ((memory - fixed) // rows - nodes * config.vocab_size * ROUND_BYTES) // slot_bytes(config, dtype)
     slots -= slots % CAPACITY_STEP
     if slots < CAPACITY_STEP:
         raise UserError(
-            f"memory: {budget / 2**30:.3g} GiB hold less than {CAPACITY_STEP} tokens in each of {rows} rows; "
+            f"memory: {memory / 2**30:.3g} GiB hold less than {CAPACITY_STEP} tokens in each of {rows} rows; "
             "use fewer rows, a smaller tree, shorter prefill chunks, or more memory"
         )
     return min(slots, _whole_capacity(position_limit(config) if longest is None else longest, nodes))
 
 
-def fitting_rows(
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    longest: int,
-    nodes: int,
-    memory: int | None,
-    fixed: int,
-) -> int:
-    """Number of rows, at least 1, for requests of `longest` tokens. Other arguments as in `row_capacity`."""
+def fitting_rows(config: PreTrainedConfig, dtype: torch.dtype, longest: int, nodes: int, memory: int) -> int:
+    """Rows, at least 1, for requests of `longest` tokens within `memory` bytes; nodes as in `row_capacity`."""
     row = _whole_capacity(longest, nodes) * slot_bytes(config, dtype) + nodes * config.vocab_size * ROUND_BYTES
-    return max(1, (_budget(device, memory) - fixed) // row)
-
-
-def _budget(device: torch.device, memory: int | None) -> int:
-    return int(free_bytes(device) * SHARE) if memory is None else memory
+    return max(1, memory // row)
 
 
 def _whole_capacity(longest: int, nodes: int) -> int:

@@ -8,11 +8,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from longspec.inference.adaptive.measurement import measure_times
 from longspec.inference.adaptive.plan_drafters import PlanDrafters, served_plans
 from longspec.inference.adaptive.plans import Plan
-from longspec.inference.adaptive.time_cache import RoundTimes, cache_file, cache_key, load_times, store_times
+from longspec.inference.adaptive.time_cache import RoundTimes, cache_key, known_times
 from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.capture import CapturedRound, warm_up
 from longspec.inference.drafting.chain import NoDraft
@@ -20,7 +21,7 @@ from longspec.inference.drafting.proposal import Drafter, DraftState
 from longspec.inference.methods import AUTO, Drafting, make_drafter
 from longspec.inference.prefill import PromptReader
 from longspec.inference.request import FILTERS, Sampling
-from longspec.inference.round_record import Report
+from longspec.inference.round_record import Report, RoundResult
 from longspec.inference.rounds import Round, Rounds
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY, GREEDY_KIND, RowSettings, Sampler, SamplingKind
@@ -34,6 +35,11 @@ EXCHANGED_BYTES = 2**26
 """Most bytes that an exchange of two rows copies at a time, unless a single layer has more."""
 MOST_MEASURED_ON_CPU = 4
 """Largest batch whose rounds are measured on a CPU, where a round takes long."""
+REPEATED = (
+    *("capture", "play", "read_prompts", "first_tokens", "refill_draft", "assign", "set_length", "end", "clear"),
+    *("copy_prefix", "move"),
+)
+"""The methods that the ranks which share a target call alike. Their arguments are on the host."""
 KINDS = (GREEDY_KIND, *(SamplingKind("mixed", names) for names in ((), ("top_k", "top_p"), tuple(FILTERS))))
 """The kinds of sampling in order of what their rounds can do. The last one is captured when it is first needed."""
 
@@ -96,6 +102,7 @@ class Batch:
             drafter = drafter.share(all_rows, self._sampler(kind, all_rows).drafting())
             self.drafters[kind] = drafter
         self._rounds: dict[tuple[Mode, int], Round] = {}
+        self._last_hidden = self.cache.newest_hidden
 
     @property
     def nodes(self) -> int:
@@ -142,13 +149,12 @@ class Batch:
         state = self._new_rounds(Mode(True, GREEDY_KIND, self.plans[0]), slice(0, size))
         drafters = self.drafters[GREEDY_KIND].share(slice(0, size), GREEDY)
         key = cache_key(state.kind._replace(drafting=drafters.kind), self.plans, self.runner.config, room)
-        path = cache_file(key)
-        times = load_times(path, self.plans)
-        if times is None:
+
+        def measure() -> RoundTimes:
             rounds = {plan: self.rounds(Mode(True, GREEDY_KIND, plan), size) for plan in self.plans}
-            times = measure_times(state, rounds, lambda: drafters.refill(state.cache.lengths), room)
-            store_times(path, key, times)
-        return times
+            return measure_times(state, rounds, lambda: drafters.refill(state.cache.lengths), room)
+
+        return known_times(key, self.plans, measure)
 
     def rounds(self, mode: Mode, rows: int) -> Round:
         """Plays rounds of the first `rows` rows, one of `sizes`; see `Rounds.round`."""
@@ -173,21 +179,27 @@ class Batch:
     def _sampler(self, kind: SamplingKind, rows: slice) -> Sampler:
         return Sampler(kind, self.settings.narrow(rows))
 
-    def read_prompts(self, rows: slice, tokens: Tensor, start: int, ends: Sequence[int]) -> Tensor:
-        """Read a chunk of the prompts of some consecutive rows; see `PromptReader.read`.
+    def play(self, mode: Mode, size: int) -> RoundResult:
+        """Play a round of the first `size` rows, one of `sizes`."""
+        return self.rounds(mode, size)(self.active[:size])
 
-        The cache must hold the positions before `start`.
+    def read_prompts(self, rows: slice, chunks: Sequence[np.ndarray], start: int) -> Tensor:
+        """Read the next tokens of the prompts of some consecutive rows, which hold the positions before `start`.
+
+        chunks: int64, one per row. Returns the hidden states [n, 1, hidden] at their last tokens, which `first_tokens`
+        reads.
         """
-        return self.reader.read(rows, tokens, start, ends)
+        ends = [start + len(chunk) for chunk in chunks]
+        self._last_hidden = self.reader.read(rows, self.upload(chunks), start, ends)
+        return self._last_hidden
 
-    def first_tokens(
-        self, rows: slice, prompts: Tensor, lengths: Sequence[int], last_hidden: Tensor, kind: SamplingKind
-    ) -> Tensor:
-        """Choose the first tokens of the answers in n consecutive rows, which become the roots.
+    def first_tokens(self, rows: slice, part: slice, prompts: Sequence[np.ndarray], kind: SamplingKind) -> Tensor:
+        """Choose the first tokens of the answers in n consecutive rows, which become the roots and join the rounds.
 
-        prompts: LongTensor [n, P], padded on the right; their lengths are those of the rows. last_hidden: [n, 1,
-        hidden]. Returns fp64 [n, 3]: the token, its log-probability at temperature 1, and the row's fault.
+        part: the rows among those of the newest `read_prompts`. prompts: int64, one per row. Returns fp64 [n, 3]: the
+        token, its log-probability at temperature 1, and the row's fault.
         """
+        last_hidden = self._last_hidden[part]
         cache = self.cache.narrow(rows)
         cache.faults.zero_()
         logits = self.runner.logits(last_hidden)[:, 0]
@@ -195,8 +207,9 @@ class Batch:
         self.root[rows] = tokens
         if self.drafters[GREEDY_KIND].reads_hidden:
             cache.newest_hidden.copy_(last_hidden)
-        self.starter.start(rows, prompts, lengths)
+        self.starter.start(rows, self.upload(prompts), [len(prompt) for prompt in prompts])
         cache.compare_ranks(tokens[:, None], torch.ones_like(tokens))
+        self.active[rows] = True
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         log_p = wide.log_softmax(-1).gather(1, tokens[:, None])
         return torch.cat([tokens[:, None].double(), log_p.double(), cache.faults[:, None].double()], 1)
@@ -206,9 +219,9 @@ class Batch:
         rows = slice(row, row + 1)
         self.drafters[GREEDY_KIND].share(rows, GREEDY).refill(self.cache.lengths[rows])
 
-    def upload(self, tokens: np.ndarray) -> Tensor:
-        """Tokens, int64 [n], as LongTensor [1, n] on the device."""
-        return upload(torch.from_numpy(tokens)[None], self.device)
+    def upload(self, rows: Sequence[np.ndarray]) -> Tensor:
+        """Rows of tokens, int64, as LongTensor [n, longest] on the device, padded on the right."""
+        return upload(pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True), self.device)
 
     def assign(self, row: int, sampling: Sampling, seed: int, speculates: bool) -> None:
         """Set the sampling settings of a row."""

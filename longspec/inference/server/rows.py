@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
-from torch import Tensor
 
 from longspec.inference.adaptive.lookup_trace import LookupTrace
 from longspec.inference.server.requests import Ticket, Timings
@@ -20,8 +19,6 @@ class Running:
     ticket: Ticket
     prompt: np.ndarray
     """int64 [P]."""
-    uploaded: Tensor
-    """The same on the device, LongTensor [1, P]."""
     cached: int
     """Prompt tokens that the row held already."""
     started: float

@@ -111,6 +111,7 @@ class Scheduler:
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join()
+        self.engine.close()
 
     def snapshot(self) -> Snapshot:
         counts = self._worker.counts

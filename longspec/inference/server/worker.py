@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from longspec.errors import first_line
 from longspec.inference.adaptive.controller import Controller
@@ -159,7 +157,7 @@ class Worker:
         # Every row has a seed, so that its random numbers do not depend on the other rows.
         seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
         batch.assign(row.number, request.sampling, seed, request.speculate)
-        row.job = Running(ticket, prompt, batch.upload(prompt), cached, time.perf_counter())
+        row.job = Running(ticket, prompt, cached, time.perf_counter())
         if self.controller is not None and request.speculate:
             row.job.trace = self.controller.new_trace()
             row.job.trace.read(prompt[:cached])
@@ -184,29 +182,25 @@ class Worker:
         start = len(rows[0].tokens)
         end = start + min(max(row.unread for row in rows), max(1, budget // len(rows)))
         jobs = [row.job for row in rows if row.job is not None]
-        ends = [min(end, len(job.prompt)) for job in jobs]
-        tokens = pad_sequence([job.uploaded[0, start:end] for job in jobs], batch_first=True)
-        numbers = slice(rows[0].number, rows[-1].number + 1)
-        hidden = self.batch.read_prompts(numbers, tokens, start, ends)
-        for row, job, own_end in zip(rows, jobs, ends, strict=True):
-            row.tokens.frombytes(job.prompt[start:own_end].tobytes())
+        chunks = [job.prompt[start:end] for job in jobs]
+        self.batch.read_prompts(slice(rows[0].number, rows[-1].number + 1), chunks, start)
+        for row, job, chunk in zip(rows, jobs, chunks, strict=True):
+            row.tokens.frombytes(chunk.tobytes())
             if job.trace is not None:
-                job.trace.read(job.prompt[start:own_end])
+                job.trace.read(chunk)
         complete = [number for number, row in enumerate(rows) if not row.unread]
         if complete:
-            self._begin(rows, complete, hidden)
-        return tokens.numel()
+            self._begin(rows, complete)
+        return max(map(len, chunks)) * len(rows)
 
-    def _begin(self, rows: list[Row], complete: list[int], hidden: Tensor) -> None:
-        """Choose the first tokens of the rows whose prompts were read. hidden: of all `rows`."""
+    def _begin(self, rows: list[Row], complete: list[int]) -> None:
+        """Choose the first tokens of the rows whose prompts were read. complete: their places in `rows`."""
         batch, chosen = self.batch, []
         for part in joined_rows([(number, 1) for number in complete], len(rows), gap=0):
             jobs = [row.job for row in rows[part] if row.job is not None]
-            prompts = pad_sequence([job.uploaded[0] for job in jobs], batch_first=True)
             kind = max((served_kind(job.ticket.request.sampling) for job in jobs), key=KINDS.index)
             numbers = slice(rows[part.start].number, rows[part.stop - 1].number + 1)
-            lengths = [len(job.prompt) for job in jobs]
-            chosen.append(batch.first_tokens(numbers, prompts, lengths, hidden[part], kind))
+            chosen.append(batch.first_tokens(numbers, part, [job.prompt for job in jobs], kind))
         # One transfer for all that the host reads.
         for number, (token, logprob, fault) in zip(complete, torch.cat(chosen).tolist(), strict=True):
             row = rows[number]
@@ -215,7 +209,6 @@ class Worker:
             self._reading.remove(row)
             job.root = int(token)
             job.first_token = job.last_token = time.perf_counter()
-            batch.active[row.number] = True
             row.ring_is_stale = False
             if self.controller is not None and job.trace is not None:
                 self.controller.start(job.ticket, job.trace, job.root)
@@ -239,7 +232,7 @@ class Worker:
         self._size = size = batch.size_for(max(row.number for row in running) + 1)
         plan = self._choose_plan(running) if speculates else None
         mode = Mode(speculates, kind, plan)
-        result = batch.rounds(mode, size)(batch.active[:size])
+        result = batch.play(mode, size)
         traced = any(request.trace for request in requests)
         rows = [(row.number, row, row.last_used) for row in running]
         return Launch(rows, Flight(result, mode.report, traced), plan)
