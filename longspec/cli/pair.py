@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import transformers
@@ -19,6 +19,7 @@ from longspec.inference.generate import GenerationOutput, generate
 from longspec.inference.load_pair import load_pair
 from longspec.inference.methods import AUTO as AUTO_METHOD
 from longspec.inference.methods import GLIDE_METHODS
+from longspec.inference.options import FILTER_OPTIONS, check_filter
 from longspec.models.glide import GlideMixin
 from longspec.models.packaged_targets import SMOLLM2
 from longspec.models.target_files import position_limit
@@ -32,10 +33,15 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    epsilon_cutoff: float = 0.0
 
     def __post_init__(self) -> None:
         """Raises UserError."""
         check_sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k)
+        for name in FILTER_OPTIONS:
+            check_filter(name, getattr(self, name))
 
 
 @dataclass
@@ -50,6 +56,8 @@ class LoadedPair:
     """One of `data.templates.CHAT_FORMATS`."""
     stop_ids: list[int]
     """The tokens that end an answer."""
+    drafting: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `longspec.generate` in addition to the method; see `cli.options.drafting_options`."""
 
     @property
     def positions(self) -> int:
@@ -66,7 +74,7 @@ class LoadedPair:
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, **options: Any) -> GenerationOutput:
         """Call `longspec.generate` on token ids. options: its other arguments."""
-        settings = {"method": self.method, "eos_token_id": self.stop_ids, **vars(sampling), **options}
+        settings = {"method": self.method, "eos_token_id": self.stop_ids, **self.drafting, **vars(sampling), **options}
         return generate(self.model, prompts, **settings)
 
 

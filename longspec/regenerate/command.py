@@ -16,6 +16,7 @@ from longspec.command_line import Parser
 from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.errors import reports_user_errors
 from longspec.inference.methods import AUTO, METHODS, TREE_RULES
+from longspec.inference.process_group import shared_target
 from longspec.models.packaged_targets import SMOLLM2
 from longspec.ranks.replicas import joined_replicas
 from longspec.regenerate.run import regenerate
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m longspec.rege
     options = vars(_parser(prog).parse_args(argv))
     dtype = options.pop("dtype")
     device = options.pop("device")
+    tp_size = options.pop("tp_size")
 
     transformers.utils.logging.disable_progress_bar()
     settings: dict[str, Any] = {
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m longspec.rege
     }
     with StopSignals(at_once=True) as stop:
         try:
-            with joined_replicas() as replicas:
+            with shared_target(tp_size, device, stop), joined_replicas(tp_size) as replicas:
                 path = regenerate(Settings(**settings), dtype, replicas.device(device), replicas)
         except SystemExit:
             if stop.received is not None and os.environ.get("RANK", "0") == "0":
@@ -72,6 +74,7 @@ def _parser(prog: str) -> Parser:
     add("--chat_template_kwargs", help="variables of the chat template, as JSON")
     add("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
     add("--device", help="default: cuda if there is one; under torchrun that of the rank")
+    add("--tp_size", type=int, default=1, help="number of ranks that share the target, started by torchrun")
 
     add = parser.add_argument_group("prompts").add_argument
     add("--files", nargs="+", default=(), help="JSONL with prompts; without them the target writes the user turns")

@@ -89,9 +89,8 @@ def check_request(request: Request, config: PreTrainedConfig, limit: int) -> Non
     for token in (min(request.prompt), max(request.prompt)):
         if not 0 <= token < config.vocab_size:
             raise UserError(f"prompt: token id {token}; the target has {config.vocab_size}")
-    tokens = len(request.prompt) + request.max_new_tokens
-    if tokens > limit:
+    if request.longest > limit:
         raise RequestTooLarge(
-            f"prompt of {len(request.prompt)} tokens + max_new_tokens {request.max_new_tokens}: {tokens} tokens, "
-            f"more than the {limit} of a row"
+            f"prompt of {len(request.prompt)} tokens + max_new_tokens {request.max_new_tokens}: "
+            f"{request.longest} tokens, more than the {limit} of a row"
         )

@@ -42,6 +42,11 @@ class Request:
     trace: bool = False
     """Send each round's tree along with its tokens."""
 
+    @property
+    def longest(self) -> int:
+        """Most tokens of the prompt and its answer together."""
+        return len(self.prompt) + self.max_new_tokens
+
 
 @dataclass(frozen=True)
 class Tree:

@@ -55,6 +55,8 @@ class Counts:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     new_tokens: int = 0
+    prefill_s: float = 0.0
+    """Time of the host in prefill, and of the device where the host waits for it."""
     rounds: int = 0
     row_rounds: int = 0
     accepted_tokens: int = 0

@@ -81,7 +81,9 @@ class Worker:
             self.refuse(self._held, "cancelled")
             self._held = None
         events = len(self.outbox)
+        start = time.perf_counter()
         self._prefill(next_ticket)
+        self.counts.prefill_s += time.perf_counter() - start
         if len(self.outbox) > events:
             deliver()  # the device is idle meanwhile, but a first token would otherwise arrive later
         running = self.rows.running()
