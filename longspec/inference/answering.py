@@ -58,7 +58,7 @@ def answer_all(
             break
         del run, engine
         gc.collect()  # its memory is free for the next one
-    return pool(stats)
+    return stats[0] if len(stats) == 1 else pool(stats)
 
 
 class _Run:
@@ -70,6 +70,7 @@ class _Run:
         self.is_stopped = False
         self.problem: str | None = None
         self.row_rounds = [0] * count
+        self.new_tokens = [0] * count
         self.accepted_by_depth = [0] * engine.batch.depth
         self.seconds = 0.0
 
@@ -89,6 +90,7 @@ class _Run:
         if isinstance(event, Tokens):
             for depth in range(sum(origin != "target" for origin in event.origins)):
                 self.accepted_by_depth[depth] += 1
+            self.new_tokens[number] += len(event.ids)
             ended = self.on_tokens(number, event.ids, False)
         elif event.reason == "error":
             self.problem = self.problem or f"prompt {number}, {event.message}"
@@ -106,7 +108,7 @@ class _Run:
         return GenerationStats(
             rounds=rounds,
             row_rounds=self.row_rounds,
-            decoded_tokens=worker.counts.new_tokens - sum(count > 0 for count in self.row_rounds),
+            decoded_tokens=sum(max(count - 1, 0) for count in self.new_tokens),  # prefill chooses the first one
             accepted_by_depth=self.accepted_by_depth,
             ttft_s=worker.counts.prefill_s,
             decode_s=self.seconds - worker.counts.prefill_s,

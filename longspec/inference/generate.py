@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import StoppingCriteria
 from longspec.errors import UserError
 from longspec.inference.adaptive.auto_rounds import AutoRounds
 from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for
+from longspec.inference.answering import answer_all
 from longspec.inference.arguments import (
     check_rows,
     check_sampling,
@@ -37,9 +38,11 @@ from longspec.inference.methods import AUTO, DEFAULT_SHAPE, Drafting, make_draft
 from longspec.inference.options import FILTER_OPTIONS, REFUSED, STOPPING, filter_values, refuse_options
 from longspec.inference.process_group import repeat_generation
 from longspec.inference.request import Sampling
+from longspec.inference.request_engine import check_positive
 from longspec.inference.round_source import FixedRounds, RoundSource
 from longspec.inference.sampling import RowSettings, Sampler, row_seeds, sampling_kind
 from longspec.inference.select_runner import make_runner
+from longspec.inference.server.requests import Request
 from longspec.inference.stats import GenerationStats
 from longspec.models.glide import GlideMixin, check_pair
 from longspec.models.target_files import position_limit
@@ -80,6 +83,7 @@ def generate(
     stopping_criteria: Sequence[StoppingCriteria] | None = None,
     tree_nodes: int | None = None,
     lookup_branches: bool = False,
+    batch_size: int | None = None,
     **options: Any,
 ) -> GenerationOutput:
     """Continue prompts losslessly: greedy at temperature 0, else samples of the target's own distribution.
@@ -108,6 +112,9 @@ def generate(
     tree_nodes: the nodes of the drafted tree to be verified, the root included: those with the most probable paths;
     None verifies the whole tree. lookup_branches: let continuations of earlier occurrences of the newest tokens join
     the tree; tree_nodes then selects among both.
+    batch_size: rows that are decoded at the same time; a row that ends goes to the next prompt, and prompts are read
+    between rounds, in which common prefixes are read once. None decodes all rows in one batch. `ttft_s` is then the
+    time of all prefills.
     options: transformers' min_p, typical_p and epsilon_cutoff, applied above temperature 0; they default to the model's
     generation config. Every other option that changes the distribution is refused by name, whether it is an argument
     or in the generation config (see `options`).
@@ -137,6 +144,22 @@ def generate(
     arguments |= {"input_ids": input_ids, "attention_mask": attention_mask, "eos_token_id": sorted(eos_ids)}
     sampling = Sampling(temperature, top_p, top_k, None, **filter_values(options, model.generation_config))
     check_seed(seed, len(rows))
+    if batch_size is not None:
+        check_positive(batch_size=batch_size)
+        if streamer is not None or stopping_criteria:
+            raise UserError("batch_size: not with streamer or stopping_criteria; leave it out")
+        requests = [
+            Request(row.tolist(), max_new_tokens, replace(sampling, seed=own), frozenset(eos_ids))
+            for row, own in zip(rows, row_seeds(seed, len(rows), sampling.greedy), strict=True)
+        ]
+        answers: list[list[int]] = [[] for _ in rows]
+
+        def take(number: int, tokens: list[int], has_ended: bool) -> None:
+            answers[number] += tokens
+
+        stats = answer_all(model, drafting, requests, batch_size, take, attention, compile)
+        return _output(rows, answers, pad_id, model.lm_head.weight.device, stats)
+
     seed = repeat_generation(generate, arguments)
 
     started = time.perf_counter()
@@ -173,10 +196,16 @@ def generate(
             decoder.run(pooled.source)
             pooled.reusable = decoder.finite
 
-    # Rows end at different lengths; each output is its prompt without padding and its new tokens.
-    new_tokens = [torch.tensor(tokens, dtype=torch.long, device=device) for tokens in decoder.new_tokens]
+    return _output(rows, decoder.new_tokens, pad_id, device, decoder.stats)
+
+
+def _output(
+    rows: Sequence[Tensor], answers: Sequence[list[int]], pad_id: int, device: torch.device, stats: GenerationStats
+) -> GenerationOutput:
+    """Rows end at different lengths; each output is its prompt without padding and its new tokens."""
+    new_tokens = [torch.tensor(tokens, dtype=torch.long, device=device) for tokens in answers]
     sequences = [torch.cat([row.to(device), new]) for row, new in zip(rows, new_tokens, strict=True)]
-    return GenerationOutput(_pad_right(sequences, pad_id), new_tokens, decoder.stats)
+    return GenerationOutput(_pad_right(sequences, pad_id), new_tokens, stats)
 
 
 @cache

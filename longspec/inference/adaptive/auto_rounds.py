@@ -72,10 +72,9 @@ class AutoRounds:
         return result
 
     def play_plan(self, plan: Plan, active: Tensor) -> RoundResult:
-        if plan.kind == "tree" and self.ring_is_stale:
+        if plan.feeds_draft and self.ring_is_stale:
             self.drafters.refill(self.engine.cache.lengths)
-        # Rounds of other plans do not feed the ring, which would cost a small target some percent of a round.
-        self.ring_is_stale = plan.kind != "tree"
+        self.ring_is_stale = not plan.feeds_draft
         self.report = Report(ranks=plan.kind == "tree")
         return self.rounds[plan](active)
 

@@ -253,9 +253,9 @@ class Worker:
         else:
             plan = self.controller.choose()
         for row in running:
-            if plan.kind == "tree" and row.ring_is_stale:
+            if plan.feeds_draft and row.ring_is_stale:
                 self.batch.refill_draft(row.number)
-            row.ring_is_stale = plan.kind != "tree"
+            row.ring_is_stale = not plan.feeds_draft
         return plan
 
     def _move_down(self, row: Row) -> None:
