@@ -22,8 +22,8 @@ class Plan(NamedTuple):
 
     @property
     def feeds_draft(self) -> bool:
-        """Whether its rounds feed the draft, whose ring must be filled before. Feeding it in rounds of other plans would
-        cost a small target some percent of a round."""
+        """Whether its rounds feed the draft, whose ring must be filled before. To feed it in rounds of other plans
+        would cost a small target some percent of a round."""
         return self.kind == "tree"
 
     def covers(self, other: Plan) -> bool:
