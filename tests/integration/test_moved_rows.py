@@ -139,7 +139,7 @@ def test_rows_that_are_exchanged_go_on_as_alone(
     def recorded(a: int, b: int, length: int) -> None:
         slot_bytes = session.batch.cache.keys[0, 0, :, 0].nbytes
         monkeypatch.setattr(batch_module, "EXCHANGED_BYTES", 2 * length * slot_bytes)
-        moves.append((a, b, session.worker.rows[b] in session.worker._reading))
+        moves.append((a, b, session.worker.rows[b] in session.worker.intake.reading))
         move(a, b, length)
 
     monkeypatch.setattr(session.batch, "move", recorded)
