@@ -79,12 +79,13 @@ class Rounds:
         steps = torch.arange(proposal.depth + 1, device=count.device)
         self.drafter.feed(path_tokens, self.cache.lengths[:, None] + steps, steps < count[:, None])
         self.cache.keep(accepted.path, count)
-        self.root.copy_(torch.where(active, accepted.bonus, self.root))
 
         # The path starts with the root, which an earlier round emitted. The bonus token comes after the last node.
         emitted = path_tokens.roll(-1, dims=1).scatter(1, accepted.count[:, None], accepted.bonus[:, None])
         self.cache.compare_ranks(emitted, count)
-        return pack(proposal, accepted, emitted, count, self.cache.faults, logits, self.report)
+        result = pack(proposal, accepted, emitted, count, self.cache.faults, logits, self.report)
+        self.root.copy_(torch.where(active, accepted.bonus, self.root))  # the proposal may hold this tensor
+        return result
 
     def verify(self, proposal: Proposal) -> Tensor:
         """The target's logits [B, N, V] at every node of the tree."""
