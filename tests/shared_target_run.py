@@ -73,7 +73,7 @@ def answers(model: GlideMixin, method: str) -> list[list[int]]:
     """The engine's answers to the prompts and a sampled one, on two rows, one after a prefix of another."""
     drafting = checked_drafting(model, Drafting(method, (3, 4)), allow_untrained_draft=True)
     engine = RequestEngine(model, drafting, 2, memory=2**27, prefill_chunk=8)
-    engine.capture()
+    engine.prepare()
     tokens: list[list[int]] = [[] for _ in range(5)]
     sampled = Sampling(1.0, min_p=0.05, seed=3) if method == "tree" else Sampling()
     requests = [Request(prompt, 12) for prompt in (*PROMPTS, PROMPTS[0] * 2)] + [Request([7, 7], 9, sampled)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -43,7 +44,9 @@ def answer_all(
     while waiting:
         start = time.perf_counter()
         rows, longest = min(max_rows, len(waiting)), requests[waiting[0]].longest
-        engine = RequestEngine(model, drafting, rows, None, longest, PREFILL_TOKENS, attention, compile)
+        engine = RequestEngine(model, drafting, rows, None, longest, PREFILL_TOKENS, attention, compile, False)
+        build_s = time.perf_counter() - start
+        engine.prepare(captures=False)
         # All rows have the capacity of the longest request. If memory is short, shorter ones come with more rows.
         shortest = 0 if engine.batch.max_rows == rows else longest // 2
         own = [number for number in waiting if requests[number].longest >= shortest]
@@ -51,9 +54,9 @@ def answer_all(
         run = _Run(engine, on_tokens, len(requests))
         for number in own:
             engine.add(requests[number], partial(run.take, number))
-        build_s = time.perf_counter() - start
+        measure_s = time.perf_counter() - start - build_s
         run.play()
-        stats.append(run.stats(drafting, build_s))
+        stats.append(replace(run.stats(drafting), build_s=build_s, measure_s=measure_s))
         if run.is_stopped:
             break
         del run, engine
@@ -100,8 +103,8 @@ class _Run:
             ended = self.on_tokens(number, [], True)
         self.is_stopped |= bool(ended)
 
-    def stats(self, drafting: Drafting, build_s: float) -> GenerationStats:
-        """The counts and times of the run."""
+    def stats(self, drafting: Drafting) -> GenerationStats:
+        """The counts and times of the run, without those of its setup."""
         worker, device = self.engine.worker, self.engine.batch.device
         rounds = sum(self.row_rounds)
         plans = {} if worker.controller is None else worker.controller.played
@@ -116,5 +119,4 @@ class _Run:
             tree_shape=tuple(drafting.tree_shape),
             tree_nodes=self.engine.batch.nodes if drafting.method == "tree" else 0,
             rounds_by_plan={plan.name: count for plan, count in plans.items()},
-            build_s=build_s,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -138,7 +137,7 @@ class Decoder:
             # The last token is the target's bonus token.
             for depth in range(min(emitted, len(part.tokens) - 1)):
                 self.stats.accepted_by_depth[depth] += 1
-            parts.append(replace(part, tokens=part.tokens[:emitted]))
+            parts.append(part._replace(tokens=part.tokens[:emitted]))
         return parts
 
     def _check_fault(self, row: int, fault: int) -> None:

@@ -53,16 +53,18 @@ class RequestEngine:
         prefill_chunk: int = PREFILL_CHUNK,
         attention: str = "auto",
         compile: bool = True,
+        details: bool = True,
     ) -> None:
         """drafting: checked settings. max_rows: requests that run at the same time. memory: bytes for their caches and
         passes; None takes 90% of the free memory. longest: most tokens of a prompt and its answer, for which rows are
         given up if memory is short; None gives rows up to the target's whole context. prefill_chunk: most prompt tokens
-        of a pass. attention, compile: as for `longspec.generate`.
+        of a pass. attention, compile: as for `longspec.generate`. details: whether requests may ask for
+        log-probabilities and traces.
 
         Raises UserError if the memory does not suffice.
         """
         self.model = model
-        settings = (drafting, max_rows, memory, longest, prefill_chunk, attention, compile)
+        settings = (drafting, max_rows, memory, longest, prefill_chunk, attention, compile, details)
         self.batch = repeat_calls(_build, model, {"settings": settings}, REPEATED)
         self.worker = Worker(self.batch, self.batch.max_rows, prefill_chunk)
         self.longest = longest_request(model.config, self.batch.capacity, self.batch.depth, self.batch.nodes)
@@ -74,10 +76,15 @@ class RequestEngine:
         self.on_finished: Callable[[], None] = lambda: None
         """Called after each `Finished`."""
 
-    def capture(self) -> None:
-        """Capture prefill and the rounds of the usual requests before the first one arrives."""
+    def prepare(self, captures: bool = True) -> None:
+        """Before the first request: measure the plans of method "auto", and capture what the usual requests need.
+
+        captures: if False, each kind of round is captured when it is first played.
+        """
         with torch.no_grad(), torch.cuda.device_of(self.model.lm_head.weight):
-            self.batch.capture()
+            if captures:
+                self.batch.capture()
+            self.batch.measure()
 
     def add(self, request: Request, on_event: OnEvent) -> Ticket:
         """Queue a request. Raises RequestTooLarge, and UserError for a malformed one."""
@@ -134,7 +141,7 @@ class RequestEngine:
 
 def _build(model: GlideMixin, settings: tuple[Any, ...]) -> Batch:
     """The batch of an engine with these settings, which are the arguments of `RequestEngine`."""
-    drafting, max_rows, memory, longest, prefill_chunk, attention, compile = settings
+    drafting, max_rows, memory, longest, prefill_chunk, attention, compile, details = settings
     runner = make_runner(model, attention, compile)
     engine_pool.release(model)  # the budget follows from the free memory
     if runner.device.type == "cuda":
@@ -151,7 +158,7 @@ def _build(model: GlideMixin, settings: tuple[Any, ...]) -> Batch:
         max_rows = min(max_rows, fitting_rows(config, runner.dtype, longest, nodes, memory - fixed))
     capacity = row_capacity(config, runner.dtype, max_rows, nodes, memory, fixed, longest)
     with torch.no_grad(), torch.cuda.device_of(model.lm_head.weight):
-        return Batch(runner, drafting, max_rows, capacity, prefill_chunk)
+        return Batch(runner, drafting, max_rows, capacity, prefill_chunk, details)
 
 
 def check_positive(**values: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -45,8 +44,7 @@ class RoundResult(NamedTuple):
     """LongTensor [B, 2 * N + depth + 1]: the nodes' tokens and parents, and the accepted path; see `Report.details`."""
 
 
-@dataclass(frozen=True)
-class RowRound:
+class RowRound(NamedTuple):
     """What a round did in one row."""
 
     tokens: Sequence[int]
@@ -66,15 +64,17 @@ class RowRound:
     @classmethod
     def read(cls, line: list[int], width: int, report: Report) -> RowRound:
         """line: a row of `RoundResult.lines`. width: depth + 1."""
-        count, fault, *values = line
-        parts = [values[start : start + width] for start in range(0, len(values), width)]
-        tokens, from_lookup = parts[0][:count], [bool(mark) for mark in parts[1][1:count]]  # the root comes first
-        logprobs = array("d", array("q", parts[2][:count]).tobytes()) if report.details else ()
+        # The parts have `width` entries each, of which the first `count` are valid. The root precedes accepted nodes.
+        count, fault, part = line[0], line[1], 2 + width
+        tokens, from_lookup = line[2 : 2 + count], [mark > 0 for mark in line[part + 1 : part + count]]
+        logprobs: Sequence[float] = ()
+        if report.details:
+            part += width
+            logprobs = array("d", array("q", line[part : part + count]).tobytes())
         if not report.ranks:
             return cls(tokens, (), (), from_lookup, logprobs, fault)
-        number = 3 if report.details else 2
-        ranks, levels = parts[number][1:count], values[(number + 1) * width :]
-        return cls(tokens, ranks, levels, from_lookup, logprobs, fault)
+        part += width
+        return cls(tokens, line[part + 1 : part + count], line[part + width :], from_lookup, logprobs, fault)
 
     def accepted_by(self, tree: Plan) -> list[int]:
         """The levels, as above, of the nodes that a tree which this one covers would have accepted.

@@ -43,7 +43,7 @@ class Session:
         self.log: list[str] = []
         """What happened, in order: "round", and "tokens NUMBER" for the answer with that number."""
         self.events: list[list[Event]] = []
-        self.batch.capture()
+        scheduler.engine.prepare()
         rounds = self.batch.rounds
 
         def logged(*key: Any) -> Any:

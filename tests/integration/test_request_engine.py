@@ -1,11 +1,13 @@
 """The engine on the calling thread: what one step reads, and how requests end."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pairs import make_pair, target_greedy
 
+from longspec import generate
 from longspec.errors import UserError
 from longspec.inference.answering import answer_all
 from longspec.inference.methods import Drafting
@@ -96,6 +98,14 @@ def test_rows_are_given_up_for_long_requests(model: GlideMixin, monkeypatch: pyt
     assert found == [target_greedy(model, torch.tensor(request.prompt), 6) for request in requests]
     assert len(rows) == 2 and rows[0] < rows[1]
     assert stats.decoded_tokens == stats.rounds == 12 * 5
+
+
+def test_auto_answers_all(model: GlideMixin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plans are measured first."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    prompts = [[1, 2, 3] * 4, [5, 6]]
+    stats = generate(model, prompts, max_new_tokens=12, batch_size=1).stats
+    assert sum(stats.rounds_by_plan.values()) >= max(stats.row_rounds) and stats.measure_s > 0
 
 
 def test_a_client_may_end_all_requests(model: GlideMixin) -> None:

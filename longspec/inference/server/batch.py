@@ -36,7 +36,18 @@ EXCHANGED_BYTES = 2**26
 MOST_MEASURED_ON_CPU = 4
 """Largest batch whose rounds are measured on a CPU, where a round takes long."""
 REPEATED = (
-    *("capture", "play", "read_prompts", "first_tokens", "refill_draft", "assign", "set_length", "end", "clear"),
+    *(
+        "capture",
+        "measure",
+        "play",
+        "read_prompts",
+        "first_tokens",
+        "refill_draft",
+        "assign",
+        "set_length",
+        "end",
+        "clear",
+    ),
     *("copy_prefix", "move"),
 )
 """The methods that the ranks which share a target call alike. Their arguments are on the host."""
@@ -53,10 +64,12 @@ class Mode(NamedTuple):
     """One of KINDS."""
     plan: Plan | None = None
     """The plan of method "auto", if any row speculates."""
+    details: bool = True
+    """Whether log-probabilities and traces are reported."""
 
     @property
     def report(self) -> Report:
-        return Report(ranks=self.plan is not None and self.plan.kind == "tree", details=True)
+        return Report(ranks=self.plan is not None and self.plan.kind == "tree", details=self.details)
 
 
 class Batch:
@@ -66,10 +79,18 @@ class Batch:
     """
 
     def __init__(
-        self, runner: Runner, drafting: Drafting, max_rows: int, capacity: int, prefill_chunk: int = PREFILL_CHUNK
+        self,
+        runner: Runner,
+        drafting: Drafting,
+        max_rows: int,
+        capacity: int,
+        prefill_chunk: int = PREFILL_CHUNK,
+        details: bool = True,
     ) -> None:
-        """capacity: slots per row of the target's cache. prefill_chunk: most prompt tokens of a pass."""
+        """capacity: slots per row of the target's cache. prefill_chunk: most prompt tokens of a pass. details: whether
+        rounds report log-probabilities and traces."""
         self.runner = runner
+        self.details = details
         self.device = runner.device
         self.capacity = capacity
         self.max_rows = max_rows
@@ -118,10 +139,7 @@ class Batch:
         return next(size for size in self.sizes if size >= rows)
 
     def capture(self) -> None:
-        """Prepare prefill and the rounds of every mode and size, if they are captured, and measure the plans of "auto".
-
-        The cache must be empty.
-        """
+        """Capture prefill and the rounds of every mode and size, if the runner can. The cache must be empty."""
         self.reader.capture()
         if self.runner.capturable:
             self.starter.capture()
@@ -129,8 +147,11 @@ class Batch:
                 for kind in KINDS[:-1]:
                     for plan in reversed(self.plans or (None,)):
                         if self.depth:
-                            self.rounds(Mode(True, kind, plan), size)
-                    self.rounds(Mode(False, kind), size)
+                            self.rounds(Mode(True, kind, plan, self.details), size)
+                    self.rounds(Mode(False, kind, None, self.details), size)
+
+    def measure(self) -> None:
+        """Measure the plans of "auto", if this is the method. The cache must be empty."""
         if self.plans:
             most = self.max_rows if self.runner.capturable else min(self.max_rows, MOST_MEASURED_ON_CPU)
             for size in sorted({1, most}):
@@ -146,12 +167,12 @@ class Batch:
     def _measured_times(self, size: int) -> RoundTimes:
         """Times of the greedy rounds of all plans, from the cache if it has them."""
         room = self.capacity - self.depth - 1 - self.nodes
-        state = self._new_rounds(Mode(True, GREEDY_KIND, self.plans[0]), slice(0, size))
+        state = self._new_rounds(Mode(True, GREEDY_KIND, self.plans[0], self.details), slice(0, size))
         drafters = self.drafters[GREEDY_KIND].share(slice(0, size), GREEDY)
         key = cache_key(state.kind._replace(drafting=drafters.kind), self.plans, self.runner.config, room)
 
         def measure() -> RoundTimes:
-            rounds = {plan: self.rounds(Mode(True, GREEDY_KIND, plan), size) for plan in self.plans}
+            rounds = {plan: self.rounds(Mode(True, GREEDY_KIND, plan, self.details), size) for plan in self.plans}
             return measure_times(state, rounds, lambda: drafters.refill(state.cache.lengths), room)
 
         return known_times(key, self.plans, measure)

@@ -17,7 +17,7 @@ from longspec.inference.adaptive.controller import Controller
 from longspec.inference.prefill import joined_rows
 from longspec.inference.server.batch import KINDS, Batch, served_kind
 from longspec.inference.server.requests import Ticket
-from longspec.inference.server.rows import Counts, Row, Rows, Running, common_prefix
+from longspec.inference.server.rows import Counts, Row, Rows, Running
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,8 @@ class Intake:
                 return
             prompt = np.array(ticket.request.prompt, dtype=np.int64)
             # Once the row that reads the same prefix has read it, it is copied.
-            if any(common_prefix(prompt, row.job.prompt) >= LEAST_SHARED for row in self.reading if row.job):
+            head = prompt[:LEAST_SHARED].tobytes()
+            if len(prompt) > LEAST_SHARED and any(row.job is not None and row.job.head == head for row in self.reading):
                 self.held = ticket
                 return
             self.reading.append(self._give_row(ticket, prompt))
@@ -119,7 +120,7 @@ class Intake:
         # Every row has a seed, so that its random numbers do not depend on the other rows.
         seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
         batch.assign(row.number, request.sampling, seed, request.speculate)
-        row.job = Running(ticket, prompt, cached, time.perf_counter())
+        row.job = Running(ticket, prompt, prompt[:LEAST_SHARED].tobytes(), cached, time.perf_counter())
         if self.controller is not None and request.speculate:
             row.job.trace = self.controller.new_trace()
             row.job.trace.read(prompt[:cached])

@@ -19,6 +19,8 @@ class Running:
     ticket: Ticket
     prompt: np.ndarray
     """int64 [P]."""
+    head: bytes
+    """Its first tokens, by which equal prefixes are recognized."""
     cached: int
     """Prompt tokens that the row held already."""
     started: float

@@ -137,7 +137,7 @@ class Scheduler:
     def _run(self) -> None:
         """The engine's thread."""
         try:
-            self.engine.capture()
+            self.engine.prepare()
             with self._changed:
                 self._ready = True
                 self._changed.notify_all()

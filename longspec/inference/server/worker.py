@@ -6,7 +6,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from typing import NamedTuple
 
 from longspec.inference.adaptive.controller import Controller
@@ -123,15 +122,16 @@ class Worker:
         # Rounds run over the first rows, so one running row with a high number would make them as large as the batch.
         size = batch.size_for(len(running))
         for row in sorted(running, key=lambda row: row.number, reverse=True):
-            if batch.size_for(row.number + 1) > size:
-                self._move_down(row)
+            if row.number < size:
+                break
+            self._move_down(row)
         requests = [row.job.ticket.request for row in running if row.job is not None]
         kind = max((served_kind(request.sampling) for request in requests), key=KINDS.index)
         speculates = batch.depth > 0 and any(request.speculate for request in requests)
         self.counts.rounds += 1
         self._size = size = batch.size_for(max(row.number for row in running) + 1)
         plan = self._choose_plan(running) if speculates else None
-        mode = Mode(speculates, kind, plan)
+        mode = Mode(speculates, kind, plan, batch.details)
         result = batch.play(mode, size)
         traced = any(request.trace for request in requests)
         rows = [(row.number, row, row.last_used) for row in running]
@@ -191,7 +191,7 @@ class Worker:
                 tree = _tree(traces[number], launch.flight.width, round_origins(played.from_lookup)[:-1])
             taken = self._emit(row, played, tree)
             if job.trace is not None:
-                parts[job.ticket] = replace(played, tokens=new_tokens[:taken])
+                parts[job.ticket] = played._replace(tokens=new_tokens[:taken])
             if request.speculate:
                 self.counts.row_rounds += 1
                 self.counts.decoded_tokens += taken
