@@ -36,19 +36,8 @@ EXCHANGED_BYTES = 2**26
 MOST_MEASURED_ON_CPU = 4
 """Largest batch whose rounds are measured on a CPU, where a round takes long."""
 REPEATED = (
-    *(
-        "capture",
-        "measure",
-        "play",
-        "read_prompts",
-        "first_tokens",
-        "refill_draft",
-        "assign",
-        "set_length",
-        "end",
-        "clear",
-    ),
-    *("copy_prefix", "move"),
+    *("capture", "measure", "play", "read_prompts", "first_tokens", "refill_draft", "assign", "set_length"),
+    *("end", "clear", "copy_prefix", "move"),
 )
 """The methods that the ranks which share a target call alike. Their arguments are on the host."""
 KINDS = (GREEDY_KIND, *(SamplingKind("mixed", names) for names in ((), ("top_k", "top_p"), tuple(FILTERS))))
