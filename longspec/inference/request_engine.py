@@ -102,7 +102,8 @@ class RequestEngine:
         """Read a chunk of prompts, then play a round. Returns whether requests are left."""
         with torch.no_grad(), torch.cuda.device_of(self.model.lm_head.weight):
             # Clients that have gone must not hold places in the queue.
-            for ticket in [ticket for ticket in self.waiting if ticket.cancelled]:
+            # A copy, because the scheduler's clients add requests meanwhile.
+            for ticket in [ticket for ticket in list(self.waiting) if ticket.cancelled]:
                 self.waiting.remove(ticket)
                 self.worker.refuse(ticket, "cancelled")
             self.worker.step(lambda: self.waiting.popleft() if self.waiting else None, self._deliver)
