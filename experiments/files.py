@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from longspec.errors import UserError
+from longspec.replacing import replacing
 
 
 def prompts_file(root: Path, split: str, group: str) -> Path:
@@ -36,9 +37,8 @@ def claim(file: Path, facts: dict[str, Any]) -> None:
 def write_atomically(file: Path, text: str) -> None:
     """Write a file completely or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(file.name + ".part")
-    part.write_text(text)
-    part.replace(file)
+    with replacing(file) as unfinished:
+        unfinished.write_text(text)
 
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:

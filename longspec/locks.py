@@ -1,4 +1,4 @@
-"""The lock of an output folder, so that one run at a time writes to it."""
+"""Locks of output folders and files, so that one run at a time writes to them."""
 
 import errno
 import fcntl
@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from longspec.errors import UserError
 
@@ -55,17 +56,13 @@ class FolderLock:
     def _lock(self, descriptor: int) -> None:
         file = self.folder / LOCK_NAME
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _flock(descriptor, file)
         except BlockingIOError as error:
             holder = _named(os.pread(descriptor, 4096, 0).decode(errors="replace"))
             raise UserError(
                 f"output_dir: another run{holder} is writing to {self.folder}; wait for it, stop it, or give another "
                 "output_dir"
             ) from error
-        except OSError as error:
-            if error.errno not in UNSUPPORTED:
-                raise UserError(f"output_dir: {file} cannot be locked ({error.strerror})") from error
-            logger.warning("%s cannot be locked (%s); do not start a second run there", file, error.strerror)
         holder_fields = {"host": socket.gethostname(), "pid": os.getpid(), "token": self.token}
         try:
             os.ftruncate(descriptor, 0)
@@ -104,6 +101,39 @@ def locked(folder: str | Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def locked_file(path: Path, mode: str = "ab", wait: bool = False) -> Iterator[IO[bytes]]:
+    """A file, opened and locked until the context ends. Raises UserError if another process has locked it.
+
+    wait: for the other process to release it.
+    """
+    try:
+        stream = path.open(mode)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be opened ({error.strerror})") from error
+    with stream:
+        try:
+            _flock(stream.fileno(), path, wait)
+        except BlockingIOError as error:
+            raise UserError(f"{path}: another run is writing to it; wait for it, or stop it") from error
+        yield stream
+
+
+def _flock(descriptor: int, file: Path, wait: bool = False) -> None:
+    """Lock an open file. Raises UserError, and BlockingIOError if another process holds the lock and `wait` is false.
+
+    On a file system without locks a warning is logged instead.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise UserError(f"{file}: cannot be locked ({error.strerror})") from error
+        logger.warning("%s cannot be locked (%s); do not start a second run there", file, error.strerror)
 
 
 def holder_token(folder: Path) -> str | None:

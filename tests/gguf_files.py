@@ -37,12 +37,14 @@ def write_gguf(
     architecture: str | None = None,
     without: str = "",
     extra: dict[str, np.ndarray] | None = None,
+    metadata: dict[str, Any] | None = None,
     **overrides: Any,
 ) -> Any:
     """Write a random target with the byte tokenizer; the transformers model that the file describes.
 
     Mistral files are of architecture llama, as those of llama.cpp's converter.
     rope: GGUF metadata of the rotary scaling. without: leaves out the tensors whose names contain this.
+    metadata: further entries of type str, int (uint16) or list of str.
     """
     tokenizer = byte_tokenizer()
     vocab = tokenizer.get_vocab()
@@ -68,6 +70,8 @@ def write_gguf(
         add = writer.add_string if isinstance(value, str) else writer.add_float32
         add(f"{written_as}.rope.scaling.{key}", value)
     _add_tokenizer(writer, vocab)
+    for key, value in (metadata or {}).items():
+        {str: writer.add_string, int: writer.add_uint16, list: writer.add_array}[type(value)](key, value)
     for name, weight in model.state_dict().items():
         if config.tie_word_embeddings and name == "lm_head.weight":
             continue

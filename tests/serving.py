@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from longspec import generate
-from longspec.inference.server.requests import Event, Finished, Request, Sampling, Ticket, Tokens
+from longspec.inference.server.requests import Event, Finished, PromptScores, Request, Sampling, Ticket, Tokens
 from longspec.inference.server.scheduler import Scheduler
 from longspec.models.glide import GlideMixin
 
@@ -37,6 +37,7 @@ class Answer:
         """cancel_after: number of `Tokens` after which the request is cancelled; 0 cancels it at once."""
         self.scheduler, self.cancel_after = scheduler, cancel_after
         self.events: list[Tokens] = []
+        self.prompt_scores: list[PromptScores] = []
         self.end: Finished | None = None
         self.over = Signal()
         self.ticket: Ticket | None = None
@@ -51,6 +52,10 @@ class Answer:
             self.over.set()
             return
         assert self.end is None
+        if isinstance(event, PromptScores):
+            assert not self.events
+            self.prompt_scores.append(event)
+            return
         self.events.append(event)
         if self.ticket is not None and self.cancel_after is not None and len(self.events) >= self.cancel_after:
             self.scheduler.cancel(self.ticket)

@@ -61,17 +61,20 @@ def bench(
     are skipped on a pair without one.
     """
     from longspec.cli.comparison import compare, result_table
-    from longspec.cli.pair import Sampling, choose_model, open_pair
+    from longspec.cli.output import check_folder
+    from longspec.cli.pair import SamplingOptions, choose_model, open_pair
     from longspec.cli.prompts import read_prompts
-    from longspec.cli.results import check_folder
+    from longspec.errors import UserError
     from longspec.extras import extra
 
     with extra("demo"):
         from longspec.cli.picture import draw
     check_folder(png, "--png")
     name = choose_model(pair, model)
-    sampling = Sampling(max_new_tokens, temperature)
-    asked = read_prompts([prompts] if prompts else DEFAULT_PROMPTS)
+    sampling = SamplingOptions(max_new_tokens, temperature)
+    if prompts is not None and not Path(prompts).is_file():
+        raise UserError(f"--prompts {prompts}: no such file")
+    asked = read_prompts([prompts] if prompts is not None else DEFAULT_PROMPTS)
     # vanilla, because a pair without a draft can be compared, too; `compare` gives each method by name.
     loaded = open_pair(name, draft, "vanilla", dtype, device, chat_template_kwargs)
     console = Console(stderr=True, highlight=False)

@@ -49,9 +49,9 @@ def chat(
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     top_k: TopKOption = 0,
-    min_p: MinPOption = 0.0,
-    typical_p: TypicalPOption = 1.0,
-    epsilon_cutoff: EpsilonOption = 0.0,
+    min_p: MinPOption = None,
+    typical_p: TypicalPOption = None,
+    epsilon_cutoff: EpsilonOption = None,
     tree_shape: TreeShapeOption = None,
     tree_rule: TreeRuleOption = "reject",
     tree_nodes: TreeNodesOption = None,
@@ -75,13 +75,13 @@ def chat(
     ] = None,
 ) -> None:
     """Chat in the terminal. Ctrl-C stops an answer, /quit or Ctrl-D ends the chat, /help lists the commands."""
-    from longspec.cli.pair import Sampling, choose_model, note_plain_format, open_pair
+    from longspec.cli.pair import SamplingOptions, choose_model, note_plain_format, open_pair
     from longspec.cli.session import Session
     from longspec.inference.process_group import shared_target
     from longspec.signals import StopSignals
 
     name = choose_model(pair, model)
-    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, min_p, typical_p, epsilon_cutoff)
+    sampling = SamplingOptions(max_new_tokens, temperature, top_p, top_k, min_p, typical_p, epsilon_cutoff)
     drafting = drafting_options(tree_shape, tree_rule, tree_nodes, lookup_branches, gamma)
     with ExitStack() as stack:
         if tp_size > 1:  # only rank 0 goes on

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from longspec.cli.pair import LoadedPair, Sampling
+from longspec.cli.pair import LoadedPair, SamplingOptions
 from longspec.cli.prompts import Prompt
 from longspec.inference.device import device_name
 from longspec.inference.generate import GenerationOutput
@@ -30,7 +30,7 @@ SEED = 0
 def compare(
     pair: LoadedPair,
     prompts: Sequence[Prompt],
-    sampling: Sampling,
+    sampling: SamplingOptions,
     report: Callable[[str], object],
     compared: Mapping[str, dict[str, Any]] = METHODS,
 ) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def compare(
         else:
             outputs[label] = []
             # The longest prompt, so that kernels are compiled and caches allocated before the measurement.
-            warm_up = Sampling(min(WARM_UP_TOKENS, sampling.max_new_tokens), sampling.temperature)
+            warm_up = SamplingOptions(min(WARM_UP_TOKENS, sampling.max_new_tokens), sampling.temperature)
             answer(pair, max(token_ids, key=len), warm_up, arguments)
     for prompt in token_ids:
         for label, answers in outputs.items():
@@ -75,7 +75,9 @@ def compare(
     }
 
 
-def answer(pair: LoadedPair, prompt: list[int], sampling: Sampling, arguments: dict[str, Any]) -> GenerationOutput:
+def answer(
+    pair: LoadedPair, prompt: list[int], sampling: SamplingOptions, arguments: dict[str, Any]
+) -> GenerationOutput:
     """Answer a prompt. Without an EOS, all methods generate the same number of tokens."""
     return pair.generate([prompt], sampling, **arguments, eos_token_id=(), seed=SEED)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -51,6 +52,14 @@ def generate(
     device: DeviceOption = None,
     dtype: DtypeOption = "auto",
     tp_size: TpSizeOption = 1,
+    skip_invalid: Annotated[
+        bool,
+        typer.Option(
+            "--skip_invalid",
+            help="Leave out prompts that are too long or that the chat template rejects, and count them.",
+            rich_help_panel=PROMPTS,
+        ),
+    ] = False,
     chat_template_kwargs: TemplateOption = None,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
@@ -80,11 +89,10 @@ def generate(
 
     Above temperature 0, the default method is tree, so that a seed repeats the answers on any number of ranks.
     """
-    from longspec.cli.batches import Job
-    from longspec.cli.pair import Sampling, note_plain_format, open_pair
+    from longspec.cli.answers import PromptRun, answer_prompts
+    from longspec.cli.output import check_folder, locked_output, write_summary
+    from longspec.cli.pair import SamplingOptions, note_plain_format, open_pair
     from longspec.cli.prompts import Prompt, read_prompts
-    from longspec.cli.results import Results, check_folder, open_results, write_summary
-    from longspec.cli.shares import answer_together
     from longspec.errors import UserError
     from longspec.inference.process_group import shared_target
     from longspec.ranks.replicas import joined_replicas
@@ -93,18 +101,18 @@ def generate(
     with StopSignals(at_once=True) as stop, ExitStack() as stack:
         stack.enter_context(shared_target(tp_size, device, stop))
         replicas = stack.enter_context(joined_replicas(tp_size))
-        first: list[Results] = []
 
-        def read() -> tuple[list[Prompt], Sampling]:
+        def read() -> tuple[list[Prompt], SamplingOptions]:
             check_folder(json_file, "--json")
-            sampling = Sampling(max_new_tokens, temperature, top_p, top_k)
+            sampling = SamplingOptions(max_new_tokens, temperature, top_p, top_k)
             if output is None and replicas.size > 1:
                 raise UserError("--output: give a file; several ranks do not write to stdout")
             asked = read_prompts(prompts or [])
-            first.append(stack.enter_context(open_results(output, asked, replicas.size == 1)))
+            if output is not None:
+                stack.enter_context(locked_output(output))
             return asked, sampling
 
-        def load() -> Job:
+        def load() -> PromptRun:
             # A seed gives the same answers after an interruption, and on any number of ranks.
             repeats = temperature > 0
             pair = open_pair(model, draft, method, dtype, replicas.device(device), chat_template_kwargs, repeats)
@@ -114,11 +122,11 @@ def generate(
             if any(not isinstance(prompt.content, str) for prompt in asked):
                 note_plain_format(pair)
             uses_template = has_template if chat is None else chat
-            return Job(pair, asked, sampling, batch_size, seed, uses_template)
+            return PromptRun(pair, asked, sampling, batch_size, seed, uses_template, skip_invalid)
 
         # Only rank 0 reads stdin. It locks the output before the weights are loaded.
         asked, sampling = replicas.from_rank_zero(read)
-        job = replicas.together(load)
-        answer_together(
-            job, output, first, overwrite, stop, replicas, lambda summary: write_summary(summary, json_file)
-        )
+        run = replicas.together(load)
+        if run.problems and replicas.rank == 0:
+            print(run.note, file=sys.stderr)
+        answer_prompts(run, output, overwrite, stop, replicas, lambda summary: write_summary(summary, json_file))

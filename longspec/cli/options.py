@@ -79,25 +79,36 @@ MaxNewTokensOption = Annotated[
     int, typer.Option("--max_new_tokens", min=1, help="Largest number of tokens per answer.", rich_help_panel=SAMPLING)
 ]
 MinPOption = Annotated[
-    float,
+    float | None,
     typer.Option(
         "--min_p",
         min=0.0,
         max=1.0,
         help="Leave out tokens below this share of the highest probability.",
+        show_default="that of the target",
         rich_help_panel=SAMPLING,
     ),
 ]
 TypicalPOption = Annotated[
-    float,
+    float | None,
     typer.Option(
-        "--typical_p", min=0.0, max=1.0, help="Mass of typical tokens; 1 keeps all tokens.", rich_help_panel=SAMPLING
+        "--typical_p",
+        min=0.0,
+        max=1.0,
+        help="Mass of typical tokens; 1 keeps all tokens.",
+        show_default="that of the target",
+        rich_help_panel=SAMPLING,
     ),
 ]
 EpsilonOption = Annotated[
-    float,
+    float | None,
     typer.Option(
-        "--epsilon_cutoff", min=0.0, max=1.0, help="Leave out tokens of lower probability.", rich_help_panel=SAMPLING
+        "--epsilon_cutoff",
+        min=0.0,
+        max=1.0,
+        help="Leave out tokens of lower probability.",
+        show_default="that of the target",
+        rich_help_panel=SAMPLING,
     ),
 ]
 TreeShapeOption = Annotated[

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import transformers
@@ -19,29 +21,31 @@ from longspec.inference.generate import GenerationOutput, generate
 from longspec.inference.load_pair import load_pair
 from longspec.inference.methods import AUTO as AUTO_METHOD
 from longspec.inference.methods import GLIDE_METHODS
-from longspec.inference.options import FILTER_OPTIONS, check_filter
+from longspec.inference.options import FILTER_OPTIONS, check_filter, ignored_options, report_ignored
 from longspec.models.glide import GlideMixin
 from longspec.models.packaged_targets import SMOLLM2
-from longspec.models.target_files import position_limit
+from longspec.models.target_files import position_limit, set_template_arguments
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingOptions:
     """The sampling options of an answer. Meanings and ranges are those of `longspec.generate`."""
 
     max_new_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    epsilon_cutoff: float = 0.0
+    min_p: float | None = None
+    """None of this and the next two: the value of the target's generation config."""
+    typical_p: float | None = None
+    epsilon_cutoff: float | None = None
 
     def __post_init__(self) -> None:
         """Raises UserError."""
         check_sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k)
         for name in FILTER_OPTIONS:
-            check_filter(name, getattr(self, name))
+            if getattr(self, name) is not None:
+                check_filter(name, getattr(self, name))
 
 
 @dataclass
@@ -66,16 +70,27 @@ class LoadedPair:
 
     def encode(self, prompts: list[str | list[Turn]]) -> list[list[int]]:
         """Token ids of each prompt. Text is encoded as it is, a conversation in the chat format."""
-        texts = [prompt if isinstance(prompt, str) else self._conversation(prompt) for prompt in prompts]
-        return encode_texts(texts, self.tokenizer)
+        return encode_texts([self.text(prompt) for prompt in prompts], self.tokenizer)
 
-    def _conversation(self, turns: list[Turn]) -> str:
-        return conversation_text(turns, self.model.config.model_type, self.tokenizer, self.chat_format)
+    def text(self, prompt: str | list[Turn]) -> str:
+        """What the target reads: text as it is, a conversation in the chat format. Raises UserError."""
+        if isinstance(prompt, str):
+            return prompt
+        return conversation_text(prompt, self.model.config.model_type, self.tokenizer, self.chat_format)
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling, **options: Any) -> GenerationOutput:
+    def with_template_variables(self, variables: Mapping[str, Any]) -> LoadedPair:
+        """The pair with other values of its chat template's variables. Raises UserError."""
+        tokenizer = copy(self.tokenizer)
+        set_template_arguments(tokenizer, variables)
+        return replace(self, tokenizer=tokenizer)
+
+    def generate(self, prompts: list[list[int]], sampling: SamplingOptions, **options: Any) -> GenerationOutput:
         """Call `longspec.generate` on token ids. options: its other arguments."""
-        settings = {"method": self.method, "eos_token_id": self.stop_ids, **self.drafting, **vars(sampling), **options}
-        return generate(self.model, prompts, **settings)
+        # `open_pair` has said that these are ignored.
+        ignored = dict.fromkeys(ignored_options(self.model.generation_config))
+        settings = {"method": self.method, "eos_token_id": self.stop_ids, **self.drafting, **ignored}
+        given = {name: value for name, value in vars(sampling).items() if value is not None}
+        return generate(self.model, prompts, **(settings | given | options))
 
 
 def open_pair(
@@ -86,12 +101,15 @@ def open_pair(
     device: str | None = None,
     chat_template_kwargs: str | None = None,
     repeats: bool = False,
+    applied: Collection[str] | None = FILTER_OPTIONS,
 ) -> LoadedPair:
     """Load a pair by name, hub id, folder or GGUF file; None is the embedded pair.
 
     method: None is auto, or tree if `repeats` is set. A pair without a trained draft goes without trees, and a note on
-    stderr says so. chat_template_kwargs: a JSON object. repeats: whether sampled answers must not depend on measured
-    times, as auto's do. Raises UserError.
+    stderr says so. chat_template_kwargs: a JSON object. repeats: whether sampled
+    answers must not depend on measured times, as auto's do. applied: the options of the target's generation config that
+    the command applies; a note names the others that would change answers. None if it ignores the config on request.
+    Raises UserError.
     """
     name = name or SMOLLM2
     transformers.utils.logging.disable_progress_bar()
@@ -104,6 +122,8 @@ def open_pair(
             method = "tree" if model.draft_is_trained else "lookup"
         if not model.draft_is_trained:
             _note(f"{name}: no trained draft, so tokens are proposed by prompt lookup (--method {method})")
+    if applied is not None:
+        report_ignored(model.generation_config, name, applied, _note)
     target = str(model.config.name_or_path)
     chat_format = resolve_chat_format(AUTO, target, model.config.model_type, tokenizer)
     stop_ids = stop_tokens(tokenizer, sorted(end_tokens(model.generation_config.eos_token_id)))

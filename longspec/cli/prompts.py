@@ -1,7 +1,8 @@
-"""The prompts of `longspec generate` and `longspec bench`: from arguments, stdin, .txt and .jsonl files."""
+"""The prompts of `longspec generate` and `longspec bench`: from arguments, stdin, text and JSONL files."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from longspec.data.aligners import Turn, common_form_aligner
-from longspec.data.records import WHERE, Record, RecordError, located, parse_record, text_of
+from longspec.data.record_fields import check_sampling
+from longspec.data.records import KIND_FIELDS, Record, RecordError, located, parse_record, text_of
 from longspec.errors import UserError
 
-TEXT = ".txt"
-JSONL = ".jsonl"
+TEXT = (".txt",)
+JSONL = (".jsonl", ".ndjson", ".json")
+"""Suffixes of files, in any case."""
 STDIN = "-"
 
 
@@ -40,10 +43,11 @@ class Prompt:
 
 
 def read_prompts(sources: Sequence[str]) -> list[Prompt]:
-    """The prompts of all sources in order. A source is a .txt or .jsonl file, "-" for stdin, or a prompt itself.
+    """The prompts of all sources in order. A source is a file, "-" for stdin, or a prompt itself.
 
-    Text files and stdin have one prompt per line; blank lines are skipped. Without a source, stdin is read. Raises
-    UserError for a missing file and for a line that is not a prompt, with its location.
+    Text files and stdin have one prompt per line, JSONL files a record; blank lines are skipped. Without a source,
+    stdin is read. Raises UserError for a missing file or one of another suffix, and for a line that is not a prompt,
+    with its location.
     """
     if not sources and sys.stdin.isatty():
         raise UserError("no prompts: give them as arguments, as .txt or .jsonl files, or on stdin")
@@ -57,16 +61,20 @@ def read_prompts(sources: Sequence[str]) -> list[Prompt]:
 
 def _read(source: str, number: int) -> Iterator[Prompt]:
     """The prompts of one source; `number` counts the sources from 1."""
-    suffix = Path(source).suffix if "\n" not in source else ""
-    # A name without spaces counts as a file even if the file is missing, so that a misspelled name is an error.
+    suffix = Path(source).suffix.lower() if "\n" not in source else ""
+    exists = os.path.exists(source)  # unlike pathlib, does not raise for a prompt that cannot be a name
     if source == STDIN:
         yield from _text_lines("stdin", sys.stdin.buffer.read())
-    elif suffix in (TEXT, JSONL) and (Path(source).is_file() or " " not in source):
+    # A name without spaces counts as a file even if the file is missing, so that a misspelled name is an error.
+    elif suffix in (*TEXT, *JSONL) and (exists or " " not in source):
         try:
             content = Path(source).read_bytes()
         except OSError as error:
             raise UserError(f"{source}: cannot be read ({error.strerror})") from error
-        yield from _text_lines(source, content) if suffix == TEXT else _records(source, content)
+        yield from _text_lines(source, content) if suffix in TEXT else _records(source, content)
+    elif exists:
+        kind = "a folder" if os.path.isdir(source) else "a file of an unknown kind"
+        raise UserError(f"{source}: {kind}; give a file with one of the suffixes {', '.join((*TEXT, *JSONL))}")
     elif not source.strip():
         raise UserError(f"prompt {number}: it is empty")
     else:
@@ -93,20 +101,21 @@ def _records(name: str, content: bytes) -> Iterator[Prompt]:
 
 
 def _content(record: Record) -> str | list[Turn]:
-    """The text in `prompt`, or the turns in `messages`. Raises RecordError."""
+    """The text in `prompt`, or the turns in `messages`, after the record's system turn. Raises RecordError."""
     fields = [name for name in ("prompt", "messages") if record.get(name) is not None]
     if len(fields) != 1:
         problem = "is missing, and so is 'messages'" if not fields else "must not be given along with 'messages'"
         raise RecordError("prompt", problem)
+    check_sampling(record)
+    # The aligner reads training records, which end with an answer. Answers of other kinds are not read.
+    others = {name: value for name, value in record.items() if name not in KIND_FIELDS or name == "suffix"}
     if fields == ["prompt"]:
         text = text_of(record["prompt"], "prompt")
         if not text:
             raise RecordError("prompt", "is empty")
-        return text
+        return common_form_aligner()({**others, "prompt": text, "completion": ""})["prompt"]
     turns = record["messages"]
     is_list = isinstance(turns, list) and len(turns) > 0
     if not is_list or (isinstance(turns[-1], dict) and turns[-1].get("role") == "assistant"):
         raise RecordError("messages", "must be a list of turns that ends with a user turn")
-    # The aligner reads training records, which end with an answer.
-    with_answer = {"id": "", WHERE: record[WHERE], "messages": [*turns, {"role": "assistant", "content": ""}]}
-    return common_form_aligner()(with_answer)["prompt"]
+    return common_form_aligner()({**others, "messages": [*turns, {"role": "assistant", "content": ""}]})["prompt"]

@@ -12,7 +12,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.markup import escape
 
-from longspec.cli.pair import LoadedPair, Sampling
+from longspec.cli.pair import LoadedPair, SamplingOptions
 from longspec.cli.stream import LEGEND, Answer, AnswerStream, describe
 from longspec.data.aligners import Turn
 from longspec.errors import UserError
@@ -29,7 +29,12 @@ class Session:
     """A chat with one pair. Each turn sends the whole conversation."""
 
     def __init__(
-        self, pair: LoadedPair, sampling: Sampling, console: Console, system: str | None = None, seed: int | None = None
+        self,
+        pair: LoadedPair,
+        sampling: SamplingOptions,
+        console: Console,
+        system: str | None = None,
+        seed: int | None = None,
     ) -> None:
         """seed: turn n uses seed + n; None draws from torch's global generator."""
         self.pair = pair

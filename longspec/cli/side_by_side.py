@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from longspec.cli.pair import LoadedPair, Sampling
+from longspec.cli.pair import LoadedPair, SamplingOptions
 from longspec.cli.stream import CONTROL_CHARACTERS, LEGEND, STYLES, AnswerStream, describe
 from longspec.inference.origins import Origin
 
@@ -30,7 +30,9 @@ class AnswerColumn(AnswerStream):
         self.shown.append(piece.translate(CONTROL_CHARACTERS), STYLES[origin])
 
 
-def side_by_side(pair: LoadedPair, question: str, sampling: Sampling, console: Console, method: str) -> dict[str, Any]:
+def side_by_side(
+    pair: LoadedPair, question: str, sampling: SamplingOptions, console: Console, method: str
+) -> dict[str, Any]:
     """Answer `question` with vanilla, then with `method`. Returns text and wall-clock seconds by method.
 
     A terminal shows the answers in columns; other output gets a line per answer.
@@ -48,7 +50,7 @@ def side_by_side(pair: LoadedPair, question: str, sampling: Sampling, console: C
 
     with Live(get_renderable=table, console=console) if console.is_terminal else nullcontext():
         for name in methods:
-            pair.generate(prompts, Sampling(WARM_UP_TOKENS), method=name)  # builds layers and caches
+            pair.generate(prompts, SamplingOptions(WARM_UP_TOKENS), method=name)  # builds layers and caches
             columns[name] = AnswerColumn(pair.tokenizer)
             began = time.perf_counter()
             pair.generate(prompts, sampling, method=name, streamer=columns[name])

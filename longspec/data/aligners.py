@@ -8,8 +8,16 @@ lists.
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
+from longspec.data.record_fields import (
+    HISTORY,
+    REFUSED_IN_TURNS,
+    check_fields,
+    check_record,
+    is_learned,
+    system_field,
+)
 from longspec.data.records import (
     TURN_KINDS,
     WHERE,
@@ -37,6 +45,8 @@ class Turn(TypedDict):
 
     role: str
     content: str
+    name: NotRequired[str]
+    """Name of the speaker or tool, which some chat templates write."""
 
 
 class AlignedRecord(TypedDict):
@@ -78,10 +88,11 @@ def _rename_fields(record: Record, names: dict[str, str]) -> Record:
 
 def _common_form(record: Record) -> Record:
     kind = record_kind(record)
+    check_record(record, kind.name, kind.prompt_field is not None or kind.name in TURN_KINDS)
     prompt: str | list[Turn] | None = None
     # Only the last answer of a conversation is an answer; earlier ones are part of the prompt.
     if kind.name in TURN_KINDS:
-        prompt, answer = _last_answer(_turns(record[kind.answer_field], kind.name), kind.name)
+        prompt, answer = _last_answer(record[kind.answer_field], kind.name)
     elif is_list_of_pairs(record):
         prompt, answer = _pairs(record)
     else:
@@ -91,6 +102,8 @@ def _common_form(record: Record) -> Record:
         # Alpaca: `input` is the text that the instruction refers to, and is often empty.
         if kind.name == "instruction" and record.get("input"):
             prompt = f"{prompt}\n\n{text_of(record['input'], 'input')}"
+    if prompt is not None and (opening := _opening(record)):
+        prompt = _after_opening(opening, prompt)
     return {
         "id": str(record["id"] if "id" in record else record[WHERE]),
         "kind": kind.name,
@@ -115,12 +128,6 @@ def _pairs(record: Record) -> tuple[list[Turn], str]:
     return turns[:-1], turns[-1]["content"]
 
 
-def _turns(value: object, field: str) -> list[Turn]:
-    if not isinstance(value, list):
-        raise RecordError(field, f"must be a list of turns, not {type(value).__name__}")
-    return [_turn(turn, f"{field}[{number}]") for number, turn in enumerate(value)]
-
-
 def _turn(turn: object, field: str) -> Turn:
     """One turn, from {role, content} or ShareGPT's {from, value}. Raises RecordError if it has no text."""
     if not isinstance(turn, dict):
@@ -131,10 +138,11 @@ def _turn(turn: object, field: str) -> Turn:
     role = text_of(turn.get(role_key), f"{field}.{role_key}")
     if role not in ROLES:
         raise RecordError(f"{field}.{role_key}", f"is '{role}'; use one of {', '.join(ROLES)}")
-    calls = next((key for key in ("tool_calls", "function_call") if turn.get(key)), None)
-    if calls is not None:
-        raise RecordError(f"{field}.{calls}", "holds a tool call, which has no text; leave this record out")
-    return {"role": ROLES[role], "content": _content(turn.get(content_key), f"{field}.{content_key}")}
+    check_fields(turn, REFUSED_IN_TURNS, f"{field}.")
+    read: Turn = {"role": ROLES[role], "content": _content(turn.get(content_key), f"{field}.{content_key}")}
+    if turn.get("name"):
+        read["name"] = text_of(turn["name"], f"{field}.name")
+    return read
 
 
 def _content(content: object, field: str) -> str:
@@ -150,13 +158,42 @@ def _content(content: object, field: str) -> str:
     return "".join(texts)
 
 
-def _last_answer(turns: list[Turn], field: str) -> tuple[list[Turn], str]:
-    """The turns before the last answer, and that answer. Later turns are dropped."""
+def _last_answer(value: object, field: str) -> tuple[list[Turn], str]:
+    """The turns before the last answer that may be learned, and that answer. Later turns are dropped."""
+    if not isinstance(value, list):
+        raise RecordError(field, f"must be a list of turns, not {type(value).__name__}")
+    turns = [_turn(turn, f"{field}[{number}]") for number, turn in enumerate(value)]
     # A draft is trained on answers; turns after the last one belong to no answer.
     answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
     if not answers:
         raise RecordError(field, "has no turn with role 'assistant'")
-    return turns[: answers[-1]], turns[answers[-1]]["content"]
+    learned = [number for number in answers if is_learned(value[number], f"{field}[{number}]")]
+    if not learned:
+        raise RecordError(field, "has no answer to learn, all have weight 0; leave this record out")
+    return turns[: learned[-1]], turns[learned[-1]]["content"]
+
+
+def _opening(record: Record) -> list[Turn]:
+    """The turns of a record's system field and of its history of (question, answer) pairs."""
+    name = system_field(record)
+    opening: list[Turn] = [] if name is None else [{"role": "system", "content": text_of(record[name], name)}]
+    history = record.get(HISTORY) or []
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise RecordError(HISTORY, "must be a list of [question, answer] pairs")
+    for number, pair in enumerate(history):
+        question, answer = (text_of(text, f"{HISTORY}[{number}]") for text in pair)
+        opening += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return opening
+
+
+def _after_opening(opening: list[Turn], prompt: str | list[Turn]) -> list[Turn]:
+    """`prompt` as turns, after those of `opening`. Some data sets repeat the first turn in a field of the record."""
+    turns: list[Turn] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if turns[:1] == opening:
+        return turns
+    if opening[0]["role"] == "system" and turns and turns[0]["role"] == "system":
+        raise RecordError("system", "differs from the system turn; give one of them")
+    return [*opening, *turns]
 
 
 DEFAULT_ALIGNERS = (add_id_aligner(), common_form_aligner())

@@ -8,12 +8,12 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from tempfile import mkdtemp
 
 from filelock import FileLock
 
 from longspec.errors import UserError, first_line
 from longspec.extras import extra
+from longspec.replacing import replacing
 
 with extra("train"):
     import datasets
@@ -64,17 +64,10 @@ def cached_table(folder: Path, build: Callable[[str], object]) -> Dataset:
 
 
 def _build(folder: Path, build: Callable[[str], object]) -> None:
-    # A crash leaves only a folder of another name, which is never read.
-    unfinished = Path(mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    try:
+    with replacing(folder, folder=True) as unfinished:
         build(str(unfinished))
         digests = dict(_digests(unfinished))
         (unfinished / DIGESTS).write_text(json.dumps(digests))
-        # Other users may read a shared cache; mkdtemp allows only the owner.
-        unfinished.chmod(0o755)
-        unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _damage(folder: Path) -> str | None:

@@ -62,6 +62,7 @@ def build_dataset(
     answer_only: bool = False,
     aligners: Iterable[Aligner] = DEFAULT_ALIGNERS,
     eos_token_id: int | None = None,
+    vocab_size: int | None = None,
     num_proc: int = 1,
     cache_dir: str | None = None,
 ) -> RowDataset:
@@ -79,13 +80,14 @@ def build_dataset(
         out and counted in the log, and each pair is a sample of its own.
     aligners: convert records to the common form; the last one must be `common_form_aligner`.
     eos_token_id: token that ends documents and answers; by default the tokenizer's EOS.
+    vocab_size: tokens that the target has embeddings for; None does not check the tokens.
     num_proc: processes that tokenize.
     cache_dir: folder of cached tokens; by default that of Hugging Face datasets. The cache depends on the content of
         the lines and on everything that turns them into tokens, and it is verified on each call. With several
         processes, let one of them build it first.
 
     Raises UserError for bad files, records (with file, line and field) and settings, for a file that changes while it
-    is read, and if no sample is left.
+    is read, for a token without an embedding, and if no sample is left.
     """
     aligners = tuple(aligners)
     _check_settings(tokenizer, family, chat_format, max_length, overflow, aligners)
@@ -105,6 +107,7 @@ def build_dataset(
         answer_only=answer_only,
         aligners=aligners,
         templates=checked_templates,
+        vocab_size=vocab_size,
     )
 
     digests = lines.content_digests(files)

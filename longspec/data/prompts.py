@@ -8,20 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from longspec.chat_template import template_text
 from longspec.data.aligners import DEFAULT_ALIGNERS, ROLES, Turn
 from longspec.data.lines import Files, data_files
+from longspec.data.record_fields import check_sampling
 from longspec.data.records import (
     KINDS,
     SOURCE_TAGS,
     TURN_KINDS,
-    WHERE,
     Record,
     RecordError,
     located,
     parse_record,
     split_pairs,
 )
-from longspec.data.templates import BARE, COMPOSITIONS, CONTINUED_KINDS, render
+from longspec.data.templates import BARE, COMPOSITIONS, CONTINUED_KINDS, apply_template, render
 from longspec.errors import UserError
 
 LOOP_NGRAM = 4
@@ -35,7 +36,7 @@ PLACEHOLDER = "USER-TURN"
 
 
 @dataclass(frozen=True)
-class Prompt:
+class SourcePrompt:
     """A prompt without its answer."""
 
     source_id: str
@@ -43,7 +44,7 @@ class Prompt:
     turns: list[Turn]
     """Conversation up to a user turn; empty if the target continues plain text."""
     text: str
-    """Prompt text in the chat format."""
+    """SourcePrompt text in the chat format."""
 
 
 class _Line(NamedTuple):
@@ -74,19 +75,29 @@ class PromptFiles:
     def __len__(self) -> int:
         return len(self.lines)
 
-    def read(self, start: int, end: int, family: str, tokenizer: Any, chat_format: str) -> list[Prompt]:
-        """The prompts of records `start` … `end` - 1. A record with a list of articles has one prompt per article."""
+    def read(
+        self, start: int, end: int, family: str, tokenizer: Any, chat_format: str, rejected: list[str] | None = None
+    ) -> list[SourcePrompt]:
+        """The prompts of records `start` … `end` - 1, without those that the chat template rejects.
+
+        A record with a list of articles has one prompt per article. rejected: gets the reason, with file and line, for
+        each prompt that is left out.
+        """
+        rejected = [] if rejected is None else rejected
         prompts = []
         for line in self.lines[start:end]:
             with open(line.path, "rb") as handle:
                 handle.seek(line.start)
                 record = parse_record(line.path, line.number, handle.readline())
-            with located(line.path, line.number):
-                # One record can hold several articles, and so several prompts.
-                for source_id, turns, text in _prompts(record):
+            # One record can hold several articles, and so several prompts.
+            for source_id, turns, text in _prompts(record):
+                try:
                     if turns:
                         text = conversation_text(turns, family, tokenizer, chat_format)
-                    prompts.append(Prompt(source_id, turns, text))
+                except RecordError as error:
+                    rejected.append(f"{line.path}, line {line.number}: {error}")
+                    continue
+                prompts.append(SourcePrompt(source_id, turns, text))
         return prompts
 
     def size(self, start: int, end: int) -> int:
@@ -116,10 +127,12 @@ def conversation_text(turns: list[Turn], family: str, tokenizer: Any, chat_forma
 
 def _prompts(record: Record) -> list[tuple[str, list[Turn], str]]:
     """Each prompt of a record, as (id, turns, "") or, for text to be continued, (id, [], text)."""
-    if isinstance(record.get("context"), str) and isinstance(record.get("input"), str):
-        # LongBench's fields for a document and a question about it.
+    is_longbench = isinstance(record.get("context"), str) and isinstance(record.get("input"), str)
+    if is_longbench and "instruction" not in record:
+        # A document and a question about it.
         content = "\n\n".join(part for part in (record["context"], record["input"]) if part.strip())
-        record = {"id": record.get("id", record.get("_id")), WHERE: record[WHERE], **_as_turns(content)}
+        others = {name: value for name, value in record.items() if name not in ("context", "input")}
+        record = {**others, "id": record.get("id", record.get("_id")), **_as_turns(content)}
     prompts = []
     # The same aligners as in training, so that any training file serves as a file of prompts.
     for part in split_pairs(_with_answer(record)):
@@ -143,7 +156,10 @@ def _as_turns(content: str) -> dict[str, list[Turn]]:
 
 
 def _with_answer(record: Record) -> Record:
-    """`record` with an empty answer if it has none, so that it has a kind. The answer is not used."""
+    """`record` with an empty answer if it has none, so that it has a kind. The answer is not used.
+
+    Raises RecordError if a record without an answer sets sampling options. Next to an answer they describe that answer.
+    """
     record = {name: value for name, value in record.items() if value is not None}
     for name in TURN_KINDS:
         turns = record.get(name)
@@ -152,22 +168,23 @@ def _with_answer(record: Record) -> Record:
         # A conversation that ends with the user lacks exactly the answer that the target will write.
         role = str(turns[-1].get("role", turns[-1].get("from")))
         if ROLES.get(role) != "assistant":
+            check_sampling(record)
             return {**record, name: [*turns, {"role": "assistant", "content": ""}]}
     for kind in KINDS:
         prompt = record.get(kind.prompt_field or "")
         if prompt is None or (kind.prompt_field == "source" and prompt in ("", *SOURCE_TAGS)):
             continue
         if not any(other.answer_field in record for other in KINDS if other.prompt_field == kind.prompt_field):
+            check_sampling(record)
             return {**record, kind.answer_field: [""] * len(prompt) if isinstance(prompt, list) else ""}
     return record
 
 
 def user_turn_marks(tokenizer: Any) -> tuple[str, str]:
     """The chat template's text before and after a user turn. Raises UserError if there is no such text."""
-    try:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": PLACEHOLDER}], tokenize=False)
-    except ValueError as error:
-        raise UserError("the tokenizer has no chat template, so the target cannot write user turns") from error
+    if template_text(tokenizer) is None:
+        raise UserError("the tokenizer has no chat template, so the target cannot write user turns")
+    text = apply_template(tokenizer, [{"role": "user", "content": PLACEHOLDER}])
     # Works for any template that inserts the content unchanged.
     before, placeholder, after = text.partition(PLACEHOLDER)
     if not placeholder or not before or not after:
@@ -175,7 +192,7 @@ def user_turn_marks(tokenizer: Any) -> tuple[str, str]:
     return before, after
 
 
-def answered(prompt: Prompt, answer: str, **provenance: Any) -> Record:
+def answered(prompt: SourcePrompt, answer: str, **provenance: Any) -> Record:
     """A training record of a prompt and its answer: `messages`, or `prefix` and `suffix`."""
     if prompt.turns:
         body: Record = {"messages": [*prompt.turns, {"role": "assistant", "content": answer}]}

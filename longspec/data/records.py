@@ -16,11 +16,14 @@ WHERE = "_where"
 
 
 class RecordError(UserError):
-    """A problem of one record, as (field, problem). `located` adds the file and the line."""
+    """A problem of one record, as (field, problem); field is None for one of the whole record.
+
+    `located` adds the file and the line.
+    """
 
     def __str__(self) -> str:
         field, problem = self.args
-        return f"field '{field}' {problem}"
+        return problem if field is None else f"field '{field}' {problem}"
 
 
 class Kind(NamedTuple):
@@ -51,6 +54,8 @@ KINDS = (
     Kind("problem", "problem", "solution"),
     Kind("prompt", "prompt", "completion"),
 )
+KIND_FIELDS = frozenset(name for kind in KINDS for name in (kind.prompt_field, kind.answer_field) if name)
+"""Fields that tell a record's kind."""
 SOURCE_TAGS = ("code", "book", "arxiv", "tulu-v2", "gov-report", "multi-news", "meetingbank")
 """Values of `source` in published records that name a corpus and are not prompts."""
 

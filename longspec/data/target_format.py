@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
-
-from longspec.data.templates import CHAT_FORMATS, check_chat_format
+from longspec.chat_template import template_text
+from longspec.data.aligners import Turn
+from longspec.data.templates import CHAT_FORMATS, apply_template, check_chat_format
 from longspec.errors import UserError
 
 AUTO = "auto"
@@ -49,9 +49,12 @@ def resolve_chat_format(
     if chat_format not in CHAT_FORMAT_CHOICES:
         raise UserError(f"unknown chat_format '{chat_format}': use one of {', '.join(CHAT_FORMAT_CHOICES)}")
     if chat_format == AUTO:
-        own = "tokenizer" if getattr(tokenizer, "chat_template", None) else "plain"
-        chat_format = "published" if target in PUBLISHED_TARGETS else own
-        if chat_format == "plain":
+        if target in PUBLISHED_TARGETS:
+            chat_format = "published"
+        elif template_text(tokenizer) is not None:
+            chat_format = "tokenizer"
+        else:
+            chat_format = "plain"
             say(f"{target}: its tokenizer has no chat template, so prompts are plain text (chat_format plain)")
     check_chat_format(family, tokenizer, chat_format)
     return chat_format
@@ -78,11 +81,11 @@ def answer_end(tokenizer: Any, generation_eos: Sequence[int], chat_format: str) 
 def _template_end(tokenizer: Any) -> int | None:
     """The first token that the chat template writes after an answer; None if there is none or the template fails."""
     answer = "An answer."
-    turns = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": answer}]
+    turns: list[Turn] = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": answer}]
     try:
         # Rendered once to see which token follows an answer; the texts are arbitrary.
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except TemplateError:
+        text = apply_template(tokenizer, turns)
+    except UserError:
         return None
     after = tokenizer(text.rpartition(answer)[2].strip(), add_special_tokens=False)["input_ids"]
     return after[0] if after else None

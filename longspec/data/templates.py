@@ -7,9 +7,10 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from longspec.chat_template import template_text
 from longspec.data.aligners import AlignedRecord, Turn
 from longspec.data.records import KINDS, TURN_KINDS, RecordError
-from longspec.errors import UserError
+from longspec.errors import UserError, first_line
 
 CHAT_FORMATS = ("published", "tokenizer", "plain")
 """The format of the published drafts, the tokenizer's chat template, and plain text without role markers."""
@@ -187,7 +188,7 @@ def check_chat_format(family: str, tokenizer: Any, chat_format: str) -> None:
         raise UserError(f"unknown chat_format '{chat_format}': use one of {', '.join(CHAT_FORMATS)}")
     if chat_format == "published" and family not in TURN_FORMATS:
         raise UserError(f"no published chat format for model family '{family}', only for {', '.join(TURN_FORMATS)}")
-    if chat_format == "tokenizer" and not getattr(tokenizer, "chat_template", None):
+    if chat_format == "tokenizer" and template_text(tokenizer) is None:
         raise UserError("chat_format 'tokenizer' needs a tokenizer with a chat template; use 'plain' or 'published'")
 
 
@@ -209,15 +210,36 @@ def _conversation(turns: list[Turn], family: str, tokenizer: Any, chat_format: s
     if chat_format == "plain":
         return PLAIN_BREAK.join(turn["content"] for turn in turns)
     if chat_format == "tokenizer":
-        try:
-            return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
-            raise RecordError("role", f"is rejected by the tokenizer's chat template ({error})") from error
+        return apply_template(tokenizer, turns, add_generation_prompt=True)
     # The published drafts were trained with this system turn.
     if not turns or turns[0]["role"] != "system":
         turns = [SYSTEM_TURN, *turns]
     form = TURN_FORMATS[family]
-    return "".join(form.turn(**turn) for turn in turns) + f"{form.before}assistant\n"
+    return "".join(form.turn(turn["role"], turn["content"]) for turn in turns) + f"{form.before}assistant\n"
+
+
+def apply_template(tokenizer: Any, turns: list[Turn], add_generation_prompt: bool = False) -> str:
+    """The text of the turns in the tokenizer's chat template. Raises RecordError for any error of the template."""
+    try:
+        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except Exception as error:  # a template can raise what Python's operators and methods raise
+        # The message of a template's own raise_exception says what is wrong.
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        reason = first_line(error) if type(error) is TemplateError else reason
+        raise RecordError(None, f"the tokenizer's chat template fails on these turns ({reason})") from error
+
+
+def check_embedded(ids: Sequence[int], vocab_size: int, tokenizer: Any, where: str) -> None:
+    """Raise UserError that starts with `where` for a token that the target has no embedding for.
+
+    A tokenizer may have more tokens than its target, such as those added for other programs.
+    """
+    token = max(ids, default=0)
+    if token >= vocab_size:
+        text = tokenizer.convert_ids_to_tokens(int(token))
+        raise UserError(
+            f"{where}: token {token} ({text!r}) has no embedding, the target has {vocab_size}; remove it from the text"
+        )
 
 
 def encode_texts(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from longspec.data import aligners as aligner_functions
-from longspec.data import lines, records, templates
+from longspec.data import lines, record_fields, records, templates
 from longspec.data.aligners import AlignedRecord, Aligner
 from longspec.data.cache import cache_folder, cached_table
 from longspec.errors import UserError, first_line
@@ -56,15 +56,18 @@ class Tokenize:
     answer_only: bool
     aligners: tuple[Aligner, ...]
     templates: Mapping[str, str] = field(default_factory=dict)
+    vocab_size: int | None = None
 
     def __call__(self, index: dict[str, list]) -> dict[str, list]:
-        aligned, texts = self._texts(index)
+        aligned, texts, places = self._texts(index)
         # Encoded as one text, as the target reads it, and the prompt again by itself to find where it ends.
         whole = templates.encode_texts([prompt + answer for prompt, answer in texts], self.tokenizer)
         prompts = iter(templates.encode_texts([prompt for prompt, _ in texts if prompt], self.tokenizer))
 
         columns: dict[str, list] = {name: [] for name in TOKEN_FEATURES}
-        for record, (prompt, answer), ids in zip(aligned, texts, whole, strict=True):
+        for record, (prompt, answer), place, ids in zip(aligned, texts, places, whole, strict=True):
+            if self.vocab_size is not None:
+                templates.check_embedded(ids, self.vocab_size, self.tokenizer, place)
             prompt_length = _common_prefix(next(prompts), ids) if prompt else 0
             if answer.strip():
                 splits = not prompt or self._is_pairs(record)
@@ -105,7 +108,7 @@ class Tokenize:
         line_digests = np.asarray(index.data.column("digest")).tobytes()
 
         # A change to this code may change the tokens, so its source is hashed, not a version number.
-        modules = [lines, records, templates, aligner_functions, inspect.getmodule(Tokenize)]
+        modules = [lines, record_fields, records, templates, aligner_functions, inspect.getmodule(Tokenize)]
         modules += [inspect.getmodule(getattr(aligner, "func", aligner)) for aligner in self.aligners]
         sources = [inspect.getsource(module) for module in modules if module and hasattr(module, "__file__")]
         settings = {name: value for name, value in vars(self).items() if name != "tokenizer"}
@@ -116,10 +119,11 @@ class Tokenize:
             tokenizer = backend.to_str(), tokenizer.chat_template, str(tokenizer.special_tokens_map)
         return Hasher.hash([line_digests, sources, settings, tokenizer])
 
-    def _texts(self, index: dict[str, list]) -> tuple[list[AlignedRecord], list[tuple[str, str]]]:
-        """The aligned records of some lines, and the prompt and answer text of each."""
+    def _texts(self, index: dict[str, list]) -> tuple[list[AlignedRecord], list[tuple[str, str]], list[str]]:
+        """The aligned records of some lines, the prompt and answer text of each, and its file and line."""
         aligned_records: list[AlignedRecord] = []
         texts: list[tuple[str, str]] = []
+        places: list[str] = []
         for path, line, raw in lines.read_lines(index):
             record = records.parse_record(path, line, raw)
             with records.located(path, line):
@@ -133,7 +137,8 @@ class Tokenize:
                     texts.append(
                         templates.render(aligned, self.family, self.tokenizer, self.chat_format, self.templates)
                     )
-        return aligned_records, texts
+                    places.append(f"{path}, line {line}")
+        return aligned_records, texts, places
 
     def _is_pairs(self, record: AlignedRecord) -> bool:
         """Whether a record is a conversation of (article, abstract) pairs with all tokens in the loss."""
@@ -151,11 +156,13 @@ class Tokenize:
         # A truncated prompt without an answer would add no token to the loss.
         if self.answer_only and prompt_length >= self.max_length:
             return [_piece([], 0, NO_ROOM)]
+        # Nothing in the sample predicts its first token, and some texts have no other.
+        if len(ids) <= max(1, prompt_length if self.answer_only else 1):
+            return [_piece([], 0, NO_ANSWER)]
         if not splits or self.overflow == "truncate":
             kept = ids[: self.max_length]
             return [_piece(kept, min(prompt_length, len(kept)), len(kept))]
         pieces = [ids[start : start + self.max_length] for start in range(0, len(ids), self.max_length)]
-        # A single token has nothing to predict.
         return [_piece(piece, 0, len(piece)) for piece in pieces if len(piece) > 1]
 
 

@@ -14,7 +14,7 @@ from longspec.errors import UserError
 from longspec.inference.methods import Drafting
 from longspec.inference.prefill import PREFILL_TOKENS
 from longspec.inference.request_engine import RequestEngine
-from longspec.inference.server.requests import Event, Request, Tokens
+from longspec.inference.server.requests import Event, Finished, Request, Tokens
 from longspec.inference.stats import GenerationStats, pool
 from longspec.models.glide import GlideMixin
 
@@ -95,6 +95,8 @@ class _Run:
                 self.accepted_by_depth[depth] += 1
             self.new_tokens[number] += len(event.ids)
             ended = self.on_tokens(number, event.ids, False)
+        elif not isinstance(event, Finished):
+            return  # scores of a prompt, which these requests do not ask for
         elif event.reason == "error":
             self.problem = self.problem or f"prompt {number}, {event.message}"
             return

@@ -20,7 +20,9 @@ MAX_NODES = 1024
 """Largest number of nodes per verification pass, the root included."""
 LARGEST_SEED = 2**64 - 1
 """Largest seed."""
-_FP32 = torch.finfo(torch.float32)
+LEAST_TEMPERATURE = 1e-30
+"""Smallest temperature above 0. Logits up to 3e8 divided by it are finite in fp32."""
+LARGEST_TEMPERATURE = torch.finfo(torch.float32).max
 
 
 def prompt_batch(input_ids: Any, attention_mask: Any) -> tuple[Tensor, Tensor | None]:
@@ -167,10 +169,9 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k:
     for name, value in (("temperature", temperature), ("top_p", top_p)):
         if not _is_real(value):
             raise UserError(f"{name}: {value!r}; it must be a number")
-    if not (temperature == 0 or _FP32.tiny <= temperature <= _FP32.max):
-        raise UserError(
-            f"temperature: {temperature}; it must be 0 (greedy) or from {_FP32.tiny:.2g} to {_FP32.max:.2g}"
-        )
+    if not (temperature == 0 or LEAST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE):
+        valid = f"from {LEAST_TEMPERATURE:.2g} to {LARGEST_TEMPERATURE:.2g}"
+        raise UserError(f"temperature: {temperature}; it must be 0 (greedy) or {valid}")
     if not 0 < top_p <= 1:
         raise UserError(f"top_p: {top_p}; it must be above 0 and at most 1")
 

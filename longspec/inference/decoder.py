@@ -97,8 +97,6 @@ class Decoder:
 
         if device.type == "cuda":
             self.stats.peak_memory_bytes = torch.cuda.max_memory_allocated(device)
-        if self.streamer is not None:
-            self.streamer.end()
         while self._flights:
             self._note(self._flights.popleft())  # it can have met a fault
 

@@ -35,7 +35,7 @@ from longspec.inference.engine import Engine
 from longspec.inference.engine_pool import borrowed, engine_kind, rounded_room
 from longspec.inference.kernel_key import kernel_key
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE, Drafting, make_drafter
-from longspec.inference.options import FILTER_OPTIONS, REFUSED, STOPPING, filter_values, refuse_options
+from longspec.inference.options import FILTER_OPTIONS, REFUSED, STOPPING, filter_values, refuse_options, report_ignored
 from longspec.inference.process_group import repeat_generation
 from longspec.inference.request import Sampling
 from longspec.inference.request_engine import check_positive
@@ -44,6 +44,7 @@ from longspec.inference.sampling import RowSettings, Sampler, row_seeds, samplin
 from longspec.inference.select_runner import make_runner
 from longspec.inference.server.requests import Request
 from longspec.inference.stats import GenerationStats
+from longspec.inference.streaming import ends_streamer
 from longspec.models.glide import GlideMixin, check_pair
 from longspec.models.target_files import position_limit
 
@@ -60,6 +61,7 @@ class GenerationOutput:
     """Counts and times over all rows."""
 
 
+@ends_streamer
 @torch.no_grad()
 def generate(
     model: GlideMixin,
@@ -101,7 +103,7 @@ def generate(
     follow from it (see `row_seed`). Or one seed per row. None draws one from torch's global generator. The tokens of a
     row depend on its own seed, and not on the other rows.
     streamer: receives the prompt [1, P] and then each new token [1] on the CPU, as in transformers, and the token's
-    origin if it has `put_from` (see `Streamer`). Only for a single row.
+    origin if it has `put_from` (see `Streamer`). It is ended once, also if the call raises. Only for a single row.
     tree_rule: applies above temperature 0. "reject" samples the tree from the draft without replacement and uses
     recursive rejection; "descend" drafts the most probable tree and follows the target's own draws in it. Both are
     exact; "reject" accepts more tokens.
@@ -116,8 +118,8 @@ def generate(
     between rounds, in which common prefixes are read once. None decodes all rows in one batch. `ttft_s` is then the
     time of all prefills.
     options: transformers' min_p, typical_p and epsilon_cutoff, applied above temperature 0; they default to the model's
-    generation config. Every other option that changes the distribution is refused by name, whether it is an argument
-    or in the generation config (see `options`).
+    generation config. Every other option that changes the distribution is refused by name; in the generation config it
+    is ignored with a warning (see `options`).
     Raises UserError (a ValueError) for settings that cannot work, and for logits that are NaN or infinite.
     """
     arguments = dict(locals())  # for the other ranks, if several share the target
@@ -132,7 +134,8 @@ def generate(
     drafting = Drafting(method, shape, gamma, tree_rule, tree_nodes, lookup_branches)
     drafting = checked_drafting(model, drafting, allow_untrained_draft)
     _check_options(options)
-    refuse_options(options, model.generation_config, (*REFUSED, *STOPPING))
+    refuse_options(options, (*REFUSED, *STOPPING))
+    report_ignored(model.generation_config, model.config.name_or_path, (*FILTER_OPTIONS, *options))
     input_ids, attention_mask = prompt_batch(input_ids, attention_mask)
     rows = prompt_rows(input_ids, attention_mask)
     check_sampling(max_new_tokens, temperature, top_p, top_k)

@@ -14,8 +14,9 @@ from longspec.inference.registry import PAIRS, choose_pair
 from longspec.models.families import family_class
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import model_parallel_rank_and_size, split_draft
-from longspec.models.target_files import TemplateArguments, check_weights, generation_eos, load_tokenizer, read_config
+from longspec.models.target_files import TemplateArguments, generation_eos, load_tokenizer, read_config
 from longspec.models.target_split import check_shared
+from longspec.models.weight_checks import check_weights
 
 
 def load_pair(
@@ -49,10 +50,8 @@ def load_pair(
         eos_token_id = stop_ids[0] if len(stop_ids) == 1 else stop_ids or None
 
     model = load_model(pair.target, pair.draft, choose_dtype(dtype, config, device), device, attn_implementation)
-    for attribute, ids in (("eos_token_id", eos_token_id), ("pad_token_id", pair.pad_token_id)):
-        if ids is not None:
-            setattr(model.generation_config, attribute, ids)
-            setattr(model.config, attribute, ids)
+    ids = {"eos_token_id": eos_token_id, "pad_token_id": pair.pad_token_id}
+    model.set_token_ids(**{name: value for name, value in ids.items() if value is not None})
     return model, tokenizer
 
 
@@ -60,7 +59,7 @@ def check_loadable(config: PreTrainedConfig, target: str) -> None:
     """Raise UserError for a local target without weights, or that cannot be split for the ranks that share it."""
     ranks = model_parallel_rank_and_size()[1]
     if ranks == 1:
-        check_weights(target)
+        check_weights(target, config)
     else:
         check_shared(config, ranks, target)
 

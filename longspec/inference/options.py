@@ -1,19 +1,25 @@
-"""Options of transformers' `generate`: those that decoding applies, those without effect, and those it refuses.
+"""Options of transformers' `generate`: those that decoding applies, those without effect, and those it cannot apply.
 
 A filter that depends on one row of logits alone is applied to target and draft alike, so every acceptance rule stays
-exact. Options that depend on earlier tokens and options of other decoding algorithms are refused by name.
+exact. Options that depend on earlier tokens and options of other decoding algorithms are refused by name if the caller
+sets them. If only the target's generation config does, they are ignored, and a warning names them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from functools import cache
 from numbers import Real
+from textwrap import shorten
 from typing import Any
 
 from transformers import GenerationConfig
 
 from longspec.errors import UserError
 from longspec.inference.request import FILTERS
+
+logger = logging.getLogger(__name__)
 
 FILTER_OPTIONS = ("min_p", "typical_p", "epsilon_cutoff")
 """The filters of `request.FILTERS` that are options."""
@@ -25,8 +31,17 @@ NEUTRAL: dict[str, Any] = {
     "guidance_scale": 1.0,
     "num_beams": 1,
     "num_beam_groups": 1,
+    **{name: FILTERS[name] for name in FILTER_OPTIONS},
 }
 """Values at which an option has no effect. Other options have none at None, 0, False or an empty value."""
+CACHES = ("cache_implementation", "cache_config")
+"""Options of transformers' own KV cache. Decoding has its own."""
+_SILENT = {
+    # What transformers would return in addition, and its own speculative decoding: no token depends on them.
+    *("output_scores", "output_logits", "output_attentions", "output_hidden_states", "prompt_lookup_num_tokens"),
+    *("use_mtp", "speculation_type", "is_assistant", "assistant_early_exit", "assistant_ensemble_weight"),
+}
+"""Options in a target's generation config that are ignored without a warning."""
 # Options that decoding applies, and those that change no token.
 _APPLIED = {
     *FILTER_OPTIONS,
@@ -41,30 +56,66 @@ _WITHOUT_EFFECT = {
     # How transformers' own decoding loop runs, and a setting of encoder-decoder models.
     *("use_cache", "max_cache_len", "compile_config", "disable_compile", "low_memory", "prefill_chunk_size"),
     *("continuous_batching_config", "renormalize_logits", "decoder_start_token_id", "transformers_version"),
+    *CACHES,
 }
 REFUSED = tuple(
     name
     for name in vars(GenerationConfig())
     if not name.startswith("_") and name not in _APPLIED and name not in _WITHOUT_EFFECT
 )
-"""Options that must have a neutral value. They include all that later versions of transformers add."""
+"""Options that a caller must leave at a neutral value. They include all that later versions of transformers add."""
 
 
-def refuse_options(arguments: Mapping[str, Any], config: GenerationConfig, names: Sequence[str] = REFUSED) -> None:
-    """Raise UserError for an option that decoding cannot apply.
+def is_neutral(name: str, value: Any) -> bool:
+    """Whether an option has no effect at this value."""
+    if value is None:
+        return True
+    return len(value) == 0 if isinstance(value, Sized) else bool(value == NEUTRAL.get(name, 0))
 
-    arguments: override the model's generation config. names: the options to refuse.
-    """
+
+def refuse_options(arguments: Mapping[str, Any], names: Sequence[str] = REFUSED) -> None:
+    """Raise UserError for an option of the caller that decoding cannot apply. names: the options to refuse."""
     for name in names:
-        value = arguments[name] if name in arguments else getattr(config, name, None)
-        if value is None:
-            continue
-        is_neutral = len(value) == 0 if isinstance(value, Sized) else value == NEUTRAL.get(name, 0)
-        if is_neutral:
-            continue
-        source = name if name in arguments else f"generation_config.{name}"
-        problem = "applies to model.generate only" if name in STOPPING else "is not supported with speculative decoding"
-        raise UserError(f"{source}: {value!r} {problem}; leave it out or pass {name}={NEUTRAL.get(name)!r}")
+        value = arguments.get(name)
+        if not is_neutral(name, value):
+            reason = (
+                "applies to model.generate only" if name in STOPPING else "is not supported with speculative decoding"
+            )
+            raise UserError(f"{name}: {value!r} {reason}; leave it out or pass {name}={NEUTRAL.get(name)!r}")
+
+
+def ignored_options(config: GenerationConfig, applied: Collection[str] = FILTER_OPTIONS) -> dict[str, Any]:
+    """The options of a target's generation config that change its answers and that decoding ignores, with their values.
+
+    applied: options of FILTER_OPTIONS and STOPPING that the caller does apply.
+    """
+    names = [name for name in (*REFUSED, *STOPPING, *FILTER_OPTIONS) if name not in _SILENT and name not in applied]
+    values = {name: getattr(config, name, None) for name in names}
+    return {name: value for name, value in values.items() if not is_neutral(name, value)}
+
+
+def report_ignored(
+    config: GenerationConfig,
+    target: str | None,
+    applied: Collection[str] = FILTER_OPTIONS,
+    report: Callable[[str], object] | None = None,
+) -> None:
+    """Say in one line which options of a target's generation config are ignored, if there are any.
+
+    applied: see `ignored_options`. report: called with the line; None logs it as a warning, once per process.
+    """
+    ignored = ignored_options(config, applied)
+    if ignored:
+        settings = ", ".join(f"{name} {shorten(str(value), 60)}" for name, value in ignored.items())
+        (report or _warn_once)(
+            f"{target}: its generation config sets {settings}, which is ignored; answers follow the target's "
+            "distribution without it"
+        )
+
+
+@cache
+def _warn_once(line: str) -> None:
+    logger.warning(line)
 
 
 def filter_values(arguments: Mapping[str, Any], config: GenerationConfig) -> dict[str, float]:
@@ -76,15 +127,16 @@ def filter_values(arguments: Mapping[str, Any], config: GenerationConfig) -> dic
     for name in FILTER_OPTIONS:
         value = arguments[name] if name in arguments else getattr(config, name, None)
         values[name] = FILTERS[name] if value is None else value
-        check_filter(name, values[name])
+        check_filter(name if name in arguments else f"generation_config.{name}", values[name])
     return values
 
 
-def check_filter(name: str, value: Any) -> None:
-    """Raise UserError for a value of one of FILTER_OPTIONS outside its range."""
+def check_filter(source: str, value: Any) -> None:
+    """Raise UserError for a value of one of FILTER_OPTIONS outside its range. source: its name, or where it is set."""
+    name = source.rpartition(".")[2]
     if value == FILTERS[name]:
         return
     # typical_p and epsilon_cutoff exclude 1, at which no token would be left.
     if not isinstance(value, Real) or not 0 < float(value) <= 1 or (value == 1 and name != "min_p"):
         end = "at most 1" if name == "min_p" else "less than 1"
-        raise UserError(f"{name}: {value!r}; it must be greater than 0 and {end}")
+        raise UserError(f"{source}: {value!r}; it must be greater than 0 and {end}")

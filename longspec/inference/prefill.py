@@ -66,13 +66,19 @@ class PromptReader:
         room = self.cache.keys.shape[3] - start
         size = min((size for size in self._passes if count <= size <= room), default=None)
         if size is None or len(ends) > 1:
-            hidden = self._read_eagerly(rows, tokens, start, ends)
+            hidden = self._at_ends(self._read_eagerly(rows, tokens, start), start, ends)
         else:
             self.tokens[:, :count] = tokens
             span = torch.tensor([[rows.start], [start], [count]], dtype=torch.int32)
             self.span.copy_(upload(span, self.span.device))
             hidden = self._passes[size]()
         self.cache.lengths[rows] = upload(torch.tensor(ends, dtype=torch.int32), self.span.device)
+        return hidden
+
+    def read_all(self, row: int, tokens: Tensor, start: int) -> Tensor:
+        """Read tokens [1, T] of one row; the hidden states [1, T, hidden] at all of them."""
+        hidden = self._read_eagerly(slice(row, row + 1), tokens, start)
+        self.cache.lengths[row] = start + tokens.shape[1]
         return hidden
 
     def _chunk(self, size: int) -> Tensor:
@@ -89,7 +95,8 @@ class PromptReader:
         last = (self.count - 1).clamp(min=0).long()
         return hidden.index_select(1, last)
 
-    def _read_eagerly(self, rows: slice, tokens: Tensor, start: int, ends: Sequence[int]) -> Tensor:
+    def _read_eagerly(self, rows: slice, tokens: Tensor, start: int) -> Tensor:
+        """A pass over tokens [n, T]; the hidden states [n, T, hidden]."""
         end = start + tokens.shape[1]
         positions = torch.arange(start, end, device=tokens.device).expand(len(tokens), -1)
 
@@ -98,7 +105,11 @@ class PromptReader:
             return self.runner.attention.prefill(q, k[:, :, :end], v[:, :, :end], scale)
 
         # A token at position p is stored in slot p. Padding is stored, too, and later overwritten by rounds.
-        hidden = self.runner.target(tokens, positions, self.cache.narrow(rows), positions, attend)
+        return self.runner.target(tokens, positions, self.cache.narrow(rows), positions, attend)
+
+    @staticmethod
+    def _at_ends(hidden: Tensor, start: int, ends: Sequence[int]) -> Tensor:
+        """Hidden states [n, T, hidden] from position `start` on, at the last token of each row: [n, 1, hidden]."""
         if len(ends) == 1:
             return hidden[:, -1:]
         last = upload(torch.tensor([max(own - start, 1) - 1 for own in ends]), hidden.device)

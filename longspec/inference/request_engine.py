@@ -127,7 +127,8 @@ class RequestEngine:
 
     def _deliver(self) -> None:
         """Send the events of the outbox. A failing `on_event` ends its own request alone."""
-        outbox, self.worker.outbox = self.worker.outbox, []
+        outbox = self.worker.outbox.copy()
+        self.worker.outbox.clear()
         for ticket, event in outbox:
             try:
                 ticket.on_event(event)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longspec.inference.adaptive.plans import Plan
+from longspec.inference.server.logprobs import scores
 from longspec.kernels.decoding.vocabulary import log_sum_exp
 from longspec.kernels.shared.device import Download
 
@@ -25,6 +26,8 @@ class Report(NamedTuple):
     """The ranks of the accepted nodes and the levels of all nodes, by which plans are compared."""
     details: bool = False
     """Log-probabilities and the trace of the tree."""
+    scores: bool = False
+    """`logprobs.scores` of the tokens."""
 
 
 PLAIN = Report()
@@ -40,6 +43,8 @@ class RoundResult(NamedTuple):
     """LongTensor [B]: number of valid `tokens`; 0 for inactive rows."""
     lines: Tensor
     """LongTensor [B, ...]: all that `RowRound.read` needs, for a single transfer."""
+    scores: Tensor | None = None
+    """fp64 [B, depth + 1, ...]: see `Report.scores`."""
     trace: Tensor | None = None
     """LongTensor [B, 2 * N + depth + 1]: the nodes' tokens and parents, and the accepted path; see `Report.details`."""
 
@@ -95,6 +100,7 @@ class Flight:
         self.width = result.tokens.shape[1]
         self._lines = Download(result.lines)
         self._trace = Download(result.trace) if traced and result.trace is not None else None
+        self._scores = None if result.scores is None else Download(result.scores)
 
     def rows(self) -> list[RowRound]:
         """The part of each row. The host waits for the round here and nowhere else."""
@@ -103,6 +109,10 @@ class Flight:
     def traces(self) -> list[list[int]] | None:
         """The trace of each row; None unless it is read."""
         return None if self._trace is None else self._trace.tolist()
+
+    def scores(self) -> list[list[list[float]]] | None:
+        """`logprobs.scores` of each row's tokens; None unless reported."""
+        return None if self._scores is None else self._scores.tolist()
 
 
 def pack(
@@ -125,7 +135,10 @@ def pack(
         assert proposal.ranks is not None
         columns += [proposal.ranks.gather(1, path), proposal.levels_by_rank()]
     trace = torch.cat([proposal.tokens, proposal.parents, path], 1) if report.details else None
-    return RoundResult(tokens, counts, torch.cat(columns, 1), trace)
+    token_scores = None
+    if report.scores:
+        token_scores = scores(logits.gather(1, path[..., None].expand(-1, -1, logits.shape[2])), tokens)
+    return RoundResult(tokens, counts, torch.cat(columns, 1), token_scores, trace)
 
 
 def _log_probabilities(logits: Tensor, path: Tensor, tokens: Tensor) -> Tensor:

@@ -20,9 +20,11 @@ from longspec.errors import UserError
 from longspec.inference.arguments import check_stopping, check_token_ids
 from longspec.inference.decoder import Streamer
 from longspec.inference.generate import generate
-from longspec.inference.options import FILTER_OPTIONS, REFUSED, STOPPING, refuse_options
+from longspec.inference.options import CACHES, FILTER_OPTIONS, REFUSED, STOPPING, refuse_options, report_ignored
 from longspec.inference.stats import GenerationStats
+from longspec.inference.streaming import ends_streamer
 from longspec.models.glide import GlideMixin
+from longspec.models.target_files import check_special_tokens
 
 _REFUSED_ARGUMENTS = (
     *("prefix_allowed_tokens_fn", "synced_gpus", "assistant_model", "assistant_tokenizer", "negative_prompt_ids"),
@@ -38,6 +40,7 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     stats: GenerationStats | None = None
 
 
+@ends_streamer
 def generate_as_transformers(
     self: GlideMixin,
     inputs: Tensor | Mapping[str, Any] | None = None,
@@ -75,27 +78,31 @@ def generate_as_transformers(
     _refuse_arguments(kwargs, logits_processor)
     check_stopping(stopping_criteria)
 
-    # The options that are set, by arguments or else by the generation config that is passed in.
-    config = GenerationConfig() if generation_config is None else generation_config
+    _check_types(self.generation_config if generation_config is None else generation_config)
+
+    # The options that the caller sets, by arguments or else by the generation config that is passed in. A pipeline
+    # passes a copy of the model's own.
     names = (*REFUSED, "stop_strings")
-    options = {name: value for name in names if (value := getattr(config, name, None)) is not None}
+    passed = {name: getattr(generation_config, name, None) for name in names}
+    options = {
+        name: value for name, value in passed.items() if value not in (None, getattr(self.generation_config, name))
+    }
     options |= {name: kwargs[name] for name in names if name in kwargs}
-    refuse_options(options, self.generation_config)
+    refuse_options(options)
+    tokenizer = kwargs.pop("tokenizer", None)
+    applied = (*FILTER_OPTIONS, *options, "max_time", *(() if tokenizer is None else ("stop_strings",)))
+    report_ignored(self.generation_config, self.config.name_or_path, applied)
 
     criteria = list(stopping_criteria or ())
-    tokenizer = kwargs.pop("tokenizer", None)
+    if options.get("stop_strings") and tokenizer is None:
+        raise UserError("stop_strings: pass tokenizer= as well")
     stop_strings = options.get("stop_strings", self.generation_config.stop_strings)
-    if stop_strings:
-        if tokenizer is None:
-            raise UserError("stop_strings: pass tokenizer= as well")
+    if stop_strings and tokenizer is not None:
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
-        # transformers passes no tokenizer to `decode`, so it must not see the stop strings.
-        kwargs.pop("stop_strings", None)
-        if generation_config is not None:
-            generation_config = copy(generation_config)
-            generation_config.stop_strings = None
-        if self.generation_config.stop_strings:
-            kwargs["stop_strings"] = None
+    # These are checked above or part of the criteria, or belong to transformers' own decoding loop.
+    handled = (*REFUSED, *CACHES, "stop_strings")
+    for name in handled:
+        kwargs.pop(name, None)
 
     def decode(
         model: GlideMixin,
@@ -108,10 +115,10 @@ def generate_as_transformers(
         timers = [criterion for criterion in stopping_criteria if isinstance(criterion, MaxTimeCriteria)]
         pad_token_id = _pad_token_id(generation_config)
 
-        # These options are checked above or part of the criteria, so the model's own config must not apply again.
+        # The model's own config must not apply again.
         neutral: dict[str, Any] = dict.fromkeys((*REFUSED, *STOPPING))
         out = generate(
-            model,
+            self,
             input_ids,
             model_kwargs.get("attention_mask"),
             method,
@@ -140,9 +147,20 @@ def generate_as_transformers(
             return SpeculativeOutput(sequences=sequences, stats=out.stats)  # type: ignore[arg-type]
         return sequences
 
-    return super(GlideMixin, self).generate(  # type: ignore[misc]
-        inputs, generation_config, custom_generate=decode, **kwargs
-    )
+    # transformers reads the defaults from the model; this one shares everything else with `self`.
+    model = copy(self)
+    model.generation_config = _without(self.generation_config, handled)
+    if generation_config is not None:
+        generation_config = _without(generation_config, handled)
+    return super(GlideMixin, model).generate(inputs, generation_config, custom_generate=decode, **kwargs)  # type: ignore[misc]
+
+
+def _without(config: GenerationConfig, names: Sequence[str]) -> GenerationConfig:
+    """A copy of `config` in which these options are not set."""
+    config = copy(config)
+    for name in names:
+        setattr(config, name, None)
+    return config
 
 
 def _refuse_arguments(kwargs: dict[str, Any], logits_processor: LogitsProcessorList | None) -> None:
@@ -154,6 +172,14 @@ def _refuse_arguments(kwargs: dict[str, Any], logits_processor: LogitsProcessorL
     if logits_processor:
         names = ", ".join(type(processor).__name__ for processor in logits_processor)
         raise UserError(f"logits_processor: {names} is not supported with speculative decoding; leave it out")
+
+
+def _check_types(config: GenerationConfig) -> None:
+    """Raise UserError for special tokens and sampling settings that transformers could not compute with."""
+    check_special_tokens(config, "generation_config")
+    for name in ("temperature", "top_p", "top_k"):
+        if not isinstance(value := getattr(config, name), int | float | None):
+            raise UserError(f"generation_config: {name} {value!r} is not a number")
 
 
 def _sampling(config: GenerationConfig) -> dict[str, Any]:

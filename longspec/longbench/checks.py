@@ -6,10 +6,12 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
+from longspec.data.templates import check_embedded
 from longspec.errors import UserError
 from longspec.inference.adaptive.plans import MOST_NODES
 from longspec.inference.arguments import check_draft_window
@@ -102,19 +104,16 @@ def check_batch_memory(
     check_memory(config, dtype, device, rows, longest + max_new_tokens, draft_tokens + 1, listed)
 
 
-def check_prompts(prompts: Sequence[TaskPrompt], max_new_tokens: int, max_positions: int, vocab_size: int) -> None:
-    """Raise UserError for a prompt that leaves no room for its answer or has token ids outside the vocabulary."""
+def check_prompts(
+    prompts: Sequence[TaskPrompt], max_new_tokens: int, max_positions: int, vocab_size: int, tokenizer: Any
+) -> None:
+    """Raise UserError for a prompt that leaves no room for its answer or has a token without an embedding."""
     for prompt in prompts:
         length = len(prompt.token_ids)
-        # An id without an embedding would end a GPU run with a device-side assert.
-        highest = max(prompt.token_ids)
         if length + max_new_tokens > max_positions:
             raise UserError(
                 f"sample {prompt.id!r}: prompt of {length} tokens + {max_new_tokens} new tokens (--max_gen_len) "
                 f"are more than the target's {max_positions} positions"
             )
-        if highest >= vocab_size:
-            raise UserError(
-                f"sample {prompt.id!r}: token id {highest}, the target has {vocab_size} embeddings; "
-                "this tokenizer is not the target's"
-            )
+        # It would end a GPU run with a device-side assert.
+        check_embedded(prompt.token_ids, vocab_size, tokenizer, f"sample {prompt.id!r}")

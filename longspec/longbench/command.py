@@ -42,11 +42,11 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> dict[str
             options = parse_options(argv, prog)
             # Imported here, so that --help and a misspelled option do not wait for torch.
             from longspec.inference.process_group import shared_target
-            from longspec.longbench.shares import measure_share
+            from longspec.longbench.measurement import measure
             from longspec.ranks.replicas import joined_replicas
 
             with shared_target(options.tp_size, options.device, stop), joined_replicas(options.tp_size) as replicas:
-                return measure_share(options, stop, replicas)
+                return measure(options, stop, replicas)
         except SystemExit:
             # One line for the launch, not one for each rank.
             if stop.received is not None and stop.at_once and os.environ.get("RANK", "0") == "0":

@@ -5,136 +5,122 @@ Under torchrun each rank runs a share of the batches. The rows of a batch and th
 
 from __future__ import annotations
 
-import signal
-import sys
+import argparse
+from contextlib import ExitStack
 from typing import Any
-
-from tqdm import tqdm
 
 from longspec.inference import load_pair
 from longspec.inference.generate import generate
 from longspec.inference.request import row_seed
-from longspec.longbench.plan import Plan
+from longspec.jobs.job import DIGESTS, Count, ResumableJob, open_results, writing
+from longspec.jobs.results import Results
+from longspec.longbench.plan import EvaluationPlan, make_plan
 from longspec.longbench.prompts import TaskPrompt
-from longspec.longbench.report import Report, table
-from longspec.longbench.run_folder import DIGESTS
-from longspec.longbench.sample_lines import SampleResult
+from longspec.longbench.report import SampleResult, batch_lines, read_line, summarize, table, write_json
+from longspec.longbench.run_folder import SAMPLES_NAME, SUMMARY_NAME, open_run
 from longspec.models.glide import GlideMixin
 from longspec.ranks.replicas import Replicas
-from longspec.signals import StopSignals, exit_code
+from longspec.signals import StopSignals
 
-SAMPLES = "samples"
-"""Name of the shared counter of samples that have a line."""
 WARM_UP_TOKENS = 16
 """New tokens per row of the warm-up."""
 
 
-def measure(plan: Plan, report: Report, stop: StopSignals, replicas: Replicas) -> dict[str, Any] | None:
-    """Run the samples that have no result line yet, then write and return the summary of all samples.
+def measure(options: argparse.Namespace, stop: StopSignals, replicas: Replicas) -> dict[str, Any] | None:
+    """Check a run, and measure this rank's share of the samples without a line. Returns the summary on rank 0.
 
-    Only rank 0 writes and returns it. Raises SystemExit after the running batch if a rank receives a stop signal, and
-    after this rank's share if another rank has ended before.
+    Rank 0 checks first, locks the output folder, and reports errors. Raises UserError, and SystemExit after the running
+    batch if a rank receives a stop signal, or after this rank's share if another rank has ended before.
     """
-    samples = len(plan.selection.prompts)
-    earlier = len(report.done)
-    is_lost = False
-    if earlier == samples:
-        if replicas.rank == 0:
-            print(f"{plan.output_dir}: complete already, {samples} of {samples} samples")
-    else:
-        if earlier and replicas.rank == 0:
-            print(f"{plan.output_dir}: continues after {earlier} of {samples} samples")
-        model = replicas.together(lambda: load_model(plan))
-        is_lost = not run(model, plan, report, stop, replicas)
-
-    stop.at_once = False
-    summary = None
+    options.device = replicas.device(options.device)
+    plan = replicas.rank_zero_first(lambda: make_plan(options))
     if replicas.rank == 0:
-        if not is_lost:
-            report.collect(wait=True)
-        if len(report.done) == samples:
-            summary = report.finish(plan.device, **describe(plan))
-            print(table(summary))
-            print(f"written to {plan.output_dir}")
-    done = replicas.last_count(SAMPLES) if is_lost else len(report.done)
-    if is_lost or stop.received is not None:
-        if replicas.reports_loss() if is_lost else replicas.rank == 0:
-            print(_interruption(plan, done, stop.received), file=sys.stderr, flush=True)
-        raise SystemExit(1 if stop.received is None else exit_code(stop.received))
+        for note in plan.notes:
+            print(note)
+    job = ResumableJob(
+        len(plan.selection.prompts), "sample", plan.output_dir, stop, replicas, overwrites=options.overwrite
+    )
+    record = {**plan.record, "processes": 1}
+    summary = None
+    with ExitStack() as stack:
+        results = open_results(
+            lambda: stack.enter_context(open_run(plan.output_dir, record, options.overwrite)),
+            plan.configuration,
+            plan.output_dir / SAMPLES_NAME,
+            read_line,
+            replicas,
+        )
+        _measure_missing(plan, results, record, job)
+        stop.at_once = False
+        if replicas.rank == 0:
+            if not job.is_lost:
+                results.collect(wait=True)
+            if len(results.done) == job.total:
+                summary = _finish(plan, results, record["processes"])
+        job.end(len(results.done))
     return summary
 
 
-def _interruption(plan: Plan, done: int, signal_number: int | None) -> str:
-    """A line on a run that ended early. done: number of samples with a line. signal_number: None if a rank ended."""
-    cause = "a rank has ended" if signal_number is None else f"stopped by {signal.Signals(signal_number).name}"
-    samples = len(plan.selection.prompts)
-    line = f"{cause}: {done} of {samples} samples are done, in {plan.output_dir}"
-    if done == samples:
-        return line
-    again = "the same command without --overwrite" if plan.options.overwrite and done else "the same command"
-    return f"{line}; {again} continues"
+def _measure_missing(plan: EvaluationPlan, results: Results, record: dict[str, Any], job: ResumableJob) -> None:
+    """Load the model and run this rank's share of the batches with a sample that has no line."""
+    replicas, earlier = job.replicas, len(results.done)
+    if earlier == job.total:
+        if replicas.rank == 0:
+            print(f"{plan.output_dir}: complete already, {earlier} of {job.total} samples")
+        return
+    if earlier and replicas.rank == 0:
+        print(f"{plan.output_dir}: continues after {earlier} of {job.total} samples")
+    model = replicas.together(lambda: load_model(plan))
+    _warm_up(model, plan)
+    # The earlier results are kept until all ranks are ready.
+    replicas.gather(None)
+    record["processes"] = max(record["processes"], replicas.size)
+    with writing(results, replicas):
+        job.stop.at_once = False
+        run(model, plan, results, job)
 
 
-def load_model(plan: Plan) -> GlideMixin:
+def _finish(plan: EvaluationPlan, results: Results, processes: int) -> dict[str, Any]:
+    """Write, print and return the summary of a complete run."""
+    results.put_in_order()
+    summary = summarize(results.lines, processes, plan.device, describe(plan))
+    write_json(plan.output_dir / SUMMARY_NAME, summary)
+    print(table(summary))
+    print(f"written to {plan.output_dir}")
+    return summary
+
+
+def load_model(plan: EvaluationPlan) -> GlideMixin:
     """Target and draft on the plan's device. If no draft is used, the model has a fresh one that nothing reads."""
     return load_pair.load_model(plan.pair.target, plan.draft, plan.dtype, plan.device)
 
 
-def run(model: GlideMixin, plan: Plan, report: Report, stop: StopSignals, replicas: Replicas) -> bool:
-    """Run a warm-up, which is not timed, then the samples that have no result line yet, batch by batch.
-
-    Returns once all ranks have finished their shares, or after the running batch once a rank has received a stop
-    signal. The result is False if another rank has ended before.
-    """
+def run(model: GlideMixin, plan: EvaluationPlan, results: Results, job: ResumableJob) -> None:
+    """Run this rank's share of the batches with a sample that has no line."""
     prompts = plan.selection.prompts
-    batches = _missing_batches(plan, report)
-    # Every rank computes all shares, so they need not be sent.
-    share = replicas.share([_load(plan, batch) for batch in batches])
-    _warm_up(model, plan)
-    # The earlier results are kept until all ranks are ready.
-    replicas.gather(None)
-    replicas.from_rank_zero(lambda: report.start(replicas.size))
-    stop.at_once = False
-
-    label = f"{plan.options.task}, {plan.options.method}"
-    earlier = len(report.done) if replicas.rank == 0 else 0
-    replicas.count(SAMPLES, earlier)
-    with tqdm(total=len(prompts), initial=earlier, desc=label, unit="sample", disable=replicas.rank > 0) as progress:
-
-        def show(finished: int = 0) -> None:
-            progress.update(replicas.count(SAMPLES, finished) - progress.n)
-
-        for batch in (batches[index] for index in share):
-            if replicas.stopped(stop):
-                break
-            rows = prompts[batch.start : batch.stop]
-            # Each sample has a seed of its own, so a resumed run draws the same tokens as an uninterrupted one.
-            seed = [row_seed(plan.options.seed, index) for index in batch]
-            output = generate(model, [prompt.token_ids for prompt in rows], **plan.settings, seed=seed)
-            results = []
-            for prompt, new_tokens in zip(rows, output.new_tokens, strict=True):
-                results.append(_result(prompt, new_tokens.tolist(), plan.tokenizer))
-            # Some rows of a batch may have had a line, and these do not count again.
-            before = len(report.done)
-            report.add(results, output.stats, batch.start)
-            show(len(report.done) - before)
-        return replicas.meet(stop, show)
-
-
-def _missing_batches(plan: Plan, report: Report) -> list[range]:
-    """The indices of the samples of each batch that has to run."""
-    samples = len(plan.selection.prompts)
     size = plan.options.batch_size
-    batches = (range(first, min(first + size, samples)) for first in range(0, samples, size))
-    return [batch for batch in batches if not report.done.issuperset(batch)]
+    batches = [range(first, min(first + size, len(prompts))) for first in range(0, len(prompts), size)]
+
+    def load(batch: range) -> int:
+        # The positions of the longest row.
+        return max(len(prompts[index].token_ids) for index in batch) + plan.max_new_tokens
+
+    def work(batch: range, count: Count) -> None:
+        rows = prompts[batch.start : batch.stop]
+        # Each sample has a seed of its own, so a resumed run draws the same tokens as an uninterrupted one.
+        seed = [row_seed(plan.options.seed, index) for index in batch]
+        output = generate(model, [prompt.token_ids for prompt in rows], **plan.settings, seed=seed)
+        answers = [
+            _result(prompt, new_tokens.tolist(), plan.tokenizer)
+            for prompt, new_tokens in zip(rows, output.new_tokens, strict=True)
+        ]
+        count(0, len(results.add(batch_lines(answers, output.stats, batch.start))))
+
+    missing = [batch for batch in batches if not results.done.issuperset(batch)]
+    job.run(missing, load, work, len(results.done), f"{plan.options.task}, {plan.options.method}")
 
 
-def _load(plan: Plan, batch: range) -> int:
-    """The work of a batch, to be balanced over ranks: the positions of its longest row."""
-    return max(len(plan.selection.prompts[index].token_ids) for index in batch) + plan.max_new_tokens
-
-
-def _warm_up(model: GlideMixin, plan: Plan) -> None:
+def _warm_up(model: GlideMixin, plan: EvaluationPlan) -> None:
     """Generate a few tokens with the settings of the run, so that all kernels are compiled."""
     # Without an EOS, so that rounds are reached.
     settings = plan.settings | {"max_new_tokens": min(WARM_UP_TOKENS, plan.max_new_tokens), "eos_token_id": ()}
@@ -149,7 +135,7 @@ def _result(prompt: TaskPrompt, token_ids: list[int], tokenizer: Any) -> SampleR
     return SampleResult(prompt.id, len(prompt.token_ids), token_ids, text)
 
 
-def describe(plan: Plan) -> dict[str, Any]:
+def describe(plan: EvaluationPlan) -> dict[str, Any]:
     """The summary's facts about the run: method, model, task, and the whole configuration."""
     selection = plan.selection
     options = {name: value for name, value in vars(plan.options).items() if name not in ("defaults", "overwrite")}
@@ -161,7 +147,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         "dtype": str(plan.dtype).removeprefix("torch."),
         "device": str(plan.device),
         "output_dir": str(plan.output_dir),
-        "digests": {name: plan.configuration[name] for name in DIGESTS},
+        "digests": {name: plan.configuration[name] for name in DIGESTS if name in plan.configuration},
     }
     return {
         "method": plan.options.method,

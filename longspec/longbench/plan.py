@@ -22,7 +22,7 @@ from longspec.inference.arguments import check_drafting, check_sampling
 from longspec.inference.device import choose_device, choose_dtype, device_name, versions
 from longspec.inference.load_pair import check_loadable
 from longspec.inference.methods import AUTO, GLIDE_METHODS
-from longspec.inference.options import FILTER_OPTIONS, REFUSED, STOPPING
+from longspec.inference.options import FILTER_OPTIONS, REFUSED, STOPPING, report_ignored
 from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair
 from longspec.kernels.decoding.attention import decoding_attention
 from longspec.longbench.checks import (
@@ -40,7 +40,13 @@ from longspec.models.content import state_digest, target_digest
 from longspec.models.draft_files import check_draft, draft_settings, option_entries
 from longspec.models.draft_layer import head_dim
 from longspec.models.families import family_class
-from longspec.models.target_files import generation_eos, load_tokenizer, position_limit, read_config
+from longspec.models.target_files import (
+    generation_eos,
+    load_tokenizer,
+    position_limit,
+    read_config,
+    read_generation_config,
+)
 
 SHAPE_OPTIONS = {
     "vanilla": (),
@@ -59,7 +65,7 @@ OTHER_OPTIONS = (
 
 
 @dataclass
-class Plan:
+class EvaluationPlan:
     """A run that has been checked. Only the weights are still to be loaded."""
 
     options: argparse.Namespace
@@ -170,7 +176,7 @@ class Plan:
         return Path("outputs", "inference", model, self.options.task, folder_name(self.configuration, defaults))
 
 
-def make_plan(options: argparse.Namespace) -> Plan:
+def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     """Check everything that can be checked without the weights. Raises UserError."""
     # Checks are ordered by cost: options, device, then files, then the tokenization of the prompts.
     max_new_tokens = TASKS[options.task].max_new_tokens if options.max_gen_len is None else options.max_gen_len
@@ -188,6 +194,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     tokenizer = load_tokenizer(pair.target, config, options.chat_template_kwargs)
     notes: list[str] = []
     chat_format = resolve_chat_format(options.chat_format, pair.target, config.model_type, tokenizer, notes.append)
+    report_ignored(read_generation_config(pair.target, config), pair.target, (), notes.append)
     # Some published pairs fix the EOS that their drafts were trained with.
     if pair.eos_token_id is None:
         stop_ids = stop_tokens(tokenizer, generation_eos(pair.target, config))
@@ -208,7 +215,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     longest = max_positions - options.headroom
     selection = _select(options, config.model_type, tokenizer, chat_format, longest)
     notes.append(selection.describe(options.task, options.min_prompt_len, longest))
-    check_prompts(selection.prompts, max_new_tokens, max_positions, config.vocab_size)
+    check_prompts(selection.prompts, max_new_tokens, max_positions, config.vocab_size, tokenizer)
 
     # The device.
     dtype = choose_dtype(options.dtype, config, device)
@@ -217,7 +224,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     listed = _list_length(options, draft_state)
     check_batch_memory(options, config, dtype, device, selection.prompts, max_new_tokens, listed)
 
-    return Plan(
+    return EvaluationPlan(
         options=options,
         pair=pair,
         config=config,

@@ -147,7 +147,10 @@ def select_prompts(
             selection.not_reached = len(questions) - number
             break
         # Encoded one by one, because encoding stops at `test_length`.
-        prompt = encode_question(question, family, tokenizer, chat_format)
+        try:
+            prompt = encode_question(question, family, tokenizer, chat_format)
+        except UserError as error:  # the chat template fails
+            raise UserError(f"sample {question.id!r}: {error}") from error
         if filtered and len(prompt.token_ids) <= shortest:
             selection.too_short += 1
         elif filtered and len(prompt.token_ids) > longest:

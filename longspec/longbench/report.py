@@ -1,11 +1,12 @@
-"""The results of a run on disk: a JSON line per sample, and a summary that pools them."""
+"""The lines of samples, each with the figures of its batch, and the summary that pools them."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import math
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,209 +15,125 @@ import torch
 from longspec.errors import UserError
 from longspec.inference.device import device_name, versions
 from longspec.inference.stats import GenerationStats, pool
-from longspec.longbench.sample_lines import (
-    SampleResult,
-    batch_stats,
-    number_or_none,
-    parse_line,
-    sample_line,
-    without_answer,
-)
-from longspec.parts import all_parts, complete_lines, part_paths, write_in_order
-
-RUN_NAME = "run.json"
-SAMPLES_NAME = "samples.jsonl"
-SUMMARY_NAME = "summary.json"
+from longspec.jobs.results import Line, json_bytes
+from longspec.replacing import replacing
 
 
-class Report:
-    """The results in a run's folder: one line per sample, appended batch by batch, and finally a summary.
+@dataclass(frozen=True)
+class SampleResult:
+    """One prompt and its continuation."""
 
-    It starts with the complete lines that an interrupted run left. An incomplete last line does not count; its sample
-    runs again. With `resume=False` it starts empty, and the first `add` removes the earlier results.
+    id: str
+    """Id of the record."""
+    prompt_tokens: int
+    """Number of tokens in the prompt."""
+    token_ids: list[int]
+    """The new tokens, up to and including EOS."""
+    text: str
+    """The new tokens as text."""
 
-    In a run of several ranks, rank 0 writes `samples.jsonl`. Each other rank has a report of its own on a part file,
-    whose lines rank 0 collects. The lines are in the order of samples once all samples have one.
+
+def batch_lines(results: Sequence[SampleResult], stats: GenerationStats, first: int) -> list[Line]:
+    """The lines of a batch. stats: the batch's; first: number of its first sample.
+
+    Times and memory belong to the batch, counts to the row.
     """
+    rows = zip(results, stats.row_rounds, strict=True)
+    return [_sample_line(index, result, rounds, first, stats) for index, (result, rounds) in enumerate(rows, first)]
 
-    def __init__(
-        self,
-        folder: str | Path,
-        resume: bool = True,
-        record: dict[str, Any] | None = None,
-        name: str = SAMPLES_NAME,
-        done: Iterable[int] = (),
-    ) -> None:
-        """Read the folder, without changing it. Raises UserError for complete lines that are not a report's.
 
-        record: the run's configuration. The first `add` stores it and removes everything that does not belong to it.
-        Until then the folder does not change, so a run without any result leaves the earlier results unchanged.
-        None stores nothing and removes nothing. name: of the file of lines. done: indices of the samples that have a
-        line in another file.
-        """
-        self.folder = Path(folder)
-        self.path = self.folder / name
-        self.resume = resume
-        self.record = record
-        """The configuration that is still to be stored."""
-        self.lines: list[dict[str, Any]] = []
-        """The lines on disk, without texts and token ids."""
-        self.done = set(done)
-        """Indices of the samples that have a line."""
-        self.size = 0
-        """Number of bytes in the complete lines on disk."""
-        self.processes = 1
-        """Number of ranks of the largest launch that wrote results of this run."""
-        if resume and self.path.exists():
-            self._read()
+def _sample_line(index: int, result: SampleResult, rounds: int, first: int, stats: GenerationStats) -> Line:
+    shape = {"tree_shape": list(stats.tree_shape)} if stats.tree_shape else {}
+    return {
+        "index": index,
+        "id": result.id,
+        "prompt_tokens": result.prompt_tokens,
+        "new_tokens": len(result.token_ids),
+        "batch_rows": len(stats.row_rounds),
+        # The first token comes from prefill.
+        "acceptance_length": (len(result.token_ids) - 1) / rounds if rounds else None,
+        "rounds": rounds,
+        "ttft_s": stats.ttft_s,
+        "decode_s": stats.decode_s,
+        "tokens_per_second": _number_or_none(stats.tokens_per_second),
+        **shape,
+        "batch": {
+            "first": first,
+            "rounds": stats.rounds,
+            "decoded_tokens": stats.decoded_tokens,
+            "accepted_by_depth": stats.accepted_by_depth,
+            "peak_memory_bytes": stats.peak_memory_bytes or _resident_peak(),
+            **stats.setup,
+            **({"rounds_by_plan": stats.rounds_by_plan} if stats.rounds_by_plan else {}),
+        },
+        "text": result.text,
+        "token_ids": result.token_ids,
+    }
 
-    def _read(self) -> None:
-        with self.path.open("rb") as handle:
-            for number, raw in enumerate(complete_lines(handle), 1):
-                self._note(parse_line(raw, f"{self.path}, line {number}"))
-                self.size += len(raw)
 
-    def _note(self, line: dict[str, Any]) -> None:
-        self.lines.append(line)
-        self.done.add(line["index"])
+def read_line(raw: bytes) -> Line:
+    """A line of `samples.jsonl` without its answer. Raises ValueError for any other line."""
+    try:
+        line = json.loads(raw)
+        kept = {name: value for name, value in line.items() if name not in ("text", "token_ids")}
+        _batch_stats(kept)
+        return {"index": int(kept["index"]), "new_tokens": kept["new_tokens"]} | kept
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError("not a line of results") from error
 
-    def add(self, results: Sequence[SampleResult], stats: GenerationStats, first: int) -> None:
-        """Append a line for each row of a batch. Its first row is sample `first` of the run; times are the batch's.
 
-        Rows that have a line already are skipped: a batch that was interrupted while it was written runs again as a
-        whole, because the seed belongs to the batch. Raises UserError if the lines cannot be written; the earlier ones
-        stay intact.
-        """
-        lines = []
-        # Times and memory belong to the batch, counts to the row.
-        for index, (result, rounds) in enumerate(zip(results, stats.row_rounds, strict=True), first):
-            if index not in self.done:
-                lines.append(sample_line(index, result, rounds, len(results), first, stats))
-        content = b"".join(_encoded(line) + b"\n" for line in lines)
-        with self._writing():
-            self._store_record()
-            self._append(content)
-        for line in lines:
-            self._note(without_answer(line))
+def _batch_stats(line: Line) -> GenerationStats:
+    """The figures of the whole batch that a line belongs to."""
+    # The row index `first` identifies the batch and is no figure.
+    counts = {name: value for name, value in line["batch"].items() if name != "first"}
+    return GenerationStats(**counts, ttft_s=line["ttft_s"], decode_s=line["decode_s"])
 
-    def start(self, processes: int) -> None:
-        """Store the run's configuration before the first `add`, because other ranks write parts. Raises UserError."""
-        self.processes = max(self.processes, processes)
-        if self.record is not None:
-            self.record["processes"] = self.processes
-        # A rank that dies before rank 0 has a result must not leave parts of an unknown run.
-        if processes > 1:
-            with self._writing():
-                self._store_record()
 
-    def collect(self, wait: bool = False) -> None:
-        """Append the lines in the part files of other ranks, and remove these files.
+def _resident_peak() -> int:
+    """Peak resident memory of this process in bytes, for runs on a CPU."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-        A line that is here already was collected by a process that was killed before it removed the file. wait: for
-        ranks that have not closed their files yet. Raises UserError if a rank still writes to its file, for lines that
-        are not a report's, and if the lines cannot be written.
-        """
-        with all_parts(self.path, wait) as parts:
-            for part in parts:
-                lines = {}
-                for number, raw in enumerate(complete_lines(part), 1):
-                    line = parse_line(raw, f"{part.name}, line {number}")
-                    if line["index"] not in self.done:
-                        lines[raw] = line
-                with self._writing():
-                    self._store_record()
-                    self._append(b"".join(lines))
-                    # After the append: a crash in between leaves lines twice, and the next run skips them.
-                    Path(part.name).unlink()
-                for line in lines.values():
-                    self._note(line)
 
-    def _store_record(self) -> None:
-        """Store the run's configuration, once, and remove results that do not belong to it. Raises OSError."""
-        if self.record is None:
-            return
-        if not self.resume:
-            for path in (self.folder / SUMMARY_NAME, self.path, *part_paths(self.path)):
-                path.unlink(missing_ok=True)
-        if self.path.exists():
-            # Cuts the incomplete last line, so that the next one starts on a line of its own.
-            os.truncate(self.path, self.size)
-        write_json(self.folder / RUN_NAME, self.record)
-        self.record = None
+def _number_or_none(value: float) -> float | None:
+    """`value`, or None for nan, which JSON does not have."""
+    return None if math.isnan(value) else value
 
-    def _append(self, content: bytes) -> None:
-        """Append whole lines or nothing. Raises OSError."""
-        with self.path.open("ab", buffering=0) as handle:
-            try:
-                # An unbuffered write may take only part of the bytes.
-                rest = memoryview(content)
-                while rest:
-                    rest = rest[handle.write(rest) :]
-                os.fsync(handle.fileno())
-            except OSError:
-                # Half a batch would count as done when the run continues.
-                handle.truncate(self.size)
-                raise
-        self.size += len(content)
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Turn an OSError into a UserError."""
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"{self.folder}: cannot be written ({error.strerror}); {len(self.lines)} samples are saved; "
-                "the same command continues once this is fixed"
-            ) from error
+def summarize(lines: Sequence[Line], processes: int, device: torch.device, facts: dict[str, Any]) -> dict[str, Any]:
+    """The content of `summary.json`: `facts`, then the pooled figures of all lines.
 
-    def finish(self, device: torch.device, **facts: Any) -> dict[str, Any]:
-        """Put the lines in order, write `summary.json` atomically and return it: `facts`, then the pooled figures."""
-        # Ranks finish in any order, but results do not depend on the number of ranks.
-        order = [line["index"] for line in self.lines]
-        if order != sorted(order):
-            with self._writing():
-                write_in_order(self.path, order)
-            self.lines.sort(key=lambda line: line["index"])
-        # The rows of a batch share its figures, so each batch counts once.
-        batches = {line["batch"]["first"]: batch_stats(line) for line in self.lines}
-        pooled = pool(list(batches.values()))
-        samples = len(self.lines)
-        summary = facts | {
-            "samples": samples,
-            "processes": self.processes,
-            "mean_acceptance_length": number_or_none(pooled.mean_acceptance_length),
-            "accepted_by_depth": pooled.accepted_by_depth,
-            "rounds": pooled.rounds,
-            "decoded_tokens": pooled.decoded_tokens,
-            "new_tokens": sum(line["new_tokens"] for line in self.lines),
-            "tokens_per_second": number_or_none(pooled.tokens_per_second),
-            "decode_s": pooled.decode_s,
-            "ttft_s": sum(line["ttft_s"] for line in self.lines) / samples if samples else None,
-            "peak_memory_bytes": pooled.peak_memory_bytes,
-            "device": device_name(device),
-            "versions": versions(),
-        }
-        with self._writing():
-            write_json(self.folder / SUMMARY_NAME, summary)
-        return summary
+    processes: number of ranks of the largest launch that wrote lines.
+    """
+    # The rows of a batch share its figures, so each batch counts once.
+    batches = {line["batch"]["first"]: _batch_stats(line) for line in lines}
+    pooled = pool(list(batches.values()))
+    samples = len(lines)
+    return facts | {
+        "samples": samples,
+        "processes": processes,
+        "mean_acceptance_length": _number_or_none(pooled.mean_acceptance_length),
+        "accepted_by_depth": pooled.accepted_by_depth,
+        "rounds": pooled.rounds,
+        "decoded_tokens": pooled.decoded_tokens,
+        "new_tokens": sum(line["new_tokens"] for line in lines),
+        "tokens_per_second": _number_or_none(pooled.tokens_per_second),
+        "decode_s": pooled.decode_s,
+        "ttft_s": sum(line["ttft_s"] for line in lines) / samples if samples else None,
+        "peak_memory_bytes": pooled.peak_memory_bytes,
+        "device": device_name(device),
+        "versions": versions(),
+    }
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` to `path` atomically. Raises OSError."""
-    # A rename replaces the old file as a whole, also after a crash.
-    unfinished = path.with_name(path.name + ".tmp")
+    """Write `content` to `path` atomically. Raises UserError."""
     try:
-        unfinished.write_bytes(_encoded(content, indent=2) + b"\n")
-        os.replace(unfinished, path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
-
-
-def _encoded(content: dict[str, Any], indent: int | None = None) -> bytes:
-    """JSON in UTF-8. A lone surrogate, which UTF-8 cannot encode, becomes its JSON escape."""
-    return json.dumps(content, indent=indent, ensure_ascii=False).encode("utf-8", "backslashreplace")
+        with replacing(path) as unfinished:
+            unfinished.write_bytes(json_bytes(content, indent=2) + b"\n")
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror}); the same command continues once this is fixed"
+        ) from error
 
 
 def table(summary: dict[str, Any]) -> str:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from longspec.errors import UserError
+from longspec.jobs.job import Identity, differences
+from longspec.jobs.results import ADVICE, Results, part_paths, resume_results
 from longspec.locks import locked
-from longspec.longbench.report import RUN_NAME, SAMPLES_NAME, SUMMARY_NAME, Report
-from longspec.parts import all_parts, open_part, part_paths
+from longspec.longbench.report import read_line, write_json
 
 LABELS = {
     "tree_shape": "",
@@ -40,14 +41,12 @@ DIGEST_LENGTH = 8
 """Number of hexadecimal digits in the folder's name."""
 LONGEST_NAME = 120
 """Number of characters of the folder's name without the digest."""
-DIGESTS = ("target", "draft", "data", "prompts")
-"""Entries of a configuration that are digests of files and prompts."""
-
-Configuration = Mapping[str, Any]
-"""Everything that distinguishes a run from others, as JSON values: options, digests of inputs, device, versions."""
+RUN_NAME = "run.json"
+SAMPLES_NAME = "samples.jsonl"
+SUMMARY_NAME = "summary.json"
 
 
-def folder_name(configuration: Configuration, defaults: Mapping[str, Any]) -> str:
+def folder_name(configuration: Identity, defaults: Mapping[str, Any]) -> str:
     """A readable name that differs between configurations, as in `tree_4-16-16-16-16_t0.7_seed3_bfloat16_1a2b3c4d`.
 
     It consists of the method, the tree shape or gamma, the temperature, the options that differ from their defaults,
@@ -73,13 +72,14 @@ def _spelled(value: object) -> str:
 
 
 @contextmanager
-def open_report(folder: Path, record: Mapping[str, Any], overwrite: bool) -> Iterator[Report]:
-    """The report in `folder`, which is created if needed and locked until the context ends.
+def open_run(folder: Path, record: dict[str, Any], overwrite: bool) -> Iterator[Results]:
+    """The results in `folder`, which is created if needed and locked until the context ends.
 
-    record: stored with the results; its entry "run" is the configuration. The report starts with the results of an
-    interrupted run of the same configuration; with `overwrite` the first new result replaces all earlier ones. Raises
-    UserError, before any result changes, for a folder that cannot be written, that another process writes to, or that
-    holds results of a different run.
+    record: stored with the first new result; its entry "run" is the configuration, and "processes" is set here to the
+    number of ranks of the largest launch so far. The results are those of an interrupted run of the same
+    configuration; with `overwrite` the first new one replaces all earlier ones. Raises UserError, before any result
+    changes, for a folder that cannot be written, that another process writes to, or that holds results of a different
+    run.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,53 +87,29 @@ def open_report(folder: Path, record: Mapping[str, Any], overwrite: bool) -> Ite
         raise UserError(f"--output_dir: {folder} cannot be created ({error.strerror})") from error
     # Two processes that append to one file would mix their lines.
     with locked(folder):
-        with all_parts(folder / SAMPLES_NAME):
-            pass  # no rank of an earlier run may still write
         if not overwrite:
             _check_same_run(folder, record["run"])
-        report = Report(folder, resume=not overwrite, record=dict(record))
-        if not overwrite:
-            report.processes = _stored(folder / RUN_NAME).get("processes", 1)
-            report.collect()
-        yield report
+            record["processes"] = _stored(folder / RUN_NAME).get("processes", 1)
+
+        def store_record() -> None:
+            if overwrite:
+                (folder / SUMMARY_NAME).unlink(missing_ok=True)
+            write_json(folder / RUN_NAME, record)
+
+        yield resume_results(folder / SAMPLES_NAME, read_line, overwrite, store_record)
 
 
-@contextmanager
-def open_part_report(folder: Path, rank: int, done: Iterable[int]) -> Iterator[Report]:
-    """The report of a rank other than 0, whose part file is locked until the context ends.
-
-    done: indices of the samples that have a line in `samples.jsonl`. Raises UserError if the file cannot be written.
-    """
-    with open_part(folder / SAMPLES_NAME, rank) as part:
-        yield Report(folder, name=Path(part.name).name, done=done)
-
-
-def _check_same_run(folder: Path, configuration: Configuration) -> None:
+def _check_same_run(folder: Path, configuration: Identity) -> None:
     """Raise UserError if `folder` holds results of a run with another configuration."""
-    results = [folder / SAMPLES_NAME, folder / SUMMARY_NAME, *part_paths(folder / SAMPLES_NAME)]
+    files = [folder / SAMPLES_NAME, folder / SUMMARY_NAME, *part_paths(folder / SAMPLES_NAME)]
     # A run that met a full disk before its first result leaves an empty file.
-    if not any(file.exists() and file.stat().st_size for file in results):
+    if not any(file.exists() and file.stat().st_size for file in files):
         return
-    advice = "choose another --output_dir, or replace these results with --overwrite"
     stored = _stored(folder / RUN_NAME).get("run")
     if not isinstance(stored, dict):
-        raise UserError(f"{folder}: holds results without a readable {RUN_NAME}; {advice}")
+        raise UserError(f"{folder}: holds results without a readable {RUN_NAME}; {ADVICE}")
     if differing := differences(stored, configuration):
-        raise UserError(f"{folder}: holds results of a different run ({differing}); {advice}")
-
-
-def differences(stored: Configuration, current: Configuration) -> str:
-    """The entries that differ between two configurations; empty if none does."""
-    # As JSON stores it: tuples become lists.
-    stored, current = (json.loads(json.dumps(configuration)) for configuration in (stored, current))
-    differing = [name for name in {**stored, **current} if stored.get(name) != current.get(name)]
-    return "; ".join(_difference(name, stored.get(name), current.get(name)) for name in differing)
-
-
-def _difference(name: str, stored: object, current: object) -> str:
-    if name in DIGESTS:
-        return f"{name}: other content"
-    return f"{name}: {json.dumps(stored)} there, {json.dumps(current)} here"
+        raise UserError(f"{folder}: holds results of a different run ({differing}); {ADVICE}")
 
 
 def _stored(path: Path) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from longspec.models.draft_files import TRAINED_KEY, option_entries, strip_prefix
 from longspec.models.draft_layer import PUBLISHED, DraftOptions
+from longspec.replacing import replacing
 
 
 def save_draft_file(state: Mapping[str, Tensor], file: str | Path, options: DraftOptions = PUBLISHED) -> None:
@@ -24,8 +24,9 @@ def save_draft_file(state: Mapping[str, Tensor], file: str | Path, options: Draf
     # torch keeps `_metadata` of an OrderedDict, and loaders of plain weights ignore it.
     weights = OrderedDict(strip_prefix(state))
     weights._metadata = {"": {"version": 1, **option_entries(options)}}  # type: ignore[attr-defined]
-    with _replacing(file) as unfinished:
-        torch.save(weights, unfinished)
+    # torch stores the name of a path, but not that of a stream.
+    with replacing(file) as unfinished, unfinished.open("wb") as stream:
+        torch.save(weights, stream)
 
 
 def save_draft_folder(
@@ -40,17 +41,9 @@ def save_draft_folder(
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: w.detach().contiguous() for name, w in strip_prefix(state).items()}
     entries = option_entries(options)
-    with _replacing(folder / "model.safetensors") as unfinished:
+    with replacing(folder / "model.safetensors") as unfinished:
         save_file(weights, unfinished, {"format": "pt"} | {key: json.dumps(value) for key, value in entries.items()})
     # A trained draft has no such key, so files of other tools count as trained.
     settings = entries | ({} if is_trained else {TRAINED_KEY: False})
-    with _replacing(folder / "config.json") as unfinished:
+    with replacing(folder / "config.json") as unfinished:
         unfinished.write_text(json.dumps(json.loads(config.to_json_string()) | settings, indent=2) + "\n")
-
-
-@contextmanager
-def _replacing(file: Path) -> Iterator[Path]:
-    """Yields a temporary path that is renamed to `file` at the end. A symbolic link is replaced, not followed."""
-    unfinished = file.with_name(f".{file.name}.unfinished")
-    yield unfinished
-    unfinished.replace(file)

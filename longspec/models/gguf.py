@@ -59,6 +59,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
     try:
         reader = GGUFReader(file)
         metadata = {name: field.contents for name, field in reader.fields.items()}
+        _check_whole(metadata)
         architecture = metadata["general.architecture"]()
         if architecture not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
@@ -85,6 +86,18 @@ def convert_gguf(file: Path, folder: Path) -> None:
     GenerationConfig(**ids, pad_token_id=config.pad_token_id).save_pretrained(folder)
     blocks = partial(_blocks, stored, config)
     write_weights(folder, shapes, config.dtype, blocks, f"converting {file.name}")  # type: ignore[arg-type]
+
+
+def _check_whole(metadata: Mapping[str, Callable[..., Any]]) -> None:
+    """Raise UserError for a part of a split file, and for a file that is not a model."""
+    if "split.count" in metadata and (count := int(metadata["split.count"]())) > 1:
+        raise UserError(
+            f"part {int(metadata['split.no']()) + 1} of {count} of a split GGUF file; merge them first with "
+            "llama.cpp's llama-gguf-split --merge FIRST_PART OUTPUT"
+        )
+    kind = metadata["general.type"]() if "general.type" in metadata else "model"
+    if kind != "model":
+        raise UserError(f"a GGUF file of type {kind!r}; give the model, with adapters merged into it")
 
 
 def _config(model_class: Any, metadata: Mapping[str, Callable[..., Any]], tensors: dict[str, Any]) -> PreTrainedConfig:

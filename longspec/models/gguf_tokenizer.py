@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
+from longspec.chat_template import DEFAULT
 from longspec.errors import UserError
 
 CONTROL, USER_DEFINED = 3, 4
@@ -94,8 +95,13 @@ def write_tokenizer(folder: Path, metadata: Mapping[str, Callable[..., Any]], ma
         "clean_up_tokenization_spaces": False,
         **{f"{name}_token": token for name, token in special.items()},
     }
-    if template := value("chat_template"):
-        settings["chat_template"] = template
+    names = value("chat_templates", [])
+    templates = {name: text for name in names if (text := value(f"chat_template.{name}"))}
+    if default := value("chat_template"):
+        templates[DEFAULT] = default
+    if templates:
+        named = [{"name": name, "template": text} for name, text in templates.items()]
+        settings["chat_template"] = named if len(templates) > 1 or not default else default
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 

@@ -77,7 +77,7 @@ def cached_folder(hub_id: str) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    from longspec.models.target_split import weight_files
+    from longspec.models.weight_files import weight_files
 
     try:
         folder = Path(snapshot_download(hub_id, local_files_only=True, allow_patterns=list(HUB_FILES)))

@@ -31,6 +31,7 @@ from longspec.models.draft_vocabulary import checked_tokens, listed_tokens
 from longspec.models.parallel import PretrainedModelParallelPreSplitMixin, join_ranks, model_parallel_rank_and_size
 from longspec.models.target_files import (
     WEIGHT_ERRORS,
+    check_no_adapter,
     check_target,
     check_target_path,
     local_target,
@@ -38,6 +39,7 @@ from longspec.models.target_files import (
     weight_problem,
 )
 from longspec.models.target_split import has_parts, rank_config, read_part, stored_weights
+from longspec.models.weight_checks import check_all_used, check_weights
 
 LOADED_WITH = (
     "hf_device_map",
@@ -181,9 +183,21 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         if state_dict is not None:
             model.load_draft_state(state_dict, source="state_dict")
         if pad_token_id is not None:
-            model.config.pad_token_id = model.generation_config.pad_token_id = pad_token_id
+            model.set_token_ids(pad_token_id=pad_token_id)
         model.gradient_checkpointing = gradient_checkpointing
         return model.eval()
+
+    def set_token_ids(self, **ids: int | list[int]) -> None:
+        """Set eos_token_id or pad_token_id in the config and the generation config."""
+        generation: Any = self.generation_config
+        # transformers saves a published config as it is, but refuses to save contradictory settings, such as a
+        # temperature without do_sample, in a config that was changed since it was loaded.
+        is_published = getattr(generation, "_original_object_hash", None) == hash(generation)
+        for name, value in ids.items():
+            setattr(self.config, name, value)
+            setattr(generation, name, value)
+        if is_published:
+            generation._original_object_hash = hash(generation)
 
     def save_pretrained(  # type: ignore[override]
         self,
@@ -257,10 +271,13 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         """The weights of the target, or of this rank's part of it, in modules of `config`."""
         folder = self.shard_path(path)
         check_target_path(folder)
+        revision = options.get("revision")
+        check_weights(folder, config, revision)
         rank, world = model_parallel_rank_and_size()
         if world > 1 and not has_parts(path, world):
             # Only this rank's part of each weight is read.
             folder = str(local_target(folder, options.pop("revision", None)))
+            check_weights(folder, config)
             options["state_dict"] = read_part(Path(folder), rank, world)
         elif _is_cast(config, options["dtype"], options.get("quantization_config")):
             # transformers keeps whole files in memory, next to the weights of another dtype.
@@ -286,6 +303,10 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
                 f"{folder}: incomplete target: {len(absent)} weights are missing or have the wrong shape, such as "
                 f"{absent[0]}"
             )
+        if not Path(folder).is_dir():
+            check_no_adapter(folder, revision)
+            check_weights(folder, config, revision)  # now they are in the hub's cache
+        check_all_used(info["unexpected_keys"], folder, config)
         # The draft, its cache and the target's last layer exchange tensors in every round.
         if len(devices := sorted({str(p.device) for p in target.parameters()})) > 1:
             raise UserError(

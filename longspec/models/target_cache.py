@@ -12,6 +12,7 @@ from filelock import FileLock
 
 from longspec.errors import UserError, first_line
 from longspec.models.packaged_targets import PACKAGED, cached_folder, fetched_folder
+from longspec.replacing import replacing
 from longspec.user_cache import user_cache
 
 SUFFIX = ".gguf"
@@ -87,14 +88,10 @@ def _folder(stem: str, digest: str) -> Path:
 def _convert(parts: Sequence[Path], digest: str, folder: Path) -> None:
     from longspec.models.gguf import convert_gguf  # imports torch
 
-    # Renamed at the end, so that an interrupted conversion is never used.
-    unfinished = folder.with_name(folder.name + ".part")
-    for old in (unfinished, folder):
-        if old.exists():
-            shutil.rmtree(old)
-    unfinished.mkdir()
-    joined = unfinished / f"joined{SUFFIX}"
-    try:
+    if folder.exists():
+        shutil.rmtree(folder)
+    with replacing(folder, folder=True) as unfinished:
+        joined = unfinished / f"joined{SUFFIX}"
         if len(parts) > 1:
             _join(parts, joined)
         convert_gguf(joined if len(parts) > 1 else parts[0], unfinished)
@@ -103,9 +100,6 @@ def _convert(parts: Sequence[Path], digest: str, folder: Path) -> None:
         # Written last, so that a folder without it is not whole.
         manifest = {"source": parts[0].name, "source_sha256": digest, "files": files}
         (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _join(parts: Sequence[Path], output: Path) -> None:

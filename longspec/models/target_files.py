@@ -19,11 +19,15 @@ from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers.utils import find_adapter_config_file
 
+from longspec.chat_template import replace_template, template_text
 from longspec.errors import UserError, first_line
 from longspec.untrusted import CONFIG_BYTES, check_regular
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+ADAPTER_FILES = ("adapter_config.json", "adapter_model*", "adapters.safetensors")
+"""Files of PEFT and of MLX."""
 HUB_ERRORS = (OSError, HFValidationError)
 FILE_ERRORS = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError),
@@ -48,6 +52,8 @@ RESCALED_BY_LENGTH = ("dynamic", "longrope")
 def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConfig:
     """The transformers config of a target folder or hub id. Runs no remote code. Raises UserError if there is none."""
     check_target_path(path)
+    if Path(path).is_dir():
+        check_no_adapter(path)
     # transformers would take the folder's name for a hub id.
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise UserError(
@@ -58,6 +64,19 @@ def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConf
     except FILE_ERRORS as error:
         reason = first_line(error)
         raise UserError(f"{path}: no model checkpoint there ({reason}); give a target's folder or hub id") from error
+
+
+def check_no_adapter(path: str | Path, revision: str | None = None) -> None:
+    """Raise UserError for a folder or hub id with a LoRA or other PEFT adapter, which would not be applied."""
+    if os.path.isdir(path):
+        found = [file for pattern in ADAPTER_FILES for file in Path(path).glob(pattern)]
+    else:
+        found = [Path(file)] if (file := find_adapter_config_file(str(path), revision=revision)) else []
+    if found:
+        raise UserError(
+            f"{path}: holds an adapter ({found[0].name}), which would not be applied; merge it into its model with "
+            "peft's merge_and_unload(), save that and give its folder, or remove the adapter's files"
+        )
 
 
 def at_revision(revision: str | None) -> dict[str, str]:
@@ -108,10 +127,10 @@ def weight_problem(error: BaseException) -> str:
     return first_line(error)
 
 
-def generation_eos(path: str | Path, config: PreTrainedConfig) -> list[int]:
-    """EOS ids of a target's generation_config.json, or of its `config` if there is no such file.
+def read_generation_config(path: str | Path, config: PreTrainedConfig) -> GenerationConfig:
+    """A target's generation_config.json, or the settings in its `config` if there is no such file.
 
-    Raises UserError for a file that does not load.
+    Raises UserError for a file that does not load, and for special tokens that are not ids.
     """
     if os.path.isdir(path):
         check_files(Path(path))
@@ -121,8 +140,25 @@ def generation_eos(path: str | Path, config: PreTrainedConfig) -> list[int]:
         if (Path(path) / "generation_config.json").exists():
             raise UserError(f"{path}: generation_config.json does not load ({first_line(error)})") from error
         generation = GenerationConfig.from_model_config(config)
+    check_special_tokens(generation, f"{path}: generation config")
+    return generation
+
+
+def check_special_tokens(generation: GenerationConfig, where: str) -> None:
+    """Raise UserError that starts with `where` for special tokens that are not ids."""
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        value = getattr(generation, name)
+        if not all(type(token) is int for token in _as_list(value)):  # bool is an int to isinstance
+            raise UserError(f"{where}: {name} {value!r} is not a token id")
+
+
+def generation_eos(path: str | Path, config: PreTrainedConfig) -> list[int]:
+    """EOS ids of a target's generation config. Raises UserError (see `read_generation_config`)."""
     # A chat model lists several: the end of a turn and that of a document.
-    ids = generation.eos_token_id
+    return _as_list(read_generation_config(path, config).eos_token_id)
+
+
+def _as_list(ids: Any) -> list[Any]:
     if ids is None:
         return []
     return list(ids) if isinstance(ids, list | tuple) else [ids]
@@ -182,21 +218,6 @@ def check_target(config: PreTrainedConfig, path: str | Path) -> None:
         )
 
 
-def check_weights(target: str) -> None:
-    """Raise UserError for a local folder without weights. A hub id is checked when it is loaded."""
-    folder = Path(target)
-    files = [file for pattern in WEIGHT_FILES for file in folder.glob(pattern)]
-    for file in files:
-        check_start(file)
-    if not folder.is_dir() or files:
-        return
-    # The parts are subfolders, so the folder itself has no weights.
-    for part in folder.glob("mp_0-of-*"):
-        world = part.name.rpartition("-")[2]
-        raise UserError(f"{target}: a target split for {world} ranks; it needs tp_size {world}")
-    raise UserError(f"{target}: no model checkpoint (no {' or '.join(WEIGHT_FILES)} in this folder)")
-
-
 def read_tokenizer(path: str | Path, problem: str) -> Any:
     """The tokenizer of a folder or hub id. Runs no remote code. problem: the message of the UserError on failure."""
     check_target_path(path)
@@ -247,14 +268,14 @@ def set_template_arguments(tokenizer: Any, arguments: TemplateArguments) -> None
     if not isinstance(arguments, Mapping | None):
         raise UserError('chat_template_kwargs: must be a JSON object, such as {"enable_thinking": false}')
 
-    template = getattr(tokenizer, "chat_template", None)
+    template = template_text(tokenizer) if arguments else None
     assignments = ""
     for name, value in (arguments or {}).items():
-        if not isinstance(template, str) or not re.search(rf"\b{re.escape(name)}\b", template):
+        if template is None or not re.search(rf"\b{re.escape(name)}\b", template):
             raise UserError(f"chat_template_kwargs: the target's chat template has no variable {name}")
         if not isinstance(value, bool | int | float | str):
             raise UserError(f"chat_template_kwargs: {name} must be true, false, a number or text, not {value!r}")
         # The assignment comes first in the template and so replaces the variable's default.
         assignments += f"{{% set {name} = {json.dumps(value)} %}}"
     if assignments:
-        tokenizer.chat_template = f"{assignments}{template}"
+        replace_template(tokenizer, f"{assignments}{template}")

@@ -16,15 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from longspec.errors import UserError, first_line
 from longspec.models.draft_layer import head_dim
-from longspec.models.target_files import WEIGHT_ERRORS, check_weights, read_config, weight_problem
+from longspec.models.target_files import WEIGHT_ERRORS, read_config, weight_problem
+from longspec.models.weight_checks import check_weights
+from longspec.models.weight_files import is_plain, weight_files
+from longspec.replacing import replacing
 
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")
@@ -92,7 +95,7 @@ def check_shared(config: PreTrainedConfig, world: int, path: str | Path) -> None
     check_divisible(config, world, path)
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(f"{path}: a quantized target, which cannot be split; use its unquantized weights")
-    check_weights(str(path))
+    check_weights(path, config)
 
 
 def has_parts(path: str | Path, world: int) -> bool:
@@ -143,48 +146,30 @@ def split_target(source: Path, output: Path, world: int) -> None:
     if output.exists():
         raise UserError(f"{output}: exists already; give another folder, or remove it")
 
-    # Written under another name first, so that `output` is complete if it exists.
-    unfinished = output.with_name(f".{output.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        unfinished.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"{output}: cannot be created ({error.strerror})") from error
-
-    try:
-        for rank in range(world):
-            rank_config(config, rank, world).save_pretrained(unfinished / rank_folder(rank, world))
-            _copy_files(source, unfinished / rank_folder(rank, world), ("generation_config.json",))
-
-        # One weight file is open at a time, because a target may exceed the host's memory.
-        for number, file in enumerate(files, start=1):
-            name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            with _opened(file) as weights:
-                for rank in range(world):
-                    _write_part(weights, unfinished / rank_folder(rank, world) / name, rank, world)
-
-        for rank in range(world):
-            _write_index(unfinished / rank_folder(rank, world))
-        _copy_files(source, unfinished, SIDE_FILES)
-        unfinished.rename(output)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        with replacing(output, folder=True) as unfinished:
+            _write_split(config, files, unfinished, world)
+            _copy_files(source, unfinished, SIDE_FILES)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{output}: cannot be written ({first_line(error)})") from error
 
 
-def weight_files(source: Path) -> list[Path]:
-    """The weight files of a target: safetensors if there are any, else .bin. Raises UserError."""
-    for whole, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
-        if (source / whole).is_file():
-            return [source / whole]
-        if (source / index).is_file():
-            try:
-                names = sorted(set(json.loads((source / index).read_text())["weight_map"].values()))
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise UserError(f"{source / index}: not a readable index ({first_line(error)})") from error
-            if absent := [name for name in names if not (source / name).is_file()]:
-                raise UserError(f"{source}: {absent[0]} is missing, although {index} lists it")
-            return [source / name for name in names]
-    raise UserError(f"{source}: no model checkpoint (no {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}, whole or with an index)")
+def _write_split(config: PreTrainedConfig, files: list[Path], output: Path, world: int) -> None:
+    """Write a folder per rank to the folder `output`. files: the target's weights."""
+    folders = [output / rank_folder(rank, world) for rank in range(world)]
+    for rank, folder in enumerate(folders):
+        rank_config(config, rank, world).save_pretrained(folder)
+        _copy_files(files[0].parent, folder, ("generation_config.json",))
+
+    # One weight file is open at a time, because a target may exceed the host's memory.
+    for number, file in enumerate(files, start=1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        with _opened(file) as weights:
+            for rank, folder in enumerate(folders):
+                save_file(cut_weights(weights, rank, world), folder / name, metadata={"format": "pt"})
+
+    for folder in folders:
+        _write_index(folder)
 
 
 @contextmanager
@@ -205,11 +190,6 @@ def _opened(file: Path) -> Iterator[dict[str, Any]]:
         raise UserError(f"{file}: cannot be read or split ({weight_problem(error)})") from error
 
 
-def _write_part(weights: dict[str, Any], file: Path, rank: int, world: int) -> None:
-    """One rank's parts of the weights of one source file."""
-    save_file(cut_weights(weights, rank, world), file, metadata={"format": "pt"})
-
-
 def cut_weights(weights: Mapping[str, Any], rank: int, world: int) -> dict[str, Tensor]:
     """One rank's parts of weights, which are tensors or safetensors slices. The parts own their memory.
 
@@ -219,6 +199,8 @@ def cut_weights(weights: Mapping[str, Any], rank: int, world: int) -> dict[str, 
     for name, weight in weights.items():
         shape = weight.shape if isinstance(weight, Tensor) else weight.get_shape()
         part = weight[part_of(name, tuple(shape), rank, world)]
+        if not is_plain(part):
+            raise UserError(f"weight {name}: stored as {part.dtype}; use the target's unquantized weights")
         parts[name] = part.clone(memory_format=torch.contiguous_format)  # weights of a .bin file may share storage
         if rank and is_added_once(name):
             parts[name].zero_()

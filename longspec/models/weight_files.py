@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zipfile
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -10,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from longspec.errors import UserError, first_line
 from longspec.models.draft_vocabulary import MAPS
@@ -18,6 +20,22 @@ from longspec.untrusted import check_regular
 
 PICKLE_BYTES = 2**24
 """Size limit of the pickle inside a `.pth` archive, which holds names and shapes."""
+
+
+def weight_files(source: Path) -> list[Path]:
+    """The weight files of a target: safetensors if there are any, else .bin. Raises UserError."""
+    for whole, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        if (source / whole).is_file():
+            return [source / whole]
+        if (source / index).is_file():
+            try:
+                names = sorted(set(json.loads((source / index).read_text())["weight_map"].values()))
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise UserError(f"{source / index}: not a readable index ({first_line(error)})") from error
+            if absent := [name for name in names if not (source / name).is_file()]:
+                raise UserError(f"{source}: {absent[0]} is missing, although {index} lists it")
+            return [source / name for name in names]
+    raise UserError(f"{source}: no model checkpoint (no {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}, whole or with an index)")
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:

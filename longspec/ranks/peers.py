@@ -54,13 +54,13 @@ LOSSES = {GONE: "is gone", SILENT: "does not answer"}
 
 
 @contextmanager
-def watched(termination: StopSignals) -> Iterator["Watch"]:
-    """Watch signals, the launcher and, after `Watch.connect`, the other ranks.
+def watched(termination: StopSignals) -> Iterator["PeerWatch"]:
+    """Watch signals, the launcher and, after `PeerWatch.connect`, the other ranks.
 
     A rank that dies or leaves the context by an exception ends the others within half a minute, a stopped one (SIGSTOP)
     within SILENT_S more.
     """
-    watch = Watch(termination)
+    watch = PeerWatch(termination)
     broken = False
     try:
         yield watch
@@ -85,7 +85,7 @@ def watched(termination: StopSignals) -> Iterator["Watch"]:
             faulthandler.cancel_dump_traceback_later()
 
 
-class Watch:
+class PeerWatch:
     """The watching thread of this rank."""
 
     def __init__(self, termination: StopSignals) -> None:

@@ -21,6 +21,7 @@ from longspec.models.packaged_targets import SMOLLM2
 from longspec.ranks.replicas import joined_replicas
 from longspec.regenerate.run import regenerate
 from longspec.regenerate.settings import SPLITS, Settings
+from longspec.regenerate.shards import describe
 from longspec.signals import StopSignals
 
 EXAMPLES = (
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m longspec.rege
             raise
 
     if path is not None:
-        print(f"written to {path}")
+        print(f"written to {path}: {describe(path)}")
     return path
 
 

@@ -6,26 +6,26 @@ A split is SPLIT.jsonl with SPLIT.provenance.yaml next to it; its shards are in 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from longspec import __version__
 from longspec.data.prompts import PromptFiles
 from longspec.data.target_format import resolve_chat_format
+from longspec.errors import UserError
 from longspec.inference.load_pair import load_pair
+from longspec.inference.options import report_ignored
 from longspec.inference.registry import choose_target
+from longspec.jobs.job import Count, ResumableJob, agree
 from longspec.models.content import target_digest
-from longspec.models.target_files import load_tokenizer, read_config
+from longspec.models.target_files import load_tokenizer, read_config, read_generation_config
 from longspec.ranks.replicas import LostRank, Replicas
 from longspec.regenerate.settings import LATER, Settings, check_settings
-from longspec.regenerate.shards import Shards
+from longspec.regenerate.shards import SplitShards
 from longspec.regenerate.writer import Writer
 from longspec.signals import StopSignals
 
@@ -44,26 +44,40 @@ def regenerate(
     replicas = replicas or Replicas()
     run = replicas.rank_zero_first(lambda: _prepare(settings, replicas))
     shards = run.shards
-    replicas.from_rank_zero(lambda: shards.claim(run.facts))
-    replicas.check_shared(shards.folder)
-    replicas.together(lambda: shards.claim(run.facts))
+    with ExitStack() as stack:
 
-    missing = replicas.from_rank_zero(
-        lambda: [shard for shard in range(shards.count) if not shards.path(shard).exists()]
-    )
-    if missing:
-        share = [missing[index] for index in replicas.share([run.load(shard) for shard in missing])]
-        writer = replicas.together(lambda: run.writer(dtype, device))
-        total = sum(len(shards.range(shard)) for shard in missing)
-        with _progress_bar(settings.split, total, replicas) as bar:
-            for shard in share:
-                rows = shards.range(shard)
-                records, dropped = writer.write_shard(shard, rows, bar.add)
-                shards.write(shard, records, dropped)
-                bar.end_shard(len(rows))
-            if not replicas.meet(StopSignals(), bar.show):
+        def claim() -> list[int]:
+            stack.enter_context(shards.claimed(run.facts))
+            return shards.missing()
+
+        # The versions of the libraries do not determine the text.
+        identity = {name: value for name, value in run.facts.items() if name != "versions"}
+        missing = agree(claim, identity, shards.folder, replicas)
+        if missing:
+            writer = replicas.together(lambda: run.writer(dtype, device))
+
+            done = shards.total - sum(len(shards.range(shard)) for shard in missing)
+            # A stop signal ends the process at once.
+            job = ResumableJob(shards.total, "prompt", shards.output, StopSignals(), replicas)
+            job.run(missing, run.load, partial(_write_shard, writer, shards), done, settings.split)
+            if job.is_lost:
                 raise LostRank(replicas)
-    return shards.merge() if replicas.rank == 0 else None
+        return shards.merge() if replicas.rank == 0 else None
+
+
+def _write_shard(writer: Writer, shards: SplitShards, shard: int, count: Count) -> None:
+    rows = shards.range(shard)
+    answers = 0
+
+    def progress(tokens: int, finished: int) -> None:
+        nonlocal answers
+        answers += finished
+        count(tokens, finished)
+
+    records, dropped = writer.write_shard(shard, rows, progress)
+    shards.write(shard, records, dropped)
+    # The prompts that were dropped without an answer.
+    count(0, len(rows) - answers)
 
 
 @dataclass
@@ -79,7 +93,7 @@ class _Run:
     """The prompts; None if the target writes the user turns."""
     facts: dict[str, Any]
     """Everything that determines the text, and versions."""
-    shards: Shards
+    shards: SplitShards
 
     def writer(self, dtype: str, device: str | None) -> Writer:
         """Load the weights."""
@@ -101,9 +115,27 @@ def _prepare(settings: Settings, replicas: Replicas) -> _Run:
     tokenizer = load_tokenizer(target, config, settings.chat_template_kwargs)
     report = print if replicas.rank == 0 else lambda line: None
     chat_format = resolve_chat_format(settings.chat_format, target, config.model_type, tokenizer, report)
+    report_ignored(read_generation_config(target, config), target, (), report)
     settings = replace(settings, chat_format=chat_format)
+    total = _total(settings, files)
+    if files and replicas.rank == 0:
+        _check_prompts(files, total, settings, config.model_type, tokenizer)
     facts = _facts(settings, files, target_digest(target, config))
-    return _Run(settings, target, tokenizer, files, facts, Shards(settings, _total(settings, files)))
+    return _Run(settings, target, tokenizer, files, facts, SplitShards(settings, total))
+
+
+def _check_prompts(files: PromptFiles, total: int, settings: Settings, family: str, tokenizer: Any) -> None:
+    """Print a line on the prompts that the chat template rejects. Raises UserError if it rejects all."""
+    kept = 0
+    rejected: list[str] = []
+    for start in range(0, total, settings.shard_size):
+        end = min(start + settings.shard_size, total)
+        kept += len(files.read(start, end, family, tokenizer, settings.chat_format, rejected))
+    if rejected:
+        line = f"{len(rejected)} of {kept + len(rejected)} prompts left out; the first one: {rejected[0]}"
+        if not kept:
+            raise UserError(f"{line}; no prompt is left")
+        print(line)
 
 
 def _total(settings: Settings, files: PromptFiles | None) -> int:
@@ -126,39 +158,3 @@ def _facts(settings: Settings, files: PromptFiles | None, digest: str) -> dict[s
     facts["files"] = files.digests if files else {}
     facts["versions"] = {"longspec": __version__} | {name: version(name) for name in LIBRARIES}
     return facts
-
-
-class _ProgressBar:
-    """Counts finished prompts and shows new tokens per second, over all ranks."""
-
-    def __init__(self, bar: tqdm, replicas: Replicas) -> None:
-        self.bar = bar
-        self.replicas = replicas
-        self.start = time.perf_counter()
-        self.answers = 0
-        """Number of finished answers of the running shard."""
-
-    def add(self, new_tokens: int, answers: int) -> None:
-        """Count new tokens and finished answers."""
-        self.answers += answers
-        self._count(new_tokens, answers)
-
-    def end_shard(self, prompts: int) -> None:
-        """Count the prompts of a shard that were dropped without an answer."""
-        self._count(0, prompts - self.answers)
-        self.answers = 0
-
-    def show(self) -> None:
-        """Show the progress of the other ranks."""
-        self._count(0, 0)
-
-    def _count(self, new_tokens: int, prompts: int) -> None:
-        speed = self.replicas.count("tokens", new_tokens) / (time.perf_counter() - self.start)
-        self.bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
-        self.bar.update(self.replicas.count("prompts", prompts) - self.bar.n)
-
-
-@contextmanager
-def _progress_bar(label: str, total: int, replicas: Replicas) -> Iterator[_ProgressBar]:
-    with tqdm(total=total, desc=label, unit="prompt", disable=replicas.rank > 0) as bar:
-        yield _ProgressBar(bar, replicas)

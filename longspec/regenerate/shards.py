@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,17 @@ from longspec.data.lines import data_files
 from longspec.data.prompts import prompt_key
 from longspec.data.records import Record, parse_record
 from longspec.errors import UserError
+from longspec.jobs.job import differences
+from longspec.locks import locked
 from longspec.regenerate.settings import Settings
+from longspec.replacing import replacing
 from longspec.untrusted import read_yaml
 
 PROVENANCE_NAME = "provenance.yaml"
 
 
-class Shards:
-    """The shards of a split. Shards are written atomically, and a run resumes after the existing ones."""
+class SplitShards:
+    """The shards of a split. SplitShards are written atomically, and a run resumes after the existing ones."""
 
     def __init__(self, settings: Settings, total: int) -> None:
         """total: number of prompts in all shards."""
@@ -42,30 +45,42 @@ class Shards:
         # The name has no suffix, because a folder that is given as training data is searched for .json and .jsonl.
         return self.folder / f"shard-{shard:05d}-of-{self.count:05d}"
 
-    def claim(self, facts: dict[str, Any]) -> None:
-        """Create the folder with the facts of the run. Raises UserError if it has shards of a different run."""
+    def missing(self) -> list[int]:
+        """The shards that are still to be written."""
+        return [shard for shard in range(self.count) if not self.path(shard).exists()]
+
+    @contextmanager
+    def claimed(self, facts: dict[str, Any]) -> Iterator[None]:
+        """Lock the folder, which is created if needed, and store the facts of the run in it.
+
+        Raises UserError if another process writes to it, or if it has shards of a different run.
+        """
         file = self.folder / PROVENANCE_NAME
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            # Another rank may write the same facts at the same time; the rename makes that harmless.
+        except OSError as error:
+            raise UserError(f"{self.folder}: cannot be created ({error.strerror})") from error
+        with locked(self.folder):
             if file.exists():
-                _compare(file, _read_facts(file), facts)
+                stored = _read_facts(file)
+                # Versions of libraries may differ.
+                compared = [name for name in facts if name != "versions"]
+                if differing := differences(*({name: one.get(name) for name in compared} for one in (stored, facts))):
+                    raise UserError(
+                        f"{self.folder}: has shards of a different run ({differing}); give another output folder, or "
+                        "remove this one"
+                    )
             else:
                 _write(file, yaml.safe_dump(facts, sort_keys=False))
-        except OSError as error:
-            raise UserError(f"{self.folder}: cannot be written ({error.strerror})") from error
+            yield
 
     def write(self, shard: int, records: list[Record], dropped: Counter[str]) -> None:
         """Write a shard: a line with the counts of dropped texts, then a line per record."""
         lines = [{"dropped": dict(dropped)}, *records]
         _write(self.path(shard), "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
-    def merge(self) -> Path | None:
-        """Write the split's file without duplicate or excluded prompts. None while shards are missing."""
-        # The rank that finishes last sees all shards; two that do so write the same file.
-        if not all(self.path(shard).exists() for shard in range(self.count)):
-            return None
-
+    def merge(self) -> Path:
+        """Write the split's file without duplicate or excluded prompts. Raises UserError if no record is left."""
         seen = _prompt_keys(self.settings.exclude)
         dropped: Counter[str] = Counter()
         lines = []
@@ -102,14 +117,14 @@ def _read_facts(file: Path) -> dict[Any, Any]:
         raise UserError(f"{error}; restore this file, or remove {file.parent} to start again") from error
 
 
-def _compare(file: Path, stored: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Raise UserError if the stored facts differ from those of this run. Versions of libraries may differ."""
-    for name, value in facts.items():
-        if name != "versions" and stored.get(name) != value:
-            raise UserError(
-                f"{file.parent}: has shards with {name} {stored.get(name)}, not {value}; "
-                "give another output folder, or remove this one"
-            )
+def describe(output: Path) -> str:
+    """A line on the prompts of a split's file, and those that were dropped for each reason."""
+    facts = read_yaml(output.with_suffix(f".{PROVENANCE_NAME}"))
+    dropped = {reason: count for reason, count in facts["dropped"].items() if count}
+    reasons = "; ".join(f"{reason} {count}" for reason, count in dropped.items())
+    left_out = sum(dropped.values())
+    line = f"{facts['records']} of {facts['records'] + left_out} prompts kept, {left_out} dropped"
+    return f"{line} ({reasons})" if dropped else line
 
 
 def _prompt_keys(files: Sequence[str]) -> set[bytes]:
@@ -129,14 +144,10 @@ def _prompt_keys(files: Sequence[str]) -> set[bytes]:
 
 def _write(file: Path, text: str) -> None:
     """Write a file atomically. Raises UserError if it cannot be written."""
-    # The process id keeps ranks apart that write the same file.
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        unfinished.write_bytes(text.encode())
-        os.replace(unfinished, file)
+        with replacing(file) as unfinished:
+            unfinished.write_bytes(text.encode())
     except OSError as error:
         raise UserError(
             f"{file}: cannot be written ({error.strerror}); the same command continues once this is fixed"
         ) from error
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -7,9 +7,9 @@ from collections import Counter
 from typing import Any
 
 from longspec.data.aligners import Turn
-from longspec.data.prompts import Prompt, PromptFiles, answered, conversation_text, loops, user_turn_marks
+from longspec.data.prompts import PromptFiles, SourcePrompt, answered, conversation_text, loops, user_turn_marks
 from longspec.data.records import Record
-from longspec.data.templates import encode_texts
+from longspec.data.templates import check_embedded, encode_texts
 from longspec.errors import UserError
 from longspec.inference.arguments import end_tokens
 from longspec.models.target_files import position_limit
@@ -29,13 +29,14 @@ class Writer:
         self.tokenizer = tokenizer
         self.files = files
         self.family = model.config.model_type
+        self.vocab_size = model.config.vocab_size
         self.answerer = Answerer(model, settings.drafting(model), settings.batch_size)
         self.stop_ids = sorted(end_tokens(model.generation_config.eos_token_id))
         self.special_ids = set(tokenizer.all_special_ids)
 
         max_positions = position_limit(model.config)
 
-        # Prompt and longest answer must fit the target together.
+        # SourcePrompt and longest answer must fit the target together.
         self.longest_prompt = settings.max_prompt_tokens or max_positions - settings.max_new_tokens
         if self.longest_prompt < 1 or self.longest_prompt + settings.max_new_tokens > max_positions:
             raise UserError(
@@ -46,6 +47,7 @@ class Writer:
             # The target continues the chat template's opening of a user turn up to the template's end of it.
             before, after = user_turn_marks(tokenizer)
             self.turn_opening = encode_texts([before], tokenizer)[0]
+            check_embedded(self.turn_opening, self.vocab_size, tokenizer, "the chat template's opening of a user turn")
             self.turn_stop_ids = [*self.stop_ids, tokenizer(after, add_special_tokens=False)["input_ids"][0]]
 
     def write_shard(self, shard: int, rows: range, progress: Progress) -> tuple[list[Record], Counter[str]]:
@@ -54,10 +56,14 @@ class Writer:
         if self.files is None:
             prompts = self._write_turns(shard, rows, dropped, progress)
         else:
-            prompts = self.files.read(rows.start, rows.stop, self.family, self.tokenizer, self.settings.chat_format)
+            rejected: list[str] = []
+            chat_format = self.settings.chat_format
+            prompts = self.files.read(rows.start, rows.stop, self.family, self.tokenizer, chat_format, rejected)
+            if rejected:
+                dropped["prompts: rejected by the chat template"] = len(rejected)
         return self._answer(shard, prompts, dropped, progress), dropped
 
-    def _write_turns(self, shard: int, rows: range, dropped: Counter[str], progress: Progress) -> list[Prompt]:
+    def _write_turns(self, shard: int, rows: range, dropped: Counter[str], progress: Progress) -> list[SourcePrompt]:
         """Prompts whose user turns the target writes."""
         sampling = self.settings.sampling(TURN_TEMPERATURE)
         answers = [Answer(self.turn_opening, sampling, self.settings.max_turn_tokens) for _ in rows]
@@ -75,17 +81,22 @@ class Writer:
                 continue
             turns: list[Turn] = [{"role": "user", "content": self._text(answer, self.turn_stop_ids)}]
             text = conversation_text(turns, self.family, self.tokenizer, self.settings.chat_format)
-            prompts.append(Prompt(f"{self.settings.split}-{row}", turns, text))
+            prompts.append(SourcePrompt(f"{self.settings.split}-{row}", turns, text))
         return prompts
 
-    def _answer(self, shard: int, prompts: list[Prompt], dropped: Counter[str], progress: Progress) -> list[Record]:
+    def _answer(
+        self, shard: int, prompts: list[SourcePrompt], dropped: Counter[str], progress: Progress
+    ) -> list[Record]:
         """The records of the answers that are kept."""
         # Every prompt draws a temperature, also one that is dropped, so that draws do not depend on lengths.
         generator = random.Random(shard_seed(self.settings, shard, "temperatures"))
         temperatures = [generator.choice(self.settings.temperatures) for _ in prompts]
         token_ids = encode_texts([prompt.text for prompt in prompts], self.tokenizer)
-        kept = [row for row, ids in enumerate(token_ids) if 0 < len(ids) <= self.longest_prompt]
-        dropped["prompts: too long or empty"] += len(prompts) - len(kept)
+        fitting = [row for row, ids in enumerate(token_ids) if 0 < len(ids) <= self.longest_prompt]
+        dropped["prompts: too long or empty"] += len(prompts) - len(fitting)
+        # A tokenizer may have more tokens than its target.
+        kept = [row for row in fitting if max(token_ids[row]) < self.vocab_size]
+        dropped["prompts: with a token that has no embedding"] += len(fitting) - len(kept)
 
         samplings = [self.settings.sampling(temperature) for temperature in temperatures]
         answers = [Answer(token_ids[row], samplings[row], self.settings.max_new_tokens) for row in kept]

@@ -17,6 +17,7 @@ from longspec.models.families import pair_class
 from longspec.train.arguments import launch_parser
 from longspec.train.config_checks import DTYPES, check, check_choice
 from longspec.train.config_schema import TrainConfig
+from longspec.train.overrides import readable
 from longspec.untrusted import read_yaml
 
 CONFIG_NAME = "training_config.yaml"
@@ -57,7 +58,8 @@ def compose_config(folder: str | Path, name: str, overrides: Sequence[str] = ())
     try:
         with initialize_config_dir(str(Path(folder).absolute()), version_base=None):
             # Any kind of record may have a template, and Hydra adds new keys only with `++`.
-            prefixed = [f"++{text}" if text.startswith("data.templates.") else text for text in overrides]
+            readable_overrides = map(readable, overrides)
+            prefixed = [f"++{text}" if text.startswith("data.templates.") else text for text in readable_overrides]
             return compose(name.removesuffix(".yaml"), overrides=prefixed)
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         if isinstance(error.__cause__, UNKNOWN_KEY):

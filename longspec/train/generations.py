@@ -21,7 +21,8 @@ from pathlib import Path
 
 from longspec.errors import UserError
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME
-from longspec.train.seals import MARKER, Progress, Run, Seal, damage, is_whole, read_seal, sync
+from longspec.replacing import sync
+from longspec.train.seals import MARKER, Progress, Run, Seal, damage, is_whole, read_seal
 
 logger = logging.getLogger(__name__)
 

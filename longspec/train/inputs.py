@@ -20,8 +20,9 @@ from longspec.data.target_format import answer_end, published_target, resolve_ch
 from longspec.errors import UserError, first_line
 from longspec.models.draft_files import check_draft, draft_window
 from longspec.models.families import pair_class
-from longspec.models.target_files import check_weights, generation_eos, load_tokenizer, position_limit, read_config
-from longspec.models.target_split import check_split
+from longspec.models.target_files import generation_eos, load_tokenizer, position_limit, read_config
+from longspec.models.target_split import check_shared
+from longspec.models.weight_checks import check_weights
 from longspec.train.config_schema import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -56,9 +57,9 @@ def read_inputs(config: TrainConfig) -> Inputs:
     glide.check_family(target, name)
     # Everything is checked before the data is tokenized, which can take hours.
     if config.tp_size > 1:
-        check_split(target, config.tp_size, name)
+        check_shared(target, config.tp_size, name)
     else:
-        check_weights(name)
+        check_weights(name, target)
     max_positions = position_limit(target)
     if config.data.max_length > max_positions:
         raise UserError(
@@ -87,7 +88,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
         _check_window(config.model.window, config.draft_model_name_or_path)
 
     read_rows = partial(
-        _read_rows, config, tokenizer, target.model_type, chat_format=chat_format, eos_token_id=eos, aligners=aligners
+        _read_rows, config, tokenizer, target, chat_format=chat_format, eos_token_id=eos, aligners=aligners
     )
     rows = read_rows(config.data.files)
     held_out = None if config.evaluation.files is None else read_rows(config.evaluation.files)
@@ -168,7 +169,7 @@ def _check_token(key: str, token: int, vocab_size: int) -> None:
 def _read_rows(
     config: TrainConfig,
     tokenizer: Any,
-    family: str,
+    target: PreTrainedConfig,
     files: list[str],
     *,
     chat_format: str,
@@ -179,7 +180,7 @@ def _read_rows(
     return build_dataset(
         files,
         tokenizer,
-        family=family,
+        family=target.model_type,
         max_length=data.max_length,
         pack=data.pack,
         chat_format=chat_format,
@@ -188,6 +189,7 @@ def _read_rows(
         answer_only=data.answer_only,
         aligners=aligners,
         eos_token_id=eos_token_id,
+        vocab_size=target.vocab_size,
         num_proc=data.num_proc,
         cache_dir=data.cache_dir,
     )

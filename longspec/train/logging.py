@@ -19,8 +19,8 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from longspec.errors import UserError, first_line
+from longspec.replacing import replacing
 from longspec.train.config_schema import TrainConfig
-from longspec.train.seals import sync
 
 logger = logging.getLogger(__name__)
 METRICS_NAME = "metrics.jsonl"
@@ -158,11 +158,8 @@ def _cut(path: Path, last_step: int) -> dict[str, Any]:
             lines.append(line)
             last_metrics = metrics
     if sum(map(len, lines)) < len(text):
-        # A new file replaces the old one, so that the old one survives a full disk.
-        unfinished = path.with_name(f"{path.name}.tmp")
-        unfinished.write_bytes(b"".join(lines))
-        sync(unfinished)
-        unfinished.replace(path)
+        with replacing(path) as unfinished:
+            unfinished.write_bytes(b"".join(lines))
     return last_metrics
 
 

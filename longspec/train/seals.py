@@ -5,7 +5,6 @@ Each rank describes the files that it wrote. Rank 0 checks that it sees all of t
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -13,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from longspec.errors import UserError
+from longspec.replacing import replacing, sync
 from longspec.train.contents import Contents
 
 MARKER = "complete.json"
@@ -85,11 +85,8 @@ def seal(folder: Path, progress: Progress, run: Run | None = None, reports: Sequ
         if path.is_dir():
             sync(path)
 
-    # After a power failure the marker is either complete or missing.
-    unfinished = folder / f"{MARKER}.tmp"
-    unfinished.write_text(json.dumps(asdict(progress) | {"run": asdict(run or Run()), "files": files}))
-    sync(unfinished)
-    unfinished.rename(folder / MARKER)
+    with replacing(folder / MARKER) as unfinished:
+        unfinished.write_text(json.dumps(asdict(progress) | {"run": asdict(run or Run()), "files": files}))
     sync(folder)
 
 
@@ -183,15 +180,6 @@ def _content_damage(folder: Path, files: Files) -> str | None:
         if _description(folder / name) != entry:
             return f"{folder / name} is not the file that was saved"
     return None
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or folder is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _synced_description(file: Path) -> dict[str, Any]:

@@ -21,14 +21,16 @@ TIMES = {"seconds", "data_seconds"}
 
 @dataclass(frozen=True)
 class Run:
-    """One target whole (`target`) and split (`split`), and what is launched on it."""
+    """A target whole (`target`) and split (`split`), and what is launched on it."""
 
     work: Path
     family: str
     changes: tuple[str, ...]
 
     def arguments(self, output: str, shared: bool) -> list[str]:
-        target = [f"model_name_or_path={self.work}/split", "tp_size=2"] if shared else []
+        # A target that is not split is cut while it is loaded.
+        folder = "split" if self.family == "llama" else "target"
+        target = [f"model_name_or_path={self.work}/{folder}", "tp_size=2"] if shared else []
         given = [f"model={self.family}", "model.torch_dtype=float32", "model.attn_implementation=sdpa"]
         given += [f"model_name_or_path={self.work}/target", *target, f"data.files={self.work}/data.jsonl"]
         given += [f"data.cache_dir={self.work}/cache", f"output_dir={self.work}/{output}"]

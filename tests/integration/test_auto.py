@@ -184,7 +184,7 @@ def test_times_are_measured_once_and_damaged_files_replaced(
             assert tokens() == first
         assert len(measured) == 2 + number and json.loads(file.read_text()) == whole
         assert caplog.messages.pop().startswith(str(file))
-    assert not list(user_cache("round_times").glob("*.tmp"))
+    assert not list(user_cache("round_times").glob("*.unfinished"))
 
 
 def test_an_unwritable_cache_is_a_warning(

@@ -151,8 +151,8 @@ def test_a_seed_makes_sampling_repeatable(tmp_path: Path) -> None:
     assert sampled("1", "one") == sampled("1", "again") != sampled("2", "two")
 
 
-def test_the_options_alone_define_the_sampling(tmp_path: Path) -> None:
-    """Settings of generation_config.json that sampling applies or refuses have no effect."""
+def test_the_options_alone_define_the_sampling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Settings of generation_config.json that would change answers have no effect, and one line names them."""
     target, data = make_target(tmp_path / "target"), write_records(tmp_path / "data", count=1)
 
     def sampled(name: str) -> list[int]:
@@ -161,9 +161,12 @@ def test_the_options_alone_define_the_sampling(tmp_path: Path) -> None:
         return lines_of(tmp_path / name)[0]["token_ids"]
 
     plain, file = sampled("plain"), target / "generation_config.json"
-    given = {"do_sample": True, "min_p": 0.9, "no_repeat_ngram_size": 2, "stop_strings": ["a"], "max_time": 0.0}
+    given = {"do_sample": True, "min_p": 0.9, "no_repeat_ngram_size": 2, "stop_strings": ["a"], "max_time": 0.01}
     file.write_text(json.dumps(json.loads(file.read_text()) | given))
+    assert "generation config" not in capsys.readouterr().out
     assert sampled("configured") == plain
+    names = "no_repeat_ngram_size 2, max_time 0.01, stop_strings ['a'], min_p 0.9"
+    assert f"{target}: its generation config sets {names}, which is ignored" in capsys.readouterr().out
 
 
 def test_vanilla_and_magicdec_need_no_draft(tmp_path: Path) -> None:

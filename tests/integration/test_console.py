@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import sys
 import time
@@ -74,7 +75,8 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(target: Path, prompts:
     whole = (tmp_path / "whole.jsonl").read_bytes()
     answers, asked = lines(tmp_path / "whole.jsonl"), lines(prompts)
     assert [(line["index"], line["id"]) for line in answers] == [(n, line["id"]) for n, line in enumerate(asked)]
-    assert json.loads((tmp_path / "summary.json").read_text())["answered"] == 9
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["answered"] == 9 and summary["new_tokens"] == sum(line["new_tokens"] for line in answers)
     cut = tmp_path / "cut.jsonl"
     for size in (0, whole.index(b"\n") + 1, len(whole) // 2, len(whole) - 1, len(whole)):
         cut.write_bytes(whole[:size])
@@ -87,6 +89,46 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(target: Path, prompts:
         raise invoke(*given, "--output", cut, code=1).exception
     invoke(*given, "--output", cut, "--overwrite")
     assert lines(cut)[1]["id"] == "p9"
+
+
+def test_a_prompt_that_cannot_be_read_is_named_before_any_work(target: Path, tmp_path: Path) -> None:
+    """For a token that was added to the tokenizer but not to the target, and for any error of the chat template."""
+    folder, tokenizer = tmp_path / "target", byte_tokenizer()
+    shutil.copytree(target, folder)
+    tokenizer.add_tokens(["<note>"])
+    asked = tmp_path / "asked.txt"
+    asked.write_text("one\n<note>\n")
+    for template, problem in (
+        (TEMPLATE, f"line 2: token {VOCAB_SIZE} ('<note>') has no embedding"),
+        ("{{ 1 + messages[0].content }}", "line 1: the tokenizer's chat template fails on these turns (TypeError"),
+    ):
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+        error = invoke("generate", asked, "--model", folder, "--output", tmp_path / "a.jsonl", code=1).exception
+        assert isinstance(error, UserError) and f"{asked}, {problem}" in str(error)
+
+
+QWEN = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1, "max_time": 9.0}
+"""Options of Qwen2.5-Instruct's generation_config.json, and a time limit."""
+
+
+def test_commands_ignore_a_penalty_of_the_target_and_say_so_once(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "qwen"
+    shutil.copytree(target, folder)
+    (folder / "generation_config.json").write_text(json.dumps(QWEN | {"min_p": 0.1, "cache_implementation": "static"}))
+    notice = f"{folder}: its generation config sets repetition_penalty 1.1, max_time 9.0, which is ignored"
+    size = ("--max_new_tokens", 3)
+    for given in (
+        ["generate", "hi", "ho", "--batch_size", 1, "--model", folder],
+        ["chat", folder],
+        ["bench", folder, "--png", tmp_path / "bench.png"],
+    ):
+        result = invoke(*given, *size, input="hi\nho\n")
+        assert result.stderr.count("generation config") == 1 and notice in result.stderr
+    pairs.open_pair(str(folder), None, "vanilla", applied=())
+    assert "max_time 9.0, min_p 0.1, which" in capsys.readouterr().err
 
 
 def test_a_stop_signal_ends_a_run_after_its_batch(
@@ -102,7 +144,10 @@ def test_a_stop_signal_ends_a_run_after_its_batch(
 
     monkeypatch.setattr(pairs.LoadedPair, "generate", signalled)
     result = invoke(*given, "--output", out, code=128 + signal.SIGTERM)
-    assert "stopped by SIGTERM after 0 of 9 prompts; the same command continues" in result.stderr
+    assert f"stopped by SIGTERM: 1 of 9 prompts are done, in {out}; the same command continues" in result.stderr
+    # On stdout, the answer does not wait for those of earlier prompts any more.
+    result = invoke(*given, code=128 + signal.SIGTERM)
+    assert [json.loads(line) for line in result.stdout.splitlines()] == lines(out)
     monkeypatch.undo()
     invoke(*given, "--output", out)
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
@@ -127,6 +172,36 @@ def test_the_chat_template_frames_plain_prompts_unless_raw(target: Path, monkeyp
 def test_prompts_that_leave_no_room_are_named_before_anything_is_generated(target: Path) -> None:
     with pytest.raises(UserError, match="prompt 2: 4210 tokens"):
         raise invoke("generate", "a", "b" * 4200, "--model", target, code=1).exception
+
+
+def test_prompts_that_the_target_cannot_take_are_named_or_left_out_and_counted(target: Path, tmp_path: Path) -> None:
+    """Too long ones, and those that the chat template rejects. The rest is answered and continued as ever."""
+    strict = tmp_path / "strict"
+    shutil.copytree(target, strict)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0].content == 'bad' %}{{ raise_exception('order') }}{% endif %}" + TEMPLATE
+    )
+    tokenizer.save_pretrained(strict)
+    asked = tmp_path / "asked.txt"
+    asked.write_text("\n".join(["a", "bad", "b" * 4200, "c", "d"]))
+    given = ["generate", asked, "--model", strict, "--temperature", 1, "--batch_size", 2, "--max_new_tokens", 4]
+    with pytest.raises(UserError, match=r"asked\.txt, line 2: .*order.*; --skip_invalid leaves such prompts out"):
+        raise invoke(*given, code=1).exception
+    given.append("--skip_invalid")
+    out, summary = tmp_path / "out.jsonl", tmp_path / "summary.json"
+    result = invoke(*given, "--output", out, "--json", summary)
+    assert "2 of 5 prompts left out; the first one: " in result.stderr
+    assert [line["index"] for line in lines(out)] == [0, 3, 4]
+    counts = json.loads(summary.read_text())
+    assert (counts["prompts"], counts["answered"], counts["left_out"]) == (5, 3, 2)
+    whole = out.read_bytes()
+    out.write_bytes(whole[: len(whole) // 2])
+    invoke(*given, "--output", out)
+    assert out.read_bytes() == whole == invoke(*given).stdout_bytes
+    asked.write_text("bad\n")
+    with pytest.raises(UserError, match=r"1 of 1 prompts left out; .*; no prompt is left"):
+        raise invoke(*given, code=1).exception
 
 
 def test_bench_measures_what_the_pair_can_do(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +257,7 @@ def test_accepted_tokens_have_a_color_and_the_conversation_is_kept(
     target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert opened(target).method == "auto" and capsys.readouterr().err.count("no trained draft") == 1
-    loaded, sampling = pairs.open_pair(str(target), None, "lookup"), pairs.Sampling(max_new_tokens=40)
+    loaded, sampling = pairs.open_pair(str(target), None, "lookup"), pairs.SamplingOptions(max_new_tokens=40)
     session = Session(loaded, sampling, terminal(), system="Be brief.")
     output = said(session, "abcabcabc", "again", "/stats", "/nonsense", "/help")
     red, green, blue = (int(STYLES["lookup"][at : at + 2], 16) for at in (1, 3, 5))
@@ -210,7 +285,7 @@ def test_two_answers_stand_next_to_each_other_or_line_by_line(tmp_path: Path) ->
     loaded = pairs.LoadedPair("tiny", model, byte_tokenizer(), "tree", "plain", [])
     live, plain = terminal(), Console(file=io.StringIO())
     for console in (live, plain):
-        answers = side_by_side(loaded, "abcabcabc", pairs.Sampling(40), console, "tree")
+        answers = side_by_side(loaded, "abcabcabc", pairs.SamplingOptions(40), console, "tree")
         assert answers["vanilla"]["text"] == answers["tree"]["text"] and answers["tree"]["seconds"] > 0
     red, green, blue = (int(STYLES["draft"][at : at + 2], 16) for at in (1, 3, 5))
     assert f"38;2;{red};{green};{blue}m" in live.file.getvalue()  # type: ignore[attr-defined]
@@ -236,7 +311,7 @@ def test_origins_are_those_of_the_counts(target: Path) -> None:
     for method, name in (("vanilla", "none"), ("lookup", "lookup"), ("seq", "draft"), ("tree", "draft")):
         generated.clear()
         settings = {"method": method, "streamer": Listener()} | ({"tree_shape": (8, 8)} if method == "tree" else {})
-        out = loaded.generate([[9, 8, 9, 8, 9]], pairs.Sampling(60), **settings)
+        out = loaded.generate([[9, 8, 9, 8, 9]], pairs.SamplingOptions(60), **settings)
         assert [token for token, _ in generated] == out.new_tokens[0].tolist()
         origins = Counter(origin for _, origin in generated)
         assert origins[name] == sum(out.stats.accepted_by_depth)
@@ -244,7 +319,7 @@ def test_origins_are_those_of_the_counts(target: Path) -> None:
 
 
 def test_a_conversation_that_fills_the_target_is_told_so(target: Path) -> None:
-    session = Session(opened(target), pairs.Sampling(max_new_tokens=8), terminal())
+    session = Session(opened(target), pairs.SamplingOptions(max_new_tokens=8), terminal())
     error = "error: the conversation has 4510 tokens, but the target takes 4096; start over with /reset"
     assert error in said(session, "x" * 4500)
     assert session.turns == [] and session.answers == []
@@ -264,7 +339,7 @@ def test_ctrl_c_at_the_prompt_does_not_end_the_chat(target: Path, monkeypatch: p
         raise keys.pop(0)
 
     monkeypatch.setattr("builtins.input", press)
-    session = Session(opened(target), pairs.Sampling(max_new_tokens=3), terminal())
+    session = Session(opened(target), pairs.SamplingOptions(max_new_tokens=3), terminal())
     session.run()
     assert not keys and "Ctrl-D ends the chat" in session.console.file.getvalue()  # type: ignore[attr-defined]
 

@@ -359,7 +359,7 @@ def test_same_seed_same_samples(tmp_path: Path, settings: dict) -> None:
         ({"temperature": "hot"}, "temperature: 'hot'"),
         ({"temperature": math.inf}, "temperature: inf"),
         ({"temperature": math.nan}, "temperature: nan"),
-        ({"temperature": 1e-40}, "temperature: 1e-40"),
+        ({"temperature": 1e-37}, "temperature: 1e-37"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": None}, "top_p: None"),
         ({"top_k": -1}, "top_k"),
@@ -408,7 +408,7 @@ def test_bad_prompts_are_one_clear_line(tmp_path: Path) -> None:
         (ids[0], "input_ids: shape"),
         (ids.float(), "input_ids: dtype torch.float32"),
         ("a prompt", "input_ids: a str"),
-        ([[1, 2]], "input_ids: a list"),
+        ([[1, 2], []], "input_ids: a list"),
         ({"tokens": ids}, "input_ids: a mapping without"),
     ]:
         with pytest.raises(UserError, match=message):
@@ -422,19 +422,24 @@ def test_bad_prompts_are_one_clear_line(tmp_path: Path) -> None:
         generate(LlamaForCausalLM(model.config), ids)  # type: ignore[arg-type]
 
 
-def test_options_of_the_generation_config_are_refused_too(tmp_path: Path) -> None:
-    """Until an argument overrides them; those that sampling applies are no matter at temperature 0."""
+def test_options_of_the_generation_config_are_ignored_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that would change the answer are named; an argument is refused. Sampling options do not matter here."""
     model = make_pair(tmp_path)
     (row,) = prompts(8)
-    model.generation_config.repetition_penalty = 1.05
-    model.generation_config.min_p = 0.2
-    with pytest.raises(UserError, match=r"generation_config.repetition_penalty: 1.05 .* pass repetition_penalty=1.0"):
-        generate(model, row[None])
-    model.generation_config.max_time = 0.5
-    with pytest.raises(UserError, match=r"generation_config.max_time: 0.5 .* pass max_time=None"):
-        generate(model, row[None], repetition_penalty=1.0)
-    out = generate(model, row[None], max_new_tokens=9, repetition_penalty=1.0, max_time=None)
-    assert out.new_tokens[0].tolist() == target_greedy(model, row, 9)
+    settings = {"repetition_penalty": 1.05, "max_time": 0.5, "min_p": 0.2, "output_scores": True, "num_beams": 1}
+    model.generation_config.update(**settings, cache_implementation="static")
+    for _ in range(2):
+        out = generate(model, row[None], max_new_tokens=9)
+        assert out.new_tokens[0].tolist() == target_greedy(model, row, 9)
+    (record,) = [record for record in caplog.records if "generation config" in record.message]
+    assert f"{tmp_path}: its generation config sets repetition_penalty 1.05, max_time 0.5, which" in record.message
+    caplog.clear()
+    generate(model, row[None], max_new_tokens=1, repetition_penalty=1.0, max_time=None)
+    assert "generation config" not in caplog.text
+    with pytest.raises(UserError, match=r"^repetition_penalty: 1.1 .* pass repetition_penalty=1.0"):
+        generate(model, row[None], repetition_penalty=1.1)
 
 
 def test_a_fresh_draft_needs_an_explicit_argument(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import yaml
 from tiny_tokenizer import byte_tokenizer
 from training_fixtures import make_target
+from transformers import AutoTokenizer
 
 from longspec import generate, load_pair
 from longspec.data.prompts import PromptFiles, loops, prompt_key, user_turn_marks
@@ -22,7 +24,7 @@ from longspec.regenerate.answering import Answer, Answerer
 from longspec.regenerate.command import main
 from longspec.regenerate.run import regenerate
 from longspec.regenerate.settings import Settings, shard_seed
-from longspec.regenerate.shards import Shards
+from longspec.regenerate.shards import SplitShards
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -128,7 +130,7 @@ def test_a_lost_shard_is_written_again_as_it_was(target: Path, questions: Path, 
     Path(str(whole)).unlink()
     assert Path(str(regenerate(given))).read_bytes() == first
     assert shards[1].read_bytes() == lost and shards[0].stat().st_mtime_ns == kept
-    with pytest.raises(UserError, match=r"has shards with seed 0, not 1"):
+    with pytest.raises(UserError, match=r"has shards of a different run \(seed: 0 there, 1 here\)"):
         regenerate(settings(target, tmp_path, files=(str(questions),), seed=1))
 
 
@@ -214,11 +216,30 @@ def test_a_stopped_command_says_how_to_go_on(
     assert (tmp_path / "stopped/train.jsonl").read_bytes() == (tmp_path / "straight/train.jsonl").read_bytes()
 
 
+def test_prompts_with_a_token_that_the_target_lacks_are_left_out(target: Path, tmp_path: Path) -> None:
+    """The tokenizer has more tokens than the target has embeddings."""
+    folder = tmp_path / "target"
+    shutil.copytree(target, folder)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    embeddings = json.loads((target / "config.json").read_text())["vocab_size"]
+    tokenizer.add_tokens([*(f"<{number}>" for number in range(embeddings - len(tokenizer))), "<note>"])
+    tokenizer.save_pretrained(folder)
+    asked = tmp_path / "asked.jsonl"
+    texts = ["one <note> two", *(f"question {number}" for number in range(12))]
+    asked.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    written = read(regenerate(settings(folder, tmp_path, files=(str(asked),))))
+    assert {record["messages"][0]["content"] for record in written} <= set(texts[1:])
+    assert "'prompts: with a token that has no embedding': 1" in (tmp_path / "train.provenance.yaml").read_text()
+
+
 def test_bad_input_is_one_line(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = tmp_path / "plain.jsonl"
-    plain.write_text('{"problem": "p"}\n{"text": "t"}\n')
+    plain.write_text('{"problem": "p", "max_tokens": 3}\n')
+    with pytest.raises(UserError, match=r"plain.jsonl, line 1: field 'max_tokens' is not read"):
+        PromptFiles(str(plain))
+    plain.write_text('{"problem": "p", "solution": "s", "max_tokens": 3}\n{"text": "t"}\n')
     with pytest.raises(UserError, match=r"plain.jsonl, line 2: field 'text' is plain text, without a prompt"):
         PromptFiles(str(plain))
     base = ["--target", str(target), "--output_dir", str(tmp_path / "out")]
@@ -238,20 +259,59 @@ def test_bad_input_is_one_line(
     assert "environment variable RANK: 'x' is not a number" in capsys.readouterr().err
 
 
+def test_prompts_that_the_chat_template_rejects_are_named_before_any_work_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, path = make_target(tmp_path / "target", eos_token_id=2), tmp_path / "asked.jsonl"
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('order') }}"
+        "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    tokenizer.save_pretrained(target)
+    good = {"messages": [{"role": "user", "content": "one"}]}
+    bad = {"messages": good["messages"] * 2}
+    path.write_text("".join(json.dumps(record) + "\n" for record in [good] * 4 + [bad]))
+    line = ["--target", str(target), "--files", str(path), "--shard_size", "2", "--max_new_tokens", "4"]
+    main([*line, "--output_dir", str(tmp_path / "out"), "--temperatures", "1"])
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2].startswith("1 of 5 prompts left out; the first one: ") and "asked.jsonl, line 5: " in said[-2]
+    assert "order" in said[-2]
+    written = read(tmp_path / "out" / "train.jsonl")
+    assert f"train.jsonl: {len(written)} of 5 prompts kept, {5 - len(written)} dropped (" in said[-1]
+    assert "prompts: rejected by the chat template 1" in said[-1] and "prompts: duplicates or excluded" in said[-1]
+
+    monkeypatch.setattr("longspec.regenerate.run.load_pair", None)
+    path.write_text(json.dumps(bad) + "\n")
+    with pytest.raises(SystemExit, match="2"):
+        main([*line, "--output_dir", str(tmp_path / "none")])
+    assert "asked.jsonl, line 1: " in (error := capsys.readouterr().err) and error.endswith("; no prompt is left\n")
+
+
+def test_one_run_at_a_time_writes_shards(target: Path, tmp_path: Path) -> None:
+    given = settings(target, tmp_path, count=4)
+    with (
+        SplitShards(given, 4).claimed({"seed": 0}),
+        pytest.raises(UserError, match=rf"another run \(process {os.getpid()} "),
+    ):
+        regenerate(given)
+
+
 @pytest.mark.parametrize("content", ["", "a: ["])
 def test_a_damaged_provenance_is_one_line(target: Path, tmp_path: Path, content: str) -> None:
-    shards = Shards(settings(target, tmp_path, count=4), 4)
+    shards = SplitShards(settings(target, tmp_path, count=4), 4)
     shards.folder.mkdir()
     (shards.folder / "provenance.yaml").write_text(content)
-    with pytest.raises(UserError, match=r"provenance\.yaml: not a readable .*; restore this file") as error:
-        shards.claim({"seed": 1})
+    damaged = pytest.raises(UserError, match=r"provenance\.yaml: not a readable .*; restore this file")
+    with damaged as error, shards.claimed({"seed": 1}):
+        pass
     assert "\n" not in str(error.value)
 
 
 def test_a_shard_that_does_not_fit_on_the_disk_is_one_line(target: Path, tmp_path: Path) -> None:
-    shards = Shards(settings(target, tmp_path, count=4), 4)
-    shards.claim({"seed": 1})
-    unfinished = shards.folder / f".{shards.path(0).name}.{os.getpid()}"
+    shards = SplitShards(settings(target, tmp_path, count=4), 4)
+    shards.folder.mkdir()
+    unfinished = shards.folder / f".{shards.path(0).name}.{os.getpid()}.unfinished"
     unfinished.symlink_to("/dev/full")
     with pytest.raises(UserError, match=r"cannot be written \(No space left on device\)"):
         shards.write(0, [], Counter())

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 from experiments.processes import free_port
 from longspec.cli.app import app
 from longspec.errors import UserError
-from longspec.locks import LOCK_NAME
+from longspec.jobs.results import part_path
+from longspec.locks import LOCK_NAME, locked_file
 from longspec.longbench import measurement
 from longspec.longbench.command import main
-from longspec.parts import open_part
 from longspec.ranks.replicas import balanced, joined_replicas
 from longspec.regenerate.command import main as regenerate
 
@@ -141,8 +141,11 @@ def test_an_environment_of_no_launch_is_one_line(
 
 
 def test_ranks_write_the_results_of_a_single_process(line: list[str], alone: Path, tmp_path: Path) -> None:
-    """And print them once, with one progress bar."""
-    launch = evaluate(line, tmp_path / "out")
+    """In place of those of another run, which they are told to overwrite. They print once, with one progress bar."""
+    (tmp_path / "out").mkdir()
+    for name in ("samples.jsonl", "samples.jsonl.rank-2", "summary.json"):
+        (tmp_path / "out" / name).write_text("of another run\n")
+    launch = evaluate([*line, "--overwrite"], tmp_path / "out")
     assert launch.codes == [0, 0], launch.stderr
     check_complete(tmp_path / "out", alone)
     assert json.loads((tmp_path / "out/summary.json").read_text())["processes"] == 2
@@ -212,10 +215,10 @@ def test_a_rank_of_an_earlier_run_that_still_writes_is_respected(
     """Its rank 0 was killed, so nobody holds the folder's lock."""
     monkeypatch.setattr(measurement, "load_model", None)
     (tmp_path / "out").mkdir()
-    with open_part(tmp_path / "out" / "samples.jsonl", 1):
+    with locked_file(part_path(tmp_path / "out" / "samples.jsonl", 1)):
         for more in ((), ("--overwrite",)):
             message = refusal(capsys, [*line, "--output_dir", str(tmp_path / "out"), *more])
-            assert "samples.jsonl.rank-1: a rank of another run is writing to it" in message
+            assert "samples.jsonl.rank-1: another run is writing to it" in message
 
 
 def test_answers_of_several_ranks_are_those_of_one(pair: Path, tmp_path: Path) -> None:
@@ -228,7 +231,7 @@ def test_answers_of_several_ranks_are_those_of_one(pair: Path, tmp_path: Path) -
     assert CliRunner().invoke(app, [*given, str(tmp_path / "alone.jsonl")]).exit_code == 0
     out = tmp_path / "out.jsonl"
     launch = Launch(FAULTY, [*given, str(out)], tmp_path, fault="1:1:SIGKILL")
-    assert launch.codes == [1, -9] and "a rank has ended after" in launch.said[-1], launch.stderr
+    assert launch.codes == [1, -9] and "a rank has ended: " in launch.said[-1], launch.stderr
     (tmp_path / "copy").mkdir()
     files = sorted(tmp_path.glob("out.jsonl*"))
     assert [file.name for file in files] == ["out.jsonl", "out.jsonl.rank-1"]

@@ -121,7 +121,7 @@ def test_results_of_another_run_are_refused_and_kept(
         return message
 
     message = refused(arguments(target, data, uninterrupted, *SAMPLED, "--temperature", "0", "--seed", "3"))
-    assert "(temperature: 1.0 there, 0.0 here; seed: 0 there, 3 here); choose another --output_dir" in message
+    assert "(temperature: 1.0 there, 0.0 here; seed: 0 there, 3 here); choose another output" in message
     message = refused(arguments(target, data, uninterrupted, *SAMPLED, "--method", "tree"))
     assert 'method: "seq" there, "tree" here; gamma: 4 there, null here; tree_shape: null there' in message
     other = make_target(tmp_path / "target", seed=5)

@@ -43,6 +43,33 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Gli
 Models = Callable[..., GlideMixin]
 
 
+def check_scores(model: GlideMixin, request: Request, answer: Answer) -> None:
+    """Of all tokens but the prompt's first, against one pass of the target."""
+    tokens = torch.tensor([request.prompt + answer.ids], device=model.device)
+    with torch.no_grad():
+        log_p = model(tokens).logits[0, :-1].log_softmax(-1)
+    own, best = log_p.gather(1, tokens[0, 1:, None])[:, 0], log_p.topk(request.alternatives)
+    scores = [*answer.prompt_scores, *answer.events]
+    alternatives = [pairs for part in scores for pairs in part.alternatives or []]
+    assert [value for part in scores for value in part.logprobs or []] == pytest.approx(own.tolist(), abs=1e-4)
+    assert [[token for token, _ in pairs] for pairs in alternatives] == best.indices.tolist()
+    values = [value for pairs in alternatives for _, value in pairs]
+    assert values == pytest.approx(best.values.flatten().tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("method", ["tree", "auto", "vanilla"])
+def test_scores_are_those_of_the_target(models: Models, method: str) -> None:
+    """Of the tokens of an answer and of its prompt, which is read in chunks, next to a request without scores."""
+    model, prompt = models("llama"), [1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 1]
+    scored = Request(prompt, 12, Sampling(1.0, seed=5), alternatives=3, scores_prompt=True)
+    with serving(model, method=method, max_rows=2, prefill_chunk=4) as scheduler:
+        answer, plain, again = answers(scheduler, [scored, Request(prompt, 12), scored])
+    for found in (answer, again):
+        check_scores(model, scored, found)
+    assert len(answer.prompt_scores) == 3 and not plain.prompt_scores
+    assert all(event.alternatives is None and event.logprobs is None for event in plain.events)
+
+
 @pytest.mark.parametrize(
     ("family", "options", "settings"),
     [
@@ -88,9 +115,10 @@ def test_every_request_is_answered_as_alone(
                 assert answer.ids == answers(scheduler, [request])[0].ids
 
 
-def test_events_of_an_answer(models: Models) -> None:
+@pytest.mark.parametrize("speculate", [True, False])
+def test_events_of_an_answer(models: Models, speculate: bool) -> None:
     model = models("llama")
-    request = Request([3, 1, 4, 1, 5], 12, logprobs=True, trace=True)
+    request = Request([3, 1, 4, 1, 5], 12, logprobs=True, trace=True, speculate=speculate)
     with serving(model, max_rows=2) as scheduler:
         answer = answers(scheduler, [request])[0]
     ids = answer.ids
@@ -130,9 +158,9 @@ def test_a_follow_up_reuses_its_row(models: Models, options: str, temperature: f
         branched = answers(scheduler, [replace(first, max_new_tokens=5)])[0]
     with serving(model, max_rows=3) as scheduler:
         fresh = answers(scheduler, [second])[0]
-    assert other.finished.timings.cached_prompt_tokens == 0
-    assert vanilla.finished.timings.cached_prompt_tokens >= len(first.prompt) + len(opening.ids) - 1
-    assert branched.finished.timings.cached_prompt_tokens == len(first.prompt) - 1
+    assert other.ticket.cached_prompt_tokens == 0
+    assert vanilla.ticket.cached_prompt_tokens >= len(first.prompt) + len(opening.ids) - 1
+    assert branched.ticket.cached_prompt_tokens == len(first.prompt) - 1
     assert branched.ids == opening.ids[:5]
     assert [event.tree for event in branched.events] == [event.tree for event in opening.events[: len(branched.events)]]
     assert reused.ids == fresh.ids
@@ -214,11 +242,25 @@ def test_rounds_are_as_small_as_the_running_rows_allow(
         moved = answers(scheduler, requests)
         again = answers(scheduler, [replace(requests[1], prompt=[3] * 21)])[0]
     assert sizes[0] == 3 and sizes[-1] == 1 and sizes.count(1) > 5
-    assert again.finished.timings.cached_prompt_tokens == 20  # what the row held when it was exchanged
+    assert again.ticket.cached_prompt_tokens == 20  # what the row held when it was exchanged
     with serving(model, max_rows=1, **settings) as scheduler:
         fresh = answers(scheduler, requests[2:])[0]
     assert moved[2].ids == fresh.ids
     assert [event.tree for event in moved[2].events] == [event.tree for event in fresh.events]
+
+
+@pytest.mark.gpu
+def test_scores_next_to_captured_rounds(tmp_path: Path) -> None:
+    """Rounds with scores are not captured. They work on the same rows as the captured ones before and after them."""
+    model: GlideMixin = make_pair(tmp_path, vocab_size=VOCAB).to("cuda")  # type: ignore[assignment]
+    scored = Request([1, 2, 3] * 9, 12, alternatives=3, scores_prompt=True)
+    plain = Request([4, 5] * 8, 60)
+    with serving(model, max_rows=2, prefill_chunk=8) as scheduler:
+        long, first, second = answers(scheduler, [plain, scored, scored])
+    for found in (first, second):
+        check_scores(model, scored, found)
+        assert found.ids == alone(model, scored)
+    assert long.ids == alone(model, plain)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -93,7 +93,7 @@ def test_a_request_in_prefill_can_be_cancelled(model: GlideMixin) -> None:
         resume.set()
         assert cancelled.finished.reason == "cancelled" and not cancelled.events
         again = answers(scheduler, [Request(prompt, 5)])[0]
-        assert again.finished.timings.cached_prompt_tokens == 21
+        assert again.ticket.cached_prompt_tokens == 21
         assert again.ids == alone(model, Request(prompt, 5))
 
 

@@ -1,5 +1,7 @@
 """`longspec serve` as a process: what it refuses, where it listens, and how it ends."""
 
+import asyncio
+import json
 import os
 import re
 import signal
@@ -13,8 +15,9 @@ import openai
 import psutil
 import pytest
 from fastapi import FastAPI
-from http_server import printable_pair
+from http_server import TEMPLATE, chat_tokenizer, printable_pair
 from starlette.testclient import TestClient
+from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 from longspec.cli.app import app
@@ -80,11 +83,62 @@ def test_an_answer_without_a_limit_fits_into_a_row(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(serving, "http_server", Probe)
     monkeypatch.delenv("LONGSPEC_API_KEY", raising=False)
     model = printable_pair(tmp_path)
-    result = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", "0", "--max_rows", "2", "--max_queue", "3"])
+    GenerationConfig(do_sample=True, temperature=0.5, top_k=9, repetition_penalty=1.25).save_pretrained(tmp_path)
+    command = ["serve", str(tmp_path), "--port", "0", "--max_rows", "2", "--max_queue", "3"]
+    result = CliRunner().invoke(app, command)
     ((positions, answer),) = seen
     assert result.exit_code == 0 and positions < model.config.max_position_embeddings
-    assert refused == ["n: 4 is above this server's limit of 3"]
+    assert f"for 2 rows of up to {positions} tokens" in result.stderr
+    monkeypatch.setattr(request_engine, "free_bytes", lambda device: 12 * 2**20)
+    without = ["serve", str(tmp_path), "--port", "0", "--generation_config", "none"]
+    assert "temperature 1, top_p 1, top_k 0" in (plain := CliRunner().invoke(app, without).stderr)
+    assert "GiB for 4 rows" in plain  # the default on a CPU
+    assert "repetition" not in plain
+    assert refused[:1] == ["n: 4 is above this server's limit of 3"]
+    assert "temperature 0.5, top_p 1, top_k 9" in result.stderr
+    assert "sets repetition_penalty 1.25, which is ignored" in result.stderr
     assert answer["usage"]["total_tokens"] <= positions and answer["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+def test_a_request_sets_variables_of_the_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the template does not have change nothing and are named; those of the command stay."""
+    printable_pair(tmp_path)
+    template = "{% if shout is defined %}<{{ shout }}>{% endif %}{{ depth }}" + TEMPLATE
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    replies = []
+
+    class Probe:
+        def __init__(self, app: FastAPI, drain_seconds: int) -> None:
+            self.app = app
+
+        def run(self, sockets: list[socket.socket]) -> None:
+            with TestClient(self.app, base_url="http://127.0.0.1") as client:
+                for variables in (
+                    {},
+                    {"shout": "hey", "loud": 1, "x": None},
+                    {"depth": 2},
+                    {"shout": [1]},
+                    {"shout": "\ud800"},
+                ):
+                    body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": variables}
+                    content = json.dumps({**body, "max_tokens": 1})
+                    headers = {"content-type": "application/json"}
+                    replies.append(client.post("/v1/chat/completions", content=content, headers=headers))
+
+    monkeypatch.setattr(serving, "http_server", Probe)
+    monkeypatch.delenv("LONGSPEC_API_KEY", raising=False)
+    command = ["serve", str(tmp_path), "--port", "0", "--chat_template_kwargs", '{"depth": 1}']
+    assert CliRunner().invoke(app, command).exit_code == 0
+    plain, set_, *refused = replies
+    lengths = [reply.json()["usage"]["prompt_tokens"] for reply in (plain, set_)]
+    assert lengths[1] - lengths[0] == len("<hey>")
+    assert set_.headers["warning"].endswith('"ignored fields: chat_template_kwargs.loud"')
+    assert [reply.status_code for reply in refused] == [400] * 3
+    assert "fixed by the server" in refused[0].json()["error"]["message"]
+    params = [reply.json()["error"]["param"] for reply in refused]
+    assert params == ["chat_template_kwargs", "chat_template_kwargs.shout", "chat_template_kwargs.shout"]
 
 
 @pytest.mark.parametrize("command", ["serve", "bench", "chat", "generate"])
@@ -104,6 +158,21 @@ def test_other_addresses_than_loopback_need_a_key(monkeypatch: pytest.MonkeyPatc
     assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.8.8.8", "::1")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "localhost.example", "")))
     assert allowed_hosts("0.0.0.0", "key") == ["*"] and "*" not in allowed_hosts("127.0.0.1", None)
+
+
+def test_small_writes_are_sent_at_once() -> None:
+    """With Nagle's algorithm, an answer's body waits for the acknowledgment of its headers, 40 ms later."""
+
+    async def accepted(bound: socket.socket) -> int:
+        seen: asyncio.Future[socket.socket] = asyncio.get_running_loop().create_future()
+        async with await asyncio.start_server(lambda _, w: seen.set_result(w.get_extra_info("socket")), sock=bound):
+            _, writer = await asyncio.open_connection(*bound.getsockname())
+            option = (await seen).getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            writer.close()
+        return option
+
+    with listen("127.0.0.1", 0, None) as bound:
+        assert asyncio.run(accepted(bound))
 
 
 def test_what_cannot_be_listened_on_is_refused_before_the_weights_are_loaded() -> None:

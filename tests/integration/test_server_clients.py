@@ -177,12 +177,32 @@ def test_a_soak_leaks_no_row_and_changes_no_answer(server: Running) -> None:
     assert (now.running, now.queued) == (0, 0) and sum(now.finished.values()) == now.requests
 
 
-def test_lm_eval_scores_as_transformers_does(
-    server: Running, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A generation task of lm_eval's `local-completions`, with stop strings, against transformers' greedy decoding."""
+@pytest.fixture
+def evaluate(server: Running, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runs a task of lm_eval on records, over HTTP or on transformers' model."""
     pytest.importorskip("lm_eval", reason="lm_eval is not installed")
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # runs pip, and takes seconds
+    tasks = importlib.import_module("lm_eval.tasks").TaskManager(include_defaults=False)
+    make_table = importlib.import_module("lm_eval.utils").make_table
+    simple_evaluate = importlib.import_module("lm_eval").simple_evaluate
+
+    def run(records: list[Any], model: str = "local-completions", **task: Any) -> Any:
+        (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
+        files = {"data_files": {"test": str(tmp_path / "data.jsonl")}}
+        task = {"task": "tiny", "dataset_path": "json", "dataset_kwargs": files, "test_split": "test", **task}
+        # As in docs/serve.md: the tokenizer is the server's.
+        arguments = f"model={NAME},base_url={server.url}/v1/completions,num_concurrent=3,max_length=4096"
+        if model == "hf":
+            arguments = f"pretrained={folder},dtype=float32,max_length=4096,device=cpu"
+        result = simple_evaluate(model, arguments, tasks=[task], task_manager=tasks, bootstrap_iters=0)
+        assert "tiny" in make_table(result)  # what the command prints last
+        return result
+
+    return run
+
+
+def test_lm_eval_scores_generation_as_transformers_does(evaluate: Callable[..., Any], folder: Path) -> None:
+    """A generation task, with stop strings, against transformers' greedy decoding."""
     target, until_text, count = AutoModelForCausalLM.from_pretrained(folder), ["e", "Q:"], 24
     expected = []
     for prompt in PROMPTS:
@@ -191,26 +211,55 @@ def test_lm_eval_scores_as_transformers_does(
         text = TOKENIZER.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
         expected.append(min((text.split(stop)[0] for stop in until_text), key=len))
     golds = [text if number % 3 else "wrong" for number, text in enumerate(expected)]
-    lines = [json.dumps({"question": p, "answer": a}) for p, a in zip(PROMPTS, golds, strict=True)]
-    (tmp_path / "data.jsonl").write_text("\n".join(lines))
-    task = {
-        "task": "tiny",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "data.jsonl")}},
-        "test_split": "test",
-        "output_type": "generate_until",
-        "doc_to_text": "{{question}}",
-        "doc_to_target": "{{answer}}",
-        "generation_kwargs": {"until": until_text, "max_gen_toks": count, "do_sample": False},
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-    }
-    arguments = f"model={NAME},base_url={server.url}/v1/completions,tokenizer_backend=huggingface,tokenizer={folder}"
-    arguments += ",num_concurrent=3,max_length=4096"
-    tasks = importlib.import_module("lm_eval.tasks").TaskManager(include_defaults=False)
-    result = importlib.import_module("lm_eval").simple_evaluate(
-        "local-completions", arguments, tasks=[task], task_manager=tasks, bootstrap_iters=0
+    result = evaluate(
+        [{"question": prompt, "answer": gold} for prompt, gold in zip(PROMPTS, golds, strict=True)],
+        output_type="generate_until",
+        doc_to_text="{{question}}",
+        doc_to_target="{{answer}}",
+        generation_kwargs={"until": until_text, "max_gen_toks": count, "do_sample": False},
+        metric_list=[{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
     )
     answers = [sample["resps"][0][0] for sample in result["samples"]["tiny"]]
     assert answers == expected and any(len(text) < count for text in expected)
     score = sum(text == gold for text, gold in zip(expected, golds, strict=True)) / len(golds)
     assert result["results"]["tiny"]["exact_match,none"] == score == 4 / 6
+
+
+def test_lm_eval_scores_choices_as_transformers_does(evaluate: Callable[..., Any], server: Running) -> None:
+    """A multiple-choice task: the same log-likelihoods, greedy marks and accuracies as lm_eval's own model."""
+    choices = [greedy(server, f"{PROMPTS[1]} Answer:", 2), "be", "the end", "x" * 30]
+    settings = {
+        "target_delimiter": "",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{gold}}",
+        "doc_to_choice": choices,
+        "metric_list": [
+            {"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in ("acc", "acc_norm")
+        ],
+    }
+    records = [{"question": f"{prompt} Answer:", "gold": number % 4} for number, prompt in enumerate(PROMPTS)]
+    ours, theirs = (evaluate(records, model, **settings) for model in ("local-completions", "hf"))
+    found, expected = (
+        [response[0] for sample in result["samples"]["tiny"] for response in sample["resps"]]
+        for result in (ours, theirs)
+    )
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-3)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    for metric in ("acc,none", "acc_norm,none"):
+        assert ours["results"]["tiny"][metric] == theirs["results"]["tiny"][metric]
+    assert len(found) == len(PROMPTS) * len(choices) and any(greedy for _, greedy in found)
+
+
+def test_alternatives_are_told_to_openais_client(client: openai.OpenAI, server: Running) -> None:
+    """In both APIs, up to 20 of them, the answer's own token among them where it is greedy."""
+    turns: Any = [{"role": "user", "content": "hi"}]
+    asked = {"model": NAME, "messages": turns, "max_tokens": 4, "temperature": 0, "logprobs": True, "top_logprobs": 20}
+    for entry in client.chat.completions.create(**asked).choices[0].logprobs.content:
+        assert len(entry.top_logprobs) == 20 and entry.top_logprobs[0].token == entry.token
+        assert entry.top_logprobs[0].logprob == entry.logprob
+    echoed = complete(client, PROMPTS[2], echo=True, logprobs=2, max_tokens=3).choices[0]
+    assert echoed.text == PROMPTS[2] + greedy(server, PROMPTS[2], 3)
+    assert "".join(echoed.logprobs.tokens) == echoed.text and echoed.logprobs.token_logprobs[0] is None
+    for logprob, best in zip(echoed.logprobs.token_logprobs[-3:], echoed.logprobs.top_logprobs[-3:], strict=True):
+        assert logprob == max(best.values())

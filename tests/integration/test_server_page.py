@@ -1,5 +1,6 @@
 """The chat page in headless Chromium, against the real server with a tiny pair."""
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,14 +45,18 @@ def browser() -> Iterator[webdriver.Chrome]:
 
 
 class Page:
-    """The page, loaded anew and with the key."""
+    """The page, loaded anew, with the key and without the conversation of the test before."""
 
     def __init__(self, browser: webdriver.Chrome, url: str) -> None:
         self.browser = browser
         browser.get(url)
+        browser.execute_script("window.removeEventListener('pagehide', store); sessionStorage.clear()")
+        browser.refresh()
         self.until(lambda: "valid API key" in self.text("#alert"))  # refused without one
         self.one("#key").send_keys("secret", Keys.TAB)
         self.until(lambda: self.text("#model") == "tiny" and not self.text("#alert"))
+        # The answers are random characters, among them marks of Markdown.
+        browser.execute_script("document.getElementById('markdown').checked = false")
 
     def one(self, selector: str) -> WebElement:
         return self.browser.find_element(By.CSS_SELECTOR, selector)
@@ -109,7 +114,7 @@ def test_tokens_are_marked_by_origin_and_the_last_tree_is_shown(page: Page, brow
     assert "none" in marked["target"][0].value_of_css_property("text-decoration-line")
     assert float(page.text("#acceptance")) > 1 and float(page.text("#speed")) > 0
     assert page.text("#status") == "Answer: " + page.text(".assistant .said")
-    button = page.one(".link")
+    button = page.one(".tree")
     assert button.get_attribute("aria-expanded") == "false"
     button.click()
     assert button.get_attribute("aria-expanded") == "true" and page.one(".round").is_displayed()
@@ -126,7 +131,7 @@ def test_the_switch_turns_speculation_off_and_the_answer_stays(page: Page) -> No
     page.answered(1)
     first = page.text(".assistant .said")
     page.one("#reset").click()
-    for expected in ("log", "speculate"):
+    for expected in (*(example.text for example in page.all(".example")[::-1]), "log", "speculate"):
         webdriver.ActionChains(page.browser).key_down(Keys.SHIFT).send_keys(Keys.TAB).key_up(Keys.SHIFT).perform()
         assert page.focused() == expected
     page.press(Keys.LEFT)
@@ -134,7 +139,14 @@ def test_the_switch_turns_speculation_off_and_the_answer_stays(page: Page) -> No
     page.ask("ab" * 20)
     page.answered(1)
     assert page.text(".assistant .said") == first and page.counts() == {"target": 40, "draft": 0, "lookup": 0}
-    assert float(page.text("#acceptance")) == 1
+    assert float(page.text("#acceptance")) == 1 and not page.all(".tree")
+    ratio = page.text("#ratio")
+    assert float(ratio) > 0  # of the answer before, with speculation
+    page.press(Keys.RIGHT) if page.focused() == "vanilla" else page.one("#method").click()
+    page.one(".retry").click()
+    page.answered(1)
+    assert len(page.all(".turn")) == 2 and page.counts()["draft"] > 0
+    assert f"{page.text('#ratio')} × vanilla" in page.text(".figures")
 
 
 def test_the_keyboard_reaches_everything_in_reading_order(page: Page) -> None:
@@ -142,12 +154,18 @@ def test_the_keyboard_reaches_everything_in_reading_order(page: Page) -> None:
     page.answered(1)
     page.browser.execute_script("document.querySelector('.skip').focus()")
     order = []
-    for _ in range(5):
+    for _ in range(7):
         page.press(Keys.TAB)
         order.append(page.focused())
-    assert order == ["speculate", "log", "Last round's tree", "message", "send"]
+    assert order == ["speculate", "log", "Copy", "Retry", "Last proposed tree", "message", "send"]
     named = page.all("input, textarea, button, section, aside, fieldset")
     assert all(element.accessible_name for element in named if element.is_displayed())
+    figures = page.all("dl .tip, #legend .tip")
+    for figure in figures:
+        page.browser.execute_script("arguments[0].focus()", figure)
+        (bubble,) = figure.find_elements(By.CSS_SELECTOR, "[role=tooltip]")
+        assert bubble.is_displayed() and bubble.text
+    assert len(figures) == 8
     live = {element.get_attribute("id"): element.aria_role for element in page.all("[role]")}
     assert live["alert"] == "alert" and live["status"] == "status"
 
@@ -166,7 +184,100 @@ def test_stop_ends_the_answer_and_the_conversation_goes_on(page: Page, server: R
     assert not page.all(".turn")
 
 
-def test_an_error_is_announced_and_the_message_kept(page: Page) -> None:
+def test_a_failure_leaves_no_bubble_and_can_be_retried(page: Page) -> None:
     page.ask("hello", tokens=100000)
     page.until(lambda: "room for 4096 tokens" in page.text("#alert"))
-    assert page.one("#message").get_property("value") == "hello" and not page.all(".assistant")
+    assert page.one("#message").get_property("value") == "hello" and not page.all(".turn")
+    assert page.one(".welcome").is_displayed()
+    page.ask("", tokens=5)  # what stands there is sent again
+    page.answered(1)
+    assert [turn.text for turn in page.all(".user .said")] == ["hello"] and not page.text("#alert")
+
+
+def test_an_answer_at_the_limit_is_marked(page: Page) -> None:
+    page.ask("hi", tokens=5)
+    page.answered(1)
+    assert page.text(".note") == "cut at 5 tokens"
+
+
+def test_an_example_is_sent(page: Page) -> None:
+    page.browser.execute_script("document.getElementById('limit').value = 5")
+    example = page.one(".example")
+    text = example.text
+    example.click()
+    page.answered(1)
+    assert page.one(".user .said").text == text and not page.one(".welcome").is_displayed()
+
+
+def test_a_reload_keeps_the_conversation(page: Page, browser: webdriver.Chrome) -> None:
+    """Also an answer that was still arriving, and the key."""
+    page.ask("ab" * 20)
+    page.answered(1)
+    page.ask("more", tokens=3000)
+    page.until(lambda: len(page.all(".assistant")) == 2 and page.all(".assistant:last-child .said span"))
+    before = [turn.get_attribute("class") for turn in page.all(".turn")]
+    first = page.one(".assistant .said").get_attribute("innerHTML")
+    browser.refresh()
+    page.answered(2)
+    assert [turn.get_attribute("class") for turn in page.all(".turn")] == before
+    assert page.one(".assistant .said").get_attribute("innerHTML") == first
+    assert [note.text for note in page.all(".note")] == ["cut at 40 tokens", "incomplete"]
+    page.until(lambda: page.text("#model") == "tiny")
+    page.ask("and more", tokens=5)
+    page.answered(3)
+    page.one("#reset").click()
+    browser.refresh()
+    assert not page.all(".turn")
+    strange = "removeEventListener('pagehide', store); sessionStorage.longspec = '{\"said\": [{}]}'"
+    browser.execute_script(strange)
+    browser.refresh()
+    assert page.one(".welcome").is_displayed()
+    page.until(lambda: "valid API key" in page.text("#alert"))  # the script went on
+
+
+MARKDOWN = """Some **bold**, *soft*, `a_b * c`, [a link](https://example.org/), [none](javascript:alert(1)).
+
+1. one
+   - two
+
+```python
+def f():
+
+    return "<b>"
+```
+| a | b |
+|---|---|
+| 1 | <img src=x onerror=alert(1)> |
+"""
+RENDERED = (
+    "<p>Some <strong>bold</strong>, <em>soft</em>, <code>a_b * c</code>, "
+    '<a href="https://example.org/" target="_blank" rel="noopener noreferrer">a link</a>, '
+    "[none](javascript:alert(1)).</p>"
+    '<ol start="1"><li>one<ul><li>two</li></ul></li></ol>'
+    '<div class="code"><div class="code-head">python<button class="link copy" type="button">Copy</button></div>'
+    '<pre tabindex="0"><code>def f():\n\n    return "&lt;b&gt;"</code></pre></div>'
+    '<div class="table"><table><tr><th>a</th><th>b</th></tr>'
+    "<tr><td>1</td><td>&lt;img src=x onerror=alert(1)&gt;</td></tr></table></div>"
+)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_markdown_is_shown_and_nothing_in_it_is_html(page: Page, size: int) -> None:
+    """However the text is cut into tokens, which keep their marks."""
+    tokens = [MARKDOWN[start : start + size] for start in range(0, len(MARKDOWN), size)]
+    html = page.browser.execute_script(
+        """document.getElementById("markdown").checked = true;
+        const answer = Answer.start("speculate");
+        arguments[0].forEach((text, number) => {
+          answer.add({ tokens: [{ text, origin: ["draft", "lookup"][number % 2] }] });
+          answer.show();
+        });
+        return answer.said.innerHTML;""",
+        tokens,
+    )
+    assert re.sub("</?span.*?>", "", html) == RENDERED
+    assert 'class="draft"' in html and ('class="lookup"' in html or size == 1000)
+    copied = "window.copied = []; navigator.clipboard.writeText = async (text) => { copied.push(text); }"
+    page.browser.execute_script(copied)
+    page.one(".code .copy").click()
+    assert page.browser.execute_script("return copied") == ['def f():\n\n    return "<b>"']

@@ -14,8 +14,7 @@ from test_command import arguments, lines_of, make_target, write_records
 from training_fixtures import launch_environment
 
 from experiments.processes import free_port
-from longspec.cli.batches import _answer
-from longspec.cli.pair import Sampling, open_pair
+from longspec.cli.pair import SamplingOptions, open_pair
 from longspec.longbench.command import main
 from longspec.models.draft_layer import PUBLISHED, DraftOptions
 from longspec.models.draft_saving import save_draft_file
@@ -113,8 +112,11 @@ def test_longspec_generate_answers_on_rank_zero(tmp_path: Path) -> None:
     )
     assert code == 0, stderr[-4000:]
     pair = open_pair(str(target), None, "lookup", device="cpu")
-    output = pair.generate(pair.encode(["x = 1", "y = 22"]), Sampling(6))
-    expected = [_answer(pair, tokens.tolist())["text"] for tokens in output.new_tokens]
+    output = pair.generate(pair.encode(["x = 1", "y = 22"]), SamplingOptions(6))
+    expected = [
+        pair.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        for tokens in output.new_tokens
+    ]
     assert [json.loads(line)["text"] for line in stdout.splitlines()] == expected
 
 

@@ -1,5 +1,8 @@
 """`model.generate`: transformers' arguments and results, tokens of the target alone, and rounds that speculate."""
 
+from contextlib import nullcontext
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from transformers import (
     pipeline,
 )
 
+from longspec import generate
 from longspec.errors import UserError
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.models.glide import GlideMixin
@@ -78,10 +82,27 @@ def test_defaults_come_from_the_models_generation_config(tmp_path: Path) -> None
     model.generation_config.do_sample, model.generation_config.temperature = True, 1e9
     samples = [model.generate(**padded_prompts(), **SHAPE, seed=seed).tolist() for seed in (0, 0, 1)]
     assert samples[0] == samples[1] != samples[2]
-    model.generation_config.repetition_penalty = 1.1
-    with pytest.raises(UserError, match=r"generation_config.repetition_penalty: 1.1"):
-        model.generate(**padded_prompts())
-    assert model.generate(**padded_prompts(), **SHAPE, seed=0, repetition_penalty=1.0).tolist() == samples[0]
+
+
+def test_options_of_the_models_config_that_cannot_be_applied_are_ignored_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None of them reaches transformers' own preparation. The caller's are refused."""
+    model = make_pair(tmp_path)
+    settings = {"max_new_tokens": 5, "method": "lookup"}
+    expected = model.generate(**padded_prompts(), **settings)
+    options = {"repetition_penalty": 1.1, "num_beams": 3, "bad_words_ids": [[3]], "prompt_lookup_num_tokens": 3}
+    model.generation_config.update(**options, cache_implementation="quantized", output_scores=True, stop_strings=["a"])
+    before = model.generation_config.to_dict()
+    # A pipeline passes a copy of the model's own config.
+    for own in (None, GenerationConfig(do_sample=False), deepcopy(model.generation_config)):
+        assert torch.equal(model.generate(**padded_prompts(), **settings, generation_config=own), expected)
+    assert model.generation_config.to_dict() == before
+    names = "num_beams 3, repetition_penalty 1.1, bad_words_ids [[3]], stop_strings ['a']"
+    assert f"sets {names}, which is ignored" in caplog.text
+    model.generation_config.eos_token_id = "2"
+    with pytest.raises(UserError, match="eos_token_id '2' is not a token id"):
+        model.generate(**padded_prompts(), **settings)
 
 
 def test_several_sequences_of_a_prompt_are_samples_of_their_own(tmp_path: Path) -> None:
@@ -151,6 +172,42 @@ def test_what_cannot_be_applied_is_refused_by_name(tmp_path: Path, settings: dic
     with pytest.raises(UserError, match=f"^{name}: ") as error:
         model.generate(**padded_prompts(), **settings)
     assert "\n" not in str(error.value)
+
+
+class Ends:
+    """A streamer that counts its ends, and fails at its n-th value."""
+
+    def __init__(self, fails_at: int) -> None:
+        self.left, self.ends = fails_at, 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+def test_a_streamer_is_ended_once_however_generation_ends(tmp_path: Path) -> None:
+    """A reader in another thread would wait for ever."""
+    model, ids = make_pair(tmp_path), padded_prompts()["input_ids"][1:]
+    cases: list[tuple[dict[str, Any], int, type[BaseException] | None]] = [
+        ({}, 0, None),
+        ({}, 3, KeyboardInterrupt),
+        ({"max_new_tokens": 10**6}, 0, UserError),
+        ({"num_beams": 2}, 0, UserError),
+        ({"method": "none"}, 0, UserError),
+        ({"stopping_criteria": [lambda *_: 1 / 0]}, 0, ZeroDivisionError),
+        ({"no_such_option": 1}, 0, ValueError),
+        ({"attention_mask": torch.zeros(1, 9)}, 0, UserError),
+    ]
+    for settings, fails_at, error in cases:
+        for call in (model.generate, partial(generate, model)):
+            streamer = Ends(fails_at)
+            with pytest.raises(error) if error else nullcontext():
+                call(ids, **{"max_new_tokens": 4, "method": "lookup", "streamer": streamer} | settings)
+            assert streamer.ends == 1, (settings, call)
 
 
 def test_a_fresh_draft_is_refused(tmp_path: Path) -> None:

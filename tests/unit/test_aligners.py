@@ -71,14 +71,14 @@ def test_openai_turns_may_be_lists_of_text_parts():
     turns = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": parts},
-        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "1", "name": "add", "tool_call_id": "7"},
         {"role": "assistant", "content": [{"type": "text", "text": "1"}], "tool_calls": []},
     ]
     sample = align({"messages": turns})
     assert sample["prompt"] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "One?"},
-        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "1", "name": "add"},
     ]
     assert sample["answer"] == "1"
 
@@ -135,6 +135,62 @@ def test_a_conversation_answers_with_its_last_assistant_turn(field):
 )
 def test_ill_typed_fields_are_named(record, says):
     with pytest.raises(RecordError, match=says):
+        align(record)
+
+
+QUESTION, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+SYSTEM = {"role": "system", "content": "S"}
+SHAREGPT = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "prompt"),
+    [
+        ({"messages": [QUESTION, ANSWER], "system": "S"}, [SYSTEM, QUESTION]),
+        ({"conversations": SHAREGPT, "system": "S"}, [SYSTEM, QUESTION]),
+        ({"messages": [SYSTEM, QUESTION, ANSWER], "system_prompt": "S"}, [SYSTEM, QUESTION]),
+        (
+            {"instruction": "Q", "output": "A", "system": "S", "history": [["Q", "A"]]},
+            [SYSTEM, QUESTION, ANSWER, QUESTION],
+        ),
+        ({"prompt": "Q", "completion": "A", "system_prompt": "S"}, [SYSTEM, QUESTION]),
+        ({"messages": [QUESTION, ANSWER, QUESTION, {**ANSWER, "content": "B", "weight": 0}]}, [QUESTION]),
+        ({"messages": [QUESTION, {**ANSWER, "train": True}], "tools": "[]", "system": ""}, [QUESTION]),
+        ({"prompt": "Q", "completion": "A", "temperature": 0.7, "context": None, "weight": 1}, "Q"),
+    ],
+)
+def test_fields_next_to_the_text_are_used(record, prompt):
+    """System turns and history become part of the prompt; an answer of weight 0 is not the one to learn."""
+    sample = align(record)
+    assert (sample["prompt"], sample["answer"]) == (prompt, "A")
+
+
+@pytest.mark.parametrize(
+    ("record", "field"),
+    [
+        ({"messages": [QUESTION, {**ANSWER, "reasoning_content": "R"}]}, r"messages\[1\]\.reasoning_content"),
+        ({"messages": [QUESTION, {**ANSWER, "thinking": "R"}, QUESTION, ANSWER]}, r"messages\[1\]\.thinking"),
+        ({"messages": [QUESTION, {**ANSWER, "weight": 0}]}, "messages' has no answer to learn"),
+        ({"messages": [QUESTION, {**ANSWER, "weight": 0.5}]}, r"messages\[1\]\.weight"),
+        ({"messages": [SYSTEM, QUESTION, ANSWER], "system": "R"}, "system"),
+        ({"messages": [QUESTION, ANSWER], "tools": [{"type": "function"}]}, "tools"),
+        ({"messages": [QUESTION, ANSWER], "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"messages": [QUESTION, ANSWER], "enable_thinking": False}, "enable_thinking"),
+        ({"conversations": SHAREGPT, "image": "a.png"}, "image"),
+        ({"prompt": "Q", "completion": "A", "documents": ["R"]}, "documents"),
+        ({"prompt": "Q", "completion": "A", "context": "R"}, "context"),
+        ({"problem": "Q", "solution": "A", "reasoning_content": "R"}, "reasoning_content"),
+        ({"prompt": "Q", "completion": "A", "suffix": "R"}, "suffix"),
+        ({"messages": [QUESTION, ANSWER], "label": False}, "label"),
+        ({"prompt": "Q", "completion": "A", "history": [["Q", "A"]]}, "history"),
+        ({"instruction": "Q", "output": "A", "history": "Q"}, "history"),
+        ({"prompt": "Q", "completion": "A", "weight": 0}, "weight"),
+        ({"report": "Q", "summary": "A", "system": "S"}, "system"),
+        ({"text": "A", "system": "S"}, "system"),
+    ],
+)
+def test_fields_that_would_change_the_text_are_refused_by_name(record, field):
+    with pytest.raises(RecordError, match=f"^field '{field}"):
         align(record)
 
 

@@ -4,7 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizer import byte_tokenizer
 
+from longspec.inference.origins import Origin
 from longspec.inference.server.answer_text import AnswerText, Piece
+from longspec.inference.server.requests import Tokens
 
 TOKENIZER = byte_tokenizer()
 
@@ -18,7 +20,7 @@ def stream(text: str, stops: list[str], round_size: int = 1) -> tuple[list[list[
     answer, ids, released = AnswerText(TOKENIZER, stops), tokens_of(text), []
     for start in range(0, len(ids), round_size):
         part = ids[start : start + round_size]
-        released.append(answer.add(part, ["draft"] * len(part), None))
+        released.append(answer.add(Tokens(part, ["draft"] * len(part))))
         if answer.stopped:
             break
     return [*released, answer.end()], answer
@@ -65,14 +67,15 @@ def test_a_character_is_released_whole() -> None:
     assert [piece.id for pieces in rounds for piece in pieces] == tokens_of("é€") and not answer.stopped
     ids = tokens_of("a€")[:-1]
     cut = AnswerText(TOKENIZER)
-    assert joined([cut.add(ids, ["target"] * len(ids), None)]) == "a"
+    assert joined([cut.add(Tokens(ids, ["target"] * len(ids)))]) == "a"
     (rest,) = cut.end()
     assert rest.text == "\ufffd" and rest.id is None
 
 
 def test_origins_and_probabilities_stay_with_their_tokens() -> None:
     answer = AnswerText(TOKENIZER, ["c"])
-    pieces = answer.add(tokens_of("abcd"), ["draft", "target", "draft", "target"], [-1.0, -2.0, -3.0, -4.0])
+    origins: list[Origin] = ["draft", "target", "draft", "target"]
+    pieces = answer.add(Tokens(tokens_of("abcd"), origins, [-1.0, -2.0, -3.0, -4.0]))
     assert [(piece.text, piece.origin, piece.logprob) for piece in pieces] == [
         ("a", "draft", -1.0),
         ("b", "target", -2.0),

@@ -110,6 +110,18 @@ def test_prompts_come_from_arguments_and_files(tmp_path: Path) -> None:
     contents = [prompt.content for prompt in prompts]
     assert contents == ["one", "two", "Is this a.txt", "three ", [{"role": "user", "content": "4"}]]
     assert prompts[3].record == {"id": 7, "prompt": "three "}
+    (tmp_path / "c.NDJSON").write_text('{"prompt": "5", "system": "S", "text": "old answer", "top_p": null}\n')
+    (prompt,) = read_prompts([str(tmp_path / "c.NDJSON")])
+    assert prompt.content == [{"role": "system", "content": "S"}, {"role": "user", "content": "5"}]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl.gz", "prompts", "folder.d"])
+def test_a_file_of_another_kind_is_not_taken_for_a_prompt(name: str, tmp_path: Path) -> None:
+    """Its name would be answered."""
+    (tmp_path / name).mkdir() if name == "folder.d" else (tmp_path / name).write_text('{"prompt": "a"}\n')
+    with pytest.raises(UserError, match=rf"{name}: .*\.txt.*\.jsonl"):
+        read_prompts([str(tmp_path / name)])
+    assert read_prompts([f"{tmp_path / name} is a file"])
 
 
 @pytest.mark.parametrize(
@@ -120,6 +132,10 @@ def test_prompts_come_from_arguments_and_files(tmp_path: Path) -> None:
         ('{"prompt": "a", "messages": []}', "not be given along"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "ends with a user turn"),
         ('{"messages": [{"role": "user"}]}', r"'messages\[0\]\.content'"),
+        ('{"prompt": "a", "max_tokens": 3}', "'max_tokens' is not read"),
+        ('{"prompt": "a", "suffix": "b"}', "'suffix' is only read next to a prefix"),
+        ('{"prompt": "a", "temperature": 0}', "'temperature' is not read"),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', "'tools' would be ignored"),
         ("{", "not a JSON line"),
     ],
 )

@@ -10,6 +10,7 @@ import deepspeed
 import pytest
 from huggingface_hub import constants
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from pairs import make_pair
 from training_fixtures import NEEDS_MUON, ROOT, write_texts
 
@@ -27,6 +28,7 @@ from longspec.train.config import (
 from longspec.train.config_checks import check, make_output_dir
 from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import cosine_with_warmup, engine_config
+from longspec.train.overrides import readable
 
 EXP = ROOT / "conf" / "exp"
 # Those of smollm2 follow another recipe; test_experiment_settings.py composes them.
@@ -210,6 +212,22 @@ def test_missing_things_are_named(paths: list[str], tmp_path: Path) -> None:
 def test_a_template_is_set_with_or_without_a_plus(paths: list[str]) -> None:
     for override in ("data.templates.report='Sum up: {prompt}'", "+data.templates.report='Sum up: {prompt}'"):
         assert load(TINY, *paths, override).data.templates == {"report": "Sum up: {prompt}"}
+
+
+ODD_NAMES = ("run=3", "it's", "v[1]", "[x]", "ü", "日本", "a,b", "(1) {2}", 'a "b"', "#1", "a&b", "back\\slash'")
+
+
+def test_a_path_may_hold_any_character(paths: list[str], tmp_path: Path) -> None:
+    """As a value of its own and in a list, where a user separates paths by commas and quotes a path with one."""
+    parser = OverridesParser.create()
+    for path in (f"in/{name}" for name in ODD_NAMES):
+        listed = f"'{path}'" if "," in path else path
+        for text, value in ((path, path), (f"[{listed}, b.jsonl]", [path, "b.jsonl"])):
+            assert parser.parse_override(readable(f"data.files={text}")).value() == value
+    folder = tmp_path / "".join(ODD_NAMES).replace("/", "")
+    folder.mkdir()
+    config = load("tiny_glide_stage1_sinkpi-slicing", *paths[:2], f"output_dir={folder}")
+    assert config.output_dir == str(folder)
 
 
 def test_output_folder_is_created_after_the_checks(paths: list[str], tmp_path: Path) -> None:

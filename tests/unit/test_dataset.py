@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow
 import pytest
 from datasets import Dataset, arrow_dataset
-from tiny_tokenizer import byte_tokenizer
+from tiny_tokenizer import VOCAB_SIZE, byte_tokenizer
 
 from longspec.data.aligners import add_id_aligner, common_form_aligner, rename_fields_aligner
 from longspec.data.cache import DIGESTS, cached_table
@@ -156,6 +156,27 @@ def test_long_text_is_split_into_pieces_or_cut(build):
 def test_a_last_piece_of_one_token_is_left_out(build):
     pieces = build([{"text": "01234567"}], max_length=8, overflow="split")
     assert tokens(pieces) == [[ids("01234567")]]
+
+
+@pytest.mark.parametrize("overflow", ["split", "truncate"])
+def test_a_sample_of_one_token_is_left_out_and_counted(build, caplog, overflow):
+    """Nothing predicts its only token, here the EOS that the text already has."""
+    caplog.set_level(logging.INFO)
+    rows = build([{"text": "</s>"}, {"text": "ab"}], overflow=overflow)
+    assert tokens(rows) == [[[*ids("ab"), EOS]]]
+    assert "2 records -> 1 samples of 3 tokens (left out: 1 with an empty answer" in caplog.text
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_token_without_an_embedding_names_file_line_and_token(build, tmp_path, pack):
+    """A token that was added to the tokenizer, but not to the target."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<note>"])
+    records = [{"text": "fine"}, {"source": "a <note>", "target": "b"}]
+    settings = {"tokenizer": tokenizer, "vocab_size": VOCAB_SIZE, "pack": pack}
+    with pytest.raises(UserError, match=rf"file0\.jsonl, line 2: token {VOCAB_SIZE} \('<note>'\) has no embedding"):
+        build(records, **settings)
+    assert build(records[:1], **settings) and build(records, **settings | {"vocab_size": VOCAB_SIZE + 1})
 
 
 def test_records_with_a_prompt_are_cut_even_where_text_is_split(build):

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock, patch
 
 import gguf
@@ -22,6 +23,7 @@ from tiny_tokenizer import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from longspec import generate, load_pair
+from longspec.data.target_format import resolve_chat_format
 from longspec.errors import UserError
 from longspec.inference.registry import choose_pair
 from longspec.models import target_cache
@@ -105,6 +107,33 @@ def test_the_tokenizer_and_its_ends_come_along(tmp_path: Path) -> None:
     assert len(generate(pair, TOKENS, method="lookup", max_new_tokens=3).sequences[0]) <= TOKENS.shape[1] + 3
 
 
+def test_named_chat_templates_come_along(tmp_path: Path) -> None:
+    """llama.cpp stores the default one apart from the others. Without a default one, the names are listed."""
+    names = {"tokenizer.chat_templates": ["rag"], "tokenizer.chat_template.rag": "rag"}
+    write_gguf(tmp_path / "tiny.gguf", metadata=names)
+    _, tokenizer = load_pair(str(tmp_path / "tiny.gguf"))
+    assert tokenizer.chat_template == {"default": "{{ messages[0]['content'] }}<|im_end|>", "rag": "rag"}
+    assert resolve_chat_format("auto", "tiny", "llama", tokenizer) == "tokenizer"
+    tokens = {f"ggml.{key}": value for key, value in {"model": "gpt2", "tokens": ["a"], "merges": []}.items()}
+    values = {f"tokenizer.{key}": value for key, value in tokens.items()} | names
+    write_tokenizer(tmp_path, {key: lambda value=value: value for key, value in values.items()}, 100)
+    with pytest.raises(UserError, match="none named 'default': rag;"):
+        resolve_chat_format("auto", "tiny", "llama", AutoTokenizer.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "problem"),
+    [
+        ({"split.count": 3, "split.no": 0}, "part 1 of 3 of a split GGUF file; merge them first"),
+        ({"general.type": "adapter"}, "a GGUF file of type 'adapter'"),
+    ],
+)
+def test_a_gguf_file_that_is_no_whole_model_says_so(tmp_path: Path, metadata: dict[str, Any], problem: str) -> None:
+    write_gguf(tmp_path / "odd.gguf", without="ffn", metadata=metadata)
+    with pytest.raises(UserError, match=f"odd.gguf: {problem}"):
+        resolve_target(str(tmp_path / "odd.gguf"))
+
+
 def ggml_metadata(values: dict[str, object]) -> dict[str, Callable[[], object]]:
     return {f"tokenizer.ggml.{name}": lambda value=value: value for name, value in values.items()}
 
@@ -175,7 +204,7 @@ def test_a_file_is_converted_once_and_a_damaged_copy_again(
         weights.write_bytes(damage)
         assert resolve_target(str(file)) == str(folder) and weights.read_bytes() == whole
     (folder / "tokenizer.json").unlink()
-    (own_cache / f"{folder.name}.part").mkdir()  # of a conversion that was killed
+    (own_cache / f".{folder.name}.unfinished").mkdir()  # of a conversion that was killed
     resolve_target(str(file))
     assert (folder / "tokenizer.json").is_file()
     assert sorted(path.name for path in own_cache.iterdir()) == [folder.name, f"{folder.name}.lock"]
@@ -213,7 +242,7 @@ def test_files_that_are_no_target_are_one_line(tmp_path: Path, monkeypatch: pyte
         patch.setattr("longspec.models.gguf.write_weights", Mock(side_effect=OSError(28, "No space left on device")))
         with pytest.raises(UserError, match=r"cannot be converted into .*No space left"):
             resolve_target(str(file))
-    assert not list(user_cache("targets").glob("*.part"))
+    assert not list(user_cache("targets").glob("*.unfinished"))
     raw = file.read_bytes()
     for length in (6, 100, 2000, len(raw) // 2, len(raw) - 1000):
         file.write_bytes(raw[:length])

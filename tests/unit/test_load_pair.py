@@ -1,5 +1,6 @@
 """`load_pair`: ready to generate, with the draft that was asked for, and one line for what it cannot load."""
 
+import json
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from training_fixtures import make_target
 
-from longspec import generate, load_pair
+from longspec import LlamaGlide, generate, load_pair
 from longspec.errors import UserError
 from longspec.inference import registry
 from longspec.models.target_split import stored_weights
@@ -71,3 +72,35 @@ def test_all_tokens_that_end_an_answer_are_the_targets_own(tmp_path: Path) -> No
     target = make_target(tmp_path / "target", eos_token_id=[7, 9])
     pair, tokenizer = load_pair(str(target))
     assert pair.generation_config.eos_token_id == [7, 9, tokenizer.eos_token_id]
+
+
+def test_a_published_generation_config_can_be_saved_again(tmp_path: Path) -> None:
+    """Vicuna's has a temperature without do_sample, which transformers refuses to save in a config that was changed."""
+    target = make_target(tmp_path / "target", eos_token_id=7)
+    file = target / "generation_config.json"
+    settings = {**json.loads(file.read_text()), "temperature": 0.9, "top_p": 0.6}
+    file.write_text(json.dumps(settings))
+    pair, tokenizer = load_pair(str(target))
+    pair.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert saved == {**settings, "eos_token_id": [7, tokenizer.eos_token_id]}
+    LlamaGlide.from_pretrained(target, pad_token_id=3).save_pretrained(tmp_path / "padded")
+    assert json.loads((tmp_path / "padded" / "generation_config.json").read_text())["pad_token_id"] == 3
+
+
+def test_an_adapter_in_the_folder_is_refused(tmp_path: Path) -> None:
+    """It would not be applied, with or without the model's own files next to it."""
+    for folder in (make_target(tmp_path / "target"), tmp_path):
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            (folder / name).write_text("{}")
+            with pytest.raises(UserError, match=rf"holds an adapter \({name}\)"):
+                load_pair(str(folder))
+            (folder / name).unlink()
+
+
+def test_special_tokens_that_are_no_ids_are_one_line(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target")
+    for ids in ("2", [[2]], 2.5, True, [2, "3"]):
+        (target / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+        with pytest.raises(UserError, match=r"eos_token_id .* is not a token id"):
+            load_pair(str(target))

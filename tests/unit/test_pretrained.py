@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import HfApi, constants
 from pairs import FAMILIES, GLIDE, make_pair, save_target, tiny_config
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
@@ -269,6 +270,50 @@ def test_a_quantizer_that_is_not_installed_is_one_clear_line(tmp_path: Path) -> 
     with pytest.raises(UserError, match="weights do not load") as error:
         LlamaGlide.from_pretrained(tmp_path, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
     assert "\n" not in str(error.value)
+
+
+UP = "model.layers.1.mlp.up_proj"
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def quantized_files(folder: Path, dtype: str | None, others: dict[str, float], method: Any = None) -> Path:
+    """A target with one matrix in another dtype, with other weights [1] of these values, and with this method."""
+    state = load_file(save_target(folder, "llama") / "model.safetensors")
+    if dtype is not None:
+        state[f"{UP}.weight"] = state[f"{UP}.weight"].to(getattr(torch, dtype))
+    state |= {f"{UP}.{name}": torch.full((1,), value) for name, value in others.items()}
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    if method is not None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("dtype", "others", "method", "problem"),
+    [
+        ("float8_e4m3fn", {}, None, f"weight {UP}.weight would be misread, stored as F8_E4M3"),
+        ("float8_e4m3fn", {"weight_scale": 1.0}, {"quant_method": "modelopt"}, "quant_method 'modelopt'"),
+        ("float8_e4m3fn", {"input_scale": 1.0}, FP8, f"weight {UP}.weight .* no scale for method fp8"),
+        ("int8", {}, None, f"weight {UP}.weight would be misread, stored as I8"),
+        (None, {"weight_scale": 1.0}, None, f"weight {UP}.weight_scale would be ignored"),
+        (None, {"bias": 1.0}, None, f"weight {UP}.bias would be ignored"),
+        (None, {"lora_A.weight": 1.0, "lora_B.weight": 1.0}, None, f"weight {UP}.lora_A.weight and 1 others"),
+    ],
+)
+def test_weights_that_would_be_misread_are_named(
+    tmp_path: Path, dtype: str | None, others: dict[str, float], method: Any, problem: str
+) -> None:
+    """transformers casts float8 and integers, and ignores scales and biases that the model does not have."""
+    with pytest.raises(UserError, match=problem) as error:
+        LlamaGlide.from_pretrained(quantized_files(tmp_path, dtype, others, method))
+    assert "\n" not in str(error.value)
+
+
+def test_weights_without_effect_are_ignored(tmp_path: Path) -> None:
+    """GPTQ's biases of zeros, scales of a float8 KV cache, and rotary tables of old checkpoints."""
+    others = {"bias": 0.0, "k_scale": 2.0, "rotary_emb.inv_freq": 1.0, "rotary_emb.cos_cached": 1.0}
+    assert LlamaGlide.from_pretrained(quantized_files(tmp_path, None, others))
 
 
 def test_a_plain_model_is_no_pair(tmp_path: Path) -> None:

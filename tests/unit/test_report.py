@@ -10,8 +10,9 @@ import torch
 
 from longspec.errors import UserError
 from longspec.inference.stats import GenerationStats, pool
-from longspec.longbench.report import RUN_NAME, SAMPLES_NAME, SUMMARY_NAME, Report, table
-from longspec.longbench.sample_lines import SampleResult
+from longspec.jobs.results import Results, part_path, resume_results
+from longspec.longbench.report import SampleResult, batch_lines, read_line, summarize, table
+from longspec.longbench.run_folder import RUN_NAME, SAMPLES_NAME, SUMMARY_NAME, open_run
 
 CPU = torch.device("cpu")
 FACTS = {"method": "tree", "model": "tiny", "task": "lcc", "config": {"gamma": 4}}
@@ -32,6 +33,15 @@ def refuse_nan(constant: str) -> None:
     raise AssertionError(f"{constant} is not JSON")
 
 
+def opened(folder: Path) -> Results:
+    return Results(folder / SAMPLES_NAME, read_line)
+
+
+def finish(results: Results) -> dict:
+    results.put_in_order()
+    return summarize(results.lines, 1, CPU, FACTS)
+
+
 def lines_of(folder: Path) -> list[dict]:
     text = (folder / SAMPLES_NAME).read_text(encoding="utf-8")
     return [json.loads(line, parse_constant=refuse_nan) for line in text.splitlines()]
@@ -47,11 +57,10 @@ def test_acceptance_is_pooled_over_passes_not_averaged_over_samples() -> None:
 
 
 def test_summary_pools_batches_and_weighs_first_tokens_by_sample(tmp_path: Path) -> None:
-    report = Report(tmp_path)
-    report.add([result("a", 5), result("b", 7)], stats([1, 3], 10, [3, 2], 2.0, ttft=1.0), 0)
-    report.add([result("c", 3)], stats([2], 2, [0, 0], 1.0, ttft=4.0), 2)
-    summary = report.finish(CPU, **FACTS)
-    assert json.loads((tmp_path / SUMMARY_NAME).read_text()) == summary
+    report = opened(tmp_path)
+    report.add(batch_lines([result("a", 5), result("b", 7)], stats([1, 3], 10, [3, 2], 2.0, ttft=1.0), 0))
+    report.add(batch_lines([result("c", 3)], stats([2], 2, [0, 0], 1.0, ttft=4.0), 2))
+    summary = finish(report)
     assert summary["samples"] == 3 and summary["new_tokens"] == 15
     assert summary["mean_acceptance_length"] == pytest.approx(2.0)
     assert summary["accepted_by_depth"] == [3, 2]
@@ -64,21 +73,20 @@ def test_summary_pools_batches_and_weighs_first_tokens_by_sample(tmp_path: Path)
 
 
 def test_a_line_is_on_disk_as_soon_as_its_sample_is_finished(tmp_path: Path) -> None:
-    report = Report(tmp_path)
-    report.add([result("a", 5)], stats([2], 4, [1]), 0)
+    report = opened(tmp_path)
+    report.add(batch_lines([result("a", 5)], stats([2], 4, [1]), 0))
     (line,) = lines_of(tmp_path)
     assert (line["id"], line["prompt_tokens"], line["new_tokens"]) == ("a", 12, 5)
     assert (line["text"], line["token_ids"]) == ("täxt\n", [0, 1, 2, 3, 4])
     assert (line["acceptance_length"], line["rounds"]) == (2.0, 2)
-    assert not (tmp_path / SUMMARY_NAME).exists()
-    report.add([result("b", 1)], stats([0], 0, [0]), 1)
+    report.add(batch_lines([result("b", 1)], stats([0], 0, [0]), 1))
     assert [line["id"] for line in lines_of(tmp_path)] == ["a", "b"]
 
 
 def test_a_run_without_passes_has_null_instead_of_nan(tmp_path: Path) -> None:
-    report = Report(tmp_path)
-    report.add([result("a", 1)], stats([0], 0, [0], seconds=0.0), 0)
-    summary = report.finish(CPU, **FACTS)
+    report = opened(tmp_path)
+    report.add(batch_lines([result("a", 1)], stats([0], 0, [0], seconds=0.0), 0))
+    summary = finish(report)
     assert math.isnan(pool([]).mean_acceptance_length)
     assert summary["mean_acceptance_length"] is None and summary["tokens_per_second"] is None
     assert lines_of(tmp_path)[0]["acceptance_length"] is None
@@ -87,16 +95,16 @@ def test_a_run_without_passes_has_null_instead_of_nan(tmp_path: Path) -> None:
 
 def two_batches(folder: Path) -> dict:
     """Samples a, b in one batch and c in another; the summary."""
-    report = Report(folder)
-    report.add([result("a", 5), result("b", 7)], stats([1, 3], 10, [3, 2], 2.0, ttft=1.0), 0)
-    report.add([result("c", 3)], stats([2], 2, [0, 0], 1.0, ttft=4.0), 2)
-    return report.finish(CPU, **FACTS)
+    report = opened(folder)
+    report.add(batch_lines([result("a", 5), result("b", 7)], stats([1, 3], 10, [3, 2], 2.0, ttft=1.0), 0))
+    report.add(batch_lines([result("c", 3)], stats([2], 2, [0, 0], 1.0, ttft=4.0), 2))
+    return finish(report)
 
 
 def test_the_summary_follows_from_the_lines_on_disk(tmp_path: Path) -> None:
     summary = two_batches(tmp_path)
-    assert Report(tmp_path).done == {0, 1, 2}
-    assert Report(tmp_path).finish(CPU, **FACTS) == summary
+    assert opened(tmp_path).done == {0, 1, 2}
+    assert finish(opened(tmp_path)) == summary
 
 
 @pytest.mark.parametrize(("lines", "cut"), [(2, 0), (2, 9), (1, 0), (1, 9), (0, 9)])
@@ -106,15 +114,15 @@ def test_a_cut_report_continues_after_its_last_complete_line(tmp_path: Path, lin
     whole = path.read_bytes().splitlines(keepends=True)
     kept = b"".join(whole[:lines])
     path.write_bytes(kept + whole[lines][:cut])
-    report = Report(tmp_path, record={})
+    report = opened(tmp_path)
     assert report.done == set(range(lines)) and path.read_bytes() == kept + whole[lines][:cut], (
         "reading changes nothing"
     )
     if lines < 2:
-        report.add([result("a", 5), result("b", 7)], stats([1, 3], 10, [3, 2], 2.0, ttft=1.0), 0)
-    report.add([result("c", 3)], stats([2], 2, [0, 0], 1.0, ttft=4.0), 2)
+        report.add(batch_lines([result("a", 5), result("b", 7)], stats([1, 3], 10, [3, 2], 2.0, ttft=1.0), 0))
+    report.add(batch_lines([result("c", 3)], stats([2], 2, [0, 0], 1.0, ttft=4.0), 2))
     assert path.read_bytes() == b"".join(whole)
-    assert report.finish(CPU, **FACTS) == summary == Report(tmp_path).finish(CPU, **FACTS)
+    assert finish(report) == summary == finish(opened(tmp_path))
 
 
 def test_parts_are_collected_once(tmp_path: Path) -> None:
@@ -124,21 +132,26 @@ def test_parts_are_collected_once(tmp_path: Path) -> None:
     path.write_bytes(third)
     (tmp_path / f"{SAMPLES_NAME}.rank-1").write_bytes(third + first + second[:9])
     (tmp_path / f"{SAMPLES_NAME}.rank-12").write_bytes(second)
-    report = Report(tmp_path)
-    report.collect()
-    assert report.finish(CPU, **FACTS) == summary
+    report = resume_results(path, read_line, overwrite=False)
+    assert finish(report) == summary
     assert path.read_bytes() == first + second + third
-    assert sorted(file.name for file in tmp_path.iterdir()) == [SAMPLES_NAME, SUMMARY_NAME]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [SAMPLES_NAME]
 
 
 def test_earlier_results_go_only_if_told_and_only_for_a_new_one(tmp_path: Path) -> None:
+    """With the summary and the parts of the earlier run, and before the new configuration is stored."""
     two_batches(tmp_path)
-    report = Report(tmp_path, resume=False, record={"run": {"seed": 1}})
-    assert report.done == set() and len(lines_of(tmp_path)) == 3
-    assert len(lines_of(tmp_path)) == 3 and (tmp_path / SUMMARY_NAME).exists()
-    report.add([result("c", 3)], stats([2], 2, [0, 0], 1.0, ttft=4.0), 0)
-    assert len(lines_of(tmp_path)) == 1 and not (tmp_path / SUMMARY_NAME).exists()
-    assert json.loads((tmp_path / RUN_NAME).read_text()) == {"run": {"seed": 1}}
+    before = (tmp_path / SAMPLES_NAME).read_bytes()
+    earlier = [tmp_path / SUMMARY_NAME, part_path(tmp_path / SAMPLES_NAME, 1)]
+    for path in earlier:
+        path.touch()
+    record = {"run": {"seed": 1}}
+    with open_run(tmp_path, record, overwrite=True) as report:
+        assert report.done == set() and (tmp_path / SAMPLES_NAME).read_bytes() == before
+        assert all(path.exists() for path in earlier) and not (tmp_path / RUN_NAME).exists()
+        report.add(batch_lines([result("c", 3)], stats([2], 2, [0, 0], 1.0, ttft=4.0), 0))
+    assert [line["id"] for line in lines_of(tmp_path)] == ["c"] and not any(path.exists() for path in earlier)
+    assert json.loads((tmp_path / RUN_NAME).read_text()) == record
 
 
 @pytest.mark.parametrize("line", ["{", "7", "{}", '{"index": 0, "batch": {"first": 0}}', "\0\0\0"])
@@ -147,35 +160,33 @@ def test_a_complete_line_of_something_else_is_refused(tmp_path: Path, line: str)
     with (tmp_path / SAMPLES_NAME).open("a") as handle:
         handle.write(line + "\n")
     with pytest.raises(UserError, match=r"samples\.jsonl, line 4: not a line of results"):
-        Report(tmp_path)
+        opened(tmp_path)
 
 
 def test_any_text_is_an_id(tmp_path: Path) -> None:
     """Lone surrogates have no UTF-8; U+2028 and the like end lines for some readers."""
     ids = ["\ud800", "../../x", "a\nb", "\u2028\x85", "\0", "ä", ""]
-    report = Report(tmp_path)
+    report = opened(tmp_path)
     for first, name in enumerate(ids):
-        report.add([result(name, 1)], stats([0], 0, [0]), first)
+        report.add(batch_lines([result(name, 1)], stats([0], 0, [0]), first))
     raw = (tmp_path / SAMPLES_NAME).read_bytes().split(b"\n")[:-1]
     assert [json.loads(line.decode())["id"] for line in raw] == ids
-    assert Report(tmp_path).done == set(range(len(ids)))
+    assert opened(tmp_path).done == set(range(len(ids)))
 
 
 def test_a_full_disk_leaves_the_lines_that_are_there(tmp_path: Path) -> None:
     """A limit on the size of files stands in for it: part of the next line fits."""
-    report = Report(tmp_path)
-    report.add([result("a", 5)], stats([2], 4, [1]), 0)
+    report = opened(tmp_path)
+    report.add(batch_lines([result("a", 5)], stats([2], 4, [1]), 0))
     before = (tmp_path / SAMPLES_NAME).read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
     try:
-        with pytest.raises(UserError, match="1 samples are saved; the same command continues"):
-            report.add([result("b", 5)], stats([2], 4, [1]), 1)
-        with pytest.raises(UserError, match="cannot be written"):
-            report.finish(CPU, **FACTS)
+        with pytest.raises(UserError, match="1 results are saved; the same command continues"):
+            report.add(batch_lines([result("b", 5)], stats([2], 4, [1]), 1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (tmp_path / SAMPLES_NAME).read_bytes() == before
     assert sorted(file.name for file in tmp_path.iterdir()) == [SAMPLES_NAME]
-    report.add([result("b", 5)], stats([2], 4, [1]), 1)
+    report.add(batch_lines([result("b", 5)], stats([2], 4, [1]), 1))
     assert [line["id"] for line in lines_of(tmp_path)] == ["a", "b"]

@@ -316,11 +316,12 @@ def test_a_full_disk_loses_no_line_of_the_metrics(work: Path, monkeypatch: pytes
     """The disk is full when lines of a lost step are cut off, or when new lines are written."""
     config, path = configured(work), work / "out" / "metrics.jsonl"
     before = path.read_bytes()
-    (work / "out" / "metrics.jsonl.tmp").symlink_to("/dev/full")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    unfinished.symlink_to("/dev/full")
     with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be written \(No space left on device\)"):
         RunLog(config, 0, 1, STEPS)
     assert path.read_bytes() == before
-    (work / "out" / "metrics.jsonl.tmp").unlink()
+    assert not unfinished.is_symlink()
     log = RunLog(config, 0, 2, 4)
     path.rename(work / "aside")
     path.symlink_to("/dev/full")

@@ -15,29 +15,36 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 from tiny_tokenizer import VOCAB_SIZE
+from transformers import GenerationConfig
 
 import longspec.inference.server.app
 from longspec.data.prompts import conversation_text
 from longspec.data.templates import encode_texts
+from longspec.errors import UserError
 from longspec.inference.server.app import build_app
 from longspec.inference.server.errors import ApiError
 from longspec.inference.server.job import Job
+from longspec.inference.server.known_fields import MESSAGE_FIELDS, MESSAGE_HINTS, REQUEST_FIELDS, REQUEST_HINTS, UNSET
 from longspec.inference.server.limits import BodyLimit, Limits
 from longspec.inference.server.metrics import Metrics
-from longspec.inference.server.openai_api import WITHOUT_EFFECT, ChatRequest, CompletionRequest
+from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
+from longspec.inference.server.replies import server_sent_event
 from longspec.inference.server.requests import (
     Event,
     Finished,
     OnEvent,
+    PromptScores,
     QueueFull,
     Request,
     RequestTooLarge,
+    Sampling,
     Snapshot,
     Ticket,
     Timings,
     Tokens,
     Tree,
 )
+from longspec.inference.server.sampling_defaults import WITHOUT_CONFIG, SamplingDefaults
 from longspec.inference.server.served_model import ServedModel
 
 TOKENIZER = chat_tokenizer()
@@ -64,6 +71,8 @@ class Script:
     healthy: bool = True
     submitted: list[Request] = field(default_factory=list)
     cancelled: list[Request] = field(default_factory=list)
+    cached: list[int] = field(default_factory=lambda: [0])
+    """Cached tokens of the requests' prompts, in turn."""
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def submit(self, request: Request, on_event: OnEvent) -> Ticket:
@@ -71,7 +80,8 @@ class Script:
             raise self.refusal
         self.submitted.append(request)
         self.thread.submit(lambda: [on_event(event) for event in self.events])
-        return Ticket(request, on_event, perf_counter())
+        cached = self.cached[(len(self.submitted) - 1) % len(self.cached)]
+        return Ticket(request, on_event, perf_counter(), cached)
 
     def cancel(self, ticket: Ticket) -> None:
         self.cancelled.append(ticket.request)
@@ -81,12 +91,14 @@ class Script:
         return Snapshot(self.healthy, "" if self.healthy else "out of memory", 16, POSITIONS, 2, 3, **fields)
 
 
-def application(script: Script, limits: Limits = LIMITS, **options: Any) -> FastAPI:
+def application(
+    script: Script, limits: Limits = LIMITS, defaults: SamplingDefaults = WITHOUT_CONFIG, **options: Any
+) -> FastAPI:
     def encode(prompts: list[Any]) -> list[list[int]]:
         texts = [p if isinstance(p, str) else conversation_text(p, "llama", TOKENIZER, "tokenizer") for p in prompts]
         return encode_texts(texts, TOKENIZER)
 
-    served = ServedModel(NAME, "tree", TOKENIZER, encode, frozenset({EOS}), POSITIONS, VOCAB_SIZE)
+    served = ServedModel(NAME, "tree", TOKENIZER, encode, frozenset({EOS}), POSITIONS, VOCAB_SIZE, defaults)
     return build_app(served, script, limits, **options)
 
 
@@ -154,9 +166,17 @@ def test_a_request_reaches_the_scheduler_with_all_its_settings(client: TestClien
         ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
-        ({"top_logprobs": 2, "logprobs": True}, "top_logprobs", "not supported"),
-        ({"min_p": 0.1}, "min_p", "not supported"),
-        ({"\ud800": 0.1}, "?", "not supported"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "less than or equal to 20"),
+        ({"top_logprobs": 2}, "top_logprobs", "only with logprobs"),
+        ({"echo": True}, "echo", "not supported"),
+        ({"top_a": 0.1}, "top_a", "not supported"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty", "not supported"),
+        ({"ignore_eos": True}, "ignore_eos", "not supported"),
+        ({"skip_special_tokens": False}, "skip_special_tokens", "not supported"),
+        ({"function_call": {"name": "f"}}, "function_call", "not supported"),
+        ({"guided_json": {"type": "object"}}, "guided_json", "not supported"),
+        ({"n": 3, "best_of": 2}, "best_of", "not supported"),
+        ({"longspec": {"\ud800": 0.1}}, "longspec.?", "not supported"),
         ({"model": "\ud800"}, "model", "surrogate"),
         ({"stop": "\ud800"}, "stop.0", "surrogate"),
         ({"longspec": {"draft": 1}}, "longspec.draft", "not supported"),
@@ -167,7 +187,11 @@ def test_a_request_reaches_the_scheduler_with_all_its_settings(client: TestClien
         ({"stop": ["a", "b", "c"]}, "stop", "limit of 2"),
         ({"stop": "a" * 9}, "stop", "limit of 8"),
         ({"seed": 2**63}, "seed", "less than"),
+        ({"seed": -2}, "seed", "greater than or equal to 0"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "valid list"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages.0.tool_calls", "not supported"),
+        ({"messages": [{"role": "assistant", "reasoning_content": "a"}]}, "messages.0.reasoning_content", "not supp"),
         ({"max_tokens": POSITIONS}, "messages", "room for 4096 tokens"),
         ({"stream_options": {"include_usage": True}}, None, "only with stream"),
         ({"messages": []}, "messages", "at least 1"),
@@ -198,8 +222,9 @@ def test_what_cannot_be_done_is_refused_by_name(
         ({"prompt": [1, True]}, "none of them empty"),
         ({"prompt": [1, VOCAB_SIZE]}, "the vocabulary has"),
         ({"prompt": "\ud800"}, "surrogate"),
-        ({"prompt": "a", "echo": True}, "echo: not supported"),
-        ({"prompt": "a", "logprobs": 1}, "Input should be 0"),
+        ({"prompt": "a", "logprobs": 21}, "less than or equal to 20"),
+        ({"prompt": "a", "logprobs": True}, "logprobs: Input should be a valid integer"),
+        ({"prompt": "a", "max_tokens": 0}, "or 0 with echo"),
         ({"prompt": "a", "best_of": 2}, "best_of: not supported"),
         ({"prompt": "a", "suffix": "b"}, "suffix: not supported"),
         ({"prompt": "a" * POSITIONS}, "the body is larger"),
@@ -211,6 +236,18 @@ def test_a_prompt_that_is_none_is_refused(client: TestClient, script: Script, fi
     assert response.status_code in (400, 413) and part in response.json()["error"]["message"] and not script.submitted
 
 
+def test_a_chat_whose_text_cannot_be_read_is_refused(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template may raise anything, and a token that was added to the tokenizer has no embedding."""
+    tokenizer = chat_tokenizer()
+    tokenizer.add_tokens(["<note>"])
+    monkeypatch.setattr(f"{__name__}.TOKENIZER", tokenizer)
+    error = chat(client, 400, messages=[{"role": "user", "content": "a <note>"}])["error"]
+    assert f"token {VOCAB_SIZE}" in error["message"] and error["param"] == "messages"
+    tokenizer.chat_template = "{{ 9 // (messages | length - 1) }}"
+    error = chat(client, 400, messages=[{"role": "user", "content": "a"}])["error"]
+    assert "ZeroDivisionError" in error["message"] and error["param"] == "messages"
+
+
 def test_a_text_without_tokens_is_refused() -> None:
     """Some tokenizers strip spaces."""
     served = ServedModel(NAME, "tree", TOKENIZER, lambda prompts: [[] for _ in prompts], frozenset(), POSITIONS, 9)
@@ -219,15 +256,67 @@ def test_a_text_without_tokens_is_refused() -> None:
     assert refused.value.status == 400
 
 
-def test_fields_without_effect_are_accepted(client: TestClient) -> None:
-    neutral = {
-        "presence_penalty": 0,
-        "logit_bias": {},
-        "user": "me",
-        "tools": None,
-        "response_format": {"type": "text"},
+def test_fields_at_neutral_values_are_accepted(client: TestClient, script: Script) -> None:
+    """Whatever spelling a client has for "not set", in requests and in messages."""
+    neutral = [{name: value} for name, values in REQUEST_FIELDS.items() for value in (*values, *UNSET)]
+    neutral += [{name: True} for name in REQUEST_HINTS] + [{"logit_bias": {"5": 0}}, {"n": 2, "best_of": 2}]
+    neutral += [{"structured_outputs": {"json": None}}, {"seed": -1}, {"max_tokens": -1}, {"add_special_tokens": False}]
+    neutral += [
+        {name: value} for name in ("model", "temperature", "stop", "tools", "stream_options") for value in UNSET
+    ]
+    told = [{name: value} for name, values in MESSAGE_FIELDS.items() for value in (*values, *UNSET)]
+    told += [{name: {"a": 1}} for name in MESSAGE_HINTS]
+    for fields in neutral:
+        ChatRequest.model_validate({**HELLO, **fields})
+    for role in ("system", "user", "assistant"):
+        for fields in told:
+            ChatRequest.model_validate({"messages": [{"role": role, "content": "a", **fields}]})
+    response = client.post("/v1/chat/completions", json={**HELLO, "min_p": 0.0, "user": "me", "max_tokens": -1})
+    assert response.status_code == 200 and "warning" not in response.headers
+    (request,) = script.submitted
+    assert request.max_new_tokens == POSITIONS - len(request.prompt)
+
+
+def test_an_answer_without_content_is_an_empty_turn(client: TestClient, script: Script) -> None:
+    """So that a stored history can be sent back, parts with cache hints included."""
+    ask = {
+        "role": "user",
+        "name": "me",
+        "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}],
     }
-    assert chat(client, **HELLO, **neutral, model=NAME)["object"] == "chat.completion"
+    for answer in ({}, {"content": None, "tool_calls": []}, {"content": []}, {"content": "", "refusal": None}):
+        chat(client, messages=[ask, {"role": "assistant", **answer}, ask])
+        assert TOKENIZER.decode(script.submitted.pop().prompt) == "<user>hi</s><assistant></s><user>hi</s><a>"
+
+
+def test_unknown_fields_are_ignored_and_named_once(client: TestClient, script: Script) -> None:
+    asked = {"role": "user", "content": "hi", "mood": 1}
+    odd = {"temprature": 0.5, 'quo"te\r\n': 1, "h\u00e9\ud800": 1, "x" * 99: 1, "unset": None}
+    for further in ({}, {"stream": True, "stream_options": {"a": 1}}):
+        content = json.dumps({**odd, "messages": [asked, asked], **further})
+        response = client.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
+        names = ["temprature", "quo?te??", "h??", "x" * 64, *(["stream_options.a"] if further else []), "messages.mood"]
+        assert response.status_code == 200 and len(script.submitted.pop().prompt) > 0
+        assert response.headers["warning"] == f'299 longspec "ignored fields: {", ".join(names)}"'
+    many = client.post("/v1/chat/completions", json={**HELLO, **{f"f{number}": 1 for number in range(99)}})
+    assert many.headers["warning"].endswith('f19 and 79 more"')
+
+
+def test_settings_that_a_request_lacks_are_the_generation_configs(script: Script) -> None:
+    config = GenerationConfig(temperature=0.6, top_p=0.9, top_k=20, max_new_tokens=7, do_sample=True)
+    with TestClient(application(script, defaults=SamplingDefaults.read(config))) as client:
+        chat(client, **HELLO)
+        chat(client, **HELLO, temperature=0, top_p=1, top_k=0, max_tokens=3)
+        chat(client, path="completions", prompt="a", temperature=None)
+    first, second, third = script.submitted
+    assert first.sampling == third.sampling == Sampling(0.6, 0.9, 20)
+    assert second.sampling == Sampling() and (first.max_new_tokens, second.max_new_tokens) == (7, 3)
+    assert SamplingDefaults.read(GenerationConfig()) == SamplingDefaults()
+    for wrong in ({"temperature": "hot"}, {"top_p": 2.0}, {"top_k": 1.5}):
+        config = GenerationConfig()
+        config.__dict__ |= wrong
+        with pytest.raises(UserError, match=f"^generation_config.{next(iter(wrong))}"):
+            SamplingDefaults.read(config)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +343,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=5,
 )
-FIELDS = sorted(set(ChatRequest.model_fields) | set(CompletionRequest.model_fields) | set(WITHOUT_EFFECT))
+FIELDS = sorted(set(ChatRequest.model_fields) | set(CompletionRequest.model_fields) | set(REQUEST_FIELDS))
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -299,6 +388,8 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(script: Script) -> No
         assert script.cancelled == script.submitted != []  # the first choice gives its place back
         script.refusal, script.room = RequestTooLarge("5000 slots needed, 4096 there"), 0
         assert "5000" in chat(client, 400, **HELLO)["error"]["message"]
+        script.refusal = UserError("temperature: 1e-37; it must be 0 (greedy) or from 1e-30")
+        assert chat(client, 400, **HELLO, temperature=1e-37)["error"]["param"] == "temperature"
 
 
 def test_a_stop_string_ends_the_answer_and_the_row(client: TestClient, script: Script) -> None:
@@ -310,6 +401,19 @@ def test_a_stop_string_ends_the_answer_and_the_row(client: TestClient, script: S
     texts = [choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]]
     assert "".join(texts) == "one " and chunks[-1]["choices"][0]["finish_reason"] == "stop"
     assert chat(client, **HELLO, stop=["three!"])["choices"][0]["message"]["content"] == "one two three"
+    # A special token is no part of the text, but a stop string can name it, with text around it.
+    script.events = [said("one"), said("</s>"), said("<s>two"), Finished("length")]
+    for stop, expected in (
+        ("</s>", "one"),
+        ("e</s>", "on"),
+        ("</s><s>t", "one"),
+        ("<s>", "one"),
+        ("etw", "on"),
+        ("</s>tw", "onetwo"),
+    ):
+        choice = chat(client, **HELLO, stop=stop)["choices"][0]
+        assert choice["message"]["content"] == expected
+        assert choice["finish_reason"] == ("length" if expected == "onetwo" else "stop")
 
 
 def test_tokens_after_a_stop_string_are_not_counted(client: TestClient, script: Script) -> None:
@@ -318,13 +422,32 @@ def test_tokens_after_a_stop_string_are_not_counted(client: TestClient, script: 
     assert chat(client, **HELLO, stop="two")["usage"]["completion_tokens"] == len("one two")
 
 
+def test_reused_prompt_tokens_are_counted_once(client: TestClient, script: Script) -> None:
+    """Of a prompt with several choices, and of an answer that a stop string ends before the engine does."""
+    script.cached, script.events = [3, 5], [said("hello")]
+    for path, body, expected in (
+        ("chat/completions", {**HELLO, "n": 2}, 3),
+        ("completions", {"prompt": ["abcdefg", "hijklmn"]}, 8),
+    ):
+        usage = chat(client, path=path, **body, stop="l")["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == expected <= usage["prompt_tokens"]
+
+
+@pytest.mark.parametrize("mark", ["\x85", "\u2028", "\u2029"])
+def test_an_event_is_one_line_for_every_client(mark: str) -> None:
+    body = {"choices": [{"delta": {"content": f"a{mark}b"}}]}
+    (line, end) = server_sent_event(body).splitlines()
+    assert json.loads(line.removeprefix("data: ")) == body and not end
+
+
 def test_chunks_have_openais_form_and_the_extension_on_request(client: TestClient, script: Script) -> None:
     tree = Tree(ids("xhz"), [-1, 0, 0], [1], ["draft"])
     script.events = [
         said("a"),
         Tokens(ids("hé"), ["draft", "target", "target"], tree=tree),
-        Finished("length", timings=Timings(decode_s=2.0, cached_prompt_tokens=4)),
+        Finished("length", timings=Timings(decode_s=2.0)),
     ]
+    script.cached = [4]
     chunks = events(client, **HELLO, stream_options={"include_usage": True})
     assert [chunk["choices"][0]["delta"] for chunk in chunks[:-1]] == [
         {"role": "assistant", "content": ""},
@@ -368,6 +491,52 @@ def test_logprobs_are_those_of_the_tokens_that_are_shown(client: TestClient, scr
         "text_offset": [0, 1, 2, 3],
     }
     assert chat(client, **HELLO)["choices"][0]["logprobs"] is None
+
+
+def test_alternatives_are_told_by_text(client: TestClient, script: Script) -> None:
+    a, _, part = ids("ab\xe9")[:3]  # the last one is half of a character
+    script.events = [said("b", logprobs=[-2.0], alternatives=[[(a, -0.5), (part, -1.0), (part + 1, -1.5)]])]
+    script.events += [Finished("length")]
+    (entry,) = chat(client, **HELLO, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
+    assert [(best["token"], best["logprob"], best["bytes"]) for best in entry["top_logprobs"]] == [
+        ("a", -0.5, [97]),
+        ("\ufffd", -1.0, None),
+        ("\ufffd", -1.5, None),
+    ]
+    fields = chat(client, path="completions", prompt="x", logprobs=3)["choices"][0]["logprobs"]
+    assert fields["top_logprobs"] == [{"a": -0.5, "\ufffd": -1.0, "b": -2.0}]
+    assert [(request.logprobs, request.alternatives) for request in script.submitted] == [(True, 2), (True, 3)]
+
+
+def test_an_echoed_prompt_begins_the_answer(client: TestClient, script: Script) -> None:
+    """Also in a stream, for every choice, and alone."""
+    script.events = [said("cd"), Finished("stop")]
+    body: dict[str, Any] = {"prompt": ["ab", "<s>\xe9"], "echo": True, "n": 2}
+    both = chat(client, path="completions", **body)
+    assert [choice["text"] for choice in both["choices"]] == ["abcd", "abcd", "<s>\xe9cd", "<s>\xe9cd"]
+    chunks = [chunk["choices"][0] for chunk in events(client, "completions", **body)]
+    assert "".join(chunk["text"] for chunk in chunks if chunk["index"] == 3) == "<s>\xe9cd"
+    alone = chat(client, path="completions", prompt=ids("ab"), echo=True, max_tokens=0)
+    assert alone["choices"][0]["text"] == "ab" and alone["choices"][0]["finish_reason"] == "length"
+    assert alone["usage"]["completion_tokens"] == 0 and not any(request.scores_prompt for request in script.submitted)
+
+
+def test_the_tokens_of_an_echoed_prompt_have_logprobs(client: TestClient, script: Script) -> None:
+    x, y = ids("xy")
+    script.events = [
+        PromptScores([-1.0], [[(x, -0.5)]]),
+        PromptScores([-2.0], [[(y, -2.0)]]),
+        said("d", logprobs=[-3.0], alternatives=[[(x, -0.1)]]),
+        Finished("stop"),
+    ]
+    fields = chat(client, path="completions", prompt="abc", echo=True, logprobs=1)["choices"][0]["logprobs"]
+    assert fields == {
+        "tokens": list("abcd"),
+        "token_logprobs": [None, -1, -2, -3],
+        "top_logprobs": [None, {"x": -0.5, "b": -1}, {"y": -2, "c": -2}, {"x": -0.1, "d": -3}],
+        "text_offset": [0, 1, 2, 3],
+    }
+    assert script.submitted[0].scores_prompt and script.submitted[0].alternatives == 1
 
 
 def test_a_failed_request_is_an_error_in_each_form(client: TestClient, script: Script) -> None:
@@ -452,12 +621,16 @@ def test_a_key_guards_everything_but_health_and_the_page(script: Script) -> None
             {"Authorization": "Bearer wrong"},
             {"Authorization": "secret"},
             {"Authorization": "Bearer "},
+            {"Authorization": "Basic secret"},
+            {"Authorization": "Bearer secretsecret"},
         ):
             assert [client.get(path, headers=headers).status_code for path in paths] == [401] * 3
             refused = client.post("/v1/chat/completions", json=HELLO, headers=headers)
             assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"
         for body in (b"{", b" " * (LIMITS.max_body_bytes + 1)):  # refused for the key, before the body is read
             assert client.post("/v1/chat/completions", content=body).status_code == 401
+        for scheme in ("bearer", "BEARER ", "  Bearer"):  # names of schemes have no case
+            assert client.get("/v1/models", headers={"Authorization": f"{scheme} secret "}).status_code == 200
         good = {"Authorization": "Bearer secret"}
         assert [client.get(path, headers=good).status_code for path in paths] == [200] * 3
         assert client.post("/v1/chat/completions", json=HELLO, headers=good).status_code == 200
@@ -473,7 +646,16 @@ def test_health_models_and_unknown_names(client: TestClient, script: Script) -> 
     assert client.get("/v1/models/other").status_code == chat_status(client, model="other") == 404
     for path in ("/v1/files", "/docs", "/openapi.json", "/page.html", "/..%2f..%2fetc/passwd"):
         assert client.get(path).status_code == 404
-    assert client.get("/v1/chat/completions").status_code == 405
+    refused = client.get("/v1/chat/completions")
+    assert refused.status_code == 405 and refused.headers["allow"] == "POST"
+    for path in ("/", "/health", "/metrics", "/v1/models", f"/v1/models/{NAME}"):
+        whole, head = client.get(path), client.head(path)
+        assert head.status_code == whole.status_code and not head.content
+        assert head.headers["content-type"] == whole.headers["content-type"]
+        refused = client.delete(path)
+        assert refused.status_code == 405 and set(refused.headers["allow"].split(", ")) == {"GET", "HEAD"}
+    for path in ("/v1/responses", "/chat/completions", "/v1/embeddings"):
+        assert "use POST /v1/chat/completions" in client.post(path, json={}).json()["error"]["message"]
 
 
 def chat_status(client: TestClient, **fields: Any) -> int:
@@ -483,8 +665,22 @@ def chat_status(client: TestClient, **fields: Any) -> int:
 def test_only_its_own_names_reach_a_server_without_a_key(script: Script) -> None:
     with TestClient(application(script, hosts=["localhost", "[::1]"]), base_url="http://localhost:8000") as client:
         assert client.get("/health").status_code == 200
-        assert client.get("/health", headers={"host": "[::1]:8000"}).status_code == 200
-        assert client.get("/health", headers={"host": "page.example:8000"}).status_code == 400
+        for host in ("[::1]:8000", "[::1]", "LocalHost", "localhost:", "localhost.:8000"):
+            assert client.get("/health", headers={"host": host}).status_code == 200
+        for host in ("page.example:8000", "localhost.example", "[::1].example", "", "localhost:8000:9", "x:localhost"):
+            error = client.get("/health", headers={"host": host}).json()["error"]
+            assert error["type"] == "invalid_request_error" and "localhost" in error["message"]
+
+
+def test_the_tokenizer_is_served_as_vllm_does(client: TestClient) -> None:
+    found = client.post("/tokenize", json={"prompt": "h\xe9", "add_special_tokens": False}).json()
+    assert found == {"tokens": ids("h\xe9"), "count": 3, "max_model_len": POSITIONS}
+    assert client.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "h\xe9"}
+    info = client.get("/tokenizer_info").json()
+    assert info["eos_token"] == "</s>" and info["chat_template"] == TOKENIZER.chat_template
+    for tokens in ([-1], [VOCAB_SIZE], [2**40]):
+        error = client.post("/detokenize", json={"tokens": tokens}).json()["error"]
+        assert error["param"] == "tokens" and "the vocabulary has" in error["message"]
 
 
 def test_metrics_tell_what_the_scheduler_and_the_requests_did(client: TestClient, script: Script) -> None:

@@ -16,7 +16,7 @@ from training_fixtures import ROOT, make_target
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from longspec.errors import UserError
-from longspec.models.target_files import check_weights, load_tokenizer, read_config
+from longspec.models.target_files import load_tokenizer, read_config
 from longspec.models.target_split import (
     check_shared,
     check_split,
@@ -25,6 +25,7 @@ from longspec.models.target_split import (
     split_target,
     vocabulary_rows,
 )
+from longspec.models.weight_checks import check_weights
 
 LAYOUTS: list[dict[str, Any]] = [
     {},
@@ -125,7 +126,7 @@ def test_the_script_makes_a_folder_that_stands_for_the_target(tmp_path: Path) ->
     assert (tmp_path / "split" / "generation_config.json").is_file()
     check_split(config, 2, tmp_path / "split")
     with pytest.raises(UserError, match="split for 2 ranks; it needs tp_size 2"):
-        check_weights(str(tmp_path / "split"))
+        check_weights(tmp_path / "split", config)
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert again.returncode == 2 and "exists already" in again.stderr and "Traceback" not in again.stderr
 
@@ -185,6 +186,11 @@ def test_damaged_and_foreign_weights_leave_nothing(tmp_path: Path) -> None:
         split_target(source, output, 2)
     save_file({"model.layers.0.mlp.up_proj.qweight": torch.ones(2, 2)}, source / "model.safetensors")
     with pytest.raises(UserError, match="qweight: not a weight of a supported target"):
+        split_target(source, output, 2)
+    save_file(
+        {"model.layers.0.mlp.up_proj.weight": torch.ones(2, 2).to(torch.float8_e4m3fn)}, source / "model.safetensors"
+    )
+    with pytest.raises(UserError, match=r"up_proj\.weight: stored as torch\.float8_e4m3fn"):
         split_target(source, output, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
     (source / "model.safetensors").write_bytes(good)

@@ -4,9 +4,12 @@ import pytest
 from tiny_tokenizer import byte_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from longspec.data.records import RecordError
+from longspec.data.prompts import user_turn_marks
+from longspec.data.records import RecordError, located
+from longspec.data.target_format import answer_end, resolve_chat_format
 from longspec.data.templates import chat_prompt, check_template, check_templates, encode_texts, render
 from longspec.errors import UserError
+from longspec.models.target_files import set_template_arguments
 
 LLAMA = "<s>system\nYou are a helpful assistant</s>\n<s>user\nHi {x}</s>\n<s>assistant\n"
 QWEN2 = (
@@ -45,6 +48,46 @@ def test_the_tokenizers_own_chat_template():
     assert prompt.endswith("[assistant]") and answer == "They rose."
     with pytest.raises(RecordError, match="no tools"):
         render(sample("messages", [{"role": "tool", "content": "x"}], "a"), "llama", tokenizer, "tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('only users') }}", r"\(only users\)"),
+        ("{{ 9 // (messages | length - 1) }}", "ZeroDivisionError"),
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{% if %}", "TemplateSyntaxError"),
+    ],
+)
+def test_any_error_of_a_chat_template_is_one_line_with_its_place(template, reason):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    problem = rf"^f, line 3: the tokenizer's chat template fails on .*{reason}"
+    with pytest.raises(UserError, match=problem) as error, located("f", 3):
+        render(sample("prompt", "Hi", "a"), "llama", tokenizer, "tokenizer")
+    assert "\n" not in str(error.value)
+    assert answer_end(tokenizer, [], "tokenizer") == tokenizer.eos_token_id
+    with pytest.raises(UserError, match=reason):
+        user_turn_marks(tokenizer)
+
+
+def test_the_default_of_several_chat_templates_is_used():
+    """With its variables. Without a default one the names are listed."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": TEMPLATE + "{{ think }}", "rag": "rag"}
+    set_template_arguments(tokenizer, {"think": "!"})
+    assert resolve_chat_format("auto", "target", "llama", tokenizer) == "tokenizer"
+    assert chat_prompt("Hi", "llama", tokenizer, "tokenizer") == "[user]Hi[assistant]!"
+    assert tokenizer.chat_template["rag"] == "rag"
+    tokenizer.chat_template = {"rag": TEMPLATE, "tool_use": TEMPLATE}
+    for use in (
+        lambda: resolve_chat_format("auto", "target", "llama", tokenizer),
+        lambda: chat_prompt("Hi", "llama", tokenizer, "tokenizer"),
+        lambda: set_template_arguments(tokenizer, {"m": "!"}),
+        lambda: user_turn_marks(tokenizer),
+    ):
+        with pytest.raises(UserError, match="none named 'default': rag, tool_use;"):
+            use()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ from longspec.models.draft_layer import DraftOptions
 from longspec.models.draft_saving import save_draft_folder
 from longspec.models.families import pair_class
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
-from longspec.models.target_files import check_weights, load_tokenizer, read_config
+from longspec.models.target_files import load_tokenizer, read_config
+from longspec.models.weight_checks import check_weights
 from longspec.train.config import read_config_file
 from longspec.train.inputs import _make_aligner
 from longspec.untrusted import CONFIG_BYTES, YAML_BYTES
@@ -317,7 +318,7 @@ def test_a_broken_tokenizer_is_one_clear_line(target: Path, content: str) -> Non
 
 def test_a_target_that_git_lfs_has_not_fetched_says_so(target: Path) -> None:
     (target / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
-    assert "git lfs pull" in refusal(lambda: check_weights(str(target)), target / "model.safetensors")
+    assert "git lfs pull" in refusal(lambda: check_weights(target, tiny_config("llama")), target / "model.safetensors")
 
 
 def test_a_target_with_absurdly_many_layers_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from longspec.inference.adaptive.plans import Plan
 from longspec.inference.kernel_key import KernelKey
 from longspec.inference.process_group import same_on_all_ranks
 from longspec.models.parallel import model_parallel_rank_and_size
+from longspec.replacing import replacing
 from longspec.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
@@ -112,10 +112,9 @@ def load_times(path: Path, plans: Sequence[Plan]) -> RoundTimes | None:
 
 def store_times(path: Path, key: dict[str, Any], times: RoundTimes) -> None:
     """Write a file of the cache atomically. On failure a warning is logged, and each process measures again."""
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps({"key": key, "times": asdict(times)}, indent=2) + "\n")
-        os.replace(unfinished, path)
+        with replacing(path) as unfinished:
+            unfinished.write_text(json.dumps({"key": key, "times": asdict(times)}, indent=2) + "\n")
     except OSError as error:
         logger.warning("%s: the times of rounds are not kept (%s)", path, error)

@@ -1,8 +1,10 @@
-"""The API key."""
+"""Requests that are refused before their body is read: those for a foreign host, and those without the API key."""
 
 from __future__ import annotations
 
 import hmac
+import re
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -18,7 +20,7 @@ class KeyCheck:
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self.app = app
-        self.expected = f"Bearer {api_key}".encode()
+        self.expected = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The page has to load before it can ask for the key, and health checks of containers have none.
@@ -30,4 +32,26 @@ class KeyCheck:
 
     def _has_key(self, scope: Scope) -> bool:
         """Takes the same time for every key of one length."""
-        return hmac.compare_digest(Headers(scope=scope).get("authorization", "").encode(), self.expected)
+        scheme, _, key = Headers(scope=scope).get("authorization", "").strip().partition(" ")
+        # The name of a scheme has no case.
+        return hmac.compare_digest(key.strip().encode(), self.expected) and scheme.lower() == "bearer"
+
+
+class HostCheck:
+    """ASGI middleware: 400 for a request whose Host header names another server."""
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
+        """hosts: accepted names; "*" is any."""
+        self.app = app
+        self.hosts = frozenset(host.lower() for host in hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = "" if scope["type"] != "http" else Headers(scope=scope).get("host", "")
+        # A dot that ends a name and a port may follow. Colons of an IPv6 address are in brackets. Names have no case.
+        if scope["type"] != "http" or "*" in self.hosts or re.sub(r"\.?(:\d*)?$", "", name).lower() in self.hosts:
+            await self.app(scope, receive, send)
+            return
+        message = (
+            f"the host '{name}' is not served here, only {', '.join(sorted(self.hosts))}; an API key lifts this limit"
+        )
+        await error_response(ApiError(400, message, close=True))(scope, receive, send)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import re
+from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,22 +15,27 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from longspec.inference.server.access import KeyCheck
+from longspec.inference.server.access import HostCheck, KeyCheck
 from longspec.inference.server.errors import ApiError, error_response, validation_error
 from longspec.inference.server.job import Delta, Engine, Job
 from longspec.inference.server.limits import BodyLimit, Limits
 from longspec.inference.server.metrics import Metrics
-from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
+from longspec.inference.server.openai_api import NAME_CHARACTERS, ChatRequest, CompletionRequest
 from longspec.inference.server.page import load_page
 from longspec.inference.server.replies import DONE, ChatReplies, Replies, server_sent_event
 from longspec.inference.server.requests import Snapshot
 from longspec.inference.server.served_model import ServedModel
+from longspec.inference.server.tokenizer_api import add_tokenizer_routes
 
+ROUTES = "use POST /v1/chat/completions or /v1/completions, or GET /v1/models"
+"""Advice for every other path, those of OpenAI's other APIs among them."""
 CLIENT_GONE = 499
 """Status of a response that nobody reads any more, for the metrics."""
+MOST_NAMES = 20
+"""Most ignored fields that a response names."""
+READS = ["GET", "HEAD"]
 LAST_EVENTS_S = 1.0
 """Time after a stream's deadline in which the client must read the events that end it."""
 
@@ -59,19 +65,31 @@ class Service:
         requests = await loop.run_in_executor(self.encoder, self.model.requests, body, self.limits)
         tokenizer = self.model.tokenizer
         stops = [stop for stop in body.stop if stop]
-        job = Job(self.scheduler, requests, tokenizer, stops, deadline, self.metrics.latencies)
+        latencies = self.metrics.latencies
+        job = Job(self.scheduler, requests, tokenizer, stops, deadline, latencies, body.echoed, body.drops_answer)
         make = ChatReplies if isinstance(body, ChatRequest) else Replies
         replies = make(
-            self.model.name, tokenizer, body.wants_logprobs, body.longspec.tokens and body.stream, body.includes_usage
+            self.model.name, tokenizer, body.alternatives, body.longspec.tokens and body.stream, body.includes_usage
         )
         # A request that is refused must get its status, so all choices are queued before a stream begins.
         job.submit()
-        return EventStream(job, replies) if body.stream else await _whole(http, job, replies)
+        response = EventStream(job, replies) if body.stream else await _whole(http, job, replies)
+        if names := header_text(self.model.ignored(body)):
+            response.headers["Warning"] = f'299 longspec "ignored fields: {names}"'
+        return response
 
     def describe(self) -> dict[str, Any]:
         """The entry of /v1/models."""
         own = {"method": self.model.method, "positions": self.model.positions}
         return {"id": self.model.name, "object": "model", "created": 0, "owned_by": "longspec", "longspec": own}
+
+
+def header_text(fields: Iterable[str]) -> str:
+    """Names of fields, each once, as text for a header."""
+    # They are the client's text: in a header they must be short, printable and without quotes.
+    names = dict.fromkeys(re.sub(r"[^\w.-]", "?", name[:NAME_CHARACTERS], flags=re.ASCII) for name in fields)
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(list(names)[:MOST_NAMES]) + more
 
 
 class EventStream(StreamingResponse):
@@ -189,13 +207,14 @@ def build_app(
     app.add_middleware(BodyLimit, limits=limits)
     if api_key is not None:
         app.add_middleware(KeyCheck, api_key=api_key)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
+    app.add_middleware(HostCheck, hosts=hosts)
     app.add_middleware(CountedResponses, metrics=service.metrics)
     _handle_errors(app)
     _add_routes(app, service)
+    add_tokenizer_routes(app, model, service.encoder)
     page, headers = load_page()
 
-    @app.get("/")
+    @app.api_route("/", methods=READS)
     async def show_page() -> HTMLResponse:
         return HTMLResponse(page, headers=headers)
 
@@ -211,21 +230,21 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def completions(http: Request, body: CompletionRequest) -> Response:
         return await service.answer(http, body)
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=READS)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [service.describe()]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=READS)
     async def one_model(name: str) -> dict[str, Any]:
         if name != service.model.name:
             raise ApiError(404, f"the model '{name}' is not served here, only '{service.model.name}'", "model")
         return service.describe()
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=READS)
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=READS)
     async def health() -> JSONResponse:
         now = service.scheduler.snapshot()
         if now.healthy:
@@ -244,7 +263,10 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def no_such_route(http: Request, error: HTTPException) -> Response:
-        return error_response(ApiError(error.status_code, str(error.detail)))
+        message = f"no route for {http.method} {http.url.path}; {ROUTES}"
+        refusal = ApiError(error.status_code, message if error.status_code in (404, 405) else str(error.detail))
+        refusal.headers |= error.headers or {}  # Allow, with status 405
+        return error_response(refusal)
 
     @app.exception_handler(Exception)
     async def failed(http: Request, error: Exception) -> Response:

@@ -26,6 +26,7 @@ from longspec.inference.rounds import Round, Rounds
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY, GREEDY_KIND, RowSettings, Sampler, SamplingKind
 from longspec.inference.server.draft_starter import DraftStarter
+from longspec.inference.server.logprobs import scores
 from longspec.inference.server.selective import SelectiveDrafter
 from longspec.kernels.shared.device import upload
 
@@ -33,11 +34,13 @@ PREFILL_CHUNK = 1024
 """Most prompt tokens that are read between two rounds, by default."""
 EXCHANGED_BYTES = 2**26
 """Most bytes that an exchange of two rows copies at a time, unless a single layer has more."""
+SCORED_BYTES = 2**26
+"""Most bytes of log-probabilities that `score` computes at a time, unless a single token has more."""
 MOST_MEASURED_ON_CPU = 4
 """Largest batch whose rounds are measured on a CPU, where a round takes long."""
 REPEATED = (
-    *("capture", "measure", "play", "read_prompts", "first_tokens", "refill_draft", "assign", "set_length"),
-    *("end", "clear", "copy_prefix", "move"),
+    *("capture", "measure", "play", "read_prompts", "read_scored", "first_tokens", "refill_draft", "assign"),
+    *("set_length", "end", "clear", "copy_prefix", "move"),
 )
 """The methods that the ranks which share a target call alike. Their arguments are on the host."""
 KINDS = (GREEDY_KIND, *(SamplingKind("mixed", names) for names in ((), ("top_k", "top_p"), tuple(FILTERS))))
@@ -55,10 +58,13 @@ class Mode(NamedTuple):
     """The plan of method "auto", if any row speculates."""
     details: bool = True
     """Whether log-probabilities and traces are reported."""
+    scores: bool = False
+    """Whether rounds report `logprobs.scores`. They are not captured, because few requests ask for it."""
 
     @property
     def report(self) -> Report:
-        return Report(ranks=self.plan is not None and self.plan.kind == "tree", details=self.details)
+        ranks = self.plan is not None and self.plan.kind == "tree"
+        return Report(ranks, self.details, self.scores)
 
 
 class Batch:
@@ -171,7 +177,7 @@ class Batch:
         key = (mode, rows)
         if key not in self._rounds:
             rounds = self._new_rounds(mode, slice(0, rows))
-            if self.runner.capturable:
+            if self.runner.capturable and not mode.scores:
                 warm_up(rounds)
                 self._rounds[key] = CapturedRound(rounds)
             else:
@@ -203,11 +209,33 @@ class Batch:
         self._last_hidden = self.reader.read(rows, self.upload(chunks), start, ends)
         return self._last_hidden
 
-    def first_tokens(self, rows: slice, part: slice, prompts: Sequence[np.ndarray], kind: SamplingKind) -> Tensor:
+    def read_scored(self, row: int, chunk: np.ndarray, following: np.ndarray, start: int) -> list[list[float]]:
+        """Read the next tokens of a row's prompt; `logprobs.scores` of the tokens after each of them, per token.
+
+        chunk, following: int64; the latter is one token shorter at the end of the prompt. Waits for the device. Raises
+        ValueError for logits that are NaN.
+        """
+        hidden = self.reader.read_all(row, self.upload([chunk]), start)
+        self._last_hidden = hidden[:, -1:]
+        lines: list[list[float]] = []
+        if not len(following):
+            return lines
+        step = max(1, SCORED_BYTES // (self.runner.config.vocab_size * torch.float32.itemsize))
+        tokens = self.upload([following])
+        for part, targets in zip(hidden[:, : len(following)].split(step, 1), tokens.split(step, 1), strict=True):
+            found = scores(self.runner.logits(part), targets)[0].cpu()
+            if found.isnan().any():
+                raise ValueError("the target's logits are NaN or infinite")
+            lines += found.tolist()
+        return lines
+
+    def first_tokens(
+        self, rows: slice, part: slice, prompts: Sequence[np.ndarray], kind: SamplingKind, scored: bool = False
+    ) -> Tensor:
         """Choose the first tokens of the answers in n consecutive rows, which become the roots and join the rounds.
 
         part: the rows among those of the newest `read_prompts`. prompts: int64, one per row. Returns fp64 [n, 3]: the
-        token, its log-probability at temperature 1, and the row's fault.
+        token, its log-probability at temperature 1, and the row's fault; then, if `scored`, `logprobs.scores` of it.
         """
         last_hidden = self._last_hidden[part]
         cache = self.cache.narrow(rows)
@@ -222,7 +250,8 @@ class Batch:
         self.active[rows] = True
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         log_p = wide.log_softmax(-1).gather(1, tokens[:, None])
-        return torch.cat([tokens[:, None].double(), log_p.double(), cache.faults[:, None].double()], 1)
+        columns = [tokens[:, None].double(), log_p.double(), cache.faults[:, None].double()]
+        return torch.cat([*columns, scores(logits, tokens)] if scored else columns, 1)
 
     def refill_draft(self, row: int) -> None:
         """Fill the draft's ring in a row that played plans without the draft."""

@@ -16,7 +16,8 @@ from longspec.errors import first_line
 from longspec.inference.adaptive.controller import Controller
 from longspec.inference.prefill import joined_rows
 from longspec.inference.server.batch import KINDS, Batch, served_kind
-from longspec.inference.server.requests import Ticket
+from longspec.inference.server.logprobs import TokenScore
+from longspec.inference.server.requests import Event, PromptScores, Ticket
 from longspec.inference.server.rows import Counts, Row, Rows, Running
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ class Outcome(NamedTuple):
     """The first token of the answer."""
     logprob: float = 0.0
     fault: int = 0
+    scores: list[float] | None = None
+    """`logprobs.scores` of the token, if the request asks for alternatives."""
     failure: str = ""
     """Why the prompt could not be read; the other fields then have no meaning."""
 
@@ -40,9 +43,19 @@ class Outcome(NamedTuple):
 class Intake:
     """The requests between the queue and the rounds."""
 
-    def __init__(self, batch: Batch, rows: Rows, counts: Counts, chunk: int, controller: Controller | None) -> None:
-        """chunk: most prompt tokens that are read between two rounds. controller: that of method "auto"."""
+    def __init__(
+        self,
+        batch: Batch,
+        rows: Rows,
+        counts: Counts,
+        outbox: list[tuple[Ticket, Event]],
+        chunk: int,
+        controller: Controller | None,
+    ) -> None:
+        """outbox: takes the events. chunk: most prompt tokens that are read between two rounds. controller: that of
+        method "auto"."""
         self.batch = batch
+        self.outbox = outbox
         self.rows = rows
         self.counts = counts
         self.chunk = chunk
@@ -112,6 +125,8 @@ class Intake:
         choice = self.rows.choose(prompt)
         assert choice is not None
         row, source, cached = choice
+        if request.scores_prompt:  # each of its tokens has to be read
+            source, cached = row, 0
         # The longest common prefix may be in a row that is busy, so it is copied.
         if row is not source:
             batch.copy_prefix(source.number, row.number, cached)
@@ -120,7 +135,14 @@ class Intake:
         # Every row has a seed, so that its random numbers do not depend on the other rows.
         seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
         batch.assign(row.number, request.sampling, seed, request.speculate)
-        row.job = Running(ticket, prompt, prompt[:LEAST_SHARED].tobytes(), cached, time.perf_counter())
+        row.job = Running(
+            ticket,
+            prompt,
+            prompt[:LEAST_SHARED].tobytes(),
+            time.perf_counter(),
+            reads_alone=request.scores_prompt,
+        )
+        ticket.cached_prompt_tokens = cached
         if self.controller is not None and request.speculate:
             row.job.trace = self.controller.new_trace()
             row.job.trace.read(prompt[:cached])
@@ -146,12 +168,24 @@ class Intake:
         end = start + min(max(row.unread for row in rows), max(1, budget // len(rows)))
         jobs = [row.job for row in rows if row.job is not None]
         chunks = [job.prompt[start:end] for job in jobs]
-        self.batch.read_prompts(slice(rows[0].number, rows[-1].number + 1), chunks, start)
+        if jobs[0].ticket.request.scores_prompt:
+            self._score(rows[0], start, end)
+        else:
+            self.batch.read_prompts(slice(rows[0].number, rows[-1].number + 1), chunks, start)
         for row, job, chunk in zip(rows, jobs, chunks, strict=True):
             row.tokens.frombytes(chunk.tobytes())
             if job.trace is not None:
                 job.trace.read(chunk)
         return max(map(len, chunks)) * len(rows)
+
+    def _score(self, row: Row, start: int, end: int) -> None:
+        """Read a chunk of a prompt, and send the scores of the tokens after its own."""
+        job = row.job
+        assert job is not None
+        lines = self.batch.read_scored(row.number, job.prompt[start:end], job.prompt[start + 1 : end + 1], start)
+        found = [TokenScore.read(line, job.ticket.request.alternatives) for line in lines]
+        event = PromptScores([score.logprob for score in found], [score.alternatives for score in found])
+        self.outbox.append((job.ticket, event))
 
     def _begin(self, rows: list[Row]) -> list[Outcome]:
         """Choose the first tokens of those rows whose prompts were read. They take part in the next round."""
@@ -161,12 +195,14 @@ class Intake:
             jobs = [row.job for row in rows[part] if row.job is not None]
             kind = max((served_kind(job.ticket.request.sampling) for job in jobs), key=KINDS.index)
             numbers = slice(rows[part.start].number, rows[part.stop - 1].number + 1)
-            chosen.append(self.batch.first_tokens(numbers, part, [job.prompt for job in jobs], kind))
+            scored = any(job.ticket.request.alternatives for row in rows if (job := row.job) is not None)
+            prompts = [job.prompt for job in jobs]
+            chosen.append(self.batch.first_tokens(numbers, part, prompts, kind, scored))
         # One transfer for all that the host reads.
         lines = torch.cat(chosen).tolist() if chosen else []
         outcomes = [
-            Outcome(rows[number], int(root), logprob, int(fault))
-            for number, (root, logprob, fault) in zip(complete, lines, strict=True)
+            Outcome(rows[number], int(root), logprob, int(fault), more or None)
+            for number, (root, logprob, fault, *more) in zip(complete, lines, strict=True)
         ]
         for outcome in outcomes:
             self.reading.remove(outcome.row)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 from longspec.errors import UserError
-from longspec.inference.server.answer_text import AnswerText, Piece
+from longspec.inference.server.answer_text import AnswerText, Piece, prompt_pieces
 from longspec.inference.server.errors import ApiError
 from longspec.inference.server.metrics import Latencies
 from longspec.inference.server.requests import (
@@ -18,6 +18,7 @@ from longspec.inference.server.requests import (
     Finished,
     NotServing,
     OnEvent,
+    PromptScores,
     QueueFull,
     Request,
     RequestTooLarge,
@@ -64,6 +65,8 @@ class Choice:
     newest: float | None = None
     """time.perf_counter() of the newest token."""
     ended: bool = False
+    prompt_scores: list[PromptScores] = field(default_factory=list)
+    is_echoed: bool = False
 
 
 @dataclass
@@ -77,9 +80,11 @@ class Job:
     deadline: float
     """Time of the event loop at which the job fails."""
     latencies: Latencies
-    choices: list[Choice] = field(default_factory=list)
-    cached_tokens: int = 0
-    """Prompt tokens whose keys and values were reused, over the choices that have ended."""
+    echoed: Sequence[str | None] | None = None
+    """The prompts that begin the answers, one per choice: text, or None for the text of the token ids."""
+    drops_answers: bool = False
+    """Whether only the prompts are wanted."""
+    choices: list[Choice] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -103,7 +108,7 @@ class Job:
             raise ApiError(400, str(error), code="context_length_exceeded") from error
         except UserError as error:
             self.cancel()
-            raise ApiError(400, str(error)) from error
+            raise ApiError(400, str(error), str(error).partition(":")[0]) from error  # it starts with the field's name
         except NotServing as error:
             self.cancel()
             raise ApiError(503, str(error) or "the server is stopping") from error
@@ -123,7 +128,10 @@ class Job:
             while not all(choice.ended for choice in self.choices):
                 index, event = await self._next_event()
                 # The engine learns of a stop string a round late, and until then goes on sending tokens.
-                if not self.choices[index].ended:
+                choice = self.choices[index]
+                if isinstance(event, PromptScores):
+                    choice.prompt_scores.append(event)
+                elif not choice.ended:
                     yield self._delta(index, event)
         finally:
             expiry.cancel()
@@ -136,8 +144,18 @@ class Job:
         return sum(map(len, prompts.values()))
 
     @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompts whose keys and values were there before the request."""
+        cached: dict[int, int] = {}
+        for request, choice in zip(self.requests, self.choices, strict=True):
+            prompt = id(request.prompt)
+            # Later choices also reuse what the first one has read.
+            cached[prompt] = min(cached.get(prompt, len(request.prompt)), choice.ticket.cached_prompt_tokens)
+        return sum(cached.values())
+
+    @property
     def new_tokens(self) -> int:
-        return sum(choice.text.tokens for choice in self.choices)
+        return 0 if self.drops_answers else sum(choice.text.tokens for choice in self.choices)
 
     async def _next_event(self) -> tuple[int, Event]:
         """The next event in the order of arrival. Raises ApiError after the deadline."""
@@ -153,12 +171,18 @@ class Job:
         if not self._loop.is_closed():  # the server has ended without waiting for this request
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
-    def _delta(self, index: int, event: Event) -> Delta:
+    def _delta(self, index: int, event: Tokens | Finished) -> Delta:
         choice = self.choices[index]
         delta = self._finish(index, event) if isinstance(event, Finished) else self._extend(index, event)
         if choice.text.stopped and not choice.ended:
             self.engine.cancel(choice.ticket)
             choice.ended, delta.finish_reason = True, "stop"
+        if self.drops_answers:
+            delta.pieces, delta.finish_reason = [], delta.finish_reason and "length"
+        if self.echoed is not None and not choice.is_echoed:
+            choice.is_echoed = True
+            ids, text = self.requests[index].prompt, self.echoed[index]
+            delta.pieces = prompt_pieces(self.tokenizer, ids, text, choice.prompt_scores) + delta.pieces
         return delta
 
     def _extend(self, index: int, event: Tokens) -> Delta:
@@ -166,7 +190,7 @@ class Job:
         now = time.perf_counter()
         self.latencies.note(now, choice.started, choice.newest, len(event.ids))
         choice.newest = now
-        return Delta(index, choice.text.add(event.ids, event.origins, event.logprobs), event.tree)
+        return Delta(index, choice.text.add(event), event.tree)
 
     def _finish(self, index: int, event: Finished) -> Delta:
         if event.reason == "error":
@@ -176,6 +200,5 @@ class Job:
         choice = self.choices[index]
         pieces = choice.text.end()  # may find a stop string in text that was held back
         choice.ended = True
-        self.cached_tokens += event.timings.cached_prompt_tokens
         reason: Literal["stop", "length"] = "stop" if choice.text.stopped else event.reason
         return Delta(index, pieces, None, reason, event.timings)

@@ -1,36 +1,32 @@
 """The requests of OpenAI's API that the server answers, as pydantic models.
 
-A field that is not a field of these models is refused by name, unless it has the value with which it does nothing.
+`known_fields` lists the fields of other servers that are accepted or refused; all others are ignored and named.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Set
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from longspec.data.aligners import ROLES, Turn
 from longspec.inference.server.errors import encodable
+from longspec.inference.server.known_fields import (
+    MESSAGE_FIELDS,
+    MESSAGE_HINTS,
+    PART_HINTS,
+    REQUEST_FIELDS,
+    REQUEST_HINTS,
+    UNSET,
+    does_nothing,
+)
+from longspec.inference.server.requests import MOST_ALTERNATIVES
 
-IGNORED = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-"""Fields that never change an answer."""
-WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "store": (False,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-}
-"""Fields that are accepted with these values, in addition to null."""
+NOT_SUPPORTED = "not supported by this server; leave it out"
+NAME_CHARACTERS = 64
+"""Longest part of a field's name that a response repeats."""
 
 
 def _one_or_more(value: Any) -> Any:
@@ -58,17 +54,46 @@ def _unicode(text: str) -> str:
     return text
 
 
+def _unless_fresh(value: Any) -> Any:
+    """None for -1, by which clients ask for a fresh seed."""
+    return None if value == -1 else value
+
+
+def _unless_false(value: Any) -> Any:
+    return None if value is False else value
+
+
+def _template_value(value: Any) -> Any:
+    if isinstance(value, str):
+        return _unicode(value)
+    if not isinstance(value, bool | int | float | None):
+        raise ValueError("must be true, false, a number or text")
+    return value
+
+
+def _token_limit(value: int) -> int:
+    if value < 1 and value != -1:
+        raise ValueError("should be greater than or equal to 1, or -1 for all the room that is left")
+    return value
+
+
 Count = Annotated[int, Field(ge=1)]
+TokenLimit = Annotated[int, AfterValidator(_token_limit)]
 Text = Annotated[str, AfterValidator(_unicode)]
 Stops = Annotated[list[Text], BeforeValidator(_one_or_more)]
+TemplateValue = Annotated[Any, AfterValidator(_template_value)]
 Prompts = Annotated[list[Any], BeforeValidator(_prompts)]
 
 
-class _Strict(BaseModel):
-    """Values are not converted between types, and a field that is null is absent."""
+class Strict(BaseModel):
+    """Values are not converted between types. A field that is null or empty is absent."""
 
-    # A misspelled or unsupported field must not be ignored: the client would take the answer for one that obeys it.
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+    hints: ClassVar[Set[str]] = frozenset()
+    """Further fields that never change an answer."""
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Further fields that would change the answer, and the values at which they do nothing."""
+    refuses_unknown: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -77,23 +102,47 @@ class _Strict(BaseModel):
             raise ValueError("must be a JSON object, sent as application/json")
         kept = {}
         for name, value in values.items():
-            if name in cls.model_fields:
-                if value is not None:  # OpenAI's clients send null for fields that are not set
-                    kept[name] = value
-            elif name not in IGNORED and value is not None and value not in WITHOUT_EFFECT.get(name, ()):
-                field = encodable(str(name)[:64])  # the name is the client's text and goes into the error
-                raise PydanticCustomError("unsupported", "not supported by this server", {"field": field})
+            name = encodable(str(name))  # pydantic takes no lone surrogates
+            own = cls.model_fields.get(name)
+            if own is not None and own.is_required():
+                kept[name] = value
+            elif value in UNSET:
+                continue
+            elif own is None and cls._is_refused(name, value):
+                # A client that takes the answer for one that obeys the field would be misled.
+                field = {"field": name[:NAME_CHARACTERS]}
+                raise PydanticCustomError("unsupported", NOT_SUPPORTED, field)
+            elif own is not None or not (name in cls.hints or name in cls.neutral):
+                kept[name] = value
         return kept
 
+    @classmethod
+    def _is_refused(cls, name: str, value: Any) -> bool:
+        """Whether a field that is not implemented must not be ignored."""
+        if name not in cls.neutral:
+            return cls.refuses_unknown
+        return not does_nothing(value, cls.neutral[name])
 
-class StreamOptions(_Strict):
+    def ignored(self) -> Iterator[str]:
+        """The names of the fields that have no effect here, with those of nested models."""
+        yield from self.model_extra or ()
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            for inner in value if isinstance(value, list) else [value]:
+                if isinstance(inner, Strict):
+                    yield from (f"{name}.{field}" for field in inner.ignored())
+
+
+class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False
     """Accepted for OpenAI's clients; nothing is obfuscated."""
 
 
-class Extension(_Strict):
-    """LongSpec's own options, in the field `longspec`."""
+class Extension(Strict):
+    """LongSpec's own options, in the field `longspec`. No other server has such a field, so others are misspelled."""
+
+    refuses_unknown: ClassVar = True
 
     tokens: bool = False
     """Add a field `longspec` to streamed chunks: tokens with their origins, and each round's tree."""
@@ -103,18 +152,28 @@ class Extension(_Strict):
     """Answers have `max_tokens` tokens; for measurements."""
 
 
-class _Generation(_Strict):
+class _Generation(Strict):
+    """Sampling fields that are None have the server's defaults."""
+
+    hints: ClassVar = REQUEST_HINTS
+
     model: Text | None = None
     n: Count = 1
-    temperature: float = Field(default=1.0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=-1, lt=2**31)
+    best_of: Count | None = None
+    """Accepted if it selects nothing: at 1 and at `n`."""
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     """0 and -1 keep all tokens."""
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    typical_p: float | None = Field(default=None, gt=0, le=1)
+    """1 keeps all tokens."""
+    epsilon_cutoff: float | None = Field(default=None, ge=0, lt=1)
+    seed: Annotated[int | None, BeforeValidator(_unless_fresh)] = Field(default=None, ge=0, lt=2**63)
     """Choice i of a request is drawn with seed + i."""
     stop: Stops = []
     """Strings that end an answer; they are not part of it."""
-    max_tokens: Count | None = None
+    max_tokens: TokenLimit | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     longspec: Extension = Extension()
@@ -124,17 +183,31 @@ class _Generation(_Strict):
         return self.max_tokens
 
     @property
+    def echoed(self) -> list[str | None] | None:
+        """The prompt of each choice that begins with it: its text, or None for the text of its token ids."""
+        return None
+
+    @property
+    def drops_answer(self) -> bool:
+        """Whether only the prompt is wanted."""
+        return False
+
+    @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
     @model_validator(mode="after")
-    def _check_stream_options(self) -> _Generation:
+    def _check_combinations(self) -> _Generation:
+        if self.best_of not in (None, 1, self.n):
+            raise PydanticCustomError("unsupported", NOT_SUPPORTED, {"field": "best_of"})
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream")
         return self
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
+    hints: ClassVar = PART_HINTS
+
     type: Literal["text"]
     text: Text
 
@@ -144,9 +217,20 @@ def _text_parts(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-class Message(_Strict):
+class Message(Strict):
+    hints: ClassVar = MESSAGE_HINTS
+    neutral: ClassVar = MESSAGE_FIELDS
+
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[list[TextPart], BeforeValidator(_text_parts)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _allow_an_empty_answer(cls, values: Any) -> Any:
+        """An assistant's turn may lack its content, as one that only called tools does."""
+        if isinstance(values, dict) and values.get("role") == "assistant" and values.get("content") is None:
+            return {**values, "content": []}
+        return values
 
     @property
     def turn(self) -> Turn:
@@ -156,29 +240,62 @@ class Message(_Strict):
 class ChatRequest(_Generation):
     """The body of /v1/chat/completions."""
 
+    neutral: ClassVar = {**REQUEST_FIELDS, "add_special_tokens": (False,)}
+
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: TokenLimit | None = None
     logprobs: bool = False
     """Return the log-probability of each token of the answer."""
+    chat_template_kwargs: dict[str, TemplateValue] = {}
+    """Variables of the chat template, such as `enable_thinking`; None leaves one as it is."""
+    top_logprobs: int = Field(default=0, ge=0, le=MOST_ALTERNATIVES)
+    """Most probable tokens to return with each token."""
 
     @property
     def token_limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs
+    def alternatives(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError("unsupported", "only with logprobs", {"field": "top_logprobs"})
+        return self
 
 
 class CompletionRequest(_Generation):
     """The body of /v1/completions."""
 
+    neutral: ClassVar = {**REQUEST_FIELDS, "add_special_tokens": (True,)}
+
     prompt: Prompts
     """Each is a str or a list[int]."""
-    max_tokens: Count | None = 16  # OpenAI's default for this route
-    logprobs: Literal[0] | None = None
-    """0 returns the log-probability of each token of the answer."""
+    max_tokens: Annotated[int, Field(ge=-1)] | None = 16  # OpenAI's default for this route
+    """As `TokenLimit`, or 0 with `echo`."""
+    echo: bool = False
+    """Begin the answer with the prompt."""
+    logprobs: Annotated[int | None, BeforeValidator(_unless_false)] = Field(default=None, ge=0, le=MOST_ALTERNATIVES)
+    """Return the log-probability of each token and of this number of most probable tokens at its place."""
 
     @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs is not None
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoed(self) -> list[str | None] | None:
+        texts = [prompt if isinstance(prompt, str) else None for prompt in self.prompt for _ in range(self.n)]
+        return texts if self.echo else None
+
+    @property
+    def drops_answer(self) -> bool:
+        return self.max_tokens == 0
+
+    @model_validator(mode="after")
+    def _check_limit(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            message = "should be greater than or equal to 1, or 0 with echo"
+            raise PydanticCustomError("unsupported", message, {"field": "max_tokens"})
+        return self

@@ -9,14 +9,21 @@ from importlib import resources
 
 
 def load_page() -> tuple[str, dict[str, str]]:
-    """The page and its headers. Its policy admits the script and the style that the file contains, and no others."""
-    page = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    """The page and its headers. Its policy admits the scripts and the style that the file contains, and no others."""
+    folder = resources.files(__package__).joinpath("web")
+
+    def inline(element: str, name: str) -> str:
+        return f"<{element}>\n{folder.joinpath(name).read_text(encoding='utf-8')}</{element}>"
+
+    page = folder.joinpath("index.html").read_text(encoding="utf-8")
+    page = re.sub(r'<link rel="stylesheet" href="(.*?)">', lambda match: inline("style", match[1]), page)
+    page = re.sub(r'<script src="(.*?)"></script>', lambda match: inline("script", match[1]), page)
     # The page shows text that a model wrote. Should such text ever be taken for HTML, no script of it would run.
     policy = "; ".join(
         (
             "default-src 'none'",
-            f"script-src {_digest(page, 'script')}",
-            f"style-src {_digest(page, 'style')}",
+            f"script-src {_digests(page, 'script')}",
+            f"style-src {_digests(page, 'style')}",
             "connect-src 'self'",
             "img-src data:",
             "base-uri 'none'",
@@ -33,7 +40,8 @@ def load_page() -> tuple[str, dict[str, str]]:
     return page, headers
 
 
-def _digest(page: str, element: str) -> str:
-    """The CSP source of the one inline element of this kind."""
-    (content,) = re.findall(rf"<{element}>(.*?)</{element}>", page, re.DOTALL)
-    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+def _digests(page: str, element: str) -> str:
+    """The CSP sources of the inline elements of this kind."""
+    contents = re.findall(rf"<{element}>(.*?)</{element}>", page, re.DOTALL)
+    digests = (hashlib.sha256(content.encode()).digest() for content in contents)
+    return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)

@@ -16,10 +16,14 @@ from longspec.inference.server.job import Delta, Job
 
 Body = dict[str, Any]
 DONE = "data: [DONE]\n\n"
+LINE_ENDS = {ord(mark): f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"}
+"""Characters at which some clients split lines, and that JSON does not escape, with their escapes."""
 
 
 def server_sent_event(body: Body) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    """The event, whose data is one line for every client."""
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text.translate(LINE_ENDS)}\n\n"
 
 
 class Replies:
@@ -27,8 +31,10 @@ class Replies:
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, model: str, tokenizer: Any, logprobs: bool, extended: bool, usage: bool) -> None:
-        """extended: whether chunks have the field `longspec`. usage: whether a last chunk counts the tokens."""
+    def __init__(self, model: str, tokenizer: Any, logprobs: int | None, extended: bool, usage: bool) -> None:
+        """logprobs: alternatives per token; None tells no log-probabilities. extended: whether chunks have the field
+        `longspec`. usage: whether a last chunk counts the tokens.
+        """
         self.tokenizer, self.logprobs, self.extended, self.usage = tokenizer, logprobs, extended, usage
         self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._lengths: dict[int, int] = {}
@@ -77,7 +83,7 @@ class Replies:
         return {"text": text}
 
     def _logprobs(self, index: int, pieces: Sequence[Piece]) -> Body:
-        if not self.logprobs:
+        if self.logprobs is None:
             return {"logprobs": None}
         offsets = []
         for piece in pieces:
@@ -90,14 +96,23 @@ class Replies:
     def _logprob_fields(self, pieces: Sequence[tuple[Piece, int]]) -> Body:
         """pieces: each with its offset in the text."""
         return {
-            "tokens": [self._token(piece) for piece, _ in pieces],
+            "tokens": [self._token(piece.id) for piece, _ in pieces],
             "token_logprobs": [piece.logprob for piece, _ in pieces],
-            "top_logprobs": None,
+            "top_logprobs": [self._best(piece) for piece, _ in pieces] if self.logprobs else None,
             "text_offset": [offset for _, offset in pieces],
         }
 
-    def _token(self, piece: Piece) -> str:
-        return self.tokenizer.decode([piece.id])
+    def _best(self, piece: Piece) -> dict[str, float | None] | None:
+        """The most probable tokens and the token itself, by text; None for the first token of a prompt."""
+        if piece.alternatives is None:
+            return None
+        best: dict[str, float | None] = {}
+        for token, logprob in (*piece.alternatives, (piece.id, piece.logprob)):
+            best.setdefault(self._token(token), logprob)  # of tokens with one text, the most probable one
+        return best
+
+    def _token(self, token: int | None) -> str:
+        return self.tokenizer.decode([token])
 
     def _extension(self, delta: Delta) -> Body:
         body: Body = {"tokens": [{"text": piece.text, "origin": piece.origin} for piece in delta.pieces]}
@@ -134,11 +149,14 @@ class ChatReplies(Replies):
     def _logprob_fields(self, pieces: Sequence[tuple[Piece, int]]) -> Body:
         content = []
         for piece, _ in pieces:
-            token = self._token(piece)
-            # A token that is a part of a character decodes to U+FFFD; its own bytes are not known.
-            data = None if REPLACEMENT in token else list(token.encode())
-            content.append({"token": token, "logprob": piece.logprob, "bytes": data, "top_logprobs": []})
+            best = [self._entry(*alternative) for alternative in piece.alternatives or ()]
+            content.append({**self._entry(piece.id, piece.logprob), "top_logprobs": best})
         return {"content": content, "refusal": None}
+
+    def _entry(self, token: int | None, logprob: float | None) -> Body:
+        text = self._token(token)
+        # A token that is a part of a character decodes to U+FFFD; its own bytes are not known.
+        return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}
 
 
 def _usage(job: Job) -> Body:

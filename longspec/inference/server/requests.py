@@ -39,6 +39,11 @@ class Request:
     speculate: bool = True
     """False decodes as `vanilla`: one token per round."""
     logprobs: bool = False
+    alternatives: int = 0
+    """Most probable tokens to report with the log-probability of each token, 0 to MOST_ALTERNATIVES. Rounds
+    with such a request are not CUDA graphs."""
+    scores_prompt: bool = False
+    """Report the log-probabilities of the prompt's tokens, too. The whole prompt is then read again."""
     trace: bool = False
     """Send each round's tree along with its tokens."""
 
@@ -46,6 +51,12 @@ class Request:
     def longest(self) -> int:
         """Most tokens of the prompt and its answer together."""
         return len(self.prompt) + self.max_new_tokens
+
+
+MOST_ALTERNATIVES = 20
+"""Alternatives that are computed per token."""
+Alternatives = list[tuple[int, float]]
+"""The most probable tokens at a place, with their log-probabilities, the most probable first."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,17 @@ class Tokens:
     requested."""
     tree: Tree | None = None
     """None unless requested, and for the first token, which prefill chooses."""
+    alternatives: list[Alternatives] | None = None
+    """One per token; None unless requested."""
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """Log-probabilities of further tokens of the prompt, in order from the second one on. They precede all `Tokens`."""
+
+    logprobs: list[float]
+    alternatives: list[Alternatives]
+    """One per token."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +110,6 @@ class Timings:
     """From the first token to the last."""
     rounds: int = 0
     """Verification passes of this request."""
-    cached_prompt_tokens: int = 0
-    """Prompt tokens whose keys and values were reused."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +122,7 @@ class Finished:
     timings: Timings = Timings()
 
 
-Event = Tokens | Finished
+Event = PromptScores | Tokens | Finished
 OnEvent = Callable[[Event], None]
 """Called on the engine's thread; it must return at once. If it raises, the request ends with reason "error"."""
 
@@ -115,6 +135,8 @@ class Ticket:
     on_event: OnEvent
     submitted: float
     """time.perf_counter() at submission."""
+    cached_prompt_tokens: int = 0
+    """Prompt tokens whose keys and values are reused. Set when the request gets its row."""
     cancelled: bool = False
     """Set by `cancel`; the engine's thread acts on it before its next round."""
     failure: str = ""

@@ -21,8 +21,6 @@ class Running:
     """int64 [P]."""
     head: bytes
     """Its first tokens, by which equal prefixes are recognized."""
-    cached: int
-    """Prompt tokens that the row held already."""
     started: float
     """time.perf_counter() at the start of prefill; the other times are of the same clock."""
     first_token: float = 0.0
@@ -45,7 +43,6 @@ class Running:
             ttft_s=self.first_token - submitted if self.new_tokens else 0.0,
             decode_s=self.last_token - self.first_token,
             rounds=self.rounds,
-            cached_prompt_tokens=self.cached,
         )
 
 

@@ -65,6 +65,7 @@ class Scheduler:
         self.batch, self._worker = self.engine.batch, self.engine.worker
         self.longest = self.engine.longest
         """Most tokens of a prompt and its answer together."""
+        self.cache_bytes = self.batch.cache.keys.nbytes + self.batch.cache.values.nbytes
         self.max_queue = max_queue
         self._changed = Condition()
         self._submitted = 0

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from longspec.data.aligners import Turn
 from longspec.errors import UserError
+from longspec.inference.options import FILTER_OPTIONS
 from longspec.inference.request import Sampling
-from longspec.inference.server.errors import ApiError
+from longspec.inference.server.errors import ApiError, encodable
 from longspec.inference.server.limits import Limits
 from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
 from longspec.inference.server.requests import Request
+from longspec.inference.server.sampling_defaults import WITHOUT_CONFIG, SamplingDefaults
 
 
 @dataclass(frozen=True)
@@ -22,20 +24,21 @@ class ServedModel:
     method: str
     """How tokens are proposed."""
     tokenizer: Any
-    encode: Callable[[list[str | list[Turn]]], list[list[int]]]
-    """Token ids of texts, which are encoded as they are, and of conversations in the chat format."""
+    encode: Callable[..., list[list[int]]]
+    """Token ids of a list[str | list[Turn]]: texts are encoded as they are, conversations in the chat format. A second
+    argument sets variables of the chat template. Raises UserError."""
     stop_ids: frozenset[int]
     positions: int
     """Number of tokens that a prompt and its answer may have together."""
     vocab_size: int
+    defaults: SamplingDefaults = WITHOUT_CONFIG
+    """Settings of requests that name none."""
 
     def requests(self, body: ChatRequest | CompletionRequest, limits: Limits) -> list[Request]:
         """The scheduler's requests, `n` per prompt, prompt by prompt. Raises ApiError."""
         self._check(body, limits)
-        sampling = [
-            Sampling(body.temperature, body.top_p, max(0, body.top_k), None if body.seed is None else body.seed + index)
-            for index in range(body.n)
-        ]
+        seeds = [None if body.seed is None else body.seed + index for index in range(body.n)]
+        sampling = [self._sampling(body, seed) for seed in seeds]
         return [
             Request(
                 prompt,
@@ -43,12 +46,37 @@ class ServedModel:
                 choice,
                 frozenset() if body.longspec.ignore_eos else self.stop_ids,
                 speculate=body.longspec.speculate,
-                logprobs=body.wants_logprobs,
+                logprobs=body.alternatives is not None,
+                alternatives=body.alternatives or 0,
+                scores_prompt=body.alternatives is not None and body.echoed is not None,
                 trace=body.longspec.tokens,
             )
             for prompt in self._prompts(body)
             for choice in sampling
         ]
+
+    def ignored(self, body: ChatRequest | CompletionRequest) -> Iterator[str]:
+        """The names of the fields that have no effect."""
+        yield from body.ignored()
+        if isinstance(body, ChatRequest):
+            given = {name for name, value in body.chat_template_kwargs.items() if value is not None}
+            unused = given - self._template_variables(body).keys()
+            yield from (f"chat_template_kwargs.{encodable(name)}" for name in sorted(unused))
+
+    def _template_variables(self, body: ChatRequest) -> dict[str, Any]:
+        """The variables of a request that the chat template has."""
+        words = set(re.findall(r"\w+", str(self.tokenizer.chat_template)))
+        given = body.chat_template_kwargs.items()
+        return {name: value for name, value in given if value is not None and name in words and name.isidentifier()}
+
+    def _sampling(self, body: ChatRequest | CompletionRequest, seed: int | None) -> Sampling:
+        return Sampling(
+            self.defaults.temperature if body.temperature is None else body.temperature,
+            self.defaults.top_p if body.top_p is None else body.top_p,
+            self.defaults.top_k if body.top_k is None else max(0, body.top_k),
+            seed,
+            *(getattr(self.defaults if getattr(body, name) is None else body, name) for name in FILTER_OPTIONS),
+        )
 
     def _check(self, body: ChatRequest | CompletionRequest, limits: Limits) -> None:
         if body.model not in (None, self.name):
@@ -66,23 +94,40 @@ class ServedModel:
 
     def _prompts(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
         if isinstance(body, ChatRequest):
+            field = "messages"
             try:
-                return self.encode([[message.turn for message in body.messages]])
-            except UserError as error:  # the chat template refuses the roles
-                raise ApiError(400, f"messages: {error}", "messages") from error
-        prompts = [prompt if isinstance(prompt, list) else self.encode([prompt])[0] for prompt in body.prompt]
-        # Token ids come from the client; one outside of the vocabulary would read foreign memory on a GPU.
+                turns = [message.turn for message in body.messages]
+                variables = self._template_variables(body)
+                prompts = self.encode([turns], variables) if variables else self.encode([turns])
+            except UserError as error:  # the chat template fails, or a variable has no such value
+                field = "chat_template_kwargs" if str(error).startswith("chat_template_kwargs") else "messages"
+                raise ApiError(400, str(error) if field in str(error) else f"{field}: {error}", field) from error
+        else:
+            field = "prompt"
+            prompts = [prompt if isinstance(prompt, list) else self.encode([prompt])[0] for prompt in body.prompt]
+        # Ids come from the client or from added tokens; one without an embedding would read foreign memory on a GPU.
         for prompt in prompts:
             if not prompt:
-                raise ApiError(400, "prompt: the tokenizer makes no token of this text", "prompt")
-            if max(prompt) >= self.vocab_size:
-                raise ApiError(400, f"prompt: token {max(prompt)}; the vocabulary has {self.vocab_size}", "prompt")
+                raise ApiError(400, f"{field}: the tokenizer makes no token of this text", field)
+            self.check_ids(prompt, field)
         return prompts
 
+    def check_ids(self, tokens: list[int], field: str) -> None:
+        """Raise ApiError for a token id outside of the vocabulary. field: where the client put it."""
+        for token in (min(tokens, default=0), max(tokens, default=0)):
+            if not 0 <= token < self.vocab_size:
+                raise ApiError(400, f"{field}: token {token}; the vocabulary has {self.vocab_size}", field)
+
     def _new_tokens(self, prompt: list[int], body: ChatRequest | CompletionRequest, limits: Limits) -> int:
-        """The answer's token limit: that of the request, else the room that is left, up to `default_new_tokens`."""
+        """The answer's token limit: that of the request, else the room that is left, up to the server's default."""
         room = self.positions - len(prompt)
-        new_tokens = body.token_limit or min(limits.default_new_tokens, room)
+        new_tokens = (
+            1
+            if body.drops_answer
+            else body.token_limit or min(self.defaults.max_new_tokens or limits.default_new_tokens, room)
+        )
+        if new_tokens == -1:
+            new_tokens = room
         if new_tokens > room or room < 1:
             raise ApiError(
                 400,

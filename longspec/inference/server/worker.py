@@ -15,6 +15,7 @@ from longspec.inference.origins import Origin, round_origins
 from longspec.inference.round_record import Flight, RowRound
 from longspec.inference.server.batch import KINDS, Batch, Mode, served_kind
 from longspec.inference.server.intake import Intake, Outcome
+from longspec.inference.server.logprobs import TokenScore
 from longspec.inference.server.requests import Event, Finished, FinishReason, Ticket, Timings, Tokens, Tree
 from longspec.inference.server.rows import Counts, Row, Rows
 
@@ -29,6 +30,17 @@ class Launch(NamedTuple):
     flight: Flight
     plan: Plan | None
     """For method "auto"."""
+
+
+class Played(NamedTuple):
+    """The result of a round, or of prefill, for one request."""
+
+    ids: list[int]
+    logprobs: list[float]
+    origins: list[Origin]
+    tree: Tree | None
+    scores: list[list[float]] | None
+    """`logprobs.scores` of each token; None unless requested."""
 
 
 class Worker:
@@ -53,7 +65,7 @@ class Worker:
         """Chooses the plans of method "auto"."""
         if batch.plans:
             self.controller = Controller(batch.plans, lambda plan, read: batch.round_time(plan, read, self._size))
-        self.intake = Intake(batch, self.rows, self.counts, prefill_chunk, self.controller)
+        self.intake = Intake(batch, self.rows, self.counts, self.outbox, prefill_chunk, self.controller)
 
     def step(self, next_ticket: Callable[[], Ticket | None], deliver: Callable[[], None]) -> None:
         """Read one chunk of prompts, then play one round.
@@ -114,7 +126,8 @@ class Worker:
         if outcome.fault:
             self._stop_faulty(row, outcome.fault)
         else:
-            self._emit(row, RowRound([job.root], logprobs=[outcome.logprob]))
+            scores = None if outcome.scores is None else [outcome.scores]
+            self._emit(row, RowRound([job.root], logprobs=[outcome.logprob]), scores=scores)
 
     def _launch(self, running: list[Row]) -> Launch:
         """Launch a round of the running rows, after moving them together if that makes it smaller."""
@@ -131,7 +144,7 @@ class Worker:
         self.counts.rounds += 1
         self._size = size = batch.size_for(max(row.number for row in running) + 1)
         plan = self._choose_plan(running) if speculates else None
-        mode = Mode(speculates, kind, plan, batch.details)
+        mode = Mode(speculates, kind, plan, batch.details, any(request.alternatives for request in requests))
         result = batch.play(mode, size)
         traced = any(request.trace for request in requests)
         rows = [(row.number, row, row.last_used) for row in running]
@@ -167,7 +180,7 @@ class Worker:
 
     def _note(self, launch: Launch) -> None:
         """Process a round's result. Reading it waits for the round."""
-        whole, traces = launch.flight.rows(), launch.flight.traces()
+        whole, traces, scores = launch.flight.rows(), launch.flight.traces(), launch.flight.scores()
         parts: dict[Hashable, RowRound] = {}
         for number, row, last_used in launch.rows:
             if row.last_used != last_used:
@@ -189,7 +202,7 @@ class Worker:
             tree = None
             if traces is not None and request.trace:
                 tree = _tree(traces[number], launch.flight.width, round_origins(played.from_lookup)[:-1])
-            taken = self._emit(row, played, tree)
+            taken = self._emit(row, played, tree, None if scores is None else scores[number])
             if job.trace is not None:
                 parts[job.ticket] = played._replace(tokens=new_tokens[:taken])
             if request.speculate:
@@ -199,7 +212,9 @@ class Worker:
         if self.controller is not None and launch.plan is not None:
             self.controller.observe(parts)
 
-    def _emit(self, row: Row, played: RowRound, tree: Tree | None = None) -> int:
+    def _emit(
+        self, row: Row, played: RowRound, tree: Tree | None = None, scores: list[list[float]] | None = None
+    ) -> int:
         """Send tokens up to the end of the answer; the number of them."""
         ids, origins = played.tokens, round_origins(played.from_lookup)
         job = row.job
@@ -214,7 +229,11 @@ class Worker:
         job.new_tokens += taken
         self.counts.new_tokens += taken
         logprobs = list(played.logprobs[:taken]) if request.logprobs else None
-        self.outbox.append((job.ticket, Tokens(list(ids[:taken]), origins[:taken], logprobs, tree)))
+        alternatives = None
+        if scores is not None and request.alternatives:
+            found = [TokenScore.read(line, request.alternatives) for line in scores[:taken]]
+            logprobs, alternatives = [score.logprob for score in found], [score.alternatives for score in found]
+        self.outbox.append((job.ticket, Tokens(list(ids[:taken]), origins[:taken], logprobs, tree, alternatives)))
         if reason is not None:
             self._stop(row, reason)
         return taken

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from longspec.errors import first_line
+from longspec.replacing import replacing
 from longspec.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
@@ -69,15 +70,12 @@ def _compiled() -> Path:
     target = user_cache("native") / f"decoding-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            compiled, linked = os.path.join(folder, "decoding.o"), os.path.join(folder, "decoding.so")
+        with replacing(target) as linked, tempfile.TemporaryDirectory() as folder:
+            compiled = os.path.join(folder, "decoding.o")
             # Without -fopenmp, the second step links no OpenMP runtime: torch has loaded its own, and two disturb each
             # other.
-            for command in (["-c", str(SOURCE), "-o", compiled, *FLAGS], ["-shared", compiled, "-o", linked]):
+            for command in (["-c", str(SOURCE), "-o", compiled, *FLAGS], ["-shared", compiled, "-o", str(linked)]):
                 subprocess.run([compiler, *command], capture_output=True, text=True, check=True, timeout=COMPILE_S)
-            with open(linked, "rb") as file:
-                os.fsync(file.fileno())  # a power failure must not leave a part of it
-            os.replace(linked, target)
     return target
 
 

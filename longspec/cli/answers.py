@@ -1,0 +1,243 @@
+"""Answers to many prompts, in batches of similar length. Neither interruptions nor ranks change the answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from longspec.cli.output import StdoutLines
+from longspec.cli.pair import LoadedPair, SamplingOptions
+from longspec.cli.prompts import Prompt
+from longspec.data.templates import check_embedded, encode_texts
+from longspec.errors import UserError
+from longspec.inference.device import device_name
+from longspec.inference.methods import AUTO, GLIDE_METHODS
+from longspec.inference.request import row_seed
+from longspec.inference.stats import GenerationStats, pool
+from longspec.jobs.job import TOKENS, Count, ResumableJob, open_results, writing
+from longspec.jobs.results import Line, Results, resume_results
+from longspec.models.content import state_digest, target_digest
+from longspec.ranks.replicas import Replicas
+from longspec.signals import StopSignals
+
+SORTED_BATCHES = 16
+"""Number of batches whose prompts are sorted by length together. At most this many batches wait to be printed."""
+
+
+@dataclass
+class PromptRun:
+    """Prompts to answer with a pair."""
+
+    pair: LoadedPair
+    prompts: Sequence[Prompt]
+    sampling: SamplingOptions
+    batch_size: int
+    seed: int
+    chat: bool
+    """Whether a prompt of plain text is a user turn in the chat format."""
+    skips: bool = False
+    """Whether prompts that the target cannot take are left out."""
+    token_ids: dict[int, list[int]] = field(init=False, default_factory=dict)
+    """The prompts as the target reads them, by number."""
+    problems: list[str] = field(init=False, default_factory=list)
+    """The reason for each prompt that is left out."""
+
+    def __post_init__(self) -> None:
+        """Raises UserError, with its location, for a prompt that the target cannot take, and if none is left."""
+        for number, prompt in enumerate(self.prompts):
+            try:
+                self.token_ids[number] = self._encode(prompt)
+            except UserError as error:
+                if not self.skips:
+                    advice = "; --skip_invalid leaves such prompts out" if len(self.prompts) > 1 else ""
+                    raise UserError(f"{error}{advice}") from error
+                self.problems.append(str(error))
+        if not self.token_ids:
+            raise UserError(f"{self.note}; no prompt is left")
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        try:
+            text = self.pair.text(prompt.as_turn() if self.chat else prompt.content)
+        except UserError as error:  # the chat template fails
+            raise UserError(f"{prompt.location}: {error}") from error
+        (ids,) = encode_texts([text], self.pair.tokenizer)
+        check_embedded(ids, self.pair.model.config.vocab_size, self.pair.tokenizer, prompt.location)
+        if not ids or len(ids) + self.sampling.max_new_tokens > self.pair.positions:
+            raise UserError(
+                f"{prompt.location}: {len(ids)} tokens + --max_new_tokens {self.sampling.max_new_tokens}; "
+                f"the target has {self.pair.positions} positions"
+            )
+        return ids
+
+    @property
+    def note(self) -> str:
+        """A line on the prompts that are left out, if there are any."""
+        return f"{len(self.problems)} of {len(self.prompts)} prompts left out; the first one: {self.problems[0]}"
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """Everything that determines the answers, apart from the prompts."""
+        pair = self.pair
+        # Greedy answers do not depend on the seed.
+        is_greedy = self.sampling.temperature == 0
+        # Method "auto" does without an untrained draft.
+        drafts = pair.method in GLIDE_METHODS or (pair.method == AUTO and pair.model.draft_is_trained)
+        return {
+            "target": target_digest(str(pair.model.config.name_or_path), pair.model.config),
+            "draft": state_digest(pair.model.draft_model.state_dict()) if drafts else None,
+            "method": pair.method,
+            "dtype": str(pair.model.dtype),
+            "chat_format": pair.chat_format,
+            "chat": self.chat,
+            "sampling": vars(self.sampling),
+            "drawn": None if is_greedy else self.seed,
+            **pair.drafting,
+        }
+
+    def head(self, number: int) -> Line:
+        """The entries of a line that come before its answer."""
+        return {"index": number, **self.prompts[number].record}
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of the identity, which is in each line."""
+        return hashlib.blake2b(json.dumps(self.identity, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+    def line(self, number: int, tokens: list[int]) -> Line:
+        """The line of an answer."""
+        finished = tokens[-1] in self.pair.stop_ids
+        # Without clean-up, because that of some tokenizers removes spaces that the target wrote.
+        text = self.pair.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        answer = {"text": text, "new_tokens": len(tokens), "finish_reason": "stop" if finished else "length"}
+        return self.head(number) | answer | {"run": self.digest}
+
+    def read_line(self, raw: bytes) -> Line:
+        """Check a line of an earlier run, and return its index. Raises ValueError for a line of another run."""
+        try:
+            line = json.loads(raw)
+        except ValueError:
+            line = None
+        if not isinstance(line, dict) or not {"index", "text", "run"} <= line.keys():
+            raise ValueError("not a line that this command writes")
+        index = line["index"]
+        is_known = isinstance(index, int) and index in self.token_ids
+        if not is_known or any(line.get(name) != value for name, value in self.head(index).items()):
+            raise ValueError("belongs to another prompt")
+        if line["run"] != self.digest:
+            raise ValueError("was written by another pair or with other options")
+        return {"index": index}
+
+    def batches(self) -> Iterator[list[int]]:
+        """The numbers of each batch's prompts.
+
+        Within SORTED_BATCHES batches the longest prompts come first.
+        """
+        numbers = list(self.token_ids)
+        sorted_prompts = SORTED_BATCHES * self.batch_size
+        for first in range(0, len(numbers), sorted_prompts):
+            rows = numbers[first : first + sorted_prompts]
+            # Longest first: a batch that does not fit into memory fails at the start and not after hours.
+            by_length = sorted(rows, key=lambda row: len(self.token_ids[row]), reverse=True)
+            for start in range(0, len(rows), self.batch_size):
+                yield by_length[start : start + self.batch_size]
+
+
+def answer_prompts(
+    run: PromptRun,
+    output: Path | None,
+    overwrite: bool,
+    stop: StopSignals,
+    replicas: Replicas,
+    report: Callable[[dict[str, Any]], object],
+) -> None:
+    """Answer this rank's share of the prompts without a line, and leave all lines in the output.
+
+    The prompts of a batch and their seeds depend neither on earlier batches nor on the ranks, so the answers are those
+    of an uninterrupted single process. output: None is stdout, for a single process. report: called with the summary on
+    rank 0. Raises UserError, and SystemExit after a stop signal or the end of another rank.
+    """
+    job = ResumableJob(
+        len(run.token_ids),
+        "prompt",
+        output,
+        stop,
+        replicas,
+        is_hidden=not sys.stderr.isatty(),
+        overwrites=overwrite,
+    )
+    file = None if output is None else _open(run, output, overwrite, replicas)
+    results = file or StdoutLines(list(run.token_ids))
+    with writing(file, replicas) if file else nullcontext():
+        stop.at_once = False
+        own_stats = _answer_missing(run, results, job)
+    if not job.is_lost:
+        stats = replicas.gather(own_stats)
+        if replicas.rank == 0:
+            if file:
+                file.collect(wait=True)
+            results.put_in_order()
+            report(summarize(run, len(results.done), replicas.last_count(TOKENS), stats))
+    job.end(len(results.done))
+
+
+def _open(run: PromptRun, output: Path, overwrite: bool, replicas: Replicas) -> Results:
+    # A relative path has no folder of its own.
+    path = output.absolute()
+    return open_results(
+        lambda: resume_results(path, run.read_line, overwrite), run.identity, path, run.read_line, replicas
+    )
+
+
+def _answer_missing(run: PromptRun, results: Results | StdoutLines, job: ResumableJob) -> GenerationStats:
+    """Decode this rank's share of the batches with a prompt that has no line. Returns the statistics of all batches."""
+    stats = GenerationStats()
+
+    def load(batch: list[int]) -> int:
+        return max(len(run.token_ids[row]) for row in batch) + run.sampling.max_new_tokens
+
+    def work(batch: list[int], count: Count) -> None:
+        nonlocal stats
+        seeds = [row_seed(run.seed, row) for row in batch]
+        output = run.pair.generate([run.token_ids[row] for row in batch], run.sampling, seed=seeds)
+        stats = pool([stats, output.stats])
+        lines = [run.line(row, tokens.tolist()) for row, tokens in zip(batch, output.new_tokens, strict=True)]
+        new = results.add(lines)
+        count(sum(line["new_tokens"] for line in new), len(new))
+
+    missing = [batch for batch in run.batches() if not results.done.issuperset(batch)]
+    job.run(missing, load, work, len(results.done))
+    return stats
+
+
+def summarize(run: PromptRun, answered: int, new_tokens: int, stats: Sequence[GenerationStats]) -> dict[str, Any]:
+    """The summary of a launch.
+
+    answered: number of prompts with a line; new_tokens: number of tokens in the lines of the launch; stats: those of
+    all ranks.
+    """
+    pair = run.pair
+    pooled = pool(list(stats))
+    return {
+        "model": pair.name,
+        "method": pair.method,
+        "device": device_name(pair.model.device),
+        "prompts": len(run.prompts),
+        "answered": answered,
+        "left_out": len(run.problems),
+        "processes": len(stats),
+        "new_tokens": new_tokens,
+        "rounds": pooled.rounds,
+        "mean_acceptance_length": pooled.mean_acceptance_length if pooled.rounds else None,
+        "tokens_per_second": pooled.tokens_per_second if pooled.decode_s else None,
+        **pooled.setup,
+        "rounds_by_plan": pooled.rounds_by_plan,
+        "ttft_s": pooled.ttft_s,
+        "decode_s": pooled.decode_s,
+    }

@@ -1,0 +1,83 @@
+"""What `longspec generate` writes apart from its output file: lines on stdout, and the summary."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from longspec.errors import UserError
+from longspec.jobs.results import Line, json_bytes
+from longspec.locks import locked_file
+from longspec.replacing import replacing
+
+
+class StdoutLines:
+    """Results on stdout, in the order of prompts: a line waits until those of all earlier prompts are printed."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        """numbers: of all prompts, in order."""
+        self.done: set[int] = set()
+        """The prompts that have an answer."""
+        self._waiting: dict[int, Line] = {}
+        self._numbers = iter(numbers)
+        self._next = next(self._numbers, None)
+
+    def add(self, lines: Sequence[Line]) -> Sequence[Line]:
+        """Take new lines, and print those whose turn it is. Raises UserError if stdout cannot be written."""
+        self._waiting |= {line["index"]: line for line in lines}
+        self.done |= self._waiting.keys()
+        while self._next in self._waiting:
+            self._print(self._waiting.pop(self._next))
+            self._next = next(self._numbers, None)
+        return lines
+
+    def put_in_order(self) -> None:
+        """Print the rest after a stop signal."""
+        for _, line in sorted(self._waiting.items()):
+            self._print(line)
+
+    def _print(self, line: Line) -> None:
+        try:
+            sys.stdout.buffer.write(json_bytes(line) + b"\n")
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            raise  # nobody reads stdout any more; `app.main` ends the command
+        except OSError as error:
+            raise UserError(f"stdout: cannot be written ({error.strerror})") from error
+
+
+def locked_output(path: Path) -> AbstractContextManager[object]:
+    """Create an output file and its folder if needed, and lock the file. Raises UserError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {path}: its folder cannot be created ({error.strerror})") from error
+    return locked_file(path)
+
+
+def check_folder(path: Path | None, option: str) -> None:
+    """Raise UserError if the folder of a file that an option names does not exist."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise UserError(f"{option} {path}: there is no folder {path.parent}")
+
+
+def write_summary(summary: dict[str, Any], path: Path | None) -> None:
+    """Write one line of JSON to a file, atomically, or to stderr for "-". None writes nothing.
+
+    Raises UserError for a file that cannot be written.
+    """
+    if path is None:
+        return
+    line = json.dumps(summary, ensure_ascii=False)
+    if str(path) == "-":
+        print(line, file=sys.stderr)
+        return
+    try:
+        with replacing(path) as unfinished:
+            unfinished.write_text(line + "\n")
+    except OSError as error:
+        raise UserError(f"--json {path}: cannot be written ({error.strerror})") from error

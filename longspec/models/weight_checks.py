@@ -1,0 +1,154 @@
+"""Refuses a target whose stored weights this code would misread: quantized without a quantizer, or not of this model.
+
+transformers casts float8 and integer matrices to the model's dtype and ignores weights that the model does not have.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+from safetensors import safe_open
+from transformers import PreTrainedConfig
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+from longspec.errors import UserError
+from longspec.models.target_files import WEIGHT_ERRORS, WEIGHT_FILES, check_start
+from longspec.models.weight_files import weight_files
+
+FLOATING = ("F64", "F32", "F16", "BF16")
+"""safetensors' names of the dtypes that need no scale."""
+SCALE_MARKS = (".weight_scale", ".scale", ".SCB", ".weight.")
+"""Parts of the names of a weight's scales, after the module's name."""
+CACHE_SCALES = (".k_scale", ".v_scale")
+"""Ends of the names of scales for a float8 KV cache, which is not used here."""
+
+
+def check_weights(target: str | Path, config: PreTrainedConfig, revision: str | None = None) -> None:
+    """Raise UserError for a target without weights in its folder, or with weights that no quantizer interprets.
+
+    Reads the headers of the files. Of a hub id, only files that are already in the hub's cache are read.
+    """
+    method = _quant_method(config, target)
+    folder = Path(target) if Path(target).is_dir() else _cached_folder(str(target), revision)
+    if folder is None:
+        return
+    _check_present(folder, target)
+    kinds = _stored_kinds(weight_files(folder))
+    scaled = _scaled_modules(kinds) if method else set()
+    raw = [
+        name
+        for name, kind in kinds.items()
+        # Quantized formats with other names are left to their quantizer, and so are scales.
+        if kind not in FLOATING and (method is None or (name.endswith(".weight") and name[:-7] not in scaled))
+    ]
+    if raw:
+        problem = f"no scale for method {method}" if method else "config.json names no quantization method"
+        raise UserError(
+            f"{target}: {_named(raw)} would be misread, stored as {kinds[raw[0]]} and {problem}; use the unquantized "
+            "weights"
+        )
+
+
+def check_all_used(unexpected: Iterable[str], target: str | Path, config: PreTrainedConfig) -> None:
+    """Raise UserError for `unexpected` weights in a target's files that the loaded model does not have.
+
+    Biases of zeros, scales of a float8 KV cache and rotary tables, which follow from config.json, are allowed.
+    """
+    unused = sorted(name for name in unexpected if not name.endswith(CACHE_SCALES) and ".rotary_emb." not in name)
+    if Path(target).is_dir() and all(name.endswith(".bias") for name in unused):
+        # Some GPTQ files hold a bias of zeros for every matrix.
+        unused = [name for name in unused if _is_nonzero(name, Path(target))]
+    if unused:
+        raise UserError(
+            f"{target}: {_named(unused)} would be ignored, because a {config.model_type} target with this config.json "
+            "does not have it; use weights and config.json that belong together"
+        )
+
+
+def _quant_method(config: PreTrainedConfig, target: str | Path) -> str | None:
+    """The quantization method that config.json names, None for unquantized weights. Raises UserError if unknown."""
+    settings: Any = getattr(config, "quantization_config", None)
+    if settings is None:
+        return None
+    settings = settings if isinstance(settings, Mapping) else settings.to_dict()
+    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
+        return "bitsandbytes"
+    method = getattr(settings.get("quant_method"), "value", settings.get("quant_method"))
+    known = {name.removesuffix("_4bit").removesuffix("_8bit") for name in AUTO_QUANTIZER_MAPPING}
+    if method not in known:
+        raise UserError(
+            f"{target}: config.json names the quant_method {method!r}, which transformers does not know; use the "
+            "unquantized weights"
+        )
+    return str(method)
+
+
+def _cached_folder(target: str, revision: str | None) -> Path | None:
+    """The folder of a hub id in the hub's cache, if it holds the whole target."""
+    try:
+        folder = Path(snapshot_download(target, revision=revision, local_files_only=True))
+        weight_files(folder)
+    except (OSError, HFValidationError, UserError):
+        return None
+    return folder
+
+
+def _check_present(folder: Path, target: str | Path) -> None:
+    files = [file for pattern in WEIGHT_FILES for file in folder.glob(pattern)]
+    for file in files:
+        check_start(file)
+    if files:
+        return
+    # The parts are subfolders, so the folder itself has no weights.
+    for part in folder.glob("mp_0-of-*"):
+        world = part.name.rpartition("-")[2]
+        raise UserError(f"{target}: a target split for {world} ranks; it needs tp_size {world}")
+    raise UserError(f"{target}: no model checkpoint (no {' or '.join(WEIGHT_FILES)} in this folder)")
+
+
+def _stored_kinds(files: Iterable[Path]) -> dict[str, str]:
+    """The dtype of each weight, one of FLOATING for a dtype that needs no scale.
+
+    A file that cannot be read is left out; loading it reports the reason.
+    """
+    kinds: dict[str, str] = {}
+    for file in files:
+        try:
+            if file.suffix == ".safetensors":
+                with safe_open(file, "pt") as weights:
+                    kinds |= {name: weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
+            else:
+                state = torch.load(file, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(file))
+                kinds |= {name: _kind(weight.dtype) for name, weight in state.items()}
+        except WEIGHT_ERRORS:
+            continue
+    return kinds
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return FLOATING[1] if dtype.is_floating_point and dtype.itemsize > 1 else str(dtype).removeprefix("torch.")
+
+
+def _scaled_modules(names: Iterable[str]) -> set[str]:
+    """The modules whose weight has a scale, such as x of x.weight_scale_inv."""
+    return {name.partition(mark)[0] for name in names for mark in SCALE_MARKS if mark in name}
+
+
+def _is_nonzero(name: str, folder: Path) -> bool:
+    for file in weight_files(folder):
+        if file.suffix != ".safetensors":
+            continue
+        with safe_open(file, "pt") as weights:
+            if name in weights.keys():  # noqa: SIM118
+                return bool(weights.get_tensor(name).any())
+    return True
+
+
+def _named(names: list[str]) -> str:
+    return f"weight {names[0]}" + (f" and {len(names) - 1} others" if len(names) > 1 else "")
