@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 PYTEST := PATH="$(BIN):$$PATH" $(BIN)/python -m pytest
 PARALLEL := -n 2 --dist worksteal
 
-.PHONY: env demo drill test test-full lint
+.PHONY: env demo drill api test test-full lint
 
 env: $(READY)
 
@@ -25,6 +25,10 @@ demo: $(READY)
 
 drill: $(READY)
 	PATH="$(BIN):$$PATH" $(BIN)/python -m scripts.drill
+
+# The API reference, from the docstrings.
+api: $(READY)
+	$(BIN)/python -m scripts.api_reference outputs/api
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -33,7 +33,7 @@ from longspec.train.config import compose_config, typed
 from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import share_targets, start_ranks
 from longspec.train.engine import build_engine, built_in_shards
-from longspec.train.loss import LOSSES
+from longspec.train.losses import LOSSES
 from longspec.train.micro_batches import Batch
 from longspec.train.positions import VARIANTS
 from longspec.train.trainer import Trainer

@@ -2,9 +2,8 @@
 
     python examples/own_data.py --target smollm2-135m --prompts prompts.jsonl --output outputs/own
 
-A line of the prompts file is a JSON object with `prompt` or `messages`. The default configuration is the smallest; take
-one of those in docs/train.md for a real draft. Further arguments are overrides of the configuration, as in
-`max_steps=100`.
+A line of the prompts file is a JSON object with `prompt` or `messages`. Further arguments are overrides of the
+configuration, as in `max_steps=100`; docs/train.md lists other configurations.
 """
 
 import argparse
@@ -18,7 +17,7 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--target", required=True, help="hub id, folder or smollm2-135m")
 parser.add_argument("--prompts", type=Path, required=True, help="JSONL file")
 parser.add_argument("--output", type=Path, required=True, help="folder of the answers and the draft")
-parser.add_argument("--config", default="tiny_glide_stage1_sinkpi-slicing", help="a file in conf/exp")
+parser.add_argument("--config", default="your-model", help="a file in conf/exp")
 parser.add_argument("--num_gpus", default="1", help="ranks; without a GPU, 1 trains on the CPU")
 parser.add_argument("--max_new_tokens", default="256", help="longest answer")
 args, overrides = parser.parse_known_args()

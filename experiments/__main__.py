@@ -1,16 +1,21 @@
 """Run an experiment: `python -m experiments STEP --config FILE [--text DIR] [--root DIR] [key=value ...]`."""
 
+from __future__ import annotations
+
 import argparse
 import shlex
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from experiments.processes import running
-from experiments.settings import Settings, load_settings
 from longspec.errors import reports_user_errors
+from longspec.extras import extra
 from longspec.signals import StopSignals
+
+if TYPE_CHECKING:
+    from experiments.settings import Settings
 
 STEPS = ("prompts", "regenerate", "probe", "train", "diagnose", "evaluate", "report")
 
@@ -23,9 +28,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--config", default="experiments/smollm2.yaml", help="YAML file with the settings")
     parser.add_argument("--text", help="folder with gsm8k, qmsum and aime24; without it, these tasks are skipped")
     parser.add_argument("--root", help="folder for all output except the report")
-    parser.add_argument("--part", help=argparse.SUPPRESS)  # NUMBER/COUNT: one device's part of the evaluation
+    # One process's part: NUMBER/COUNT of the evaluation, or the names of the runs whose text it helps to write.
+    parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
     arguments = parser.parse_intermixed_args(argv)
+
+    with extra("demo"):
+        from experiments.processes import running
+        from experiments.settings import load_settings
 
     folders = {name: getattr(arguments, name) for name in ("text", "root") if getattr(arguments, name)}
     overrides = [*(f"{name}={folder}" for name, folder in folders.items()), *arguments.overrides]
@@ -47,17 +57,22 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run_step(step: str, settings: Settings, options: Sequence[str], part: str | None) -> None:
     """Run one step and import only what it needs.
 
-    options: the command's options, for processes that the step starts. part: see `evaluation.evaluate`.
+    options: the command's options, for processes that the step starts. part: see `evaluation.evaluate` and
+    `answers.write_answers`.
     """
     root = Path(settings.root)
     if step == "prompts":
+        from experiments.answers import write_chat
         from experiments.prompts import write_prompts
 
-        write_prompts(settings, root)
+        if part is None:
+            write_prompts(settings, root, options)
+        else:
+            write_chat(settings, root, options, part)
     elif step == "regenerate":
         from experiments.answers import write_answers
 
-        write_answers(settings, root)
+        write_answers(settings, root, options, part)
     elif step == "probe":
         from experiments.probes import write_probes
 

@@ -1,75 +1,126 @@
 """Text written by the target: short conversations, and the answers to prompts (step `regenerate`)."""
 
+import sys
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 
+import torch
+
 from experiments.files import answers_file, claim, prompts_file
-from experiments.settings import Settings
+from experiments.processes import free_port, running
+from experiments.settings import AnswerSettings, Settings
 from experiments.sources import SPLITS
 from experiments.target import CHAT_FORMAT
+from longspec.errors import UserError
+from longspec.ranks.replicas import Replicas, joined_replicas
 from longspec.regenerate.run import regenerate
 from longspec.regenerate.settings import Settings as AnswerRun
 
+CHAT = "chat"
+"""Name of the run that writes the conversations."""
 SHARD_BATCHES = 2
-"""Batches per shard; an interrupted run resumes after its last complete shard."""
+"""Batches per shard; an interrupted run resumes after its last complete shard, and ranks share the shards."""
 
 
-def write_chat(settings: Settings, root: Path) -> None:
-    """Generate conversations of a user turn and an answer, both by the target. Splits share no user turn."""
-    chat = settings.chat
-    written: list[str] = []
-    for split in SPLITS:
-        if not (count := getattr(chat, split)):
+def write_chat(settings: Settings, root: Path, options: Sequence[str], part: str | None = None) -> None:
+    """Generate conversations of a user turn and an answer, both by the target, on all GPUs. See `write_answers`."""
+    _write({CHAT: settings.chat.processes}, "prompts", settings, root, options, part)
+
+
+def write_answers(settings: Settings, root: Path, options: Sequence[str], part: str | None = None) -> None:
+    """Generate the target's answers to all prompts for training and validation, on all GPUs.
+
+    options: those of the command, for the processes that are started. part: the runs that such a process shares with
+    others, separated by commas. Raises UserError if a process fails.
+    """
+    processes = {name: answers.processes for name, answers in settings.answers.items()}
+    _write(processes, "regenerate", settings, root, options, part)
+
+
+def _write(
+    processes: dict[str, int], step: str, settings: Settings, root: Path, options: Sequence[str], part: str | None
+) -> None:
+    """Write the text of some runs. processes: number of processes per GPU, by name of the run."""
+    if part is not None:
+        with joined_replicas() as replicas:
+            return _write_share(part.split(","), settings, root, replicas)
+    for count, group in groupby(processes, key=processes.__getitem__):
+        names = list(group)
+        ranks = count * max(1, torch.cuda.device_count())
+        if ranks == 1:
+            _write_share(names, settings, root, Replicas())
             continue
-        run = AnswerRun(
-            target=settings.target,
-            output_dir=str(root / "answers" / "chat"),
-            split=split,
-            count=count,
-            temperatures=(0.0, 0.7, 1.0) if split == "train" else (0.0,),
-            max_new_tokens=chat.max_new_tokens,
-            max_turn_tokens=chat.max_turn_tokens,
-            batch_size=chat.batch_size,
-            shard_size=SHARD_BATCHES * chat.batch_size,
-            seed=settings.seed,
-            chat_format=CHAT_FORMAT,
-            exclude=tuple(written),
-        )
-        written.append(str(answers_file(root, "chat", split)))
-        _run_target(run)
+        launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", str(free_port())]
+        own = ["-m", "experiments", step, "--part", ",".join(names), *options]
+        with running([sys.executable, *launcher, *own]) as child:
+            if code := child.wait():
+                raise UserError(f"{step}: {', '.join(names)}: a process ended with code {code}")
 
 
-def write_answers(settings: Settings, root: Path) -> None:
-    """Generate the target's answers to all prompts for training and validation."""
-    for name, answers in settings.answers.items():
-        for split in ("train", "validation"):
-            groups = [prompts_file(root, split, group) for group in answers.prompts]
-            files = tuple(str(file) for file in groups if file.exists() and file.stat().st_size)
-            if not files:
-                print(f"regenerate, {split}, {name}: skipped, no prompts")
-                continue
-            run = AnswerRun(
-                target=settings.target,
-                output_dir=str(root / "answers" / name),
-                split=split,
-                files=files,
-                temperatures=tuple(answers.temperatures) if split == "train" else (0.0,),
-                max_new_tokens=answers.max_new_tokens,
-                batch_size=answers.batch_size,
-                shard_size=SHARD_BATCHES * answers.batch_size,
-                seed=zlib.crc32(f"{settings.seed}/{name}".encode()),  # a seed per name, as two may share prompts
-                chat_format=CHAT_FORMAT,
-            )
-            _run_target(run)
+def _write_share(names: Sequence[str], settings: Settings, root: Path, replicas: Replicas) -> None:
+    """Write this process's share of some runs."""
+    for name in names:
+        for split in SPLITS:
+            run = _chat_run(settings, root, split) if name == CHAT else _answer_run(settings, root, name, split)
+            if run is not None:
+                _run_target(run, replicas)
 
 
-def _run_target(run: AnswerRun) -> None:
+def _chat_run(settings: Settings, root: Path, split: str) -> AnswerRun | None:
+    """The run that writes a split's conversations. Splits share no user turn."""
+    chat = settings.chat
+    others = SPLITS[: SPLITS.index(split)]
+    if not (count := getattr(chat, split)):
+        return None
+    return AnswerRun(
+        target=settings.target,
+        output_dir=str(root / "answers" / CHAT),
+        split=split,
+        count=count,
+        temperatures=(0.0, 0.7, 1.0) if split == "train" else (0.0,),
+        max_new_tokens=chat.max_new_tokens,
+        max_turn_tokens=chat.max_turn_tokens,
+        batch_size=chat.batch_size,
+        shard_size=SHARD_BATCHES * chat.batch_size,
+        seed=settings.seed,
+        chat_format=CHAT_FORMAT,
+        exclude=tuple(str(answers_file(root, CHAT, other)) for other in others if getattr(chat, other)),
+    )
+
+
+def _answer_run(settings: Settings, root: Path, name: str, split: str) -> AnswerRun | None:
+    """The run that answers the prompts of some groups; None for the test and without prompts."""
+    answers: AnswerSettings = settings.answers[name]
+    groups = [prompts_file(root, split, group) for group in answers.prompts]
+    files = tuple(str(file) for file in groups if file.exists() and file.stat().st_size)
+    if split == "test" or not files:
+        return None
+    return AnswerRun(
+        target=settings.target,
+        output_dir=str(root / "answers" / name),
+        split=split,
+        files=files,
+        temperatures=tuple(answers.temperatures) if split == "train" else (0.0,),
+        max_new_tokens=answers.max_new_tokens,
+        batch_size=answers.batch_size,
+        shard_size=SHARD_BATCHES * answers.batch_size,
+        seed=zlib.crc32(f"{settings.seed}/{name}".encode()),  # a seed per name, as two may share prompts
+        chat_format=CHAT_FORMAT,
+    )
+
+
+def _run_target(run: AnswerRun, replicas: Replicas) -> None:
     """Write the answers shard by shard unless the file exists. Repetition loops and duplicates are dropped."""
     output = Path(run.output_dir) / f"{run.split}.jsonl"
     facts = asdict(run)
     del facts["output_dir"]
-    claim(output.with_suffix(".settings.json"), facts)
-    if not output.exists():
-        regenerate(run)
-        print(f"regenerate: wrote {output}")
+    replicas.from_rank_zero(lambda: claim(output.with_suffix(".settings.json"), facts))
+    if replicas.from_rank_zero(output.exists):
+        return
+    devices = torch.cuda.device_count()
+    regenerate(run, device=f"cuda:{replicas.rank % devices}" if devices else None, replicas=replicas)
+    if replicas.rank == 0:
+        print(f"regenerate: wrote {output}", flush=True)

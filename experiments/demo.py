@@ -54,8 +54,8 @@ def main(overrides: Sequence[str] | None = None) -> None:
     """Run the demo and write summary.json and report.png. Raises UserError if there is no draft or a check fails."""
     # In float32 on the CPU, all methods give the same tokens.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # For the trainer's processes. Threads that wait would otherwise spin on cores that the others need.
-    os.environ |= {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "OMP_WAIT_POLICY": "passive"}
+    # For the trainer's processes.
+    os.environ["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
     sizes = ("root=outputs/demo", f"chat={CHAT}")
     settings = load_settings(PRESET, [*sizes, *(sys.argv[1:] if overrides is None else overrides)])
     root, console, began = Path(settings.root), Console(highlight=False), time.perf_counter()
@@ -86,7 +86,7 @@ def compared(pair: LoadedPair, prompts: Sequence[str], new_tokens: int) -> dict[
 def train(settings: Settings, folder: Path) -> dict[str, Any]:
     """Train a fresh draft in three short stages. Returns held-out losses by stage, and a comparison with this draft."""
     shutil.rmtree(folder, ignore_errors=True)
-    write_chat(settings, folder)
+    write_chat(settings, folder, [])
     target = TargetText.load(settings.target).path
     draft, losses = None, {}
     for (name, stage), rate in zip(settings.training.stages.items(), LEARNING_RATES, strict=True):

@@ -65,14 +65,15 @@ DOCUMENT_QUESTIONS = (
 """Requests that follow a part of a repository or of a document in a prompt."""
 
 
-def write_prompts(settings: Settings, root: Path) -> None:
+def write_prompts(settings: Settings, root: Path, options: Sequence[str]) -> None:
     """Write the prompts of all groups that are missing. For a group without documents, the file is empty.
 
-    Raises UserError if existing prompts were made with other settings.
+    options: those of the command, for processes that write conversations. Raises UserError if existing prompts were
+    made with other settings.
     """
     if settings.text is None:
         print("no text folder (--text): gsm8k, qmsum, quote and aime24 are skipped")
-    write_chat(settings, root)
+    write_chat(settings, root, options)
 
     common = {"target": settings.target, "with_text": settings.text is not None, "seed": settings.seed}
     common |= {"code": asdict(settings.code), "with_documents": settings.documents is not None}

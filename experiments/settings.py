@@ -44,6 +44,8 @@ class ChatSettings:
     max_turn_tokens: int = 256
     max_new_tokens: int = 512
     batch_size: int = 512
+    processes: int = 1
+    """Processes per GPU. Several keep a GPU busy with short answers but must share its memory."""
 
 
 @dataclass
@@ -81,6 +83,8 @@ class AnswerSettings:
     batch_size: int = MISSING
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7, 1.0])
     """Temperatures of the training answers. Validation answers are greedy."""
+    processes: int = 1
+    """Processes per GPU."""
 
 
 @dataclass

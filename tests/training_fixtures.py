@@ -26,12 +26,12 @@ from torch import Tensor
 from experiments.processes import free_port
 from longspec.ranks import agreement
 from longspec.train.config import load_config
-from longspec.train.config_checks import MUON_FROM
 from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import start_ranks
 from longspec.train.engine import build_pair, cosine_with_warmup
 from longspec.train.inputs import read_inputs
 from longspec.train.positions import contiguous_positions
+from longspec.train.recipe import MUON_FROM
 from longspec.train.sampler import ResumableSampler
 
 ROOT = Path(__file__).resolve().parents[1]

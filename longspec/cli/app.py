@@ -91,9 +91,8 @@ app.command(rich_help_panel=TRAIN, context_settings=PASSED_ON)(regenerate)
 app.command(
     rich_help_panel=TRAIN,
     epilog=examples(
-        "longspec train tiny_glide_stage1_sinkpi-slicing model_name_or_path=TARGET 'data.files=[DATA.jsonl]' "
-        "output_dir=outputs/draft --num_gpus 1",
-        "longspec train CONFIG max_steps=10 --dry_run",
+        "longspec train your-model model_name_or_path=TARGET 'data.files=[data/train.jsonl]'",
+        "longspec train your-model model_name_or_path=TARGET 'data.files=[data/train.jsonl]' --num_gpus 1 --dry_run",
     ),
 )(train)
 app.command(rich_help_panel=TRAIN, epilog=examples("longspec extract outputs/RUN/last_ds drafts/mine --hf"))(extract)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,7 @@ from longspec.cli.options import (
     ModelOption,
     TemperatureOption,
     TemplateOption,
+    loading,
 )
 
 DEFAULT_PROMPTS = (
@@ -53,7 +55,15 @@ def bench(
         int, typer.Option("--max_new_tokens", min=2, help="Length of each answer.", rich_help_panel=SAMPLING)
     ] = 128,
     temperature: TemperatureOption = 0.0,
-    png: Annotated[Path, typer.Option("--png", help="Picture to write.", rich_help_panel=OUTPUT)] = Path("bench.png"),
+    png: Annotated[
+        Path | None,
+        typer.Option(
+            "--png", help="Picture to write.", show_default="bench.png with matplotlib", rich_help_panel=OUTPUT
+        ),
+    ] = None,
+    measure_again: Annotated[
+        bool, typer.Option("--measure_again", help="Forget the measured times of rounds, from which auto chooses.")
+    ] = False,
 ) -> None:
     """Compare vanilla, lookup, tree and auto: a table, a picture, and a JSON line on stdout.
 
@@ -65,24 +75,33 @@ def bench(
     from longspec.cli.pair import SamplingOptions, choose_model, open_pair
     from longspec.cli.prompts import read_prompts
     from longspec.errors import UserError
-    from longspec.extras import extra
+    from longspec.inference.adaptive.time_cache import forget_times
 
-    with extra("demo"):
-        from longspec.cli.picture import draw
-    check_folder(png, "--png")
+    # The default picture is left out without matplotlib.
+    has_matplotlib = find_spec("matplotlib") is not None
+    if png is not None and not has_matplotlib:
+        raise UserError("--png: matplotlib is not installed; run: pip install matplotlib")
+    picture = png or (Path("bench.png") if has_matplotlib else None)
+    check_folder(picture, "--png")
     name = choose_model(pair, model)
     sampling = SamplingOptions(max_new_tokens, temperature)
     if prompts is not None and not Path(prompts).is_file():
         raise UserError(f"--prompts {prompts}: no such file")
     asked = read_prompts([prompts] if prompts is not None else DEFAULT_PROMPTS)
     # vanilla, because a pair without a draft can be compared, too; `compare` gives each method by name.
-    loaded = open_pair(name, draft, "vanilla", dtype, device, chat_template_kwargs)
+    with loading(name):
+        loaded = open_pair(name, draft, "vanilla", dtype, device, chat_template_kwargs)
+    if measure_again:
+        forget_times()
     console = Console(stderr=True, highlight=False)
     with console.status("measuring") as status:
         summary = compare(loaded, asked, sampling, lambda label: status.update(f"measuring {label}"))
-    draw(summary, png)
     console.print(result_table(summary))
     for method, reason in summary["skipped"].items():
         console.print(f"{method}: skipped, {reason}", markup=False)
-    console.print(f"picture: {png}", markup=False)
+    if picture is not None:
+        from longspec.cli.picture import draw
+
+        draw(summary, picture)
+        console.print(f"picture: {picture}", markup=False)
     print(json.dumps(summary))

@@ -34,6 +34,7 @@ from longspec.cli.options import (
     TreeShapeOption,
     TypicalPOption,
     drafting_options,
+    loading,
 )
 
 
@@ -75,19 +76,20 @@ def chat(
     ] = None,
 ) -> None:
     """Chat in the terminal. Ctrl-C stops an answer, /quit or Ctrl-D ends the chat, /help lists the commands."""
-    from longspec.cli.pair import SamplingOptions, choose_model, note_plain_format, open_pair
-    from longspec.cli.session import Session
-    from longspec.inference.process_group import shared_target
-    from longspec.signals import StopSignals
-
-    name = choose_model(pair, model)
-    sampling = SamplingOptions(max_new_tokens, temperature, top_p, top_k, min_p, typical_p, epsilon_cutoff)
-    drafting = drafting_options(tree_shape, tree_rule, tree_nodes, lookup_branches, gamma)
     with ExitStack() as stack:
-        if tp_size > 1:  # only rank 0 goes on
-            stop = stack.enter_context(StopSignals(at_once=True))
-            stack.enter_context(shared_target(tp_size, device, stop))
-        loaded = open_pair(name, draft, method, dtype, device, chat_template_kwargs)
-        loaded.drafting = drafting
-        note_plain_format(loaded)
+        with loading(pair or model):
+            from longspec.cli.pair import SamplingOptions, choose_model, note_plain_format, open_pair
+            from longspec.cli.session import Session
+            from longspec.inference.process_group import shared_target
+            from longspec.signals import StopSignals
+
+            name = choose_model(pair, model)
+            sampling = SamplingOptions(max_new_tokens, temperature, top_p, top_k, min_p, typical_p, epsilon_cutoff)
+            drafting = drafting_options(tree_shape, tree_rule, tree_nodes, lookup_branches, gamma)
+            if tp_size > 1:  # only rank 0 goes on
+                stop = stack.enter_context(StopSignals(at_once=True))
+                stack.enter_context(shared_target(tp_size, device, stop))
+            loaded = open_pair(name, draft, method, dtype, device, chat_template_kwargs)
+            loaded.drafting = drafting
+            note_plain_format(loaded)
         Session(loaded, sampling, Console(highlight=False), system, seed).run()

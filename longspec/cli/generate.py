@@ -26,6 +26,7 @@ from longspec.cli.options import (
     TopKOption,
     TopPOption,
     TpSizeOption,
+    loading,
 )
 
 
@@ -85,8 +86,9 @@ def generate(
     ] = False,
     json_file: JsonOption = None,
 ) -> None:
-    """Answer prompts, and write one JSON line per prompt in the same order. Under torchrun, ranks share the prompts.
+    """Answer prompts, and write one JSON line per prompt in the same order; a terminal shows the texts.
 
+    Under torchrun, ranks share the prompts.
     Above temperature 0, the default method is tree, so that a seed repeats the answers on any number of ranks.
     """
     from longspec.cli.answers import PromptRun, answer_prompts
@@ -115,7 +117,8 @@ def generate(
         def load() -> PromptRun:
             # A seed gives the same answers after an interruption, and on any number of ranks.
             repeats = temperature > 0
-            pair = open_pair(model, draft, method, dtype, replicas.device(device), chat_template_kwargs, repeats)
+            with loading(model):
+                pair = open_pair(model, draft, method, dtype, replicas.device(device), chat_template_kwargs, repeats)
             has_template = pair.chat_format != "plain"
             if chat and not has_template:
                 raise UserError(f"--chat: {pair.name} has no chat template; use --raw")

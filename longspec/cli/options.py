@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
 from longspec.errors import UserError
 
@@ -153,6 +157,13 @@ def drafting_options(
             raise UserError(f"--tree_shape: {tree_shape!r}; give the nodes of each level, as in 4,16,16")
         options["tree_shape"] = tuple(map(int, widths))
     return options
+
+
+@contextmanager
+def loading(pair: str | None) -> Iterator[None]:
+    """Context that shows on a terminal that a pair is loaded, which takes seconds from the first import on."""
+    with Console(stderr=True, highlight=False).status(f"loading {escape(pair or EMBEDDED_PAIR)}"):
+        yield
 
 
 def examples(*lines: str) -> str:

@@ -10,19 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from longspec.errors import UserError
+from longspec.inference.detokenizer import printable
 from longspec.jobs.results import Line, json_bytes
 from longspec.locks import locked_file
 from longspec.replacing import replacing
 
 
 class StdoutLines:
-    """Results on stdout, in the order of prompts: a line waits until those of all earlier prompts are printed."""
+    """Results on stdout, in the order of prompts: a line waits until those of all earlier prompts are printed.
+
+    A terminal gets texts instead of JSON.
+    """
 
     def __init__(self, numbers: Sequence[int]) -> None:
         """numbers: of all prompts, in order."""
         self.done: set[int] = set()
         """The prompts that have an answer."""
         self._waiting: dict[int, Line] = {}
+        self._is_one = len(numbers) == 1
         self._numbers = iter(numbers)
         self._next = next(self._numbers, None)
 
@@ -42,12 +47,18 @@ class StdoutLines:
 
     def _print(self, line: Line) -> None:
         try:
-            sys.stdout.buffer.write(json_bytes(line) + b"\n")
-            sys.stdout.buffer.flush()
+            stdout = sys.stdout.buffer
+            stdout.write((self._text(line).encode() if stdout.isatty() else json_bytes(line)) + b"\n")
+            stdout.flush()
         except BrokenPipeError:
             raise  # nobody reads stdout any more; `app.main` ends the command
         except OSError as error:
             raise UserError(f"stdout: cannot be written ({error.strerror})") from error
+
+    def _text(self, line: Line) -> str:
+        """An answer for a terminal, below the number of its prompt if there are several."""
+        text = printable(line["text"].strip()) + (" ..." if line["finish_reason"] == "length" else "")
+        return text if self._is_one else f"prompt {line['index'] + 1}\n{text}\n"
 
 
 def locked_output(path: Path) -> AbstractContextManager[object]:

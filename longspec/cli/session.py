@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,11 +19,13 @@ from longspec.data.aligners import Turn
 from longspec.errors import UserError
 
 HELP = """\
-/stats  speed and acceptance of the last answer and of the chat
-/reset  forget the conversation
-/help   this list
-/quit   end the chat, as Ctrl-D does
-Ctrl-C  stop the answer; its text so far stays in the conversation"""
+/file PATH  put the text of a file before the next message
+/stats      speed and acceptance of the last answer and of the chat
+/reset      forget the conversation
+/help       this list
+/quit       end the chat, as Ctrl-D does
+Ctrl-C      stop the answer; its text so far stays in the conversation
+A pasted text is one message, also if it has several lines."""
 
 
 class Session:
@@ -44,6 +47,8 @@ class Session:
         self.opening: list[Turn] = [] if system is None else [{"role": "system", "content": system}]
         self.turns = list(self.opening)
         self.answers: list[Answer] = []
+        self.files: list[str] = []
+        """Texts of files for the next message."""
         self.commands = {"/help": self.help, "/stats": self.stats, "/reset": self.reset}
 
     def run(self) -> None:
@@ -56,7 +61,9 @@ class Session:
             self.console.print(LEGEND[pair.method])
         if sys.stdin.isatty():
             with suppress(ImportError):
-                importlib.import_module("readline")  # line editing and history in `input`
+                readline = importlib.import_module("readline")  # line editing and history in `input`
+                # Pasted lines arrive as one; Python switches it off for its own prompt.
+                readline.parse_and_bind("set enable-bracketed-paste on")
         with _sigint_interrupts():
             while (line := self._read()) is not None and line != "/quit":
                 self.handle_line(line)
@@ -64,12 +71,14 @@ class Session:
     def handle_line(self, line: str) -> None:
         """Run a command or answer a message. A UserError ends the turn, not the chat."""
         try:
+            command, _, argument = line.partition(" ")
             if line in self.commands:
                 self.commands[line]()
-            elif line.startswith("/"):
-                self.console.print(f"{line.split()[0]}: unknown command; /help lists them", markup=False)
+            elif command == "/file":
+                self.add_file(argument.strip())
             else:
-                self.answer(line)
+                self.answer("\n\n".join([*self.files, line]))
+                self.files = []
         except UserError as error:
             self.console.print(f"error: {error}", markup=False)
 
@@ -105,11 +114,23 @@ class Session:
             self.answers.append(stream.answer)
             self.console.print(f"[dim]{describe([stream.answer])}[/]")
 
+    def add_file(self, name: str) -> None:
+        """Keep the text of a file for the next message. Raises UserError if it is not a readable text file."""
+        path = Path(name).expanduser()
+        try:
+            text = path.read_text().strip()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "not a text file"
+            raise UserError(f"/file {name}: cannot be read ({reason}); give the path of a text file") from error
+        self.files.append(text)
+        (tokens,) = self.pair.encode([text])
+        self.console.print(f"{path}: {len(tokens)} tokens go with the next message", markup=False)
+
     def help(self) -> None:
         self.console.print(HELP, markup=False)
 
     def reset(self) -> None:
-        self.turns = list(self.opening)
+        self.turns, self.files = list(self.opening), []
         self.console.print("The conversation is empty.")
 
     def stats(self) -> None:

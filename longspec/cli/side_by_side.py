@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from longspec.cli.pair import LoadedPair, SamplingOptions
-from longspec.cli.stream import CONTROL_CHARACTERS, LEGEND, STYLES, AnswerStream, describe
+from longspec.cli.stream import LEGEND, STYLES, AnswerStream, describe
+from longspec.inference.detokenizer import printable
 from longspec.inference.origins import Origin
 
 WARM_UP_TOKENS = 4
@@ -27,7 +28,7 @@ class AnswerColumn(AnswerStream):
 
     def _print(self, piece: str, origin: Origin) -> None:
         self.answer.text += piece
-        self.shown.append(piece.translate(CONTROL_CHARACTERS), STYLES[origin])
+        self.shown.append(printable(piece), STYLES[origin])
 
 
 def side_by_side(

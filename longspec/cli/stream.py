@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from longspec.inference.detokenizer import Detokenizer
+from longspec.inference.detokenizer import Detokenizer, printable
 from longspec.inference.origins import Origin
 
 STYLES: dict[Origin, str] = {"target": "", "draft": "#56b4e9", "lookup": "#e69f00"}
@@ -27,9 +27,6 @@ LEGEND = {
     **dict.fromkeys(("tree", "seq", "magicdec"), _DRAFT_LEGEND),
 }
 """Explanations of the colors by method; vanilla needs none."""
-# A model may have learned escape sequences, which would move the cursor or rename the window.
-CONTROL_CHARACTERS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-"""Translation table that removes terminal control codes from a text."""
 
 
 @dataclass
@@ -91,7 +88,7 @@ class AnswerStream:
     def _print(self, piece: str, origin: Origin) -> None:
         if piece:
             self.answer.text += piece
-            shown = Text(piece.translate(CONTROL_CHARACTERS), STYLES[origin])
+            shown = Text(printable(piece), STYLES[origin])
             self.console.print(shown, end="", soft_wrap=True)
 
     @contextmanager

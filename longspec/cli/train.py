@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from longspec.errors import UserError
+from longspec.extras import extra
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = "trainer_base_ds_mul_fs_tp.py"
@@ -18,8 +19,20 @@ CONFIGS = Path("conf", "exp")
 LAUNCH = "Launch"
 
 
+def config_names(folder: Path = ROOT / CONFIGS) -> list[str]:
+    """The names of the configurations in `folder`."""
+    return sorted(file.stem for file in folder.glob("*.yaml"))
+
+
+def _complete(incomplete: str) -> list[str]:
+    return [name for name in config_names() if name.startswith(incomplete)]
+
+
 def train(
-    config: Annotated[str, typer.Argument(help="Name of a file in the configuration folder, without .yaml.")],
+    config: Annotated[
+        str,
+        typer.Argument(help="Name of a file in the configuration folder, without .yaml.", autocompletion=_complete),
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Values that replace those of the configuration: key=value.")
     ] = None,
@@ -41,17 +54,27 @@ def train(
         typer.Option("--config_dir", help="Configuration folder.", show_default=str(CONFIGS), rich_help_panel=LAUNCH),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry_run", help="Print the launch line without running it.", rich_help_panel=LAUNCH)
+        bool,
+        typer.Option(
+            "--dry_run", help="Check the configuration and print the launch line only.", rich_help_panel=LAUNCH
+        ),
     ] = False,
 ) -> None:
-    """Train a draft: print DeepSpeed's launch line for a configuration and run it."""
+    """Train a draft: check a configuration, print DeepSpeed's launch line for it and run it."""
     if include is not None and num_gpus is not None:
         raise UserError("--include, --num_gpus: give one of them")
     launcher = {"--num_gpus": num_gpus, "--include": include, "--master_port": master_port}
     options = [part for name, value in launcher.items() if value is not None for part in (name, str(value))]
     command = launch_line(config, overrides or [], options, config_dir)
+    with extra("train"):
+        from longspec.train.config import load_config
+    load_config(command[command.index("-cp") :])  # so that an error is not followed by the launcher's messages
     print(shlex.join(command), flush=True)
     if not dry_run:
+        import torch
+
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or each of the launcher's processes remarks it
         os.execv(command[0], command)
 
 
@@ -62,10 +85,11 @@ def launch_line(config: str, overrides: list[str], options: list[str], config_di
     if not trainer.is_file():
         raise UserError(f"{trainer}: not found; training runs from a clone of the repository (pip install -e .)")
     if not (folder / f"{config}.yaml").is_file():
-        names = ", ".join(sorted(file.stem for file in folder.glob("*.yaml"))) or "none"
+        names = ", ".join(config_names(folder)) or "none"
         raise UserError(f"{config}: no configuration in {folder}; there are: {names}")
     for override in overrides:
         if "=" not in override:
             raise UserError(f"{override}: not an override; write key=value")
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", *options]
+    # The launcher would repeat the whole command after the error that ended the run.
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical", *options]
     return [*launcher, str(trainer), "-cp", str(folder), "-cn", config, *overrides]

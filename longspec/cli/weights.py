@@ -7,16 +7,20 @@ from typing import Annotated
 
 import typer
 
+from longspec.extras import extra
+
 
 def extract(
     checkpoint: Annotated[Path, typer.Argument(help="Folder last_ds or last_2ds of a run.")],
     output: Annotated[Path, typer.Argument(help="File .pth or folder to write.")],
     hf: Annotated[bool, typer.Option("--hf", help="Write a folder in Hugging Face format.")] = False,
+    int8: Annotated[bool, typer.Option("--int8", help="Store matrices in 8 bits; only with --hf.")] = False,
 ) -> None:
     """Extract the draft from a DeepSpeed checkpoint."""
-    from longspec.train.extraction import extract_draft
+    with extra("train"):
+        from longspec.train.extraction import extract_draft
 
-    print(f"{extract_draft(checkpoint, output, hf)} weights of {checkpoint} written to {output}")
+    print(f"{extract_draft(checkpoint, output, hf, int8)} weights of {checkpoint} written to {output}")
 
 
 def split(

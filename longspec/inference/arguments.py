@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longspec.errors import UserError
-from longspec.inference.methods import AUTO, GLIDE_METHODS, METHODS, TREE_RULES, Drafting
+from longspec.inference.methods import AUTO, GLIDE_METHODS, TREE_RULES, Drafting, method_names
 from longspec.models.draft_layer import check_window
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import position_limit
@@ -126,14 +126,15 @@ def checked_drafting(model: GlideMixin, drafting: Drafting, allow_untrained_draf
 def check_drafting(drafting: Drafting, vocab_size: int) -> None:
     """Raise UserError for an unknown method or tree rule, and for a tree or gamma outside its range."""
     method = drafting.method
-    for name, value, known in (("method", method, (*METHODS, AUTO)), ("tree_rule", drafting.tree_rule, TREE_RULES)):
+    known_methods = (*method_names(), AUTO)
+    for name, value, known in (("method", method, known_methods), ("tree_rule", drafting.tree_rule, TREE_RULES)):
         if value not in known:
             raise UserError(f"{name}: {value!r} is unknown; choose one of {', '.join(known)}")
     if method in ("tree", AUTO):
         _check_tree_shape(drafting.tree_shape, vocab_size)
     if drafting.tree_nodes is not None:
         _check_integer("tree_nodes", drafting.tree_nodes, 2, MAX_NODES)
-    if method in ("seq", "magicdec", "lookup"):
+    if method not in ("vanilla", "tree", AUTO):
         _check_integer("gamma", drafting.gamma, 1, MAX_NODES - 1)
 
 

@@ -7,6 +7,14 @@ from typing import Any
 
 REPLACEMENT = "\ufffd"
 """The character that a tokenizer decodes incomplete bytes to."""
+# A model may have learned escape sequences, which would move the cursor or rename the window.
+CONTROL_CHARACTERS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""Translation table that removes terminal control codes from a text."""
+
+
+def printable(text: str) -> str:
+    """`text` without terminal control codes."""
+    return text.translate(CONTROL_CHARACTERS)
 
 
 class Detokenizer:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from longspec.errors import UserError
 
 if TYPE_CHECKING:
     from longspec.inference.drafting.proposal import Drafter
@@ -39,8 +41,31 @@ class Drafting:
     """Whether method "auto" plays trees."""
 
 
+MakeDrafter = Callable[["Runner", int, int], "Drafter"]
+"""(runner, batch, gamma) -> a drafter for `batch` rows."""
+_own: dict[str, MakeDrafter] = {}
+
+
+def register_method(name: str, make: MakeDrafter) -> None:
+    """Make a drafting method available as `method=NAME` of `longspec.generate` in this process.
+
+    make: called with the model's runner, the number of rows and the argument `gamma`; returns a `Drafter`. The output
+    is that of the target whatever the drafter proposes. Raises UserError for a name that exists.
+    """
+    if name in (*method_names(), AUTO):
+        raise UserError(f"register_method: there is a method {name!r}; choose another name")
+    _own[name] = make
+
+
+def method_names() -> tuple[str, ...]:
+    """METHODS and the registered ones."""
+    return (*METHODS, *_own)
+
+
 def make_drafter(drafting: Drafting, runner: Runner, batch: int, sampler: Sampler) -> Drafter:
-    """The drafter of one of METHODS for `batch` rows. sampler: the draft's."""
+    """The drafter of one of `method_names()` for `batch` rows. sampler: the draft's."""
+    if drafting.method in _own:
+        return _own[drafting.method](runner, batch, drafting.gamma)
     from longspec.inference.drafting.chain import ChainDrafter, NoDraft
     from longspec.inference.drafting.glide import GlideDraft
     from longspec.inference.drafting.lookup import LookupBranches, LookupDrafter

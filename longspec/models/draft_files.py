@@ -17,7 +17,9 @@ from transformers import PreTrainedConfig
 from longspec.errors import UserError, first_line
 from longspec.models.draft_layer import MAX_WINDOW, PUBLISHED, DraftOptions, GlideDecoderLayer
 from longspec.models.draft_vocabulary import MAPS, maps_problem
+from longspec.models.int8_storage import dequantized
 from longspec.models.target_files import HUB_ERRORS, check_hub_id, without_memory
+from longspec.models.target_sample import SAMPLE_KEYS, TargetSample, read_sample
 from longspec.models.weight_files import is_plain, read_metadata, read_weights
 from longspec.untrusted import read_json, read_yaml
 
@@ -45,6 +47,8 @@ class DraftSettings:
 
     options: DraftOptions = PUBLISHED
     is_trained: bool = True
+    target: TargetSample | None = None
+    """Sample of the target that it was trained for; older drafts have none."""
 
 
 def resolve_draft(path: str | Path) -> Path:
@@ -81,12 +85,13 @@ def load_draft(path: str | Path) -> dict[str, Tensor]:
     """Draft weights on the CPU without the prefix `draft_model.`, from any format that `resolve_draft` accepts.
 
     A folder holds `draft_model_weights.pth`, or is in Hugging Face form: `config.json` with safetensors or
-    `pytorch_model*.bin`. The tensors are mapped from the files; no code in them runs. Raises UserError.
+    `pytorch_model*.bin`. The tensors are mapped from the files, except those stored in 8 bits; no code in them runs.
+    Raises UserError.
     """
     state: dict[str, Tensor] = {}
     for file in _weight_files(resolve_draft(path)):
         state |= read_weights(file)
-    return strip_prefix(state)
+    return dequantized(strip_prefix(state), str(path))
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -187,9 +192,12 @@ def draft_settings(path: str | Path) -> DraftSettings:
     if run.exists() and isinstance(model := read_yaml(run).get("model"), dict):
         stated |= {name: model[name] for name in OPTION_KEYS if name in model}
     config = read_json(config_file) if config_file.exists() else {}
+    target: dict[str, Any] = {}
     for source in (config, read_metadata(_weight_files(draft)[0])):
         stated |= {name: source[key] for name, key in OPTION_KEYS.items() if key in source}
-    return DraftSettings(checked_options(stated, f"{path}: "), config.get(TRAINED_KEY, True) is not False)
+        target |= {key: _parsed(source[key]) for key in SAMPLE_KEYS if key in source}
+    is_trained = config.get(TRAINED_KEY, True) is not False
+    return DraftSettings(checked_options(stated, f"{path}: "), is_trained, read_sample(target, f"{path}: "))
 
 
 def checked_options(stated: Mapping[str, Any], prefix: str = "") -> DraftOptions:

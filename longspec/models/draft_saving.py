@@ -6,6 +6,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -14,16 +15,23 @@ from transformers import PreTrainedConfig
 
 from longspec.models.draft_files import TRAINED_KEY, option_entries, strip_prefix
 from longspec.models.draft_layer import PUBLISHED, DraftOptions
+from longspec.models.int8_storage import quantized
+from longspec.models.target_sample import TargetSample
 from longspec.replacing import replacing
 
 
-def save_draft_file(state: Mapping[str, Tensor], file: str | Path, options: DraftOptions = PUBLISHED) -> None:
-    """Write a `.pth` of plain weights without the prefix, with the options in the state dict's metadata."""
+def save_draft_file(
+    state: Mapping[str, Tensor],
+    file: str | Path,
+    options: DraftOptions = PUBLISHED,
+    target: TargetSample | None = None,
+) -> None:
+    """Write a `.pth` of plain weights without the prefix, with options and target in the state dict's metadata."""
     file = Path(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     # torch keeps `_metadata` of an OrderedDict, and loaders of plain weights ignore it.
     weights = OrderedDict(strip_prefix(state))
-    weights._metadata = {"": {"version": 1, **option_entries(options)}}  # type: ignore[attr-defined]
+    weights._metadata = {"": {"version": 1, **_entries(options, target)}}  # type: ignore[attr-defined]
     # torch stores the name of a path, but not that of a stream.
     with replacing(file) as unfinished, unfinished.open("wb") as stream:
         torch.save(weights, stream)
@@ -35,15 +43,27 @@ def save_draft_folder(
     folder: str | Path,
     options: DraftOptions = PUBLISHED,
     is_trained: bool = True,
+    target: TargetSample | None = None,
+    int8: bool = False,
 ) -> None:
-    """Write a draft in Hugging Face form (`config.json` of its target + safetensors), ready for the hub."""
+    """Write a draft in Hugging Face form (`config.json` of its target + safetensors), ready for the hub.
+
+    target: the sample of the target that it was trained for, if known. int8: whether matrices are stored in 8 bits
+    (see `int8_storage`), which only this project reads.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: w.detach().contiguous() for name, w in strip_prefix(state).items()}
-    entries = option_entries(options)
+    if int8:
+        weights = quantized(weights)
+    entries = _entries(options, target)
     with replacing(folder / "model.safetensors") as unfinished:
         save_file(weights, unfinished, {"format": "pt"} | {key: json.dumps(value) for key, value in entries.items()})
     # A trained draft has no such key, so files of other tools count as trained.
     settings = entries | ({} if is_trained else {TRAINED_KEY: False})
     with replacing(folder / "config.json") as unfinished:
         unfinished.write_text(json.dumps(json.loads(config.to_json_string()) | settings, indent=2) + "\n")
+
+
+def _entries(options: DraftOptions, target: TargetSample | None) -> dict[str, Any]:
+    return option_entries(options) | (target.entries() if target else {})

@@ -24,6 +24,7 @@ from longspec.models.pretrained import LOADED_WITH, PretrainedPairMixin, checked
 from longspec.models.target_attention import ATTENTION_NAME, ChosenKV, KeysValues, last_keys_values, run_backbone
 from longspec.models.target_files import at_revision, without_memory
 from longspec.models.target_graph import TargetGraphs
+from longspec.models.target_sample import take_sample, warn_if_other_target
 
 
 class Objective(Protocol):
@@ -111,6 +112,8 @@ class GlideMixin(PretrainedPairMixin):
         if draft is not None and glide_path is not None:
             self.load_draft_state(draft, source=str(glide_path))
             self.draft_is_trained = settings.is_trained
+            self.draft_target = settings.target
+            warn_if_other_target(settings.target, take_sample(self, str(target_model_path)), str(glide_path))
 
     def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Frozen embeddings [B, T, hidden] of tokens [B, T] and the target's rotary table at positions [B, T]."""

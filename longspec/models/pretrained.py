@@ -38,6 +38,7 @@ from longspec.models.target_files import (
     read_config,
     weight_problem,
 )
+from longspec.models.target_sample import TargetSample, take_sample
 from longspec.models.target_split import has_parts, rank_config, read_part, stored_weights
 from longspec.models.weight_checks import check_all_used, check_weights
 
@@ -102,6 +103,8 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
 
     Code that trains a fresh draft in this process sets it.
     """
+    draft_target: TargetSample | None = None
+    """Sample of the target that the draft was trained for; None if the draft does not say."""
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -232,7 +235,8 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         self._target_alone().save_pretrained(folder, is_main_process, target, **kwargs)
         if is_main_process:
             options = self.draft_model.options
-            save_draft_folder(draft, self.config, folder / DRAFT_FOLDER, options, self.draft_is_trained)
+            sample = self.draft_target or take_sample(self, str(self.config.name_or_path))
+            save_draft_folder(draft, self.config, folder / DRAFT_FOLDER, options, self.draft_is_trained, sample)
             if push_to_hub:
                 self.push_to_hub(hub.pop("repo_id", folder.name), **hub)
 

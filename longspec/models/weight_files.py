@@ -77,8 +77,10 @@ def _read_pickle(file: Path) -> Any:
 
 
 def _is_readable(name: str, value: object) -> bool:
-    """Whether a value is a weight, or a tensor of a draft's vocabulary list."""
-    return is_plain(value) or (name.rpartition(".")[2] in MAPS and _is_dense(value))
+    """Whether a value is a weight, which may be stored in 8 bits, or a tensor of a draft's vocabulary list."""
+    if is_plain(value):
+        return True
+    return _is_dense(value) and (value.dtype == torch.int8 or name.rpartition(".")[2] in MAPS)
 
 
 def _is_dense(value: object) -> TypeGuard[Tensor]:

@@ -25,17 +25,21 @@ from longspec.models.draft_layer import DraftOptions
 from longspec.models.draft_saving import save_draft_file
 from longspec.models.target_cache import resolve_target
 from longspec.models.target_files import read_config
+from longspec.models.target_sample import TargetSample, read_sample
 from longspec.ranks.agreement import from_every_rank, from_rank_zero
 from longspec.train.config import CONFIG_NAME, is_checkpoint, read_config_file, to_yaml
 from longspec.train.config_schema import TrainConfig
 from longspec.train.generations import BEST, DRAFTS, STATES, settle
 from longspec.train.seals import Progress, Run, damage, describe, read_seal, seal
 from longspec.train.shards import MASTERS, Shards, adopt
+from longspec.untrusted import read_json
 
 logger = logging.getLogger(__name__)
 
 EVALUATION_NAME = "evaluation.json"
 """File in `checkpoint-best` with the metrics of its evaluation."""
+TARGET_NAME = "target.json"
+"""File in a saved DeepSpeed state with the sample of the target."""
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a full disk or an exhausted quota."""
 
@@ -57,8 +61,9 @@ def save_checkpoint(
 
     def complete() -> None:
         with _write_errors(output, progress):
-            _write_draft(draft_folder, draft, config.model.draft_options, tokenizer)
+            _write_draft(draft_folder, draft, config.model.draft_options, engine.module.draft_target, tokenizer)
             _write_config(state_folder, config)
+            _write_target(state_folder, engine.module.draft_target)
             _write_config(draft_folder, config)
             # The seal of the draft folder comes last, because it makes the whole generation valid.
             seal(state_folder, progress, run, reports)
@@ -96,7 +101,7 @@ def _recorded_paths(engine: Any) -> Iterator[list[Path]]:
 
 
 def save_best(
-    model: nn.Module,
+    model: Any,
     tokenizer: Any,
     config: TrainConfig,
     progress: Progress,
@@ -111,7 +116,7 @@ def save_best(
         with _write_errors(output, progress):
             settle(output)
             folder = output / BEST[0]
-            _write_draft(folder, draft, config.model.draft_options, tokenizer)
+            _write_draft(folder, draft, config.model.draft_options, model.draft_target, tokenizer)
             _write_config(folder, config)
             # The metrics are part of the sealed folder, so a resumed run can trust them.
             (folder / EVALUATION_NAME).write_text(json.dumps({"step": progress.step, **metrics}, indent=2) + "\n")
@@ -166,14 +171,26 @@ def _same_held_out_rows(folder: Path, saved_run: Run, config: TrainConfig, run: 
     return saved_digests == [digest for _, digest in run.contents.held_out]
 
 
-def _write_draft(folder: Path, draft: dict[str, Tensor], options: DraftOptions, tokenizer: Any) -> None:
+def _write_draft(
+    folder: Path, draft: dict[str, Tensor], options: DraftOptions, target: TargetSample | None, tokenizer: Any
+) -> None:
     folder.mkdir()
-    save_draft_file(draft, folder / DRAFT_WEIGHTS_NAME, options)
+    save_draft_file(draft, folder / DRAFT_WEIGHTS_NAME, options, target)
     tokenizer.save_pretrained(folder)
 
 
 def _write_config(folder: Path, config: TrainConfig) -> None:
     (folder / CONFIG_NAME).write_text(to_yaml(absolute_paths(config)))
+
+
+def _write_target(folder: Path, target: TargetSample | None) -> None:
+    (folder / TARGET_NAME).write_text(json.dumps(target.entries() if target else {}) + "\n")
+
+
+def saved_target(folder: Path) -> TargetSample | None:
+    """The sample of the target in a saved DeepSpeed state; None in one of an older version. Raises UserError."""
+    file = folder / TARGET_NAME
+    return read_sample(read_json(file), f"{file}: ") if file.exists() else None
 
 
 @contextmanager

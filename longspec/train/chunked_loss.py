@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longspec.data.collators import IGNORED
+from longspec.errors import UserError
 from longspec.kernels.shared.device import runs_triton
 from longspec.kernels.training.reference import OUTSIDE
 from longspec.models.parallel import (
@@ -14,6 +16,7 @@ from longspec.models.parallel import (
     sum_over_ranks,
     vocabulary_log_softmax,
 )
+from longspec.train.losses import OwnLoss, own_loss
 
 TERMS = ("loss", "ce", "kl", "target_loss")
 """Names of the summed terms, in their order in a tensor of sums."""
@@ -51,8 +54,8 @@ class ChunkedLoss(torch.autograd.Function):
         teacher: Tensor | None,
         labels: Tensor,
         weight: Tensor,
+        loss: str,
         share: float,
-        acceptance: bool,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         """hidden, teacher [N, hidden]; labels [N]; weight [V, hidden] -> (sum of the loss, sums of TERMS [4]).
@@ -64,7 +67,7 @@ class ChunkedLoss(torch.autograd.Function):
         sums = zero_sums(hidden)
         for span, logits, teacher_logits in logit_chunks(hidden, teacher, weight, chunk):
             # Chunk by chunk, because logits of 16k tokens and 128k entries take 4 GiB in bf16.
-            logits_gradient = chunk_terms(logits, teacher_logits, labels[span], share, sums, acceptance)
+            logits_gradient = chunk_terms(logits, teacher_logits, labels[span], share, sums, loss)
             torch.mm(logits_gradient.to(hidden.dtype), weight, out=gradient[span])
 
         # Ranks that share a target each have the terms of their part of the vocabulary.
@@ -98,7 +101,7 @@ def chunk_terms(
     labels: Tensor,
     share: float,
     sums: Tensor,
-    acceptance: bool = False,
+    loss_name: str = "",
 ) -> Tensor:
     """Add this rank's part of a chunk's TERMS to `sums` in place, and return the loss's gradient by `logits` [N, V].
 
@@ -107,14 +110,18 @@ def chunk_terms(
         loss = (1 - share) · -log q(y) + share · KL(p ‖ q)
         d loss / d logits = q - (1 - share) · onehot(y) - share · p
 
-    For the label OUTSIDE, only share · KL and its gradient remain. With `acceptance` the loss is that of
-    `_acceptance_terms`.
+    For the label OUTSIDE, only share · KL and its gradient remain. The loss `acceptance` is that of
+    `_acceptance_terms`, and a registered one that of `_own_terms`.
 
     The gradient may reuse the memory of `logits`.
     """
-    if acceptance:
-        assert teacher_logits is not None
-        loss, terms, gradient = _acceptance_terms(logits, teacher_logits, labels)
+    own = own_loss(loss_name)
+    if own is not None or loss_name == "acceptance":
+        if own is not None:
+            loss, terms, gradient = _own_terms(own, logits, teacher_logits, labels, share)
+        else:
+            assert teacher_logits is not None
+            loss, terms, gradient = _acceptance_terms(logits, teacher_logits, labels)
         sums += torch.cat([loss.sum()[None], terms.sum(0)]).to(sums.dtype)
         return gradient
     compute = _kernel_terms if runs_triton(logits) else _plain_terms
@@ -156,6 +163,25 @@ def _plain_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, 
     if p is not None:
         gradient.sub_(p, alpha=share)
     return terms, gradient.scatter_add_(1, label_index, -(1 - share) * on_this_rank)
+
+
+def _own_terms(
+    own: OwnLoss, logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, share: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A registered loss per token [N], the terms of `_plain_terms`, and the gradient by autograd."""
+    terms, _ = _plain_terms(logits, teacher_logits, labels, share)
+    shown = teacher_logits.to(terms.dtype) if own.reads_target and teacher_logits is not None else None
+    labels = labels.masked_fill((labels < 0) | (labels >= logits.shape[1]), IGNORED)
+    with torch.enable_grad():
+        variable = logits.to(terms.dtype).detach().requires_grad_()
+        loss = own.per_token(variable, shown, labels)
+        if loss.shape != labels.shape:
+            raise UserError(
+                f"config key loss: the registered loss returned {list(loss.shape)} for {len(labels)} tokens; it must "
+                "return one value per token"
+            )
+        (gradient,) = torch.autograd.grad(loss.sum(), variable)
+    return loss.detach(), terms, gradient
 
 
 def _acceptance_terms(logits: Tensor, teacher_logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,6 +18,7 @@ from longspec.train.arguments import launch_parser
 from longspec.train.config_checks import DTYPES, check, check_choice
 from longspec.train.config_schema import TrainConfig
 from longspec.train.overrides import readable
+from longspec.train.recipe import auto_keys, with_auto_values, without
 from longspec.untrusted import read_yaml
 
 CONFIG_NAME = "training_config.yaml"
@@ -36,6 +37,10 @@ def load_config(argv: Sequence[str]) -> TrainConfig | None:
     if args.cfg:
         print(OmegaConf.to_yaml(composed), end="")
         return None
+    if automatic := auto_keys(composed):
+        # They follow from the other values, so these must have the right types.
+        _merged(without(composed, automatic))
+        composed = with_auto_values(composed, automatic)
     config = typed(composed)
     # Only what the user typed counts; the experiment file names a draft, too.
     overridden = {override.lstrip("+").partition("=")[0] for override in args.overrides}
@@ -70,19 +75,33 @@ def compose_config(folder: str | Path, name: str, overrides: Sequence[str] = ())
 
 def typed(composed: DictConfig) -> TrainConfig:
     """`composed` as a TrainConfig. Raises UserError for an unknown or missing key or a value of the wrong type."""
-    merged = OmegaConf.structured(TrainConfig)
+    merged = _merged(composed)
+    try:
+        return OmegaConf.to_object(merged)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        raise _key_error(error) from error
+
+
+def _merged(composed: DictConfig) -> DictConfig:
+    """`composed` merged into the schema, where keys may be missing. Raises UserError as `typed` does."""
+    merged: Any = OmegaConf.structured(TrainConfig)
     key = ""
     try:
         values: Any = OmegaConf.to_container(composed, resolve=True)
         # Merged one by one, so that an error without a key can be attributed to one.
         for key, value in values.items():
             merged = OmegaConf.merge(merged, {key: value})
-        return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
-        where = getattr(error, "full_key", None) or key
-        if isinstance(error, UNKNOWN_KEY):
-            raise _unknown_key(where) from error
-        raise UserError(f"config key {where}: {_one_line(error)}") from error
+        raise _key_error(error, key) from error
+    return merged
+
+
+def _key_error(error: OmegaConfBaseException, key: str = "") -> UserError:
+    """The error with its key, or with `key` if it has none."""
+    where = getattr(error, "full_key", None) or key
+    return (
+        _unknown_key(where) if isinstance(error, UNKNOWN_KEY) else UserError(f"config key {where}: {_one_line(error)}")
+    )
 
 
 def _unknown_key(key: str) -> UserError:

@@ -19,13 +19,12 @@ from longspec.data.tokenization import OVERFLOWS
 from longspec.errors import UserError
 from longspec.kernels.training.varlen import resolve_attention
 from longspec.train.config_schema import TrainConfig
-from longspec.train.loss import LOSSES
+from longspec.train.losses import loss_names, own_loss
 from longspec.train.positions import BLOCK_LAGS, VARIANTS
+from longspec.train.recipe import MUON_FROM, muon_fits
 
 DTYPES = ("float32", "bfloat16")
 OPTIMIZERS = ("adamw", "muon")
-MUON_FROM = "0.19.8"
-"""Oldest supported DeepSpeed version for Muon. Earlier ones have no Muon for bf16."""
 LARGEST_NUMBER = 2**64 - 1
 """Limit of all integers, and the largest seed that torch accepts."""
 WANDB_MODES = ("auto", "online", "offline", "disabled")
@@ -60,7 +59,7 @@ def _check_numbers(config: TrainConfig) -> None:
     values = OmegaConf.structured(config)
     for key in (*POSITIVE, *NOT_NEGATIVE):
         value = OmegaConf.select(values, key)
-        if value is None:  # max_steps, evaluation.rows and model.draft_vocabulary may be null
+        if value is None:  # some lengths and sizes may be null
             continue
         if isinstance(value, int):
             _require(value <= LARGEST_NUMBER, key, "must be at most 2^64 - 1", value)
@@ -77,7 +76,9 @@ def _check_numbers(config: TrainConfig) -> None:
 
 
 def _check_choices(config: TrainConfig) -> None:
-    check_choice("loss", config.loss, LOSSES)
+    check_choice("loss", config.loss, loss_names())
+    split = own_loss(config.loss) is not None and config.tp_size > 1
+    _require(not split, "tp_size", "must be 1 with a registered loss, which needs all logits", config.tp_size)
     check_choice("optimizer", config.optimizer, OPTIMIZERS)
     check_choice("resume", config.resume, (None, "latest"))
     check_choice("variant.name", config.variant.name, VARIANTS)
@@ -113,16 +114,7 @@ def _check_zero(section: dict[str, Any]) -> None:
 
 
 def _check_muon(config: TrainConfig) -> None:
-    """Allow Muon only where DeepSpeed clips the gradient.
-
-    In other settings it clips Muon's update, whose norm is the same in every step.
-    """
-    zero = config.deepspeed.zero_optimization
-
-    # The gradient is clipped before the update only here.
-    plain = zero["stage"] == 1 and not zero.get("offload_optimizer") and config.tp_size == 1
-    fits = plain and config.model.torch_dtype == "bfloat16"
-    if not fits:
+    if not muon_fits(config.deepspeed.zero_optimization, config.model.torch_dtype, config.tp_size):
         raise UserError("config key optimizer: muon needs ZeRO-1 without offload, bfloat16 and tp_size=1")
     new_enough = Version(deepspeed.__version__) >= Version(MUON_FROM)
     _require(new_enough, "optimizer", f"must be adamw with deepspeed < {MUON_FROM}", "muon")

@@ -117,8 +117,8 @@ class TrainConfig:
     max_grad_norm: float = MISSING
     per_device_train_batch_size: int = MISSING
     gradient_accumulation_steps: int = MISSING
-    # The length of the run: `max_steps`, or these epochs where it is null.
-    num_train_epochs: float = MISSING
+    # The length of the run: `max_steps`, else these epochs, else as many as the recipe takes.
+    num_train_epochs: float | None = MISSING
     max_steps: int | None = MISSING
     save_steps: int = MISSING
     tp_size: int = MISSING

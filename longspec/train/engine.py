@@ -17,10 +17,11 @@ from transformers.integrations import HfDeepSpeedConfig
 from longspec.errors import UserError
 from longspec.kernels.shared.device import runs_triton
 from longspec.kernels.training import varlen_flash
-from longspec.models.draft_files import DRAFT_PREFIX
+from longspec.models.draft_files import DRAFT_PREFIX, draft_settings
 from longspec.models.draft_layer import head_dim
 from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.models.target_graph import TargetGraphs
+from longspec.models.target_sample import sampled_weight, take_sample, warn_if_other_target
 from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import ReplicatedDraft, keep_drafts_equal
 from longspec.train.vocabulary import check_list_split
@@ -92,6 +93,10 @@ def build_pair(config: TrainConfig, draft: dict[str, Tensor] | None, vocabulary:
         pair.draft_model.set_vocabulary(vocabulary)
     if pair.draft_model.vocabulary is not None:
         check_list_split(pair.draft_model.vocabulary, pair.config.vocab_size, config.tp_size)
+    with deepspeed.zero.GatheredParameters(sampled_weight(pair)):
+        pair.draft_target = take_sample(pair, config.model_name_or_path)
+    if (source := config.draft_model_name_or_path) is not None:
+        warn_if_other_target(draft_settings(source).target, pair.draft_target, source)
     return pair
 
 

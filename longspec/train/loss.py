@@ -22,8 +22,8 @@ from longspec.kernels.training.reference import OUTSIDE
 from longspec.models.parallel import first_token, sum_over_ranks, vocabulary_size
 from longspec.ranks.agreement import from_every_rank, from_rank_zero
 from longspec.train.chunked_loss import TERMS, ChunkedLoss, chunk_terms, logit_chunks, ranked_first, zero_sums
+from longspec.train.losses import own_loss
 
-LOSSES = ("ce", "distill", "mixed", "acceptance")
 TEACHER_SHARE = {"ce": 0.0, "distill": 1.0, "mixed": 0.5, "acceptance": 1.0}
 """Weight of the target's distribution in each loss. The label has the remaining weight."""
 CHUNK_LOGITS = 2**27
@@ -37,9 +37,9 @@ class DraftLoss:
 
     `ce` is the cross-entropy with the next token, `distill` the KL divergence from the target's distribution to the
     draft's, `mixed` their mean. `acceptance` is -log of Σ min(p, q), the probability that speculative sampling accepts
-    a token of the draft's distribution q for the target's p (arXiv 2602.23881). It runs in plain torch. The hidden
-    state at i predicts labels[i + 1]; labels of -100 do not count. Labels are on the host, where the scored tokens can
-    be selected without waiting for the device.
+    a token of the draft's distribution q for the target's p (arXiv 2602.23881). It runs in plain torch, and so do
+    registered losses (see `register_loss`). The hidden state at i predicts labels[i + 1]; labels of -100 do not
+    count. Labels are on the host, where the scored tokens can be selected without waiting for the device.
 
     The sum (fp32, or fp64 for fp64 input) is over tokens; the caller divides it by the number of tokens of all ranks.
     metrics holds detached sums over the same tokens: `loss`, `ce` and `kl` if they are part of the loss, and
@@ -51,7 +51,7 @@ class DraftLoss:
     """
 
     loss: str
-    """One of LOSSES."""
+    """One of `loss_names()`."""
     log_target_loss: bool = False
     """Whether metrics include the target's own cross-entropy."""
     chunk_logits: int = CHUNK_LOGITS
@@ -62,12 +62,8 @@ class DraftLoss:
     @property
     def teacher_share(self) -> float:
         """Weight of the target's distribution, in 0 … 1."""
-        return TEACHER_SHARE[self.loss]
-
-    @property
-    def is_acceptance(self) -> bool:
-        """Whether the target's share is the loss of acceptance, not the KL divergence."""
-        return self.loss == "acceptance"
+        own = own_loss(self.loss)
+        return TEACHER_SHARE[self.loss] if own is None else float(own.reads_target)
 
     @property
     def reads_target(self) -> bool:
@@ -81,9 +77,7 @@ class DraftLoss:
         chunk = self._chunk_tokens(lm_head)
         with gathered_weight(lm_head) as weight:
             rows, row_labels = self._draft_head(lm_head, weight, targets)
-            total, sums = ChunkedLoss.apply(
-                student, teacher, row_labels, rows, self.teacher_share, self.is_acceptance, chunk
-            )
+            total, sums = ChunkedLoss.apply(student, teacher, row_labels, rows, self.loss, self.teacher_share, chunk)
             self._restore_target_loss(sums, teacher, targets, lm_head, weight)
         return total, self._metrics(sums)
 
@@ -102,7 +96,7 @@ class DraftLoss:
             rows, row_labels = self._draft_head(lm_head, weight, targets)
             for span, logits, teacher_logits in logit_chunks(student, teacher, rows, self._chunk_tokens(lm_head)):
                 correct[span] = ranked_first(logits, row_labels[span])
-                chunk_terms(logits, teacher_logits, row_labels[span], self.teacher_share, sums, self.is_acceptance)
+                chunk_terms(logits, teacher_logits, row_labels[span], self.teacher_share, sums, self.loss)
             sum_over_ranks(sums)
             self._restore_target_loss(sums, teacher, targets, lm_head, weight)
 

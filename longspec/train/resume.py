@@ -17,6 +17,7 @@ from longspec.train.config_schema import TrainConfig
 from longspec.train.contents import Contents, changes, contents_of
 from longspec.train.distributed import data_parallel_rank_and_size
 from longspec.train.generations import check_folders, drafts, find_draft, find_latest, states
+from longspec.train.recipe import recipe_steps
 from longspec.train.seals import Progress, Run, read_seal
 
 logger = logging.getLogger(__name__)
@@ -214,7 +215,10 @@ def _batch_split(config: TrainConfig, world_size: int) -> tuple[int, int, int]:
 
 def last_step(config: TrainConfig, rows: int, start_step: int) -> int:
     """The number of the run's last step. Raises UserError if that is before `start_step`."""
-    total_steps = config.max_steps or math.ceil(config.num_train_epochs * rows / rows_per_step(config))
+    epochs, batch = config.num_train_epochs, rows_per_step(config)
+    total_steps = config.max_steps
+    if total_steps is None:
+        total_steps = recipe_steps(rows, batch) if epochs is None else math.ceil(epochs * rows / batch)
     if start_step > total_steps:
         raise UserError(
             f"config key resume: the checkpoint in {config.output_dir} is of step {start_step}, but this run ends with "

@@ -1,6 +1,7 @@
 """A training run, from its command-line arguments to the last checkpoint."""
 
 import logging
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -22,8 +23,10 @@ from longspec.train.distributed import rank_zero_first, share_targets, start_ran
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.evaluation import held_out_row_count
 from longspec.train.folder_lock import sole_writer
+from longspec.train.generations import DRAFTS
 from longspec.train.inputs import read_inputs
 from longspec.train.logging import setup_logging
+from longspec.train.recipe import FEW_STEPS
 from longspec.train.resume import last_step, rows_per_step, where_to_start, with_draft_options
 from longspec.train.trainer import Trainer
 from longspec.train.vocabulary import fresh_vocabulary
@@ -84,11 +87,19 @@ def _train_locked(config: TrainConfig, termination: Termination, before_save: Ca
     evaluation_due = start.progress.evaluation_due and held_out_rows > 0
     if start_step == total_steps and not evaluation_due:
         logger.info("nothing left to do: %s already holds step %d, the last one", run_config.output_dir, total_steps)
+        log_next_command(run_config)
         return True
     logger.info(
         "%d rows, %d per step; steps %d … %d", len(inputs.rows), rows_per_step(run_config), start_step + 1, total_steps
     )
     logger.info("target %s, draft %s", run_config.model_name_or_path, start.state or draft or "fresh")
+    if draft is None and total_steps < FEW_STEPS:
+        logger.warning(
+            "%d steps are few: with less than %d a fresh draft is rarely faster than prompt lookup; give it more data, "
+            "or train with the configuration your-model, which derives the steps from the data",
+            total_steps,
+            FEW_STEPS,
+        )
 
     # A resumed run builds its draft from the saved master weights, otherwise from the previous stage.
     draft_weights = saved_draft(start.state) if start.state else inputs.draft
@@ -111,4 +122,14 @@ def _train_locked(config: TrainConfig, termination: Termination, before_save: Ca
         vocabulary=engine.module.draft_model.vocabulary,
         before_save=before_save,
     )
-    return trainer.run(termination)
+    finished = trainer.run(termination)
+    if finished:
+        log_next_command(run_config)
+    return finished
+
+
+def log_next_command(config: TrainConfig) -> None:
+    """Log where the draft is and the command that compares it with the other methods."""
+    folder = Path(config.output_dir) / DRAFTS[1]
+    command = ["longspec", "bench", config.model_name_or_path, "--draft", str(folder)]
+    logger.info("the draft is in %s; compare it with the other methods: %s", folder, shlex.join(command))

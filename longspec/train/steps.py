@@ -1,6 +1,8 @@
 """One optimizer step: its micro-batches, loss, gradient and metrics."""
 
+import logging
 import math
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +33,9 @@ from longspec.train.sampler import ResumableSampler
 FINISH_S = 10
 """Seconds that the current step may take after a request to stop. Launchers kill a rank after 30 s, and saving takes
 time, too."""
+SLOW_STEP_S = 20
+"""Seconds from which on the duration of a step is announced."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class OptimizerSteps:
         self.objective = objective
         self.sampler = sampler
         self.accumulation = config.gradient_accumulation_steps
+        self.first_step = sampler.start // self.accumulation + 1
         self.learning_rate_factor = cosine_with_warmup(total_steps, config.warmup_ratio)
 
     def load(self, step: int, arrays: Arrays) -> StepBatches:
@@ -111,6 +117,7 @@ class OptimizerSteps:
         terms: list[dict[str, Tensor]] = []
         inputs: EngineInputs | None = batches.first_inputs
         next_batches: StepBatches | None = None
+        start = time.perf_counter()
         for index in range(len(batches.micro_batches)):
             # An unfinished step is dropped, and the resumed run repeats it. Before the first micro-batch nothing is
             # lost; after it the step is worth finishing if that does not take long.
@@ -121,6 +128,8 @@ class OptimizerSteps:
             loss, micro_batch_terms = self.forward(micro_step, inputs)
             self.engine.backward(loss * loss_scale)
             terms.append(micro_batch_terms)
+            if step == self.first_step and index == 0:
+                self.log_slow_steps(time.perf_counter() - start)
 
             # The device is still busy, so preparing the next micro-batch here costs no time. Its target pass does not
             # depend on the draft's weights and can run in parallel to the optimizer step.
@@ -136,6 +145,11 @@ class OptimizerSteps:
             # DeepSpeed counts the calls: only the last one of a step changes the weights.
             self.engine.step()
         return terms, next_batches
+
+    def log_slow_steps(self, micro_batch_s: float) -> None:
+        """Log how long the first step takes, where it would otherwise be a long silence."""
+        if (step_s := micro_batch_s * self.accumulation) > SLOW_STEP_S:
+            logger.info("a step has %d micro-batches and takes about %.0f s", self.accumulation, step_s)
 
     def count_tokens(self, micro_batches: list[Batch]) -> int:
         """The number of tokens in the loss of a step, over all ranks, at least 1."""

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.lookup_trace import LookupTrace
 from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for
 from longspec.inference.adaptive.plans import CPU_WIDTH, Plan
-from longspec.inference.adaptive.time_cache import RoundTimes
+from longspec.inference.adaptive.time_cache import RoundTimes, forget_times
 from longspec.inference.methods import Drafting
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY
@@ -182,8 +183,16 @@ def test_times_are_measured_once_and_damaged_files_replaced(
         before = len(measured)
         with caplog.at_level(logging.WARNING):
             assert tokens() == first
-        assert len(measured) == 2 + number and json.loads(file.read_text()) == whole
+        assert len(measured) == 2 + number and json.loads(file.read_text())["times"] == whole["times"]
         assert caplog.messages.pop().startswith(str(file))
+    caplog.clear()
+    file.write_text(json.dumps(whole | {"expires": time.time() - 1}))
+    before = len(measured)
+    assert tokens() == first and len(measured) == before + 1
+    assert json.loads(file.read_text())["expires"] > time.time()
+    forget_times()
+    before = len(measured)
+    assert tokens() == first and len(measured) == before + 1 and not caplog.messages
     assert not list(user_cache("round_times").glob("*.unfinished"))
 
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -24,6 +25,7 @@ from rich.console import Console
 from tiny_tokenizer import VOCAB_SIZE, byte_tokenizer
 from typer.testing import CliRunner
 
+from longspec.cli import output as console_output
 from longspec.cli import pair as pairs
 from longspec.cli.app import app
 from longspec.cli.session import Session
@@ -31,6 +33,7 @@ from longspec.cli.side_by_side import side_by_side
 from longspec.cli.stream import STYLES, AnswerStream
 from longspec.errors import UserError
 from longspec.inference.adaptive import time_cache
+from longspec.inference.detokenizer import printable
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -129,6 +132,26 @@ def test_commands_ignore_a_penalty_of_the_target_and_say_so_once(
         assert result.stderr.count("generation config") == 1 and notice in result.stderr
     pairs.open_pair(str(folder), None, "vanilla", applied=())
     assert "max_time 9.0, min_p 0.1, which" in capsys.readouterr().err
+
+
+class TerminalOutput(io.BytesIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_texts_and_a_pipe_gets_json(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["generate", "--model", target, "--max_new_tokens", 3]
+    shown = []
+    for prompts in (["one\x1b[2J"], ["one", "two"]):
+        output = TerminalOutput()
+        with monkeypatch.context() as patch:
+            stdout = SimpleNamespace(buffer=output)
+            patch.setattr(console_output, "sys", SimpleNamespace(stdout=stdout, stderr=sys.stderr))
+            invoke(*given, *prompts)
+        shown.append(output.getvalue().decode())
+    answers = [json.loads(line)["text"] for line in invoke(*given, "one", "two").stdout.splitlines()]
+    assert shown[1] == "".join(f"prompt {n}\n{printable(text.strip())} ...\n\n" for n, text in enumerate(answers, 1))
+    assert shown[0].endswith(" ...\n") and "{" not in shown[0] and "\x1b" not in shown[0]
 
 
 def test_a_stop_signal_ends_a_run_after_its_batch(
@@ -259,17 +282,30 @@ def test_accepted_tokens_have_a_color_and_the_conversation_is_kept(
     assert opened(target).method == "auto" and capsys.readouterr().err.count("no trained draft") == 1
     loaded, sampling = pairs.open_pair(str(target), None, "lookup"), pairs.SamplingOptions(max_new_tokens=40)
     session = Session(loaded, sampling, terminal(), system="Be brief.")
-    output = said(session, "abcabcabc", "again", "/stats", "/nonsense", "/help")
+    output = said(session, "abcabcabc", "again", "/stats", "/help")
     red, green, blue = (int(STYLES["lookup"][at : at + 2], 16) for at in (1, 3, 5))
     answer = session.answers[0]
     assert answer.origins["lookup"] and output.count(f"\x1b[38;2;{red};{green};{blue}m") >= answer.origins["lookup"] / 2
     assert [turn["role"] for turn in session.turns] == ["system", "user", "assistant", "user", "assistant"]
     assert session.answers[1].prompt_tokens > answer.prompt_tokens + answer.tokens
-    assert "/nonsense: unknown" in output and "last answer: 40 tokens" in output and "chat:        80" in output
+    assert "/file PATH" in output and "last answer: 40 tokens" in output and "chat:        80" in output
     said(session, "/reset")
     assert [turn["role"] for turn in session.turns] == ["system"]
     plain = Session(loaded, sampling, terminal(NO_COLOR="1"), system="Be brief.")
     assert "\x1b[38" not in said(plain, "abcabcabc") and plain.answers[0].text == answer.text
+
+
+def test_a_file_goes_with_the_next_message_and_only_commands_start_with_a_slash(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "a b.txt").write_text("the text\nof a file\n")
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\xff")
+    session = Session(opened(target), pairs.SamplingOptions(max_new_tokens=2), terminal())
+    output = said(session, f"/file {tmp_path}/a b.txt", "a question\nin two lines", "/usr/bin is a folder", "/helpful?")
+    assert "a b.txt: 18 tokens go with the next message" in output
+    asked = [turn["content"] for turn in session.turns if turn["role"] == "user"]
+    assert asked == ["the text\nof a file\n\na question\nin two lines", "/usr/bin is a folder", "/helpful?"]
+    for name, reason in (("none.txt", "No such file"), ("image.png", "not a text file")):
+        assert f"error: /file {tmp_path}/{name}: cannot be read ({reason}" in said(session, f"/file {tmp_path}/{name}")
+    assert len(session.answers) == 3
 
 
 def test_an_answer_cannot_control_the_terminal() -> None:
@@ -378,17 +414,20 @@ def chat(target: Path) -> Iterator[Terminal]:
 
 
 def test_ctrl_c_stops_the_answer_and_sigterm_the_chat(chat: Terminal) -> None:
-    """Text streams before the answer ends, and what there is of it is the next prompt's history."""
+    """Text streams before the answer ends, and what there is of it is the next prompt's history. A pasted text of two
+    lines is one message."""
+    chat.until("loading")
     chat.until(r"Orange.*> ")
     prompts = []
-    for message in ("hello", "more"):
+    for message in ("\x1b[200~hel\nlo\x1b[201~", "more"):
         chat.type(f"{message}\n")
-        chat.until(message + r"\r\n.{20}")
+        chat.until(r"(lo|more)\S*\r\n.{200}")  # longer than the notice of the first use
         chat.type("\x03")
         chat.until(r"\(stopped\).*> ")
         chat.type("/stats\n")
-        figures = chat.until(r"chat:.* tokens\r\n> ")
+        figures = chat.until(r"chat:.* tokens\r\n\S*> ")
         prompts.append(int(re.findall(r"prompts of up\s+to\s+(\d+)", figures)[0]))
+    assert prompts[0] == len("<user>hel\nlo") + 1 + len("<a>")  # and EOS
     assert prompts[1] > prompts[0] + 20
     # Python looks at a signal when readline's wait for a key is interrupted, so the wait must have begun.
     while psutil.Process(chat.pid).status() != psutil.STATUS_SLEEPING:

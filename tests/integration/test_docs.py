@@ -7,16 +7,25 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import typer
+from pairs import save_target
+from training_fixtures import launch, make_target, metrics, write_texts
 
+import longspec
+from longspec import generate
 from longspec.cli.app import app
+from longspec.errors import UserError
+from longspec.inference import methods
 from longspec.longbench.command import parse_options
 from longspec.regenerate import command as regenerate_command
 from longspec.train.config import compose_config, typed
+from longspec.train.recipe import auto_keys, with_auto_values
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
@@ -59,23 +68,34 @@ def test_regeneration_commands_parse() -> None:
         regenerate_command._parser("regenerate").parse_args(call)
 
 
-def test_training_commands_compose(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def composes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, str, list[str]], None]:
+    """Composes the configuration of a training command, with a tiny target."""
     monkeypatch.chdir(ROOT)
+    target = f"model_name_or_path={save_target(tmp_path / 'target', 'llama')}"
+
+    def compose(folder: str, name: str, overrides: list[str]) -> None:
+        composed = compose_config(folder, name, [*overrides, target])
+        typed(with_auto_values(composed, auto_keys(composed)))
+
+    return compose
+
+
+def test_training_commands_compose(composes: Callable[[str, str, list[str]], None]) -> None:
     for call in arguments("./trainer_base_ds_mul_fs_tp.py"):
         folder, name = call[call.index("-cp") + 1], call[call.index("-cn") + 1]
-        typed(compose_config(folder, name, [word for word in call if "=" in word]))
+        composes(folder, name, [word for word in call if "=" in word])
 
 
-def test_console_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_commands_parse(composes: Callable[[str, str, list[str]], None]) -> None:
     """Each has a name, options and values that exist; a training command also composes."""
-    monkeypatch.chdir(ROOT)
     group = typer.main.get_command(app)
     for call in arguments("longspec"):
         name, *rest = call
         context = group.commands[name].make_context(name, list(rest))  # type: ignore[attr-defined]
         if name == "train":
             config, overrides = context.params["config"], context.params["overrides"]
-            typed(compose_config("conf/exp", config, overrides))
+            composes("conf/exp", config, overrides)
         elif name == "regenerate":
             regenerate_command._parser("regenerate").parse_args(rest)
 
@@ -97,6 +117,59 @@ def test_links_lead_to_files() -> None:
 
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_own_method_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a tiny target. The drafter's tokens are accepted, also in a batch, and the output is the target's own."""
+    make_target(tmp_path / "pair")
+    (example,) = blocks(ROOT / "docs" / "own-method.md", "python")
+    names: dict[str, Any] = {"__name__": "page"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(methods, "_own", {})
+        exec(compile(example.replace("smollm2-135m", str(tmp_path / "pair")), "own-method.md", "exec"), names)
+        assert re.search(r"\d\.\d\d tokens per round", capsys.readouterr().out)
+        model, prompts = names["model"], torch.tensor([[5, 6, 7, 5, 6, 7, 5], [9, 8, 9, 8, 9, 8, 0]])
+        mask = torch.tensor([[1] * 7, [1] * 6 + [0]])
+        for settings in ({}, {"temperature": 0.05, "top_k": 2, "seed": 3}):
+            outputs = [
+                generate(model, prompts, mask, method=method, max_new_tokens=40, **settings)  # type: ignore[arg-type]
+                for method in ("bigrams", "vanilla")
+            ]
+            assert outputs[0].stats.mean_acceptance_length > 1
+            if not settings:
+                assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+        with pytest.raises(UserError, match="gamma"):
+            generate(model, prompts, method="bigrams", gamma=0)
+        with pytest.raises(UserError, match="there is a method 'bigrams'"):
+            methods.register_method("bigrams", names["Bigrams"])
+
+
+def test_own_loss_page_trains(tmp_path: Path) -> None:
+    """Its script, launched as one rank on the CPU."""
+    make_target(tmp_path / "target")
+    write_texts(tmp_path / "data.jsonl", count=6)
+    (script,) = blocks(ROOT / "docs" / "own-loss.md", "python")
+    (tmp_path / "train_mine.py").write_text(script)
+    (line,) = commands(ROOT / "docs" / "own-loss.md")
+    overrides = [word for word in line if word.startswith("loss=")]
+    small = [f"model_name_or_path={tmp_path}/target", f"data.files=[{tmp_path}/data.jsonl]", "max_steps=2"]
+    small += [f"output_dir={tmp_path}/out", f"data.cache_dir={tmp_path}/cache", "data.max_length=64"]
+    small += ["per_device_train_batch_size=1", "gradient_accumulation_steps=1", "data.num_proc=1", "data.num_workers=0"]
+    done = launch("your-model", *overrides, *small, ranks=1, script=str(tmp_path / "train_mine.py"))
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in metrics(tmp_path / "out")] == [1, 2]
+    assert all(0 < line["loss"] < 1 for line in metrics(tmp_path / "out"))
+
+
+def test_api_reference_describes_the_public_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pdoc")
+    from scripts import api_reference
+
+    monkeypatch.setattr(sys, "argv", ["api_reference", str(tmp_path)])
+    api_reference.main()
+    page = (tmp_path / "longspec.html").read_text()
+    assert all(f'id="{name}"' in page for name in longspec.__all__) and "Continue prompts losslessly" in page
+    assert all((tmp_path / f"{name.replace('.', '/')}.html").is_file() for name in api_reference.MODULES)
 
 
 EQUAL_TIMES = """

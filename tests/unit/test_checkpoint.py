@@ -388,7 +388,7 @@ def test_a_full_disk_is_said_and_the_older_checkpoints_stay(error: Exception, on
 def stored_config(**overrides: str) -> TrainConfig:
     given = {"model_name_or_path": "target", "output_dir": "out", "data.files": "[x.jsonl]"} | overrides
     pairs = [f"{key}={value}" for key, value in given.items()]
-    return typed(compose_config(ROOT / "conf" / "exp", "tiny_glide_stage1_sinkpi-slicing", pairs))
+    return typed(compose_config(ROOT / "conf" / "exp", "tiny_glide_stage1_sinkpi-slicing", ["model=llama", *pairs]))
 
 
 def test_checkpoint_folder_as_model_names_target_and_draft(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import typer
 from pairs import save_target
 from typer.testing import CliRunner
 
@@ -86,12 +87,23 @@ def test_bad_input_is_one_line_and_exit_code_2(
         assert error.value.code == 2 and stderr.startswith("error: ") and part in stderr and stderr.count("\n") == 1
 
 
-def test_train_prints_the_launch_line() -> None:
-    name, override = "tiny_glide_stage1_sinkpi-slicing", "data.files=[a b.jsonl]"
-    given = ["train", name, "max_steps=3", override, "--num_gpus", "2", "--dry_run"]
-    line = CliRunner().invoke(console.app, given).output
-    assert "-m deepspeed.launcher.runner --num_gpus 2" in line
-    assert line.endswith(f"-cp {ROOT}/conf/exp -cn {name} max_steps=3 '{override}'\n")
+def test_train_checks_the_configuration_and_prints_the_launch_line(tmp_path: Path) -> None:
+    name = "tiny_glide_stage1_sinkpi-slicing"
+    save_target(tmp_path / "target", "mistral")
+    (tmp_path / "a b.jsonl").write_text('{"text": "one"}\n')
+    override = f"data.files=[{tmp_path}/a b.jsonl]"
+    given = ["train", name, f"model_name_or_path={tmp_path}/target", override, "--num_gpus", "2", "--dry_run"]
+    line = CliRunner().invoke(console.app, given).stdout
+    assert "-m deepspeed.launcher.runner --log_level critical --num_gpus 2" in line
+    assert line.endswith(f"-cp {ROOT}/conf/exp -cn {name} {given[2]} '{override}'\n")
+    for wrong, named in (("max_step=3", "max_step: no such key"), ("data.files=none.jsonl", "none.jsonl")):
+        result = CliRunner().invoke(console.app, [*given, wrong])
+        assert isinstance(result.exception, UserError) and named in str(result.exception) and not result.stdout
+
+
+def test_completion_knows_the_configurations() -> None:
+    config = typer.main.get_command(console.app).commands["train"].params[0]  # type: ignore[attr-defined]
+    assert [item.value for item in config.shell_complete(None, "your")] == ["your-model"]
 
 
 def test_split_writes_a_folder_per_rank(tmp_path: Path) -> None:

@@ -1,21 +1,25 @@
 """All experiments compose to valid configurations, and an error names its key."""
 
+import math
 import re
 from dataclasses import is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_type_hints
 
 import deepspeed
 import pytest
+import torch
 from huggingface_hub import constants
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from pairs import make_pair
-from training_fixtures import NEEDS_MUON, ROOT, write_texts
+from pairs import make_pair, tiny_config
+from training_fixtures import NEEDS_MUON, ROOT, make_target, write_texts
 
 from longspec.errors import UserError
 from longspec.longbench.command import parse_options
+from longspec.train import recipe
 from longspec.train.checkpoint import locate
 from longspec.train.config import (
     CONFIG_NAME,
@@ -31,8 +35,8 @@ from longspec.train.engine import cosine_with_warmup, engine_config
 from longspec.train.overrides import readable
 
 EXP = ROOT / "conf" / "exp"
-# Those of smollm2 follow another recipe; test_experiment_settings.py composes them.
-EXPERIMENTS = sorted(file.stem for file in EXP.glob("*.yaml") if not file.stem.startswith("smollm2"))
+# The others follow another recipe; test_experiment_settings.py composes those of the experiments.
+EXPERIMENTS = sorted(file.stem for name in ("qwq", "llama8b", "tiny") for file in EXP.glob(f"{name}_*.yaml"))
 TINY = "tiny_glide_stage1_sinkpi-slicing"
 LONG = "longv2-32k-zero3_5e-6-ligce-nomask"
 CONTRACT = [
@@ -42,11 +46,16 @@ CONTRACT = [
 ]
 
 
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target") / "target", "qwen2")
+
+
 @pytest.fixture
-def paths(tmp_path: Path) -> list[str]:
+def paths(tmp_path: Path, target: Path) -> list[str]:
     """The overrides that every tiny experiment needs."""
     write_texts(tmp_path / "data.jsonl", count=3)
-    return ["model_name_or_path=target", f"data.files={tmp_path}/data.jsonl", f"output_dir={tmp_path}/out"]
+    return [f"model_name_or_path={target}", f"data.files={tmp_path}/data.jsonl", f"output_dir={tmp_path}/out"]
 
 
 def load(name: str, *overrides: str, folder: str | Path = EXP):  # type: ignore[no-untyped-def]
@@ -67,7 +76,7 @@ def test_every_experiment_composes_and_checks(name: str, paths: list[str]) -> No
     assert config.deepspeed.zero_optimization["stage"] == (3 if stage2 or stage3 else 1)
     assert config.data.answer_only == stage3
     assert (config.draft_model_name_or_path is None) == (not stage2 and not stage3)
-    assert ("Qwen2Glide" in config.model._target_) == ("qwq" in name)
+    assert ("Qwen2Glide" in config.model._target_) == ("llama8b" not in name)
     assert engine_config(config)["optimizer"]["params"]["betas"] == [0.9, 0.95]
 
 
@@ -100,9 +109,76 @@ def test_relative_config_path_with_and_without_slash(monkeypatch: pytest.MonkeyP
 
 
 def test_family_is_an_override(paths: list[str]) -> None:
-    config = load(TINY, *paths, "model=qwen2")
-    assert config.model._target_ == "longspec.train.models.qwen2_glide.Qwen2Glide.from_pretrained"
+    config = load(TINY, *paths, "model=mistral")
+    assert config.model._target_ == "longspec.MistralGlide.from_pretrained"
     assert config.model.torch_dtype == "float32"
+
+
+SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
+QWEN3_8B = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 151936}
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "memory", "gpus", "expected"),
+    [
+        # The recipe of the embedded draft (conf/exp/smollm2_glide_stage1_sinkpi-slicing.yaml).
+        ("llama", SMOLLM2, 80, 1, ("muon", 4e-3, [18], 16384, 16, 1)),
+        ("llama", SMOLLM2, 80, 8, ("muon", 4e-3, [18], 16384, 2, 1)),
+        ("qwen3", QWEN3_8B, 80, 1, ("muon", 1.5e-3, [21], 32768, 8, 2)),
+        ("mistral", QWEN3_8B | {"vocab_size": 32000}, 24, 1, ("muon", 1.5e-3, [21], None, 2, 8)),
+        ("qwen2", {"num_hidden_layers": 1}, 0, 1, ("adamw", 4.2e-3, [], None, 16, 1)),
+    ],
+)
+@NEEDS_MUON
+def test_your_model_scales_the_recipe_to_target_and_device(
+    paths: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    shape: dict[str, int],
+    memory: int,
+    gpus: int,
+    expected: tuple[object, ...],
+) -> None:
+    """memory: GiB of a GPU, 0 for a CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: memory > 0)
+    properties = SimpleNamespace(total_memory=memory * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(recipe, "launched_ranks", lambda: (0, gpus))
+    tiny_config(family, **shape).save_pretrained(tmp_path / "target")
+    named = f"model_name_or_path={tmp_path}/target"
+    config = load("your-model", *paths, named)
+    assert config.model._target_ == f"longspec.{family.capitalize()}Glide.from_pretrained"
+    assert config.model.torch_dtype == ("bfloat16" if memory else "float32")
+    model, batch = config.model, (config.per_device_train_batch_size, config.gradient_accumulation_steps)
+    assert (config.optimizer, config.learning_rate, model.kv_layers, model.draft_vocabulary, *batch) == expected
+    # What is given stands, and the rest follows from it; a draft to start from keeps its architecture.
+    given = load("your-model", *paths, named, "per_device_train_batch_size=1", "learning_rate=7e-3")
+    assert given.gradient_accumulation_steps == math.prod(batch) and given.learning_rate == 7e-3
+    later = load("your-model", *paths, named, "draft_model_name_or_path=x.pth").model
+    assert (later.kv_layers, later.draft_vocabulary) == ([], None)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model_name_or_path=null", "config key model_name_or_path"),
+        ("data.max_length=long", "config key data.max_length"),
+        ("data.max_length=0", "config key data.max_length"),
+        ("tp_size=two", "config key tp_size"),
+        ("loss=auto", "config key loss"),
+        ("max_steps=auto", "config key max_steps"),
+        ("model_name_or_path=nowhere/at/all", "nowhere/at/all"),
+    ],
+)
+def test_a_wrong_value_is_named_before_others_follow_from_it(override: str, message: str, paths: list[str]) -> None:
+    with pytest.raises(UserError, match=message):
+        load("your-model", *paths, override)
+
+
+def test_the_recipe_takes_more_epochs_of_less_data() -> None:
+    """20,000 conversations of 300 tokens are some 6,000 rows."""
+    assert [recipe.recipe_steps(rows, 16) for rows in (16, 160, 1600, 6000, 10**6)] == [24, 240, 1000, 3000, 6000]
 
 
 @pytest.mark.parametrize(
@@ -257,8 +333,8 @@ def test_saved_configuration_reads_back(paths: list[str], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("model_name_or_path: target", "model_name_or_path: evil/${oc.env:SECRET}", "interpolation"),
-        ("longspec.train.models.llama_glide.LlamaGlide.from_pretrained", "os.system", r"model\._target_"),
+        ("seed: 42", "seed: ${oc.env:SECRET}", "interpolation"),
+        ("longspec.Qwen2Glide.from_pretrained", "os.system", r"model\._target_"),
         ("torch_dtype: float32", "torch_dtype: load", r"model\.torch_dtype"),
         ("window: 512", "window: 0", r"model\.window"),
         ("kv_layers: []", "kv_layers: [-1]", r"model\.kv_layers"),

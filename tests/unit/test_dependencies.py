@@ -1,10 +1,12 @@
 """pyproject.toml declares each import, and what is not installed is missed only where it is used."""
 
 import ast
+import os
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,7 @@ USED = {
     "longspec/train": ["train"],
     "benchmarks": ["demo", "fa3"],
     "experiments": ["demo"],
+    "scripts/api_reference.py": ["dev"],
     "scripts": ["demo"],
 }
 """Extras that a module or a folder's modules may import; the tests may import those of `dev`, the rest none."""
@@ -129,12 +132,28 @@ def serve():
 
     serve()
 
+def run(*words):
+    sys.argv = ["longspec", *words]
+    app.main()
+
+def train_command():
+    run("train", "your-model")
+
+def extract():
+    run("extract", "a", "b")
+
+def experiment():
+    from experiments.__main__ import main
+
+    main(["all"])
+
 def bench():
-    from longspec.cli.bench import bench
+    run("bench", "no/such/pair", "--png", "a.png")
 
-    bench("no/such/pair")
+from longspec.cli import app
 
-commands = (lambda: train(["-cn", "any"]), lambda: index_lines([FileDigest("any", "")]), build_dataset, serve, bench)
+commands = (lambda: train(["-cn", "any"]), lambda: index_lines([FileDigest("any", "")]), build_dataset, train_command)
+commands += (extract, serve, experiment, bench, lambda: run("bench", "no/such/pair"))
 for command in commands:
     try:
         reports_user_errors(command)()
@@ -145,7 +164,7 @@ for command in commands:
 
 def test_without_the_extras_all_but_training_serving_and_pictures_works() -> None:
     """`import longspec` is quick and silent, and a command that needs an extra names it in one line."""
-    missing = ["deepspeed", "fairscale", "datasets", "hydra", "omegaconf", "pydantic", "wandb", "matplotlib"]
+    missing = ["deepspeed", "fairscale", "datasets", "hydra", "omegaconf", "wandb", "matplotlib"]
     missing += ["fastapi", "starlette", "uvicorn", "prometheus_client"]
     command = [sys.executable, "-c", WITHOUT_EXTRAS.format(missing=missing)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -153,8 +172,9 @@ def test_without_the_extras_all_but_training_serving_and_pictures_works() -> Non
     assert done.stdout == ""
     first, *lines = done.stderr.splitlines()
     assert first == "everything else is imported"
-    assert len(lines) == 5
-    for line, extra in zip(lines, ("train", "train", "train", "serve", "demo"), strict=True):
+    *lines, picture, pair = lines
+    assert "--png: matplotlib is not installed" in picture and "no/such/pair" in pair
+    for line, extra in zip(lines, (*["train"] * 5, "serve", "demo"), strict=True):
         assert line.startswith("error: the package ") and line.endswith(f"; run: pip install 'longspec[{extra}]'")
 
 
@@ -166,3 +186,17 @@ def test_help_imports_no_library(script: str) -> None:
     assert done.stdout.startswith(f"usage: {script}")
     assert not imported & {"torch", "transformers", "deepspeed"}
     assert all(line.startswith("import time:") for line in done.stderr.splitlines())
+
+
+@pytest.mark.parametrize(("policy", "spins"), [({}, "1000"), ({"OMP_WAIT_POLICY": "passive"}, "0")])
+def test_waiting_threads_spin_shortly_unless_the_user_chose_a_policy(policy: dict[str, str], spins: str) -> None:
+    """OpenMP's runtime says so when it is loaded after `import longspec`, as torch does."""
+    spec = find_spec("torch")
+    runtimes = sorted(Path(str(spec and spec.origin)).parent.glob("lib/libgomp*"))
+    if not runtimes:
+        pytest.skip("torch has no libgomp of its own")
+    chosen = {name: text for name, text in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    load = f"import ctypes, longspec; ctypes.CDLL({str(runtimes[0])!r})"
+    environment = {**chosen, "OMP_DISPLAY_ENV": "verbose", **policy}
+    done = subprocess.run([sys.executable, "-c", load], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from pairs import OPTIONS, make_pair, tiny_config
 from safetensors.torch import save_file
@@ -14,6 +15,7 @@ from longspec.models.draft_files import check_draft, draft_settings, draft_windo
 from longspec.models.draft_layer import DraftOptions, check_window
 from longspec.models.draft_saving import save_draft_file, save_draft_folder
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
+from longspec.models.target_sample import take_sample
 from longspec.models.weight_files import read_metadata
 from longspec.train.checkpoint import _write_draft
 
@@ -81,6 +83,32 @@ def test_saved_folder_comes_back(tmp_path: Path) -> None:
     assert back.keys() == draft.keys() and all(torch.equal(back[name], draft[name]) for name in draft)
 
 
+def test_matrices_in_8_bits_come_back_within_half_a_step_of_their_row(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path / "target")
+    pair.draft_model.set_vocabulary(torch.arange(0, pair.config.vocab_size, 2))
+    draft = pair.draft_model.state_dict() | {
+        "mlp.up_proj.weight": torch.zeros_like(pair.draft_model.mlp.up_proj.weight)
+    }
+    save_draft_folder(draft, pair.config, tmp_path / "whole")
+    save_draft_folder(draft, pair.config, tmp_path / "small", int8=True)
+    back = load_draft(tmp_path / "small")
+    assert back.keys() == draft.keys()
+    for name, weight in draft.items():
+        if weight.dim() == 2:
+            step = weight.abs().amax(1, keepdim=True) / 127
+            assert ((back[name] - weight).abs() <= step * 0.501).all()
+        else:
+            assert torch.equal(back[name], weight)
+    small, whole = ((tmp_path / folder / "model.safetensors").stat().st_size for folder in ("small", "whole"))
+    assert small < whole / 2
+
+    broken = safetensors.torch.load_file(tmp_path / "small" / "model.safetensors")
+    del broken["self_attn.q_proj.weight_scale"]
+    safetensors.torch.save_file(broken, tmp_path / "small" / "model.safetensors")
+    with pytest.raises(UserError, match=r"small: self_attn\.q_proj\.weight is int8 without self_attn"):
+        load_draft(tmp_path / "small")
+
+
 def test_a_drafts_window_lies_in_its_files(tmp_path: Path) -> None:
     """So decoding has the window of training; drafts that say nothing, the published ones, have 512."""
     draft = make_pair(tmp_path / "target").draft_model.state_dict()
@@ -95,6 +123,28 @@ def test_a_drafts_window_lies_in_its_files(tmp_path: Path) -> None:
             (folder / "training_config.yaml").write_text(json.dumps(run))
         model = LlamaGlide.from_pretrained(tmp_path / "target", glide_path=folder, torch_dtype=torch.float32)
         assert model.draft_model.window == draft_window(folder) == window
+
+
+@pytest.mark.parametrize("form", ["pth", "hub", "saved pair"])
+def test_a_draft_of_another_target_of_the_same_shape_is_reported(
+    tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same target says nothing, in any dtype."""
+    pair = make_pair(tmp_path / "first", dtype=torch.bfloat16)
+    make_pair(tmp_path / "second", seed=7)
+    state, sample = pair.draft_model.state_dict(), take_sample(pair, str(tmp_path / "first"))
+    draft = tmp_path / "draft.pth" if form == "pth" else tmp_path / "draft"
+    if form == "pth":
+        save_draft_file(state, draft, target=sample)
+    elif form == "hub":
+        save_draft_folder(state, pair.config, draft, target=sample)
+    else:
+        pair.save_pretrained(draft)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        LlamaGlide.from_pretrained(tmp_path / "first", glide_path=draft, dtype=dtype)
+    assert not caplog.records
+    LlamaGlide.from_pretrained(tmp_path / "second", glide_path=draft)
+    assert "was trained for first, whose weights are not those of second" in caplog.text
 
 
 def test_a_state_dict_brings_the_window_of_its_file(tmp_path: Path) -> None:
@@ -115,7 +165,7 @@ def test_options_survive_extraction(tmp_path: Path, form: str, options: DraftOpt
         save_draft_file(state, tmp_path / "out" / "x.pth", options)
         draft = (tmp_path / "out" / "x.pth").rename(tmp_path / "moved.pth")
     elif form == "checkpoint":
-        _write_draft(tmp_path / "checkpoint-last", state, options, byte_tokenizer())
+        _write_draft(tmp_path / "checkpoint-last", state, options, None, byte_tokenizer())
         draft = (tmp_path / "checkpoint-last" / "draft_model_weights.pth").rename(tmp_path / "moved.pth")
     else:
         save_draft_folder(state, pair.config, tmp_path / "hub", options)

@@ -151,15 +151,15 @@ def test_prompts_are_written_once(target: TargetText, texts: Path, tmp_path: Pat
     settings = load_settings(
         ROOT / "tests" / "tiny_experiment.yaml", [*chat, "code.packages=5", "prompts.train.gsm8k=9"]
     )
-    write_prompts(settings, tmp_path)
+    write_prompts(settings, tmp_path, [])
     file = tmp_path / "prompts" / "train" / "gsm8k.jsonl"
     assert len(read_jsonl(file)) == 9
     file.write_text("kept\n")
-    write_prompts(settings, tmp_path)
+    write_prompts(settings, tmp_path, [])
     assert file.read_text() == "kept\n"
     settings.prompts.train["gsm8k"] = 10
     with pytest.raises(UserError, match="made with gsm8k"):
-        write_prompts(settings, tmp_path)
+        write_prompts(settings, tmp_path, [])
 
 
 def test_a_folder_keeps_the_facts_it_was_made_with(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from longspec.cli.app import app
 from longspec.errors import UserError
 from longspec.models.draft_files import draft_settings, load_draft
 from longspec.models.draft_layer import DraftOptions
+from longspec.models.target_sample import take_sample
 from longspec.train.checkpoint import save_checkpoint
 from longspec.train.config import load_config
 from longspec.train.engine import build_engine, build_pair
@@ -46,6 +47,7 @@ def test_the_options_of_training_survive_extraction(one_rank: None, tmp_path: Pa
         draft = load_draft(tmp_path / form)
         assert all(torch.equal(weight, trained[name]) for name, weight in draft.items())
         assert draft_settings(tmp_path / form).options == DraftOptions(48, (1,), True)
+        assert draft_settings(tmp_path / form).target == take_sample(engine.module, str(tmp_path / "target"))
         stage = replace(config, draft_model_name_or_path=str(tmp_path / form))
         plain = replace(stage, model=replace(config.model, kv_layers=[], target_feature=False))
         for state, saved in ((None, str(tmp_path / form)), (out / "last_ds", None)):

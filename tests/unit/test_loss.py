@@ -5,7 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspec.train.loss import LOSSES, DraftLoss
+from longspec.errors import UserError
+from longspec.train import losses
+from longspec.train.loss import DraftLoss
+from longspec.train.losses import LOSSES
 
 B, T, HIDDEN, V = 3, 11, 8, 23
 
@@ -42,6 +45,44 @@ def test_value_and_gradient_equal_the_full_logits_formula(loss: str, chunk: int)
     torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
     assert metrics["loss"] == value.detach() and not metrics["loss"].requires_grad
+
+
+@pytest.mark.parametrize("vocabulary", [None, torch.arange(0, V, 3)])
+@pytest.mark.parametrize("name", ["ce", "distill"])
+def test_a_registered_loss_trains_as_the_built_in_one_of_its_formula(
+    name: str, vocabulary: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Value, gradient and scores, with and without a list of the draft's tokens."""
+    monkeypatch.setattr(losses, "_own", {})
+
+    def ce(logits: Tensor, target_logits: Tensor | None, labels: Tensor) -> Tensor:
+        assert target_logits is None
+        return F.cross_entropy(logits, labels, reduction="none")
+
+    def distill(logits: Tensor, target_logits: Tensor | None, labels: Tensor) -> Tensor:
+        assert target_logits is not None
+        terms = F.kl_div(logits.log_softmax(-1), target_logits.log_softmax(-1), reduction="none", log_target=True)
+        return terms.sum(-1)
+
+    losses.register_loss("own", {"ce": ce, "distill": distill}[name], reads_target=name == "distill")
+    hidden, teacher, labels, head = example()
+    results = []
+    for loss in (name, "own"):
+        objective = DraftLoss(loss, chunk_logits=4 * V, vocabulary=vocabulary)
+        value, metrics = objective(hidden, teacher, labels, head)
+        (gradient,) = torch.autograd.grad(value * 0.3, hidden)
+        results.append((value, gradient, metrics, objective.score(hidden, teacher, labels, head)[0]))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
+
+
+def test_a_registered_loss_has_a_new_name_and_a_value_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "_own", {})
+    losses.register_loss("own", lambda logits, target_logits, labels: logits.mean(), reads_target=False)
+    for name in ("own", "ce"):
+        with pytest.raises(UserError, match=f"there is a loss '{name}'"):
+            losses.register_loss(name, lambda logits, target_logits, labels: labels, reads_target=False)
+    with pytest.raises(UserError, match="one value per token"):
+        DraftLoss("own")(*example())
 
 
 def test_target_loss_is_reported_only_when_asked_for() -> None:

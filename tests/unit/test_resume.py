@@ -168,10 +168,14 @@ def test_the_same_contents_at_another_path_resume(work: Path, caplog: pytest.Log
     (work / "elsewhere").mkdir()
     (work / "texts.jsonl").rename(work / "elsewhere" / "data.jsonl")
     (work / "target").rename(work / "elsewhere" / "target")
+    caplog.set_level("INFO", "longspec")
     moved = [f"data.files={work}/elsewhere/data.jsonl", f"model_name_or_path={work}/elsewhere/target"]
     train(configured(work, "resume=latest", "max_steps=3", *moved), Termination())
     assert [line["step"] for line in metrics(work / "out")] == [1, 2, 3]
     assert "max_steps was 2, is 3; from step 3 on the learning rate follows" in caplog.text
+    assert "3 steps are few" in caplog.text
+    bench = f"longspec bench {work}/elsewhere/target --draft {work}/out/checkpoint-last"
+    assert f"{bench}\n" in caplog.text
 
 
 def test_a_gguf_target_is_saved_and_resumed_by_the_users_name(

@@ -23,7 +23,7 @@ from longspec.train.config import load_config
 from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.inputs import Inputs, read_inputs
-from longspec.train.loss import LOSSES
+from longspec.train.losses import LOSSES
 from longspec.train.micro_batches import take_micro_batches
 from longspec.train.positions import anchor_offset_positions, micro_step_generator, random_lags
 from longspec.train.resume import last_step

@@ -9,6 +9,7 @@ from statistics import median
 
 import torch
 
+from longspec.first_use import announce_first_use
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.adaptive.time_cache import RoundTimes
 from longspec.inference.rounds import Round, Rounds
@@ -32,6 +33,7 @@ def measure_times(
 
     state: the tensors that the rounds work on. Its cache is empty before and after.
     """
+    announce_first_use()
     lengths = state.cache.lengths
     all_rows = torch.ones_like(state.root, dtype=torch.bool)
 

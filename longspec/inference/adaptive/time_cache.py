@@ -6,6 +6,9 @@ import hashlib
 import json
 import logging
 import math
+import os
+import shutil
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 9
 """Version of the cache's files."""
+LIFETIME_S = 30 * 24 * 3600
+"""Seconds after which times are measured again: drivers, clocks and other software change."""
+BUSY_LIFETIME_S = 600
+"""The same for times that were measured while other processes used all cores."""
 
 
 @dataclass
@@ -88,9 +95,12 @@ def known_times(key: dict[str, Any], plans: Sequence[Plan], measure: Callable[[]
 
 
 def load_times(path: Path, plans: Sequence[Plan]) -> RoundTimes | None:
-    """The times in a file of the cache. None if there is no file, or, with a warning, if the file is damaged."""
+    """The times in a file of the cache. None if there is no valid file, with a warning if it is damaged."""
     try:
-        times = json.loads(path.read_text())["times"]
+        content = json.loads(path.read_text())
+        if not time.time() < content["expires"]:
+            return None
+        times = content["times"]
         low, high = times["contexts"]
         seconds = {
             plan.name: (float(at_low), float(at_high))
@@ -114,7 +124,20 @@ def store_times(path: Path, key: dict[str, Any], times: RoundTimes) -> None:
     """Write a file of the cache atomically. On failure a warning is logged, and each process measures again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        content = {"key": key, "times": asdict(times), "expires": time.time() + _lifetime_s()}
         with replacing(path) as unfinished:
-            unfinished.write_text(json.dumps({"key": key, "times": asdict(times)}, indent=2) + "\n")
+            unfinished.write_text(json.dumps(content, indent=2) + "\n")
     except OSError as error:
         logger.warning("%s: the times of rounds are not kept (%s)", path, error)
+
+
+def _lifetime_s() -> float:
+    """Seconds for which times of rounds that were just measured are valid."""
+    # This process has a thread per core itself.
+    is_busy = os.getloadavg()[0] > len(os.sched_getaffinity(0)) + 1
+    return BUSY_LIFETIME_S if is_busy else LIFETIME_S
+
+
+def forget_times() -> None:
+    """Remove all times from the cache, so that they are measured again."""
+    shutil.rmtree(user_cache("round_times"), ignore_errors=True)

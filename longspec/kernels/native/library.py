@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from longspec.errors import first_line
+from longspec.first_use import announce_first_use
 from longspec.replacing import replacing
 from longspec.user_cache import user_cache
 
@@ -69,6 +70,7 @@ def _compiled() -> Path:
     key = "\0".join([SOURCE.read_text(), *FLAGS, version.stdout, _cpu()])
     target = user_cache("native") / f"decoding-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if not target.exists():
+        announce_first_use()
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as linked, tempfile.TemporaryDirectory() as folder:
             compiled = os.path.join(folder, "decoding.o")

@@ -1,0 +1,55 @@
+"""The names of the training losses, and the registration of further ones. This module loads no other library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from longspec.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LOSSES = ("ce", "distill", "mixed", "acceptance")
+"""The built-in losses."""
+
+TokenLoss = Callable[["Tensor", "Tensor | None", "Tensor"], "Tensor"]
+"""(draft_logits, target_logits, labels) -> the loss of each token, [N], differentiable in draft_logits.
+
+draft_logits: fp32 (fp64 for an fp64 draft) [N, V], where V is the size of the vocabulary or of the draft's list.
+target_logits: those of the target for the same tokens, in the same form, or None. labels: LongTensor [N], the next
+tokens as column numbers, -100 for a token that is not in the draft's list.
+"""
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """A registered loss."""
+
+    per_token: TokenLoss
+    reads_target: bool
+
+
+_own: dict[str, OwnLoss] = {}
+
+
+def register_loss(name: str, per_token: TokenLoss, *, reads_target: bool) -> None:
+    """Make a loss available as the config key `loss=NAME` in this process.
+
+    per_token: see `TokenLoss`. It is called with the tokens in chunks, and torch differentiates it. reads_target:
+    whether it gets the target's logits. Raises UserError for a name that exists.
+    """
+    if name in loss_names():
+        raise UserError(f"register_loss: there is a loss {name!r}; choose another name")
+    _own[name] = OwnLoss(per_token, reads_target)
+
+
+def loss_names() -> tuple[str, ...]:
+    """The built-in and the registered losses."""
+    return (*LOSSES, *_own)
+
+
+def own_loss(name: str) -> OwnLoss | None:
+    """The registered loss of this name; None for a built-in one."""
+    return _own.get(name)

@@ -1,0 +1,161 @@
+"""The values `auto` of a configuration: what follows from the target, the device and the length of a row.
+
+They are the embedded draft's (docs/reproduce.md), scaled to the target: with 30 layers, 576 hidden units and a
+vocabulary of 49,152 tokens they are its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from omegaconf import DictConfig, OmegaConf
+from packaging.version import Version
+from transformers import PreTrainedConfig
+
+from longspec.errors import UserError
+from longspec.models.draft_files import TRAINING_CONFIG_NAME, draft_of_pair
+from longspec.models.families import family_class
+from longspec.models.target_cache import resolve_target
+from longspec.models.target_files import read_config
+from longspec.ranks.agreement import launched_ranks
+from longspec.untrusted import read_yaml
+
+AUTO = "auto"
+TOKENS_PER_STEP = 16384
+EPOCHS, MOST_EPOCHS = 8, 24
+ENOUGH_STEPS, MOST_STEPS = 1000, 6000
+FEW_STEPS = 500
+"""A fresh draft that trained for fewer steps is often slower than prompt lookup."""
+RATES = {"muon": 4e-3, "adamw": 1e-3}
+"""Learning rates for 576 hidden units. They fall with the square root of the width."""
+LONGEST_LIST = 32768
+"""Size of the draft's list for a large vocabulary. A draft proposes all tokens of a vocabulary up to this size."""
+UNITS_PER_BYTE = 2**25 / (80 * 2**30)
+"""Tokens of a micro-batch times hidden units, per byte of the GPU's memory."""
+CPU_BYTES = 8 * 2**30
+"""Memory that the micro-batches of a CPU may assume."""
+MUON_FROM = "0.19.8"
+"""Oldest supported DeepSpeed version for Muon. Earlier ones have no Muon for bf16."""
+
+
+def recipe_steps(rows: int, rows_per_step: int) -> int:
+    """Number of steps over `rows` rows: EPOCHS epochs, or up to MOST_EPOCHS while that is less than ENOUGH_STEPS steps.
+
+    At most MOST_STEPS.
+    """
+    epoch = rows / rows_per_step
+    return min(MOST_STEPS, math.ceil(max(EPOCHS * epoch, min(ENOUGH_STEPS, MOST_EPOCHS * epoch))))
+
+
+def muon_fits(zero: Mapping[str, Any], torch_dtype: str, tp_size: int) -> bool:
+    """Whether DeepSpeed clips the gradient with Muon. In other settings it clips Muon's update, of constant norm.
+
+    zero: the section `deepspeed.zero_optimization`.
+    """
+    plain = zero["stage"] == 1 and not zero.get("offload_optimizer") and tp_size == 1
+    return plain and torch_dtype == "bfloat16"
+
+
+def auto_keys(run: DictConfig) -> list[str]:
+    """The keys of `run` whose value is `auto`, in the order of RECIPE."""
+    return [key for key in RECIPE if OmegaConf.select(run, key) == AUTO]
+
+
+def without(run: DictConfig, keys: Sequence[str]) -> DictConfig:
+    """A copy of `run` without `keys`."""
+    copy = run.copy()
+    OmegaConf.set_struct(copy, False)
+    for key in keys:
+        section, _, name = key.rpartition(".")
+        del (OmegaConf.select(copy, section) if section else copy)[name]
+    return copy
+
+
+def with_auto_values(run: DictConfig, keys: Sequence[str]) -> DictConfig:
+    """`run` with values of `keys`, which are `auto`. Reads the target's config.json. Raises UserError."""
+    run = run.copy()
+    if OmegaConf.is_missing(run, "model_name_or_path") or not run.model_name_or_path:
+        raise UserError("config key model_name_or_path: not set; give model_name_or_path=TARGET, a folder or a hub id")
+    name = str(run.model_name_or_path)
+    checkpoint = Path(name) / TRAINING_CONFIG_NAME
+    is_checkpoint = checkpoint.is_file()
+    folder = resolve_target(str(read_yaml(checkpoint).get("model_name_or_path")) if is_checkpoint else name)
+    target = read_config(folder)
+    # A run that starts from a draft takes the draft's architecture.
+    has_draft = run.draft_model_name_or_path is not None or is_checkpoint
+    fresh = not has_draft and draft_of_pair(folder) is None
+    for key in keys:
+        OmegaConf.update(run, key, RECIPE[key](run, target, fresh), merge=False)
+    return run
+
+
+def _pair_class(run: DictConfig, target: PreTrainedConfig, fresh: bool) -> str:
+    return f"longspec.{family_class(target, str(run.model_name_or_path)).__name__}.from_pretrained"
+
+
+def _dtype(run: DictConfig, target: PreTrainedConfig, fresh: bool) -> str:
+    """Arithmetic in bf16 is slow on most CPUs."""
+    return "bfloat16" if torch.cuda.is_available() else "float32"
+
+
+def _layers(run: DictConfig, target: PreTrainedConfig, fresh: bool) -> list[int]:
+    """Layer 18 of 30, in proportion."""
+    layer = 3 * target.num_hidden_layers // 5
+    return [layer] if fresh and layer < target.num_hidden_layers - 1 else []
+
+
+def _list_size(run: DictConfig, target: PreTrainedConfig, fresh: bool) -> int | None:
+    """A third of the vocabulary, rounded down to a power of two."""
+    if not fresh or target.vocab_size <= LONGEST_LIST:
+        return None
+    return min(LONGEST_LIST, _power_of_two(target.vocab_size // 3))
+
+
+def _optimizer(run: DictConfig, target: PreTrainedConfig, fresh: bool) -> str:
+    fits = muon_fits(run.deepspeed.zero_optimization, run.model.torch_dtype, run.tp_size)
+    return "muon" if fits and Version(deepspeed.__version__) >= Version(MUON_FROM) else "adamw"
+
+
+def _learning_rate(run: DictConfig, target: PreTrainedConfig, fresh: bool) -> float:
+    return float(f"{RATES.get(run.optimizer, RATES['adamw']) * math.sqrt(576 / target.hidden_size):.2g}")
+
+
+def _micro_batch(run: DictConfig, target: PreTrainedConfig, fresh: bool) -> int:
+    """As many rows as the device's memory allows, a power of two."""
+    memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else CPU_BYTES
+    tokens = UNITS_PER_BYTE * memory / target.hidden_size
+    return _power_of_two(min(int(tokens / max(1, run.data.max_length)), _rows_per_rank(run)))
+
+
+def _accumulation(run: DictConfig, target: PreTrainedConfig, fresh: bool) -> int:
+    return math.ceil(_rows_per_rank(run) / max(1, run.per_device_train_batch_size))
+
+
+def _rows_per_rank(run: DictConfig) -> int:
+    """Rows of this rank in a step of TOKENS_PER_STEP tokens."""
+    ranks = max(1, launched_ranks()[1] // run.tp_size)
+    return math.ceil(TOKENS_PER_STEP / max(1, run.data.max_length) / ranks)
+
+
+def _power_of_two(limit: int) -> int:
+    """The largest power of two up to `limit`, at least 1."""
+    return 1 << max(0, limit.bit_length() - 1)
+
+
+RECIPE: dict[str, Callable[[DictConfig, PreTrainedConfig, bool], Any]] = {
+    "model._target_": _pair_class,
+    "model.torch_dtype": _dtype,
+    "model.kv_layers": _layers,
+    "model.draft_vocabulary": _list_size,
+    "optimizer": _optimizer,
+    "learning_rate": _learning_rate,
+    "per_device_train_batch_size": _micro_batch,
+    "gradient_accumulation_steps": _accumulation,
+}
+"""Function of (configuration, target, whether the draft is fresh) for each key that may be `auto`. Later values depend
+on earlier ones."""
