@@ -38,10 +38,12 @@ from longspec.inference.capture import CapturedRound, warm_up
 from longspec.inference.decoder import Decoder
 from longspec.inference.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
-from longspec.inference.methods import GLIDE_METHODS, METHODS, make_drafter
+from longspec.inference.methods import GLIDE_METHODS, METHODS, Drafting, make_drafter
 from longspec.inference.process_group import equal_ranks
+from longspec.inference.request import Sampling
+from longspec.inference.round_source import FixedRounds
 from longspec.inference.runner import Runner
-from longspec.inference.sampling import Sampler
+from longspec.inference.sampling import RowSettings, Sampler, sampling_kind
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import model_parallel_rank_and_size, split_draft
 from longspec.models.target_split import check_divisible
@@ -199,7 +201,8 @@ def measure(
     engine = filled_engine(runner, lengths, method, options)
     warm_up(engine)
     captured = CapturedRound(engine)
-    decoder = Decoder(engine, 1 << 30, set(), None)
+    decoder, source = Decoder(engine, 1 << 30, set(), None), FixedRounds(engine)
+    source.round = captured
     active = torch.ones(len(lengths), dtype=torch.bool, device=runner.device)
 
     def rewind() -> None:
@@ -212,7 +215,7 @@ def measure(
     torch.cuda.synchronize()
     start = perf_counter()
     for _ in range(30):
-        decoder.advance(captured)
+        decoder.advance(source)
     torch.cuda.synchronize()
     wall_ms = (perf_counter() - start) / 30 * 1e3
 
@@ -246,18 +249,12 @@ def measure(
 def filled_engine(runner: Runner, lengths: list[int], method: str, options: argparse.Namespace) -> Engine:
     """An engine in its state after a prefill of `lengths` tokens per row, with random keys and values in all caches."""
     batch = len(lengths)
-    sampler = Sampler(options.temperature, 0, 1.0, torch.Generator(runner.device).manual_seed(0))
-    drafter: Any = make_drafter(
-        method,
-        runner,
-        batch,
-        sampler,
-        options.tree_shape,
-        options.gamma,
-        "reject",
-        options.tree_nodes,
-        options.lookup_branches,
-    )
+    sampling, settings = Sampling(options.temperature), RowSettings.allocate(batch, runner.device)
+    settings.assign(slice(0, batch), [sampling] * batch, range(batch))
+    sampler = Sampler(sampling_kind([sampling]), settings)
+    shape, nodes, branches = options.tree_shape, options.tree_nodes, options.lookup_branches
+    drafting = Drafting(method, shape, options.gamma, "reject", nodes, branches)
+    drafter: Any = make_drafter(drafting, runner, batch, sampler.drafting())
     # The same on all ranks, because the draft's head depends on them.
     generator = torch.Generator(runner.device).manual_seed(0)
     like: dict[str, Any] = {"device": runner.device, "generator": generator}

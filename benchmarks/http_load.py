@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 TIMEOUT_S = 600
-MALFORMED = (b"{", b"[]", b'{"prompt": 5}', b'{"prompt": "a", "n": 0}', b'{"prompt": "a", "min_p": 0.1}', b"\xff\xfe")
+MALFORMED = (b"{", b"[]", b'{"prompt": 5}', b'{"prompt": "a", "n": 0}', b'{"prompt": "a", "top_a": 0.1}', b"\xff\xfe")
 
 
 @dataclass

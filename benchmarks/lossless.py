@@ -27,8 +27,8 @@ from longspec.errors import UserError, reports_user_errors
 from longspec.inference.drafting.proposal import chain as chain_proposal
 from longspec.inference.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
-from longspec.inference.methods import make_drafter
-from longspec.inference.sampling import Sampler
+from longspec.inference.methods import Drafting, make_drafter
+from longspec.inference.sampling import GREEDY
 from longspec.models.families import family_class
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import load_tokenizer, read_config
@@ -207,9 +207,9 @@ def logit_errors(model: Any, rows: Tensor, options: argparse.Namespace) -> dict[
 
 def read_on(model: GlideMixin, row: Tensor, prompt_len: int, steps: list[int]) -> Tensor:
     """The engine's logits [1, sum(steps), V] for the tokens after the prompt, read in passes of `steps` tokens each."""
-    sampler = Sampler(0.0, 0, 1.0)
+    sampler = GREEDY
     runner = FusedRunner(model, TritonOperations())
-    drafter = make_drafter("vanilla", runner, 1, sampler, (), 0, "descend")
+    drafter = make_drafter(Drafting("vanilla"), runner, 1, sampler)
     engine = Engine(runner, drafter, sampler, row[:, :prompt_len], [prompt_len], sum(steps) + max(steps))
     engine.prefill()
     logits = []

@@ -22,8 +22,8 @@ from longspec import generate
 from longspec.errors import UserError, reports_user_errors
 from longspec.inference.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
-from longspec.inference.methods import make_drafter
-from longspec.inference.sampling import Sampler
+from longspec.inference.methods import Drafting, make_drafter
+from longspec.inference.sampling import GREEDY
 from longspec.models.draft_layer import WINDOW, head_dim
 from longspec.models.glide import GlideMixin
 from longspec.models.triton_stream import TritonOperations
@@ -77,8 +77,8 @@ def main() -> None:
 
 @torch.no_grad()
 def ours(runner: FusedRunner, ids: Tensor) -> None:
-    sampler = Sampler(0.0, 0, 1.0)
-    drafter = make_drafter("tree", runner, 1, sampler, TREE_SHAPE, 4, "reject")
+    sampler = GREEDY
+    drafter = make_drafter(Drafting("tree", TREE_SHAPE), runner, 1, sampler)
     Engine(runner, drafter, sampler, ids, [ids.shape[1]], NEW_TOKENS).prefill()
 
 

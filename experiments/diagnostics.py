@@ -40,7 +40,7 @@ class TextSampler(Sampler):
 
     def __init__(self, rows: Tensor, read: Sequence[int], shape: Sequence[int]) -> None:
         """rows: LongTensor [B, T], padded on the right; read: number of tokens per row that the target has read."""
-        super().__init__(temperature=0.0, top_k=0, top_p=1.0)
+        super().__init__()
         self.rows, self.read = rows, torch.tensor(read, device=rows.device)
         self.levels = torch.arange(len(shape) + 1).repeat_interleave(torch.tensor([1, *shape])).to(rows.device)
         self.logits = torch.empty(0)

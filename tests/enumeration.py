@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from longspec.inference.sampling import Sampler
+from longspec.inference.sampling import RowSettings, Sampler, SamplingKind
 
 Result = TypeVar("Result")
 Tokens = tuple[int, ...]
@@ -16,21 +16,21 @@ class EnumeratingSampler(Sampler):
     """Replays a script of outcomes. After its end, takes the first outcome that has a positive probability."""
 
     def __init__(self, script: list[int]) -> None:
-        super().__init__(temperature=1.0, top_k=0, top_p=1.0)
+        super().__init__(SamplingKind("sampled"), RowSettings.allocate(1, torch.device("cpu")))
         self.script = script
         self.taken: list[int] = []
         self.options: list[list[int]] = []
         self.probability = 1.0
 
-    def draw(self, weights: Tensor) -> Tensor:
+    def draw(self, weights: Tensor, step: int = 0) -> Tensor:
         chosen = [self._decide((row / row.sum()).tolist()) for row in weights.flatten(0, -2)]
         return torch.tensor(chosen).view(weights.shape[:-1])
 
-    def coin(self, probability: Tensor) -> Tensor:
+    def coin(self, probability: Tensor, uniform: Tensor) -> Tensor:
         heads = probability.nan_to_num(0.0).clamp(max=1).flatten().tolist()
         return torch.tensor([self._decide([1 - one, one]) == 1 for one in heads]).view(probability.shape)
 
-    def exponentials(self, like: Tensor) -> Tensor:
+    def exponentials(self, like: Tensor, step: int = 0, first: int = 0) -> Tensor:
         raise NotImplementedError("exponential variables are continuous and cannot be enumerated")
 
     def _decide(self, probabilities: list[float]) -> int:

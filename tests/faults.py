@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspec.inference import acceptance, engine
+from longspec.inference import acceptance, filters, rounds
 from longspec.inference.acceptance import Accepted
 from longspec.inference.drafting import chain as chain_drafting
 from longspec.inference.drafting import tree as tree_drafting
 from longspec.inference.drafting.proposal import Proposal
-from longspec.inference.sampling import Sampler
-from longspec.kernels.decoding import vocabulary
+from longspec.inference.sampling import Sampler, per_row
+from longspec.kernels.decoding import row_noise, vocabulary
 from longspec.kernels.decoding.tree import Branches, SelectedNodes, Tree
 
 follow, reject, accept = acceptance.follow, acceptance.reject, acceptance.accept
@@ -44,7 +44,7 @@ def top_k_children_as_samples(patch: Patch) -> None:
     """The draft's most probable children are accepted with min(1, p/q), as if they had been sampled from q."""
 
     def faulty(
-        tree: Tree, above: slice, width: int, logits: Tensor, temperature: float, noise: Tensor, q: Tensor, *_: object
+        tree: Tree, above: slice, width: int, logits: Tensor, temperature: Tensor, noise: Tensor, q: Tensor, *_: object
     ) -> None:
         q.copy_(vocabulary.probabilities(logits, temperature))
         vocabulary.best_children(tree, above, width, logits, temperature)
@@ -135,9 +135,9 @@ def temperature_left_out(patch: Patch) -> None:
     """The target's logits are not divided by the temperature."""
 
     def faulty(proposal: Proposal, logits: Tensor, sampler: Sampler, *_: object) -> Accepted:
-        return accept(proposal, logits * sampler.temperature, sampler)
+        return accept(proposal, logits * per_row(sampler.temperature, logits).float(), sampler)
 
-    patch.setattr(engine, "accept", faulty)
+    patch.setattr(rounds, "accept", faulty)
 
 
 def greedy_first_token(patch: Patch) -> None:
@@ -182,34 +182,33 @@ def q_is_not_what_was_sampled_from(patch: Patch) -> None:
 
 def warpers_in_another_order(patch: Patch) -> None:
     """top-p is applied before the temperature."""
-    init = Sampler.__init__
 
-    def faulty(self: Sampler, *args: object, **kwargs: object) -> None:
-        init(self, *args, **kwargs)  # type: ignore[arg-type]
-        self.warpers.reverse()
+    def faulty(self: Sampler, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        top_p = per_row(self.settings["top_p"], logits)
+        return filters.keep_likely(logits.float(), {"top_p": top_p}, 0), self.temperature
 
-    patch.setattr(Sampler, "__init__", faulty)
+    patch.setattr(Sampler, "warped", faulty)
 
 
 def rows_share_their_draws(patch: Patch) -> None:
-    """All rows of the batch share one uniform random number."""
+    """All rows of the batch have the same seed."""
 
-    def draw(self: Sampler, probabilities: Tensor) -> Tensor:
-        uniform = torch.rand(probabilities.shape[1:-1], generator=self.generator, device=probabilities.device)
-        return (probabilities.cumsum(-1) < uniform[..., None]).sum(-1).clamp(max=probabilities.shape[-1] - 1)
+    fill = row_noise.fill_rows
 
-    patch.setattr(Sampler, "draw", draw)
+    def faulty(seeds: Tensor, *arguments: Any) -> Tensor:
+        return fill(torch.zeros_like(seeds), *arguments)
+
+    patch.setattr(row_noise, "fill_rows", faulty)
 
 
 def rounds_repeat_their_draws(patch: Patch) -> None:
-    """The generator is reseeded with the same number in every round."""
+    """The random numbers do not depend on the position of the root."""
+    fill = row_noise.fill_rows
 
-    def faulty(proposal: Proposal, logits: Tensor, sampler: Sampler, *_: object) -> Accepted:
-        if sampler.generator is not None:
-            sampler.generator.manual_seed(1)
-        return accept(proposal, logits, sampler)
+    def faulty(seeds: Tensor, positions: Tensor, *arguments: Any) -> Tensor:
+        return fill(seeds, torch.zeros_like(positions), *arguments)
 
-    patch.setattr(engine, "accept", faulty)
+    patch.setattr(row_noise, "fill_rows", faulty)
 
 
 BY_REJECTION = ("seq", "tree", "magicdec")

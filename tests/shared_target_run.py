@@ -13,13 +13,17 @@ from torch.nn.utils.rnn import pad_sequence
 from longspec.errors import UserError
 from longspec.inference import engine
 from longspec.inference import generate as generate_module
+from longspec.inference.arguments import checked_drafting
 from longspec.inference.engine_pool import PooledEngine
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.load_pair import load_model
-from longspec.inference.methods import METHODS
+from longspec.inference.methods import AUTO, METHODS, Drafting
 from longspec.inference.process_group import shared_target
+from longspec.inference.request import Sampling
+from longspec.inference.request_engine import RequestEngine
 from longspec.inference.runner import Runner
 from longspec.inference.select_runner import make_runner
+from longspec.inference.server.requests import Request
 from longspec.models.fused import can_fuse
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import model_parallel_rank_and_size
@@ -65,6 +69,22 @@ def outcome(model: GlideMixin, prompts: list[list[int]], **settings: Any) -> tup
     return [row.tolist() for row in output.new_tokens], stats.row_rounds, stats.accepted_by_depth
 
 
+def answers(model: GlideMixin, method: str) -> list[list[int]]:
+    """The engine's answers to the prompts and a sampled one, on two rows, one after a prefix of another."""
+    drafting = checked_drafting(model, Drafting(method, (3, 4)), allow_untrained_draft=True)
+    engine = RequestEngine(model, drafting, 2, memory=2**27, prefill_chunk=8)
+    engine.prepare()
+    tokens: list[list[int]] = [[] for _ in range(5)]
+    sampled = Sampling(1.0, min_p=0.05, seed=3) if method == "tree" else Sampling()
+    requests = [Request(prompt, 12) for prompt in (*PROMPTS, PROMPTS[0] * 2)] + [Request([7, 7], 9, sampled)]
+    for own, request in zip(tokens, requests, strict=True):
+        engine.add(request, lambda event, own=own: own.extend(getattr(event, "ids", ())))
+    while engine.step():
+        pass
+    engine.close()
+    return tokens
+
+
 def outcomes(work: Path, families: list[str], target: str) -> dict[str, Any]:
     """Greedy generations of each family with every method, and sampled ones in float64, whose draws cannot flip."""
     found: dict[str, Any] = {}
@@ -72,6 +92,9 @@ def outcomes(work: Path, families: list[str], target: str) -> dict[str, Any]:
         model = load_model(str(work / family / target), str(work / family / "draft.pth"), torch.float32, CPU)
         # A token of the middle row's answer ends it while the others go on.
         (answer,), *_ = outcome(model, PROMPTS[1:2], method="vanilla", max_new_tokens=5)
+        # Its plans depend on measured times, its tokens do not.
+        found[f"{family} auto"] = outcome(model, PROMPTS, method=AUTO, eos_token_id=answer[-1])[0]
+        found[f"{family} requests"] = [answers(model, method) for method in ("tree", AUTO)]
         for method in METHODS:
             found[f"{family} {method}"] = outcome(model, PROMPTS, method=method, eos_token_id=answer[-1])
         streamer = Collector()
@@ -109,8 +132,8 @@ def plant_fault() -> None:
     """Let this rank draw other numbers than the others for FAULTY_SEED."""
     restart = PooledEngine.restart
 
-    def faulty(self: PooledEngine, prompts: Any, lengths: Any, seed: int | None) -> None:
-        restart(self, prompts, lengths, FAULTY_SEED + 1 if seed == FAULTY_SEED else seed)
+    def faulty(self: PooledEngine, prompts: Any, lengths: Any, sampling: Any, seeds: list[int]) -> None:
+        restart(self, prompts, lengths, sampling, [FAULTY_SEED + 1] * 3 if seeds[0] == FAULTY_SEED else seeds)
 
     PooledEngine.restart = faulty  # type: ignore[method-assign]
 

@@ -19,6 +19,7 @@ from longspec.data.templates import check_embedded, encode_texts
 from longspec.errors import UserError
 from longspec.inference.device import device_name
 from longspec.inference.methods import AUTO, GLIDE_METHODS
+from longspec.inference.request import row_seed
 from longspec.inference.stats import GenerationStats, pool
 from longspec.jobs.job import TOKENS, Count, ResumableJob, open_results, writing
 from longspec.jobs.results import Line, Results, resume_results
@@ -84,7 +85,7 @@ class PromptRun:
     def identity(self) -> dict[str, Any]:
         """Everything that determines the answers, apart from the prompts."""
         pair = self.pair
-        # Greedy answers depend neither on the seed nor on the other prompts of the batch.
+        # Greedy answers do not depend on the seed.
         is_greedy = self.sampling.temperature == 0
         # Method "auto" does without an untrained draft.
         drafts = pair.method in GLIDE_METHODS or (pair.method == AUTO and pair.model.draft_is_trained)
@@ -96,7 +97,8 @@ class PromptRun:
             "chat_format": pair.chat_format,
             "chat": self.chat,
             "sampling": vars(self.sampling),
-            "drawn": None if is_greedy else (self.seed, self.batch_size),
+            "drawn": None if is_greedy else self.seed,
+            **pair.drafting,
         }
 
     def head(self, number: int) -> Line:
@@ -132,8 +134,8 @@ class PromptRun:
             raise ValueError("was written by another pair or with other options")
         return {"index": index}
 
-    def batches(self) -> Iterator[tuple[int, list[int]]]:
-        """The number of each batch, and the numbers of its prompts.
+    def batches(self) -> Iterator[list[int]]:
+        """The numbers of each batch's prompts.
 
         Within SORTED_BATCHES batches the longest prompts come first.
         """
@@ -144,7 +146,7 @@ class PromptRun:
             # Longest first: a batch that does not fit into memory fails at the start and not after hours.
             by_length = sorted(rows, key=lambda row: len(self.token_ids[row]), reverse=True)
             for start in range(0, len(rows), self.batch_size):
-                yield (first + start) // self.batch_size, by_length[start : start + self.batch_size]
+                yield by_length[start : start + self.batch_size]
 
 
 def answer_prompts(
@@ -157,8 +159,8 @@ def answer_prompts(
 ) -> None:
     """Answer this rank's share of the prompts without a line, and leave all lines in the output.
 
-    The prompts and the seed of a batch depend neither on earlier batches nor on the ranks, so the answers are those of
-    an uninterrupted single process. output: None is stdout, for a single process. report: called with the summary on
+    The prompts of a batch and their seeds depend neither on earlier batches nor on the ranks, so the answers are those
+    of an uninterrupted single process. output: None is stdout, for a single process. report: called with the summary on
     rank 0. Raises UserError, and SystemExit after a stop signal or the end of another rank.
     """
     job = ResumableJob(
@@ -197,19 +199,19 @@ def _answer_missing(run: PromptRun, results: Results | StdoutLines, job: Resumab
     """Decode this rank's share of the batches with a prompt that has no line. Returns the statistics of all batches."""
     stats = GenerationStats()
 
-    def load(unit: tuple[int, list[int]]) -> int:
-        return max(len(run.token_ids[row]) for row in unit[1]) + run.sampling.max_new_tokens
+    def load(batch: list[int]) -> int:
+        return max(len(run.token_ids[row]) for row in batch) + run.sampling.max_new_tokens
 
-    def work(unit: tuple[int, list[int]], count: Count) -> None:
+    def work(batch: list[int], count: Count) -> None:
         nonlocal stats
-        number, batch = unit
-        output = run.pair.generate([run.token_ids[row] for row in batch], run.sampling, seed=run.seed + number)
+        seeds = [row_seed(run.seed, row) for row in batch]
+        output = run.pair.generate([run.token_ids[row] for row in batch], run.sampling, seed=seeds)
         stats = pool([stats, output.stats])
         lines = [run.line(row, tokens.tolist()) for row, tokens in zip(batch, output.new_tokens, strict=True)]
         new = results.add(lines)
         count(sum(line["new_tokens"] for line in new), len(new))
 
-    missing = [unit for unit in run.batches() if not results.done.issuperset(unit[1])]
+    missing = [batch for batch in run.batches() if not results.done.issuperset(batch)]
     job.run(missing, load, work, len(results.done))
     return stats
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Annotated
 
 import typer
@@ -16,13 +17,23 @@ from longspec.cli.options import (
     DeviceOption,
     DraftOption,
     DtypeOption,
+    EpsilonOption,
+    GammaOption,
+    LookupBranchesOption,
     MaxNewTokensOption,
     MethodOption,
+    MinPOption,
     ModelOption,
     TemperatureOption,
     TemplateOption,
     TopKOption,
     TopPOption,
+    TpSizeOption,
+    TreeNodesOption,
+    TreeRuleOption,
+    TreeShapeOption,
+    TypicalPOption,
+    drafting_options,
     loading,
 )
 
@@ -34,10 +45,19 @@ def chat(
     method: MethodOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = "auto",
+    tp_size: TpSizeOption = 1,
     chat_template_kwargs: TemplateOption = None,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     top_k: TopKOption = 0,
+    min_p: MinPOption = None,
+    typical_p: TypicalPOption = None,
+    epsilon_cutoff: EpsilonOption = None,
+    tree_shape: TreeShapeOption = None,
+    tree_rule: TreeRuleOption = "reject",
+    tree_nodes: TreeNodesOption = None,
+    lookup_branches: LookupBranchesOption = False,
+    gamma: GammaOption = 4,
     max_new_tokens: MaxNewTokensOption = 512,
     seed: Annotated[
         int | None,
@@ -56,12 +76,20 @@ def chat(
     ] = None,
 ) -> None:
     """Chat in the terminal. Ctrl-C stops an answer, /quit or Ctrl-D ends the chat, /help lists the commands."""
-    with loading(pair or model):
-        from longspec.cli.pair import SamplingOptions, choose_model, note_plain_format, open_pair
-        from longspec.cli.session import Session
+    with ExitStack() as stack:
+        with loading(pair or model):
+            from longspec.cli.pair import SamplingOptions, choose_model, note_plain_format, open_pair
+            from longspec.cli.session import Session
+            from longspec.inference.process_group import shared_target
+            from longspec.signals import StopSignals
 
-        name = choose_model(pair, model)
-        sampling = SamplingOptions(max_new_tokens, temperature, top_p, top_k)
-        loaded = open_pair(name, draft, method, dtype, device, chat_template_kwargs)
-        note_plain_format(loaded)
-    Session(loaded, sampling, Console(highlight=False), system, seed).run()
+            name = choose_model(pair, model)
+            sampling = SamplingOptions(max_new_tokens, temperature, top_p, top_k, min_p, typical_p, epsilon_cutoff)
+            drafting = drafting_options(tree_shape, tree_rule, tree_nodes, lookup_branches, gamma)
+            if tp_size > 1:  # only rank 0 goes on
+                stop = stack.enter_context(StopSignals(at_once=True))
+                stack.enter_context(shared_target(tp_size, device, stop))
+            loaded = open_pair(name, draft, method, dtype, device, chat_template_kwargs)
+            loaded.drafting = drafting
+            note_plain_format(loaded)
+        Session(loaded, sampling, Console(highlight=False), system, seed).run()

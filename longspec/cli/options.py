@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from longspec.errors import UserError
+
 EMBEDDED_PAIR = "smollm2-135m"
 Method = Literal["vanilla", "seq", "tree", "magicdec", "lookup", "auto"]
+TreeRule = Literal["reject", "descend"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 LARGEST_SEED = 2**63 - 1
 """torch takes larger seeds, but the number of a turn or batch is added to a seed."""
@@ -21,6 +24,7 @@ LARGEST_SEED = 2**63 - 1
 PAIR = "Pair"
 SAMPLING = "Sampling"
 PROMPTS = "Prompts"
+DRAFTING = "Drafting"
 OUTPUT = "Output"
 MODEL_HELP = "Pair by name, hub id, folder or .gguf file."
 
@@ -78,10 +82,81 @@ TopKOption = Annotated[int, typer.Option("--top_k", min=0, help="0 keeps all tok
 MaxNewTokensOption = Annotated[
     int, typer.Option("--max_new_tokens", min=1, help="Largest number of tokens per answer.", rich_help_panel=SAMPLING)
 ]
+MinPOption = Annotated[
+    float | None,
+    typer.Option(
+        "--min_p",
+        min=0.0,
+        max=1.0,
+        help="Leave out tokens below this share of the highest probability.",
+        show_default="that of the target",
+        rich_help_panel=SAMPLING,
+    ),
+]
+TypicalPOption = Annotated[
+    float | None,
+    typer.Option(
+        "--typical_p",
+        min=0.0,
+        max=1.0,
+        help="Mass of typical tokens; 1 keeps all tokens.",
+        show_default="that of the target",
+        rich_help_panel=SAMPLING,
+    ),
+]
+EpsilonOption = Annotated[
+    float | None,
+    typer.Option(
+        "--epsilon_cutoff",
+        min=0.0,
+        max=1.0,
+        help="Leave out tokens of lower probability.",
+        show_default="that of the target",
+        rich_help_panel=SAMPLING,
+    ),
+]
+TreeShapeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tree_shape", help="Nodes per level, as in 4,16,16.", show_default="4,16,16,16,16", rich_help_panel=DRAFTING
+    ),
+]
+TreeRuleOption = Annotated[
+    TreeRule,
+    typer.Option("--tree_rule", help="How a tree is accepted above temperature 0.", rich_help_panel=DRAFTING),
+]
+TreeNodesOption = Annotated[
+    int | None,
+    typer.Option("--tree_nodes", help="Verify this many nodes.", show_default="all", rich_help_panel=DRAFTING),
+]
+LookupBranchesOption = Annotated[
+    bool,
+    typer.Option(
+        "--lookup_branches", help="Add continuations that the context already holds.", rich_help_panel=DRAFTING
+    ),
+]
+GammaOption = Annotated[
+    int,
+    typer.Option("--gamma", min=1, help="Length of the chain (seq, magicdec, lookup).", rich_help_panel=DRAFTING),
+]
 JsonOption = Annotated[
     Path | None,
     typer.Option("--json", help="Write a JSON summary to this file; - is stderr.", rich_help_panel=OUTPUT),
 ]
+
+
+def drafting_options(
+    tree_shape: str | None, tree_rule: str, tree_nodes: int | None, lookup_branches: bool, gamma: int
+) -> dict[str, Any]:
+    """These options as arguments of `longspec.generate` and of the scheduler. Raises UserError for a wrong shape."""
+    options: dict[str, Any] = {"tree_rule": tree_rule, "tree_nodes": tree_nodes, "gamma": gamma}
+    options["lookup_branches"] = lookup_branches
+    if tree_shape is not None:
+        widths = tree_shape.replace(",", " ").split()
+        if not widths or not all(width.isdecimal() for width in widths):
+            raise UserError(f"--tree_shape: {tree_shape!r}; give the nodes of each level, as in 4,16,16")
+        options["tree_shape"] = tuple(map(int, widths))
+    return options
 
 
 @contextmanager

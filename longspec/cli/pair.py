@@ -6,10 +6,9 @@ import os
 import sys
 from collections.abc import Collection, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 import transformers
 
 from longspec.data.aligners import Turn
@@ -22,10 +21,9 @@ from longspec.inference.generate import GenerationOutput, generate
 from longspec.inference.load_pair import load_pair
 from longspec.inference.methods import AUTO as AUTO_METHOD
 from longspec.inference.methods import GLIDE_METHODS
-from longspec.inference.options import WARPERS, ignored_options, report_ignored
+from longspec.inference.options import FILTER_OPTIONS, check_filter, ignored_options, report_ignored
 from longspec.models.glide import GlideMixin
 from longspec.models.packaged_targets import SMOLLM2
-from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.models.target_files import position_limit, set_template_arguments
 
 
@@ -37,10 +35,17 @@ class SamplingOptions:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float | None = None
+    """None of this and the next two: the value of the target's generation config."""
+    typical_p: float | None = None
+    epsilon_cutoff: float | None = None
 
     def __post_init__(self) -> None:
         """Raises UserError."""
         check_sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k)
+        for name in FILTER_OPTIONS:
+            if getattr(self, name) is not None:
+                check_filter(name, getattr(self, name))
 
 
 @dataclass
@@ -55,6 +60,8 @@ class LoadedPair:
     """One of `data.templates.CHAT_FORMATS`."""
     stop_ids: list[int]
     """The tokens that end an answer."""
+    drafting: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `longspec.generate` in addition to the method; see `cli.options.drafting_options`."""
 
     @property
     def positions(self) -> int:
@@ -79,14 +86,11 @@ class LoadedPair:
 
     def generate(self, prompts: list[list[int]], sampling: SamplingOptions, **options: Any) -> GenerationOutput:
         """Call `longspec.generate` on token ids. options: its other arguments."""
-        rows = [torch.tensor(prompt) for prompt in prompts]
-        row_masks = [torch.ones_like(row) for row in rows]
-        pad = torch.nn.utils.rnn.pad_sequence
-        mask = pad(row_masks, batch_first=True)
         # `open_pair` has said that these are ignored.
         ignored = dict.fromkeys(ignored_options(self.model.generation_config))
-        settings = {"method": self.method, "eos_token_id": self.stop_ids, **ignored, **vars(sampling), **options}
-        return generate(self.model, pad(rows, batch_first=True), mask, **settings)
+        settings = {"method": self.method, "eos_token_id": self.stop_ids, **self.drafting, **ignored}
+        given = {name: value for name, value in vars(sampling).items() if value is not None}
+        return generate(self.model, prompts, **(settings | given | options))
 
 
 def open_pair(
@@ -97,12 +101,12 @@ def open_pair(
     device: str | None = None,
     chat_template_kwargs: str | None = None,
     repeats: bool = False,
-    applied: Collection[str] | None = WARPERS,
+    applied: Collection[str] | None = FILTER_OPTIONS,
 ) -> LoadedPair:
     """Load a pair by name, hub id, folder or GGUF file; None is the embedded pair.
 
-    method: None is auto, or tree if `repeats` is set or several ranks share the target. A pair without a trained draft
-    goes without trees, and a note on stderr says so. chat_template_kwargs: a JSON object. repeats: whether sampled
+    method: None is auto, or tree if `repeats` is set. A pair without a trained draft goes without trees, and a note on
+    stderr says so. chat_template_kwargs: a JSON object. repeats: whether sampled
     answers must not depend on measured times, as auto's do. applied: the options of the target's generation config that
     the command applies; a note names the others that would change answers. None if it ignores the config on request.
     Raises UserError.
@@ -114,8 +118,7 @@ def open_pair(
         raise UserError(f"--method {method}: needs a trained draft of {name}; give its --draft, or --method lookup")
     if method is None:
         method = AUTO_METHOD
-        # The ranks that share a target measure different times.
-        if repeats or model_parallel_rank_and_size()[1] > 1:
+        if repeats:
             method = "tree" if model.draft_is_trained else "lookup"
         if not model.draft_is_trained:
             _note(f"{name}: no trained draft, so tokens are proposed by prompt lookup (--method {method})")

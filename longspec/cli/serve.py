@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -15,9 +16,16 @@ from longspec.cli.options import (
     DeviceOption,
     DraftOption,
     DtypeOption,
+    GammaOption,
+    LookupBranchesOption,
     MethodOption,
     ModelOption,
     TemplateOption,
+    TpSizeOption,
+    TreeNodesOption,
+    TreeRuleOption,
+    TreeShapeOption,
+    drafting_options,
 )
 
 if TYPE_CHECKING:
@@ -36,7 +44,13 @@ def serve(
     method: MethodOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = "auto",
+    tp_size: TpSizeOption = 1,
     chat_template_kwargs: TemplateOption = None,
+    tree_shape: TreeShapeOption = None,
+    tree_rule: TreeRuleOption = "reject",
+    tree_nodes: TreeNodesOption = None,
+    lookup_branches: LookupBranchesOption = False,
+    gamma: GammaOption = 4,
     host: Annotated[
         str,
         typer.Option("--host", help="Address to listen on; others than loopback need a key.", rich_help_panel=NETWORK),
@@ -92,8 +106,11 @@ def serve(
     from longspec.cli.pair import choose_model, note_plain_format, open_pair
     from longspec.errors import UserError
     from longspec.extras import extra
+    from longspec.inference.options import FILTER_OPTIONS
+    from longspec.inference.process_group import shared_target
     from longspec.inference.server.requests import NotServing
     from longspec.inference.server.scheduler import Scheduler
+    from longspec.signals import StopSignals
 
     with extra("serve"):
         from longspec.inference.server.app import build_app
@@ -103,16 +120,21 @@ def serve(
         from longspec.inference.server.serving import allowed_hosts, http_server, listen
 
     name = choose_model(pair, model)
-    # A port in use is reported before the weights load, and clients that connect meanwhile wait.
-    with listen(host, port, api_key) as listening:
-        applied = () if generation_config == "auto" else None
+    drafting = drafting_options(tree_shape, tree_rule, tree_nodes, lookup_branches, gamma)
+    with ExitStack() as stack:
+        if tp_size > 1:  # only rank 0 goes on
+            stop = stack.enter_context(StopSignals(at_once=True))
+            stack.enter_context(shared_target(tp_size, device, stop))
+        # A port in use is reported before the weights load, and clients that connect meanwhile wait.
+        listening = stack.enter_context(listen(host, port, api_key))
+        applied = FILTER_OPTIONS if generation_config == "auto" else None
         loaded = open_pair(name, draft, method, dtype, device, chat_template_kwargs, applied=applied)
         note_plain_format(loaded)
         defaults = WITHOUT_CONFIG
         if generation_config == "auto":
             defaults = SamplingDefaults.read(loaded.model.generation_config)
         rows = max_rows or (ROWS_ON_CPU if loaded.model.device.type == "cpu" else ROWS)
-        scheduler = Scheduler(loaded.model, method=loaded.method, max_rows=rows, max_queue=max_queue)
+        scheduler = Scheduler(loaded.model, method=loaded.method, max_rows=rows, max_queue=max_queue, **drafting)
         served = ServedModel(
             served_name or loaded.name,
             loaded.method,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -62,41 +63,31 @@ def reject(proposal: Proposal, q: Tensor, p: Tensor, sampler: Sampler) -> Accept
     A node from prompt lookup is certain: it was proposed without chance, and is accepted with the probability p of its
     token. If it is rejected, its token is removed from p and from q, and both are normalized.
 
-    p: probabilities [B, N, V] of the target, which are overwritten; q: `proposal.sampled_from`. For a chain this is
+    p: probabilities [B, N, V] of the target, which may be overwritten; q: `proposal.sampled_from`. For a chain this is
     speculative sampling (arXiv 2211.17192); for siblings sampled without replacement it is the recursion of arXiv
     2402.14160.
 
     Exactness asks of the tree: whether it holds a sampled node must not depend on that node's token, given the draws
     before it; and whether it holds a certain node must not depend on the draws at all.
     """
+    uniforms = sampler.uniforms(proposal.tokens)
     if runs_triton(p):
         from longspec.kernels.decoding.rejection import reject_children
 
-        uniforms = sampler.uniforms(proposal.tokens)
         path, count, residual = reject_children(
             proposal.tokens, proposal.parents, q, p, uniforms, proposal.depth, proposal.q_rows, proposal.from_lookup
         )
         return Accepted(path, count, sampler.draw(residual))
 
-    q = _q_of_nodes(proposal, q)
-    probability, ratio = _acceptance_probabilities(proposal, q, p)
-    path, count = _descend(proposal, sampler.coin(probability))
-    last = path[:, -1]
-    residual = _residual(_at_node(p, last), _at_node(q, last), ratio.gather(1, path[:, -1:]))
-    return Accepted(path, count, sampler.draw(residual))
+    walk = _Walk(proposal, q, p)
+    for child in range(1, proposal.tokens.shape[1]):
+        walk.visit(child, sampler.coin, uniforms[:, child])
+    return Accepted(walk.path, walk.count, sampler.draw(walk.residual()))
 
 
-def _q_of_nodes(proposal: Proposal, q: Tensor) -> Tensor:
-    """The draft's distribution [B, N, V] at each node. A leaf has none; its ratio stays 0, so any row of q will do."""
-    rows = proposal.q_rows
-    if rows is None:
-        rows = torch.arange(proposal.tokens.shape[1], device=q.device).expand_as(proposal.tokens)
-    return q[torch.arange(len(q), device=q.device)[:, None], rows.clamp(max=q.shape[1] - 1)]
-
-
-def _acceptance_probabilities(proposal: Proposal, q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """For each node the probability [B, N] of acceptance, given that its earlier siblings were rejected, and the ratio
-    [B, N] that defines its own residual once all its children are rejected. Both fp64; probabilities may exceed 1.
+class _Walk:
+    """The descents of `reject` in a batch. Parents precede their children, so one pass in order meets the children of
+    each node on a path.
 
     After some children of a node are rejected, with r = ratio:
         residual of p = max(p - r*q, 0) / total
@@ -104,40 +95,65 @@ def _acceptance_probabilities(proposal: Proposal, q: Tensor, p: Tensor) -> tuple
     The next rejection subtracts the rest of q from the residual of p, hence r += total / mass. Both sums are computed
     anew each time, because a difference of sums would lose the improbable tokens.
 
-    The rejection of a certain child sets its token's entries of p and q to 0, in place, and leaves r as it is. p, q:
-    [B, N, V] at every node.
+    The rejection of a certain child leaves r as it is. A rejected token's entries of p and q become 0; its residual is
+    0 in any case.
     """
-    batch, nodes = proposal.tokens.shape
-    rows = torch.arange(batch, device=p.device)
-    remaining = q.clone()  # 0 for rejected tokens
-    probability, ratio = torch.zeros(2, batch, nodes, dtype=torch.float64, device=p.device)
-    total, mass = torch.ones(2, batch, nodes, dtype=torch.float64, device=p.device)
-    never = torch.zeros(batch, dtype=torch.bool, device=p.device)
 
-    for child in range(1, nodes):
-        exists = proposal.parents[:, child] >= 0
-        is_certain = never if proposal.from_lookup is None else exists & proposal.from_lookup[:, child]
-        parent = (rows, proposal.parents[:, child].clamp(min=0))
-        token = (*parent, proposal.tokens[:, child])
+    def __init__(self, proposal: Proposal, q: Tensor, p: Tensor) -> None:
+        batch, device = len(p), p.device
+        self.proposal = proposal
+        self.all_p, self.all_q = p, q
+        self.p, self.q = p[:, 0].clone(), q[:, 0].clone()
+        """[B, V]: the distributions at the last accepted nodes, without the rejected tokens."""
+        self.node = torch.zeros(batch, dtype=torch.long, device=device)
+        """LongTensor [B]: the last accepted node."""
+        self.count = torch.zeros_like(self.node)
+        self.path = self.node[:, None].repeat(1, proposal.depth + 1)
+        self.ratio = torch.zeros(batch, dtype=torch.float64, device=device)
+        self.total, self.mass = torch.ones(2, batch, dtype=torch.float64, device=device)
 
+    def visit(self, child: int, coin: Callable[[Tensor, Tensor], Tensor], uniform: Tensor) -> None:
+        """Accept or reject a node in the rows whose paths end at its parent. coin: see `Sampler.coin`; probabilities
+        may exceed 1. uniform: fp64 [B]."""
+        rows = (self.proposal.parents[:, child] == self.node).nonzero()[:, 0]
+        if not len(rows):
+            return
+        token, lookup = self.proposal.tokens[rows, child], self.proposal.from_lookup
+        is_certain = torch.zeros_like(token, dtype=torch.bool) if lookup is None else lookup[rows, child]
+        p, q = self.p[rows, token].double(), self.q[rows, token].double()
         # (residual of p) / (rest of q), at the child's token.
-        residual = _residual(p[token], q[token], ratio[parent])
-        rest = torch.where(is_certain, 1.0, q[token] / mass[parent])
-        probability[:, child] = (residual / (rest * total[parent])).where(exists, 0.0)
+        rest = torch.where(is_certain, 1.0, q / self.mass[rows])
+        is_accepted = coin(_residual(p, q, self.ratio[rows]) / (rest * self.total[rows]), uniform[rows])
+        self._accept(rows[is_accepted], child)
+        self._reject(rows[~is_accepted], token[~is_accepted], is_certain[~is_accepted])
 
-        # Reject the child, for the siblings that follow.
-        remaining[token] = remaining[token].where(~exists, 0.0)
-        p[token] = p[token].where(~is_certain, 0.0)
-        q[token] = q[token].where(~is_certain, 0.0)
-        next_ratio = ratio[parent] + (total[parent] / mass[parent]).where(~is_certain, 0.0)
-        next_residual = _residual(p[parent], q[parent], next_ratio[:, None])
-        next_total, next_mass = _sums(next_residual, remaining[parent])
+    def residual(self) -> Tensor:
+        """Proportional to the distribution [B, V] of the bonus token."""
+        return _residual(self.p, self.q, self.ratio[:, None])
+
+    def _accept(self, rows: Tensor, child: int) -> None:
+        self.node[rows] = child
+        self.count[rows] += 1
+        steps = torch.arange(self.path.shape[1], device=rows.device)
+        self.path[rows] = torch.where(steps >= self.count[rows, None], child, self.path[rows])
+        self.ratio[rows], self.total[rows], self.mass[rows] = 0.0, 1.0, 1.0
+        self.p[rows] = self.all_p[rows, child]
+        # A leaf has no q; any will do.
+        q_rows = self.proposal.q_rows
+        q_row = torch.full_like(rows, child) if q_rows is None else q_rows[rows, child]
+        self.q[rows] = self.all_q[rows, q_row.clamp(max=self.all_q.shape[1] - 1)]
+
+    def _reject(self, rows: Tensor, token: Tensor, is_certain: Tensor) -> None:
+        self.p[rows, token] = 0.0
+        self.q[rows, token] = 0.0
+        q = self.q[rows]
+        ratio = self.ratio[rows] + (self.total[rows] / self.mass[rows]).where(~is_certain, 0.0)
+        total, mass = _sums(_residual(self.p[rows], q, ratio[:, None]), q)
         # Where p and q agree, rounding can leave an empty residual. Its rejection has probability zero.
-        is_possible = exists & (next_total > 0)
-        ratio[parent] = next_ratio.where(is_possible, ratio[parent])
-        total[parent] = next_total.where(is_possible, total[parent])
-        mass[parent] = next_mass.where(exists, mass[parent])
-    return probability, ratio
+        is_possible = total > 0
+        self.ratio[rows] = ratio.where(is_possible, self.ratio[rows])
+        self.total[rows] = total.where(is_possible, self.total[rows])
+        self.mass[rows] = mass
 
 
 def _residual(p: Tensor, q: Tensor, ratio: Tensor) -> Tensor:
@@ -166,8 +182,3 @@ def _descend(proposal: Proposal, accepted: Tensor) -> tuple[Tensor, Tensor]:
         count = count + has_next
         path.append(node)
     return torch.cat(path, 1), count[:, 0]
-
-
-def _at_node(values: Tensor, node: Tensor) -> Tensor:
-    """values [B, N, V] at node [B] -> [B, V]."""
-    return values[torch.arange(len(node), device=node.device), node]

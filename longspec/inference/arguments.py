@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longspec.errors import UserError
-from longspec.inference.methods import AUTO, GLIDE_METHODS, TREE_RULES, method_names
+from longspec.inference.methods import AUTO, GLIDE_METHODS, TREE_RULES, Drafting, method_names
 from longspec.models.draft_layer import check_window
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import position_limit
@@ -18,20 +19,25 @@ from longspec.models.target_files import position_limit
 MAX_NODES = 1024
 """Largest number of nodes per verification pass, the root included."""
 LARGEST_SEED = 2**64 - 1
-"""Largest seed of torch's generators."""
+"""Largest seed."""
 LEAST_TEMPERATURE = 1e-30
 """Smallest temperature above 0. Logits up to 3e8 divided by it are finite in fp32."""
 LARGEST_TEMPERATURE = torch.finfo(torch.float32).max
 
 
 def prompt_batch(input_ids: Any, attention_mask: Any) -> tuple[Tensor, Tensor | None]:
-    """Token ids and their mask, [B, P] each. input_ids may be a tokenizer's output, which contains both."""
+    """Token ids and their mask, [B, P] each. input_ids may be a tokenizer's output, which contains both, or a list of
+    token ids per row, which is padded on the right."""
     if isinstance(input_ids, Mapping):
         if "input_ids" not in input_ids:
             raise UserError(f"input_ids: a mapping without the key input_ids, only {', '.join(map(str, input_ids))}")
         if attention_mask is None:
             attention_mask = input_ids.get("attention_mask")
         input_ids = input_ids["input_ids"]
+    if isinstance(input_ids, list):
+        if attention_mask is not None:
+            raise UserError("attention_mask: lists of token ids have no padding; leave it out")
+        return _padded(input_ids)
     check_token_ids(input_ids)
     if attention_mask is not None:
         if not isinstance(attention_mask, Tensor):
@@ -43,6 +49,15 @@ def prompt_batch(input_ids: Any, attention_mask: Any) -> tuple[Tensor, Tensor | 
                 f"attention_mask: shape {tuple(attention_mask.shape)} is not that of input_ids {tuple(input_ids.shape)}"
             )
     return input_ids, attention_mask
+
+
+def _padded(rows: list[Any]) -> tuple[Tensor, Tensor]:
+    """Lists of token ids as a batch with its mask."""
+    if not rows or not all(isinstance(row, Sequence) and row and all(map(_is_integer, row)) for row in rows):
+        raise UserError("input_ids: a list; give one list of token ids per row, none empty")
+    tensors = [torch.tensor(row) for row in rows]
+    pad = torch.nn.utils.rnn.pad_sequence
+    return pad(tensors, batch_first=True), pad([torch.ones_like(row) for row in tensors], batch_first=True)
 
 
 def check_token_ids(input_ids: Any) -> None:
@@ -88,41 +103,47 @@ def check_rows(model: GlideMixin, rows: Sequence[Tensor], max_new_tokens: int) -
         )
 
 
-def check_trained(model: GlideMixin, method: str, allow_untrained_draft: bool) -> None:
-    """Raise UserError if the method needs a trained draft and the model's draft is fresh."""
-    if method in GLIDE_METHODS and not (model.draft_is_trained or allow_untrained_draft):
+def checked_drafting(model: GlideMixin, drafting: Drafting, allow_untrained_draft: bool) -> Drafting:
+    """Drafting settings that fit a model. Raises UserError for those that cannot work.
+
+    The levels of method "auto" have no more nodes than the vocabulary has tokens.
+    """
+    method, shape, vocab_size = drafting.method, drafting.tree_shape, model.config.vocab_size
+    if method == AUTO and not isinstance(shape, str) and all(map(_is_integer, shape)):
+        drafting = replace(drafting, tree_shape=tuple(min(width, vocab_size) for width in shape))
+    check_drafting(drafting, vocab_size)
+    has_draft = model.draft_is_trained or allow_untrained_draft
+    if method in GLIDE_METHODS and not has_draft:
         raise UserError(
             f"method: {method!r} needs a trained draft, and this model has a fresh one; load one with "
             'from_pretrained(..., glide_path=DRAFT), choose method="lookup", or pass allow_untrained_draft=True'
         )
+    check_draft_window(drafting, model.draft_model.window)
+    shape = tuple(map(int, drafting.tree_shape)) if method in ("tree", AUTO) else ()
+    return replace(drafting, tree_shape=shape, has_draft=has_draft)
 
 
-def check_drafting(
-    method: str,
-    tree_shape: Sequence[int],
-    gamma: int,
-    tree_rule: str,
-    vocab_size: int,
-    tree_nodes: int | None = None,
-) -> None:
+def check_drafting(drafting: Drafting, vocab_size: int) -> None:
     """Raise UserError for an unknown method or tree rule, and for a tree or gamma outside its range."""
-    for name, value, known in (("method", method, (*method_names(), AUTO)), ("tree_rule", tree_rule, TREE_RULES)):
+    method = drafting.method
+    known_methods = (*method_names(), AUTO)
+    for name, value, known in (("method", method, known_methods), ("tree_rule", drafting.tree_rule, TREE_RULES)):
         if value not in known:
             raise UserError(f"{name}: {value!r} is unknown; choose one of {', '.join(known)}")
     if method in ("tree", AUTO):
-        _check_tree_shape(tree_shape, vocab_size)
-    if tree_nodes is not None:
-        _check_integer("tree_nodes", tree_nodes, 2, MAX_NODES)
+        _check_tree_shape(drafting.tree_shape, vocab_size)
+    if drafting.tree_nodes is not None:
+        _check_integer("tree_nodes", drafting.tree_nodes, 2, MAX_NODES)
     if method not in ("vanilla", "tree", AUTO):
-        _check_integer("gamma", gamma, 1, MAX_NODES - 1)
+        _check_integer("gamma", drafting.gamma, 1, MAX_NODES - 1)
 
 
-def check_draft_window(method: str, tree_shape: Sequence[int], gamma: int, window: int) -> None:
+def check_draft_window(drafting: Drafting, window: int) -> None:
     """Raise UserError if the draft's window, in tokens, is too small for the method's depth."""
-    if method == "seq":
-        check_window(window, gamma, "gamma")
-    elif method in ("tree", AUTO):
-        check_window(window, len(tree_shape), "tree_shape")
+    if drafting.method == "seq":
+        check_window(window, drafting.gamma, "gamma")
+    elif drafting.method in ("tree", AUTO):
+        check_window(window, len(drafting.tree_shape), "tree_shape")
 
 
 def _check_tree_shape(tree_shape: Any, vocab_size: int) -> None:
@@ -156,18 +177,15 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k:
         raise UserError(f"top_p: {top_p}; it must be above 0 and at most 1")
 
 
-def check_seed(seed: int | None) -> None:
-    """Raise UserError unless seed is None or within the range of torch's generators."""
-    if seed is not None:
+def check_seed(seed: int | Sequence[int] | None, rows: int = 1) -> None:
+    """Raise UserError unless seed is None, or one or `rows` integers of 64 bits."""
+    if isinstance(seed, Sequence) and not isinstance(seed, str):
+        if len(seed) != rows:
+            raise UserError(f"seed: {len(seed)} seeds for {rows} rows; give one, or one per row")
+        for own in seed:
+            _check_integer("seed", own, 0, LARGEST_SEED)
+    elif seed is not None:
         _check_integer("seed", seed, 0, LARGEST_SEED)
-
-
-def seeded_generator(seed: int | None, device: torch.device) -> torch.Generator | None:
-    """A new generator with this seed; None for torch's global generator."""
-    check_seed(seed)
-    if seed is None:
-        return None
-    return torch.Generator(device).manual_seed(int(seed))
 
 
 def check_streamer(streamer: Any, batch: int) -> None:

@@ -30,6 +30,19 @@ class Fault(IntEnum):
     RANKS = 3
 
 
+def fault_message(fault: int, position: int, temperature: float) -> str:
+    """What a fault means for the token after `position`, and what to do."""
+    if fault == Fault.RANKS:
+        return (
+            f"position {position}: the ranks that share the target disagree; run all of them on GPUs of one model, "
+            "with the same versions of the driver, torch, NCCL and longspec"
+        )
+    return (
+        f"position {position}: the {Fault(fault).name.lower()}'s logits are NaN or infinite at temperature "
+        f"{temperature:g}; check its weights and its dtype"
+    )
+
+
 def rank_kv_heads(config: PreTrainedConfig) -> int:
     """KV heads K of this process: all of the target's, or a share of them if several ranks share the target."""
     return config.num_key_value_heads // model_parallel_rank_and_size()[1]
@@ -43,13 +56,19 @@ class TargetCache:
     """
 
     def __init__(
-        self, config: PreTrainedConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: PreTrainedConfig,
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        lengths: Tensor | None = None,
     ) -> None:
-        """capacity: slots per row, S."""
+        """capacity: slots per row, S. lengths: int32 [B], zeros that the cache takes over; None for new ones."""
         shape = (config.num_hidden_layers, batch, rank_kv_heads(config), capacity, head_dim(config))
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device) if lengths is None else lengths
         """int32 [B]: accepted tokens per row."""
         self.prefix_lengths = self.lengths
         """int32 [B]: number of slots that attention to the prefix reads per row: `lengths`, or 0 for the inactive rows

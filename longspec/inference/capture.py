@@ -7,13 +7,14 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from threading import Lock
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from longspec.inference.engine import Rounds
+from longspec.inference.round_record import RoundResult
+from longspec.inference.rounds import Rounds
 
 T = TypeVar("T")
 CAPTURE_MODE = "thread_local"
@@ -21,39 +22,34 @@ CAPTURE_MODE = "thread_local"
 
 _one_at_a_time = Lock()
 _warm_kinds: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
-"""For each model the kinds of engines (`Engine.kind`) whose kernels are compiled."""
+"""For each model the kinds of rounds (`Rounds.kind`) whose kernels are compiled."""
 
 
 def warm_up(engine: Rounds) -> None:
     """Run one round on the empty cache, unless an engine of this kind did, because capture needs compiled kernels.
 
-    The engine and its random generator are left as they were.
+    The engine is left as it was.
     """
     warm_kinds = _warm_kinds.setdefault(engine.runner.model, set())
     kind = engine.kind
     if kind in warm_kinds:
         return
 
-    generator = generator_of(engine)
-    state = generator.get_state()
     no_row = torch.zeros_like(engine.root, dtype=torch.bool)
     engine.round(no_row)
-    generator.set_state(state)
     warm_kinds.add(kind)
 
 
 class CapturedPass(Generic[T]):
     """A call as a CUDA graph on static tensors. The next run of any pass on a stream can overwrite its result."""
 
-    def __init__(self, call: Callable[[], T], device: torch.device, generator: torch.Generator | None = None) -> None:
+    def __init__(self, call: Callable[[], T], device: torch.device) -> None:
         """Record the call without running it. The device continues with work that is already queued.
 
-        The kernels of the call must be compiled. generator: what it draws random numbers from.
+        The kernels of the call must be compiled.
         """
         self.call = call  # keeps the tensors that the graph works on
         self.graph = torch.cuda.CUDAGraph()
-        if generator is not None:
-            self.graph.register_generator_state(generator)
         pool = _pool_keeper(torch.cuda.current_stream()).pool()
         stream = _capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream())
@@ -74,18 +70,16 @@ class CapturedPass(Generic[T]):
         return self.result
 
 
-def capture_pass(
-    call: Callable[[], T], device: torch.device, generator: torch.Generator | None = None
-) -> CapturedPass[T]:
+def capture_pass(call: Callable[[], T], device: torch.device) -> CapturedPass[T]:
     """A `CapturedPass`; if memory runs out, torch's cached blocks are freed for a second attempt.
 
     During a capture torch cannot free them itself.
     """
     try:
-        return CapturedPass(call, device, generator)
+        return CapturedPass(call, device)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
-        return CapturedPass(call, device, generator)
+        return CapturedPass(call, device)
 
 
 class CapturedRound:
@@ -94,9 +88,9 @@ class CapturedRound:
     def __init__(self, engine: Rounds) -> None:
         """Record the round without running it."""
         self.active = torch.ones_like(engine.root, dtype=torch.bool)
-        self.replay = capture_pass(partial(engine.round, self.active), self.active.device, generator_of(engine))
+        self.replay = capture_pass(partial(engine.round, self.active), self.active.device)
 
-    def __call__(self, active: Tensor) -> Any:
+    def __call__(self, active: Tensor) -> RoundResult:
         self.active.copy_(active)
         return self.replay()
 
@@ -131,10 +125,3 @@ def _pool_keeper(replay_stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
     with _one_at_a_time, torch.cuda.graph(graph, stream=stream, capture_error_mode=CAPTURE_MODE):
         torch.zeros(1, device=replay_stream.device)
     return graph
-
-
-def generator_of(engine: Rounds) -> torch.Generator:
-    """The generator that the engine draws from: its own, or torch's global one of the device."""
-    device = engine.root.device
-    global_one = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
-    return engine.sampler.generator or global_one

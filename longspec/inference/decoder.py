@@ -5,20 +5,19 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from longspec.errors import UserError
-from longspec.inference.adaptive.controller import RowRound
-from longspec.inference.cache import Fault
-from longspec.inference.engine import Engine, Round, RoundResult
+from longspec.inference.cache import fault_message
+from longspec.inference.engine import Engine
 from longspec.inference.engine_pool import with_released_memory
 from longspec.inference.origins import Origin, round_origins
+from longspec.inference.round_record import Flight, RowRound
 from longspec.inference.round_source import RoundSource
 from longspec.inference.stats import GenerationStats
-from longspec.kernels.shared.device import Download
 
 Stops = Callable[[int, Sequence[int]], bool]
 """Whether a row ends after its newest token, for other reasons than EOS and the token limit. Called with the row number
@@ -35,15 +34,6 @@ class Streamer(Protocol):
     def put(self, value: Tensor) -> None: ...
 
     def end(self) -> None: ...
-
-
-class Flight(NamedTuple):
-    """A round that was launched and whose result the host has not read."""
-
-    lines: Download
-    """[B, ...]: count, fault, and the other fields of `RoundResult` in their order."""
-    width: int
-    """depth + 1."""
 
 
 class Decoder:
@@ -100,7 +90,7 @@ class Decoder:
         if any(self.active):
             source.start(first_tokens)
             while any(self.active):
-                if (parts := self.advance(source.play)) is not None:
+                if (parts := self.advance(source)) is not None:
                     source.observe(parts, self.active)
             source.finish(self.stats)
         self.stats.decode_s = time.perf_counter() - start
@@ -110,7 +100,7 @@ class Decoder:
         while self._flights:
             self._note(self._flights.popleft())  # it can have met a fault
 
-    def advance(self, play: Round) -> list[RowRound | None] | None:
+    def advance(self, source: RoundSource) -> list[RowRound | None] | None:
         """Launch a round if any is needed, and take the result of the oldest one unless it was launched too recently.
 
         Returns the part of each row, None for inactive rows.
@@ -118,16 +108,8 @@ class Decoder:
         # A round emits a token or more in each active row.
         missing = [self.max_new_tokens - len(self.new_tokens[row]) for row, active in enumerate(self.active) if active]
         if is_needed := max(missing) > len(self._flights):
-            self._flights.append(self._launch(play))
+            self._flights.append(Flight(source.play(self.device_active), source.report))
         return self._note(self._flights.popleft()) if len(self._flights) > self.ahead or not is_needed else None
-
-    def _launch(self, play: Round) -> Flight:
-        result: RoundResult = play(self.device_active)
-        # One transfer for everything.
-        counts, faults = result.counts[:, None], self.engine.cache.faults[:, None]
-        ranks = [] if result.ranks is None or result.levels is None else [result.ranks, result.levels]
-        lines = torch.cat([counts, faults, result.tokens, result.from_lookup, *ranks], 1)
-        return Flight(Download(lines), result.tokens.shape[1])
 
     def _prefill(self) -> list[int]:
         """Read the prompts. Returns the first token of each row."""
@@ -138,40 +120,30 @@ class Decoder:
         return tokens
 
     def _note(self, flight: Flight) -> list[RowRound | None]:
-        """Take the result of a round: see `advance`. The host waits for the round here and nowhere else."""
-        lines, width = flight.lines.tolist(), flight.width
-        parts: list[RowRound | None] = [None] * len(lines)
-        for row, (count, fault, *values) in enumerate(lines):
+        """Take the result of a round: see `advance`."""
+        parts: list[RowRound | None] = []
+        for row, part in enumerate(flight.rows()):
             if not self.active[row]:
-                self.finite &= not fault
+                self.finite &= not part.fault
+                parts.append(None)
                 continue
-            self._check_fault(row, fault)
-
-            # The last of the `count` tokens is the target's bonus token. The root precedes the accepted nodes.
-            accepted = count - 1
-            from_lookup, row_ranks = (values[part * width :][1:count] for part in (1, 2))
-            emitted = self._emit(row, values[:count], round_origins(from_lookup))
+            self._check_fault(row, part.fault)
+            emitted = self._emit(row, part.tokens, round_origins(part.from_lookup))
             self.stats.rounds += 1
             self.stats.row_rounds[row] += 1
             self.stats.decoded_tokens += emitted
-            for depth in range(min(emitted, accepted)):
+            # The last token is the target's bonus token.
+            for depth in range(min(emitted, len(part.tokens) - 1)):
                 self.stats.accepted_by_depth[depth] += 1
-            parts[row] = RowRound(values[:emitted], row_ranks, values[3 * width :])
+            parts.append(part._replace(tokens=part.tokens[:emitted]))
         return parts
 
     def _check_fault(self, row: int, fault: int) -> None:
         """Raise UserError if `fault`, the row's entry in `TargetCache.faults`, is not 0."""
-        if fault == Fault.RANKS:
-            raise UserError(
-                f"row {row}, token {len(self.new_tokens[row]) + 1}: the ranks that share the target disagree; run all "
-                "of them on GPUs of one model, with the same versions of the driver, torch, NCCL and longspec"
-            )
         if fault:
             position = self.engine.prompt_lengths[row] + len(self.new_tokens[row]) - 1
-            raise UserError(
-                f"row {row}, position {position}: the {Fault(fault).name.lower()}'s logits are NaN or infinite at "
-                f"temperature {self.engine.sampler.temperature:g}; check its weights and its dtype"
-            )
+            temperature = self.engine.sampler.temperature_of(row)
+            raise UserError(f"row {row}, {fault_message(fault, position, temperature)}")
 
     def _emit(self, row: int, tokens: Sequence[int], origins: Sequence[Origin]) -> int:
         """Append tokens to a row until it ends. Returns the number appended."""

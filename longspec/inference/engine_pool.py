@@ -18,11 +18,12 @@ from torch import Tensor
 
 from longspec.inference.device import free_bytes
 from longspec.inference.drafting.reduced_head import head_bytes
-from longspec.inference.engine import CAPACITY_STEP, MOST_SIZE_CLASSES, Engine
+from longspec.inference.engine import Engine
+from longspec.inference.kernel_key import CAPACITY_STEP, MOST_SIZE_CLASSES, KernelKey
 from longspec.inference.memory import row_bytes
+from longspec.inference.request import Sampling
 from longspec.inference.round_source import RoundSource
 from longspec.inference.runner import Runner
-from longspec.inference.sampling import Sampler
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import least_over_ranks, model_parallel_rank_and_size
 
@@ -57,33 +58,21 @@ class PooledEngine:
     def engine(self) -> Engine:
         return self.source.engine
 
-    def restart(self, prompts: Tensor, lengths: Sequence[int], seed: int | None) -> None:
-        """Prepare for other prompts [B, P], padded on the right, and for a seed if the engine has its own generator."""
-        self.engine.prompts = prompts
-        self.engine.prompt_lengths = list(lengths)
-        generator = self.engine.sampler.generator
-        if generator is not None and seed is not None:
-            generator.manual_seed(seed)
+    def restart(self, prompts: Tensor, lengths: Sequence[int], sampling: Sampling, seeds: Sequence[int]) -> None:
+        """Prepare for other prompts [B, P], padded on the right, and for other settings of the same kind."""
+        engine = self.engine
+        engine.prompts, engine.prompt_lengths = prompts, list(lengths)
+        if not engine.sampler.greedy:
+            engine.sampler.settings.assign(slice(0, len(lengths)), [sampling] * len(lengths), seeds)
 
 
-def engine_kind(runner: Runner, method: Hashable, rows: int, sampler: Sampler, room: int) -> Hashable:
-    """Everything that the kernels of an engine's rounds depend on. method: the method and its settings."""
+def engine_kind(kernels: KernelKey, runner: Runner) -> Hashable:
+    """The kernels of an engine's rounds, and what their captures hold: the weights, and the memory of a stream."""
     device = runner.device
     tensors = (*runner.model.parameters(), *runner.model.buffers())
     weights = tuple((tensor.data_ptr(), tensor.numel()) for tensor in tensors)
-    warpers = tuple((type(warper), repr(sorted(vars(warper).items()))) for warper in sampler.extra_warpers)
-    return (
-        method,
-        rows,
-        min(room, CAPACITY_STEP * MOST_SIZE_CLASSES),
-        (sampler.temperature, sampler.top_k, sampler.top_p, warpers, sampler.generator is None),
-        (type(runner), runner.dtype, runner.attention.name, device, weights),
-        # Captured rounds share memory with those of their stream, and libraries choose kernels by these settings.
-        torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None,
-        torch.get_float32_matmul_precision(),
-        torch.is_autocast_enabled(device.type),
-        torch.is_inference_mode_enabled(),
-    )
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    return kernels, weights, stream
 
 
 def rounded_room(positions: int, max_positions: int) -> int:

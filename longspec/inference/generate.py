@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -15,35 +15,37 @@ from transformers import StoppingCriteria
 
 from longspec.errors import UserError
 from longspec.inference.adaptive.auto_rounds import AutoRounds
-from longspec.inference.adaptive.plan_drafters import PlanDrafters, fitting_shape, plans_for
+from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for
+from longspec.inference.answering import answer_all
 from longspec.inference.arguments import (
-    check_draft_window,
-    check_drafting,
     check_rows,
     check_sampling,
+    check_seed,
     check_stopping,
     check_streamer,
-    check_trained,
+    checked_drafting,
     end_tokens,
     pad_token,
     prompt_batch,
     prompt_rows,
-    seeded_generator,
 )
 from longspec.inference.decoder import Decoder, Stops, Streamer
 from longspec.inference.drafting.reduced_head import list_length
 from longspec.inference.engine import Engine
 from longspec.inference.engine_pool import borrowed, engine_kind, rounded_room
-from longspec.inference.methods import AUTO, DEFAULT_SHAPE, make_drafter
-from longspec.inference.options import REFUSED, STOPPING, WARPERS, build_warpers, refuse_options, report_ignored
+from longspec.inference.kernel_key import kernel_key
+from longspec.inference.methods import AUTO, DEFAULT_SHAPE, Drafting, make_drafter
+from longspec.inference.options import FILTER_OPTIONS, REFUSED, STOPPING, filter_values, refuse_options, report_ignored
 from longspec.inference.process_group import repeat_generation
+from longspec.inference.request import Sampling
+from longspec.inference.request_engine import check_positive
 from longspec.inference.round_source import FixedRounds, RoundSource
-from longspec.inference.sampling import Sampler
+from longspec.inference.sampling import RowSettings, Sampler, row_seeds, sampling_kind
 from longspec.inference.select_runner import make_runner
+from longspec.inference.server.requests import Request
 from longspec.inference.stats import GenerationStats
 from longspec.inference.streaming import ends_streamer
 from longspec.models.glide import GlideMixin, check_pair
-from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.models.target_files import position_limit
 
 logger = logging.getLogger(__name__)
@@ -63,7 +65,7 @@ class GenerationOutput:
 @torch.no_grad()
 def generate(
     model: GlideMixin,
-    input_ids: Tensor | Mapping[str, Any],
+    input_ids: Tensor | list[list[int]] | Mapping[str, Any],
     attention_mask: Tensor | None = None,
     method: str | None = None,
     max_new_tokens: int = 256,
@@ -74,7 +76,7 @@ def generate(
     gamma: int = 4,
     eos_token_id: int | Sequence[int] | Tensor | None = None,
     pad_token_id: int | None = None,
-    seed: int | None = None,
+    seed: int | Sequence[int] | None = None,
     streamer: Streamer | None = None,
     tree_rule: str = "reject",
     compile: bool = True,
@@ -83,21 +85,23 @@ def generate(
     stopping_criteria: Sequence[StoppingCriteria] | None = None,
     tree_nodes: int | None = None,
     lookup_branches: bool = False,
+    batch_size: int | None = None,
     **options: Any,
 ) -> GenerationOutput:
     """Continue prompts losslessly: greedy at temperature 0, else samples of the target's own distribution.
 
     input_ids, attention_mask: LongTensor [B, P], padded left or right as the mask says; without a mask all tokens are
-    real. input_ids may also be a tokenizer's output.
+    real. input_ids may also be a tokenizer's output, or a list of token ids per row.
     method: vanilla, seq, tree, magicdec, lookup (prompt lookup) or auto; None is tree if tree_shape, tree_nodes or
-    lookup_branches is given or several ranks share the target, else auto. seq, magicdec and lookup draft chains of
+    lookup_branches is given, else auto. seq, magicdec and lookup draft chains of
     gamma tokens, tree drafts trees of tree_shape. seq and tree need a trained draft unless allow_untrained_draft is
     set. auto chooses between vanilla, lookup and the best nodes of a tree of some or all levels (6 or 12 nodes on a
     CPU, 16, 32 or 64 on a GPU) before each round, from the acceptances so far and the times of rounds, which it
     measures once per device (see `adaptive`); without a trained draft it does without trees.
     tree_shape: number of nodes in each level, None for 4 16 16 16 16; auto takes no more than the vocabulary has.
-    eos_token_id, pad_token_id: None takes the model's own. seed: 0 ... 2^64 - 1; None draws from torch's global
-    generator.
+    eos_token_id, pad_token_id: None takes the model's own. seed: 0 ... 2^64 - 1, for row 0; those of the other rows
+    follow from it (see `row_seed`). Or one seed per row. None draws one from torch's global generator. The tokens of a
+    row depend on its own seed, and not on the other rows.
     streamer: receives the prompt [1, P] and then each new token [1] on the CPU, as in transformers, and the token's
     origin if it has `put_from` (see `Streamer`). It is ended once, also if the call raises. Only for a single row.
     tree_rule: applies above temperature 0. "reject" samples the tree from the draft without replacement and uses
@@ -110,6 +114,9 @@ def generate(
     tree_nodes: the nodes of the drafted tree to be verified, the root included: those with the most probable paths;
     None verifies the whole tree. lookup_branches: let continuations of earlier occurrences of the newest tokens join
     the tree; tree_nodes then selects among both.
+    batch_size: rows that are decoded at the same time; a row that ends goes to the next prompt, and prompts are read
+    between rounds, in which common prefixes are read once. None decodes all rows in one batch. `ttft_s` is then the
+    time of all prefills.
     options: transformers' min_p, typical_p and epsilon_cutoff, applied above temperature 0; they default to the model's
     generation config. Every other option that changes the distribution is refused by name; in the generation config it
     is ignored with a warning (see `options`).
@@ -120,19 +127,15 @@ def generate(
     check_pair(model)
     if method is None:
         describes_tree = tree_shape is not None or tree_nodes is not None or lookup_branches
-        # Ranks that share a target measure different times.
-        method = "tree" if describes_tree or model_parallel_rank_and_size()[1] > 1 else AUTO
+        method = "tree" if describes_tree else AUTO
         if method == AUTO and not (model.draft_is_trained or allow_untrained_draft):
             _log_no_draft(model.config.name_or_path)
-    if tree_shape is None:
-        tree_shape = DEFAULT_SHAPE
-    if method == AUTO:
-        tree_shape = fitting_shape(tree_shape, model.config.vocab_size)
-    check_drafting(method, tree_shape, gamma, tree_rule, model.config.vocab_size, tree_nodes)
-    check_trained(model, method, allow_untrained_draft)
+    shape = DEFAULT_SHAPE if tree_shape is None else tree_shape
+    drafting = Drafting(method, shape, gamma, tree_rule, tree_nodes, lookup_branches)
+    drafting = checked_drafting(model, drafting, allow_untrained_draft)
     _check_options(options)
     refuse_options(options, (*REFUSED, *STOPPING))
-    report_ignored(model.generation_config, model.config.name_or_path, (*WARPERS, *options))
+    report_ignored(model.generation_config, model.config.name_or_path, (*FILTER_OPTIONS, *options))
     input_ids, attention_mask = prompt_batch(input_ids, attention_mask)
     rows = prompt_rows(input_ids, attention_mask)
     check_sampling(max_new_tokens, temperature, top_p, top_k)
@@ -141,17 +144,31 @@ def generate(
     check_stopping(stopping_criteria)
     eos_ids = end_tokens(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
     pad_id = pad_token(model, pad_token_id)
-    check_draft_window(method, tree_shape, gamma, model.draft_model.window)
     arguments |= {"input_ids": input_ids, "attention_mask": attention_mask, "eos_token_id": sorted(eos_ids)}
+    sampling = Sampling(temperature, top_p, top_k, None, **filter_values(options, model.generation_config))
+    check_seed(seed, len(rows))
+    if batch_size is not None:
+        check_positive(batch_size=batch_size)
+        if streamer is not None or stopping_criteria:
+            raise UserError("batch_size: not with streamer or stopping_criteria; leave it out")
+        requests = [
+            Request(row.tolist(), max_new_tokens, replace(sampling, seed=own), frozenset(eos_ids))
+            for row, own in zip(rows, row_seeds(seed, len(rows), sampling.greedy), strict=True)
+        ]
+        answers: list[list[int]] = [[] for _ in rows]
+
+        def take(number: int, tokens: list[int], has_ended: bool) -> None:
+            answers[number] += tokens
+
+        stats = answer_all(model, drafting, requests, batch_size, take, attention, compile)
+        return _output(rows, answers, pad_id, model.lm_head.weight.device, stats)
+
     seed = repeat_generation(generate, arguments)
 
     started = time.perf_counter()
-    extra_warpers = build_warpers(options, model.generation_config)
     runner = make_runner(model, attention, compile)
     device = runner.device
-    generator = seeded_generator(seed, device)
-    # Greedy decoding draws nothing, so calls with and without a seed can share an engine.
-    sampler = Sampler(temperature, top_k, top_p, generator if temperature else None, extra_warpers)
+    kind = sampling_kind([sampling])
     stops = _stops(stopping_criteria, input_ids.to(device)) if stopping_criteria else None
     if streamer is not None:
         streamer.put(input_ids.cpu())
@@ -159,36 +176,39 @@ def generate(
     with torch.cuda.device_of(model.lm_head.weight):  # kernels are launched on the current device
         prompts = _pad_right(rows, 0).to(device)
         lengths = [len(row) for row in rows]
-        shape = tuple(map(int, tree_shape)) if method in ("tree", AUTO) else ()
         room = rounded_room(max(lengths) + max_new_tokens, position_limit(model.config))
-        has_draft = model.draft_is_trained or allow_untrained_draft
 
         def build() -> RoundSource:
+            sampler = Sampler(kind, None if sampling.greedy else RowSettings.allocate(len(rows), device))
             if method == AUTO:
-                plans = plans_for(shape, has_draft, device.type == "cpu")
-                drafters = PlanDrafters(runner, len(rows), sampler, plans, shape, tree_rule)
-                engine = Engine(runner, drafters, sampler, prompts, lengths, room - max(lengths))
+                plans = plans_for(drafting, device.type == "cpu")
+                drafters = PlanDrafters(runner, len(rows), sampler.drafting(), plans, drafting)
+                engine = Engine(runner, drafters, sampler, prompts, lengths, room - max(lengths))  # type: ignore[arg-type]
                 return AutoRounds(engine, drafters, room)
-            settings = (shape, gamma, tree_rule, tree_nodes, lookup_branches)
-            drafter = make_drafter(method, runner, len(rows), sampler, *settings)
+            drafter = make_drafter(drafting, runner, len(rows), sampler.drafting())
             engine = Engine(runner, drafter, sampler, prompts, lengths, room - max(lengths))
             return FixedRounds(engine)
 
-        drafting = (method, shape, gamma, tree_rule, tree_nodes, lookup_branches, has_draft)
-        kind = engine_kind(runner, drafting, len(rows), sampler, room)
-        with borrowed(kind, room, runner, build, list_length(model, method, has_draft)) as pooled:
-            pooled.restart(prompts, lengths, seed)
+        kernels = kernel_key(runner, drafting, kind, len(rows), room)
+        with borrowed(engine_kind(kernels, runner), room, runner, build, list_length(model, drafting)) as pooled:
+            pooled.restart(prompts, lengths, sampling, row_seeds(seed, len(rows), sampling.greedy))
             decoder = Decoder(pooled.engine, max_new_tokens, eos_ids, streamer, stops)
-            decoder.stats.tree_shape = shape
+            decoder.stats.tree_shape = tuple(drafting.tree_shape)
             decoder.stats.tree_nodes = pooled.engine.drafter.nodes if method == "tree" else 0
             decoder.stats.build_s = time.perf_counter() - started
             decoder.run(pooled.source)
             pooled.reusable = decoder.finite
 
-    # Rows end at different lengths; each output is its prompt without padding and its new tokens.
-    new_tokens = [torch.tensor(tokens, dtype=torch.long, device=device) for tokens in decoder.new_tokens]
+    return _output(rows, decoder.new_tokens, pad_id, device, decoder.stats)
+
+
+def _output(
+    rows: Sequence[Tensor], answers: Sequence[list[int]], pad_id: int, device: torch.device, stats: GenerationStats
+) -> GenerationOutput:
+    """Rows end at different lengths; each output is its prompt without padding and its new tokens."""
+    new_tokens = [torch.tensor(tokens, dtype=torch.long, device=device) for tokens in answers]
     sequences = [torch.cat([row.to(device), new]) for row, new in zip(rows, new_tokens, strict=True)]
-    return GenerationOutput(_pad_right(sequences, pad_id), new_tokens, decoder.stats)
+    return GenerationOutput(_pad_right(sequences, pad_id), new_tokens, stats)
 
 
 @cache
@@ -198,7 +218,7 @@ def _log_no_draft(target: str) -> None:
 
 def _check_options(options: Mapping[str, Any]) -> None:
     """Raise UserError for a keyword argument that `generate` does not know."""
-    known = (*REFUSED, *STOPPING, *WARPERS, "token_type_ids")  # some tokenizers return token_type_ids
+    known = (*REFUSED, *STOPPING, *FILTER_OPTIONS, "token_type_ids")  # some tokenizers return token_type_ids
     for name in options:
         if name not in known:
             raise UserError(f"{name}: not an argument of longspec.generate; model.generate takes those of transformers")

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from longspec.errors import UserError
 from longspec.inference.device import free_bytes
 from longspec.inference.drafting.reduced_head import head_bytes
-from longspec.inference.engine import CAPACITY_STEP
+from longspec.inference.kernel_key import CAPACITY_STEP
 from longspec.models.draft_layer import head_dim
 
 LOGIT_BYTES = 4
@@ -54,8 +54,12 @@ def row_bytes(config: PreTrainedConfig, dtype: torch.dtype, tokens: int, nodes: 
     """Size of the KV cache and of the logits of one verification pass, per row."""
     # Keys and values of all layers per slot, and one fp32 logit per node and token of the vocabulary.
     slots = -(-(tokens + nodes) // CAPACITY_STEP) * CAPACITY_STEP
-    slot_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * dtype.itemsize
-    return slots * slot_bytes + nodes * config.vocab_size * LOGIT_BYTES
+    return slots * slot_bytes(config, dtype) + nodes * config.vocab_size * LOGIT_BYTES
+
+
+def slot_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Size of the keys and values of one token in all layers."""
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * dtype.itemsize
 
 
 def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:

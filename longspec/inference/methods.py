@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from longspec.errors import UserError
@@ -26,6 +27,20 @@ DEFAULT_SHAPE = (4, 16, 16, 16, 16)
 """The paper's tree: number of nodes in each level below the root."""
 
 
+@dataclass(frozen=True)
+class Drafting:
+    """How tokens are proposed. The meaning of each field is that of `longspec.generate`."""
+
+    method: str
+    tree_shape: Sequence[int] = DEFAULT_SHAPE
+    gamma: int = 4
+    tree_rule: str = TREE_RULES[0]
+    tree_nodes: int | None = None
+    lookup_branches: bool = False
+    has_draft: bool = True
+    """Whether method "auto" plays trees."""
+
+
 MakeDrafter = Callable[["Runner", int, int], "Drafter"]
 """(runner, batch, gamma) -> a drafter for `batch` rows."""
 _own: dict[str, MakeDrafter] = {}
@@ -47,39 +62,27 @@ def method_names() -> tuple[str, ...]:
     return (*METHODS, *_own)
 
 
-def make_drafter(
-    method: str,
-    runner: Runner,
-    batch: int,
-    sampler: Sampler,
-    tree_shape: Sequence[int],
-    gamma: int,
-    tree_rule: str,
-    tree_nodes: int | None = None,
-    lookup_branches: bool = False,
-) -> Drafter:
-    """The drafter of one of `method_names()` for `batch` rows.
-
-    tree_shape, tree_rule, tree_nodes and lookup_branches apply to method tree only; tree_nodes: nodes to be verified,
-    the root included, None for all. gamma is the chain length of seq, magicdec, lookup and registered methods.
-    """
-    if method in _own:
-        return _own[method](runner, batch, gamma)
+def make_drafter(drafting: Drafting, runner: Runner, batch: int, sampler: Sampler) -> Drafter:
+    """The drafter of one of `method_names()` for `batch` rows. sampler: the draft's."""
+    if drafting.method in _own:
+        return _own[drafting.method](runner, batch, drafting.gamma)
     from longspec.inference.drafting.chain import ChainDrafter, NoDraft
     from longspec.inference.drafting.glide import GlideDraft
     from longspec.inference.drafting.lookup import LookupBranches, LookupDrafter
     from longspec.inference.drafting.magicdec import SparseTarget
     from longspec.inference.drafting.tree import TreeDrafter
 
-    if method == "tree":
+    gamma = drafting.gamma
+    if drafting.method == "tree":
         # A round feeds as many tokens as its longest path has, and the draft's ring takes at most a window of them.
         depth = runner.model.draft_model.window - 1
-        lookup = LookupBranches(batch, depth, runner.device) if lookup_branches else None
-        return TreeDrafter(runner, batch, tree_shape, sampler, tree_rule, nodes=tree_nodes, lookup=lookup)
-    if method == "seq":
+        lookup = LookupBranches(batch, depth, runner.device) if drafting.lookup_branches else None
+        shape, nodes = drafting.tree_shape, drafting.tree_nodes
+        return TreeDrafter(runner, batch, shape, sampler, drafting.tree_rule, nodes=nodes, lookup=lookup)
+    if drafting.method == "seq":
         return ChainDrafter(GlideDraft(runner, batch, gamma), gamma, sampler)
-    if method == "magicdec":
+    if drafting.method == "magicdec":
         return ChainDrafter(SparseTarget(runner, gamma), gamma, sampler)
-    if method == "lookup":
+    if drafting.method == "lookup":
         return LookupDrafter(batch, gamma, runner.device)
     return NoDraft()

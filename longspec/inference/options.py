@@ -1,6 +1,6 @@
 """Options of transformers' `generate`: those that decoding applies, those without effect, and those it cannot apply.
 
-A warper that depends on one row of logits alone is applied to target and draft alike, so every acceptance rule stays
+A filter that depends on one row of logits alone is applied to target and draft alike, so every acceptance rule stays
 exact. Options that depend on earlier tokens and options of other decoding algorithms are refused by name if the caller
 sets them. If only the target's generation config does, they are ignored, and a warning names them.
 """
@@ -14,24 +14,15 @@ from numbers import Real
 from textwrap import shorten
 from typing import Any
 
-from transformers import (
-    EpsilonLogitsWarper,
-    GenerationConfig,
-    LogitsProcessor,
-    MinPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from transformers import GenerationConfig
 
 from longspec.errors import UserError
+from longspec.inference.request import FILTERS
 
 logger = logging.getLogger(__name__)
 
-WARPERS: dict[str, tuple[Callable[[float], LogitsProcessor], float]] = {
-    "min_p": (MinPLogitsWarper, 0.0),
-    "typical_p": (TypicalLogitsWarper, 1.0),
-    "epsilon_cutoff": (EpsilonLogitsWarper, 0.0),
-}
-"""The warper of each option and the value at which it has no effect, in transformers' order after top-p."""
+FILTER_OPTIONS = ("min_p", "typical_p", "epsilon_cutoff")
+"""The filters of `request.FILTERS` that are options."""
 STOPPING = ("max_time", "stop_strings")
 """Options that only `model.generate` supports, as stopping criteria."""
 NEUTRAL: dict[str, Any] = {
@@ -40,7 +31,7 @@ NEUTRAL: dict[str, Any] = {
     "guidance_scale": 1.0,
     "num_beams": 1,
     "num_beam_groups": 1,
-    **{name: neutral for name, (_, neutral) in WARPERS.items()},
+    **{name: FILTERS[name] for name in FILTER_OPTIONS},
 }
 """Values at which an option has no effect. Other options have none at None, 0, False or an empty value."""
 CACHES = ("cache_implementation", "cache_config")
@@ -53,7 +44,7 @@ _SILENT = {
 """Options in a target's generation config that are ignored without a warning."""
 # Options that decoding applies, and those that change no token.
 _APPLIED = {
-    *WARPERS,
+    *FILTER_OPTIONS,
     *STOPPING,
     *("do_sample", "temperature", "top_k", "top_p", "max_length", "max_new_tokens"),
     *("num_return_sequences", "return_dict_in_generate", "bos_token_id", "eos_token_id", "pad_token_id"),
@@ -93,12 +84,12 @@ def refuse_options(arguments: Mapping[str, Any], names: Sequence[str] = REFUSED)
             raise UserError(f"{name}: {value!r} {reason}; leave it out or pass {name}={NEUTRAL.get(name)!r}")
 
 
-def ignored_options(config: GenerationConfig, applied: Collection[str] = WARPERS) -> dict[str, Any]:
+def ignored_options(config: GenerationConfig, applied: Collection[str] = FILTER_OPTIONS) -> dict[str, Any]:
     """The options of a target's generation config that change its answers and that decoding ignores, with their values.
 
-    applied: options of WARPERS and STOPPING that the caller does apply.
+    applied: options of FILTER_OPTIONS and STOPPING that the caller does apply.
     """
-    names = [name for name in (*REFUSED, *STOPPING, *WARPERS) if name not in _SILENT and name not in applied]
+    names = [name for name in (*REFUSED, *STOPPING, *FILTER_OPTIONS) if name not in _SILENT and name not in applied]
     values = {name: getattr(config, name, None) for name in names}
     return {name: value for name, value in values.items() if not is_neutral(name, value)}
 
@@ -106,7 +97,7 @@ def ignored_options(config: GenerationConfig, applied: Collection[str] = WARPERS
 def report_ignored(
     config: GenerationConfig,
     target: str | None,
-    applied: Collection[str] = WARPERS,
+    applied: Collection[str] = FILTER_OPTIONS,
     report: Callable[[str], object] | None = None,
 ) -> None:
     """Say in one line which options of a target's generation config are ignored, if there are any.
@@ -127,20 +118,25 @@ def _warn_once(line: str) -> None:
     logger.warning(line)
 
 
-def build_warpers(arguments: Mapping[str, Any], config: GenerationConfig) -> list[LogitsProcessor]:
-    """The warpers of the options in WARPERS. Raises UserError for a value outside its range.
+def filter_values(arguments: Mapping[str, Any], config: GenerationConfig) -> dict[str, float]:
+    """The values of FILTER_OPTIONS. Raises UserError for a value outside its range.
 
     arguments: override the model's generation config.
     """
-    warpers = []
-    for name, (warper, neutral) in WARPERS.items():
+    values = {}
+    for name in FILTER_OPTIONS:
         value = arguments[name] if name in arguments else getattr(config, name, None)
-        if value is None or value == neutral:
-            continue
-        # typical_p and epsilon_cutoff exclude 1, at which no token would be left.
-        if not isinstance(value, Real) or not 0 < float(value) <= 1 or (value == 1 and name != "min_p"):
-            end = "at most 1" if name == "min_p" else "less than 1"
-            source = name if name in arguments else f"generation_config.{name}"
-            raise UserError(f"{source}: {value!r}; it must be greater than 0 and {end}")
-        warpers.append(warper(float(value)))
-    return warpers
+        values[name] = FILTERS[name] if value is None else value
+        check_filter(name if name in arguments else f"generation_config.{name}", values[name])
+    return values
+
+
+def check_filter(source: str, value: Any) -> None:
+    """Raise UserError for a value of one of FILTER_OPTIONS outside its range. source: its name, or where it is set."""
+    name = source.rpartition(".")[2]
+    if value == FILTERS[name]:
+        return
+    # typical_p and epsilon_cutoff exclude 1, at which no token would be left.
+    if not isinstance(value, Real) or not 0 < float(value) <= 1 or (value == 1 and name != "min_p"):
+        end = "at most 1" if name == "min_p" else "less than 1"
+        raise UserError(f"{source}: {value!r}; it must be greater than 0 and {end}")

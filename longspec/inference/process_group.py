@@ -11,9 +11,10 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,6 @@ from torch import Tensor
 from longspec.errors import UserError
 from longspec.inference.device import choose_device
 from longspec.inference.engine_pool import release_all
-from longspec.inference.methods import AUTO
 from longspec.models.parallel import model_parallel_rank_and_size, share_target
 from longspec.ranks.agreement import attempt, connecting, from_every_rank, launched_ranks, waiting_group
 from longspec.ranks.peers import watched
@@ -192,6 +192,48 @@ def _broadcast(call: Call | None) -> Call:
     return message[0]
 
 
+def same_on_all_ranks(compute: Callable[[], T]) -> T:
+    """Rank 0's result of `compute()`, on every rank that shares the target. Only rank 0 calls it."""
+    rank, size = model_parallel_rank_and_size()
+    result = [compute() if rank == 0 else None]
+    if size > 1:
+        dist.broadcast_object_list(result, group=waiting_group())
+    return cast(T, result[0])
+
+
+def repeat_calls(build: Callable[..., T], model: Any, arguments: Mapping[str, Any], names: Collection[str]) -> T:
+    """`build(model, **arguments)`. The other ranks build one as well, and repeat all calls of the methods `names`.
+
+    Arguments are sent pickled; each rank keeps its own results. The result of `build` loses this with `end_calls`.
+    """
+    if _leads:
+        _broadcast(Call(_repeat, {"build": build, "arguments": arguments}))
+    built = build(model, **arguments)
+    if _leads:
+        for name in names:
+            setattr(built, name, partial(_send_and_call, getattr(built, name)))
+    return built
+
+
+def end_calls() -> None:
+    """The other ranks end the repetition of `repeat_calls`."""
+    if _leads:
+        _broadcast(Call(None, {}))
+
+
+def _send_and_call(method: Any, *arguments: Any) -> Any:
+    _broadcast(Call(None, {"name": method.__name__, "arguments": arguments}))
+    return method(*arguments)
+
+
+def _repeat(model: Any, build: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """The part of another rank in `repeat_calls`."""
+    with torch.no_grad():
+        built = build(model, **arguments)
+        while call := _broadcast(None).arguments:
+            getattr(built, call["name"])(*call["arguments"])
+
+
 def repeat_load(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """Let the other ranks call `function`, which returns this rank's part of the pair. No effect without them."""
     if _leads:
@@ -209,19 +251,17 @@ def on_every_rank(compute: Callable[[], T]) -> T:
     return results[0]
 
 
-def repeat_generation(generate: Callable[..., Any], arguments: Mapping[str, Any]) -> int | None:
+def repeat_generation(generate: Callable[..., Any], arguments: Mapping[str, Any]) -> int | Sequence[int] | None:
     """Let the other ranks make the same call of `generate`. Returns the seed, which is the same on all ranks.
 
     arguments: all of `generate`'s, by name. Without other ranks there is no effect. Raises UserError for arguments that
     ranks could read differently.
     """
-    seed: int | None = arguments["seed"]
+    seed: int | Sequence[int] | None = arguments["seed"]
     if not _leads:
         return seed
     if arguments["stopping_criteria"]:
         raise UserError("stopping_criteria: not supported by ranks that share a target; use eos_token_id")
-    if AUTO in (arguments["method"], arguments["tree_shape"]):
-        raise UserError("auto: not supported by ranks that share a target, whose times differ; give method and shape")
     if seed is None:
         seed = int(torch.randint(2**63 - 1, ()))
     sent = {name: value for name, value in arguments.items() if name not in ONLY_RANK_ZERO}

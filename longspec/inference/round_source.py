@@ -8,9 +8,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from longspec.inference.adaptive.controller import RowRound
 from longspec.inference.capture import CapturedRound, warm_up
-from longspec.inference.engine import Engine, Round, RoundResult, Rounds
+from longspec.inference.engine import Engine
+from longspec.inference.round_record import Report, RoundResult, RowRound
+from longspec.inference.rounds import Round, Rounds
 from longspec.inference.stats import GenerationStats
 
 
@@ -18,6 +19,8 @@ class RoundSource(Protocol):
     """An engine with its rounds, which several generations use one after another."""
 
     engine: Engine
+    report: Report
+    """What the newest round reports."""
 
     def prepare(self, stats: GenerationStats) -> None:
         """Prepare the rounds on an engine whose cache is empty, and add the times of this to `stats`."""
@@ -40,6 +43,7 @@ class FixedRounds:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.report = engine.report
         self.round: Round | None = None
 
     def prepare(self, stats: GenerationStats) -> None:

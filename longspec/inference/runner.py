@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from longspec.inference.cache import DraftCache, SlotWriter, TargetCache
+from longspec.inference.device import device_name
 from longspec.kernels.decoding.attention import decoding_attention
 from longspec.models.draft_layer import head_dim
 from longspec.models.glide import GlideMixin
+from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.models.residual import Operations
 from longspec.models.target_attention import Attend, QueryAttend, run_backbone
 
@@ -33,6 +36,19 @@ class Runner:
         self.device = weight.device
         self.dtype = weight.dtype
         self.attention = decoding_attention(attention, self.device, self.dtype, head_dim(self.config))
+
+    @property
+    def kind(self) -> Hashable:
+        """All that its passes depend on, apart from the sizes of batches; of JSON values."""
+        draft, kind = self.model.draft_model, self.device.type
+        return (
+            (type(self).__name__, type(self.operations).__name__, self.attention.name, str(self.dtype)),
+            (self.capturable, device_name(self.device), torch.get_num_threads() if kind == "cpu" else None),
+            # Libraries choose kernels by these settings.
+            (torch.get_float32_matmul_precision(), torch.is_autocast_enabled(kind), torch.is_inference_mode_enabled()),
+            (str(draft.options), None if draft.vocabulary is None else len(draft.vocabulary)),
+            model_parallel_rank_and_size()[1],
+        )
 
     def disown(self) -> None:
         """Drop all weights. No pass may run until `adopt` is called."""

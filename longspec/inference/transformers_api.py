@@ -20,7 +20,7 @@ from longspec.errors import UserError
 from longspec.inference.arguments import check_stopping, check_token_ids
 from longspec.inference.decoder import Streamer
 from longspec.inference.generate import generate
-from longspec.inference.options import CACHES, REFUSED, STOPPING, WARPERS, refuse_options, report_ignored
+from longspec.inference.options import CACHES, FILTER_OPTIONS, REFUSED, STOPPING, refuse_options, report_ignored
 from longspec.inference.stats import GenerationStats
 from longspec.inference.streaming import ends_streamer
 from longspec.models.glide import GlideMixin
@@ -53,7 +53,7 @@ def generate_as_transformers(
     tree_shape: Sequence[int] | None = None,
     gamma: int = 4,
     tree_rule: str = "reject",
-    seed: int | None = None,
+    seed: int | Sequence[int] | None = None,
     compile: bool = True,
     attention: str = "auto",
     allow_untrained_draft: bool = False,
@@ -90,7 +90,7 @@ def generate_as_transformers(
     options |= {name: kwargs[name] for name in names if name in kwargs}
     refuse_options(options)
     tokenizer = kwargs.pop("tokenizer", None)
-    applied = (*WARPERS, *options, "max_time", *(() if tokenizer is None else ("stop_strings",)))
+    applied = (*FILTER_OPTIONS, *options, "max_time", *(() if tokenizer is None else ("stop_strings",)))
     report_ignored(self.generation_config, self.config.name_or_path, applied)
 
     criteria = list(stopping_criteria or ())
@@ -191,7 +191,7 @@ def _sampling(config: GenerationConfig) -> dict[str, Any]:
         "top_p": 1.0 if config.top_p is None else config.top_p,
         "top_k": 0 if config.top_k is None else config.top_k,
     }
-    return settings | {name: getattr(config, name) for name in WARPERS}
+    return settings | {name: getattr(config, name) for name in FILTER_OPTIONS}
 
 
 def _pad_token_id(config: GenerationConfig) -> int:

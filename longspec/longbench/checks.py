@@ -16,13 +16,25 @@ from longspec.errors import UserError
 from longspec.inference.adaptive.plans import MOST_NODES
 from longspec.inference.arguments import check_draft_window
 from longspec.inference.memory import check_memory
-from longspec.inference.methods import AUTO, GLIDE_METHODS
+from longspec.inference.methods import AUTO, GLIDE_METHODS, Drafting
 from longspec.longbench.prompts import TaskPrompt
 from longspec.models.draft_files import draft_settings
 from longspec.models.target_split import rank_config
 
 SEED_LIMIT = 2**63
 """Seeds are below this value. torch takes larger ones, but batch numbers are added to a seed."""
+
+
+def drafting_of(options: argparse.Namespace) -> Drafting:
+    """The drafting settings among the options."""
+    return Drafting(
+        options.method,
+        options.tree_shape,
+        options.gamma,
+        options.tree_rule,
+        options.tree_nodes,
+        options.lookup_branches,
+    )
 
 
 def check_numbers(options: argparse.Namespace) -> None:
@@ -37,8 +49,6 @@ def check_numbers(options: argparse.Namespace) -> None:
     ):
         if getattr(options, name) < least:
             raise UserError(f"--{name}: {getattr(options, name)}; it must be at least {least}")
-    if options.tp_size > 1 and AUTO in (options.method, options.tree_shape):
-        raise UserError("--tp_size: not with auto, because times differ between ranks; give --method and --tree_shape")
     for name, limit in (("seed", SEED_LIMIT), ("top_k", SEED_LIMIT)):
         if getattr(options, name) >= limit:
             raise UserError(f"--{name}: {getattr(options, name)}; it must be less than {limit}")
@@ -65,7 +75,7 @@ def check_draft_settings(options: argparse.Namespace, draft: str) -> None:
         raise UserError(
             f"--draft: {draft} was saved with a fresh, untrained draft; give a trained one, or use --method lookup"
         )
-    check_draft_window(options.method, options.tree_shape, options.gamma, settings.options.window)
+    check_draft_window(drafting_of(options), settings.options.window)
 
 
 def check_batch_memory(

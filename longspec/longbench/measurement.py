@@ -1,20 +1,17 @@
 """The measurement: loads the weights, runs the samples batch by batch and times them.
 
-Under torchrun each rank runs a share of the batches. The rows and the seed of a batch do not depend on the ranks.
+Under torchrun each rank runs a share of the batches. The rows of a batch and their seeds do not depend on the ranks.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from longspec.inference import load_pair
 from longspec.inference.generate import generate
+from longspec.inference.request import row_seed
 from longspec.jobs.job import DIGESTS, Count, ResumableJob, open_results, writing
 from longspec.jobs.results import Results
 from longspec.longbench.plan import EvaluationPlan, make_plan
@@ -110,8 +107,9 @@ def run(model: GlideMixin, plan: EvaluationPlan, results: Results, job: Resumabl
 
     def work(batch: range, count: Count) -> None:
         rows = prompts[batch.start : batch.stop]
-        # The seed depends only on the batch, so a resumed run draws the same tokens as an uninterrupted one.
-        output = generate(model, *_padded(rows), **plan.settings, seed=plan.options.seed + batch.start // size)
+        # Each sample has a seed of its own, so a resumed run draws the same tokens as an uninterrupted one.
+        seed = [row_seed(plan.options.seed, index) for index in batch]
+        output = generate(model, [prompt.token_ids for prompt in rows], **plan.settings, seed=seed)
         answers = [
             _result(prompt, new_tokens.tolist(), plan.tokenizer)
             for prompt, new_tokens in zip(rows, output.new_tokens, strict=True)
@@ -129,17 +127,7 @@ def _warm_up(model: GlideMixin, plan: EvaluationPlan) -> None:
     # With the longest prompts, because kernels are compiled for sizes.
     by_length = sorted(plan.selection.prompts, key=lambda prompt: len(prompt.token_ids), reverse=True)
     longest = by_length[: plan.options.batch_size]
-    generate(model, *_padded(longest), **settings, seed=plan.options.seed)
-
-
-def _padded(batch: Sequence[TaskPrompt]) -> tuple[Tensor, Tensor]:
-    """input_ids and attention_mask, LongTensor [B, longest] each, padded on the right."""
-    rows = [torch.tensor(prompt.token_ids) for prompt in batch]
-    masks = [torch.ones_like(row) for row in rows]
-
-    # The padding's token is masked, so any id will do.
-    pad = torch.nn.utils.rnn.pad_sequence
-    return pad(rows, batch_first=True), pad(masks, batch_first=True)
+    generate(model, [prompt.token_ids for prompt in longest], **settings, seed=plan.options.seed)
 
 
 def _result(prompt: TaskPrompt, token_ids: list[int], tokenizer: Any) -> SampleResult:

@@ -22,7 +22,7 @@ from longspec.inference.arguments import check_drafting, check_sampling
 from longspec.inference.device import choose_device, choose_dtype, device_name, versions
 from longspec.inference.load_pair import check_loadable
 from longspec.inference.methods import AUTO, GLIDE_METHODS
-from longspec.inference.options import REFUSED, STOPPING, WARPERS, report_ignored
+from longspec.inference.options import FILTER_OPTIONS, REFUSED, STOPPING, report_ignored
 from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair
 from longspec.kernels.decoding.attention import decoding_attention
 from longspec.longbench.checks import (
@@ -31,6 +31,7 @@ from longspec.longbench.checks import (
     check_numbers,
     check_output,
     check_prompts,
+    drafting_of,
 )
 from longspec.longbench.prompts import Selection, read_prompt, read_questions, select_prompts
 from longspec.longbench.run_folder import folder_name
@@ -116,7 +117,7 @@ class EvaluationPlan:
             "eos_token_id": self.pair.eos_token_id,
             "pad_token_id": self.pair.pad_token_id,
             # generation_config.json does not apply: the command's options alone define the distribution.
-            **dict.fromkeys((*REFUSED, *STOPPING, *WARPERS)),
+            **dict.fromkeys((*REFUSED, *STOPPING, *FILTER_OPTIONS)),
         }
 
     @property
@@ -189,8 +190,7 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     config = read_config(pair.target)
     model_class = family_class(config, pair.target)
     check_loadable(config, pair.target)
-    drafting = (options.method, options.tree_shape, options.gamma, options.tree_rule)
-    check_drafting(*drafting, config.vocab_size, options.tree_nodes)
+    check_drafting(drafting_of(options), config.vocab_size)
     tokenizer = load_tokenizer(pair.target, config, options.chat_template_kwargs)
     notes: list[str] = []
     chat_format = resolve_chat_format(options.chat_format, pair.target, config.model_type, tokenizer, notes.append)

@@ -15,6 +15,8 @@ import transformers
 from longspec.command_line import Parser
 from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.errors import reports_user_errors
+from longspec.inference.methods import AUTO, METHODS, TREE_RULES
+from longspec.inference.process_group import shared_target
 from longspec.models.packaged_targets import SMOLLM2
 from longspec.ranks.replicas import joined_replicas
 from longspec.regenerate.run import regenerate
@@ -39,6 +41,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m longspec.rege
     options = vars(_parser(prog).parse_args(argv))
     dtype = options.pop("dtype")
     device = options.pop("device")
+    tp_size = options.pop("tp_size")
 
     transformers.utils.logging.disable_progress_bar()
     settings: dict[str, Any] = {
@@ -46,7 +49,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m longspec.rege
     }
     with StopSignals(at_once=True) as stop:
         try:
-            with joined_replicas() as replicas:
+            with shared_target(tp_size, device, stop), joined_replicas(tp_size) as replicas:
                 path = regenerate(Settings(**settings), dtype, replicas.device(device), replicas)
         except SystemExit:
             if stop.received is not None and os.environ.get("RANK", "0") == "0":
@@ -72,6 +75,7 @@ def _parser(prog: str) -> Parser:
     add("--chat_template_kwargs", help="variables of the chat template, as JSON")
     add("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
     add("--device", help="default: cuda if there is one; under torchrun that of the rank")
+    add("--tp_size", type=int, default=1, help="number of ranks that share the target, started by torchrun")
 
     add = parser.add_argument_group("prompts").add_argument
     add("--files", nargs="+", default=(), help="JSONL with prompts; without them the target writes the user turns")
@@ -82,8 +86,22 @@ def _parser(prog: str) -> Parser:
 
     add = parser.add_argument_group("answers").add_argument
     add("--temperatures", type=float, nargs="+", help="temperatures to draw from, for each answer; 0 is greedy")
+    add("--top_p", type=float, help="nucleus mass; 1 keeps all tokens")
+    add("--top_k", type=int, help="0 keeps all tokens")
+    add("--min_p", type=float, help="leave out tokens of less than this share of the highest probability")
+    add("--typical_p", type=float, help="mass of the tokens of typical probability; 1 keeps all tokens")
+    add("--epsilon_cutoff", type=float, help="leave out tokens of lower probability")
     add("--max_new_tokens", type=int, help="longest answer, in tokens")
     add("--seed", type=int, help="of prompts and answers")
+
+    add = parser.add_argument_group("decoding").add_argument
+    add("--method", choices=(*METHODS, AUTO), help="how tokens are proposed")
+    add("--draft", help=".pth file, folder or hub id; default: that of the pair")
+    add("--tree_shape", type=int, nargs="+", help="tree: number of nodes in each level")
+    add("--tree_rule", choices=TREE_RULES, help="how a tree is drafted and accepted above temperature 0")
+    add("--tree_nodes", type=int, help="tree: verify this many nodes, the most probable ones")
+    add("--lookup_branches", action="store_true", help="tree: add continuations that the context already holds")
+    add("--gamma", type=int, help="length of the chain (seq, magicdec, lookup)")
 
     add = parser.add_argument_group("output").add_argument
     add("--output_dir", required=True, help="folder for SPLIT.jsonl and SPLIT.provenance.yaml")

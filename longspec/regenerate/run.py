@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +24,7 @@ from longspec.jobs.job import Count, ResumableJob, agree
 from longspec.models.content import target_digest
 from longspec.models.target_files import load_tokenizer, read_config, read_generation_config
 from longspec.ranks.replicas import LostRank, Replicas
-from longspec.regenerate.settings import Settings, check_settings
+from longspec.regenerate.settings import LATER, Settings, check_settings
 from longspec.regenerate.shards import SplitShards
 from longspec.regenerate.writer import Writer
 from longspec.signals import StopSignals
@@ -97,7 +97,7 @@ class _Run:
 
     def writer(self, dtype: str, device: str | None) -> Writer:
         """Load the weights."""
-        model, _ = load_pair(self.target, dtype=dtype, device=device)
+        model, _ = load_pair(self.target, self.settings.draft, dtype=dtype, device=device)
         return Writer(self.settings, model, self.tokenizer, self.files)
 
     def load(self, shard: int) -> int:
@@ -150,8 +150,10 @@ def _facts(settings: Settings, files: PromptFiles | None, digest: str) -> dict[s
     # As YAML will store it: tuples become lists.
     facts = json.loads(json.dumps(asdict(settings)))
     del facts["output_dir"]
-    if not settings.chat_template_kwargs:
-        del facts["chat_template_kwargs"]  # Folders of earlier versions lack this key.
+    defaults = {field.name: field.default for field in fields(Settings)}
+    for name in ("chat_template_kwargs", *LATER):
+        if getattr(settings, name) == defaults[name]:
+            del facts[name]  # folders of earlier versions lack this key
     facts["target_digest"] = digest
     facts["files"] = files.digests if files else {}
     facts["versions"] = {"longspec": __version__} | {name: version(name) for name in LIBRARIES}

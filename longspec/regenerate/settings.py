@@ -7,8 +7,16 @@ from dataclasses import dataclass
 
 from longspec.data.target_format import AUTO
 from longspec.errors import UserError
-from longspec.inference.arguments import check_sampling
+from longspec.inference.arguments import check_sampling, checked_drafting
+from longspec.inference.methods import DEFAULT_SHAPE, TREE_RULES, Drafting
+from longspec.inference.options import FILTER_OPTIONS, check_filter
+from longspec.inference.request import FILTERS, Sampling
+from longspec.models.glide import GlideMixin
 
+DRAFTING = ("method", "tree_shape", "gamma", "tree_rule", "tree_nodes", "lookup_branches")
+"""The settings that are those of `Drafting`."""
+LATER = (*FILTERS, *DRAFTING, "draft")
+"""Settings that folders of earlier versions lack; their defaults are not stored."""
 SPLITS = ("train", "validation", "test")
 
 
@@ -28,6 +36,11 @@ class Settings:
     """Number of prompts in all shards. With files, their first `count` records; 0 takes all."""
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     """Temperatures to draw from, for each answer."""
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    epsilon_cutoff: float = 0.0
     max_new_tokens: int = 512
     """Longest answer, in tokens."""
     max_prompt_tokens: int = 0
@@ -44,6 +57,24 @@ class Settings:
     """Variables of the tokenizer's chat template, as a JSON object."""
     exclude: tuple[str, ...] = ()
     """Files of other splits, whose prompts are left out."""
+    method: str = "vanilla"
+    """How tokens are proposed; the next options are those of `longspec.generate`."""
+    tree_shape: tuple[int, ...] = DEFAULT_SHAPE
+    gamma: int = 4
+    tree_rule: str = TREE_RULES[0]
+    tree_nodes: int | None = None
+    lookup_branches: bool = False
+    draft: str | None = None
+    """A .pth file, a folder or a hub id; None takes the pair's own."""
+
+    def sampling(self, temperature: float) -> Sampling:
+        """The distribution of texts at a temperature."""
+        return Sampling(temperature, **{name: getattr(self, name) for name in FILTERS})
+
+    def drafting(self, model: GlideMixin) -> Drafting:
+        """The drafting settings for a model. Raises UserError if they do not fit."""
+        drafting = Drafting(**{name: getattr(self, name) for name in DRAFTING})
+        return checked_drafting(model, drafting, allow_untrained_draft=False)
 
 
 def check_settings(settings: Settings) -> None:
@@ -55,7 +86,9 @@ def check_settings(settings: Settings) -> None:
     if not settings.temperatures:
         raise UserError("temperatures: none; give numbers of 0 (greedy) or more")
     for temperature in settings.temperatures:
-        check_sampling(settings.max_new_tokens, temperature, 1.0, 0)
+        check_sampling(settings.max_new_tokens, temperature, settings.top_p, settings.top_k)
+    for name in FILTER_OPTIONS:
+        check_filter(name, getattr(settings, name))
     for name in ("max_turn_tokens", "batch_size", "shard_size"):
         if getattr(settings, name) < 1:
             raise UserError(f"{name}: {getattr(settings, name)}; it must be at least 1")

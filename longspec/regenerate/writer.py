@@ -13,7 +13,7 @@ from longspec.data.templates import check_embedded, encode_texts
 from longspec.errors import UserError
 from longspec.inference.arguments import end_tokens
 from longspec.models.target_files import position_limit
-from longspec.regenerate.answering import Answerer, Progress, Request
+from longspec.regenerate.answering import Answer, Answerer, Progress
 from longspec.regenerate.settings import Settings, shard_seed
 
 TURN_TEMPERATURE = 1.0
@@ -30,7 +30,7 @@ class Writer:
         self.files = files
         self.family = model.config.model_type
         self.vocab_size = model.config.vocab_size
-        self.answerer = Answerer(model, settings.batch_size)
+        self.answerer = Answerer(model, settings.drafting(model), settings.batch_size)
         self.stop_ids = sorted(end_tokens(model.generation_config.eos_token_id))
         self.special_ids = set(tokenizer.all_special_ids)
 
@@ -65,20 +65,21 @@ class Writer:
 
     def _write_turns(self, shard: int, rows: range, dropped: Counter[str], progress: Progress) -> list[SourcePrompt]:
         """Prompts whose user turns the target writes."""
-        requests = [Request(self.turn_opening, TURN_TEMPERATURE, self.settings.max_turn_tokens, []) for _ in rows]
+        sampling = self.settings.sampling(TURN_TEMPERATURE)
+        answers = [Answer(self.turn_opening, sampling, self.settings.max_turn_tokens) for _ in rows]
         seed = shard_seed(self.settings, shard, "turns")
         # Only answers count as finished prompts.
-        self.answerer.answer(requests, self.turn_stop_ids, seed, lambda tokens, finished: progress(tokens, 0))
+        self.answerer.complete(answers, self.turn_stop_ids, seed, lambda tokens, finished: progress(tokens, 0))
 
         prompts = []
-        for row, request in zip(rows, requests, strict=True):
+        for row, answer in zip(rows, answers, strict=True):
             # A user turn without its end is no question; a cut answer is still good training text.
-            is_cut_off = request.answer[-1] not in self.turn_stop_ids
-            reason = "cut off" if is_cut_off else self._defect(request, self.turn_stop_ids)
+            is_cut_off = answer.tokens[-1] not in self.turn_stop_ids
+            reason = "cut off" if is_cut_off else self._defect(answer, self.turn_stop_ids)
             if reason:
                 dropped[f"user turns: {reason}"] += 1
                 continue
-            turns: list[Turn] = [{"role": "user", "content": self._text(request, self.turn_stop_ids)}]
+            turns: list[Turn] = [{"role": "user", "content": self._text(answer, self.turn_stop_ids)}]
             text = conversation_text(turns, self.family, self.tokenizer, self.settings.chat_format)
             prompts.append(SourcePrompt(f"{self.settings.split}-{row}", turns, text))
         return prompts
@@ -97,37 +98,38 @@ class Writer:
         kept = [row for row in fitting if max(token_ids[row]) < self.vocab_size]
         dropped["prompts: with a token that has no embedding"] += len(fitting) - len(kept)
 
-        requests = [Request(token_ids[row], temperatures[row], self.settings.max_new_tokens, []) for row in kept]
+        samplings = [self.settings.sampling(temperature) for temperature in temperatures]
+        answers = [Answer(token_ids[row], samplings[row], self.settings.max_new_tokens) for row in kept]
         seed = shard_seed(self.settings, shard, "answers")
-        self.answerer.answer(requests, self.stop_ids, seed, progress)
+        self.answerer.complete(answers, self.stop_ids, seed, progress)
 
         records = []
-        for row, request in zip(kept, requests, strict=True):
-            if reason := self._defect(request, self.stop_ids):
+        for row, answer in zip(kept, answers, strict=True):
+            if reason := self._defect(answer, self.stop_ids):
                 dropped[f"answers: {reason}"] += 1
                 continue
             record = answered(
                 prompts[row],
-                self._text(request, self.stop_ids),
-                temperature=request.temperature,
-                finished=request.answer[-1] in self.stop_ids,
-                new_tokens=len(request.answer),
+                self._text(answer, self.stop_ids),
+                temperature=answer.sampling.temperature,
+                finished=answer.tokens[-1] in self.stop_ids,
+                new_tokens=len(answer.tokens),
             )
             records.append(record)
         return records
 
-    def _defect(self, request: Request, stop_ids: list[int]) -> str | None:
+    def _defect(self, answer: Answer, stop_ids: list[int]) -> str | None:
         """The reason to drop a text; None for a good one."""
         # A special token inside a text would end or open a turn where the text is trained on.
-        if (self.special_ids - set(stop_ids)) & set(request.answer):
+        if (self.special_ids - set(stop_ids)) & set(answer.tokens):
             return "special tokens"
-        if loops(request.answer):
+        if loops(answer.tokens):
             return "loops"
-        return None if self._text(request, stop_ids) else "empty"
+        return None if self._text(answer, stop_ids) else "empty"
 
-    def _text(self, request: Request, stop_ids: list[int]) -> str:
+    def _text(self, answer: Answer, stop_ids: list[int]) -> str:
         # The stop token comes from the chat format again.
-        tokens = request.answer[:-1] if request.answer[-1] in stop_ids else request.answer
+        tokens = answer.tokens[:-1] if answer.tokens[-1] in stop_ids else answer.tokens
         text = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         if not text.strip():
             return ""

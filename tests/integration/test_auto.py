@@ -24,8 +24,9 @@ from longspec.inference.adaptive.lookup_trace import LookupTrace
 from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for
 from longspec.inference.adaptive.plans import CPU_WIDTH, Plan
 from longspec.inference.adaptive.time_cache import RoundTimes, forget_times
+from longspec.inference.methods import Drafting
 from longspec.inference.runner import Runner
-from longspec.inference.sampling import Sampler
+from longspec.inference.sampling import GREEDY
 from longspec.longbench.command import parse_options
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.glide import GlideMixin
@@ -72,7 +73,9 @@ def test_every_change_of_plan_keeps_the_targets_tokens(tmp_path: Path, options: 
     for _ in range(2):
         out = generate(model, ids, mask, **(SETTINGS | {"max_new_tokens": 60}))
         assert [new.tolist() for new in out.new_tokens] == expected
-        assert set(out.stats.rounds_by_plan) == {plan.name for plan in plans_for((3, 6, 6), True, device == "cpu")}
+        assert set(out.stats.rounds_by_plan) == {
+            plan.name for plan in plans_for(Drafting("auto", (3, 6, 6)), device == "cpu")
+        }
         assert sum(out.stats.rounds_by_plan.values()) == max(out.stats.row_rounds)
 
 
@@ -211,15 +214,15 @@ def test_a_measurement_is_a_few_rounds_of_each_plan(tmp_path: Path, monkeypatch:
     model = make_pair(tmp_path / "pair")
     ids, _, _ = prompts(20)
     lengths = []
-    target = auto_rounds.PlanRounds.round
+    target = auto_rounds.Rounds.round
 
-    def counted(self: auto_rounds.PlanRounds, active: Tensor) -> Any:
+    def counted(self: auto_rounds.Rounds, active: Tensor) -> Any:
         lengths.append(int(self.cache.lengths[0]))
         return target(self, active)
 
-    monkeypatch.setattr(auto_rounds.PlanRounds, "round", counted)
+    monkeypatch.setattr(auto_rounds.Rounds, "round", counted)
     generate(model, ids, **(SETTINGS | {"max_new_tokens": 2}))
-    rounds = (1 + measurement.REPLAYS) * len(plans_for((3, 6, 6), has_draft=True, on_cpu=True))
+    rounds = (1 + measurement.REPLAYS) * len(plans_for(Drafting("auto", (3, 6, 6)), on_cpu=True))
     assert len(lengths) == 2 * rounds + 1 and lengths.count(64) == rounds == lengths.count(256)
 
 
@@ -246,11 +249,11 @@ def test_without_a_trained_draft_it_plays_no_tree(tmp_path: Path) -> None:
 def test_trees_on_a_cpu_have_narrow_levels_and_paths_within_their_nodes(tmp_path: Path) -> None:
     """A wide level, or a path of the length of a lookup branch, costs time and adds no accepted token."""
     shape = (6, 16, 16)
-    plans = plans_for(shape, has_draft=True, on_cpu=True)
-    drafters = PlanDrafters(Runner(make_pair(tmp_path)), 1, Sampler(0.0, 0, 1.0), plans, shape, "reject")
+    plans = plans_for(Drafting("auto", shape), on_cpu=True)
+    drafters = PlanDrafters(Runner(make_pair(tmp_path)), 1, GREEDY, plans, Drafting("auto", shape))
     trees = [plan for plan in plans if plan.kind == "tree"]
     assert drafters.tree is not None and drafters.tree.shape == (CPU_WIDTH,) * 3
-    assert [drafters.drafter(plan).depth for plan in trees] == [plan.nodes - 1 for plan in trees] == [5, 11]
+    assert [drafters.for_plan(plan).depth for plan in trees] == [plan.nodes - 1 for plan in trees] == [5, 11]
 
 
 def test_the_shape_auto_is_now_a_method(tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ from longspec.inference.adaptive import measurement
 from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.plan_drafters import served_plans
 from longspec.inference.adaptive.plans import Plan
+from longspec.inference.methods import Drafting
 from longspec.inference.server.requests import Request, Sampling
 from longspec.models.glide import GlideMixin
 
 VOCAB = 7
-PLANS = {plan.name for plan in served_plans(SMALL["tree_shape"], has_draft=True, on_cpu=True)}
+PLANS = {plan.name for plan in served_plans(Drafting("auto", SMALL["tree_shape"]), on_cpu=True)}
 
 
 @pytest.fixture

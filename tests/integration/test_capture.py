@@ -16,8 +16,8 @@ from longspec.inference import capture as capture_module
 from longspec.inference import engine_pool
 from longspec.inference import generate as generate_module
 from longspec.inference.engine import Engine
-from longspec.inference.methods import GLIDE_METHODS, METHODS, make_drafter
-from longspec.inference.sampling import Sampler
+from longspec.inference.methods import GLIDE_METHODS, METHODS, Drafting, make_drafter
+from longspec.inference.sampling import GREEDY
 from longspec.inference.select_runner import _log_plain, make_runner
 from longspec.models.glide import GlideMixin
 
@@ -91,9 +91,9 @@ def test_captured_rounds_of_an_extended_draft_draft_what_the_eager_ones_do(
     ids, _, _ = prompts(90, 7)
     engines = []
     for _ in range(2):
-        runner, sampler = make_runner(model, "auto", compiled=True), Sampler(0.0, 0, 1.0)
+        runner, sampler = make_runner(model, "auto", compiled=True), GREEDY
         assert runner.capturable
-        drafter = make_drafter(method, runner, 2, sampler, SHAPE, 4, "reject")
+        drafter = make_drafter(Drafting(method, SHAPE), runner, 2, sampler)
         engines.append(Engine(runner, drafter, sampler, ids, [90, 7], max_new_tokens=60))
     captured, eager = engines
     capture_module.warm_up(captured)

@@ -18,6 +18,7 @@ from longspec.inference.drafting.reduced_head import head_bytes
 from longspec.inference.generate import GenerationOutput, generate
 from longspec.inference.methods import METHODS
 from longspec.inference.registry import PUBLISHED_PAIRS, choose_pair
+from longspec.inference.request import row_seed
 from longspec.longbench import measurement
 from longspec.longbench.command import main, parse_options
 from longspec.longbench.plan import make_plan
@@ -119,9 +120,9 @@ def test_every_method_warms_up_before_it_is_measured(
     """One short call on the longest prompt, with the run's own settings, comes first and leaves no trace."""
     calls = []
 
-    def spied(model: GlideMixin, ids: torch.Tensor, *rest: object, **settings: object) -> GenerationOutput:
-        calls.append((ids.shape[1], settings))
-        return generate(model, ids, *rest, **settings)
+    def spied(model: GlideMixin, ids: list[list[int]], **settings: object) -> GenerationOutput:
+        calls.append((max(map(len, ids)), settings))
+        return generate(model, ids, **settings)
 
     monkeypatch.setattr(measurement, "generate", spied)
     target, data = make_target(tmp_path / "target"), write_records(tmp_path / "data", count=2)
@@ -133,7 +134,7 @@ def test_every_method_warms_up_before_it_is_measured(
     assert warm_length == max(length for length, _ in measured) and warm_up["max_new_tokens"] == 16
     given = {"method": method, "gamma": 2, "tree_shape": [3, 3], "temperature": 0.7, "top_p": 0.9, "top_k": 7}
     assert warm_up | given == warm_up
-    assert [settings["seed"] for _, settings in measured] == [5, 6]
+    assert [settings["seed"] for _, settings in measured] == [[row_seed(5, number)] for number in (0, 1)]
     own = {"max_new_tokens", "eos_token_id", "seed"}
     for _, settings in measured:
         assert all(warm_up[name] == settings[name] for name in settings.keys() - own)

@@ -130,7 +130,7 @@ def test_commands_ignore_a_penalty_of_the_target_and_say_so_once(
     ):
         result = invoke(*given, *size, input="hi\nho\n")
         assert result.stderr.count("generation config") == 1 and notice in result.stderr
-    pairs.open_pair(str(folder), None, "vanilla", applied=())  # as the server, which does not apply min_p
+    pairs.open_pair(str(folder), None, "vanilla", applied=())
     assert "max_time 9.0, min_p 0.1, which" in capsys.readouterr().err
 
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from pairs import make_pair
 
-from longspec.inference.methods import AUTO
+from longspec.inference.methods import AUTO, Drafting
+from longspec.inference.sampling import GREEDY_KIND
 from longspec.inference.select_runner import make_runner
 from longspec.inference.server import draft_starter
-from longspec.inference.server.batch import Batch, Method
+from longspec.inference.server.batch import Batch
 
 PROMPTS = {2: 70, 0: 9, 1: 1}
 """Number of prompt tokens by row. Row 2 starts twice, the second time with fewer tokens."""
@@ -28,15 +29,15 @@ def test_captured_starts_equal_eager_ones(
     if listed:
         model.draft_model.set_vocabulary(torch.arange(1, model.config.vocab_size, 2, device=device))
     runner = make_runner(model, "auto", compiled=device == "cuda")
-    batches = [Batch(runner, Method(method, (2, 3), 2, "reject"), 3, 512) for _ in range(2)]
+    batches = [Batch(runner, Drafting(method, (2, 3), 2), 3, 512) for _ in range(2)]
     captured, eager = (batch.starter for batch in batches)
     captured.capture()
     assert len(captured._passes) == 3
     generator = torch.Generator().manual_seed(0)
     for row, count in [(2, 90), *PROMPTS.items()]:
         prompt = torch.randint(0, model.config.vocab_size, (1, count), generator=generator).to(device)
-        captured.start(row, prompt)
-        eager.drafters[row].start(prompt, torch.tensor([count], device=device))
-    states = [batch.drafters["greedy"].row_states() for batch in batches]
+        for starter in (captured, eager):
+            starter.start(slice(row, row + 1), prompt, [count])
+    states = [batch.drafters[GREEDY_KIND].row_states() for batch in batches]
     assert states[0] and any(state.any() for state in states[0])
     torch.testing.assert_close(*states, rtol=0, atol=0)

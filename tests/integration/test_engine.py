@@ -11,14 +11,13 @@ from torch import Tensor
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.inference.runner import Runner
-from longspec.inference.sampling import Sampler
+from longspec.inference.sampling import GREEDY
 from longspec.models.draft_layer import WINDOW
 from longspec.models.glide import GlideMixin
 
 SHAPE = (2, 4, 3, 2)
 DEPTH = len(SHAPE)
 VOCAB = 61
-GREEDY = Sampler(0.0, 0, 1.0)
 # Accepted lengths by round and row: 0 … DEPTH all occur, in changing order, with a different one in each row.
 PLAN = [[0, 4, 2], [4, 0, 1], [1, 3, 4], [3, 1, 0], [2, 2, 3], [4, 4, 4], [0, 0, 0]]
 

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from longspec import generate
 from longspec.errors import UserError
-from longspec.inference.methods import GLIDE_METHODS, METHODS
+from longspec.inference.methods import GLIDE_METHODS, METHODS, Drafting
+from longspec.inference.request import Sampling
 from longspec.models.glide import GlideMixin
-from longspec.regenerate.answering import Answerer, Request
+from longspec.regenerate.answering import Answer, Answerer
 
 SETTINGS = {"tree_shape": (2, 3), "gamma": 3, "max_new_tokens": 12, "seed": 0}
 RULES = [*({"method": method} for method in METHODS), {"method": "tree", "tree_rule": "descend"}]
@@ -124,10 +125,11 @@ def test_answers_in_batches_name_the_prompt(tmp_path: Path, temperature: float) 
     expected = target_greedy(model, ids[1], 3)
     spoil_target(model, torch.cat([ids[1], torch.tensor(expected)]), 8, float("nan"))
     for rows in (1, 2):  # a batch of greedy rows alone, and one with both kinds
-        requests = [Request(ids[1].tolist(), 0.0, 6, []), Request(ids[0].tolist(), temperature, 6, [])][:rows]
+        samplings = (Sampling(), Sampling(temperature))
+        answers = [Answer(row.tolist(), own, 6) for row, own in zip((ids[1], ids[0]), samplings, strict=True)][:rows]
         with pytest.raises(UserError, match=r"^prompt 0, position 8: the target's logits are NaN .* temperature 0;"):
-            Answerer(model, 2).answer(requests, [], 0)
+            Answerer(model, Drafting("vanilla"), 2).complete(answers, [], 0)
     with pytest.raises(UserError, match=r"^prompt 0, position 6: .* at temperature 1e-30"):
         model.lm_head = model.lm_head.head
         model.lm_head.weight.data *= 1e12
-        Answerer(model, 2).answer([Request(ids[0].tolist(), 1e-30, 6, [])], [], 0)
+        Answerer(model, Drafting("vanilla"), 2).complete([Answer(ids[0].tolist(), Sampling(1e-30), 6)], [], 0)

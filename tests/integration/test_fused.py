@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import OPTIONS, make_pair
+from samplers import sampler
 from torch import Tensor
 
 from longspec.inference.cache import DraftCache
@@ -15,9 +16,9 @@ from longspec.inference.drafting import magicdec
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
-from longspec.inference.methods import METHODS, make_drafter
+from longspec.inference.methods import METHODS, Drafting, make_drafter
 from longspec.inference.runner import Runner
-from longspec.inference.sampling import Sampler
+from longspec.inference.sampling import GREEDY
 from longspec.inference.select_runner import make_runner
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.fused import MergedLinear, can_fuse
@@ -68,7 +69,7 @@ def random_pair(folder: Path, family: str, **overrides: Any) -> GlideMixin:
 
 def passes(runner: Runner, prompts: Tensor, lengths: list[int], rounds: int) -> list[Tensor]:
     """Everything that prefill and some rounds leave behind: tokens, logits of a verification, both caches."""
-    sampler = Sampler(0.0, 0, 1.0)
+    sampler = GREEDY
     drafter = TreeDrafter(runner, len(prompts), SHAPE, sampler, "descend")
     engine = Engine(runner, drafter, sampler, prompts, lengths, max_new_tokens=20)
     found = [engine.prefill()]
@@ -143,8 +144,8 @@ def test_a_round_on_the_empty_cache_changes_nothing(
     prompts = torch.randint(0, 61, (2, 5), generator=torch.Generator().manual_seed(1))
     found = []
     for warm in (False, True):
-        runner, sampler = FusedRunner(model, OPERATIONS[operations](), "sdpa"), Sampler(0.0, 0, 1.0)
-        drafter = make_drafter(method, runner, 2, sampler, (2, 3), 2, "reject")
+        runner, sampler = FusedRunner(model, OPERATIONS[operations](), "sdpa"), GREEDY
+        drafter = make_drafter(Drafting(method, (2, 3), 2), runner, 2, GREEDY)
         engine = Engine(runner, drafter, sampler, prompts, [5, 2], max_new_tokens=8)
         if warm:
             engine.round(torch.zeros(2, dtype=torch.bool))
@@ -168,10 +169,10 @@ def test_engines_that_launch_other_kernels_are_of_another_kind(tmp_path: Path) -
         ("tree", (2, 4), "reject", 0.0, 1.0, 2, 5),
         ("tree", (2, 4), "reject", 0.0, 1.0, 1, 900),
     ]:
-        sampler = Sampler(temperature, 0, top_p)
-        drafter = make_drafter(method, runner, rows, sampler, shape, 2, rule)
+        own = sampler(temperature, rows, top_p=top_p)
+        drafter = make_drafter(Drafting(method, shape, 2, rule), runner, rows, own.drafting())
         prompts = torch.zeros(rows, length, dtype=torch.long)
-        kinds.add(Engine(runner, drafter, sampler, prompts, [length] * rows, max_new_tokens=8).kind)
+        kinds.add(Engine(runner, drafter, own, prompts, [length] * rows, max_new_tokens=8).kind)
     assert len(kinds) == 9
 
 

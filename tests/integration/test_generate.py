@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,24 @@ def test_max_new_tokens_is_exact(tmp_path: Path, method: str, count: int) -> Non
     (row,) = prompts(9)
     out = generate(model, row[None], method=method, max_new_tokens=count, **SETTINGS)
     assert out.new_tokens[0].tolist() == target_greedy(model, row, count)
+
+
+@pytest.mark.parametrize("settings", [{}, {"method": "vanilla"}, {"temperature": 1.0, "seed": 3, "min_p": 0.02}])
+def test_rows_that_wait_get_the_tokens_of_one_batch(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Two at a time, of which some share a prefix."""
+    model = make_pair(tmp_path, vocab_size=7, initializer_range=0.1)
+    rows = [row % 7 for row in prompts(5, 70, 1, 3, 9)]
+    rows.append(torch.cat([rows[1], torch.tensor([1, 2])]))
+    ids = [row.tolist() for row in rows]
+    settings = {"method": "tree", "max_new_tokens": 9, "eos_token_id": [5]} | SETTINGS | settings
+    whole, few = (generate(model, ids, **settings, batch_size=size) for size in (None, 2))
+    assert [new.tolist() for new in few.new_tokens] == [new.tolist() for new in whole.new_tokens]
+    assert torch.equal(few.sequences, whole.sequences)
+    for name in ("decoded_tokens", "row_rounds", "rounds", "tree_shape"):
+        assert getattr(few.stats, name) == getattr(whole.stats, name), name
+    assert few.stats.accepted_by_depth == whole.stats.accepted_by_depth
+    with pytest.raises(UserError, match="batch_size: not with"):
+        generate(model, ids[:1], batch_size=1, stopping_criteria=[lambda *_: False])
 
 
 @pytest.mark.usefixtures("ahead")
@@ -389,7 +408,7 @@ def test_bad_prompts_are_one_clear_line(tmp_path: Path) -> None:
         (ids[0], "input_ids: shape"),
         (ids.float(), "input_ids: dtype torch.float32"),
         ("a prompt", "input_ids: a str"),
-        ([[1, 2]], "input_ids: a list"),
+        ([[1, 2], []], "input_ids: a list"),
         ({"tokens": ids}, "input_ids: a mapping without"),
     ]:
         with pytest.raises(UserError, match=message):

@@ -43,7 +43,7 @@ class Session:
         self.log: list[str] = []
         """What happened, in order: "round", and "tokens NUMBER" for the answer with that number."""
         self.events: list[list[Event]] = []
-        self.batch.capture()
+        scheduler.engine.prepare()
         rounds = self.batch.rounds
 
         def logged(*key: Any) -> Any:
@@ -101,7 +101,7 @@ def test_rounds_over_a_row_that_has_ended_stay_within_the_cache(
 ) -> None:
     """The row reaches the largest length in rounds that accept all nodes, and rounds of the others go on over it."""
     capacity = 256
-    monkeypatch.setattr("longspec.inference.server.scheduler.row_capacity", lambda *_: capacity)
+    monkeypatch.setattr("longspec.inference.request_engine.row_capacity", lambda *_: capacity)
     model = pair(tmp_path, "published")
     session = Session(model, 4, ahead, method="lookup", gamma=15)
     session.batch.sizes = [1, 2, 4]  # as where rounds are captured
@@ -139,7 +139,7 @@ def test_rows_that_are_exchanged_go_on_as_alone(
     def recorded(a: int, b: int, length: int) -> None:
         slot_bytes = session.batch.cache.keys[0, 0, :, 0].nbytes
         monkeypatch.setattr(batch_module, "EXCHANGED_BYTES", 2 * length * slot_bytes)
-        moves.append((a, b, session.worker._in_prefill is session.worker.rows[b]))
+        moves.append((a, b, session.worker.rows[b] in session.worker.intake.reading))
         move(a, b, length)
 
     monkeypatch.setattr(session.batch, "move", recorded)

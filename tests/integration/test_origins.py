@@ -15,7 +15,8 @@ from longspec.inference.adaptive import measurement
 from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.plan_drafters import PlanDrafter
 from longspec.inference.drafting.tree import TreeDrafter
-from longspec.inference.engine import Played, Rounds
+from longspec.inference.round_record import RoundResult
+from longspec.inference.rounds import Rounds
 from longspec.inference.server.requests import Request
 from longspec.inference.server.selective import SelectiveDrafter
 from longspec.models.glide import GlideMixin
@@ -59,9 +60,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> GlideMixin:
 def rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
     """The origins of each round's tokens in row 0, by a comparison of its path with the lookup branches."""
     expected: list[list[str]] = []
-    play = Rounds.play
+    play = Rounds.round
 
-    def watched(self: Rounds, active: Tensor) -> Played:
+    def watched(self: Rounds, active: Tensor) -> RoundResult:
         played = play(self, active)
         if bool(active[0]):
             accepted = int(played.counts[0]) - 1
@@ -69,7 +70,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
         return played
 
     monkeypatch.setattr(measurement, "REPLAYS", 1)
-    monkeypatch.setattr(Rounds, "play", watched)
+    monkeypatch.setattr(Rounds, "round", watched)
     turns = cycle([-1, -1, -1, 0, -2, 1])  # the largest tree before the other plans of "auto"
     monkeypatch.setattr(Controller, "choose", lambda self: self.impose(self.plans[next(turns)]))
     yield expected

@@ -14,7 +14,7 @@ from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.inference.runner import Runner
-from longspec.inference.sampling import Sampler
+from longspec.inference.sampling import GREEDY
 from longspec.models.draft_layer import WINDOW, DraftOptions
 from longspec.models.glide import GlideMixin
 
@@ -46,7 +46,7 @@ def training_logits(model: GlideMixin, tokens: Tensor, lag: int | None) -> Tenso
 
 def prefilled(model: GlideMixin, prompts: list[Tensor], drafter: ChainDrafter | TreeDrafter) -> Engine:
     rows = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
-    engine = Engine(Runner(model), drafter, Sampler(0.0, 0, 1.0), rows, [len(p) for p in prompts], max_new_tokens=16)
+    engine = Engine(Runner(model), drafter, GREEDY, rows, [len(p) for p in prompts], max_new_tokens=16)
     engine.prefill()
     return engine
 
@@ -104,11 +104,11 @@ def test_chain_logits_equal_training_logits_at_the_same_lag(
     engine = prefilled(
         model,
         [row[:n] for row, n in zip(tokens, roots, strict=True)],
-        ChainDrafter(draft, DEPTH, Sampler(0.0, 0, 1.0)),
+        ChainDrafter(draft, DEPTH, GREEDY),
     )
     for step in range(DEPTH):
         node = torch.stack([row[n + step] for row, n in zip(tokens, roots, strict=True)])
-        logits = draft.next_logits(node, step, engine.cache)
+        logits = draft.next_logits(node, step, engine.cache, draft.feature(engine.cache))
         for b, n in enumerate(roots):
             expected = training_logits(model, tokens[b, : n + step + 1], lag=step + 1)[-1]
             torch.testing.assert_close(logits[b], expected, **TOLERANCE, msg=f"root {n}, step {step}")
@@ -136,10 +136,10 @@ def test_drafts_of_every_kind_draft_as_either_variant_trains(
     tokens = random_tokens(len(roots), 32).to(device)
     draft = GlideDraft(Runner(model), len(roots), nodes=depth)
     prompts = [row[:n] for row, n in zip(tokens, roots, strict=True)]
-    engine = prefilled(model, prompts, ChainDrafter(draft, depth, Sampler(0.0, 0, 1.0)))
+    engine = prefilled(model, prompts, ChainDrafter(draft, depth, GREEDY))
     for step in range(depth):
         node = torch.stack([row[n + step] for row, n in zip(tokens, roots, strict=True)])
-        logits = draft.next_logits(node, step, engine.cache)
+        logits = draft.next_logits(node, step, engine.cache, draft.feature(engine.cache))
         for b, n in enumerate(roots):
             expected = training_logits(model, tokens[b, : n + step + 1], None if is_base else step + 1)[-1]
             torch.testing.assert_close(logits[b], expected, **TOLERANCE, msg=f"root {n}, step {step}")
@@ -161,9 +161,7 @@ def test_tree_logits_equal_training_logits_along_each_path(
     """Every node, whatever its siblings, equals the training forward over the prefix and its own ancestors."""
     model = parity_pair(tmp_path, family, options=options).to(device)
     prompts = [row[:n] for row, n in zip(random_tokens(3, 540).to(device), (3, 509, 530), strict=True)]
-    drafter = TreeDrafter(
-        Runner(model), len(prompts), shape=(3, 5, 4, 1), sampler=Sampler(0.0, 0, 1.0), tree_rule="descend"
-    )
+    drafter = TreeDrafter(Runner(model), len(prompts), shape=(3, 5, 4, 1), sampler=GREEDY, tree_rule="descend")
     levels: list[Tensor] = []
     level = drafter.draft.level
     drafter.draft.level = lambda *args: levels.append(level(*args)) or levels[-1]  # type: ignore[method-assign]

@@ -7,8 +7,8 @@ import torch
 from pairs import make_pair
 
 from longspec.inference.cache import TargetCache
+from longspec.inference.prefill import PromptReader
 from longspec.inference.select_runner import make_runner
-from longspec.inference.server.prompt_reader import PromptReader
 
 pytestmark = pytest.mark.gpu
 CAPACITY, LARGEST = 512, 64
@@ -35,7 +35,7 @@ def test_captured_chunks_equal_eager_ones(tmp_path: Path) -> None:
         start = 0
         for count in counts:
             tokens = torch.randint(0, 61, (1, count), generator=generator).cuda()
-            hidden = [reader.read(row, tokens, start) for reader in (captured, eager)]
+            hidden = [reader.read(slice(row, row + 1), tokens, start, [start + count]) for reader in (captured, eager)]
             start += count
             torch.testing.assert_close(*hidden, atol=5e-2, rtol=5e-2)
             assert captured.cache.lengths[row] == start
@@ -58,5 +58,6 @@ def test_a_chunk_at_the_end_of_a_row_is_read_without_padding(tmp_path: Path) -> 
     replays: list[int] = []
     reader._passes = {size: lambda size=size: replays.append(size) for size in reader._passes}  # type: ignore[misc]
     tokens = torch.zeros(1, 9, dtype=torch.long, device="cuda")
-    assert reader.read(0, tokens, CAPACITY - 16) is None and replays == [16]
-    assert reader.read(0, tokens, CAPACITY - 15) is not None and replays == [16]
+    row = slice(0, 1)
+    assert reader.read(row, tokens, CAPACITY - 16, [CAPACITY - 7]) is None and replays == [16]
+    assert reader.read(row, tokens, CAPACITY - 15, [CAPACITY - 6]) is not None and replays == [16]

@@ -11,13 +11,12 @@ from torch import Tensor
 from longspec import generate
 from longspec.inference import engine as engine_module
 from longspec.inference.engine import Engine
-from longspec.inference.methods import METHODS, make_drafter
+from longspec.inference.methods import METHODS, Drafting, make_drafter
 from longspec.inference.runner import Runner
-from longspec.inference.sampling import Sampler
+from longspec.inference.sampling import GREEDY
 from longspec.kernels.decoding.sdpa_attention import SdpaAttention
 
 LENGTHS = [30, 3, 9, 25, 2]
-GREEDY = Sampler(0.0, 0, 1.0)
 
 
 def prompts(lengths: list[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -64,7 +63,7 @@ def test_prefill_of_a_large_batch_goes_group_by_group(tmp_path: Path, monkeypatc
     runner = Runner(make_pair(tmp_path, options=OPTIONS["both"]))
 
     def prefilled(ids: Tensor, lengths: list[int]) -> tuple[Engine, Any]:
-        drafter = make_drafter("tree", runner, len(ids), GREEDY, (2, 3), 3, "reject")
+        drafter = make_drafter(Drafting("tree", (2, 3)), runner, len(ids), GREEDY)
         engine = Engine(runner, drafter, GREEDY, ids, lengths, 8)
         engine.prefill()
         return engine, drafter
@@ -136,7 +135,7 @@ def test_inactive_rows_keep_their_state(tmp_path: Path, method: str) -> None:
     model = make_pair(tmp_path, options=OPTIONS["both"])
     ids, _, rows = prompts([20, 31])
     runner = Runner(model)
-    engine = Engine(runner, make_drafter(method, runner, 2, GREEDY, (2, 3), 3, "reject"), GREEDY, ids, [20, 31], 40)
+    engine = Engine(runner, make_drafter(Drafting(method, (2, 3), 3), runner, 2, GREEDY), GREEDY, ids, [20, 31], 40)
     emitted = [[token] for token in engine.prefill().tolist()]
     for number in range(12):
         active = torch.tensor([number % 3 == 0, number % 4 != 1])

@@ -18,7 +18,9 @@ from transformers import AutoTokenizer
 from longspec import generate, load_pair
 from longspec.data.prompts import PromptFiles, loops, prompt_key, user_turn_marks
 from longspec.errors import UserError
-from longspec.regenerate.answering import Answerer, Request
+from longspec.inference.methods import Drafting
+from longspec.inference.request import Sampling, row_seed
+from longspec.regenerate.answering import Answer, Answerer
 from longspec.regenerate.command import main
 from longspec.regenerate.run import regenerate
 from longspec.regenerate.settings import Settings, shard_seed
@@ -62,29 +64,30 @@ def read(path: Path | None) -> list[dict]:
 
 
 def test_answers_are_those_of_generate_whatever_the_batches(target: Path) -> None:
-    """Greedy rows stand next to sampled ones, and most rows pass through several batches."""
+    """Greedy rows stand next to sampled ones, and rows are given to waiting prompts at different times."""
     model, _ = load_pair(str(target))
     prompts = [torch.arange(6, 6 + length) for length in (3, 17, 5, 40, 8, 9, 30, 4, 11, 20, 6, 15)]
     # One row in four has a long answer, so the others end first and the batch leaves it behind.
     stops, limits = [40, 41, 42], [24 if row % 4 == 1 else 5 + row % 3 for row in range(len(prompts))]
     temperatures = [0.7 if row % 4 == 0 else 0.0 for row in range(len(prompts))]
-    requests, again = (
-        [Request(prompt.tolist(), *more, []) for prompt, *more in zip(prompts, temperatures, limits, strict=True)]
+    answers, again = (
+        [Answer(p.tolist(), Sampling(t), limit) for p, t, limit in zip(prompts, temperatures, limits, strict=True)]
         for _ in range(2)
     )
     counted = []
-    Answerer(model, 4).answer(requests, stops, 0, lambda tokens, finished: counted.append((tokens, finished)))
-    Answerer(model, 4).answer(again, stops, 0)
-    assert again == requests
-    for row, request in enumerate(requests):
-        alone = generate(model, prompts[row][None], method="vanilla", max_new_tokens=limits[row], eos_token_id=stops)
-        if request.temperature == 0:
-            assert request.answer == alone.new_tokens[0].tolist()
-        assert not set(stops) & set(request.answer[:-1])
-    lengths = [len(request.answer) for request in requests]
+    vanilla = Drafting("vanilla")
+    Answerer(model, vanilla, 4).complete(answers, stops, 0, lambda tokens, finished: counted.append((tokens, finished)))
+    Answerer(model, vanilla, 3).complete(again, stops, 0)
+    assert again == answers
+    for row, answer in enumerate(answers):
+        settings = {"method": "vanilla", "max_new_tokens": limits[row], "eos_token_id": stops, "seed": row_seed(0, row)}
+        alone = generate(model, prompts[row][None], temperature=temperatures[row], **settings)
+        assert answer.tokens == alone.new_tokens[0].tolist()
+        assert not set(stops) & set(answer.tokens[:-1])
+    lengths = [len(answer.tokens) for answer in answers]
     assert any(length < limit for length, limit in zip(lengths, limits, strict=True))
     assert any(length == limit for length, limit in zip(lengths, limits, strict=True))
-    assert [sum(column) for column in zip(*counted, strict=True)] == [sum(lengths), len(requests)]
+    assert [sum(column) for column in zip(*counted, strict=True)] == [sum(lengths), len(answers)]
 
 
 def test_records_keep_their_prompts_and_say_where_they_come_from(target: Path, questions: Path, tmp_path: Path) -> None:
@@ -132,8 +135,9 @@ def test_a_lost_shard_is_written_again_as_it_was(target: Path, questions: Path, 
 
 
 def test_the_target_writes_user_turns_that_no_other_split_has(target: Path, tmp_path: Path) -> None:
-    train = regenerate(settings(target, tmp_path, count=8, temperatures=(1.0,)))
-    test = regenerate(settings(target, tmp_path, count=8, temperatures=(1.0,), split="test", exclude=(str(train),)))
+    turns = {"count": 16, "max_turn_tokens": 48, "temperatures": (1.0,)}
+    train = regenerate(settings(target, tmp_path, **turns))
+    test = regenerate(settings(target, tmp_path, **turns, split="test", exclude=(str(train),)))
     keys = [{prompt_key(record) for record in read(path)} for path in (train, test)]
     assert all(keys) and not keys[0] & keys[1]
     for record in read(train):
@@ -181,13 +185,13 @@ def test_a_stopped_command_says_how_to_go_on(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whole shards stay, and the rest is written later as if nothing had happened."""
-    answer, calls = Answerer.answer, []
+    complete, calls = Answerer.complete, []
 
     def stop(self: Answerer, *given: Any) -> None:
         calls.append(None)
         if len(calls) == 4:  # each shard asks for user turns and answers
             os.kill(os.getpid(), signal.SIGINT)
-        answer(self, *given)
+        complete(self, *given)
 
     line = [
         "--target",
@@ -202,7 +206,7 @@ def test_a_stopped_command_says_how_to_go_on(
         "12",
     ]
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
-        patch.setattr(Answerer, "answer", stop)
+        patch.setattr(Answerer, "complete", stop)
         main([*line, "--output_dir", str(tmp_path / "stopped")])
     assert end.value.code == 128 + signal.SIGINT
     assert capsys.readouterr().err.splitlines()[-1].startswith("stopped by SIGINT; the same command continues")

@@ -7,15 +7,15 @@ import pytest
 import torch
 from distributions import p_value
 from pairs import make_pair
+from samplers import sampler
 from torch import Tensor
 
 from longspec.inference.drafting import reduced_head
-from longspec.inference.sampling import Sampler
+from longspec.inference.methods import Drafting
+from longspec.inference.request import FILTERS, Sampling
+from longspec.inference.sampling import GREEDY_KIND, Sampler
 from longspec.inference.select_runner import make_runner
-from longspec.inference.server import batch as batch_module
-from longspec.inference.server.batch import Batch, Method, Mode
-from longspec.inference.server.requests import Sampling
-from longspec.inference.server.row_sampling import Purpose, RowSampler
+from longspec.inference.server.batch import KINDS, Batch, Mode
 from longspec.inference.server.selective import SelectiveDrafter
 from longspec.models.glide import GlideMixin
 
@@ -26,6 +26,8 @@ SETTINGS = [  # (sampling, speculates)
     (Sampling(0.6), True),
     (Sampling(1.5, top_k=3), True),
     (Sampling(1.0, top_p=0.8), True),
+    (Sampling(1.5, min_p=0.25), True),
+    (Sampling(1.5, typical_p=0.8, epsilon_cutoff=0.1), True),
     (Sampling(1.0), False),
     (Sampling(0.7, top_p=0.9), False),
     (Sampling(0.0), True),
@@ -34,10 +36,10 @@ SETTINGS = [  # (sampling, speculates)
 """Rows that run next to each other."""
 COPIES, REPEATS = 128, 6
 METHODS = {
-    "tree": Method("tree", (2, 3), 0, "reject"),
-    "tree, descend": Method("tree", (2, 3), 0, "descend"),
-    "tree, budget": Method("tree", (2, 3), 0, "reject", tree_nodes=7, lookup_branches=True),
-    "seq": Method("seq", (), 2, ""),
+    "tree": Drafting("tree", (2, 3)),
+    "tree, descend": Drafting("tree", (2, 3), tree_rule="descend"),
+    "tree, budget": Drafting("tree", (2, 3), tree_nodes=7, lookup_branches=True),
+    "seq": Drafting("seq", gamma=2),
 }
 LEVEL = 1e-3 / len(METHODS)
 
@@ -58,35 +60,36 @@ def laws(model: GlideMixin) -> Tensor:
         if sampling.temperature == 0:
             p = torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).float()
         else:
-            p = Sampler(sampling.temperature, sampling.top_k, sampling.top_p).probabilities(logits)
+            own = {name: getattr(sampling, name) for name in FILTERS}
+            p = sampler(sampling.temperature, len(logits), **own).probabilities(logits)
         rows.append(p.gather(2, tokens[..., None])[..., 0].double().prod(1))
     return torch.stack(rows)
 
 
 @torch.no_grad()
-def outcomes(model: GlideMixin, method: Method) -> Tensor:
+def outcomes(model: GlideMixin, method: Drafting) -> Tensor:
     """Counts [settings, VOCAB^3] of the first three tokens, of COPIES * REPEATS answers per setting."""
     runner = make_runner(model, "sdpa", False)
     rows = len(SETTINGS) * COPIES
     batch = Batch(runner, method, rows, 256)
-    prompt = batch.upload(np.array(PROMPT))
+    prompt = torch.tensor([PROMPT])
     batch.active.fill_(True)
     counts = torch.zeros(len(SETTINGS), VOCAB**3)
-    hidden = batch.read_prompt(0, prompt, 0)
+    hidden = batch.read_prompts(slice(0, 1), [np.array(PROMPT)], 0)
     for row in range(rows):
         batch.copy_prefix(0, row, len(PROMPT))
         batch.assign(row, SETTINGS[row % len(SETTINGS)][0], row, SETTINGS[row % len(SETTINGS)][1])
-    batch.drafters["greedy"].start(prompt.expand(rows, -1), torch.full((rows,), len(PROMPT)))
+    batch.drafters[GREEDY_KIND].start(prompt.expand(rows, -1), torch.full((rows,), len(PROMPT)))
     for _ in range(REPEATS):
-        batch.settings.seeds += rows
+        batch.settings["seed"].add_(rows)
         batch.cache.lengths.fill_(len(PROMPT))
-        first = RowSampler(batch.settings, True, Purpose.FIRST)
-        batch.root.copy_(first.choose(runner.logits(hidden)[:, 0].expand(rows, -1)))
+        first = Sampler(KINDS[-1], batch.settings)
+        batch.root.copy_(first.after_prefill().choose(runner.logits(hidden)[:, 0].expand(rows, -1)))
         answers = [[token] for token in batch.root.tolist()]
         while min(map(len, answers)) < 3:
-            report, *_ = batch.rounds(Mode(True, "truncated"), rows)(batch.active)
-            for answer, line in zip(answers, report.tolist(), strict=True):
-                answer += map(int, line[: int(line[-2])])
+            result = batch.rounds(Mode(True, KINDS[-1]), rows)(batch.active)
+            for answer, count, tokens in zip(answers, result.counts.tolist(), result.tokens.tolist(), strict=True):
+                answer += tokens[:count]
         for row, (a, b, c, *_) in enumerate(answers):
             counts[row % len(SETTINGS), (a * VOCAB + b) * VOCAB + c] += 1
     return counts
@@ -122,7 +125,8 @@ def test_planted_faults_are_seen(model: GlideMixin, monkeypatch: pytest.MonkeyPa
         patch.setattr(SelectiveDrafter, "propose", keeps_children)
         assert p_value(outcomes(model, METHODS["tree"]), law) < 1e-6
     with monkeypatch.context() as patch:  # draft and target draw the same numbers
-        patch.setattr(batch_module.RowSampler, "_next_stream", lambda self, kind: kind)
+        patch.setattr(Sampler, "_stream", lambda self, kind, step: kind)
+        patch.setattr(Sampler, "after_prefill", lambda self: self)
         assert p_value(outcomes(model, METHODS["seq"]), law) < 1e-6
 
 
@@ -132,5 +136,5 @@ def test_rounds_of_batches_of_other_sizes_warm_up_anew(model: GlideMixin) -> Non
     kinds = set()
     for max_rows in (1, 5, 16):
         batch = Batch(runner, METHODS["tree"], max_rows, 256)
-        kinds.add(batch._new_rounds(Mode(True, "greedy"), slice(0, 1)).kind)
+        kinds.add(batch._new_rounds(Mode(True, GREEDY_KIND), slice(0, 1)).kind)
     assert len(kinds) == 3

@@ -170,14 +170,14 @@ def test_a_follow_up_reuses_its_row(models: Models, options: str, temperature: f
 def test_running_rows_wait_for_one_chunk_at_most(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[int] = []
     with serving(models("llama"), max_rows=3) as scheduler:
-        read_prompt, rounds = scheduler.batch.read_prompt, scheduler.batch.rounds
+        read_prompts, rounds = scheduler.batch.read_prompts, scheduler.batch.rounds
         lengths_before: list[list[int]] = []
 
-        def read(row: int, tokens: torch.Tensor, start: int) -> torch.Tensor:
-            log.append(tokens.shape[1])
-            others = [other for other in range(3) if other != row]
+        def read(rows: slice, chunks: Any, start: int) -> torch.Tensor:
+            log.append(sum(map(len, chunks)))
+            others = [other for other in range(3) if other not in range(rows.start, rows.stop)]
             before = scheduler.batch.cache.keys[:, others].clone()
-            hidden = read_prompt(row, tokens, start)
+            hidden = read_prompts(rows, chunks, start)
             assert torch.equal(scheduler.batch.cache.keys[:, others], before)
             lengths_before.append(scheduler.batch.cache.lengths.tolist())
             return hidden
@@ -186,7 +186,7 @@ def test_running_rows_wait_for_one_chunk_at_most(models: Models, monkeypatch: py
             log.append(0)
             return rounds(*mode)
 
-        monkeypatch.setattr(scheduler.batch, "read_prompt", read)
+        monkeypatch.setattr(scheduler.batch, "read_prompts", read)
         monkeypatch.setattr(scheduler.batch, "rounds", counted)
         long = Request([1, 2, 3, 4, 5] * 20, 3)
         requests = [Request([6, 5], 40), long, replace(long, prompt=long.prompt[::-1]), Request([5], 1)]

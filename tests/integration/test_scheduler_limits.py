@@ -78,15 +78,15 @@ def test_a_request_in_prefill_can_be_cancelled(model: GlideMixin) -> None:
     with serving(model, max_rows=1, prefill_chunk=1) as scheduler:
         prompt = [1, 2, 3, 4, 5] * 40
         read, resume = threading.Event(), threading.Event()
-        read_prompt = scheduler.batch.read_prompt
+        read_prompts = scheduler.batch.read_prompts
 
-        def paused(row: int, tokens: torch.Tensor, start: int) -> torch.Tensor:
+        def paused(rows: slice, chunks: Any, start: int) -> torch.Tensor:
             if start == 20:
                 read.set()
                 assert resume.wait(60)
-            return read_prompt(row, tokens, start)
+            return read_prompts(rows, chunks, start)
 
-        scheduler.batch.read_prompt = paused  # type: ignore[method-assign]
+        scheduler.batch.read_prompts = paused  # type: ignore[method-assign]
         cancelled = Answer(scheduler, Request(prompt, 5))
         assert read.wait(60) and cancelled.ticket is not None
         scheduler.cancel(cancelled.ticket)
@@ -113,7 +113,9 @@ def test_a_fault_ends_its_own_request(tmp_path: Path, ahead: int) -> None:
         later = [Answer(scheduler, request) for request in good * 2]
         for answer in bad:
             assert answer.finished.reason == "error"
-            assert answer.finished.message == "position 3: the target's logits are NaN or infinite"
+            assert answer.finished.message.startswith(
+                "position 2: the target's logits are NaN or infinite at temperature"
+            )
         assert [answer.finished.reason for answer in first + later] == ["length"] * 9
         assert [answer.ids for answer in first + later] == expected * 3
         assert scheduler.snapshot().healthy
@@ -173,14 +175,14 @@ def test_a_failing_callback_ends_its_own_request(model: GlideMixin) -> None:
 
 def test_a_failing_prefill_ends_its_own_request(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(model, max_rows=2) as scheduler:
-        read_prompt = scheduler.batch.read_prompt
+        read_prompts = scheduler.batch.read_prompts
 
-        def fail(row: int, tokens: torch.Tensor, start: int) -> torch.Tensor:
-            if tokens[0, 0] == 5:
+        def fail(rows: slice, chunks: Any, start: int) -> torch.Tensor:
+            if any(chunk[0] == 5 for chunk in chunks):
                 raise RuntimeError("no memory")
-            return read_prompt(row, tokens, start)
+            return read_prompts(rows, chunks, start)
 
-        monkeypatch.setattr(scheduler.batch, "read_prompt", fail)
+        monkeypatch.setattr(scheduler.batch, "read_prompts", fail)
         good = Answer(scheduler, Request([1, 2], 20))
         bad = Answer(scheduler, Request([5, 2], 20))
         assert (bad.finished.reason, bad.finished.message) == ("error", "prefill failed: no memory")

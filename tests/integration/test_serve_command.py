@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 
 from longspec.cli.app import app
 from longspec.errors import UserError
-from longspec.inference.server import admission, serving
+from longspec.inference import request_engine
+from longspec.inference.server import serving
 from longspec.inference.server.serving import allowed_hosts, is_loopback, listen, url_of
 
 LIMIT_S = 60
@@ -78,7 +79,7 @@ def test_an_answer_without_a_limit_fits_into_a_row(tmp_path: Path, monkeypatch: 
                 seen.append((positions, client.post("/v1/chat/completions", json=body).json()))
                 refused.append(client.post("/v1/completions", json={"prompt": "a", "n": 4}).json()["error"]["message"])
 
-    monkeypatch.setattr(admission, "free_bytes", lambda device: 6 * 2**20)
+    monkeypatch.setattr(request_engine, "free_bytes", lambda device: 6 * 2**20)
     monkeypatch.setattr(serving, "http_server", Probe)
     monkeypatch.delenv("LONGSPEC_API_KEY", raising=False)
     model = printable_pair(tmp_path)
@@ -88,7 +89,7 @@ def test_an_answer_without_a_limit_fits_into_a_row(tmp_path: Path, monkeypatch: 
     ((positions, answer),) = seen
     assert result.exit_code == 0 and positions < model.config.max_position_embeddings
     assert f"for 2 rows of up to {positions} tokens" in result.stderr
-    monkeypatch.setattr(admission, "free_bytes", lambda device: 12 * 2**20)
+    monkeypatch.setattr(request_engine, "free_bytes", lambda device: 12 * 2**20)
     without = ["serve", str(tmp_path), "--port", "0", "--generation_config", "none"]
     assert "temperature 1, top_p 1, top_k 0" in (plain := CliRunner().invoke(app, without).stderr)
     assert "GiB for 4 rows" in plain  # the default on a CPU

@@ -11,6 +11,7 @@ from distributions import p_value
 from enumeration import RandomLanguage, Tokens, arrivals, outcomes, sampled_trees
 from faults import IN_THE_RULE
 from pairs import tiny_config
+from samplers import sampler as row_sampler
 from torch import Tensor
 from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessorList
 
@@ -18,7 +19,8 @@ from longspec.inference.acceptance import Accepted, accept, follow
 from longspec.inference.drafting import tree as tree_drafting
 from longspec.inference.drafting.chain import ChainDrafter
 from longspec.inference.drafting.proposal import Proposal, chain
-from longspec.inference.options import build_warpers
+from longspec.inference.options import filter_values
+from longspec.inference.request import Sampling
 from longspec.inference.sampling import Sampler
 from longspec.kernels.decoding.tree import Branches, Tree, new_tree
 from longspec.kernels.decoding.vocabulary import best_children, sampled_children
@@ -192,7 +194,7 @@ def test_descending_selected_nodes_is_exact(shape: Tokens, nodes: int, branches:
     above, levels = slice(0, 1), torch.arange(len(shape) + 1).repeat_interleave(torch.tensor([1, *shape]))
     for width in shape:
         paths = token_paths(Proposal(*tree[:2], levels, tree.visible, len(shape)))[above]
-        best_children(tree, above, width, torch.stack([q(path) for path in paths]).log()[None], 1.0)
+        best_children(tree, above, width, torch.stack([q(path) for path in paths]).log()[None], None)
         above = slice(above.stop, above.stop + width)
     selected = tree_drafting.select_nodes(tree, levels, nodes, False, branches)
     depth = max(len(shape), 0 if branches is None else branches.tokens.shape[2])
@@ -218,7 +220,9 @@ class LanguageChain:
     def row_states(self) -> list[Tensor]:
         return []
 
-    def next_logits(self, tokens: Tensor, step: int, cache: object) -> Tensor:
+    def feature(self, cache: object) -> None: ...
+
+    def next_logits(self, tokens: Tensor, step: int, cache: object, feature: None) -> Tensor:
         self.prefix = (*self.prefix[: step - 1], int(tokens)) if step else ()
         return self.language(self.prefix).log()[None]
 
@@ -247,6 +251,8 @@ class LanguageDraft:
         self.language = language
         self.start = self.feed = None
 
+    def feature(self, cache: object) -> None: ...
+
     def level(self, tokens: Tensor, level: int, *_: object) -> Tensor:
         known = [self.language((token,) if level else ()).log() for token in range(VOCAB)]
         return torch.stack(known)[tokens]
@@ -257,7 +263,7 @@ def test_sampled_trees_follow_the_law_that_was_integrated(shape: Tokens, monkeyp
     """50,000 trees of the drafter against the law of sampling without replacement; chi-square at a level of 1e-6."""
     q, count = RandomLanguage(VOCAB, 7, zeros=0.0), 50_000
     monkeypatch.setattr(tree_drafting, "GlideDraft", lambda *_: LanguageDraft(q))
-    sampler = Sampler(1.0, 0, 1.0, torch.Generator().manual_seed(0))
+    sampler = row_sampler(1.0, count).drafting()
     runner = SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(vocab_size=VOCAB))
     drafter = tree_drafting.TreeDrafter(runner, count, shape, sampler, "reject")  # type: ignore[arg-type]
     drawn = drafter.propose(torch.zeros(count, dtype=torch.long), CACHE)  # type: ignore[arg-type]
@@ -277,7 +283,7 @@ def test_selected_trees_follow_the_law_that_was_integrated(monkeypatch: pytest.M
     """The same for the nodes that the drafter selects from its trees."""
     q, count, shape, nodes = RandomLanguage(VOCAB, 7, zeros=0.0), 50_000, (2, 3), 4
     monkeypatch.setattr(tree_drafting, "GlideDraft", lambda *_: LanguageDraft(q))
-    sampler = Sampler(1.0, 0, 1.0, torch.Generator().manual_seed(0))
+    sampler = row_sampler(1.0, count).drafting()
     runner = SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(vocab_size=VOCAB))
     drafter = tree_drafting.TreeDrafter(runner, count, shape, sampler, "reject", nodes=nodes)  # type: ignore[arg-type]
     drawn = drafter.propose(torch.zeros(count, dtype=torch.long), CACHE)  # type: ignore[arg-type]
@@ -316,19 +322,19 @@ def test_probabilities_follow_transformers_order_of_warpers() -> None:
     theirs = LlamaForCausalLM(tiny_config("llama"))._get_logits_processor(config)
     assert len(theirs) == 6
     expected = theirs(torch.zeros(4, 1, dtype=torch.long), logits).softmax(-1)
-    sampler = Sampler(0.6, 5, 0.8, extra_warpers=build_warpers({}, config))
-    torch.testing.assert_close(sampler.probabilities(logits[None])[0], expected)
-    sampler = Sampler(0.6, 5, 0.8, extra_warpers=build_warpers(dict.fromkeys(options), config))
-    torch.testing.assert_close(
-        sampler.probabilities(logits[None])[0], LogitsProcessorList(theirs[:3])(None, logits).softmax(-1)
-    )  # type: ignore[arg-type]
+    sampler = row_sampler(0.6, 4, top_k=5, top_p=0.8, **filter_values({}, config))
+    torch.testing.assert_close(sampler.probabilities(logits), expected)
+    sampler = row_sampler(0.6, 4, top_k=5, top_p=0.8, **filter_values(dict.fromkeys(options), config))
+    expected = LogitsProcessorList(theirs[:3])(None, logits).softmax(-1)  # type: ignore[arg-type]
+    torch.testing.assert_close(sampler.probabilities(logits), expected)
 
 
 def test_coins_and_draws_have_their_probabilities() -> None:
     """200,000 each: within 5 standard deviations; certain and impossible ones without exception."""
-    sampler, count = Sampler(1.0, 0, 1.0, torch.Generator().manual_seed(0)), 200_000
+    count = 200_000
+    sampler = row_sampler(1.0, count)
     heads = torch.tensor([0.0, 0.3, 1.0, 2.0]).expand(count, -1)
-    share = sampler.coin(heads).double().mean(0)
+    share = sampler.coin(heads, sampler.uniforms(heads)).double().mean(0)
     assert share[0] == 0 and share[2] == share[3] == 1 and abs(share[1] - 0.3) < 5 * (0.21 / count) ** 0.5
     drawn = sampler.draw(torch.tensor([3.0, 0.0, 1.0]).expand(count, -1))
     assert (drawn != 1).all()
@@ -344,7 +350,7 @@ def test_rejecting_does_not_lose_what_is_improbable(tail: float) -> None:
     tree = build_tree([(0,), (1,), (2,)], (3,))
     many = replace(tree, tokens=tree.tokens.expand(20_000, -1), parents=tree.parents.expand(20_000, -1), sampled_from=q)
     flipped = replace(many, tokens=torch.cat([many.tokens[:10_000], many.tokens[10_000:, [0, 1, 3, 2]]]))
-    accepted = accept(flipped, p.log(), Sampler(1.0, 0, 1.0, torch.Generator().manual_seed(0)))
+    accepted = accept(flipped, p.log(), row_sampler(1.0, 20_000))
     emitted = torch.where(accepted.count > 0, flipped.tokens.gather(1, accepted.path[:, -1:])[:, 0], accepted.bonus)
     assert (emitted == 1).double().mean().item() == pytest.approx(0.8, abs=0.02) and not (emitted == 0).any()
 
@@ -355,8 +361,8 @@ def test_the_race_keeps_improbable_paths_apart() -> None:
     tree = new_tree(count, 5, sampled=True, device=torch.device("cpu"))
     tree.scores[:, 0] = -138.0
     q = torch.tensor([0.6, 0.3, 0.1, 0.0]).expand(count, 1, -1)
-    noise = Sampler(1.0, 0, 1.0, torch.Generator().manual_seed(0)).exponentials(q)
-    sampled_children(tree, slice(0, 1), 4, q.log(), 1.0, noise, torch.empty(count, 1, 4))
+    noise = row_sampler(1.0, count).exponentials(q)
+    sampled_children(tree, slice(0, 1), 4, q.log(), None, noise, torch.empty(count, 1, 4))
     assert tree.arrivals[:, 4].isinf().all() and tree.arrivals[:, :4].isfinite().all()
     assert (tree.parents[0] == torch.tensor([-1, 0, 0, 0, -1])).all()
     share = torch.nn.functional.one_hot(tree.tokens[:, 1], 4).double().mean(0)
@@ -367,7 +373,7 @@ def test_chain_counts_up_to_the_first_rejection() -> None:
     """A token after a rejected one is never kept, and the bonus comes from the residual at the rejection."""
     p = torch.tensor([[[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0]]])
     q = torch.tensor([[[1.0, 0, 0], [0, 0, 1], [0, 0, 1]]])
-    accepted = accept(chain(torch.tensor([[9, 0, 2, 2]]), q), p.log(), Sampler(1.0, 0, 1.0))
+    accepted = accept(chain(torch.tensor([[9, 0, 2, 2]]), q), p.log(), row_sampler(1.0, 1))
     assert accepted.count.tolist() == [1] and accepted.bonus.tolist() == [1]
 
 
@@ -380,25 +386,29 @@ def test_greedy_follows_the_argmax_down_the_deepest_path() -> None:
 
 @pytest.mark.gpu
 def test_replays_of_a_captured_acceptance_draw_anew() -> None:
-    """The same seed gives the same sequence; and nothing in it asks the host."""
+    """At another position or with another seed; and nothing in it asks the host."""
     logits = torch.randn(4, 3, 5000, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     proposal = chain(logits[:, :, :3].argmax(1), logits[:, :2].softmax(-1))
+    q, own = proposal.sampled_from, row_sampler(0.8, 4, seed=7, device="cuda")
+    assert q is not None
 
-    q = proposal.sampled_from
+    def accepts() -> Accepted:
+        return accept(replace(proposal, sampled_from=q.clone()), logits, own)
 
-    def replays(count: int) -> list[list[int]]:
-        generator = torch.Generator("cuda").manual_seed(7)
-        graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(generator)
-        with torch.cuda.graph(graph):
-            accepted = accept(replace(proposal, sampled_from=q.clone()), logits, Sampler(0.8, 0, 1.0, generator))
+    accepts()  # compiles the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        accepted = accepts()
+
+    def replays(seed: int) -> list[list[int]]:
+        own.settings.assign(slice(0, 4), [Sampling(0.8)] * 4, range(seed, seed + 4))
         found = []
-        for _ in range(count):
+        for position in range(6):
+            own.settings.positions.fill_(position)
             graph.replay()
             found.append(accepted.bonus.tolist())
         return found
 
-    accept(replace(proposal, sampled_from=q.clone()), logits, Sampler(0.8, 0, 1.0))  # compiles the kernels
-    drawn = replays(6)
+    drawn = replays(7)
     assert len({tuple(row) for row in drawn}) > 1
-    assert drawn == replays(6)
+    assert drawn == replays(7) != replays(20)

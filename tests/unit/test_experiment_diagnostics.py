@@ -21,7 +21,7 @@ from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.inference.runner import Runner
-from longspec.inference.sampling import Sampler
+from longspec.inference.sampling import GREEDY
 from longspec.models.glide import GlideMixin
 
 SHAPE = (8, 8, 8)
@@ -29,7 +29,7 @@ SHAPE = (8, 8, 8)
 
 def decoded(model: GlideMixin, prompt: Tensor, length: int) -> tuple[int, int]:
     """Number of rounds and tokens of greedy decoding while a whole tree fits before `length`."""
-    sampler, runner = Sampler(0.0, 0, 1.0), Runner(model)
+    sampler, runner = GREEDY, Runner(model)
     engine = Engine(runner, TreeDrafter(runner, 1, SHAPE, sampler, "descend"), sampler, prompt[None], [len(prompt)], 60)
     engine.prefill()
     read, counts = len(prompt), []

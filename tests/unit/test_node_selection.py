@@ -32,9 +32,9 @@ def grown(batch: int, shape: tuple[int, ...], vocab: int, sampled: bool, seed: i
             logits[torch.rand(logits.shape, generator=generator) < 0.3] = -torch.inf
             logits[..., 0] = 0
             noise = torch.empty(logits.shape, dtype=torch.float64).exponential_(generator=generator)
-            sampled_children(tree, above, width, logits, 1.0, noise, torch.empty(logits.shape))
+            sampled_children(tree, above, width, logits, None, noise, torch.empty(logits.shape))
         else:
-            best_children(tree, above, width, logits, 1.0)
+            best_children(tree, above, width, logits, None)
         above = slice(above.stop, above.stop + width)
     levels = torch.arange(len(shape) + 1).repeat_interleave(torch.tensor([1, *shape]))
     return tree, levels

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longspec.inference import capture as capture_module
-from longspec.inference.server.prompt_reader import SIZES, PromptReader
+from longspec.inference.prefill import SIZES, PromptReader
 from longspec.kernels.decoding.flash_attention import FlashAttention
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ def test_a_pass_computes_the_end_of_its_slots_once_for_all_layers(monkeypatch: p
     prompts.capture()
     ends.clear()
     for start, count in ((5, 9), (14, 33)):
-        prompts.read(0, torch.zeros(1, count, dtype=torch.long), start)
+        prompts.read(slice(0, 1), torch.zeros(1, count, dtype=torch.long), start, [start + count])
     assert [int(end) for end in ends] == [5 + 16] * 3 + [14 + 40] * 3
     assert len({id(end) for end in ends}) == 2
 
@@ -88,9 +88,7 @@ def test_a_capture_without_memory_is_tried_again(failures: list[Exception]) -> N
     failures.append(torch.OutOfMemoryError("out of memory"))
     prompts.capture()
     assert set(prompts._passes) == set(prompts.sizes)
-    engine: Any = SimpleNamespace(
-        root=torch.zeros(2), round=lambda active: "played", sampler=SimpleNamespace(generator=torch.Generator())
-    )
+    engine: Any = SimpleNamespace(root=torch.zeros(2), round=lambda active: "played")
     failures.append(torch.OutOfMemoryError("out of memory"))
     assert capture_module.CapturedRound(engine)(torch.ones(2, dtype=torch.bool)) == "played"
     failures += [torch.OutOfMemoryError("out of memory")] * 2

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from samplers import sampler
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -32,13 +33,13 @@ class FixedSampler(Sampler):
     """A sampler with fixed coins [B, N] and noise [B, V]."""
 
     def __init__(self, coins: Tensor, noise: Tensor) -> None:
-        super().__init__(1.0, 0, 1.0)
+        super().__init__()
         self.coins, self.noise = coins, noise
 
     def uniforms(self, like: Tensor) -> Tensor:
         return self.coins
 
-    def exponentials(self, like: Tensor) -> Tensor:
+    def exponentials(self, like: Tensor, step: int = 0, first: int = 0) -> Tensor:
         return self.noise
 
 
@@ -57,7 +58,7 @@ def sampled_tree(
         logits[torch.rand(logits.shape, generator=generator) < 0.2] = -torch.inf
         logits[..., 0] = 0
         noise = torch.empty(logits.shape, dtype=torch.float64).exponential_(generator=generator)
-        sampled_children(tree, above, width, logits, 1.0, noise, q[:, above])
+        sampled_children(tree, above, width, logits, None, noise, q[:, above])
         above = slice(above.stop, above.stop + width)
     if selected is None:
         return Proposal(tree.tokens, tree.parents, torch.empty(0), tree.visible, len(shape), q)
@@ -75,8 +76,8 @@ def near(q: Tensor, nodes: int, seed: int) -> Tensor:
 
 
 def draws(batch: int, nodes: int, vocab: int, seed: int) -> tuple[Tensor, Tensor]:
-    sampler = Sampler(1.0, 0, 1.0, torch.Generator().manual_seed(seed))
-    return sampler.uniforms(torch.empty(batch, nodes)), sampler.exponentials(torch.empty(batch, vocab))
+    own = sampler(1.0, batch, 100 * seed)
+    return own.uniforms(torch.empty(batch, nodes)), own.exponentials(torch.empty(batch, vocab))
 
 
 def check_rejection(tree: Proposal, p: Tensor, device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

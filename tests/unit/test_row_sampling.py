@@ -1,12 +1,23 @@
-"""Samplers with settings per row, against `Sampler` and transformers' warpers."""
+"""Sampling with settings per row, against transformers' warpers."""
+
+from typing import Any
 
 import pytest
 import torch
 from distributions import p_value
+from samplers import sampler
+from transformers import (
+    EpsilonLogitsWarper,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
-from longspec.inference.sampling import Sampler
-from longspec.inference.server.requests import Sampling
-from longspec.inference.server.row_sampling import Purpose, RowSampler, RowSettings
+from longspec.inference.request import Sampling
+from longspec.inference.sampling import RowSettings, Sampler, SamplingKind, sampling_kind
 from longspec.kernels.shared.watch import Watch
 
 VOCAB = 13
@@ -19,69 +30,91 @@ ROWS = [
     Sampling(0.0, top_p=0.5, top_k=2),
     Sampling(1.0, top_p=1e-6),
     Sampling(1.0, top_k=VOCAB + 5),
+    Sampling(1.2, min_p=0.2),
+    Sampling(1.0, typical_p=0.7),
+    Sampling(0.8, epsilon_cutoff=0.05),
+    Sampling(1.3, top_k=9, top_p=0.9, min_p=0.05, typical_p=0.9, epsilon_cutoff=0.02),
 ]
+WARPERS: dict[str, Any] = {
+    "top_k": TopKLogitsWarper,
+    "top_p": TopPLogitsWarper,
+    "min_p": MinPLogitsWarper,
+    "typical_p": TypicalLogitsWarper,
+    "epsilon_cutoff": EpsilonLogitsWarper,
+}
 
 
 def settings() -> RowSettings:
-    rows = RowSettings.allocate(torch.arange(len(ROWS), dtype=torch.int32), VOCAB)
-    for row, sampling in enumerate(ROWS):
-        rows.assign(row, sampling, seed=2**64 - 1 - row, vocab=VOCAB)
+    rows = RowSettings.allocate(len(ROWS), torch.device("cpu"))
+    rows.assign(slice(0, len(ROWS)), ROWS, [2**64 - 1 - row for row in range(len(ROWS))])
+    rows.positions.copy_(torch.arange(len(ROWS)))
     return rows
+
+
+def transformers_probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """logits [N, V]."""
+    if sampling.greedy:
+        return torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).float()
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+    warpers += [WARPERS[name](getattr(sampling, name)) for name in sampling.filters]
+    return warpers(None, logits).softmax(-1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("nodes", [(), (4,)])
 def test_each_row_has_its_own_distribution(nodes: tuple[int, ...]) -> None:
+    """In a batch with all kinds of rows, and alone."""
     logits = 3 * torch.randn(len(ROWS), *nodes, VOCAB, generator=torch.Generator().manual_seed(0))
     logits[4, ..., 3] = -torch.inf
-    p = RowSampler(settings(), True, Purpose.VERIFY).probabilities(logits)
+    p = Sampler(sampling_kind(ROWS), settings()).probabilities(logits)
     for row, sampling in enumerate(ROWS):
-        if sampling.temperature == 0:
-            expected = torch.nn.functional.one_hot(logits[row].argmax(-1), VOCAB).float()
-        else:
-            expected = Sampler(sampling.temperature, sampling.top_k, sampling.top_p).probabilities(logits[row, None])[0]
+        expected = transformers_probabilities(logits[row].view(-1, VOCAB), sampling).view(logits[row].shape)
         torch.testing.assert_close(p[row], expected)
         assert torch.equal(p[row] == 0, expected == 0)
+        if not sampling.greedy:
+            alone = Sampler(sampling_kind([sampling]), settings().narrow(slice(row, row + 1)))
+            torch.testing.assert_close(alone.probabilities(logits[row, None])[0], expected)
 
 
-def test_a_truncated_round_changes_no_other_row() -> None:
+def test_filters_of_some_rows_change_no_other_row() -> None:
     logits = torch.randn(len(ROWS), 2, VOCAB, generator=torch.Generator().manual_seed(1))
-    whole, plain = (RowSampler(settings(), truncates, Purpose.VERIFY).probabilities(logits) for truncates in (1, 0))
+    kinds = (sampling_kind(ROWS), SamplingKind("mixed"))
+    whole, plain = (Sampler(kind, settings()).probabilities(logits) for kind in kinds)
     assert torch.equal(whole[[0, 1, 7]], plain[[0, 1, 7]])
 
 
-@pytest.mark.parametrize("truncates", [False, True])
+@pytest.mark.parametrize("kind", [SamplingKind("mixed"), sampling_kind(ROWS), SamplingKind("mixed", ("top_k",), 4)])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_logits_without_a_distribution_are_seen(truncates: bool, value: float) -> None:
+def test_logits_without_a_distribution_are_seen(kind: SamplingKind, value: float) -> None:
     for row in range(len(ROWS)):
         logits = torch.zeros(len(ROWS), 2, VOCAB)
         logits[row, 1, 4] = value
         faults = torch.zeros(len(ROWS), dtype=torch.long)
-        RowSampler(settings(), truncates, Purpose.VERIFY).choose(logits, Watch(faults, 2))
+        Sampler(kind, settings()).choose(logits, Watch(faults, 2))
         assert faults.tolist() == [2 if other == row else 0 for other in range(len(ROWS))]
 
 
 def test_draws_of_many_seeds_follow_the_distribution() -> None:
     count = 1 << 14
-    rows = RowSettings.allocate(torch.zeros(count, dtype=torch.int32), VOCAB)
-    rows.seeds.copy_(torch.arange(count))
-    rows.greedy.fill_(False)
     law = torch.rand(VOCAB, generator=torch.Generator().manual_seed(2)).log().softmax(-1)
-    sampler = RowSampler(rows, False, Purpose.VERIFY)
-    draws = sampler.choose(law.log().expand(count, -1))
+    own, weights = sampler(1.0, count), law.expand(count, -1)
+    draws = own.choose(weights.log())
     assert p_value(torch.bincount(draws, minlength=VOCAB)[None], law[None]) > 1e-3
-    sampler.rewind()
-    assert torch.equal(sampler.choose(law.log().expand(count, -1)), draws)
-    assert not torch.equal(sampler.choose(law.log().expand(count, -1)), draws)
-    half = RowSampler(rows.narrow(slice(100, 200)), True, Purpose.VERIFY)
-    assert torch.equal(half.choose(law.log().expand(100, -1)), draws[100:200])
+    assert torch.equal(own.draw(weights), draws)
+    assert not torch.equal(own.draw(weights, step=1), draws)
+    assert not torch.equal(own.drafting().draw(weights), draws)
+    half = Sampler(sampling_kind(ROWS), own.settings.narrow(slice(100, 200)))
+    assert torch.equal(half.choose(weights[:100].log()), draws[100:200])
+    own.settings.positions += 1
+    assert not torch.equal(own.draw(weights), draws)
+    assert torch.equal(own.after_prefill().draw(weights), draws)  # as a round at the prompt's last token would
 
 
 def test_noise_of_a_tree_is_the_row_s_own() -> None:
     like, widths = torch.empty(len(ROWS), 5, VOCAB), (1, 4)
-    parts = RowSampler(settings(), False, Purpose.DRAFT).exponentials_by_part(like, widths)
+    parts = Sampler(SamplingKind("mixed"), settings()).exponentials_by_part(like, widths)
     assert [part.shape for part in parts] == [(len(ROWS), width, VOCAB) for width in widths]
     for row in range(len(ROWS)):
         rows = slice(row, row + 1)
-        single = RowSampler(settings().narrow(rows), False, Purpose.DRAFT).exponentials_by_part(like[rows], widths)
+        single = Sampler(SamplingKind("mixed"), settings().narrow(rows)).exponentials_by_part(like[rows], widths)
         assert all(torch.equal(part[rows], own) for part, own in zip(parts, single, strict=True))
     assert (parts[1][0] == 1).all() and (parts[1][1] != parts[0][1]).any()

@@ -169,7 +169,7 @@ def test_a_request_reaches_the_scheduler_with_all_its_settings(client: TestClien
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "less than or equal to 20"),
         ({"top_logprobs": 2}, "top_logprobs", "only with logprobs"),
         ({"echo": True}, "echo", "not supported"),
-        ({"min_p": 0.1}, "min_p", "not supported"),
+        ({"top_a": 0.1}, "top_a", "not supported"),
         ({"repetition_penalty": 1.1}, "repetition_penalty", "not supported"),
         ({"ignore_eos": True}, "ignore_eos", "not supported"),
         ({"skip_special_tokens": False}, "skip_special_tokens", "not supported"),

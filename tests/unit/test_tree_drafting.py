@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from pairs import make_pair
+from samplers import sampler
 
 from longspec.inference.acceptance import accept
-from longspec.inference.adaptive.controller import RowRound
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.drafting.lookup import LookupBranches
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
+from longspec.inference.round_record import Report, RowRound
 from longspec.inference.runner import Runner
-from longspec.inference.sampling import Sampler
 from longspec.models.glide import GlideMixin
 
 SHAPE = (3, 5, 4)
@@ -28,12 +28,12 @@ def test_tree_holds_the_drafts_most_probable_continuations(tmp_path: Path, tempe
     """Each level is the top k over parents × vocabulary of the draft's own log-probabilities at that temperature."""
     model = make_pair(tmp_path)
     prompt = torch.randint(0, 61, (1, 20), generator=torch.Generator().manual_seed(3))
-    sampler = Sampler(temperature, 0, 1.0)
-    drafter = TreeDrafter(Runner(model), 1, SHAPE, sampler, "descend")
+    own = sampler(temperature, 1)
+    drafter = TreeDrafter(Runner(model), 1, SHAPE, own.drafting(), "descend")
     levels: list[torch.Tensor] = []
     level = drafter.draft.level
     drafter.draft.level = lambda *args: levels.append(level(*args)) or levels[-1]  # type: ignore[method-assign]
-    engine = Engine(Runner(model), drafter, sampler, prompt, [20], max_new_tokens=8)
+    engine = Engine(Runner(model), drafter, own, prompt, [20], max_new_tokens=8)
     engine.prefill()
     tree = drafter.propose(engine.root, engine.cache)
     score, above = {0: 0.0}, [0]
@@ -50,9 +50,9 @@ def test_tree_holds_the_drafts_most_probable_continuations(tmp_path: Path, tempe
 
 
 def drafted(model: GlideMixin, shape: tuple[int, ...], temperature: float, lookup: bool = False) -> TreeDrafter:
-    runner, sampler = Runner(model), Sampler(temperature, 0, 1.0, torch.Generator())
+    runner = Runner(model)
     branches = LookupBranches(2, 15, runner.device) if lookup else None
-    return TreeDrafter(runner, 2, shape, sampler, "reject", lookup=branches)
+    return TreeDrafter(runner, 2, shape, sampler(temperature, 2).drafting(), "reject", lookup=branches)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -69,7 +69,6 @@ def test_a_cut_tree_is_that_of_a_shorter_shape(tmp_path: Path, temperature: floa
         cut = drafter.cut(6, levels)
         found = []
         for part in (drafter, cut) * repeats:
-            drafter.sampler.generator.manual_seed(5)  # type: ignore[union-attr]
             found.append(deepcopy(part.propose(engine.root, engine.cache)))
         return found
 
@@ -88,6 +87,7 @@ def test_a_whole_tree_tells_what_its_parts_would_have_accepted(tmp_path: Path) -
     prompts = torch.randint(0, 7, (2, 30), generator=torch.Generator().manual_seed(3))
     drafter = drafted(model, SHAPE, 0.0, lookup=True)
     engine = Engine(drafter.runner, drafter, drafter.sampler, prompts, [30, 17], max_new_tokens=300)
+    engine.report = Report(ranks=True)
     engine.prefill()
     plans = [Plan("tree", nodes, levels) for levels in (1, 2, 3) for nodes in (3, 5, 8)]
     seen = Counter[int]()
@@ -96,10 +96,9 @@ def test_a_whole_tree_tells_what_its_parts_would_have_accepted(tmp_path: Path) -
         for plan in plans:
             proposal = drafter.cut(plan.nodes, plan.levels).propose(engine.root, engine.cache)
             counts[plan] = accept(proposal, engine.verify(proposal), drafter.sampler).count
-        result = engine.play(torch.ones(2, dtype=torch.bool)).result(with_ranks=True)
-        assert result.ranks is not None and result.levels is not None
-        for row, count in enumerate(result.counts.tolist()):
-            part = RowRound([], result.ranks[row, 1:count].tolist(), result.levels[row].tolist())
+        result = engine.round(torch.ones(2, dtype=torch.bool))
+        for row, (count, line) in enumerate(zip(result.counts.tolist(), result.lines.tolist(), strict=True)):
+            part = RowRound.read(line, drafter.depth + 1, engine.report)
             for plan in plans:
                 accepted = len(part.accepted_by(plan))
                 assert accepted == counts[plan][row], plan

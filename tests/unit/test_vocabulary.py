@@ -57,10 +57,16 @@ def random_logits(batch: int, parents: int, vocab: int, dtype: torch.dtype = tor
     return logits.to(dtype)
 
 
+def temperatures(batch: int, highest: float) -> Tensor | None:
+    """One temperature per row, each lower than the one before; None for 1."""
+    return None if highest == 1.0 else highest / torch.arange(1, batch + 1, dtype=torch.float64)
+
+
 def check_best(tree: Tree, above: slice, width: int, logits: Tensor, temperature: float, device: str) -> Tree:
     got = Tree(*(x.clone().to(device) for x in tree))
-    tree_growth.grow_level(got, above, width, logits.to(device), temperature)
-    tree_reference.grow_level(tree, above, width, logits, temperature)
+    own = temperatures(len(logits), temperature)
+    tree_growth.grow_level(got, above, width, logits.to(device), None if own is None else own.to(device))
+    tree_reference.grow_level(tree, above, width, logits, own)
     check_same(got, tree)
     return got
 
@@ -72,8 +78,10 @@ def check_sampled(tree: Tree, above: slice, width: int, logits: Tensor, temperat
     got = Tree(*(x.clone().to(device) for x in tree))
     all_q = torch.full((batch, parents + 2, vocab), torch.nan, device=device)  # a row for other levels on each side
     q = torch.empty(logits.shape)
-    tree_growth.grow_level(got, above, width, logits.to(device), temperature, noise.to(device), all_q[:, 1:-1])
-    tree_reference.grow_level(tree, above, width, logits, temperature, noise, q)
+    own = temperatures(batch, temperature)
+    on_device = None if own is None else own.to(device)
+    tree_growth.grow_level(got, above, width, logits.to(device), on_device, noise.to(device), all_q[:, 1:-1])
+    tree_reference.grow_level(tree, above, width, logits, own, noise, q)
     check_same(got, tree)
     torch.testing.assert_close(all_q[:, 1:-1].cpu(), q, atol=0, rtol=1e-5)
     assert all_q[:, 0].isnan().all() and all_q[:, -1].isnan().all(), "rows of other levels changed"
@@ -119,13 +127,13 @@ def test_a_level_of_a_reduced_vocabulary_equals_the_reference(sampled: bool, dev
     ids[:, 290:] = ids[:, 3:4]
     noise = torch.empty(logits.shape, dtype=torch.float64).exponential_(generator=generator)
 
-    trees, qs = [], []
+    trees, qs, warm = [], [], torch.tensor([0.8, 0.5]).double()
     for grow, place in ((tree_reference.grow_level, "cpu"), (tree_growth.grow_level, device)):
         tree, above = half_grown(batch, parents, width, sampled)
         trees.append(Tree(*(x.to(place) for x in tree)))
         qs.append(torch.full((batch, parents + 2, vocab), torch.nan, device=place))
         draws = (noise.to(place), qs[-1][:, 1:-1]) if sampled else ()
-        grow(trees[-1], above, width, logits.to(place), 0.8, *draws, ids=ids.to(place))
+        grow(trees[-1], above, width, logits.to(place), warm.to(place), *draws, ids=ids.to(place))
     check_same(trees[1], trees[0])
 
     # The same level of the whole vocabulary, where all other tokens are impossible.
@@ -135,7 +143,7 @@ def test_a_level_of_a_reduced_vocabulary_equals_the_reference(sampled: bool, dev
     whole_noise.scatter_(2, ids[:, None, :290].expand(-1, parents, -1), noise[..., :290])
     tree, above = half_grown(batch, parents, width, sampled)
     whole_q = torch.empty(whole.shape)
-    tree_reference.grow_level(tree, above, width, whole, 0.8, *((whole_noise, whole_q) if sampled else ()))
+    tree_reference.grow_level(tree, above, width, whole, warm, *((whole_noise, whole_q) if sampled else ()))
     check_same(trees[0], tree)
     for q in qs if sampled else ():
         torch.testing.assert_close(q[:, 1:-1].cpu(), whole_q, atol=1e-9, rtol=1e-5)
@@ -177,7 +185,7 @@ def test_equal_logits_give_distinct_children(device: str) -> None:
         tree, above = half_grown(1, 2, 16, sampled=False)
         tree = Tree(*(x.to(device) for x in tree))
         tree.scores.zero_()
-        tree_growth.grow_level(tree, above, 16, logits, 1.0)
+        tree_growth.grow_level(tree, above, 16, logits, None)
         children = zip(tree.parents[0, 5:].tolist(), tree.tokens[0, 5:].tolist(), strict=True)
         runs.append(list(children))
     assert runs[0] == runs[1] == [(3, token) for token in range(16)]
@@ -194,11 +202,11 @@ def test_the_race_does_not_lose_improbable_paths(device: str) -> None:
     assert got.arrivals[:, above.stop :].isfinite().all()
 
 
-Read = Callable[[Tensor, float, Watch], Tensor]
+Read = Callable[[Tensor, Tensor, Watch], Tensor]
 """(logits, temperature, watch) -> tokens: an operation that reads logits and records faulty rows."""
 
 
-def read_by_growth(logits: Tensor, temperature: float, watch: Watch, sampled: bool, torch_path: bool) -> Tensor:
+def read_by_growth(logits: Tensor, temperature: Tensor, watch: Watch, sampled: bool, torch_path: bool) -> Tensor:
     """The tokens of a level grown from logits [B, 2, V]."""
     tree, above = half_grown(len(logits), 2, 1, sampled)
     tree = Tree(*(x.to(logits.device) for x in tree))
@@ -215,13 +223,17 @@ def read_by_growth(logits: Tensor, temperature: float, watch: Watch, sampled: bo
 
 TORCH: dict[str, Read] = {
     "softmax": lambda logits, temperature, watch: vocabulary.probabilities(logits, temperature, watch).argmax(-1),
-    "argmax": lambda logits, temperature, watch: vocabulary.argmax(logits / temperature, watch=watch),
+    "argmax": lambda logits, temperature, watch: vocabulary.argmax(
+        logits / temperature[:, None, None].float(), watch=watch
+    ),
     "best": partial(read_by_growth, sampled=False, torch_path=True),
     "sampled": partial(read_by_growth, sampled=True, torch_path=True),
 }
 KERNELS: dict[str, Read] = {
     "softmax": lambda logits, temperature, watch: logit_statistics.softmax(logits, temperature, watch).argmax(-1),
-    "argmax": lambda logits, temperature, watch: row_argmax.argmax(logits / temperature, watch=watch),
+    "argmax": lambda logits, temperature, watch: row_argmax.argmax(
+        logits / temperature[:, None, None].float(), watch=watch
+    ),
     "best": partial(read_by_growth, sampled=False, torch_path=False),
     "sampled": partial(read_by_growth, sampled=True, torch_path=False),
 }
@@ -239,7 +251,8 @@ def test_faulty_logits_are_recorded_for_their_sequence(vocab: int, reader: str, 
             logits[2, 1, slice(None) if fault == -torch.inf else vocab - 1] = fault
         for read, own_logits in ((TORCH[reader], logits), (KERNELS[reader], logits.to(device))):
             watch = Watch(torch.zeros(3, dtype=torch.long, device=own_logits.device), 2)
-            tokens = read(own_logits, 1e-2, watch)
+            temperature = torch.full((3,), 1e-2, dtype=torch.float64, device=own_logits.device)
+            tokens = read(own_logits, temperature, watch)
             assert watch.faults.tolist() == [0, 0, 0 if fault is None else 2], fault
             assert tokens.min() >= 0 and tokens.max() < vocab, fault
 
@@ -249,7 +262,7 @@ def test_best_children_are_the_global_top_k(dtype: torch.dtype) -> None:
     """Best first, over all parents and the vocabulary, by the log-probability of the path."""
     tree, above = half_grown(2, 4, 7, sampled=False)
     logits = (3 * torch.randn(2, 4, 11, generator=torch.Generator().manual_seed(0))).to(dtype)
-    vocabulary.best_children(tree, above, 7, logits, 1.0)
+    vocabulary.best_children(tree, above, 7, logits, None)
     every = tree.scores[:, above, None] + logits.float().log_softmax(-1)
     expected = every.flatten(1).sort(dim=-1, descending=True)
     torch.testing.assert_close(tree.scores[:, above.stop :], expected.values[:, :7])
@@ -265,8 +278,9 @@ def test_softmax_equals_its_reference(vocab: int, dtype: torch.dtype, device: st
     logits = random_logits(2, 3, vocab, dtype).to(device)
     logits[0, 0, 4096:] = -torch.inf
     logits[0, 1, 1:] -= 80
-    out = logit_statistics.softmax(logits, 0.7)
-    torch.testing.assert_close(out, reference.softmax(logits, 0.7), atol=1e-38, rtol=3e-5)
+    warm = torch.tensor([0.7, 1.3]).double()
+    out = logit_statistics.softmax(logits, warm.to(device))
+    torch.testing.assert_close(out, reference.softmax(logits, warm.to(device)), atol=1e-38, rtol=3e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -287,9 +301,10 @@ def test_logit_statistics_equal_their_reference(vocab: int, device: str) -> None
     logits[0, 0, 4096:] = -torch.inf
     noise = torch.empty(logits.shape, dtype=torch.float64)
     noise = noise.exponential_(generator=torch.Generator().manual_seed(1)).to(device)
+    warm = torch.tensor([0.7, 1.3]).double().to(device)
     for draws in (None, noise):
-        got = logit_statistics.logit_statistics(logits, 0.7, draws)
-        torch.testing.assert_close(got, reference.logit_statistics(logits, 0.7, draws), atol=1e-5, rtol=1e-5)
+        got = logit_statistics.logit_statistics(logits, warm, draws)
+        torch.testing.assert_close(got, reference.logit_statistics(logits, warm, draws), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)

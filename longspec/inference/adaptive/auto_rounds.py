@@ -7,24 +7,16 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from longspec.inference.adaptive.controller import Controller, RowRound
+from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.measurement import measure_times
 from longspec.inference.adaptive.plan_drafters import PlanDrafters
 from longspec.inference.adaptive.plans import Plan
-from longspec.inference.adaptive.time_cache import RoundTimes, cache_file, cache_key, load_times, store_times
-from longspec.inference.capture import generator_of
-from longspec.inference.engine import Engine, Round, RoundResult, Rounds
+from longspec.inference.adaptive.time_cache import RoundTimes, cache_key, known_times
+from longspec.inference.engine import Engine
+from longspec.inference.round_record import PLAIN, Report, RoundResult, RowRound
 from longspec.inference.round_source import playable
+from longspec.inference.rounds import Round, Rounds
 from longspec.inference.stats import GenerationStats
-
-
-class PlanRounds(Rounds):
-    """The rounds of one plan."""
-
-    def round(self, active: Tensor) -> RoundResult:
-        """`Rounds.round`, with ranks if the plan is a tree."""
-        played = self.play(active)
-        return played.result(with_ranks=played.proposal.ranks is not None)
 
 
 class AutoRounds:
@@ -38,6 +30,7 @@ class AutoRounds:
         self.times: RoundTimes | None = None
         self.rounds: dict[Plan, Round] = {}
         self.controller: Controller | None = None
+        self.report = PLAIN
         self.ring_is_stale = False
         """Whether the draft's ring lacks tokens."""
 
@@ -48,18 +41,13 @@ class AutoRounds:
         engine = self.engine
         # The largest plan comes first: the others fit into its memory.
         for plan in reversed(self.drafters.plans):
-            drafter = self.drafters.drafter(plan)
-            rounds = PlanRounds(engine.runner, drafter, engine.sampler, engine.cache, engine.root)
+            drafter, report = self.drafters.for_plan(plan), Report(ranks=plan.kind == "tree")
+            rounds = Rounds(engine.runner, drafter, engine.sampler, engine.cache, engine.root, report)
             self.rounds[plan] = playable(rounds, stats)
 
         start = time.perf_counter()
-        shape = self.drafters.tree.shape if self.drafters.tree else ()
-        key = cache_key(engine.runner, self.drafters.plans, shape, engine.sampler, len(engine.root), self.room)
-        path = cache_file(key)
-        self.times = load_times(path, self.drafters.plans)
-        if self.times is None:
-            self.times = self.measure()
-            store_times(path, key, self.times)
+        key = cache_key(engine.kind, self.drafters.plans, engine.runner.config, self.room)
+        self.times = known_times(key, self.drafters.plans, self.measure)
         stats.measure_s += time.perf_counter() - start
 
     def start(self, first_tokens: Sequence[int]) -> None:
@@ -77,17 +65,17 @@ class AutoRounds:
         self.ring_is_stale = False
 
     def play(self, active: Tensor) -> RoundResult:
-        """Play a round; see `PlanRounds.round`."""
+        """Play a round; see `Rounds.round`."""
         assert self.controller is not None
         result = self.play_plan(self.controller.choose(), active)
         self.controller.think()  # while the device plays
         return result
 
     def play_plan(self, plan: Plan, active: Tensor) -> RoundResult:
-        if plan.kind == "tree" and self.ring_is_stale:
+        if plan.feeds_draft and self.ring_is_stale:
             self.drafters.refill(self.engine.cache.lengths)
-        # Rounds of other plans do not feed the ring, which would cost a small target some percent of a round.
-        self.ring_is_stale = plan.kind != "tree"
+        self.ring_is_stale = not plan.feeds_draft
+        self.report = Report(ranks=plan.kind == "tree")
         return self.rounds[plan](active)
 
     def observe(self, rows: Sequence[RowRound | None], active: Sequence[bool]) -> None:
@@ -104,10 +92,6 @@ class AutoRounds:
         stats.rounds_by_plan = {plan.name: rounds for plan, rounds in self.controller.played.items()}
 
     def measure(self) -> RoundTimes:
-        """Time the rounds. The random generator is left as it was."""
-        engine = self.engine
-        generator = generator_of(engine)
-        state = generator.get_state()
-        times = measure_times(engine, self.rounds, lambda: self.drafters.refill(engine.cache.lengths), self.room)
-        generator.set_state(state)
-        return times
+        """Time the rounds."""
+        lengths = self.engine.cache.lengths
+        return measure_times(self.engine, self.rounds, lambda: self.drafters.refill(lengths), self.room)

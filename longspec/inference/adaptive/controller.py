@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from longspec.inference.adaptive.lookup_trace import LookupTrace
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.adaptive.tracked_mean import TrackedMean
+from longspec.inference.round_record import RowRound
 
 PRIOR_WEIGHT = 4.0
 """Weight of the priors below, in rounds. With less, a few unlucky rounds end the trees of a whole answer."""
@@ -28,28 +29,6 @@ FIRST_LOSS = 2.0
 
 RoundTime = Callable[[Plan, int], float]
 """The time of a round of a plan, by the number of prefix slots that it reads, summed over rows. Any unit of time."""
-
-
-@dataclass(frozen=True)
-class RowRound:
-    """The part of a round that one active row played."""
-
-    tokens: Sequence[int]
-    """The tokens that the row kept."""
-    ranks: Sequence[int] = ()
-    """For a tree: the rank of each accepted node among the tree's nodes. The nodes of rank 0 ... n - 1 are those that
-    a budget of n nodes would have verified."""
-    levels: Sequence[float] = ()
-    """For a tree: the number of levels that the draft has to grow for the node of each rank; 0 for lookup's."""
-
-    def accepted_by(self, tree: Plan) -> list[float]:
-        """The levels, as above, of the nodes that a tree which this one covers would have accepted.
-
-        A tree of fewer levels verifies more nodes of these levels. Those that this round did not verify are missing,
-        so the number of nodes is a lower bound.
-        """
-        verified = [rank for rank, level in enumerate(self.levels) if level <= tree.levels][: tree.nodes]
-        return [self.levels[rank] for rank in sorted(set(self.ranks).intersection(verified))]
 
 
 @dataclass(frozen=True)

@@ -17,67 +17,51 @@ from longspec.inference.adaptive.plans import (
     VANILLA,
     Plan,
 )
-from longspec.inference.cache import TargetCache
 from longspec.inference.drafting.chain import NoDraft
 from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.drafting.lookup import LookupBranches, LookupDrafter
-from longspec.inference.drafting.proposal import Drafter, Proposal
+from longspec.inference.drafting.proposal import Drafter, DraftState, WrappedDrafter
 from longspec.inference.drafting.tree import TreeDrafter
+from longspec.inference.methods import Drafting
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
 
 
-def fitting_shape(tree_shape: Sequence[int], vocab_size: int) -> Sequence[int]:
-    """The shape, with no level larger than the vocabulary. Later checks refuse values that are no shape."""
-    if isinstance(tree_shape, str) or not all(isinstance(width, int) for width in tree_shape):
-        return tree_shape
-    return tuple(min(width, vocab_size) for width in tree_shape)
-
-
-def plans_for(tree_shape: Sequence[int], has_draft: bool, on_cpu: bool) -> tuple[Plan, ...]:
+def plans_for(drafting: Drafting, on_cpu: bool) -> tuple[Plan, ...]:
     """The plans of a target with trees of this shape and lookup branches, or without a draft."""
-    trees = CPU_TREES if on_cpu else TREES
-    return (VANILLA, *LOOKUPS, *(_tree_plans(trees, tree_shape) if has_draft else ()))
+    return (VANILLA, *LOOKUPS, *_tree_plans(CPU_TREES if on_cpu else TREES, drafting))
 
 
-def served_plans(tree_shape: Sequence[int], has_draft: bool, on_cpu: bool) -> tuple[Plan, ...]:
+def served_plans(drafting: Drafting, on_cpu: bool) -> tuple[Plan, ...]:
     """The plans of a server."""
-    trees = CPU_TREES if on_cpu else SERVED_TREES
-    return (VANILLA, SERVED_LOOKUP, *(_tree_plans(trees, tree_shape) if has_draft else ()))
+    return (VANILLA, SERVED_LOOKUP, *_tree_plans(CPU_TREES if on_cpu else SERVED_TREES, drafting))
 
 
-def _tree_plans(trees: Sequence[tuple[int, int | None]], tree_shape: Sequence[int]) -> list[Plan]:
+def _tree_plans(trees: Sequence[tuple[int, int | None]], drafting: Drafting) -> list[Plan]:
     """The plans of trees, which are given as in `plans.TREES`, from the smallest to the largest."""
+    if not drafting.has_draft:
+        return []
     # A small shape is the same tree under several budgets.
-    shapes = [(nodes, tree_shape[:levels]) for nodes, levels in trees]
+    shapes = [(nodes, drafting.tree_shape[:levels]) for nodes, levels in trees]
     return sorted({Plan("tree", min(nodes, 1 + sum(shape)), len(shape)) for nodes, shape in shapes})
 
 
-class PlanDrafter:
+class PlanDrafter(WrappedDrafter):
     """The drafter of one plan. It feeds the history of tokens, and the draft if the plan is a tree."""
 
     def __init__(self, drafter: Drafter, history: LookupDrafter, draft: GlideDraft | None, reads_hidden: bool) -> None:
         """history: the tokens of each row, which lookup and the trees' branches share. draft: the draft of a tree;
         None for other plans. reads_hidden: whether the pair's draft reads hidden states, so that the rounds of every
         plan store them."""
-        self.drafter = drafter
+        super().__init__(drafter)
         self.history = history
         self.draft = draft
-        self.depth = drafter.depth
-        self.nodes = drafter.nodes
-        self.kind: Hashable = (type(self), drafter.kind)
         self.reads_hidden = reads_hidden
-        self.reserve = drafter.reserve
-        self.start = drafter.start
-        self.row_states = drafter.row_states
 
     def share(self, rows: slice, sampler: Sampler) -> PlanDrafter:
         draft = self.draft and self.draft.narrow(rows)
         history = self.history.share(rows, sampler)
         return PlanDrafter(self.drafter.share(rows, sampler), history, draft, self.reads_hidden)
-
-    def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
-        return self.drafter.propose(root, cache)
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
         self.history.feed(tokens, positions, valid)
@@ -85,7 +69,7 @@ class PlanDrafter:
             self.draft.feed(tokens, positions, valid)
 
 
-class PlanDrafters:
+class PlanDrafters(DraftState):
     """The drafter of an engine with several plans. It reads the prompts; each plan proposes with its own drafter."""
 
     def __init__(
@@ -94,12 +78,10 @@ class PlanDrafters:
         batch: int,
         sampler: Sampler,
         plans: Sequence[Plan],
-        tree_shape: Sequence[int],
-        tree_rule: str,
+        drafting: Drafting,
     ) -> None:
         self.plans = tuple(plans)
         self.nodes = max(plan.nodes for plan in self.plans)
-        self.kind: Hashable = (type(self), self.plans)
         self.depth = max(plan.nodes - 1 for plan in self.plans if plan.kind != "tree")
         self.history = LookupDrafter(batch, self.depth, runner.device)
         self.draft: GlideDraft | None = None
@@ -107,15 +89,17 @@ class PlanDrafters:
         if any(plan.kind == "tree" for plan in plans):
             # A round feeds as many tokens as its longest path has, and the draft's ring takes at most a window of them.
             branches = LookupBranches(batch, runner.model.draft_model.window - 1, runner.device)
+            tree_shape = drafting.tree_shape
             if runner.device.type == "cpu":
                 tree_shape = [min(width, CPU_WIDTH) for width in tree_shape]
-            self.tree = TreeDrafter(runner, batch, tree_shape, sampler, tree_rule, lookup=branches)
+            self.tree = TreeDrafter(runner, batch, tree_shape, sampler, drafting.tree_rule, lookup=branches)
             self.draft = self.tree.draft
             self.depth = max(self.depth, self.tree.depth)
         self.reads_hidden = self.draft is not None and self.draft.reads_hidden
+        self.kind: Hashable = (type(self), self.plans, None if self.tree is None else self.tree.kind)
 
-    def drafter(self, plan: Plan) -> PlanDrafter:
-        """The drafter of a plan, after `reserve`."""
+    def for_plan(self, plan: Plan | None) -> PlanDrafter:
+        assert plan is not None
         drafter: Drafter = NoDraft()
         draft = None
         if plan.kind == "lookup":
@@ -149,12 +133,5 @@ class PlanDrafters:
         return self.history.row_states() if self.tree is None else self.tree.row_states()
 
     def refill(self, lengths: Tensor) -> None:
-        """Fill the draft's ring from the history, after rounds of other plans. lengths: int [B]."""
         if self.draft is not None:
             self.draft.fill(self.history.history, lengths.long())
-
-    def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
-        raise NotImplementedError("each plan has a drafter of its own")
-
-    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
-        raise NotImplementedError("each plan has a drafter of its own")

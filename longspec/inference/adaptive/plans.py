@@ -20,6 +20,12 @@ class Plan(NamedTuple):
             return self.kind
         return f"{self.kind} {self.nodes}" + (f" of {self.levels} levels" if self.levels else "")
 
+    @property
+    def feeds_draft(self) -> bool:
+        """Whether its rounds feed the draft, whose ring must be filled before. To feed it in rounds of other plans
+        would cost a small target some percent of a round."""
+        return self.kind == "tree"
+
     def covers(self, other: Plan) -> bool:
         """Whether a round of this tree tells what another tree would have accepted."""
         return self.kind == "tree" and other.nodes <= self.nodes and other.levels <= self.levels

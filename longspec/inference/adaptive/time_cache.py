@@ -9,23 +9,23 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from transformers import PreTrainedConfig
 
 from longspec.inference.adaptive.plans import Plan
-from longspec.inference.device import device_name
-from longspec.inference.runner import Runner
-from longspec.inference.sampling import Sampler
+from longspec.inference.kernel_key import KernelKey
+from longspec.inference.process_group import same_on_all_ranks
+from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.replacing import replacing
 from longspec.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 8
+FORMAT = 9
 """Version of the cache's files."""
 LIFETIME_S = 30 * 24 * 3600
 """Seconds after which times are measured again: drivers, clocks and other software change."""
@@ -57,37 +57,41 @@ def cache_file(key: dict[str, Any]) -> Path:
     return user_cache("round_times") / f"{_digest(key)}.json"
 
 
-def cache_key(
-    runner: Runner, plans: Sequence[Plan], draft: Any, sampler: Sampler, rows: int, room: int
-) -> dict[str, Any]:
+def cache_key(kernels: KernelKey, plans: Sequence[Plan], config: PreTrainedConfig, room: int) -> dict[str, Any]:
     """Everything that the times depend on; the numbers of rows and positions are rounded up to powers of two.
 
-    draft: the settings of the trees, as JSON values.
+    kernels: those of the rounds, whatever the plan. config: the target's.
     """
     # The weights do not matter: a round of any draft of this architecture takes as long.
     # The same target under another path or another version of transformers has the same times.
-    config = runner.config.to_dict()
     unrelated = ("_name_or_path", "transformers_version", "architectures")
-    device = runner.device
+    target = {name: value for name, value in config.to_dict().items() if name not in unrelated}
+    rows, all_rows, room = (1 << (number - 1).bit_length() for number in (kernels.rows, kernels.all_rows, room))
     return {
-        "target": _digest({name: value for name, value in config.items() if name not in unrelated}),
-        "draft": [asdict(runner.model.draft_model.options), draft],
+        "target": _digest(target),
         "plans": [plan.name for plan in plans],
-        "device": device_name(device),
-        "threads": torch.get_num_threads() if device.type == "cpu" else None,
-        "operations": type(runner.operations).__name__,
-        "attention": runner.attention.name,
-        "captured": runner.capturable,
-        "dtype": str(runner.dtype),
-        "sampling": "greedy" if sampler.greedy else "truncated" if sampler.truncates else "sampled",
-        "rows": 1 << (rows - 1).bit_length(),
-        "room": 1 << (room - 1).bit_length(),
+        "kernels": kernels._replace(drafting=str(kernels.drafting), rows=rows, all_rows=all_rows, size_class=room),
         "format": FORMAT,
     }
 
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def known_times(key: dict[str, Any], plans: Sequence[Plan], measure: Callable[[], RoundTimes]) -> RoundTimes:
+    """The times in the cache, or those that `measure` returns, which are then stored.
+
+    Ranks that share a target measure together and take rank 0's times, so that all choose the same plans.
+    """
+    path = cache_file(key)
+    times = same_on_all_ranks(lambda: load_times(path, plans))
+    if times is None:
+        measured = measure()
+        times = same_on_all_ranks(lambda: measured)
+        if model_parallel_rank_and_size()[0] == 0:
+            store_times(path, key, times)
+    return times
 
 
 def load_times(path: Path, plans: Sequence[Plan]) -> RoundTimes | None:

@@ -26,8 +26,6 @@ class GlideDraft:
         self.head = None if vocabulary is None else ReducedHead(runner, len(vocabulary), batch)
         """The head of a draft with a vocabulary list, otherwise None."""
         self.reads_hidden = self.options.target_feature
-        self.feature: Tensor | None = None
-        """[B, 1, hidden]: the target feature of this round, if the draft has one."""
 
     @property
     def ids(self) -> Tensor | None:
@@ -74,14 +72,18 @@ class GlideDraft:
         states = [self.cache.keys, self.cache.values]
         return states if self.head is None else [*states, self.head.ids, self.head.bias, self.head.regions]
 
-    def level(self, tokens: Tensor, level: int, first: int, visible: Tensor, cache: TargetCache) -> Tensor:
-        """The draft's logits [B, n, C] at the n nodes of one level. A round calls it for level 0, 1, 2, ...
+    def feature(self, cache: TargetCache) -> Tensor | None:
+        """The target feature [B, 1, hidden] of a round; None for a draft without one."""
+        return self.runner.feature(cache.newest_hidden) if self.options.target_feature else None
+
+    def level(
+        self, tokens: Tensor, level: int, first: int, visible: Tensor, cache: TargetCache, feature: Tensor | None
+    ) -> Tensor:
+        """The draft's logits [B, n, C] at the n nodes of one level.
 
         tokens: LongTensor [B, n], the nodes first ... first + n - 1; visible: bool [B, n, N], the nodes that each of
-        them sees.
+        them sees. feature: that of the round.
         """
-        if self.options.target_feature and level == 0:
-            self.feature = self.runner.feature(cache.newest_hidden)
         attention = self.runner.attention
         root = cache.lengths
         positions = (root + level)[:, None].expand_as(tokens)
@@ -96,12 +98,12 @@ class GlideDraft:
             return attention.prefix(q, keys, values, cache.prefix_lengths, self.scale)
 
         cross_attends = [partial(cross_attend, layer=layer) for layer in (-1, *self.options.kv_layers)]
-        hidden = self.runner.draft(tokens, positions, self.cache, first, self_attend, cross_attends, self.feature)
+        hidden = self.runner.draft(tokens, positions, self.cache, first, self_attend, cross_attends, feature)
         return self.runner.logits(hidden) if self.head is None else self.head.logits(hidden)
 
-    def next_logits(self, tokens: Tensor, step: int, cache: TargetCache) -> Tensor:
+    def next_logits(self, tokens: Tensor, step: int, cache: TargetCache, feature: Tensor | None) -> Tensor:
         """Logits [B, V] after tokens, LongTensor [B], which are node number `step` of a chain."""
         nodes = self.cache.keys.shape[2] - self.cache.window
         visible = torch.arange(nodes, device=tokens.device) <= step
-        logits = self.level(tokens[:, None], step, step, visible.expand(len(tokens), 1, -1), cache)[:, 0]
+        logits = self.level(tokens[:, None], step, step, visible.expand(len(tokens), 1, -1), cache, feature)[:, 0]
         return logits if self.head is None else self.head.whole(logits)

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from longspec.inference.cache import TargetCache
-from longspec.inference.drafting.proposal import Proposal, chain
+from longspec.inference.drafting.proposal import Drafter, Proposal, chain
+from longspec.inference.methods import LONGEST_MATCH
 from longspec.inference.sampling import Sampler
 from longspec.kernels.decoding.lookup_reference import longest_matches
 from longspec.kernels.decoding.tree import Branches, LookupState
 from longspec.kernels.decoding.vocabulary import extend_branches
 
-LONGEST_MATCH = 3
-"""Maximum length of a match in tokens, the root included, for a chain."""
 BRANCH_SIZES = (20, 4)
 """Number of tokens of each branch; the first one follows the longest match."""
 PRIORS = (0.15, 0.4, 0.55, 0.65, 0.75, 0.8, 0.85, 0.92)
@@ -37,14 +36,12 @@ def store_prompts(history: Tensor, prompts: Tensor) -> None:
     history[:, prompts.shape[1] :] = 0
 
 
-class LookupDrafter:
+class LookupDrafter(Drafter):
     """A chain of gamma tokens: those that followed the longest earlier match with the newest tokens.
 
     Among matches of equal length the latest one is used. The chain is built deterministically, so acceptance follows
     the target's own draws. All operations have static shapes.
     """
-
-    reads_hidden = False
 
     def __init__(self, batch: int, gamma: int, device: torch.device) -> None:
         self.depth = gamma

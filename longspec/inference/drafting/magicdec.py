@@ -38,7 +38,10 @@ class SparseTarget:
     def row_states(self) -> list[Tensor]:
         return []
 
-    def next_logits(self, tokens: Tensor, step: int, cache: TargetCache) -> Tensor:
+    def feature(self, cache: TargetCache) -> None:
+        pass
+
+    def next_logits(self, tokens: Tensor, step: int, cache: TargetCache, feature: Tensor | None = None) -> Tensor:
         """Logits [B, V] after tokens, LongTensor [B], which are node number `step` of the chain."""
         read_slots, visible = self._view(cache.lengths, step, capacity=cache.keys.shape[3])
         positions = (cache.lengths.long() + step)[:, None]

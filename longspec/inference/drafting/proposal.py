@@ -1,14 +1,15 @@
-"""Proposals, which drafters pass to verification, and the interface of a drafter."""
+"""Proposals, which drafters pass to verification, and the base of all drafters."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from longspec.inference.adaptive.plans import Plan
 from longspec.inference.cache import TargetCache
 from longspec.inference.sampling import Sampler
 
@@ -66,9 +67,9 @@ def chain(tokens: Tensor, sampled_from: Tensor | None = None) -> Proposal:
     )
 
 
-class Drafter(Protocol):
-    """A drafting strategy for one batch. Its methods use tensor operations of static shape, so that they can be
-    captured in a CUDA graph."""
+class DraftState:
+    """The state of a drafting strategy for one batch. Its methods use tensor operations of static shape, so that they
+    can be captured in a CUDA graph. Without its own implementation a method does nothing."""
 
     depth: int
     """Number of tokens on its longest path; a round emits at most depth + 1 tokens."""
@@ -76,26 +77,71 @@ class Drafter(Protocol):
     """Number of nodes of a proposal, the root included."""
     kind: Hashable
     """A key that is equal for drafters which launch the same kernels, given the same batch size."""
-    reads_hidden: bool
+    reads_hidden: bool = False
     """Whether `propose` reads `TargetCache.newest_hidden`."""
+    plans: tuple[Plan, ...] = ()
+    """The plans of method "auto"; empty for other methods."""
 
     def reserve(self, capacity: int) -> None:
         """Allocate state for positions 0 ... capacity - 1. The engine calls it before any other method."""
 
-    def share(self, rows: slice, sampler: Sampler) -> Drafter:
-        """A drafter for some consecutive rows on the state of this one, which may follow another sampler."""
+    def share(self, rows: slice, sampler: Sampler) -> Self:
+        """One for some consecutive rows on the state of this one, which may follow another sampler."""
+        raise NotImplementedError
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
         """Read the prompts. prompts: LongTensor [B, P], padded on the right; lengths: LongTensor [B]."""
 
     def row_states(self) -> list[Tensor]:
         """All tensors [B, ...] that hold state of the rows, as views: copying a row of each moves a row's draft."""
+        return []
+
+    def refill(self, lengths: Tensor) -> None:
+        """Take the newest tokens up to the roots, which rounds of other plans did not feed. lengths: int [B]."""
+
+    def for_plan(self, plan: Plan | None) -> Drafter:
+        """The drafter of a plan, after `reserve`; None for a method without plans."""
+        raise NotImplementedError
+
+
+class Drafter(DraftState):
+    """A drafting strategy."""
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
         """Propose a tree. root: LongTensor [B], the newest token of each row, at position cache.lengths[b]."""
+        raise NotImplementedError
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
         """Take accepted tokens, in order of position: each token exactly once.
 
         tokens, positions: LongTensor [B, depth + 1]; valid: bool [B, depth + 1], False for entries to be ignored.
         """
+
+    def for_plan(self, plan: Plan | None) -> Drafter:
+        return self
+
+
+class WrappedDrafter(Drafter):
+    """A drafter with the state of another one."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.depth = drafter.depth
+        self.nodes = drafter.nodes
+        self.kind = (type(self), drafter.kind)
+        self.reads_hidden = drafter.reads_hidden
+
+    def reserve(self, capacity: int) -> None:
+        self.drafter.reserve(capacity)
+
+    def start(self, prompts: Tensor, lengths: Tensor) -> None:
+        self.drafter.start(prompts, lengths)
+
+    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
+        self.drafter.feed(tokens, positions, valid)
+
+    def row_states(self) -> list[Tensor]:
+        return self.drafter.row_states()
+
+    def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
+        return self.drafter.propose(root, cache)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from longspec.inference.methods import AUTO, GLIDE_METHODS
+from longspec.inference.methods import AUTO, GLIDE_METHODS, Drafting
 from longspec.inference.runner import Runner
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import head_rows
@@ -110,10 +110,9 @@ def head_bytes(config: PreTrainedConfig, dtype: torch.dtype, listed: int | None,
     return (weight + columns) * dtype.itemsize + columns * torch.long.itemsize
 
 
-def list_length(model: GlideMixin, method: str, has_draft: bool) -> int | None:
-    """Length of the vocabulary list of the draft that the method uses; None without one. has_draft: whether method
-    "auto" plays trees."""
-    uses_draft = method in GLIDE_METHODS or (method == AUTO and has_draft)
+def list_length(model: GlideMixin, drafting: Drafting) -> int | None:
+    """Length of the vocabulary list of the draft that the method uses; None without one."""
+    uses_draft = drafting.method in GLIDE_METHODS or (drafting.method == AUTO and drafting.has_draft)
     vocabulary = model.draft_model.vocabulary
     return len(vocabulary) if uses_draft and vocabulary is not None else None
 

@@ -14,7 +14,7 @@ from longspec.errors import UserError
 from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.drafting.lookup import LookupBranches
-from longspec.inference.drafting.proposal import Proposal
+from longspec.inference.drafting.proposal import Drafter, Proposal
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
 from longspec.kernels.decoding.tree import Branches, Tree, new_tree
@@ -26,7 +26,7 @@ LARGEST_SHARE = 0.5
 """Largest share of the verified nodes that lookup branches may have next to a sampled tree."""
 
 
-class TreeDrafter:
+class TreeDrafter(Drafter):
     """A tree of static shape. Level d holds shape[d - 1] continuations, chosen over all pairs of a node of the level
     above and a token of the vocabulary.
 
@@ -151,13 +151,14 @@ class TreeDrafter:
         tree = self.tree
         tree.tokens[:, 0] = root
         noise = self._noise()
-        watch = cache.watch(Fault.DRAFT)
+        watch, feature = cache.watch(Fault.DRAFT), self.draft.feature(cache)
         above = slice(0, 1)  # node numbers of the level above
         for level, width in enumerate(self.shape):
-            logits = self.draft.level(tree.tokens[:, above], level, above.start, tree.visible[:, above], cache)
+            nodes = (tree.tokens[:, above], level, above.start, tree.visible[:, above])
+            logits = self.draft.level(*nodes, cache, feature)
             if self.q is None:
                 # At temperature 0 the paths are ranked by the draft's own probabilities.
-                best_children(tree, above, width, logits, self.sampler.temperature or 1.0, watch, self.draft.ids)
+                best_children(tree, above, width, logits, self.sampler.temperature, watch, self.draft.ids)
             else:
                 warped, temperature = self.sampler.warped(logits)
                 q = self.q[:, above]

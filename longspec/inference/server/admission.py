@@ -7,8 +7,9 @@ from transformers import PreTrainedConfig
 
 from longspec.errors import UserError
 from longspec.inference.arguments import check_sampling, check_seed
-from longspec.inference.device import free_bytes
-from longspec.inference.engine import CAPACITY_STEP
+from longspec.inference.kernel_key import CAPACITY_STEP
+from longspec.inference.memory import slot_bytes
+from longspec.inference.options import FILTER_OPTIONS, check_filter
 from longspec.inference.server.requests import Request, RequestTooLarge
 from longspec.models.draft_layer import head_dim
 from longspec.models.target_files import position_limit
@@ -22,28 +23,38 @@ ROUND_BYTES = 64
 def row_capacity(
     config: PreTrainedConfig,
     dtype: torch.dtype,
-    device: torch.device,
     rows: int,
     nodes: int,
-    memory: int | None,
+    memory: int,
     fixed: int,
+    longest: int | None = None,
 ) -> int:
-    """Cache slots per row: enough for the target's whole context, or fewer if `rows` rows would exceed `memory` bytes.
+    """Cache slots per row: enough for requests of `longest` tokens, or fewer if `rows` rows would exceed `memory`.
 
-    nodes: read per round and row; memory: None takes 90% of what is free on the device; fixed: bytes of it that do not
-    depend on the capacity. Raises UserError if the memory does not even suffice for one step of the cache's size.
+    nodes: read per round and row; memory: bytes; fixed: bytes of it that do not depend on the capacity; longest: None
+    for the target's whole context. Raises UserError if the memory does not even suffice for one step of the cache's
+    size.
     """
-    budget = int(free_bytes(device) * SHARE) if memory is None else memory
-    slot_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * dtype.itemsize
-    for_rows = budget - fixed
-    slots = (for_rows // rows - nodes * config.vocab_size * ROUND_BYTES) // slot_bytes // CAPACITY_STEP * CAPACITY_STEP
+    slots = ((memory - fixed) // rows - nodes * config.vocab_size * ROUND_BYTES) // slot_bytes(config, dtype)
+    slots -= slots % CAPACITY_STEP
     if slots < CAPACITY_STEP:
         raise UserError(
-            f"memory: {budget / 2**30:.3g} GiB hold less than {CAPACITY_STEP} tokens in each of {rows} rows; "
+            f"memory: {memory / 2**30:.3g} GiB hold less than {CAPACITY_STEP} tokens in each of {rows} rows; "
             "use fewer rows, a smaller tree, shorter prefill chunks, or more memory"
         )
-    longest = position_limit(config) + 2 * nodes
-    return min(slots, -(-longest // CAPACITY_STEP) * CAPACITY_STEP)
+    return min(slots, _whole_capacity(position_limit(config) if longest is None else longest, nodes))
+
+
+def fitting_rows(config: PreTrainedConfig, dtype: torch.dtype, longest: int, nodes: int, memory: int) -> int:
+    """Rows, at least 1, for requests of `longest` tokens within `memory` bytes; nodes as in `row_capacity`."""
+    row = _whole_capacity(longest, nodes) * slot_bytes(config, dtype) + nodes * config.vocab_size * ROUND_BYTES
+    return max(1, memory // row)
+
+
+def _whole_capacity(longest: int, nodes: int) -> int:
+    """Slots of a row that has room for requests of `longest` tokens."""
+    # The last round can go depth + 1 tokens past the limit, and its nodes are stored after the accepted tokens.
+    return -(-(longest + 2 * nodes) // CAPACITY_STEP) * CAPACITY_STEP
 
 
 def chunk_bytes(config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> int:
@@ -70,15 +81,16 @@ def check_request(request: Request, config: PreTrainedConfig, limit: int) -> Non
     """Raise RequestTooLarge for a request of more than `limit` tokens, UserError if it is malformed."""
     sampling = request.sampling
     check_sampling(request.max_new_tokens, sampling.temperature, sampling.top_p, sampling.top_k)
+    for name in FILTER_OPTIONS:
+        check_filter(name, getattr(sampling, name))
     check_seed(sampling.seed)
     if not request.prompt:
         raise UserError("prompt: empty; it needs at least one token")
     for token in (min(request.prompt), max(request.prompt)):
         if not 0 <= token < config.vocab_size:
             raise UserError(f"prompt: token id {token}; the target has {config.vocab_size}")
-    tokens = len(request.prompt) + request.max_new_tokens
-    if tokens > limit:
+    if request.longest > limit:
         raise RequestTooLarge(
-            f"prompt of {len(request.prompt)} tokens + max_new_tokens {request.max_new_tokens}: {tokens} tokens, "
-            f"more than the {limit} of a row"
+            f"prompt of {len(request.prompt)} tokens + max_new_tokens {request.max_new_tokens}: "
+            f"{request.longest} tokens, more than the {limit} of a row"
         )

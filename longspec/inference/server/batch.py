@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from longspec.inference.adaptive.measurement import measure_times
 from longspec.inference.adaptive.plan_drafters import PlanDrafters, served_plans
 from longspec.inference.adaptive.plans import Plan
-from longspec.inference.adaptive.time_cache import RoundTimes, cache_file, cache_key, load_times, store_times
+from longspec.inference.adaptive.time_cache import RoundTimes, cache_key, known_times
 from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.capture import CapturedRound, warm_up
 from longspec.inference.drafting.chain import NoDraft
-from longspec.inference.drafting.proposal import Drafter
-from longspec.inference.engine import Round
-from longspec.inference.methods import AUTO, make_drafter
+from longspec.inference.drafting.proposal import Drafter, DraftState
+from longspec.inference.methods import AUTO, Drafting, make_drafter
+from longspec.inference.prefill import PromptReader
+from longspec.inference.request import FILTERS, Sampling
+from longspec.inference.round_record import Report, RoundResult
+from longspec.inference.rounds import Round, Rounds
 from longspec.inference.runner import Runner
-from longspec.inference.sampling import Sampler
+from longspec.inference.sampling import GREEDY, GREEDY_KIND, RowSettings, Sampler, SamplingKind
 from longspec.inference.server.draft_starter import DraftStarter
 from longspec.inference.server.logprobs import scores
-from longspec.inference.server.prompt_reader import PromptReader
-from longspec.inference.server.requests import Sampling
-from longspec.inference.server.row_rounds import RowRounds
-from longspec.inference.server.row_sampling import Purpose, RowSampler, RowSettings
 from longspec.inference.server.selective import SelectiveDrafter
 from longspec.kernels.shared.device import upload
 
@@ -38,8 +38,13 @@ SCORED_BYTES = 2**26
 """Most bytes of log-probabilities that `score` computes at a time, unless a single token has more."""
 MOST_MEASURED_ON_CPU = 4
 """Largest batch whose rounds are measured on a CPU, where a round takes long."""
-Sampled = Literal["greedy", "sampled", "truncated"]
-"""Sampling of a round: all rows greedy; some at a temperature; some with top-k or top-p."""
+REPEATED = (
+    *("capture", "measure", "play", "read_prompts", "read_scored", "first_tokens", "refill_draft", "assign"),
+    *("set_length", "end", "clear", "copy_prefix", "move"),
+)
+"""The methods that the ranks which share a target call alike. Their arguments are on the host."""
+KINDS = (GREEDY_KIND, *(SamplingKind("mixed", names) for names in ((), ("top_k", "top_p"), tuple(FILTERS))))
+"""The kinds of sampling in order of what their rounds can do. The last one is captured when it is first needed."""
 
 
 class Mode(NamedTuple):
@@ -47,25 +52,19 @@ class Mode(NamedTuple):
 
     speculates: bool
     """Whether any row speculates."""
-    sampled: Sampled
+    sampling: SamplingKind
+    """One of KINDS."""
     plan: Plan | None = None
     """The plan of method "auto", if any row speculates."""
+    details: bool = True
+    """Whether log-probabilities and traces are reported."""
     scores: bool = False
     """Whether rounds report `logprobs.scores`. They are not captured, because few requests ask for it."""
 
-
-@dataclass(frozen=True)
-class Method:
-    """Drafting settings of all rows, as in `longspec.generate`."""
-
-    name: str
-    tree_shape: tuple[int, ...]
-    gamma: int
-    tree_rule: str
-    tree_nodes: int | None = None
-    lookup_branches: bool = False
-    has_draft: bool = True
-    """Whether method "auto" plays trees."""
+    @property
+    def report(self) -> Report:
+        ranks = self.plan is not None and self.plan.kind == "tree"
+        return Report(ranks, self.details, self.scores)
 
 
 class Batch:
@@ -75,65 +74,79 @@ class Batch:
     """
 
     def __init__(
-        self, runner: Runner, method: Method, max_rows: int, capacity: int, prefill_chunk: int = PREFILL_CHUNK
+        self,
+        runner: Runner,
+        drafting: Drafting,
+        max_rows: int,
+        capacity: int,
+        prefill_chunk: int = PREFILL_CHUNK,
+        details: bool = True,
     ) -> None:
-        """capacity: slots per row of the target's cache. prefill_chunk: most prompt tokens of a pass."""
+        """capacity: slots per row of the target's cache. prefill_chunk: most prompt tokens of a pass. details: whether
+        rounds report log-probabilities and traces."""
         self.runner = runner
-        self.vocab = runner.config.vocab_size
+        self.details = details
         self.device = runner.device
         self.capacity = capacity
         self.max_rows = max_rows
-        self.cache = TargetCache(runner.config, max_rows, capacity, runner.dtype, runner.device)
+        self.settings = RowSettings.allocate(max_rows, runner.device)
+        self.cache = TargetCache(
+            runner.config, max_rows, capacity, runner.dtype, runner.device, self.settings.positions
+        )
         self.reader = PromptReader(runner, self.cache, prefill_chunk)
         self.root = torch.zeros(max_rows, dtype=torch.long, device=runner.device)
         self.active = torch.zeros(max_rows, dtype=torch.bool, device=runner.device)
         """bool [B]: the rows that rounds advance."""
         self.speculates = torch.zeros_like(self.active)
         """bool [B]: the rows whose proposals count."""
-        self.settings = RowSettings.allocate(self.cache.lengths, self.vocab)
         self.sizes = _sizes(max_rows) if runner.capturable else list(range(1, max_rows + 1))
         runner.prepare(capacity)
-        drafter = _drafter(runner, method, max_rows)
+        drafter: DraftState
+        if drafting.method == AUTO:
+            plans = served_plans(drafting, runner.device.type == "cpu")
+            drafter = PlanDrafters(runner, max_rows, GREEDY, plans, drafting)
+        else:
+            drafter = make_drafter(drafting, runner, max_rows, GREEDY)
         drafter.reserve(capacity)
         self.starter = DraftStarter(drafter, max_rows, capacity, GREEDY, runner.device)
-        self.tree_shape = method.tree_shape
-        self.plans = drafter.plans if isinstance(drafter, PlanDrafters) else ()
-        """The plans of method "auto"; empty for other methods."""
+        self.plans = drafter.plans
         self.times: dict[int, RoundTimes] = {}
         """Times of the plans' rounds at the smallest and the largest measured size."""
+        self.drafters: dict[SamplingKind, DraftState] = {GREEDY_KIND: drafter}
         all_rows = slice(0, max_rows)
-        sampled = drafter.share(all_rows, self._sampler("sampled", Purpose.DRAFT, all_rows))
-        truncated = sampled.share(all_rows, self._sampler("truncated", Purpose.DRAFT, all_rows))
-        self.drafters = {"greedy": drafter, "sampled": sampled, "truncated": truncated}
+        for kind in KINDS[1:]:  # those that sample share the tensors of their trees
+            drafter = drafter.share(all_rows, self._sampler(kind, all_rows).drafting())
+            self.drafters[kind] = drafter
         self._rounds: dict[tuple[Mode, int], Round] = {}
+        self._last_hidden = self.cache.newest_hidden
 
     @property
     def nodes(self) -> int:
         """Tokens that a round reads per row."""
-        return self.drafters["greedy"].nodes
+        return self.drafters[GREEDY_KIND].nodes
 
     @property
     def depth(self) -> int:
-        return self.drafters["greedy"].depth
+        return self.drafters[GREEDY_KIND].depth
 
     def size_for(self, rows: int) -> int:
         """The smallest size of a round that covers the first `rows` rows."""
         return next(size for size in self.sizes if size >= rows)
 
     def capture(self) -> None:
-        """Prepare prefill and the rounds of every mode and size, if they are captured, and measure the plans of "auto".
-
-        The cache must be empty.
-        """
+        """Capture prefill and the rounds of every mode and size, if the runner can. The cache must be empty."""
         self.reader.capture()
         if self.runner.capturable:
             self.starter.capture()
             for size in reversed(self.sizes):  # the largest first: the others fit into its memory
-                for sampled in self.drafters:
+                for kind in KINDS[:-1]:
                     for plan in reversed(self.plans or (None,)):
                         if self.depth:
-                            self.rounds(Mode(True, sampled, plan), size)  # type: ignore[arg-type]
-                    self.rounds(Mode(False, sampled), size)  # type: ignore[arg-type]
+                            self.rounds(Mode(True, kind, plan, self.details), size)
+                    self.rounds(Mode(False, kind, None, self.details), size)
+
+    def measure(self) -> None:
+        """Measure the plans of "auto", if this is the method. The cache must be empty."""
         if self.plans:
             most = self.max_rows if self.runner.capturable else min(self.max_rows, MOST_MEASURED_ON_CPU)
             for size in sorted({1, most}):
@@ -149,21 +162,18 @@ class Batch:
     def _measured_times(self, size: int) -> RoundTimes:
         """Times of the greedy rounds of all plans, from the cache if it has them."""
         room = self.capacity - self.depth - 1 - self.nodes
-        # Rounds of a server also gather log-probabilities and traces, so `generate`'s times are not theirs.
-        key = cache_key(self.runner, self.plans, (self.tree_shape, "server"), GREEDY, size, room)
-        path = cache_file(key)
-        times = load_times(path, self.plans)
-        if times is None:
-            rounds = {plan: self.rounds(Mode(True, "greedy", plan), size) for plan in self.plans}
-            drafters = self.drafters["greedy"].share(slice(0, size), GREEDY)
-            assert isinstance(drafters, PlanDrafters)
-            state = self._new_rounds(Mode(False, "greedy"), slice(0, size))
-            times = measure_times(state, rounds, lambda: drafters.refill(state.cache.lengths), room)
-            store_times(path, key, times)
-        return times
+        state = self._new_rounds(Mode(True, GREEDY_KIND, self.plans[0], self.details), slice(0, size))
+        drafters = self.drafters[GREEDY_KIND].share(slice(0, size), GREEDY)
+        key = cache_key(state.kind._replace(drafting=drafters.kind), self.plans, self.runner.config, room)
+
+        def measure() -> RoundTimes:
+            rounds = {plan: self.rounds(Mode(True, GREEDY_KIND, plan, self.details), size) for plan in self.plans}
+            return measure_times(state, rounds, lambda: drafters.refill(state.cache.lengths), room)
+
+        return known_times(key, self.plans, measure)
 
     def rounds(self, mode: Mode, rows: int) -> Round:
-        """Plays rounds of the first `rows` rows, one of `sizes`; see `RowRounds.round`."""
+        """Plays rounds of the first `rows` rows, one of `sizes`; see `Rounds.round`."""
         key = (mode, rows)
         if key not in self._rounds:
             rounds = self._new_rounds(mode, slice(0, rows))
@@ -174,80 +184,87 @@ class Batch:
                 self._rounds[key] = rounds.round
         return self._rounds[key]
 
-    def _new_rounds(self, mode: Mode, rows: slice) -> RowRounds:
-        drafting = self._sampler(mode.sampled, Purpose.DRAFT, rows)
-        verifying = self._sampler(mode.sampled, Purpose.VERIFY, rows)
+    def _new_rounds(self, mode: Mode, rows: slice) -> Rounds:
+        sampler = self._sampler(mode.sampling, rows)
         drafter: Drafter = NoDraft()
         if mode.speculates:
-            drafter = self.drafters[mode.sampled].share(rows, drafting)
-            if isinstance(drafter, PlanDrafters):
-                assert mode.plan is not None
-                drafter = drafter.drafter(mode.plan)
+            drafter = self.drafters[mode.sampling].share(rows, sampler.drafting()).for_plan(mode.plan)
         selective = SelectiveDrafter(drafter, self.speculates[rows])
-        rounds = RowRounds(self.runner, selective, verifying, self.cache.narrow(rows), self.root[rows])
-        rounds.samplers = (drafting, verifying)
-        rounds.reports_scores = mode.scores
-        rounds.reports_ranks = mode.plan is not None and mode.plan.kind == "tree"
-        return rounds
+        return Rounds(self.runner, selective, sampler, self.cache.narrow(rows), self.root[rows], mode.report)
 
-    def _sampler(self, sampled: Sampled, purpose: Purpose, rows: slice) -> Sampler:
-        if sampled == "greedy":
-            return GREEDY
-        return RowSampler(self.settings.narrow(rows), sampled == "truncated", purpose)
+    def _sampler(self, kind: SamplingKind, rows: slice) -> Sampler:
+        return Sampler(kind, self.settings.narrow(rows))
 
-    def read_prompt(self, row: int, tokens: Tensor, start: int) -> Tensor:
-        """Read tokens [1, n] at positions start, start + 1, ... of a row; the hidden state [1, 1, hidden] at the last.
+    def play(self, mode: Mode, size: int) -> RoundResult:
+        """Play a round of the first `size` rows, one of `sizes`."""
+        return self.rounds(mode, size)(self.active[:size])
 
-        The cache must hold the positions before `start`.
+    def read_prompts(self, rows: slice, chunks: Sequence[np.ndarray], start: int) -> Tensor:
+        """Read the next tokens of the prompts of some consecutive rows, which hold the positions before `start`.
+
+        chunks: int64, one per row. Returns the hidden states [n, 1, hidden] at their last tokens, which `first_tokens`
+        reads.
         """
-        return self.reader.read(row, tokens, start)
+        ends = [start + len(chunk) for chunk in chunks]
+        self._last_hidden = self.reader.read(rows, self.upload(chunks), start, ends)
+        return self._last_hidden
 
-    def score(self, hidden: Tensor, tokens: Tensor) -> list[list[float]]:
-        """`logprobs.scores` of tokens [1, n] that follow hidden states [1, n, hidden], per token. Waits for the device.
+    def read_scored(self, row: int, chunk: np.ndarray, following: np.ndarray, start: int) -> list[list[float]]:
+        """Read the next tokens of a row's prompt; `logprobs.scores` of the tokens after each of them, per token.
 
-        Raises ValueError for logits that are NaN.
+        chunk, following: int64; the latter is one token shorter at the end of the prompt. Waits for the device. Raises
+        ValueError for logits that are NaN.
         """
+        hidden = self.reader.read_all(row, self.upload([chunk]), start)
+        self._last_hidden = hidden[:, -1:]
         lines: list[list[float]] = []
-        step = max(1, SCORED_BYTES // (self.vocab * torch.float32.itemsize))
-        for part, targets in zip(hidden.split(step, 1), tokens.split(step, 1), strict=True):
+        if not len(following):
+            return lines
+        step = max(1, SCORED_BYTES // (self.runner.config.vocab_size * torch.float32.itemsize))
+        tokens = self.upload([following])
+        for part, targets in zip(hidden[:, : len(following)].split(step, 1), tokens.split(step, 1), strict=True):
             found = scores(self.runner.logits(part), targets)[0].cpu()
             if found.isnan().any():
                 raise ValueError("the target's logits are NaN or infinite")
             lines += found.tolist()
         return lines
 
-    def first_token(self, row: int, prompt: Tensor, last_hidden: Tensor, sampled: Sampled) -> tuple[int, float, int]:
-        """Choose the first token of an answer, which becomes the root; prompt: [1, P], its length that of the row.
+    def first_tokens(
+        self, rows: slice, part: slice, prompts: Sequence[np.ndarray], kind: SamplingKind, scored: bool = False
+    ) -> Tensor:
+        """Choose the first tokens of the answers in n consecutive rows, which become the roots and join the rounds.
 
-        Returns the token, its log-probability at temperature 1, and the row's fault. Waits for the device.
+        part: the rows among those of the newest `read_prompts`. prompts: int64, one per row. Returns fp64 [n, 3]: the
+        token, its log-probability at temperature 1, and the row's fault; then, if `scored`, `logprobs.scores` of it.
         """
-        rows = slice(row, row + 1)
+        last_hidden = self._last_hidden[part]
         cache = self.cache.narrow(rows)
         cache.faults.zero_()
         logits = self.runner.logits(last_hidden)[:, 0]
-        token = self._sampler(sampled, Purpose.FIRST, rows).choose(logits, cache.watch(Fault.TARGET))
-        self.root[rows] = token
-        if self.drafters["greedy"].reads_hidden:
+        tokens = self._sampler(kind, rows).after_prefill().choose(logits, cache.watch(Fault.TARGET))
+        self.root[rows] = tokens
+        if self.drafters[GREEDY_KIND].reads_hidden:
             cache.newest_hidden.copy_(last_hidden)
-        self.starter.start(row, prompt)
-        # One transfer for all that the host reads.
-        log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)[0, token]
-        chosen, log_probability, fault = torch.cat([token.double(), log_p.double(), cache.faults.double()]).tolist()
-        return int(chosen), log_probability, int(fault)
+        self.starter.start(rows, self.upload(prompts), [len(prompt) for prompt in prompts])
+        cache.compare_ranks(tokens[:, None], torch.ones_like(tokens))
+        self.active[rows] = True
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        log_p = wide.log_softmax(-1).gather(1, tokens[:, None])
+        columns = [tokens[:, None].double(), log_p.double(), cache.faults[:, None].double()]
+        return torch.cat([*columns, scores(logits, tokens)] if scored else columns, 1)
 
     def refill_draft(self, row: int) -> None:
         """Fill the draft's ring in a row that played plans without the draft."""
-        drafter = self.starter.drafters[row]
-        assert isinstance(drafter, PlanDrafters)
-        drafter.refill(self.cache.lengths[row : row + 1])
+        rows = slice(row, row + 1)
+        self.drafters[GREEDY_KIND].share(rows, GREEDY).refill(self.cache.lengths[rows])
 
-    def upload(self, tokens: np.ndarray) -> Tensor:
-        """Tokens, int64 [n], as LongTensor [1, n] on the device."""
-        return upload(torch.from_numpy(tokens)[None], self.device)
+    def upload(self, rows: Sequence[np.ndarray]) -> Tensor:
+        """Rows of tokens, int64, as LongTensor [n, longest] on the device, padded on the right."""
+        return upload(pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True), self.device)
 
     def assign(self, row: int, sampling: Sampling, seed: int, speculates: bool) -> None:
         """Set the sampling settings of a row."""
-        self.settings.assign(row, sampling, seed, self.vocab)
+        self.settings.assign(slice(row, row + 1), [sampling], [seed])
         self.speculates[row] = speculates
 
     def set_length(self, row: int, length: int) -> None:
@@ -283,20 +300,12 @@ class Batch:
             # Few layers at a time, because an exchange copies one side.
             for layers in used.split(max(1, EXCHANGED_BYTES // used[0, 0].nbytes)):
                 _exchange(layers[:, a], layers[:, b])
-        for state in self.drafters["greedy"].row_states():
+        for state in self.drafters[GREEDY_KIND].row_states():
             state[b] = state[a]  # row b has no draft yet
+        _exchange(settings.numbers[:, a], settings.numbers[:, b])
         states = (cache.lengths, cache.newest_hidden, cache.faults, self.root, self.active, self.speculates)
-        for state in (*states, settings.seeds, settings.greedy, settings.temperature, settings.top_k, settings.top_p):
+        for state in (*states, settings.greedy):
             _exchange(state[a], state[b])
-
-
-def _drafter(runner: Runner, method: Method, rows: int) -> Drafter:
-    """The greedy drafter of a batch."""
-    if method.name == AUTO:
-        plans = served_plans(method.tree_shape, method.has_draft, runner.device.type == "cpu")
-        return PlanDrafters(runner, rows, GREEDY, plans, method.tree_shape, method.tree_rule)
-    settings = (method.tree_shape, method.gamma, method.tree_rule, method.tree_nodes, method.lookup_branches)
-    return make_drafter(method.name, runner, rows, GREEDY, *settings)
 
 
 def _exchange(x: Tensor, y: Tensor) -> None:
@@ -310,4 +319,8 @@ def _sizes(max_rows: int) -> list[int]:
     return sorted({2**power for power in range(max_rows.bit_length()) if 2**power < max_rows} | {max_rows})
 
 
-GREEDY = Sampler(temperature=0.0, top_k=0, top_p=1.0)
+def served_kind(sampling: Sampling) -> SamplingKind:
+    """The first of KINDS that follows these settings."""
+    if sampling.greedy:
+        return GREEDY_KIND
+    return next(kind for kind in KINDS[1:] if set(sampling.filters) <= set(kind.filters))

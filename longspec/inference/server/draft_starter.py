@@ -1,23 +1,27 @@
-"""Starts the drafter of a row on its prompt. Where rounds are CUDA graphs, so is this."""
+"""Starts the drafter of rows on their prompts. Where rounds are CUDA graphs, so is this."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from longspec.inference.capture import CapturedPass, capture_pass
-from longspec.inference.drafting.proposal import Drafter
+from longspec.inference.drafting.proposal import DraftState
 from longspec.inference.sampling import Sampler
+from longspec.kernels.shared.device import upload
 
 
 class DraftStarter:
     """Starts take dozens of small kernels, whose launches would take longer than a round of a small target."""
 
-    def __init__(self, drafter: Drafter, rows: int, capacity: int, sampler: Sampler, device: torch.device) -> None:
+    def __init__(self, drafter: DraftState, rows: int, capacity: int, sampler: Sampler, device: torch.device) -> None:
         """drafter: the drafter of all rows. Its `reserve(capacity)` must have been called."""
-        self.drafters = [drafter.share(slice(row, row + 1), sampler) for row in range(rows)]
+        self.drafter = drafter
+        self.rows = rows
+        self.sampler = sampler
         # Captured starts read these tensors.
         self.prompt = torch.zeros(1, capacity, dtype=torch.long, device=device)
         self.length = torch.zeros(1, dtype=torch.long, device=device)
@@ -25,19 +29,21 @@ class DraftStarter:
 
     def capture(self) -> None:
         """Capture the start of each row. No row may be in use."""
-        if not self.drafters[0].row_states():
+        if not self.drafter.row_states():
             return
-        starts = [partial(drafter.start, self.prompt, self.length) for drafter in self.drafters]
+        drafters = [self.drafter.share(slice(row, row + 1), self.sampler) for row in range(self.rows)]
+        starts = [partial(drafter.start, self.prompt, self.length) for drafter in drafters]
         starts[0]()  # compiles the kernels
         self._passes = [capture_pass(start, self.prompt.device) for start in starts]
 
-    def start(self, row: int, prompt: Tensor) -> None:
-        """Start a row. prompt: LongTensor [1, P]."""
-        count = prompt.shape[1]
+    def start(self, rows: slice, prompts: Tensor, lengths: Sequence[int]) -> None:
+        """Start n consecutive rows. prompts: LongTensor [n, P], padded on the right."""
         if not self._passes:
-            self.drafters[row].start(prompt, torch.full_like(self.length, count))
+            on_device = upload(torch.tensor(lengths), self.length.device)
+            self.drafter.share(rows, self.sampler).start(prompts, on_device)
             return
-        self.prompt[:, :count] = prompt
-        self.prompt[:, count:] = 0
-        self.length.fill_(count)
-        self._passes[row]()
+        for row, prompt, count in zip(range(rows.start, rows.stop), prompts, lengths, strict=True):
+            self.prompt[0, :count] = prompt[:count]
+            self.prompt[0, count:] = 0
+            self.length.fill_(count)
+            self._passes[row]()

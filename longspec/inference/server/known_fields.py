@@ -40,8 +40,8 @@ REQUEST_FIELDS: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     # Penalties and filters of other samplers.
     **dict.fromkeys(("repetition_penalty", "repeat_penalty", "rep_pen", "encoder_repetition_penalty"), (1,)),
-    **dict.fromkeys(("typical_p", "typ_p", "typical", "tfs", "tfs_z", "guidance_scale", "cfg_scale"), (1,)),
-    **dict.fromkeys(("min_p", "top_a", "epsilon_cutoff", "eta_cutoff", "skew", "min_keep", "penalty_alpha"), (0,)),
+    **dict.fromkeys(("typ_p", "typical", "tfs", "tfs_z", "guidance_scale", "cfg_scale"), (1,)),
+    **dict.fromkeys(("top_a", "eta_cutoff", "skew", "min_keep", "penalty_alpha"), (0,)),
     **dict.fromkeys(("dry_multiplier", "xtc_probability", "smoothing_factor", "dynatemp_range"), (0,)),
     **dict.fromkeys(("dynatemp_min", "dynatemp_max", "mirostat", "mirostat_mode", "no_repeat_ngram_size"), (0,)),
     **dict.fromkeys(("top_n_sigma", "nsigma", "adaptive_target"), (0, -1)),

@@ -165,6 +165,10 @@ class _Generation(Strict):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     """0 and -1 keep all tokens."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    typical_p: float | None = Field(default=None, gt=0, le=1)
+    """1 keeps all tokens."""
+    epsilon_cutoff: float | None = Field(default=None, ge=0, lt=1)
     seed: Annotated[int | None, BeforeValidator(_unless_fresh)] = Field(default=None, ge=0, lt=2**63)
     """Choice i of a request is drawn with seed + i."""
     stop: Stops = []

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from longspec.inference.origins import Origin
+from longspec.inference.request import Sampling
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 """stop: an EOS token; length: max_new_tokens; cancelled: by the client or by shutdown; error: see the message."""
@@ -28,24 +29,11 @@ class NotServing(Exception):
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """The distribution of one request; the meaning of each field is that of `longspec.generate`."""
-
-    temperature: float = 0.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 keeps all tokens."""
-    seed: int | None = None
-    """0 … 2^64 - 1; None draws a fresh seed."""
-
-
-@dataclass(frozen=True)
 class Request:
     prompt: list[int]
     """Token ids, at least one."""
     max_new_tokens: int = 256
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end the answer; the one that occurs is emitted last. Stop strings are the caller's task: `cancel`."""
     speculate: bool = True
@@ -58,6 +46,11 @@ class Request:
     """Report the log-probabilities of the prompt's tokens, too. The whole prompt is then read again."""
     trace: bool = False
     """Send each round's tree along with its tokens."""
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of the prompt and its answer together."""
+        return len(self.prompt) + self.max_new_tokens
 
 
 MOST_ALTERNATIVES = 20

@@ -7,26 +7,26 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
-from torch import Tensor
 
 from longspec.inference.adaptive.lookup_trace import LookupTrace
-from longspec.inference.server.batch import Sampled
-from longspec.inference.server.requests import Sampling, Ticket, Timings
+from longspec.inference.server.requests import Ticket, Timings
 
 
 @dataclass
-class Job:
+class Running:
     """A request that has a row."""
 
     ticket: Ticket
     prompt: np.ndarray
     """int64 [P]."""
-    uploaded: Tensor
-    """The same on the device, LongTensor [1, P]."""
+    head: bytes
+    """Its first tokens, by which equal prefixes are recognized."""
     started: float
     """time.perf_counter() at the start of prefill; the other times are of the same clock."""
     first_token: float = 0.0
     last_token: float = 0.0
+    reads_alone: bool = False
+    """Whether a pass with other rows has failed."""
     root: int | None = None
     """The newest token; None during prefill."""
     new_tokens: int = 0
@@ -54,6 +54,8 @@ class Counts:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     new_tokens: int = 0
+    prefill_s: float = 0.0
+    """Time of the host in prefill, and of the device where the host waits for it."""
     rounds: int = 0
     row_rounds: int = 0
     accepted_tokens: int = 0
@@ -67,9 +69,14 @@ class Row:
     """The tokens whose keys and values the cache holds, by position; their number is the row's length there."""
     last_used: int = 0
     """Order in which rows became idle; 0 for one that never held a request."""
-    job: Job | None = None
+    job: Running | None = None
     ring_is_stale: bool = False
     """Whether the draft's ring lacks tokens, because plans without the draft were played."""
+
+    @property
+    def unread(self) -> int:
+        """Number of prompt tokens that were not read."""
+        return 0 if self.job is None else len(self.job.prompt) - len(self.tokens)
 
 
 class Rows:
@@ -121,17 +128,10 @@ class Rows:
         self._rows[a.number], self._rows[b.number] = a, b
 
 
-def common_prefix(ids: np.ndarray, tokens: array[int]) -> int:
-    """Number of leading tokens that are equal. ids: int64 [P]."""
+def common_prefix(ids: np.ndarray, tokens: np.ndarray | array[int]) -> int:
+    """Number of leading tokens that are equal. ids, tokens: int64."""
     shared = min(len(ids), len(tokens))
     if shared == 0:
         return 0
     is_different = ids[:shared] != np.frombuffer(tokens, dtype=np.int64, count=shared)
     return int(is_different.argmax()) if is_different.any() else shared
-
-
-def sampling_kind(sampling: Sampling) -> Sampled:
-    """The cheapest rounds that can sample so."""
-    if sampling.temperature == 0:
-        return "greedy"
-    return "truncated" if sampling.top_k > 0 or sampling.top_p < 1 else "sampled"

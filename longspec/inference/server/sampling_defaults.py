@@ -8,6 +8,7 @@ from transformers import GenerationConfig
 
 from longspec.errors import UserError
 from longspec.inference.arguments import check_sampling
+from longspec.inference.options import FILTER_OPTIONS, check_filter
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,9 @@ class SamplingDefaults:
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps all tokens."""
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    epsilon_cutoff: float = 0.0
     max_new_tokens: int | None = None
     """Of a chat answer; None is the server's own default."""
 
@@ -28,6 +32,8 @@ class SamplingDefaults:
         defaults = cls(**{name: value for name, value in known.items() if value is not None})
         try:
             check_sampling(defaults.max_new_tokens or 1, defaults.temperature, defaults.top_p, defaults.top_k)
+            for name in FILTER_OPTIONS:
+                check_filter(name, getattr(defaults, name))
         except UserError as error:
             raise UserError(f"generation_config.{error}; correct the file, or use --generation_config none") from error
         return defaults

@@ -1,28 +1,17 @@
-"""The scheduler: continuous batching of requests on one engine thread."""
+"""The scheduler: the engine on a thread of its own, for requests from any thread."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections import deque
 from collections.abc import Sequence
 from threading import Condition, Thread
 
-import torch
-
-from longspec.errors import UserError, first_line
-from longspec.inference import engine_pool
-from longspec.inference.adaptive.plan_drafters import fitting_shape
-from longspec.inference.adaptive.plans import MOST_SERVED_NODES
-from longspec.inference.arguments import check_draft_window, check_drafting, check_trained
-from longspec.inference.drafting.lookup import BRANCH_SIZES
-from longspec.inference.drafting.reduced_head import head_bytes, list_length
-from longspec.inference.methods import AUTO, DEFAULT_SHAPE
-from longspec.inference.select_runner import make_runner
-from longspec.inference.server.admission import check_request, chunk_bytes, longest_request, row_capacity
-from longspec.inference.server.batch import PREFILL_CHUNK, Batch, Method
+from longspec.errors import first_line
+from longspec.inference.arguments import checked_drafting
+from longspec.inference.methods import AUTO, DEFAULT_SHAPE, Drafting
+from longspec.inference.request_engine import RequestEngine, check_positive
+from longspec.inference.server.batch import PREFILL_CHUNK
 from longspec.inference.server.requests import (
-    Finished,
     FinishReason,
     NotServing,
     OnEvent,
@@ -31,14 +20,13 @@ from longspec.inference.server.requests import (
     Snapshot,
     Ticket,
 )
-from longspec.inference.server.worker import Worker
 from longspec.models.glide import GlideMixin, check_pair
 
 logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Answers requests on a static number of rows; a row that finishes goes to the next request at once.
+    """Answers requests from any thread.
 
     All methods may be called from any thread but the engine's own, where `on_event` runs; `cancel` may be called there
     too.
@@ -69,36 +57,17 @@ class Scheduler:
         Raises UserError.
         """
         check_pair(model)
-        if method == AUTO:
-            tree_shape = fitting_shape(tree_shape, model.config.vocab_size)
-        check_drafting(method, tree_shape, gamma, tree_rule, model.config.vocab_size, tree_nodes)
-        check_trained(model, method, allow_untrained_draft)
-        check_draft_window(method, tree_shape, gamma, model.draft_model.window)
-        for name, value in (("max_rows", max_rows), ("max_queue", max_queue), ("prefill_chunk", prefill_chunk)):
-            if value < 1:
-                raise UserError(f"{name}: {value}; it must be at least 1")
-        self.model = model
-        runner = make_runner(model, attention, compile)
-        engine_pool.release(model)  # the budget follows from the free memory
-        has_draft = model.draft_is_trained or allow_untrained_draft
-        whole_tree = 1 + sum(tree_shape) + (sum(BRANCH_SIZES) if lookup_branches else 0)
-        by_method = {"vanilla": 1, "tree": min(tree_nodes or whole_tree, whole_tree), AUTO: MOST_SERVED_NODES}
-        nodes, listed = by_method.get(method, gamma + 1), list_length(model, method, has_draft)
-        fixed = head_bytes(model.config, runner.dtype, listed, max_rows)
-        fixed += chunk_bytes(model.config, runner.dtype, prefill_chunk)
-        capacity = row_capacity(model.config, runner.dtype, runner.device, max_rows, nodes, memory, fixed)
-        with torch.no_grad(), torch.cuda.device_of(model.lm_head.weight):
-            drafting = Method(method, tuple(tree_shape), gamma, tree_rule, tree_nodes, lookup_branches, has_draft)
-            self.batch = Batch(runner, drafting, max_rows, capacity, prefill_chunk)
-        self.longest = longest_request(model.config, capacity, self.batch.depth, self.batch.nodes)
+        drafting = Drafting(method, tree_shape, gamma, tree_rule, tree_nodes, lookup_branches)
+        drafting = checked_drafting(model, drafting, allow_untrained_draft)
+        check_positive(max_rows=max_rows, max_queue=max_queue, prefill_chunk=prefill_chunk)
+        self.engine = RequestEngine(model, drafting, max_rows, memory, None, prefill_chunk, attention, compile)
+        self.engine.on_finished = self._note_finished
+        self.batch, self._worker = self.engine.batch, self.engine.worker
+        self.longest = self.engine.longest
         """Most tokens of a prompt and its answer together."""
         self.cache_bytes = self.batch.cache.keys.nbytes + self.batch.cache.values.nbytes
         self.max_queue = max_queue
-        self._worker = Worker(self.batch, max_rows, prefill_chunk)
         self._changed = Condition()
-        self._waiting: deque[Ticket] = deque()
-        self._open: set[Ticket] = set()
-        """Tickets whose `Finished` was not sent."""
         self._submitted = 0
         self._ready = self._draining = self._closing = False
         self._error = ""
@@ -114,15 +83,12 @@ class Scheduler:
 
     def submit(self, request: Request, on_event: OnEvent) -> Ticket:
         """Queue a request. Raises RequestTooLarge, QueueFull, NotServing, and UserError for a malformed one."""
-        check_request(request, self.model.config, self.longest)
         with self._changed:
             if self._draining or self._error or not self._ready:
                 raise NotServing(self._error or "the server is shutting down" if self._ready else "not started")
-            if len(self._waiting) >= self.max_queue:
+            if len(self.engine.waiting) >= self.max_queue:
                 raise QueueFull(f"{self.max_queue} requests are waiting")
-            ticket = Ticket(request, on_event, time.perf_counter())
-            self._waiting.append(ticket)
-            self._open.add(ticket)
+            ticket = self.engine.add(request, on_event)
             self._submitted += 1
             self._changed.notify_all()
         return ticket
@@ -130,14 +96,14 @@ class Scheduler:
     def cancel(self, ticket: Ticket) -> None:
         """End a request before its next round; one that has finished stays as it is."""
         with self._changed:
-            ticket.cancelled = True
+            self.engine.cancel(ticket)
             self._changed.notify_all()
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take no more requests and wait for the others, `timeout` seconds at most; whether all have finished."""
         with self._changed:
             self._draining = True
-            return self._changed.wait_for(lambda: not self._open, timeout)
+            return self._changed.wait_for(lambda: not self.engine.open, timeout)
 
     def close(self) -> None:
         """Cancel all requests and end the engine's thread."""
@@ -146,6 +112,7 @@ class Scheduler:
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join()
+        self.engine.close()
 
     def snapshot(self) -> Snapshot:
         counts = self._worker.counts
@@ -155,7 +122,7 @@ class Scheduler:
                 error=self._error,
                 max_rows=self.batch.max_rows,
                 capacity=self.batch.capacity,
-                queued=len(self._waiting),
+                queued=len(self.engine.waiting),
                 running=len(self._worker.rows.busy()),
                 requests=self._submitted,
                 finished=dict(counts.finished),
@@ -171,13 +138,12 @@ class Scheduler:
     def _run(self) -> None:
         """The engine's thread."""
         try:
-            with torch.no_grad(), torch.cuda.device_of(self.model.lm_head.weight):
-                self.batch.capture()
-                with self._changed:
-                    self._ready = True
-                    self._changed.notify_all()
-                while self._wait_for_work():
-                    self._worker.step(self._next_ticket, self._deliver)
+            self.engine.prepare()
+            with self._changed:
+                self._ready = True
+                self._changed.notify_all()
+            while self._wait_for_work():
+                self.engine.step()
             self._end_all("cancelled", "")
         except Exception as error:  # the engine is lost: every request learns it, and so does the health check
             logger.exception("the engine failed")
@@ -186,43 +152,18 @@ class Scheduler:
             self._end_all("error", self._error)
 
     def _wait_for_work(self) -> bool:
-        """Wait for a request or the end; False at the end. Requests that were cancelled leave the queue."""
+        """Wait for a request or the end; False at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._open)
-            # Clients that have gone must not hold places in the queue.
-            for ticket in [ticket for ticket in self._waiting if ticket.cancelled]:
-                self._waiting.remove(ticket)
-                self._worker.refuse(ticket, "cancelled")
+            self._changed.wait_for(lambda: self._closing or self.engine.open)
             return not self._closing
 
-    def _next_ticket(self) -> Ticket | None:
+    def _note_finished(self) -> None:
         with self._changed:
-            return self._waiting.popleft() if self._waiting else None
-
-    def _deliver(self) -> None:
-        """Send the events of the outbox. A failing `on_event` ends its own request alone."""
-        outbox, self._worker.outbox = self._worker.outbox, []
-        for ticket, event in outbox:
-            try:
-                ticket.on_event(event)
-            except Exception as error:  # it is the client's code
-                logger.exception("on_event failed")
-                ticket.failure = f"on_event failed: {first_line(error)}"
-            if isinstance(event, Finished):
-                with self._changed:
-                    ticket.done = True
-                    self._open.remove(ticket)
-                    self._changed.notify_all()
+            self._changed.notify_all()
 
     def _end_all(self, reason: FinishReason, message: str) -> None:
         with self._changed:
             self._draining = True
-            self._waiting.clear()
-        self._worker.end_all(reason, message)
-        # Every open request gets exactly one `Finished`.
-        ended = {ticket for ticket, event in self._worker.outbox if isinstance(event, Finished)}
-        for ticket in self._open - ended:  # in the queue, or taken from it when the engine failed
-            self._worker.refuse(ticket, reason, message)
-        self._deliver()
+        self.engine.end_all(reason, message)
         with self._changed:
             self._changed.notify_all()

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from longspec.errors import UserError
+from longspec.inference.options import FILTER_OPTIONS
+from longspec.inference.request import Sampling
 from longspec.inference.server.errors import ApiError, encodable
 from longspec.inference.server.limits import Limits
 from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
-from longspec.inference.server.requests import Request, Sampling
+from longspec.inference.server.requests import Request
 from longspec.inference.server.sampling_defaults import WITHOUT_CONFIG, SamplingDefaults
 
 
@@ -73,6 +75,7 @@ class ServedModel:
             self.defaults.top_p if body.top_p is None else body.top_p,
             self.defaults.top_k if body.top_k is None else max(0, body.top_k),
             seed,
+            *(getattr(self.defaults if getattr(body, name) is None else body, name) for name in FILTER_OPTIONS),
         )
 
     def _check(self, body: ChatRequest | CompletionRequest, limits: Limits) -> None:

@@ -1,62 +1,38 @@
-"""The engine thread's work: admission, prefill in chunks, rounds, and the events that they cause."""
+"""The engine's loop: prompts, rounds, and the events that they cause."""
 
 from __future__ import annotations
 
 import logging
-import secrets
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-from torch import Tensor
-
-from longspec.errors import first_line
-from longspec.inference.adaptive.controller import Controller, RowRound
+from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.plans import Plan
-from longspec.inference.cache import Fault
+from longspec.inference.cache import fault_message
 from longspec.inference.origins import Origin, round_origins
-from longspec.inference.server.batch import Batch, Mode, Sampled
+from longspec.inference.round_record import Flight, RowRound
+from longspec.inference.server.batch import KINDS, Batch, Mode, served_kind
+from longspec.inference.server.intake import Intake, Outcome
 from longspec.inference.server.logprobs import TokenScore
-from longspec.inference.server.requests import (
-    Event,
-    Finished,
-    FinishReason,
-    PromptScores,
-    Ticket,
-    Timings,
-    Tokens,
-    Tree,
-)
-from longspec.inference.server.row_rounds import RowReport, RowResult, read_tree
-from longspec.inference.server.rows import Counts, Job, Row, Rows, sampling_kind
-from longspec.kernels.shared.device import Download
+from longspec.inference.server.requests import Event, Finished, FinishReason, Ticket, Timings, Tokens, Tree
+from longspec.inference.server.rows import Counts, Row, Rows
 
 logger = logging.getLogger(__name__)
 
-KINDS: tuple[Sampled, ...] = ("greedy", "sampled", "truncated")
-"""In order of what rounds can do."""
 
-
-@dataclass(frozen=True)
-class Flight:
+class Launch(NamedTuple):
     """A round that was launched and whose result the host has not read."""
 
     rows: list[tuple[int, Row, int]]
     """The rows that it advances: `number` and `last_used` at the launch. The latter changes when the request ends."""
-    report: Download
-    trace: Download | None
-    scores: Download | None
-    """As in `RowResult`; None if no request asked for it."""
-    width: int
+    flight: Flight
     plan: Plan | None
     """For method "auto"."""
 
 
-class Emitted(NamedTuple):
+class Played(NamedTuple):
     """The result of a round, or of prefill, for one request."""
 
     ids: list[int]
@@ -78,19 +54,18 @@ class Worker:
         """prefill_chunk: most prompt tokens that are read between two rounds."""
         self.batch = batch
         self.rows = Rows(max_rows)
-        self.prefill_chunk = prefill_chunk
         self.counts = Counts()
         self.outbox: list[tuple[Ticket, Event]] = []
         self.ahead = 1 if batch.runner.capturable else 0
         """Rounds that are launched before the result of the oldest one is read."""
-        self._flights: deque[Flight] = deque()
-        self._in_prefill: Row | None = None
+        self._launches: deque[Launch] = deque()
         self._size = 1
         """Rows of the newest round."""
         self.controller: Controller | None = None
         """Chooses the plans of method "auto"."""
         if batch.plans:
             self.controller = Controller(batch.plans, lambda plan, read: batch.round_time(plan, read, self._size))
+        self.intake = Intake(batch, self.rows, self.counts, self.outbox, prefill_chunk, self.controller)
 
     def step(self, next_ticket: Callable[[], Ticket | None], deliver: Callable[[], None]) -> None:
         """Read one chunk of prompts, then play one round.
@@ -99,19 +74,26 @@ class Worker:
         """
         for row in self.rows.busy():
             self._end_if_unwanted(row)
+        held = self.intake.held
+        if held is not None and held.cancelled:
+            self.intake.held = None
+            self.refuse(held, "cancelled")
         events = len(self.outbox)
-        self._prefill(next_ticket)
+        start = time.perf_counter()
+        for outcome in self.intake.read(next_ticket):
+            self._begin(outcome)
+        self.counts.prefill_s += time.perf_counter() - start
         if len(self.outbox) > events:
             deliver()  # the device is idle meanwhile, but a first token would otherwise arrive later
         running = self.rows.running()
         if running:
-            self._flights.append(self._launch(running))
+            self._launches.append(self._launch(running))
         # The host has time until the round ends: clients get the tokens that were read last.
         deliver()
         if self.controller is not None:
             self.controller.think()
-        while len(self._flights) > (self.ahead if running else 0):
-            self._note(self._flights.popleft())
+        while len(self._launches) > (self.ahead if running else 0):
+            self._note(self._launches.popleft())
 
     def end_all(self, reason: FinishReason, message: str) -> None:
         """End every request that has a row, without touching the device."""
@@ -129,112 +111,44 @@ class Worker:
         if ticket.cancelled or ticket.failure:
             self._stop(row, "error" if ticket.failure else "cancelled", ticket.failure)
 
-    def _prefill(self, next_ticket: Callable[[], Ticket | None]) -> None:
-        budget = self.prefill_chunk
-        while budget > 0:
-            row = self._in_prefill or self._admit(next_ticket)
-            if row is None:
-                return
-            try:
-                budget -= self._read_chunk(row, budget)
-            except Exception as error:  # a request's own failure; one of the device shows again in the next round
-                logger.exception("prefill failed")
-                self._forget(row)
-                self._stop(row, "error", f"prefill failed: {first_line(error)}")
-
-    def _admit(self, next_ticket: Callable[[], Ticket | None]) -> Row | None:
-        """Give a row to the next request, and the prefix that some row shares with it."""
-        if len(self.rows.busy()) == self.batch.max_rows or (ticket := next_ticket()) is None:
-            return None
-        request, batch = ticket.request, self.batch
-        prompt = np.array(request.prompt, dtype=np.int64)
-        choice = self.rows.choose(prompt)
-        assert choice is not None
-        row, source, cached = choice
-        if request.scores_prompt:  # each of its tokens has to be read
-            source, cached = row, 0
-        # The longest common prefix may be in a row that is busy, so it is copied.
-        if row is not source:
-            batch.copy_prefix(source.number, row.number, cached)
-        row.tokens = array("q", prompt[:cached].tobytes())
-        batch.set_length(row.number, cached)
-        # Every row has a seed, so that its random numbers do not depend on the other rows.
-        seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
-        batch.assign(row.number, request.sampling, seed, request.speculate)
-        row.job = Job(ticket, prompt, batch.upload(prompt), time.perf_counter())
-        if self.controller is not None and request.speculate:
-            row.job.trace = self.controller.new_trace()
-            row.job.trace.read(prompt[:cached])
-        self._in_prefill = row
-        ticket.cached_prompt_tokens = cached
-        self.counts.prompt_tokens += len(request.prompt)
-        self.counts.cached_prompt_tokens += cached
-        return row
-
-    def _read_chunk(self, row: Row, budget: int) -> int:
-        """Read on in a row's prompt; the number of tokens read. After the last one the row takes part in rounds."""
-        job = row.job
+    def _begin(self, outcome: Outcome) -> None:
+        """Take a row whose prompt was read into the rounds, or end its request."""
+        row, job = outcome.row, outcome.row.job
         assert job is not None
-        prompt, start = job.prompt, len(row.tokens)
-        end = min(start + budget, len(prompt))
-        request = job.ticket.request
-        if request.scores_prompt:
-            hidden = self._score_chunk(row, start, end)
+        if outcome.failure:
+            self._stop(row, "error", outcome.failure)
+            return
+        job.root = outcome.root
+        job.first_token = job.last_token = time.perf_counter()
+        row.ring_is_stale = False
+        if self.controller is not None and job.trace is not None:
+            self.controller.start(job.ticket, job.trace, job.root)
+        if outcome.fault:
+            self._stop_faulty(row, outcome.fault)
         else:
-            hidden = self.batch.read_prompt(row.number, job.uploaded[:, start:end], start)
-        row.tokens.frombytes(prompt[start:end].tobytes())
-        if job.trace is not None:
-            job.trace.read(prompt[start:end])
-        if end == len(prompt):
-            self._in_prefill = None
-            kind = sampling_kind(request.sampling)
-            # The start of the draft may overwrite it.
-            kept = hidden.clone() if request.alternatives else None
-            job.root, logprob, fault = self.batch.first_token(row.number, job.uploaded, hidden, kind)
-            job.first_token = job.last_token = time.perf_counter()
-            self.batch.active[row.number] = True
-            row.ring_is_stale = False
-            if self.controller is not None and job.trace is not None:
-                self.controller.start(job.ticket, job.trace, job.root)
-            if fault:
-                self._stop_faulty(row, fault)
-            else:
-                lines = None if kept is None else self.batch.score(kept, job.uploaded.new_tensor([[job.root]]))
-                self._emit(row, Emitted([job.root], [logprob], round_origins([]), None, lines))
-        return end - start
+            scores = None if outcome.scores is None else [outcome.scores]
+            self._emit(row, RowRound([job.root], logprobs=[outcome.logprob]), scores=scores)
 
-    def _score_chunk(self, row: Row, start: int, end: int) -> Tensor:
-        """Read a chunk of a prompt and send the scores of the tokens after its own; the last hidden state [1, 1, H]."""
-        job = row.job
-        assert job is not None
-        hidden = self.batch.reader.read_all(row.number, job.uploaded[:, start:end], start)
-        following = job.uploaded[:, start + 1 : end + 1]  # one less at the end of the prompt
-        lines = self.batch.score(hidden[:, : following.shape[1]], following) if following.numel() else []
-        found = [TokenScore.read(line, job.ticket.request.alternatives) for line in lines]
-        event = PromptScores([score.logprob for score in found], [score.alternatives for score in found])
-        self.outbox.append((job.ticket, event))
-        return hidden[:, -1:]
-
-    def _launch(self, running: list[Row]) -> Flight:
+    def _launch(self, running: list[Row]) -> Launch:
         """Launch a round of the running rows, after moving them together if that makes it smaller."""
         batch = self.batch
         # Rounds run over the first rows, so one running row with a high number would make them as large as the batch.
         size = batch.size_for(len(running))
         for row in sorted(running, key=lambda row: row.number, reverse=True):
-            if batch.size_for(row.number + 1) > size:
-                self._move_down(row)
+            if row.number < size:
+                break
+            self._move_down(row)
         requests = [row.job.ticket.request for row in running if row.job is not None]
-        sampled = max((sampling_kind(request.sampling) for request in requests), key=KINDS.index)
+        kind = max((served_kind(request.sampling) for request in requests), key=KINDS.index)
         speculates = batch.depth > 0 and any(request.speculate for request in requests)
         self.counts.rounds += 1
         self._size = size = batch.size_for(max(row.number for row in running) + 1)
         plan = self._choose_plan(running) if speculates else None
-        scored = any(request.alternatives for request in requests)
-        result: RowResult = batch.rounds(Mode(speculates, sampled, plan, scored), size)(batch.active[:size])
-        trace = Download(result.trace) if any(request.trace for request in requests) else None
-        lines = None if result.scores is None else Download(result.scores)
+        mode = Mode(speculates, kind, plan, batch.details, any(request.alternatives for request in requests))
+        result = batch.play(mode, size)
+        traced = any(request.trace for request in requests)
         rows = [(row.number, row, row.last_used) for row in running]
-        return Flight(rows, Download(result.report), trace, lines, result.width, plan)
+        return Launch(rows, Flight(result, mode.report, traced), plan)
 
     def _choose_plan(self, running: list[Row]) -> Plan | None:
         """The plan of a round of method "auto"; None for other methods.
@@ -250,9 +164,9 @@ class Worker:
         else:
             plan = self.controller.choose()
         for row in running:
-            if plan.kind == "tree" and row.ring_is_stale:
+            if plan.feeds_draft and row.ring_is_stale:
                 self.batch.refill_draft(row.number)
-            row.ring_is_stale = plan.kind != "tree"
+            row.ring_is_stale = not plan.feeds_draft
         return plan
 
     def _move_down(self, row: Row) -> None:
@@ -260,20 +174,18 @@ class Worker:
         running = {other.number for other in self.rows.running()}
         free = self.rows[min(set(range(self.batch.max_rows)) - running)]
         # Rounds in flight may have stored tokens that the host does not know.
-        unread = len(self._flights) * (self.batch.depth + 1)
+        unread = len(self._launches) * (self.batch.depth + 1)
         self.batch.move(row.number, free.number, max(len(row.tokens), len(free.tokens)) + unread)
         self.rows.swap(row, free)
 
-    def _note(self, flight: Flight) -> None:
+    def _note(self, launch: Launch) -> None:
         """Process a round's result. Reading it waits for the round."""
-        lines, width = flight.report.tolist(), flight.width
-        traces = None if flight.trace is None else flight.trace.tolist()
-        scores = None if flight.scores is None else flight.scores.tolist()
+        whole, traces, scores = launch.flight.rows(), launch.flight.traces(), launch.flight.scores()
         parts: dict[Hashable, RowRound] = {}
-        for number, row, last_used in flight.rows:
+        for number, row, last_used in launch.rows:
             if row.last_used != last_used:
                 continue  # the request ended while the round was in flight
-            played = RowReport.read(lines[number], width)
+            played = whole[number]
             if played.fault:
                 self._stop_faulty(row, played.fault)
                 continue
@@ -287,24 +199,27 @@ class Worker:
             job.rounds += 1
             job.last_token = time.perf_counter()
             request = job.ticket.request
-            origins = round_origins(played.from_lookup)
-            tree = read_tree(traces[number], width, origins[:-1]) if traces and request.trace else None
-            scored = scores[number] if scores and request.alternatives else None
-            taken = self._emit(row, Emitted(new_tokens, played.logprobs, origins, tree, scored))
+            tree = None
+            if traces is not None and request.trace:
+                tree = _tree(traces[number], launch.flight.width, round_origins(played.from_lookup)[:-1])
+            taken = self._emit(row, played, tree, None if scores is None else scores[number])
             if job.trace is not None:
-                parts[job.ticket] = RowRound(new_tokens[:taken], played.ranks, played.levels)
+                parts[job.ticket] = played._replace(tokens=new_tokens[:taken])
             if request.speculate:
                 self.counts.row_rounds += 1
                 self.counts.decoded_tokens += taken
                 self.counts.accepted_tokens += min(taken, len(new_tokens) - 1)
-        if self.controller is not None and flight.plan is not None:
+        if self.controller is not None and launch.plan is not None:
             self.controller.observe(parts)
 
-    def _emit(self, row: Row, emitted: Emitted) -> int:
+    def _emit(
+        self, row: Row, played: RowRound, tree: Tree | None = None, scores: list[list[float]] | None = None
+    ) -> int:
         """Send tokens up to the end of the answer; the number of them."""
+        ids, origins = played.tokens, round_origins(played.from_lookup)
         job = row.job
         assert job is not None
-        request, ids = job.ticket.request, emitted.ids
+        request = job.ticket.request
         # A round can go past a stop token and past the limit; the tokens after them are dropped.
         room = request.max_new_tokens - job.new_tokens
         taken = next((number for number, token in enumerate(ids, 1) if token in request.stop_ids), len(ids))
@@ -313,29 +228,23 @@ class Worker:
             taken, reason = room, "length"
         job.new_tokens += taken
         self.counts.new_tokens += taken
-        logprobs, alternatives = emitted.logprobs[:taken] if request.logprobs else None, None
-        if emitted.scores is not None:
-            found = [TokenScore.read(line, request.alternatives) for line in emitted.scores[:taken]]
+        logprobs = list(played.logprobs[:taken]) if request.logprobs else None
+        alternatives = None
+        if scores is not None and request.alternatives:
+            found = [TokenScore.read(line, request.alternatives) for line in scores[:taken]]
             logprobs, alternatives = [score.logprob for score in found], [score.alternatives for score in found]
-        event = Tokens(ids[:taken], emitted.origins[:taken], logprobs, emitted.tree, alternatives)
-        self.outbox.append((job.ticket, event))
+        self.outbox.append((job.ticket, Tokens(list(ids[:taken]), origins[:taken], logprobs, tree, alternatives)))
         if reason is not None:
             self._stop(row, reason)
         return taken
 
     def _stop_faulty(self, row: Row, fault: int) -> None:
         assert row.job is not None
-        position = len(row.tokens)
-        self._forget(row)
-        model = Fault(fault).name.lower()
-        self._stop(row, "error", f"position {position}: the {model}'s logits are NaN or infinite")
-
-    def _forget(self, row: Row) -> None:
-        """Drop what the cache holds of a row."""
-        # Not to be offered as a prefix to a later request: NaN in it would spread.
-        row.tokens = array("q")
-        self.batch.set_length(row.number, 0)
-        self.batch.clear(row.number)
+        # The logits of a token come from the position before it.
+        position = len(row.job.prompt) + row.job.new_tokens - 1
+        temperature = row.job.ticket.request.sampling.temperature
+        self.intake.forget(row)
+        self._stop(row, "error", fault_message(fault, position, temperature))
 
     def _stop(self, row: Row, reason: FinishReason, message: str = "") -> None:
         """End a row's request and keep what the cache holds of it."""
@@ -345,10 +254,16 @@ class Worker:
     def _finish(self, row: Row, reason: FinishReason, message: str = "") -> None:
         job = row.job
         assert job is not None
-        if row is self._in_prefill:
-            self._in_prefill = None
+        self.intake.drop(row)
         self.counts.finished[reason] += 1
         self.outbox.append((job.ticket, Finished(reason, message, job.timings)))
         self.rows.release(row)
         if self.controller is not None:
             self.controller.end(job.ticket)
+
+
+def _tree(trace: list[int], width: int, origins: list[Origin]) -> Tree:
+    """The tree of a round in one row. trace: see `RoundResult.trace`; origins: one per accepted node."""
+    nodes = (len(trace) - width) // 2
+    path = trace[2 * nodes :]
+    return Tree(trace[:nodes], trace[nodes : 2 * nodes], path[1 : len(origins) + 1], origins)

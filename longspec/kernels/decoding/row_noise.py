@@ -28,13 +28,16 @@ def row_uniforms(seeds: Tensor, positions: Tensor, stream: int, shape: Sequence[
     return _implementation(seeds)(seeds, positions, stream, shape)
 
 
-def row_exponentials(seeds: Tensor, positions: Tensor, stream: int, shape: Sequence[int], constant: Tensor) -> Tensor:
+def row_exponentials(
+    seeds: Tensor, positions: Tensor, stream: int, shape: Sequence[int], constant: Tensor, first: int = 0
+) -> Tensor:
     """Exponential numbers of rate 1, fp64 [B, *shape], with a resolution of 2^-53; 1 in rows where `constant`, bool
     [B].
 
-    Other arguments as in `row_uniforms`.
+    first: number of the first one, so that the numbers of a stream can be taken in parts. Other arguments as in
+    `row_uniforms`.
     """
-    return _implementation(seeds)(seeds, positions, stream, shape, constant)
+    return _implementation(seeds)(seeds, positions, stream, shape, constant, first)
 
 
 def _implementation(seeds: Tensor) -> Callable[..., Tensor]:
@@ -47,10 +50,10 @@ def _implementation(seeds: Tensor) -> Callable[..., Tensor]:
 
 
 def fill_rows(
-    seeds: Tensor, positions: Tensor, stream: int, shape: Sequence[int], constant: Tensor | None = None
+    seeds: Tensor, positions: Tensor, stream: int, shape: Sequence[int], constant: Tensor | None = None, first: int = 0
 ) -> Tensor:
     """Reference of `row_noise_kernel.fill_rows`."""
-    bits = _bits(seeds, positions, stream, shape)
+    bits = _bits(seeds, positions, stream, shape, first)
     if constant is None:
         return _shift(bits, 11).double() * 2.0**-53
     # The middle of each of 2^52 intervals: neither 0 nor 1, and exact in fp64.
@@ -58,10 +61,10 @@ def fill_rows(
     return (-uniform.log()).masked_fill(constant.view(-1, *[1] * len(shape)), 1.0)
 
 
-def _bits(seeds: Tensor, positions: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
+def _bits(seeds: Tensor, positions: Tensor, stream: int, shape: Sequence[int], first: int) -> Tensor:
     """64 random bits per number, LongTensor [B, *shape]."""
     key = _mix(_mix(_mix(seeds) + (positions.long() + 1) * _signed(GAMMA)) + stream_offset(stream))
-    number = torch.arange(1, torch.Size(shape).numel() + 1, device=seeds.device)
+    number = torch.arange(first + 1, first + torch.Size(shape).numel() + 1, device=seeds.device)
     return _mix(key[:, None] + number * _signed(GAMMA)).view(len(seeds), *shape)
 
 

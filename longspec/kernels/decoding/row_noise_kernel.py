@@ -23,8 +23,9 @@ def _mix(x, FIRST: tl.constexpr, SECOND: tl.constexpr):
     return x ^ (x >> 31)
 
 
-# bits = mix(key + (i + 1) * GAMMA) for number i of a row, with the key of `row_noise`. A uniform number is the top 53
-# bits times 2^-53; an exponential one is -log((top 52 bits + 1/2) * 2^-52). One program takes BLOCK numbers of a row.
+# bits = mix(key + (i + 1) * GAMMA) for the numbers i = first, first + 1, ... of a row, with the key of `row_noise`. A
+# uniform number is the top 53 bits times 2^-53; an exponential one is -log((top 52 bits + 1/2) * 2^-52). One program
+# takes BLOCK numbers of a row.
 @triton.jit
 def _noise_kernel(
     seeds_ptr,
@@ -32,6 +33,7 @@ def _noise_kernel(
     constant_ptr,
     out_ptr,
     stream_offset,
+    first,
     size,
     GAMMA: tl.constexpr,
     FIRST: tl.constexpr,
@@ -47,7 +49,7 @@ def _noise_kernel(
     key = _mix(_mix(seed, FIRST, SECOND) + (position + 1) * gamma, FIRST, SECOND)
     key = _mix(key + stream_offset.to(tl.uint64, bitcast=True), FIRST, SECOND)
     number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    bits = _mix(key + (number + 1).to(tl.uint64) * gamma, FIRST, SECOND)
+    bits = _mix(key + (first + number + 1).to(tl.uint64) * gamma, FIRST, SECOND)
     if EXPONENTIAL:
         middle = ((bits >> 12).to(tl.int64).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2^-52
         value = -tl.log(middle)
@@ -58,7 +60,7 @@ def _noise_kernel(
 
 
 def fill_rows(
-    seeds: Tensor, positions: Tensor, stream: int, shape: Sequence[int], constant: Tensor | None = None
+    seeds: Tensor, positions: Tensor, stream: int, shape: Sequence[int], constant: Tensor | None = None, first: int = 0
 ) -> Tensor:
     """Uniform numbers as in `row_noise.row_uniforms`; with `constant`, exponential ones as in `row_exponentials`."""
     out = torch.empty(len(seeds), *shape, dtype=torch.float64, device=seeds.device)
@@ -69,6 +71,7 @@ def fill_rows(
         None if constant is None else constant.view(torch.uint8),
         out,
         stream_offset(stream),
+        first,
         size,
         GAMMA=GAMMA,
         FIRST=FIRST_FACTOR,

@@ -122,7 +122,7 @@ def select_children(
     score,
     arrival,
     first,
-    inverse_temperature,
+    inverse,
     vocab,
     WIDTH: tl.constexpr,
     SUB: tl.constexpr,
@@ -131,12 +131,12 @@ def select_children(
 ):
     """The WIDTH best continuations in the selected sub-chunks: parent, token and merit, [BLOCK_W] each, best first.
 
-    Entries without a continuation have the merit -inf.
+    inverse: 1 / temperature. Entries without a continuation have the merit -inf.
     """
     column = sub_number[:, None] * SUB + tl.arange(0, SUB)[None, :]
     possible = sub_exists[:, None] & (column < vocab)
     offsets = (first_row + sub_parent)[:, None] * vocab + column
-    _, keys = load_keys(logits_ptr, noise_ptr, offsets, possible, inverse_temperature, RACE)
+    _, keys = load_keys(logits_ptr, noise_ptr, offsets, possible, inverse, RACE)
     merit = _merit(
         keys,
         pick(lse, sub_parent)[:, None],

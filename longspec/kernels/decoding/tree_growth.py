@@ -14,6 +14,7 @@ from longspec.kernels.decoding.tree import Tree
 from longspec.kernels.shared.logit_statistics import (
     CHUNK,
     SUB,
+    inverse_temperature,
     logit_statistics,
     row_log_sum_exp,
     softmax_chunk,
@@ -65,7 +66,7 @@ def _grow_level_kernel(
     arrivals_ptr,
     faults_ptr,
     fault,
-    inverse_temperature,
+    temperature_ptr,
     vocab,
     subs,
     chunks,
@@ -79,6 +80,7 @@ def _grow_level_kernel(
     RACE: tl.constexpr,
     IDS: tl.constexpr,
     WATCH: tl.constexpr,
+    WARM: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -86,6 +88,7 @@ def _grow_level_kernel(
     BLOCK_N: tl.constexpr,
 ):
     batch = tl.program_id(0).to(tl.int64)
+    inverse = inverse_temperature(temperature_ptr, batch, WARM)
     if RACE:  # noqa: SIM102 (a compile-time condition, unlike the next one)
         if tl.program_id(1) > 0:
             q_parent = (tl.program_id(1) - 1) // chunks
@@ -96,7 +99,7 @@ def _grow_level_kernel(
                 chunk_sums_ptr,
                 batch * num_parents + q_parent,
                 (tl.program_id(1) - 1) % chunks,
-                inverse_temperature,
+                inverse,
                 vocab,
                 chunks,
                 CHUNK,
@@ -137,7 +140,7 @@ def _grow_level_kernel(
         score,
         arrival,
         first,
-        inverse_temperature,
+        inverse,
         vocab,
         WIDTH,
         SUB,
@@ -162,7 +165,7 @@ def _grow_level_kernel(
     if RACE:
         # The merit is minus the arrival; the score, the log-probability of the path, follows from the logit.
         offsets = (batch * num_parents + child_parent) * vocab + token
-        logit = tl.load(logits_ptr + offsets, mask=exists, other=float("-inf")).to(tl.float32) * inverse_temperature
+        logit = tl.load(logits_ptr + offsets, mask=exists, other=float("-inf")).to(tl.float32) * inverse
         tl.store(scores_ptr + entry, pick(score, child_parent) + logit - pick(lse, child_parent), mask=in_level)
         tl.store(arrivals_ptr + entry, -merit, mask=in_level)
     else:
@@ -181,7 +184,7 @@ def grow_level(
     above: slice,
     width: int,
     logits: Tensor,
-    temperature: float,
+    temperature: Tensor | None,
     noise: Tensor | None = None,
     q: Tensor | None = None,
     watch: Watch | None = None,
@@ -217,7 +220,7 @@ def grow_level(
         tree.scores,
         tree.arrivals,
         *launch_arguments(watch),
-        1 / temperature,
+        temperature,
         vocab,
         subs,
         chunks,
@@ -231,6 +234,7 @@ def grow_level(
         RACE=noise is not None,
         IDS=ids is not None,
         WATCH=watch is not None,
+        WARM=temperature is not None,
         BLOCK_W=triton.next_power_of_2(width),
         BLOCK_P=triton.next_power_of_2(num_parents),
         BLOCK_C=triton.next_power_of_2(chunks),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longspec.kernels.decoding.tree import Branches, SelectedNodes, Tree
-from longspec.kernels.shared.reference import softmax
+from longspec.kernels.shared.reference import over_temperature, softmax
 from longspec.kernels.shared.watch import Watch
 
 
@@ -35,7 +35,7 @@ def grow_level(
     above: slice,
     width: int,
     logits: Tensor,
-    temperature: float,
+    temperature: Tensor | None,
     noise: Tensor | None = None,
     q: Tensor | None = None,
     watch: Watch | None = None,
@@ -59,9 +59,9 @@ def grow_level(
 
 
 def _grow_most_probable(
-    tree: Tree, above: slice, width: int, logits: Tensor, temperature: float, watch: Watch | None
+    tree: Tree, above: slice, width: int, logits: Tensor, temperature: Tensor | None, watch: Watch | None
 ) -> None:
-    log_p = (logits.float() / temperature).log_softmax(-1)
+    log_p = over_temperature(logits, temperature).float().log_softmax(-1)
     if watch is not None:
         watch.record(log_p[..., 0].isnan())  # a row that defines no distribution is NaN throughout
 
@@ -77,7 +77,7 @@ def _grow_sampled(
     above: slice,
     width: int,
     logits: Tensor,
-    temperature: float,
+    temperature: Tensor | None,
     noise: Tensor,
     q: Tensor,
     watch: Watch | None,

@@ -18,8 +18,11 @@ from longspec.kernels.shared.device import runs_triton
 from longspec.kernels.shared.watch import Watch
 
 
-def probabilities(logits: Tensor, temperature: float, watch: Watch | None = None) -> Tensor:
-    """softmax(logits / temperature) of logits [B, ..., V], in fp32 or wider; `watch` records faulty rows."""
+def probabilities(logits: Tensor, temperature: Tensor | None, watch: Watch | None = None) -> Tensor:
+    """softmax(logits / temperature) of logits [B, ..., V], in fp32 or wider; `watch` records faulty rows.
+
+    temperature: fp64 [B]; None is 1.
+    """
     if not runs_triton(logits):
         return reference.softmax(logits, temperature, watch)
     from longspec.kernels.shared.logit_statistics import softmax
@@ -66,13 +69,14 @@ def best_children(
     above: slice,
     width: int,
     logits: Tensor,
-    temperature: float,
+    temperature: Tensor | None,
     watch: Watch | None = None,
     ids: Tensor | None = None,
 ) -> None:
     """Grow the level after `above` by the `width` most probable continuations, best first.
 
-    above: node numbers of the last level. logits [B, n, V]: at each node of that level; divided by the temperature.
+    above: node numbers of the last level. logits [B, n, V]: at each node of that level; divided by
+    temperature, fp64 [B], where None is 1.
     Candidates are all pairs of a parent and a token; they are ordered by the log-probability of their whole path.
 
     ids: LongTensor [B, C], the token of each column of logits [B, n, C]; None if columns are tokens. Columns with a
@@ -87,7 +91,7 @@ def sampled_children(
     above: slice,
     width: int,
     logits: Tensor,
-    temperature: float,
+    temperature: Tensor | None,
     noise: Tensor,
     q: Tensor,
     watch: Watch | None = None,
@@ -101,8 +105,8 @@ def sampled_children(
     distribution the others follow at independent times (the Gumbel top-k trick on a tree, arXiv 1903.06059). Hence the
     children of one parent, in their order, are draws from its q without replacement, for any number of children.
 
-    logits [B, n, V]: divided by the temperature. noise fp64 [B, n, V]: exponential draws of rate 1; fp32 draws are too
-    coarse near 0 for a large vocabulary (on CUDA none is below 6e-8). q fp32 [B, n, V] with contiguous rows.
+    logits [B, n, V], temperature: as in `best_children`. noise fp64 [B, n, V]: exponential draws of rate 1; fp32 draws
+    are too coarse near 0 for a large vocabulary (on CUDA none is below 6e-8). q fp32 [B, n, V] with contiguous rows.
 
     ids: as in `best_children`. Logits and noise are then [B, n, C], and q is 0 for tokens without a column.
     """

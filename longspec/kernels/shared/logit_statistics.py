@@ -1,7 +1,8 @@
 """One pass over logits that collects the maxima and sums for their softmax and for the selection of large entries.
 
 A row of V columns consists of chunks of CHUNK columns, one program each, and a chunk of sub-chunks of SUB columns.
-Logits are divided by the temperature as they are read; nothing of their size is written. R is the number of rows.
+Logits are divided by the temperature of their sequence as they are read; nothing of their size is written. R is the
+number of rows; each sequence of the batch has the same number of them.
 """
 
 from typing import NamedTuple
@@ -34,14 +35,24 @@ class LogitStatistics(NamedTuple):
 
 
 @triton.jit
-def load_keys(logits_ptr, noise_ptr, offsets, mask, inverse_temperature, RACE: tl.constexpr):
+def inverse_temperature(temperature_ptr, sequence, WARM: tl.constexpr):
+    """1 / temperature of a sequence, 1 unless WARM."""
+    one = tl.full((), 1.0, tl.float32)
+    inverse = one
+    if WARM:
+        inverse = tl.div_rn(one, tl.load(temperature_ptr + sequence).to(tl.float32))
+    return inverse
+
+
+@triton.jit
+def load_keys(logits_ptr, noise_ptr, offsets, mask, inverse, RACE: tl.constexpr):
     """Logits divided by the temperature, and the keys that order the entries of a row.
 
     The keys are the logits. In a race with exponential noise E, they are minus the logarithm of the arrival time
     E / exp(logit). E may be as small as 1e-16. fp32 resolves its logarithm, unlike E itself, with an error of at most
     2e-6, which favors no token.
     """
-    logits = tl.load(logits_ptr + offsets, mask=mask, other=float("-inf")).to(tl.float32) * inverse_temperature
+    logits = tl.load(logits_ptr + offsets, mask=mask, other=float("-inf")).to(tl.float32) * inverse
     if RACE:
         noise = tl.load(noise_ptr + offsets, mask=mask, other=1.0)
         keys = logits - tl.log(noise.to(tl.float32))
@@ -58,20 +69,23 @@ def _statistics_kernel(
     best_ptr,
     chunk_maxima_ptr,
     chunk_sums_ptr,
-    inverse_temperature,
+    temperature_ptr,
+    rows_per_sequence,
     vocab,
     subs,
     chunks,
     SUB: tl.constexpr,
     SUBS_PER_CHUNK: tl.constexpr,
     RACE: tl.constexpr,
+    WARM: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     sub = chunk * SUBS_PER_CHUNK + tl.arange(0, SUBS_PER_CHUNK)
     # The chunk as a tile [sub-chunks, columns], so that the maxima of the sub-chunks are those of its rows.
     column = sub[:, None] * SUB + tl.arange(0, SUB)[None, :]
-    logits, keys = load_keys(logits_ptr, noise_ptr, row * vocab + column, column < vocab, inverse_temperature, RACE)
+    inverse = inverse_temperature(temperature_ptr, row // rows_per_sequence, WARM)
+    logits, keys = load_keys(logits_ptr, noise_ptr, row * vocab + column, column < vocab, inverse, RACE)
     tl.store(best_ptr + row * subs + sub, tl.max(keys, 1), mask=sub < subs)
 
     maximum = tl.max(tl.max(logits, 1), 0)
@@ -102,7 +116,7 @@ def softmax_chunk(
     chunk_sums_ptr,
     row,
     chunk,
-    inverse_temperature,
+    inverse,
     vocab,
     chunks,
     CHUNK: tl.constexpr,
@@ -110,7 +124,8 @@ def softmax_chunk(
 ):
     """The columns of one chunk of a row and their softmax, [CHUNK] each; columns from `vocab` on do not exist.
 
-    The third value is sum exp(logit - maximum) over the row, which is NaN if the row defines no distribution.
+    inverse: 1 / temperature. The third value is sum exp(logit - maximum) over the row, which is NaN if the row defines
+    no distribution.
     """
     part = tl.arange(0, BLOCK_C)
     maxima = tl.load(chunk_maxima_ptr + row * chunks + part, mask=part < chunks, other=float("-inf"))
@@ -119,7 +134,7 @@ def softmax_chunk(
     total = tl.sum(sums * tl.exp(maxima - maximum), 0)
 
     column = chunk * CHUNK + tl.arange(0, CHUNK)
-    logits = tl.load(logits_ptr + row * vocab + column, mask=column < vocab).to(tl.float32) * inverse_temperature
+    logits = tl.load(logits_ptr + row * vocab + column, mask=column < vocab).to(tl.float32) * inverse
     return column, tl.exp(logits - maximum) / total, total
 
 
@@ -133,13 +148,14 @@ def _softmax_kernel(
     out_ptr,
     faults_ptr,
     fault,
-    inverse_temperature,
+    temperature_ptr,
+    rows_per_sequence,
     vocab,
     chunks,
-    rows_per_sequence,
     CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr,
     WATCH: tl.constexpr,
+    WARM: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column, probabilities, total = softmax_chunk(
@@ -148,7 +164,7 @@ def _softmax_kernel(
         chunk_sums_ptr,
         row,
         tl.program_id(1),
-        inverse_temperature,
+        inverse_temperature(temperature_ptr, row // rows_per_sequence, WARM),
         vocab,
         chunks,
         CHUNK,
@@ -159,8 +175,8 @@ def _softmax_kernel(
         tl.store(faults_ptr + row // rows_per_sequence, fault, mask=total != total)
 
 
-def logit_statistics(logits: Tensor, temperature: float, noise: Tensor | None = None) -> LogitStatistics:
-    """Statistics of contiguous logits [..., V] in fp32, fp16 or bf16, divided by the temperature.
+def logit_statistics(logits: Tensor, temperature: Tensor | None, noise: Tensor | None = None) -> LogitStatistics:
+    """Statistics of contiguous logits [B, ..., V] in fp32, fp16 or bf16, divided by temperature, fp64 [B]; None is 1.
 
     noise: contiguous exponential draws, fp64 in the shape of the logits, for the keys of a race. A row that defines no
     distribution has NaN among its sums, or -inf as its only maximum.
@@ -181,13 +197,15 @@ def logit_statistics(logits: Tensor, temperature: float, noise: Tensor | None = 
         best,
         chunk_maxima,
         chunk_sums,
-        1 / temperature,
+        temperature,
+        max(1, rows // len(logits)),
         vocab,
         subs,
         chunks,
         SUB=SUB,
         SUBS_PER_CHUNK=SUBS_PER_CHUNK,
         RACE=noise is not None,
+        WARM=temperature is not None,
         num_warps=8,
     )
     return LogitStatistics(best, chunk_maxima, chunk_sums)
@@ -198,12 +216,15 @@ def log_sum_exp(logits: Tensor) -> Tensor:
     if not logits.numel():
         return logits.new_empty(logits.shape[:-1], dtype=torch.float32)
     # Exact over chunks: LSE = log sum_c exp(chunk maximum_c + log chunk sum_c).
-    statistics = logit_statistics(logits, temperature=1.0)
+    statistics = logit_statistics(logits, temperature=None)
     return (statistics.chunk_maxima + statistics.chunk_sums.log()).logsumexp(-1).view(logits.shape[:-1])
 
 
-def softmax(logits: Tensor, temperature: float, watch: Watch | None = None) -> Tensor:
-    """softmax(logits / temperature) in fp32 of contiguous logits [B, ..., V]; `watch` records faulty rows."""
+def softmax(logits: Tensor, temperature: Tensor | None, watch: Watch | None = None) -> Tensor:
+    """softmax(logits / temperature) in fp32 of contiguous logits [B, ..., V]; `watch` records faulty rows.
+
+    temperature: fp64 [B]; None is 1.
+    """
     statistics = logit_statistics(logits, temperature)
     vocab = logits.shape[-1]
     out = torch.empty(logits.shape, device=logits.device)
@@ -214,13 +235,14 @@ def softmax(logits: Tensor, temperature: float, watch: Watch | None = None) -> T
         statistics.chunk_sums,
         out,
         *launch_arguments(watch),
-        1 / temperature,
+        temperature,
+        rows // len(logits),
         vocab,
         chunks,
-        rows // len(logits),
         CHUNK=CHUNK,
         BLOCK_C=triton.next_power_of_2(chunks),
         WATCH=watch is not None,
+        WARM=temperature is not None,
         num_warps=8,
     )
     return out

@@ -115,11 +115,17 @@ def rotate_queries(q: Tensor, positions: Tensor, rope: tuple[Tensor, Tensor], he
     return rotated.to(q.dtype).transpose(1, 2)
 
 
-def logit_statistics(logits: Tensor, temperature: float, noise: Tensor | None = None) -> LogitStatistics:
+def over_temperature(logits: Tensor, temperature: Tensor | None) -> Tensor:
+    """Logits [B, ..., V] in fp32 or wider, divided by temperature, fp64 [B]; None is 1."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide if temperature is None else wide / temperature.to(wide.dtype).view(-1, *[1] * (logits.dim() - 1))
+
+
+def logit_statistics(logits: Tensor, temperature: Tensor | None, noise: Tensor | None = None) -> LogitStatistics:
     """Reference of `logit_statistics.logit_statistics`."""
     from longspec.kernels.shared.logit_statistics import CHUNK, SUB, LogitStatistics
 
-    rows = logits.reshape(-1, logits.shape[-1]).float() / temperature
+    rows = over_temperature(logits, temperature).reshape(-1, logits.shape[-1])
     keys = rows if noise is None else rows - noise.reshape(rows.shape).float().log()
     sub_chunks = F.pad(keys, (0, -rows.shape[1] % SUB), value=-torch.inf).unflatten(1, (-1, SUB))
     chunks = F.pad(rows, (0, -rows.shape[1] % CHUNK), value=-torch.inf).unflatten(1, (-1, CHUNK))
@@ -134,10 +140,9 @@ def log_sum_exp(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1)
 
 
-def softmax(logits: Tensor, temperature: float, watch: Watch | None = None) -> Tensor:
+def softmax(logits: Tensor, temperature: Tensor | None, watch: Watch | None = None) -> Tensor:
     """Reference of `logit_statistics.softmax`; also takes fp64."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    probabilities = (wide / temperature).softmax(-1)
+    probabilities = over_temperature(logits, temperature).softmax(-1)
     if watch is not None:
         watch.record(probabilities[..., 0].isnan())  # a row that defines no distribution is NaN throughout
     return probabilities

@@ -1,0 +1,138 @@
+"""Prefill: passes over chunks of prompts, of one row or of several next to each other.
+
+Where FlashAttention-3 runs, a chunk of one row can be a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from longspec.inference.cache import TargetCache
+from longspec.inference.capture import CapturedPass, capture_pass
+from longspec.inference.runner import Runner
+from longspec.kernels.shared.device import upload
+
+PREFILL_TOKENS = 4096
+"""Largest number of prompt tokens per pass, summed over its rows, where no row waits for a round."""
+PREFILL_ROWS = 8
+"""Largest number of rows per pass, unless one pass reads all their tokens. Each pass reads the prefix of its rows
+again, so chunks must be long."""
+LEAST_PREFILL_TOKENS = 512
+"""A pass over fewer tokens takes as long, because it reads the same weights."""
+SIZES = 8
+"""Number of captured sizes: a chunk is padded by less than an eighth of the largest one."""
+
+
+class PromptReader:
+    """Passes over some tokens of rows, which follow the tokens that the rows hold."""
+
+    def __init__(self, runner: Runner, cache: TargetCache, largest: int) -> None:
+        """largest: most tokens of a captured pass."""
+        self.runner = runner
+        self.cache = cache
+        capacity = cache.keys.shape[3]
+        step = -(-min(largest, capacity) // SIZES)
+        # A pass of more than `capacity` tokens would go past the row's slots and the rotary table.
+        self.sizes = range(step, capacity + 1, step)[:SIZES]
+        device = cache.keys.device
+        # Captured passes read these tensors, so they serve every row and position.
+        self.tokens = torch.zeros(1, self.sizes[-1], dtype=torch.long, device=device)
+        self.span = torch.zeros(3, 1, dtype=torch.int32, device=device)
+        self.row, self.start, self.count = self.span
+        """int32 [1] each: row, position of the first token, number of tokens."""
+        self._passes: dict[int, CapturedPass[Tensor]] = {}
+        """The captured pass of each size."""
+
+    def capture(self) -> None:
+        """Capture a pass of each size, if the device can. The cache must be empty."""
+        if not self.runner.capturable or self.runner.attention.chunk(self.row, self.start) is None:
+            return
+        for size in reversed(self.sizes):  # the largest first: the others fit into its memory
+            chunk = partial(self._chunk, size)
+            chunk()  # compiles the kernels; a chunk of no tokens stores nothing
+            self._passes[size] = capture_pass(chunk, self.tokens.device)
+
+    def read(self, rows: slice, tokens: Tensor, start: int, ends: Sequence[int]) -> Tensor:
+        """Read tokens, LongTensor [n, T], of n consecutive rows at positions start, start + 1, ...
+
+        ends: the length of each row after the pass, which is at most start + T; tokens past it are padding. Returns the
+        hidden states [n, 1, hidden] at the last token of each row; the next call may overwrite them.
+        """
+        count = tokens.shape[1]
+        room = self.cache.keys.shape[3] - start
+        size = min((size for size in self._passes if count <= size <= room), default=None)
+        if size is None or len(ends) > 1:
+            hidden = self._at_ends(self._read_eagerly(rows, tokens, start), start, ends)
+        else:
+            self.tokens[:, :count] = tokens
+            span = torch.tensor([[rows.start], [start], [count]], dtype=torch.int32)
+            self.span.copy_(upload(span, self.span.device))
+            hidden = self._passes[size]()
+        self.cache.lengths[rows] = upload(torch.tensor(ends, dtype=torch.int32), self.span.device)
+        return hidden
+
+    def read_all(self, row: int, tokens: Tensor, start: int) -> Tensor:
+        """Read tokens [1, T] of one row; the hidden states [1, T, hidden] at all of them."""
+        hidden = self._read_eagerly(slice(row, row + 1), tokens, start)
+        self.cache.lengths[row] = start + tokens.shape[1]
+        return hidden
+
+    def _chunk(self, size: int) -> Tensor:
+        """A pass over `tokens`, padded to `size` tokens."""
+        steps = torch.arange(size, device=self.tokens.device)
+        # Padding is not stored, and no token before it sees it.
+        positions = (self.start + steps)[None]
+        slots = torch.where(steps < self.count, positions, -1)
+        cache = self.cache.select(self.row)
+        # Within the pass, so that its graph computes the end for all layers.
+        attend = self.runner.attention.chunk(self.row, self.start + size)
+        assert attend is not None
+        hidden = self.runner.target(self.tokens[:, :size], positions, cache, slots, attend)
+        last = (self.count - 1).clamp(min=0).long()
+        return hidden.index_select(1, last)
+
+    def _read_eagerly(self, rows: slice, tokens: Tensor, start: int) -> Tensor:
+        """A pass over tokens [n, T]; the hidden states [n, T, hidden]."""
+        end = start + tokens.shape[1]
+        positions = torch.arange(start, end, device=tokens.device).expand(len(tokens), -1)
+
+        # The queries are the last ones over the slots 0 ... end - 1.
+        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            return self.runner.attention.prefill(q, k[:, :, :end], v[:, :, :end], scale)
+
+        # A token at position p is stored in slot p. Padding is stored, too, and later overwritten by rounds.
+        return self.runner.target(tokens, positions, self.cache.narrow(rows), positions, attend)
+
+    @staticmethod
+    def _at_ends(hidden: Tensor, start: int, ends: Sequence[int]) -> Tensor:
+        """Hidden states [n, T, hidden] from position `start` on, at the last token of each row: [n, 1, hidden]."""
+        if len(ends) == 1:
+            return hidden[:, -1:]
+        last = upload(torch.tensor([max(own - start, 1) - 1 for own in ends]), hidden.device)
+        return hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2]))
+
+
+def joined_rows(unread: Sequence[tuple[int, int]], most_tokens: int, gap: int) -> list[slice]:
+    """Groups of consecutive rows that passes from one position on read together.
+
+    unread: the number of each row with unread tokens, in ascending order, and how many these are. most_tokens: of a
+    pass. gap: largest number of tokens of padding for which rows without unread tokens are read along; 0 separates
+    groups at such rows.
+    """
+    groups: list[slice] = []
+    longest = 0
+    for row, rest in unread:
+        if groups:
+            first, stop = groups[-1].start, groups[-1].stop
+            count, most = row + 1 - first, max(longest, rest)
+            fits = count <= PREFILL_ROWS or count * most <= most_tokens
+            if fits and (row == stop or (row - stop) * rest < gap):
+                groups[-1], longest = slice(first, row + 1), most
+                continue
+        groups.append(slice(row, row + 1))
+        longest = rest
+    return groups

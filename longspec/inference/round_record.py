@@ -1,0 +1,147 @@
+"""The record of a round: packed into one tensor on the device, and read by the host row by row."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longspec.inference.adaptive.plans import Plan
+from longspec.inference.server.logprobs import scores
+from longspec.kernels.decoding.vocabulary import log_sum_exp
+from longspec.kernels.shared.device import Download
+
+if TYPE_CHECKING:
+    from longspec.inference.acceptance import Accepted
+    from longspec.inference.drafting.proposal import Proposal
+
+
+class Report(NamedTuple):
+    """What a record holds in addition to tokens and faults."""
+
+    ranks: bool = False
+    """The ranks of the accepted nodes and the levels of all nodes, by which plans are compared."""
+    details: bool = False
+    """Log-probabilities and the trace of the tree."""
+    scores: bool = False
+    """`logprobs.scores` of the tokens."""
+
+
+PLAIN = Report()
+"""Tokens and faults only."""
+
+
+class RoundResult(NamedTuple):
+    """A round on the device. Entries past the counts are undefined."""
+
+    tokens: Tensor
+    """LongTensor [B, depth + 1]: the accepted draft tokens, then the bonus token."""
+    counts: Tensor
+    """LongTensor [B]: number of valid `tokens`; 0 for inactive rows."""
+    lines: Tensor
+    """LongTensor [B, ...]: all that `RowRound.read` needs, for a single transfer."""
+    scores: Tensor | None = None
+    """fp64 [B, depth + 1, ...]: see `Report.scores`."""
+    trace: Tensor | None = None
+    """LongTensor [B, 2 * N + depth + 1]: the nodes' tokens and parents, and the accepted path; see `Report.details`."""
+
+
+class RowRound(NamedTuple):
+    """What a round did in one row."""
+
+    tokens: Sequence[int]
+    """The accepted draft tokens, then the bonus token; once the row has ended, those that it kept."""
+    ranks: Sequence[int] = ()
+    """For a tree: the rank of each accepted node among the tree's nodes. The nodes of rank 0 ... n - 1 are those that
+    a budget of n nodes would have verified."""
+    levels: Sequence[int] = ()
+    """For a tree: the number of levels that the draft has to grow for the node of each rank; 0 for lookup's."""
+    from_lookup: Sequence[bool] = ()
+    """Whether each accepted node comes from prompt lookup."""
+    logprobs: Sequence[float] = ()
+    """Log-probability of each token at temperature 1; empty unless reported."""
+    fault: int = 0
+    """See `TargetCache.faults`."""
+
+    @classmethod
+    def read(cls, line: list[int], width: int, report: Report) -> RowRound:
+        """line: a row of `RoundResult.lines`. width: depth + 1."""
+        # The parts have `width` entries each, of which the first `count` are valid. The root precedes accepted nodes.
+        count, fault, part = line[0], line[1], 2 + width
+        tokens, from_lookup = line[2 : 2 + count], [mark > 0 for mark in line[part + 1 : part + count]]
+        logprobs: Sequence[float] = ()
+        if report.details:
+            part += width
+            logprobs = array("d", array("q", line[part : part + count]).tobytes())
+        if not report.ranks:
+            return cls(tokens, (), (), from_lookup, logprobs, fault)
+        part += width
+        return cls(tokens, line[part + 1 : part + count], line[part + width :], from_lookup, logprobs, fault)
+
+    def accepted_by(self, tree: Plan) -> list[int]:
+        """The levels, as above, of the nodes that a tree which this one covers would have accepted.
+
+        A tree of fewer levels verifies more nodes of these levels. Those that this round did not verify are missing,
+        so the number of nodes is a lower bound.
+        """
+        verified = [rank for rank, level in enumerate(self.levels) if level <= tree.levels][: tree.nodes]
+        return [self.levels[rank] for rank in sorted(set(self.ranks).intersection(verified))]
+
+
+class Flight:
+    """A round that was launched and whose result the host has not read."""
+
+    def __init__(self, result: RoundResult, report: Report, traced: bool = False) -> None:
+        """traced: whether the trace is read as well."""
+        self.report = report
+        self.width = result.tokens.shape[1]
+        self._lines = Download(result.lines)
+        self._trace = Download(result.trace) if traced and result.trace is not None else None
+        self._scores = None if result.scores is None else Download(result.scores)
+
+    def rows(self) -> list[RowRound]:
+        """The part of each row. The host waits for the round here and nowhere else."""
+        return [RowRound.read(line, self.width, self.report) for line in self._lines.tolist()]
+
+    def traces(self) -> list[list[int]] | None:
+        """The trace of each row; None unless it is read."""
+        return None if self._trace is None else self._trace.tolist()
+
+    def scores(self) -> list[list[list[float]]] | None:
+        """`logprobs.scores` of each row's tokens; None unless reported."""
+        return None if self._scores is None else self._scores.tolist()
+
+
+def pack(
+    proposal: Proposal,
+    accepted: Accepted,
+    tokens: Tensor,
+    counts: Tensor,
+    faults: Tensor,
+    logits: Tensor,
+    report: Report,
+) -> RoundResult:
+    """The result of a round. tokens, counts: as in `RoundResult`; logits [B, N, V]: the target's at every node."""
+    path, from_lookup = accepted.path, proposal.from_lookup
+    # Of the other entries' dtype, so that one kernel packs them.
+    marks = torch.zeros_like(path) if from_lookup is None else from_lookup.gather(1, path).long()
+    columns = [counts[:, None], faults[:, None], tokens, marks]
+    if report.details:
+        columns.append(_log_probabilities(logits, path, tokens).double().view(torch.long))
+    if report.ranks:
+        assert proposal.ranks is not None
+        columns += [proposal.ranks.gather(1, path), proposal.levels_by_rank()]
+    trace = torch.cat([proposal.tokens, proposal.parents, path], 1) if report.details else None
+    token_scores = None
+    if report.scores:
+        token_scores = scores(logits.gather(1, path[..., None].expand(-1, -1, logits.shape[2])), tokens)
+    return RoundResult(tokens, counts, torch.cat(columns, 1), token_scores, trace)
+
+
+def _log_probabilities(logits: Tensor, path: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probability [B, depth + 1] of each emitted token, at temperature 1."""
+    chosen = logits.flatten(1).gather(1, path * logits.shape[2] + tokens)
+    return chosen - log_sum_exp(logits).gather(1, path)

@@ -1,0 +1,104 @@
+"""Rounds of draft, verify, accept and compact. They are the same for every method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from longspec.inference.acceptance import accept
+from longspec.inference.cache import Fault, TargetCache
+from longspec.inference.drafting.proposal import Drafter, Proposal
+from longspec.inference.kernel_key import KernelKey, kernel_key
+from longspec.inference.round_record import PLAIN, Report, RoundResult, pack
+from longspec.inference.runner import Runner
+from longspec.inference.sampling import Sampler
+
+Round = Callable[[Tensor], RoundResult]
+"""`Rounds.round`, or a captured one."""
+
+
+class Rounds:
+    """Decoding rounds of a ragged batch whose prompts are in the cache.
+
+    Each row has a root: its newest token, the only one that the target has not read yet. All state is in tensors that a
+    round changes in place, so that a round can be captured as a CUDA graph and replayed.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        drafter: Drafter,
+        sampler: Sampler,
+        cache: TargetCache,
+        root: Tensor,
+        report: Report = PLAIN,
+    ) -> None:
+        """root: LongTensor [B], the newest token of each row, at position cache.lengths[b]. sampler: the target's."""
+        self.runner = runner
+        self.drafter = drafter
+        self.sampler = sampler
+        self.cache = cache
+        self.root = root
+        self.report = report
+
+    @property
+    def capacity(self) -> int:
+        """Slots per row of the target's cache, and an upper bound of all positions."""
+        return self.cache.keys.shape[3]
+
+    @property
+    def kind(self) -> KernelKey:
+        """Equal for batches whose rounds launch the same kernels."""
+        rows, all_rows = len(self.root), self.cache.all_rows
+        return kernel_key(self.runner, self.drafter.kind, self.sampler.kind, rows, self.capacity, all_rows, self.report)
+
+    def round(self, active: Tensor) -> RoundResult:
+        """Draft, verify, accept and compact once. active: bool [B]; other rows do not change, and no pass reads their
+        prefix.
+
+        The tokens of a row with a fault in `cache.faults` are undefined.
+        """
+        # Draft and verify.
+        cache = self.cache.reading(active)
+        proposal = self.drafter.propose(self.root, cache)
+        hidden = self.forward_tree(proposal, cache)
+        logits = self.runner.logits(hidden)
+
+        # Accept. The bonus token costs no pass of its own: its distribution is that of the last accepted node.
+        accepted = accept(proposal, logits, self.sampler, self.cache.watch(Fault.TARGET))
+        if self.drafter.reads_hidden:
+            last = accepted.path.gather(1, accepted.count[:, None])[..., None]
+            newest = hidden.gather(1, last.expand(-1, -1, hidden.shape[2]))
+            self.cache.newest_hidden.copy_(torch.where(active[:, None, None], newest, self.cache.newest_hidden))
+
+        # Compact: store the root and the accepted draft tokens in the caches of draft and target.
+        count = torch.where(active, accepted.count + 1, 0)
+        path_tokens = proposal.tokens.gather(1, accepted.path)
+        steps = torch.arange(proposal.depth + 1, device=count.device)
+        self.drafter.feed(path_tokens, self.cache.lengths[:, None] + steps, steps < count[:, None])
+        self.cache.keep(accepted.path, count)
+
+        # The path starts with the root, which an earlier round emitted. The bonus token comes after the last node.
+        emitted = path_tokens.roll(-1, dims=1).scatter(1, accepted.count[:, None], accepted.bonus[:, None])
+        self.cache.compare_ranks(emitted, count)
+        result = pack(proposal, accepted, emitted, count, self.cache.faults, logits, self.report)
+        self.root.copy_(torch.where(active, accepted.bonus, self.root))  # the proposal may hold this tensor
+        return result
+
+    def verify(self, proposal: Proposal) -> Tensor:
+        """The target's logits [B, N, V] at every node of the tree."""
+        return self.runner.logits(self.forward_tree(proposal, self.cache))
+
+    def forward_tree(self, proposal: Proposal, cache: TargetCache) -> Tensor:
+        """The target's hidden states [B, N, hidden] at every node of the tree, in one pass.
+
+        The nodes' keys and values go to the slots of `cache` after the accepted tokens; `TargetCache.keep` moves the
+        accepted ones into place.
+        """
+        slots = cache.next_slots(proposal.tokens.shape[1])
+        positions = cache.lengths[:, None] + proposal.levels
+        # A row without a prefix to read attends to other slots than its nodes', and its result is not used.
+        attend = self.runner.attention.hybrid(cache.prefix_lengths, proposal.visible)
+        return self.runner.target(proposal.tokens, positions, cache, slots, attend)

@@ -1,0 +1,209 @@
+"""Admission and prefill: rows for the next requests, and passes over their prompts."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from longspec.errors import first_line
+from longspec.inference.adaptive.controller import Controller
+from longspec.inference.prefill import joined_rows
+from longspec.inference.server.batch import KINDS, Batch, served_kind
+from longspec.inference.server.logprobs import TokenScore
+from longspec.inference.server.requests import Event, PromptScores, Ticket
+from longspec.inference.server.rows import Counts, Row, Rows, Running
+
+logger = logging.getLogger(__name__)
+
+LEAST_SHARED = 64
+"""Tokens of a prefix for which a request waits until another row has read them."""
+
+
+class Outcome(NamedTuple):
+    """The end of a prompt's prefill."""
+
+    row: Row
+    root: int = 0
+    """The first token of the answer."""
+    logprob: float = 0.0
+    fault: int = 0
+    scores: list[float] | None = None
+    """`logprobs.scores` of the token, if the request asks for alternatives."""
+    failure: str = ""
+    """Why the prompt could not be read; the other fields then have no meaning."""
+
+
+class Intake:
+    """The requests between the queue and the rounds."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        rows: Rows,
+        counts: Counts,
+        outbox: list[tuple[Ticket, Event]],
+        chunk: int,
+        controller: Controller | None,
+    ) -> None:
+        """outbox: takes the events. chunk: most prompt tokens that are read between two rounds. controller: that of
+        method "auto"."""
+        self.batch = batch
+        self.outbox = outbox
+        self.rows = rows
+        self.counts = counts
+        self.chunk = chunk
+        self.controller = controller
+        self.reading: list[Row] = []
+        """The rows whose prompts are read, in order of arrival."""
+        self.held: Ticket | None = None
+        """The next request, while another row reads a prefix of its prompt."""
+
+    def read(self, next_ticket: Callable[[], Ticket | None]) -> Iterator[Outcome]:
+        """Give rows to the next requests and read at most `chunk` tokens of their prompts."""
+        budget = self.chunk
+        while budget > 0:
+            self._admit(next_ticket)
+            if not self.reading:
+                return
+            rows = self._next_rows(budget)
+            try:
+                budget -= self._read(rows, budget)
+                outcomes = self._begin(rows)
+            except Exception as error:  # a request's own failure; one of the device shows again in the next round
+                logger.exception("prefill failed")
+                outcomes = self._give_up(rows, f"prefill failed: {first_line(error)}")
+            yield from outcomes
+
+    def drop(self, row: Row) -> None:
+        """Forget a row whose request has ended."""
+        if row in self.reading:
+            self.reading.remove(row)
+
+    def forget(self, row: Row) -> None:
+        """Drop what the cache holds of a row."""
+        # Not to be offered as a prefix to a later request: NaN in it would spread.
+        row.tokens = array("q")
+        self.batch.set_length(row.number, 0)
+        self.batch.clear(row.number)
+
+    def _give_up(self, rows: list[Row], failure: str) -> list[Outcome]:
+        """Of several rows, each is read alone, which tells whose failure it is."""
+        for row in rows:
+            self.forget(row)
+            if len(rows) > 1 and row.job is not None:
+                row.job.reads_alone = True
+                if row.job.trace is not None and self.controller is not None:
+                    row.job.trace = self.controller.new_trace()
+        return [Outcome(rows[0], failure=failure)] if len(rows) == 1 else []
+
+    def _admit(self, next_ticket: Callable[[], Ticket | None]) -> None:
+        """Give rows to the next requests, as many as the next passes read."""
+        while len(self.rows.busy()) < self.batch.max_rows:
+            if sum(row.unread for row in self.reading) >= self.chunk:
+                return
+            ticket, self.held = self.held or next_ticket(), None
+            if ticket is None:
+                return
+            prompt = np.array(ticket.request.prompt, dtype=np.int64)
+            # Once the row that reads the same prefix has read it, it is copied.
+            head = prompt[:LEAST_SHARED].tobytes()
+            if len(prompt) > LEAST_SHARED and any(row.job is not None and row.job.head == head for row in self.reading):
+                self.held = ticket
+                return
+            self.reading.append(self._give_row(ticket, prompt))
+
+    def _give_row(self, ticket: Ticket, prompt: np.ndarray) -> Row:
+        """Give a row to a request, and the prefix that some row shares with it."""
+        request, batch = ticket.request, self.batch
+        choice = self.rows.choose(prompt)
+        assert choice is not None
+        row, source, cached = choice
+        if request.scores_prompt:  # each of its tokens has to be read
+            source, cached = row, 0
+        # The longest common prefix may be in a row that is busy, so it is copied.
+        if row is not source:
+            batch.copy_prefix(source.number, row.number, cached)
+        row.tokens = array("q", prompt[:cached].tobytes())
+        batch.set_length(row.number, cached)
+        # Every row has a seed, so that its random numbers do not depend on the other rows.
+        seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
+        batch.assign(row.number, request.sampling, seed, request.speculate)
+        row.job = Running(
+            ticket,
+            prompt,
+            prompt[:LEAST_SHARED].tobytes(),
+            time.perf_counter(),
+            reads_alone=request.scores_prompt,
+        )
+        ticket.cached_prompt_tokens = cached
+        if self.controller is not None and request.speculate:
+            row.job.trace = self.controller.new_trace()
+            row.job.trace.read(prompt[:cached])
+        self.counts.prompt_tokens += len(request.prompt)
+        self.counts.cached_prompt_tokens += cached
+        return row
+
+    def _next_rows(self, budget: int) -> list[Row]:
+        """The rows of the next pass: the first one whose prompt is read, and rows next to it that are as far."""
+        first = self.reading[0]
+        start = len(first.tokens)
+        if first.job is not None and first.job.reads_alone:
+            return [first]
+        others = [row for row in self.reading if row.job is not None and not row.job.reads_alone]
+        equal = {row.number: row for row in others if len(row.tokens) == start}
+        groups = joined_rows([(number, equal[number].unread) for number in sorted(equal)], budget, gap=0)
+        group = next(group for group in groups if group.start <= first.number < group.stop)
+        return [equal[number] for number in range(group.start, group.stop)]
+
+    def _read(self, rows: list[Row], budget: int) -> int:
+        """Read on in the prompts of consecutive rows; the number of tokens read."""
+        start = len(rows[0].tokens)
+        end = start + min(max(row.unread for row in rows), max(1, budget // len(rows)))
+        jobs = [row.job for row in rows if row.job is not None]
+        chunks = [job.prompt[start:end] for job in jobs]
+        if jobs[0].ticket.request.scores_prompt:
+            self._score(rows[0], start, end)
+        else:
+            self.batch.read_prompts(slice(rows[0].number, rows[-1].number + 1), chunks, start)
+        for row, job, chunk in zip(rows, jobs, chunks, strict=True):
+            row.tokens.frombytes(chunk.tobytes())
+            if job.trace is not None:
+                job.trace.read(chunk)
+        return max(map(len, chunks)) * len(rows)
+
+    def _score(self, row: Row, start: int, end: int) -> None:
+        """Read a chunk of a prompt, and send the scores of the tokens after its own."""
+        job = row.job
+        assert job is not None
+        lines = self.batch.read_scored(row.number, job.prompt[start:end], job.prompt[start + 1 : end + 1], start)
+        found = [TokenScore.read(line, job.ticket.request.alternatives) for line in lines]
+        event = PromptScores([score.logprob for score in found], [score.alternatives for score in found])
+        self.outbox.append((job.ticket, event))
+
+    def _begin(self, rows: list[Row]) -> list[Outcome]:
+        """Choose the first tokens of those rows whose prompts were read. They take part in the next round."""
+        complete = [number for number, row in enumerate(rows) if not row.unread]
+        chosen = []
+        for part in joined_rows([(number, 1) for number in complete], len(rows), gap=0):
+            jobs = [row.job for row in rows[part] if row.job is not None]
+            kind = max((served_kind(job.ticket.request.sampling) for job in jobs), key=KINDS.index)
+            numbers = slice(rows[part.start].number, rows[part.stop - 1].number + 1)
+            scored = any(job.ticket.request.alternatives for row in rows if (job := row.job) is not None)
+            prompts = [job.prompt for job in jobs]
+            chosen.append(self.batch.first_tokens(numbers, part, prompts, kind, scored))
+        # One transfer for all that the host reads.
+        lines = torch.cat(chosen).tolist() if chosen else []
+        outcomes = [
+            Outcome(rows[number], int(root), logprob, int(fault), more or None)
+            for number, (root, logprob, fault, *more) in zip(complete, lines, strict=True)
+        ]
+        for outcome in outcomes:
+            self.reading.remove(outcome.row)
+        return outcomes

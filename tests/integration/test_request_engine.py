@@ -1,0 +1,121 @@
+"""The engine on the calling thread: what one step reads, and how requests end."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairs import make_pair, target_greedy
+
+from longspec import generate
+from longspec.errors import UserError
+from longspec.inference.answering import answer_all
+from longspec.inference.methods import Drafting
+from longspec.inference.prefill import PREFILL_TOKENS
+from longspec.inference.request_engine import RequestEngine
+from longspec.inference.server.admission import chunk_bytes
+from longspec.inference.server.requests import Event, Finished, Request, RequestTooLarge, Tokens
+from longspec.models.glide import GlideMixin
+
+VOCAB = 7
+VANILLA = Drafting("vanilla")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> GlideMixin:
+    return make_pair(tmp_path_factory.mktemp("pair"), vocab_size=VOCAB)
+
+
+def engine_with_log(model: GlideMixin, rows: int) -> tuple[RequestEngine, list[list[int]]]:
+    """An engine, and the number of tokens of each row in its passes over prompts."""
+    engine = RequestEngine(model, VANILLA, rows, memory=2**27, prefill_chunk=256)
+    passes: list[list[int]] = []
+    read = engine.batch.read_prompts
+
+    def noted(rows: slice, chunks: Any, start: int) -> Any:
+        passes.append([len(chunk) for chunk in chunks])
+        return read(rows, chunks, start)
+
+    engine.batch.read_prompts = noted  # type: ignore[method-assign]
+    return engine, passes
+
+
+def add(engine: RequestEngine, request: Request) -> list[Event]:
+    events: list[Event] = []
+    engine.add(request, events.append)
+    return events
+
+
+def ids(events: list[Event]) -> list[int]:
+    return [token for event in events if isinstance(event, Tokens) for token in event.ids]
+
+
+def test_short_prompts_are_read_in_one_pass_and_a_long_prefix_once(model: GlideMixin) -> None:
+    long = [1, 2, 3, 4, 5] * 20
+    prompts = [[1, 2], [3] * 9, [4, 5, 6], long, [*long, 6], [*long, 2]]
+    engine, passes = engine_with_log(model, 6)
+    answers = [add(engine, Request(prompt, 5)) for prompt in prompts]
+    while engine.step():
+        pass
+    assert passes == [[2, 9, 3, 64], [36], [1], [1]]  # 256 tokens at most, with padding
+    for prompt, events in zip(prompts, answers, strict=True):
+        assert ids(events) == target_greedy(model, torch.tensor(prompt), 5)
+    ends = [events[-1] for events in answers]
+    assert [end.timings.cached_prompt_tokens for end in ends if isinstance(end, Finished)] == [0, 0, 0, 0, 100, 100]
+
+
+def test_a_request_can_be_cancelled_and_a_large_one_is_refused(model: GlideMixin) -> None:
+    engine, _ = engine_with_log(model, 1)
+    events: list[Event] = []
+    tickets = [engine.add(Request([1, number], 40), events.append) for number in range(2)]
+    kept = add(engine, Request([5], 3))
+    engine.step()
+    for ticket in tickets:
+        engine.cancel(ticket)
+    while engine.step():
+        pass
+    assert [event.reason for event in events if isinstance(event, Finished)] == ["cancelled"] * 2
+    assert ids(kept) == target_greedy(model, torch.tensor([5]), 3)
+    with pytest.raises(RequestTooLarge):
+        engine.add(Request([1] * 5000, 5), print)
+
+
+def test_rows_are_given_up_for_long_requests(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With memory for two long rows, short requests get more rows after the long ones; all get their tokens."""
+    rows: list[int] = []
+    init = RequestEngine.__init__
+
+    def small(self: RequestEngine, model: GlideMixin, drafting: Drafting, max_rows: int, *more: Any) -> None:
+        _, longest, *others = more
+        memory = chunk_bytes(model.config, model.dtype, PREFILL_TOKENS) + 1_000_000
+        init(self, model, drafting, max_rows, memory, longest, *others)
+        rows.append(self.batch.max_rows)
+
+    monkeypatch.setattr(RequestEngine, "__init__", small)
+    requests = [Request([1 + number % 5] * (900 if number < 3 else 4), 6) for number in range(12)]
+    found: list[list[int]] = [[] for _ in requests]
+    stats = answer_all(model, VANILLA, requests, 8, lambda number, tokens, ended: found[number].extend(tokens))
+    assert found == [target_greedy(model, torch.tensor(request.prompt), 6) for request in requests]
+    assert len(rows) == 2 and rows[0] < rows[1]
+    assert stats.decoded_tokens == stats.rounds == 12 * 5
+
+
+def test_auto_answers_all(model: GlideMixin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plans are measured first."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    prompts = [[1, 2, 3] * 4, [5, 6]]
+    stats = generate(model, prompts, max_new_tokens=12, batch_size=1).stats
+    assert sum(stats.rounds_by_plan.values()) >= max(stats.row_rounds) and stats.measure_s > 0
+
+
+def test_a_client_may_end_all_requests(model: GlideMixin) -> None:
+    seen: list[int] = []
+
+    def take(number: int, *_: Any) -> bool:
+        seen.append(number)
+        return True
+
+    answer_all(model, VANILLA, [Request([1], 50), Request([2], 50)], 2, take)
+    assert len(seen) <= 2
+    with pytest.raises(UserError, match=r"^prompt: empty"):
+        answer_all(model, VANILLA, [Request([], 5)], 1, lambda *_: None)
