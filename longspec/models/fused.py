@@ -15,6 +15,7 @@ from transformers.activations import SiLUActivation
 
 from longspec.kernels.shared.reference import HeadNorms
 from longspec.models.draft_layer import DraftCrossAttention, GlideDecoderLayer
+from longspec.models.glide import GlideMixin
 from longspec.models.parallel import VocabularyEmbedding, VocabularyHead, sum_output
 from longspec.models.residual import ResidualStream, RopeTable, TokenSlots
 from longspec.models.target_attention import QueryAttend
@@ -29,19 +30,35 @@ def can_fuse(model: Any) -> bool:
 
     They need contiguous parameters of one dtype, plain linears, biases on q, k and v only, the family's RMSNorm, a
     gated SiLU MLP, and weights that own their memory, so that they can become views of merged weights. No module of the
-    pair may have a hook but the sum over the ranks that share a target. An adapter, a quantized linear or another
-    lm_head rules a pair out.
+    pair may have a hook but the sum over the ranks that share a target. An adapter, a quantized linear, another lm_head
+    or a subclass with its own code rules a pair out.
     """
     backbone, head, norm_class = model.model, model.lm_head, model.draft_layer_class.norm_class
     return (
         type(head) in (nn.Linear, VocabularyHead)
         and getattr(head, "bias", None) is None
         and type(backbone.embed_tokens) in (nn.Embedding, VocabularyEmbedding)
-        and isinstance(backbone.norm, norm_class)
+        and type(backbone.norm) is norm_class
+        and _keeps(model, GlideMixin, "embed")
+        and not any(_has_own_code(module) for module in (*backbone.modules(), *model.draft_model.modules()))
         and not any(_has_hook(module) for module in model.modules())
         and all(_is_plain(layer, norm_class) for layer in (*backbone.layers, model.draft_model))
         and all(x.dtype == head.weight.dtype and x.is_contiguous() for x in model.parameters())
     )
+
+
+def _has_own_code(module: nn.Module) -> bool:
+    """Whether a module may run other code than that of torch, transformers or this package."""
+    if "forward" in vars(module):
+        return True
+    if isinstance(module, GlideDecoderLayer):  # subclasses may have other weights or another initialization
+        return not _keeps(module, GlideDecoderLayer, "forward", "keys_values", "feature")
+    return not type(module).__module__.startswith(("torch.nn.", "transformers.", "longspec.models."))
+
+
+def _keeps(module: nn.Module, base: type, *methods: str) -> bool:
+    """Whether the class of a module has inherited these methods of `base`."""
+    return all(getattr(type(module), name) is getattr(base, name) for name in methods)
 
 
 def _has_hook(module: nn.Module) -> bool:
@@ -62,7 +79,7 @@ def _is_plain(layer: Any, norm_class: type) -> bool:
         {name.rpartition(".")[2] for name in linears} - {FEATURE} == PROJECTIONS
         and all(type(x) is nn.Linear for x in linears.values())
         and all(x.bias is None for name, x in linears.items() if not name.endswith(("q_proj", "k_proj", "v_proj")))
-        and all(isinstance(x, norm_class | nn.SiLU | SiLUActivation) for x in others)
+        and all(type(x) in (norm_class, nn.SiLU, SiLUActivation) for x in others)
         and all(_can_merge(linears) for linears in _merged_linears(layer))
     )
 

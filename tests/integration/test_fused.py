@@ -1,13 +1,14 @@
 """The fused passes against transformers' modules on the same parameters. On the CPU, Triton runs in its interpreter."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pairs import OPTIONS, make_pair
+from pairs import FAMILIES, GLIDE, OPTIONS, make_pair, target_greedy
 from samplers import sampler
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from longspec.inference.drafting import magicdec
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
+from longspec.inference.generate import generate
 from longspec.inference.methods import METHODS, Drafting, make_drafter
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY
@@ -228,21 +230,46 @@ def test_weights_that_were_moved_apart_are_merged_again() -> None:
     torch.testing.assert_close(torch.nn.functional.linear(x, merged.weight, merged.bias), expected)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_draft_layer_with_its_own_forward_is_decoded_with_it(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the two tokens that a round drafts is a pass of it, and the target's tokens come out."""
+    passes = []
+
+    class Own(GLIDE[family].draft_layer_class):  # type: ignore[misc, name-defined]
+        def forward(self, embeddings: Tensor, *args: Any) -> Tensor:
+            passes.append(embeddings.shape)
+            return 0.5 * super().forward(embeddings, *args)
+
+    monkeypatch.setattr(GLIDE[family], "draft_layer_class", Own)
+    model, prompt = make_pair(tmp_path, family), torch.tensor([[5, 6, 7]])
+    out = generate(model, prompt, method="seq", gamma=2, max_new_tokens=6, temperature=0.0)
+    assert len(passes) == 2 * out.stats.rounds > 0
+    assert out.sequences[0, 3:].tolist() == target_greedy(model, prompt[0], 6)
+
+
 def test_what_cannot_be_fused_is_told(tmp_path: Path) -> None:
     """What a fused pass would drop without a word: another module, a hook, a dtype, a piece of a flat buffer."""
 
     class Adapted(torch.nn.Linear):
         pass
 
+    untouched = make_pair(tmp_path, options=OPTIONS["both"])
+    assert can_fuse(untouched)
+
     def changed(change: Callable[[Any], object]) -> bool:
-        model = make_pair(tmp_path, options=OPTIONS["both"])
-        assert can_fuse(model)
+        model = deepcopy(untouched)
         change(model)
         return can_fuse(model)
 
     def flatten(model: Any) -> None:
         flat = torch.cat([x.data.flatten() for x in (model.draft_model.mlp.up_proj.weight,) * 2])
         model.draft_model.mlp.up_proj.weight.data = flat[: 48 * 32].view(48, 32)
+
+    def subclass(module: Any, method: str = "forward") -> None:
+        own = {method: lambda *_: None}
+        module.__class__ = type("Own", (type(module),), own)
 
     def refused(change: Callable[[Any], object]) -> bool:
         return not changed(change)
@@ -263,6 +290,15 @@ def test_what_cannot_be_fused_is_told(tmp_path: Path) -> None:
     assert refused(lambda m: setattr(m, "lm_head", torch.nn.Sequential(m.lm_head)))
     assert refused(lambda m: setattr(m.model, "embed_tokens", torch.nn.EmbeddingBag(61, 32)))
     assert refused(lambda m: setattr(m.model, "norm", torch.nn.LayerNorm(32)))
+    assert refused(lambda m: setattr(m.model.layers[0].mlp, "forward", m.model.layers[0].mlp.forward))
+    for name in ("model.layers.1", "model.layers.0.self_attn", "model.layers.2.mlp", "model.layers.0.input_layernorm"):
+        assert refused(lambda m, name=name: subclass(m.get_submodule(name)))
+    for name in ("model", "model.norm", "draft_model.self_attn", "draft_model.cross_attn", "draft_model.mlp"):
+        assert refused(lambda m, name=name: subclass(m.get_submodule(name)))
+    for method in ("forward", "keys_values", "feature"):
+        assert refused(lambda m, method=method: subclass(m.draft_model, method))
+    assert refused(lambda m: subclass(m, "embed"))
     assert refused(flatten)
+    assert changed(lambda m: subclass(m.draft_model, "reset_parameters")), "decoding does not run it"
     assert changed(lambda m: m(torch.tensor([[1, 2]]), output_hidden_states=True)), "transformers' own hooks"
     assert changed(lambda m: FusedRunner(m, TritonOperations())), "merged once, it can be merged again"
