@@ -30,11 +30,10 @@ from longspec.inference.arguments import (
     prompt_rows,
 )
 from longspec.inference.decoder import Decoder, Stops, Streamer
-from longspec.inference.drafting.reduced_head import list_length
 from longspec.inference.engine import Engine
 from longspec.inference.engine_pool import borrowed, engine_kind, rounded_room
 from longspec.inference.kernel_key import kernel_key
-from longspec.inference.methods import AUTO, DEFAULT_SHAPE, Drafting, make_drafter
+from longspec.inference.methods import AUTO, DEFAULT_SHAPE, Drafting, list_length, make_drafter
 from longspec.inference.options import FILTER_OPTIONS, REFUSED, STOPPING, filter_values, refuse_options
 from longspec.inference.process_group import repeat_generation
 from longspec.inference.request import Sampling

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from longspec.inference.drafting.proposal import Drafter
     from longspec.inference.runner import Runner
     from longspec.inference.sampling import Sampler
+    from longspec.models.glide import GlideMixin
 
 METHODS = ("vanilla", "seq", "tree", "magicdec", "lookup")
 """The methods that draft in one way."""
@@ -19,8 +20,6 @@ TREE_RULES = ("reject", "descend")
 """The ways to draft and accept a tree above temperature 0 (see `drafting.tree`)."""
 AUTO = "auto"
 """The method that chooses between vanilla, lookup and draft trees before each round (see `adaptive`)."""
-LONGEST_MATCH = 3
-"""Maximum length of a match of prompt lookup in tokens, the root included."""
 DEFAULT_SHAPE = (4, 16, 16, 16, 16)
 """The paper's tree: number of nodes in each level below the root."""
 
@@ -61,3 +60,10 @@ def make_drafter(drafting: Drafting, runner: Runner, batch: int, sampler: Sample
     if drafting.method == "lookup":
         return LookupDrafter(batch, gamma, runner.device)
     return NoDraft()
+
+
+def list_length(model: GlideMixin, drafting: Drafting) -> int | None:
+    """Length of the vocabulary list of the draft that the method uses; None without one."""
+    uses_draft = drafting.method in GLIDE_METHODS or (drafting.method == AUTO and drafting.has_draft)
+    vocabulary = model.draft_model.vocabulary
+    return len(vocabulary) if uses_draft and vocabulary is not None else None

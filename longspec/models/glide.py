@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ from transformers import PreTrainedConfig
 from longspec.errors import UserError
 from longspec.kernels.training.segments import Segments
 from longspec.kernels.training.varlen import block_attention, resolve_attention, varlen_attention
+from longspec.models import generation
 from longspec.models.draft_files import DraftSettings, check_draft, draft_settings
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.parallel import gather_heads
@@ -148,12 +148,8 @@ class GlideMixin(PretrainedPairMixin):
         return objective.reads_target or self.draft_model.options.target_feature
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Speculative decoding with transformers' arguments: `longspec.inference.transformers_api`.
-
-        That module is imported at the first call and replaces this method, because models must not import inference.
-        """
-        import_module("longspec.inference.transformers_api")
-        return self.generate(*args, **kwargs)
+        """Speculative decoding with transformers' arguments; see `transformers_api.generate_as_transformers`."""
+        return generation.generate(self, *args, **kwargs)
 
     def run_target(
         self,

@@ -16,7 +16,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from longspec import __version__
 from longspec.data.prompts import PromptFiles
 from longspec.data.target_format import resolve_chat_format
 from longspec.inference.load_pair import load_pair
@@ -28,6 +27,7 @@ from longspec.regenerate.settings import LATER, Settings, check_settings
 from longspec.regenerate.shards import Shards
 from longspec.regenerate.writer import Writer
 from longspec.signals import StopSignals
+from longspec.version import __version__
 
 LIBRARIES = ("torch", "transformers")
 """Libraries whose versions are noted with the text."""

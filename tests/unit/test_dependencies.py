@@ -35,7 +35,6 @@ USED = {
 }
 """Extras that a module or a folder's modules may import; the tests may import those of `dev`, the rest none."""
 ON_DEMAND = {
-    "longspec/models/parallel.py": ["train"],  # fairscale, with tensor parallelism
     "longspec/kernels/decoding/flash_attention.py": ["fa3"],
 }
 """Extras that a module imports inside a function."""
@@ -83,7 +82,7 @@ def test_dev_installs_every_extra_that_the_tests_need() -> None:
 
 def test_the_version_is_written_once() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert "version" not in PROJECT and setuptools["dynamic"]["version"] == {"attr": "longspec.__version__"}
+    assert "version" not in PROJECT and setuptools["dynamic"]["version"] == {"attr": "longspec.version.__version__"}
     assert longspec.__version__
 
 

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from longspec.inference.cache import TargetCache
 from longspec.inference.drafting.proposal import Drafter, Proposal, chain
-from longspec.inference.methods import LONGEST_MATCH
 from longspec.inference.sampling import Sampler
 from longspec.kernels.decoding.lookup_reference import longest_matches
 from longspec.kernels.decoding.tree import Branches, LookupState
 from longspec.kernels.decoding.vocabulary import extend_branches
 
+LONGEST_MATCH = 3
+"""Maximum length of a match in tokens, the root included."""
 BRANCH_SIZES = (20, 4)
 """Number of tokens of each branch; the first one follows the longest match."""
 PRIORS = (0.15, 0.4, 0.55, 0.65, 0.75, 0.8, 0.85, 0.92)

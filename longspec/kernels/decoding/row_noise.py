@@ -12,11 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from longspec.kernels.decoding.split_mix import FIRST_FACTOR, GAMMA, SECOND_FACTOR, signed, stream_offset
 from longspec.kernels.shared.device import runs_triton
-
-GAMMA = 0x9E3779B97F4A7C15
-FIRST_FACTOR = 0xBF58476D1CE4E5B9
-SECOND_FACTOR = 0x94D049BB133111EB
 
 
 def row_uniforms(seeds: Tensor, positions: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
@@ -63,27 +60,17 @@ def fill_rows(
 
 def _bits(seeds: Tensor, positions: Tensor, stream: int, shape: Sequence[int], first: int) -> Tensor:
     """64 random bits per number, LongTensor [B, *shape]."""
-    key = _mix(_mix(_mix(seeds) + (positions.long() + 1) * _signed(GAMMA)) + stream_offset(stream))
+    key = _mix(_mix(_mix(seeds) + (positions.long() + 1) * signed(GAMMA)) + stream_offset(stream))
     number = torch.arange(first + 1, first + torch.Size(shape).numel() + 1, device=seeds.device)
-    return _mix(key[:, None] + number * _signed(GAMMA)).view(len(seeds), *shape)
-
-
-def stream_offset(stream: int) -> int:
-    """(stream + 1) * GAMMA as an int64."""
-    return _signed((stream + 1) * GAMMA % 2**64)
+    return _mix(key[:, None] + number * signed(GAMMA)).view(len(seeds), *shape)
 
 
 def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift(x, 30)) * _signed(FIRST_FACTOR)
-    x = (x ^ _shift(x, 27)) * _signed(SECOND_FACTOR)
+    x = (x ^ _shift(x, 30)) * signed(FIRST_FACTOR)
+    x = (x ^ _shift(x, 27)) * signed(SECOND_FACTOR)
     return x ^ _shift(x, 31)
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
     """x >> bits for x as an unsigned number."""
     return (x >> bits) & (2 ** (64 - bits) - 1)
-
-
-def _signed(x: int) -> int:
-    """The int64 with the bits of an unsigned x."""
-    return x - 2**64 if x >= 2**63 else x

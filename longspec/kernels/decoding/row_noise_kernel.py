@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.decoding.row_noise import FIRST_FACTOR, GAMMA, SECOND_FACTOR, stream_offset
+from longspec.kernels.decoding.split_mix import FIRST_FACTOR, GAMMA, SECOND_FACTOR, stream_offset
 
 BLOCK = 1024
 """Numbers per program."""

@@ -5,7 +5,6 @@ runs on FlashAttention, everything else on torch's own attention over padded seg
 tokens x tokens.
 """
 
-import importlib.util
 import logging
 from functools import cache
 
@@ -60,27 +59,19 @@ def resolve_attention(requested: str | None) -> str:
     other name.
     """
     name = requested or "sdpa"
-    known = ("flash_attention_2", "flash_attention_3", "sdpa", "eager")
+    known = (*varlen_flash.FLASH_MODULES, "sdpa", "eager")
     if name not in known:
         raise UserError(f"attn_implementation: unknown value {requested!r}; choose one of {', '.join(known)}")
     if name not in varlen_flash.FLASH_MODULES:
         return name
-    used = (_on_gpu() and varlen_flash.installed_flash_attention()) or "sdpa"
-    _log_replacement(name, used)
-    return used
-
-
-def _on_gpu() -> bool:
     # The compute capability is not read here, because that initializes CUDA. `varlen_flash` logs a GPU that is too old.
-    return torch.cuda.is_available() and torch.version.hip is None
+    on_gpu = torch.cuda.is_available() and torch.version.hip is None
+    used = (on_gpu and varlen_flash.installed_flash_attention()) or "sdpa"
+    if used != name:
+        _log_replacement(name, "PyTorch's own attention" if used == "sdpa" else used)
+    return used
 
 
 @cache
 def _log_replacement(requested: str, used: str) -> None:
-    if requested == used:
-        return
-    on_gpu = _on_gpu()
-    has_triton = importlib.util.find_spec("triton") is not None
-    training = "FlashAttention-2 as torch builds it" if on_gpu and used == "sdpa" else used
-    decoding = "the Triton kernels" if on_gpu and has_triton else "sdpa"
-    logger.warning("%s was requested: here training uses %s, decoding %s", requested, training, decoding)
+    logger.warning("attn_implementation: %s cannot be used here; training runs on %s", requested, used)
