@@ -105,7 +105,7 @@ def generate(
     recursive rejection; "descend" drafts the most probable tree and follows the target's own draws in it. Both are
     exact; "reject" accepts more tokens.
     compile: use fused layers, and on CUDA one graph per round; otherwise transformers' modules run kernel by kernel.
-    attention: "auto" or a backend (see `kernels.decoding.attention.decoding_attention`).
+    attention: "auto" or a backend (see `kernels.choice.choose_backend`).
     stopping_criteria: each is called after every new token with the ids [1, length] of one row, its prompt as passed
     in followed by its new tokens, and with scores None.
     tree_nodes: the nodes of the drafted tree to be verified, the root included: those with the most probable paths;

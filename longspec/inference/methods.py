@@ -46,11 +46,11 @@ def make_drafter(drafting: Drafting, runner: Runner, batch: int, sampler: Sample
     from longspec.inference.drafting.magicdec import SparseTarget
     from longspec.inference.drafting.tree import TreeDrafter
 
-    gamma = drafting.gamma
+    gamma, sampler = drafting.gamma, sampler.on(runner.backend)
     if drafting.method == "tree":
         # A round feeds as many tokens as its longest path has, and the draft's ring takes at most a window of them.
         depth = runner.model.draft_model.window - 1
-        lookup = LookupBranches(batch, depth, runner.device) if drafting.lookup_branches else None
+        lookup = LookupBranches(runner, batch, depth) if drafting.lookup_branches else None
         shape, nodes = drafting.tree_shape, drafting.tree_nodes
         return TreeDrafter(runner, batch, shape, sampler, drafting.tree_rule, nodes=nodes, lookup=lookup)
     if drafting.method == "seq":

@@ -1,7 +1,7 @@
 """Decoder layers for decoding: few large products on the modules' own parameters, few operations between products.
 
-Each layer computes queries, keys and values in one product, and gate and up in another. The operations are those of a
-residual stream: `models.triton_stream` on CUDA, `models.native_stream` or `models.torch_stream` on a CPU.
+Each layer computes queries, keys and values in one product, and gate and up in another. The operations are those of the
+backend's residual stream (`layers` in `kernels.triton`, `kernels.native` and `kernels.torch`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,16 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from longspec.kernels.shared.reference import HeadNorms
+from longspec.kernels.shared.residual import HeadNorms, ResidualStream, RopeTable, TokenSlots
 from longspec.models.draft_layer import DraftCrossAttention, GlideDecoderLayer
 from longspec.models.glide import GlideMixin
-from longspec.models.parallel import VocabularyEmbedding, VocabularyHead, sum_output
-from longspec.models.residual import ResidualStream, RopeTable, TokenSlots
+from longspec.models.parallel import (
+    VocabularyEmbedding,
+    VocabularyHead,
+    model_parallel_rank_and_size,
+    sum_output,
+    sum_over_ranks,
+)
 from longspec.models.target_attention import QueryAttend
 
 PROJECTIONS = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
@@ -154,6 +159,14 @@ def _heads_last(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2).flatten(2)
 
 
+def _add_product(stream: ResidualStream, x: Tensor, weight: Tensor, last: bool = False) -> None:
+    """`ResidualStream.add_product`, summed over the ranks that share the target."""
+    if model_parallel_rank_and_size()[1] > 1:
+        stream.add(sum_over_ranks(stream.linear(x, weight)))
+    else:
+        stream.add_product(x, weight, last)
+
+
 class _FusedMLP:
     def __init__(self, norm: Any, mlp: Any) -> None:
         self.norm = norm.weight
@@ -161,7 +174,7 @@ class _FusedMLP:
         self.gate_up = MergedLinear([mlp.gate_proj, mlp.up_proj])
 
     def add_to(self, stream: ResidualStream, last: bool = False) -> None:
-        stream.add_product(stream.project_gated(self.norm, self.gate_up.weight), self.down, last)
+        _add_product(stream, stream.project_gated(self.norm, self.gate_up.weight), self.down, last)
 
 
 def _head_norms(attention: Any) -> HeadNorms | None:
@@ -182,7 +195,7 @@ class _FusedSelfAttention:
         # One product for queries, keys and values, which are then rotated and stored together.
         qkv = stream.project(self.norm, self.qkv.weight, self.qkv.bias)
         q = stream.rotate_and_store(qkv, slots, self.head_norms)
-        stream.add_product(_heads_last(attend(q)), self.output)
+        _add_product(stream, _heads_last(attend(q)), self.output)
 
 
 class FusedTargetLayer:
@@ -214,7 +227,7 @@ class _FusedCrossAttentions:
         q = stream.project(self.norm, self.queries.weight, self.queries.bias)
         q = stream.rotate(q, slots, self.head_dim)
         heads = [_heads_last(attend(own)) for attend, own in zip(attends, q.chunk(len(attends), 1), strict=True)]
-        stream.add_product(heads[0] if len(heads) == 1 else torch.cat(heads, -1), self.output)
+        _add_product(stream, heads[0] if len(heads) == 1 else torch.cat(heads, -1), self.output)
 
 
 class FusedDraftLayer:

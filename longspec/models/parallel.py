@@ -212,12 +212,3 @@ def log_sum_exp_over_ranks(partial: Tensor) -> Tensor:
         return partial
     # log sum over ranks of exp(partial), one number per token and rank.
     return _Gathered.apply(partial[:, None]).logsumexp(-1)
-
-
-def vocabulary_log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Log-probabilities [N, rows] of this rank's tokens, normalized over the whole vocabulary; logits [N, rows]."""
-    if model_parallel_rank_and_size()[1] == 1:
-        return logits.log_softmax(-1, dtype=dtype)
-    # log p(v) = logit(v) - LSE over the parts of all ranks.
-    logits = logits.to(dtype)
-    return logits - log_sum_exp_over_ranks(logits.logsumexp(-1))[:, None]
