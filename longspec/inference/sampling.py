@@ -214,7 +214,7 @@ class Sampler:
 
         Constant in greedy rows: these draw the most probable token, and grow the same tree in every run.
         """
-        # CUDA's fp32 exponentials are never below 6e-8, so tokens of that probability could not win the race in `draw`.
+        # CUDA's fp32 exponentials are never below 6e-8, so `draw` could not draw tokens of that probability.
         settings, stream = self.settings, self._stream(1, step)
         numbers = settings["seed"], settings.positions, stream, like.shape[1:], settings.greedy, first
         return self.backend.row_noise(*numbers)

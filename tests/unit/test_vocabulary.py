@@ -294,7 +294,7 @@ def test_log_sum_exp_equals_its_reference(vocab: int, dtype: torch.dtype, device
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocab", [1, 300, 8195])
 def test_logit_statistics_equal_their_reference(vocab: int, device: str) -> None:
-    """For plain logits and for a race."""
+    """For plain logits and with noise."""
     logits = random_logits(2, 3, vocab).to(device)
     logits[0, 0, 4096:] = -torch.inf
     noise = torch.empty(logits.shape, dtype=torch.float64)
@@ -309,7 +309,7 @@ def test_logit_statistics_equal_their_reference(vocab: int, device: str) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 300, 12300])
 def test_argmax_equals_its_reference(vocab: int, dtype: torch.dtype, device: str) -> None:
-    """The first of equal values, rows with a single possible token, and the first arrival of a race."""
+    """The first of equal values, rows with a single possible token, and the first arrival."""
     values = random_logits(2, 3, vocab, dtype).to(device)
     values[0, 0, :-1] = -torch.inf
     values[0, 1] = 0

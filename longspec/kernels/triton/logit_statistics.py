@@ -45,15 +45,15 @@ def inverse_temperature(temperature_ptr, sequence, WARM: tl.constexpr):
 
 
 @triton.jit
-def load_keys(logits_ptr, noise_ptr, offsets, mask, inverse, RACE: tl.constexpr):
+def load_keys(logits_ptr, noise_ptr, offsets, mask, inverse, HAS_NOISE: tl.constexpr):
     """Logits divided by the temperature, and the keys that order the entries of a row.
 
-    The keys are the logits. In a race with exponential noise E, they are minus the logarithm of the arrival time
+    The keys are the logits. With exponential noise E, they are minus the logarithm of the arrival time
     E / exp(logit). E may be as small as 1e-16. fp32 resolves its logarithm, unlike E itself, with an error of at most
     2e-6, which favors no token.
     """
     logits = tl.load(logits_ptr + offsets, mask=mask, other=float("-inf")).to(tl.float32) * inverse
-    if RACE:
+    if HAS_NOISE:
         noise = tl.load(noise_ptr + offsets, mask=mask, other=1.0)
         keys = logits - tl.log(noise.to(tl.float32))
     else:
@@ -76,7 +76,7 @@ def _statistics_kernel(
     chunks,
     SUB: tl.constexpr,
     SUBS_PER_CHUNK: tl.constexpr,
-    RACE: tl.constexpr,
+    HAS_NOISE: tl.constexpr,
     WARM: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -85,7 +85,7 @@ def _statistics_kernel(
     # The chunk as a tile [sub-chunks, columns], so that the maxima of the sub-chunks are those of its rows.
     column = sub[:, None] * SUB + tl.arange(0, SUB)[None, :]
     inverse = inverse_temperature(temperature_ptr, row // rows_per_sequence, WARM)
-    logits, keys = load_keys(logits_ptr, noise_ptr, row * vocab + column, column < vocab, inverse, RACE)
+    logits, keys = load_keys(logits_ptr, noise_ptr, row * vocab + column, column < vocab, inverse, HAS_NOISE)
     tl.store(best_ptr + row * subs + sub, tl.max(keys, 1), mask=sub < subs)
 
     maximum = tl.max(tl.max(logits, 1), 0)
@@ -178,7 +178,7 @@ def _softmax_kernel(
 def logit_statistics(logits: Tensor, temperature: Tensor | None, noise: Tensor | None = None) -> LogitStatistics:
     """Statistics of contiguous logits [B, ..., V] in fp32, fp16 or bf16, divided by temperature, fp64 [B]; None is 1.
 
-    noise: contiguous exponential draws, fp64 in the shape of the logits, for the keys of a race. A row that defines no
+    noise: contiguous exponential draws, fp64 in the shape of the logits, for the keys. A row that defines no
     distribution has NaN among its sums, or -inf as its only maximum.
     """
     vocab = logits.shape[-1]
@@ -204,7 +204,7 @@ def logit_statistics(logits: Tensor, temperature: Tensor | None, noise: Tensor |
         chunks,
         SUB=SUB,
         SUBS_PER_CHUNK=SUBS_PER_CHUNK,
-        RACE=noise is not None,
+        HAS_NOISE=noise is not None,
         WARM=temperature is not None,
         num_warps=8,
     )

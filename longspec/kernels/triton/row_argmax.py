@@ -1,6 +1,6 @@
-"""The argmax of each row over the vocabulary, and draws by an exponential race, with many programs per row.
+"""The argmax of each row over the vocabulary, and draws by exponential noise, with many programs per row.
 
-In a race token x arrives at the time E(x) / w(x), where E(x) is exponential noise of rate 1. The first arrival is x
+With noise, token x arrives at the time E(x) / w(x), where E(x) is exponential noise of rate 1. The first arrival is x
 with probability w(x) / sum(w), so it is a draw in proportion to the weights w. It is the argmax of w(x) / E(x).
 """
 
@@ -14,16 +14,16 @@ from longspec.kernels.triton.logit_statistics import CHUNK
 
 
 # For chunk c of a row: maximum[c] = max_x y(x) and index[c] = argmax_x y(x), where y is the values, or values / noise
-# if RACE. One program takes one chunk.
+# if HAS_NOISE. One program takes one chunk.
 @triton.jit
 def _chunk_kernel(
-    values_ptr, noise_ptr, maximum_ptr, index_ptr, vocab, chunks, CHUNK: tl.constexpr, RACE: tl.constexpr
+    values_ptr, noise_ptr, maximum_ptr, index_ptr, vocab, chunks, CHUNK: tl.constexpr, HAS_NOISE: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     values = tl.load(values_ptr + row * vocab + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
-    if RACE:
+    if HAS_NOISE:
         noise = tl.load(noise_ptr + row * vocab + column, mask=column < vocab, other=1.0)
         values = values / noise.to(tl.float32)
 
@@ -84,7 +84,7 @@ def _launch(values: Tensor, noise: Tensor | None, watch: Watch | None) -> Tensor
         vocab,
         chunks,
         CHUNK=CHUNK,
-        RACE=noise is not None,
+        HAS_NOISE=noise is not None,
         num_warps=8,
     )
     _row_kernel[(rows,)](

@@ -63,16 +63,16 @@ def pick(values, index):
 
 
 @triton.jit
-def _merit(key, lse, score, arrival, first, RACE: tl.constexpr):
-    """The order of continuations: the log-probability of the path, or in a race minus its arrival time.
+def _merit(key, lse, score, arrival, first, HAS_NOISE: tl.constexpr):
+    """The order of continuations: the log-probability of the path, or with noise minus its arrival time.
 
-    score and arrival are the parent's, key is the logit, in a race logit - log(noise). Without a race:
+    score and arrival are the parent's, key is the logit, with noise logit - log(noise). Without noise:
       merit = score + log p, with log p = key - lse
-    In a race the time of a path is exponential with rate exp(score + log p), so time = noise / exp(score + log p). The
+    With noise the time of a path is exponential with rate exp(score + log p), so time = noise / exp(score + log p). The
     first child, at time `first`, arrives with the parent:
       merit = -(arrival + time - first)
     """
-    if RACE:
+    if HAS_NOISE:
         time = tl.exp(lse - score - key)
         merit = tl.where(time == float("inf"), float("-inf"), -(arrival + tl.maximum(time - first, 0.0)))
     else:
@@ -90,7 +90,7 @@ def select_sub_chunks(
     arrival,
     subs,
     WIDTH: tl.constexpr,
-    RACE: tl.constexpr,
+    HAS_NOISE: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -104,7 +104,7 @@ def select_sub_chunks(
     in_subs = is_parent[:, None] & (sub < subs)[None, :]
     best = tl.load(best_ptr + row[:, None] * subs + sub[None, :], mask=in_subs, other=float("-inf"))
     first = tl.exp(lse - score - tl.max(best, 1))
-    merit = _merit(best, lse[:, None], score[:, None], arrival[:, None], first[:, None], RACE)
+    merit = _merit(best, lse[:, None], score[:, None], arrival[:, None], first[:, None], HAS_NOISE)
     merit = tl.where(in_subs, merit, float("-inf"))
     sub_merit, index = largest(tl.reshape(merit, [BLOCK_P * BLOCK_S]), WIDTH, BLOCK_W)
     return index // BLOCK_S, index % BLOCK_S, sub_merit > float("-inf"), first
@@ -126,7 +126,7 @@ def select_children(
     vocab,
     WIDTH: tl.constexpr,
     SUB: tl.constexpr,
-    RACE: tl.constexpr,
+    HAS_NOISE: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
     """The WIDTH best continuations in the selected sub-chunks: parent, token and merit, [BLOCK_W] each, best first.
@@ -136,14 +136,14 @@ def select_children(
     column = sub_number[:, None] * SUB + tl.arange(0, SUB)[None, :]
     possible = sub_exists[:, None] & (column < vocab)
     offsets = (first_row + sub_parent)[:, None] * vocab + column
-    _, keys = load_keys(logits_ptr, noise_ptr, offsets, possible, inverse, RACE)
+    _, keys = load_keys(logits_ptr, noise_ptr, offsets, possible, inverse, HAS_NOISE)
     merit = _merit(
         keys,
         pick(lse, sub_parent)[:, None],
         pick(score, sub_parent)[:, None],
         pick(arrival, sub_parent)[:, None],
         pick(first, sub_parent)[:, None],
-        RACE,
+        HAS_NOISE,
     )
     merit = tl.where(possible, merit, float("-inf"))
     child_merit, index = largest(tl.reshape(merit, [BLOCK_W * SUB]), WIDTH, BLOCK_W)

@@ -45,8 +45,8 @@ def _write_links(visible_ptr, parents_ptr, tree, parent, child, exists, in_level
 
 
 # children = top-WIDTH over (parent, token) of _merit(...), written to the tree of one sequence by program (b, 0).
-# In a race, programs (b, 1 + parent * chunks + c) write q[parent] = softmax(logits[parent] / T), a chunk each. They are
-# part of this launch because a launch of their own would cost more than they do.
+# With noise, programs (b, 1 + parent * chunks + c) write q[parent] = softmax(logits[parent] / T), a chunk each. They
+# are part of this launch because a launch of their own would cost more than they do.
 # With IDS, column c of the logits belongs to the token ids[b, c], and a q of 0 is not written.
 @triton.jit
 def _grow_level_kernel(
@@ -78,7 +78,7 @@ def _grow_level_kernel(
     WIDTH: tl.constexpr,
     SUB: tl.constexpr,
     CHUNK: tl.constexpr,
-    RACE: tl.constexpr,
+    HAS_NOISE: tl.constexpr,
     IDS: tl.constexpr,
     WATCH: tl.constexpr,
     WARM: tl.constexpr,
@@ -90,7 +90,7 @@ def _grow_level_kernel(
 ):
     batch = tl.program_id(0).to(tl.int64)
     inverse = inverse_temperature(temperature_ptr, batch, WARM)
-    if RACE:  # noqa: SIM102 (a compile-time condition, unlike the next one)
+    if HAS_NOISE:  # noqa: SIM102 (a compile-time condition, unlike the next one)
         if tl.program_id(1) > 0:
             q_parent = (tl.program_id(1) - 1) // chunks
             q_row = q_ptr + batch * stride_qb + q_parent.to(tl.int64) * stride_qn
@@ -128,7 +128,7 @@ def _grow_level_kernel(
 
     # Best sub-chunks first, then the best continuations within them.
     sub_parent, sub_number, sub_exists, first = select_sub_chunks(
-        best_ptr, row, is_parent, lse, score, arrival, subs, WIDTH, RACE, BLOCK_W, BLOCK_P, BLOCK_S
+        best_ptr, row, is_parent, lse, score, arrival, subs, WIDTH, HAS_NOISE, BLOCK_W, BLOCK_P, BLOCK_S
     )
     child_parent, token, merit = select_children(
         logits_ptr,
@@ -145,7 +145,7 @@ def _grow_level_kernel(
         vocab,
         WIDTH,
         SUB,
-        RACE,
+        HAS_NOISE,
         BLOCK_W,
     )
 
@@ -163,7 +163,7 @@ def _grow_level_kernel(
         tl.store(tokens_ptr + entry, child_token, mask=in_level)
     else:
         tl.store(tokens_ptr + entry, token.to(tl.int64), mask=in_level)
-    if RACE:
+    if HAS_NOISE:
         # The merit is minus the arrival; the score, the log-probability of the path, follows from the logit.
         offsets = (batch * num_parents + child_parent) * vocab + token
         logit = tl.load(logits_ptr + offsets, mask=exists, other=float("-inf")).to(tl.float32) * inverse
@@ -203,7 +203,7 @@ def grow_level(
     if q is not None and ids is not None:
         q.zero_()
 
-    # Program 0 of a sequence grows its tree. The others, of a race only, write a chunk of a parent's q each.
+    # Program 0 of a sequence grows its tree. The others, with noise only, write a chunk of a parent's q each.
     _grow_level_kernel[(batch, 1 if q is None else 1 + num_parents * chunks)](
         logits,
         noise,
@@ -230,7 +230,7 @@ def grow_level(
         WIDTH=width,
         SUB=SUB,
         CHUNK=CHUNK,
-        RACE=noise is not None,
+        HAS_NOISE=noise is not None,
         IDS=ids is not None,
         WATCH=watch is not None,
         WARM=temperature is not None,
