@@ -27,9 +27,9 @@ from torch import Tensor
 from benchmarks.ceilings import Ceilings, capture, measure_ceilings, timed_ms
 from benchmarks.published_attention import published_attention
 from longspec.errors import UserError, reports_user_errors
-from longspec.kernels.decoding.attention import decoding_attention
-from longspec.kernels.decoding.attention_interface import DecodingAttention
-from longspec.kernels.shared.reference import attention_with_lse
+from longspec.kernels.choice import choose_backend
+from longspec.kernels.shared.attention import DecodingAttention
+from longspec.kernels.torch.attention import masked_sdpa
 
 HEAD_DIM = 128
 SCALE = HEAD_DIM**-0.5
@@ -106,7 +106,7 @@ def parse_options() -> argparse.Namespace:
 def measure(model: str, heads: int, kv_heads: int, prefix: int, ceilings: Ceilings, options: argparse.Namespace) -> Row:
     inputs = make_inputs(heads, kv_heads, prefix, options.nodes)
     cuda = torch.device("cuda")
-    backends = {name: decoding_attention(name, cuda, torch.bfloat16, HEAD_DIM) for name in ("triton", "auto")}
+    backends = {name: choose_backend(name, cuda, torch.bfloat16, HEAD_DIM).attention for name in ("triton", "auto")}
     exact = exact_attention(inputs[0])
 
     calls: dict[str, list[Call]] = {
@@ -185,7 +185,7 @@ def exact_attention(x: Inputs) -> Tensor:
     group = x.q.shape[1] // x.k.shape[1]
     mask = hybrid_mask(x)[0]
     heads = [
-        attention_with_lse(q.float(), k.float(), v.float(), mask, SCALE)[0]
+        masked_sdpa(q.float(), k.float(), v.float(), mask, SCALE)
         for q, k, v in zip(x.q.split(group, 1), x.k.split(1, 1), x.v.split(1, 1), strict=True)
     ]
     return torch.cat(heads, 1)

@@ -42,12 +42,11 @@ from longspec.inference.methods import GLIDE_METHODS, METHODS, Drafting, make_dr
 from longspec.inference.process_group import equal_ranks
 from longspec.inference.request import Sampling
 from longspec.inference.round_source import FixedRounds
-from longspec.inference.runner import Runner
+from longspec.inference.runner import Runner, model_backend
 from longspec.inference.sampling import RowSettings, Sampler, sampling_kind
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import model_parallel_rank_and_size, split_draft
 from longspec.models.target_split import check_divisible
-from longspec.models.triton_stream import TritonOperations
 
 
 @dataclass
@@ -108,7 +107,7 @@ def run(options: Namespace, acceptance: Mapping[Key, float]) -> None:
     print(HEADER)
     for shape in options.shapes:
         model = decoding_pair(shape)
-        runner = FusedRunner(model, TritonOperations(), options.attention)
+        runner = FusedRunner(model, model_backend(model, options.attention))
         for lengths, setting in settings(options, model):
             measurements.append(measure(shape, runner, lengths, setting.method, ceilings, setting, acceptance))
         for context in options.contexts:

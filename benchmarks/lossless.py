@@ -32,7 +32,6 @@ from longspec.inference.sampling import GREEDY
 from longspec.models.families import family_class
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import load_tokenizer, read_config
-from longspec.models.triton_stream import TritonOperations
 
 Continue = Callable[[Tensor], Tensor]
 """Maps prompts LongTensor [B, P] to their greedy continuations LongTensor [B, new]."""
@@ -208,7 +207,7 @@ def logit_errors(model: Any, rows: Tensor, options: argparse.Namespace) -> dict[
 def read_on(model: GlideMixin, row: Tensor, prompt_len: int, steps: list[int]) -> Tensor:
     """The engine's logits [1, sum(steps), V] for the tokens after the prompt, read in passes of `steps` tokens each."""
     sampler = GREEDY
-    runner = FusedRunner(model, TritonOperations())
+    runner = FusedRunner(model)
     drafter = make_drafter(Drafting("vanilla"), runner, 1, sampler)
     engine = Engine(runner, drafter, sampler, row[:, :prompt_len], [prompt_len], sum(steps) + max(steps))
     engine.prefill()
@@ -216,7 +215,8 @@ def read_on(model: GlideMixin, row: Tensor, prompt_len: int, steps: list[int]) -
     start = prompt_len
     for count in steps:
         logits.append(engine.verify(chain_proposal(row[:, start : start + count])))
-        engine.cache.keep(torch.arange(count, device=row.device)[None], torch.tensor([count], device=row.device))
+        path, counts = torch.arange(count, device=row.device)[None], torch.tensor([count], device=row.device)
+        engine.cache.keep(path, counts, runner.backend)
         start += count
     return torch.cat(logits, 1)
 

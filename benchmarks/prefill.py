@@ -26,7 +26,6 @@ from longspec.inference.methods import Drafting, make_drafter
 from longspec.inference.sampling import GREEDY
 from longspec.models.draft_layer import WINDOW, head_dim
 from longspec.models.glide import GlideMixin
-from longspec.models.triton_stream import TritonOperations
 
 TREE_SHAPE = (4, 16, 16, 16, 16)
 NEW_TOKENS = 64
@@ -44,7 +43,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise UserError("benchmarks.prefill: needs a CUDA device; none is available")
     model = random_pair(options.shape)
-    runner = FusedRunner(model, TritonOperations())
+    runner = FusedRunner(model)
     weights = torch.cuda.memory_allocated()
 
     prefills, generations = [], []

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.decoding.attention_tiles import LOG2_E
+from longspec.kernels.triton.attention_tiles import LOG2_E
 
 
 @triton.jit

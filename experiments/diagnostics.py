@@ -43,13 +43,13 @@ class TextSampler(Sampler):
         super().__init__()
         self.rows, self.read = rows, torch.tensor(read, device=rows.device)
         self.levels = torch.arange(len(shape) + 1).repeat_interleave(torch.tensor([1, *shape])).to(rows.device)
-        self.logits = torch.empty(0)
-        """Target logits [B, N, V] at the nodes of the last round."""
+        self.seen: list[Tensor] = []
+        """Target logits [B, N, V] at the nodes of the last round, also of those that a copy has read."""
 
     def choose(self, logits: Tensor, watch: Watch | None = None) -> Tensor:
         if logits.dim() == 2:  # [B, V] after prefill
             return self.rows.gather(1, self.read[:, None])[:, 0]
-        self.logits = logits
+        self.seen[:] = [logits]
         following = self.read[:, None] + self.levels + 1
         return self.rows.gather(1, following.clamp(max=self.rows.shape[1] - 1))
 
@@ -76,7 +76,7 @@ def forced_acceptance(
     # A row takes part while its text reaches past the deepest node of the next tree.
     while (active := sampler.read + drafter.depth + 2 <= ends).any():
         counts = engine.round(active)[1]
-        bounds = 1 + depth_probabilities(drafter.proposal(), sampler.logits).sum(1)
+        bounds = 1 + depth_probabilities(drafter.proposal(), sampler.seen[0]).sum(1)
         sums["rounds"] += int(active.sum())
         sums["tokens"] += int(counts.sum())
         sums["bound"] += float(bounds[active].sum())

@@ -6,11 +6,14 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from longspec.models import generation
 from longspec.models.families import FAMILIES
+from longspec.version import __version__
 
 if TYPE_CHECKING:
     from longspec.inference.generate import generate
     from longspec.inference.load_pair import load_pair
+    from longspec.models.glide import GlideMixin
     from longspec.models.llama import LlamaGlide
     from longspec.models.mistral import MistralGlide
     from longspec.models.qwen2 import Qwen2Glide
@@ -21,8 +24,7 @@ if TYPE_CHECKING:
 if os.environ.keys().isdisjoint(("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")):
     os.environ["GOMP_SPINCOUNT"] = "1000"
 
-__version__ = "0.1.0"
-__all__ = ["LlamaGlide", "MistralGlide", "Qwen2Glide", "Qwen3Glide", "generate", "load_pair"]
+__all__ = ["LlamaGlide", "MistralGlide", "Qwen2Glide", "Qwen3Glide", "__version__", "generate", "load_pair"]
 
 # Modules of the public names.
 _MODULES = {
@@ -39,6 +41,15 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
+
+
+def _generate(model: GlideMixin, *args: Any, **kwargs: Any) -> Any:
+    from longspec.inference.transformers_api import generate_as_transformers  # imports torch
+
+    return generate_as_transformers(model, *args, **kwargs)
+
+
+generation.generate = _generate
 
 
 def __dir__() -> list[str]:

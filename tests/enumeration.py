@@ -12,6 +12,21 @@ Result = TypeVar("Result")
 Tokens = tuple[int, ...]
 
 
+class _Coins:
+    """In place of a tensor of uniform numbers, of which single ones are compared with a probability: each comparison
+    is decided."""
+
+    def __init__(self, decide: Callable[[list[float]], int]) -> None:
+        self.decide = decide
+
+    def __getitem__(self, _: object) -> "_Coins":
+        return self
+
+    def __lt__(self, probability: Tensor) -> bool:
+        heads = probability.nan_to_num(0.0).clamp(max=1).item()
+        return self.decide([1 - heads, heads]) == 1
+
+
 class EnumeratingSampler(Sampler):
     """Replays a script of outcomes. After its end, takes the first outcome that has a positive probability."""
 
@@ -26,9 +41,8 @@ class EnumeratingSampler(Sampler):
         chosen = [self._decide((row / row.sum()).tolist()) for row in weights.flatten(0, -2)]
         return torch.tensor(chosen).view(weights.shape[:-1])
 
-    def coin(self, probability: Tensor, uniform: Tensor) -> Tensor:
-        heads = probability.nan_to_num(0.0).clamp(max=1).flatten().tolist()
-        return torch.tensor([self._decide([1 - one, one]) == 1 for one in heads]).view(probability.shape)
+    def uniforms(self, like: Tensor) -> Tensor:
+        return _Coins(self._decide)  # type: ignore[return-value]
 
     def exponentials(self, like: Tensor, step: int = 0, first: int = 0) -> Tensor:
         raise NotImplementedError("exponential variables are continuous and cannot be enumerated")

@@ -11,11 +11,11 @@ from torch import Tensor
 from longspec.inference import acceptance, filters, rounds
 from longspec.inference.acceptance import Accepted
 from longspec.inference.drafting import chain as chain_drafting
-from longspec.inference.drafting import tree as tree_drafting
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.sampling import Sampler, per_row
-from longspec.kernels.decoding import row_noise, vocabulary
-from longspec.kernels.decoding.tree import Branches, SelectedNodes, Tree
+from longspec.kernels.shared.tree import Branches, Draws, SelectedNodes, Tree
+from longspec.kernels.torch import acceptance as torch_acceptance
+from longspec.kernels.torch.backend import TorchBackend
 
 follow, reject, accept = acceptance.follow, acceptance.reject, acceptance.accept
 Patch = pytest.MonkeyPatch
@@ -34,8 +34,8 @@ class Fault:
 def probabilities_by_node_number(patch: Patch) -> None:
     """The target's choice at node number d is used for every node at depth d."""
 
-    def faulty(proposal: Proposal, choice: Tensor) -> Accepted:
-        return follow(proposal, choice[:, proposal.levels])
+    def faulty(proposal: Proposal, choice: Tensor, *backend: Any) -> Accepted:
+        return follow(proposal, choice[:, proposal.levels], *backend)
 
     patch.setattr(acceptance, "follow", faulty)
 
@@ -44,40 +44,41 @@ def top_k_children_as_samples(patch: Patch) -> None:
     """The draft's most probable children are accepted with min(1, p/q), as if they had been sampled from q."""
 
     def faulty(
-        tree: Tree, above: slice, width: int, logits: Tensor, temperature: Tensor, noise: Tensor, q: Tensor, *_: object
+        tree: Tree, above: slice, width: int, logits: Tensor, temperature: Tensor, draws: Draws, *_: object
     ) -> None:
-        q.copy_(vocabulary.probabilities(logits, temperature))
-        vocabulary.best_children(tree, above, width, logits, temperature)
+        draws.q.copy_(TorchBackend.softmax(logits, temperature))
+        grow(tree, above, width, logits, temperature)
 
-    patch.setattr(tree_drafting, "sampled_children", faulty)
+    grow = TorchBackend.grow_level
+    patch.setattr(TorchBackend, "grow_level", staticmethod(faulty))
 
 
 def siblings_out_of_order(patch: Patch) -> None:
     """Siblings are tried in the reverse of the order in which they were sampled."""
-    sampled = tree_drafting.sampled_children
+    grow = TorchBackend.grow_level
 
     def faulty(tree: Tree, above: slice, width: int, *args: Any) -> None:
-        sampled(tree, above, width, *args)
+        grow(tree, above, width, *args)
         here = slice(above.stop, above.stop + width)
         for values in (tree.tokens, tree.parents, tree.scores, tree.arrivals):
             values[:, here] = values[:, here].flip(1)
         tree.visible[:, here, : above.stop] = tree.visible[:, here, : above.stop].flip(1)
 
-    patch.setattr(tree_drafting, "sampled_children", faulty)
+    patch.setattr(TorchBackend, "grow_level", staticmethod(faulty))
 
 
 def selection_sees_the_targets_draw(patch: Patch) -> None:
     """A node is verified only if the token that the target draws after it is not token 0."""
 
-    def faulty(proposal: Proposal, choice: Tensor) -> Accepted:
-        return follow(replace(proposal, parents=proposal.parents.where(choice != 0, -1)), choice)
+    def faulty(proposal: Proposal, choice: Tensor, *backend: Any) -> Accepted:
+        return follow(replace(proposal, parents=proposal.parents.where(choice != 0, -1)), choice, *backend)
 
     patch.setattr(acceptance, "follow", faulty)
 
 
 def siblings_reordered_before_selection(patch: Patch) -> None:
     """The nodes of a level are reversed after they were drawn, before some of them are selected."""
-    select = tree_drafting.select_nodes
+    select = TorchBackend.select_nodes
 
     def faulty(tree: Tree, levels: Tensor, *args: Any, **kwargs: Any) -> SelectedNodes:
         order = torch.cat([(levels == level).nonzero()[:, 0].flip(0) for level in range(int(levels.max()) + 1)])
@@ -92,22 +93,22 @@ def siblings_reordered_before_selection(patch: Patch) -> None:
         selected = select(reordered, levels, *args, **kwargs)
         return selected._replace(wide=order[selected.wide])
 
-    patch.setattr(tree_drafting, "select_nodes", faulty)
+    patch.setattr(TorchBackend, "select_nodes", staticmethod(faulty))
 
 
 def samples_selected_by_probability(patch: Patch) -> None:
     """Sampled nodes are selected by the probability of their paths instead of their arrival."""
-    select = tree_drafting.select_nodes
+    select = TorchBackend.select_nodes
 
     def faulty(tree: Tree, *args: Any, **kwargs: Any) -> SelectedNodes:
         return select(tree._replace(arrivals=-tree.scores), *args, **kwargs)
 
-    patch.setattr(tree_drafting, "select_nodes", faulty)
+    patch.setattr(TorchBackend, "select_nodes", staticmethod(faulty))
 
 
 def branches_admitted_by_the_draws(patch: Patch) -> None:
     """A lookup branch takes part only if its first token was sampled below the root."""
-    select = tree_drafting.select_nodes
+    select = TorchBackend.select_nodes
 
     def faulty(
         tree: Tree, levels: Tensor, nodes: int, by_arrival: bool, branches: Branches | None = None
@@ -118,17 +119,17 @@ def branches_admitted_by_the_draws(patch: Patch) -> None:
             branches = branches._replace(merits=branches.merits.where(drawn, -torch.inf))
         return select(tree, levels, nodes, by_arrival, branches)
 
-    patch.setattr(tree_drafting, "select_nodes", faulty)
+    patch.setattr(TorchBackend, "select_nodes", staticmethod(faulty))
 
 
 def no_renormalization(patch: Patch) -> None:
     """After a rejection, the remaining p and q are not renormalized before the next sibling is tried."""
-    patch.setattr(acceptance, "_sums", lambda left, remaining: torch.ones(2, len(left), dtype=torch.float64))
+    patch.setattr(torch_acceptance, "_sums", lambda left, remaining: torch.ones(2, dtype=torch.float64))
 
 
 def resampling_from_p(patch: Patch) -> None:
     """After a rejection, the token is sampled from p instead of the normalized max(p - q, 0)."""
-    patch.setattr(acceptance, "_residual", lambda p, q, ratio: p.double())
+    patch.setattr(torch_acceptance, "_residual", lambda p, q, ratio: p.double())
 
 
 def temperature_left_out(patch: Patch) -> None:
@@ -193,22 +194,22 @@ def warpers_in_another_order(patch: Patch) -> None:
 def rows_share_their_draws(patch: Patch) -> None:
     """All rows of the batch have the same seed."""
 
-    fill = row_noise.fill_rows
+    noise = TorchBackend.row_noise
 
     def faulty(seeds: Tensor, *arguments: Any) -> Tensor:
-        return fill(torch.zeros_like(seeds), *arguments)
+        return noise(torch.zeros_like(seeds), *arguments)
 
-    patch.setattr(row_noise, "fill_rows", faulty)
+    patch.setattr(TorchBackend, "row_noise", staticmethod(faulty))
 
 
 def rounds_repeat_their_draws(patch: Patch) -> None:
     """The random numbers do not depend on the position of the root."""
-    fill = row_noise.fill_rows
+    noise = TorchBackend.row_noise
 
     def faulty(seeds: Tensor, positions: Tensor, *arguments: Any) -> Tensor:
-        return fill(seeds, torch.zeros_like(positions), *arguments)
+        return noise(seeds, torch.zeros_like(positions), *arguments)
 
-    patch.setattr(row_noise, "fill_rows", faulty)
+    patch.setattr(TorchBackend, "row_noise", staticmethod(faulty))
 
 
 BY_REJECTION = ("seq", "tree", "magicdec")

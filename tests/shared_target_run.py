@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from interpreted import InterpretedBackend
 from torch.nn.utils.rnn import pad_sequence
 
 from longspec.errors import UserError
@@ -24,10 +25,10 @@ from longspec.inference.request_engine import RequestEngine
 from longspec.inference.runner import Runner
 from longspec.inference.select_runner import make_runner
 from longspec.inference.server.requests import Request
+from longspec.kernels.torch.attention import SdpaAttention
 from longspec.models.fused import can_fuse
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import model_parallel_rank_and_size
-from longspec.models.triton_stream import TritonOperations
 from longspec.ranks.agreement import launched_rank
 from longspec.signals import StopSignals
 
@@ -118,7 +119,7 @@ def choose_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:
     """Fused passes on the kernels for the shared pair with a small window, because the interpreter is slow."""
     is_shared = model_parallel_rank_and_size()[1] > 1
     if is_shared and model.draft_model.window == SMALL_WINDOW:
-        return FusedRunner(model, TritonOperations())
+        return FusedRunner(model, InterpretedBackend(SdpaAttention()))
     return make_runner(model, attention, compiled)
 
 

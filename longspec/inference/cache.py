@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 
-from longspec.kernels.decoding import tree_reference
-from longspec.kernels.shared.device import runs_triton
+from longspec.kernels.backend import Backend
 from longspec.kernels.shared.watch import Watch
 from longspec.models.draft_layer import head_dim
 from longspec.models.parallel import model_parallel_rank_and_size, ranks_differ
@@ -147,7 +146,7 @@ class TargetCache:
         """The `count` slots after the accepted tokens of each row, LongTensor [B, count]."""
         return self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
 
-    def keep(self, path: Tensor, counts: Tensor) -> None:
+    def keep(self, path: Tensor, counts: Tensor, backend: Backend) -> None:
         """Accept the first counts[b] nodes of `path`: move their entries next to the accepted tokens, in all layers.
 
         path: LongTensor [B, J], increasing numbers of nodes of the tree in `next_slots`; counts: [B].
@@ -155,13 +154,9 @@ class TargetCache:
         if self._whole is not None:  # the kernel needs contiguous tensors, and accepts nothing in the other rows
             whole, first = self._whole
             others = (first, len(whole.lengths) - first - len(counts))
-            whole.keep(F.pad(path, (0, 0, *others)), F.pad(counts, others))
+            whole.keep(F.pad(path, (0, 0, *others)), F.pad(counts, others), backend)
             return
-        if runs_triton(self.keys):
-            from longspec.kernels.decoding.compaction import compact
-        else:
-            compact = tree_reference.compact
-        compact(self.keys, self.values, self.lengths, path, counts)
+        backend.compact(self.keys, self.values, self.lengths, path, counts)
         self.lengths += counts
 
 

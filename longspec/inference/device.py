@@ -11,10 +11,10 @@ import psutil
 import torch
 from transformers import PreTrainedConfig
 
-from longspec import __version__
 from longspec.errors import UserError
 from longspec.kernels.shared.device import OLDEST_GPU
 from longspec.models.pretrained import checked_dtype
+from longspec.version import __version__
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from longspec.inference.cache import DraftCache, TargetCache
 from longspec.inference.runner import Runner
+from longspec.kernels.backend import Backend
+from longspec.kernels.shared.residual import ResidualStream, RopeTable, TokenSlots
 from longspec.models.draft_layer import head_dim
 from longspec.models.fused import FusedDraftLayer, FusedTargetLayer, rope_table
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import VocabularyEmbedding, VocabularyHead
-from longspec.models.residual import Operations, ResidualStream, RopeTable, TokenSlots
 from longspec.models.target_attention import Attend, QueryAttend
 
 
@@ -23,10 +24,9 @@ class FusedRunner(Runner):
 
     owned = ("model", "backbone", "layers", "draft_layer")
 
-    def __init__(self, model: GlideMixin, operations: Operations, attention: str = "auto") -> None:
-        super().__init__(model, attention)
-        self.operations: Operations = operations
-        self.capturable = operations.capturable and self.device.type == "cuda"
+    def __init__(self, model: GlideMixin, backend: Backend | None = None) -> None:
+        super().__init__(model, backend)
+        self.capturable = self.backend.capturable and self.attention.capturable and self.device.type == "cuda"
         self.backbone: Any = model.model
         self.layers = [FusedTargetLayer(layer) for layer in self.backbone.layers]
         self.draft_layer = FusedDraftLayer(model.draft_model)
@@ -50,16 +50,16 @@ class FusedRunner(Runner):
         """A residual stream that starts with the embeddings of tokens [B, N]."""
         embedding = self.backbone.embed_tokens
         is_split = isinstance(embedding, VocabularyEmbedding)
-        embeddings = embedding(tokens) if is_split else self.operations.embed(embedding.weight, tokens)
-        return self.operations.stream(embeddings, self.config.rms_norm_eps)
+        embeddings = embedding(tokens) if is_split else self.backend.embed(embedding.weight, tokens)
+        return self.backend.stream(embeddings, self.config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         head = self.model.lm_head
-        logits = self.operations.linear(hidden, head.weight)
+        logits = self.backend.linear(hidden, head.weight)
         return head.gathered(logits) if isinstance(head, VocabularyHead) else logits
 
     def product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.operations.linear(hidden, weight, bias)
+        return self.backend.linear(hidden, weight, bias)
 
     def target(self, tokens: Tensor, positions: Tensor, cache: TargetCache, slots: Tensor, attend: Attend) -> Tensor:
         stream = self.embed(tokens)
@@ -89,7 +89,7 @@ class FusedRunner(Runner):
         return stream.hidden
 
     def feature(self, target_hidden: Tensor) -> Tensor:
-        return self.draft_layer.feature(self.operations.stream(target_hidden, self.config.rms_norm_eps))
+        return self.draft_layer.feature(self.backend.stream(target_hidden, self.config.rms_norm_eps))
 
     def feed_draft(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: DraftCache) -> None:
         # Tokens with a negative slot are not stored.

@@ -30,11 +30,10 @@ from longspec.inference.arguments import (
     prompt_rows,
 )
 from longspec.inference.decoder import Decoder, Stops, Streamer
-from longspec.inference.drafting.reduced_head import list_length
 from longspec.inference.engine import Engine
 from longspec.inference.engine_pool import borrowed, engine_kind, rounded_room
 from longspec.inference.kernel_key import kernel_key
-from longspec.inference.methods import AUTO, DEFAULT_SHAPE, Drafting, make_drafter
+from longspec.inference.methods import AUTO, DEFAULT_SHAPE, Drafting, list_length, make_drafter
 from longspec.inference.options import FILTER_OPTIONS, REFUSED, STOPPING, filter_values, refuse_options, report_ignored
 from longspec.inference.process_group import repeat_generation
 from longspec.inference.request import Sampling
@@ -108,7 +107,7 @@ def generate(
     recursive rejection; "descend" drafts the most probable tree and follows the target's own draws in it. Both are
     exact; "reject" accepts more tokens.
     compile: use fused layers, and on CUDA one graph per round; otherwise transformers' modules run kernel by kernel.
-    attention: "auto" or a backend (see `kernels.decoding.attention.decoding_attention`).
+    attention: "auto" or a backend (see `kernels.choice.choose_backend`).
     stopping_criteria: each is called after every new token with the ids [1, length] of one row, its prompt as passed
     in followed by its new tokens, and with scores None.
     tree_nodes: the nodes of the drafted tree to be verified, the root included: those with the most probable paths;

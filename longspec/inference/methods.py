@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from longspec.inference.drafting.proposal import Drafter
     from longspec.inference.runner import Runner
     from longspec.inference.sampling import Sampler
+    from longspec.models.glide import GlideMixin
 
 METHODS = ("vanilla", "seq", "tree", "magicdec", "lookup")
 """The methods that draft in one way."""
@@ -21,8 +22,6 @@ TREE_RULES = ("reject", "descend")
 """The ways to draft and accept a tree above temperature 0 (see `drafting.tree`)."""
 AUTO = "auto"
 """The method that chooses between vanilla, lookup and draft trees before each round (see `adaptive`)."""
-LONGEST_MATCH = 3
-"""Maximum length of a match of prompt lookup in tokens, the root included."""
 DEFAULT_SHAPE = (4, 16, 16, 16, 16)
 """The paper's tree: number of nodes in each level below the root."""
 
@@ -72,11 +71,11 @@ def make_drafter(drafting: Drafting, runner: Runner, batch: int, sampler: Sample
     from longspec.inference.drafting.magicdec import SparseTarget
     from longspec.inference.drafting.tree import TreeDrafter
 
-    gamma = drafting.gamma
+    gamma, sampler = drafting.gamma, sampler.on(runner.backend)
     if drafting.method == "tree":
         # A round feeds as many tokens as its longest path has, and the draft's ring takes at most a window of them.
         depth = runner.model.draft_model.window - 1
-        lookup = LookupBranches(batch, depth, runner.device) if drafting.lookup_branches else None
+        lookup = LookupBranches(runner, batch, depth) if drafting.lookup_branches else None
         shape, nodes = drafting.tree_shape, drafting.tree_nodes
         return TreeDrafter(runner, batch, shape, sampler, drafting.tree_rule, nodes=nodes, lookup=lookup)
     if drafting.method == "seq":
@@ -86,3 +85,10 @@ def make_drafter(drafting: Drafting, runner: Runner, batch: int, sampler: Sample
     if drafting.method == "lookup":
         return LookupDrafter(batch, gamma, runner.device)
     return NoDraft()
+
+
+def list_length(model: GlideMixin, drafting: Drafting) -> int | None:
+    """Length of the vocabulary list of the draft that the method uses; None without one."""
+    uses_draft = drafting.method in GLIDE_METHODS or (drafting.method == AUTO and drafting.has_draft)
+    vocabulary = model.draft_model.vocabulary
+    return len(vocabulary) if uses_draft and vocabulary is not None else None

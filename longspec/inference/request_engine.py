@@ -18,8 +18,8 @@ from longspec.inference import engine_pool
 from longspec.inference.adaptive.plans import MOST_SERVED_NODES
 from longspec.inference.device import free_bytes
 from longspec.inference.drafting.lookup import BRANCH_SIZES
-from longspec.inference.drafting.reduced_head import head_bytes, list_length
-from longspec.inference.methods import AUTO, Drafting
+from longspec.inference.drafting.reduced_head import head_bytes
+from longspec.inference.methods import AUTO, Drafting, list_length
 from longspec.inference.process_group import end_calls, repeat_calls
 from longspec.inference.select_runner import make_runner
 from longspec.inference.server.admission import (

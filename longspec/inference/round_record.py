@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.server.logprobs import scores
-from longspec.kernels.decoding.vocabulary import log_sum_exp
+from longspec.kernels.backend import Backend
 from longspec.kernels.shared.device import Download
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ def pack(
     faults: Tensor,
     logits: Tensor,
     report: Report,
+    backend: Backend,
 ) -> RoundResult:
     """The result of a round. tokens, counts: as in `RoundResult`; logits [B, N, V]: the target's at every node."""
     path, from_lookup = accepted.path, proposal.from_lookup
@@ -130,7 +131,7 @@ def pack(
     marks = torch.zeros_like(path) if from_lookup is None else from_lookup.gather(1, path).long()
     columns = [counts[:, None], faults[:, None], tokens, marks]
     if report.details:
-        columns.append(_log_probabilities(logits, path, tokens).double().view(torch.long))
+        columns.append(_log_probabilities(logits, path, tokens, backend).double().view(torch.long))
     if report.ranks:
         assert proposal.ranks is not None
         columns += [proposal.ranks.gather(1, path), proposal.levels_by_rank()]
@@ -141,7 +142,7 @@ def pack(
     return RoundResult(tokens, counts, torch.cat(columns, 1), token_scores, trace)
 
 
-def _log_probabilities(logits: Tensor, path: Tensor, tokens: Tensor) -> Tensor:
+def _log_probabilities(logits: Tensor, path: Tensor, tokens: Tensor, backend: Backend) -> Tensor:
     """Log-probability [B, depth + 1] of each emitted token, at temperature 1."""
     chosen = logits.flatten(1).gather(1, path * logits.shape[2] + tokens)
-    return chosen - log_sum_exp(logits).gather(1, path)
+    return chosen - backend.log_sum_exp(logits).gather(1, path)

@@ -38,7 +38,7 @@ class Rounds:
         """root: LongTensor [B], the newest token of each row, at position cache.lengths[b]. sampler: the target's."""
         self.runner = runner
         self.drafter = drafter
-        self.sampler = sampler
+        self.sampler = sampler.on(runner.backend)
         self.cache = cache
         self.root = root
         self.report = report
@@ -78,12 +78,13 @@ class Rounds:
         path_tokens = proposal.tokens.gather(1, accepted.path)
         steps = torch.arange(proposal.depth + 1, device=count.device)
         self.drafter.feed(path_tokens, self.cache.lengths[:, None] + steps, steps < count[:, None])
-        self.cache.keep(accepted.path, count)
+        self.cache.keep(accepted.path, count, self.runner.backend)
 
         # The path starts with the root, which an earlier round emitted. The bonus token comes after the last node.
         emitted = path_tokens.roll(-1, dims=1).scatter(1, accepted.count[:, None], accepted.bonus[:, None])
         self.cache.compare_ranks(emitted, count)
-        result = pack(proposal, accepted, emitted, count, self.cache.faults, logits, self.report)
+        given = proposal, accepted, emitted, count, self.cache.faults, logits, self.report
+        result = pack(*given, self.runner.backend)
         self.root.copy_(torch.where(active, accepted.bonus, self.root))  # the proposal may hold this tensor
         return result
 

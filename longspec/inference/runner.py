@@ -10,39 +10,43 @@ from torch import Tensor
 
 from longspec.inference.cache import DraftCache, SlotWriter, TargetCache
 from longspec.inference.device import device_name
-from longspec.kernels.decoding.attention import decoding_attention
+from longspec.kernels.backend import Backend
+from longspec.kernels.choice import choose_backend
 from longspec.models.draft_layer import head_dim
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import model_parallel_rank_and_size
-from longspec.models.residual import Operations
 from longspec.models.target_attention import Attend, QueryAttend, run_backbone
 
 
+def model_backend(model: GlideMixin, attention: str = "auto") -> Backend:
+    """The backend of a pair on its device. attention: "auto" or a name (see `choose_backend`)."""
+    weight = model.lm_head.weight
+    return choose_backend(attention, weight.device, weight.dtype, head_dim(model.config))
+
+
 class Runner:
-    """Forward passes of a target and its draft, on one attention backend."""
+    """Forward passes of a target and its draft, on one backend."""
 
     capturable = False
     """Whether a CUDA graph may capture its passes."""
-    operations: Operations | None = None
-    """Those of fused layers; None for transformers' modules."""
     owned: tuple[str, ...] = ("model",)
     """The attributes that hold weights."""
 
-    def __init__(self, model: GlideMixin, attention: str = "auto") -> None:
-        """attention: "auto" or a backend (see `kernels.decoding.attention.decoding_attention`)."""
+    def __init__(self, model: GlideMixin, backend: Backend | None = None) -> None:
+        """backend: None for that of `model_backend`."""
         self.model = model
         self.config = model.config
-        weight = model.lm_head.weight
-        self.device = weight.device
-        self.dtype = weight.dtype
-        self.attention = decoding_attention(attention, self.device, self.dtype, head_dim(self.config))
+        self.device = model.lm_head.weight.device
+        self.dtype = model.lm_head.weight.dtype
+        self.backend = backend or model_backend(model)
+        self.attention = self.backend.attention
 
     @property
     def kind(self) -> Hashable:
         """All that its passes depend on, apart from the sizes of batches; of JSON values."""
         draft, kind = self.model.draft_model, self.device.type
         return (
-            (type(self).__name__, type(self.operations).__name__, self.attention.name, str(self.dtype)),
+            (type(self).__name__, self.backend.name, self.attention.name, str(self.dtype)),
             (self.capturable, device_name(self.device), torch.get_num_threads() if kind == "cpu" else None),
             # Libraries choose kernels by these settings.
             (torch.get_float32_matmul_precision(), torch.is_autocast_enabled(kind), torch.is_inference_mode_enabled()),

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from longspec.inference.filters import keep_likely
 from longspec.inference.request import FILTERS, Sampling, row_seed
-from longspec.kernels.decoding.row_noise import row_exponentials, row_uniforms
-from longspec.kernels.decoding.vocabulary import argmax, first_arrival
-from longspec.kernels.decoding.vocabulary import probabilities as softmax
+from longspec.kernels.backend import Backend
 from longspec.kernels.shared.device import upload
 from longspec.kernels.shared.watch import Watch
+from longspec.kernels.torch.backend import TorchBackend
 
 MOST_DRAWS = 1 << 20
 """Draws of one kind and purpose per round; above the depth of any tree."""
@@ -123,10 +122,17 @@ class Sampler:
         self, kind: SamplingKind = GREEDY_KIND, settings: RowSettings | None = None, purpose: Purpose = Purpose.VERIFY
     ) -> None:
         """settings: not needed for greedy rows."""
+        self.backend: Backend | type[Backend] = TorchBackend
         self.kind = kind
         self.greedy = kind.rows == "greedy"
         self._settings = settings
         self.purpose = purpose
+
+    def on(self, backend: Backend) -> Sampler:
+        """The same sampler with the operations of a backend; plain torch's run anywhere."""
+        bound = copy(self)
+        bound.backend = backend
+        return bound
 
     @property
     def settings(self) -> RowSettings:
@@ -135,15 +141,18 @@ class Sampler:
 
     def drafting(self) -> Sampler:
         """The sampler of the draft, with the same settings."""
-        return Sampler(self.kind, self._settings, Purpose.DRAFT)
+        draft = copy(self)
+        draft.purpose = Purpose.DRAFT
+        return draft
 
     def after_prefill(self) -> Sampler:
         """The sampler of the first token: it draws as a round whose root is the prompt's last token would."""
         if self.greedy:
             return self
-        settings = copy(self.settings)
-        settings.positions = settings.positions - 1
-        return Sampler(self.kind, settings, self.purpose)
+        first = copy(self)
+        first._settings = copy(self.settings)
+        first._settings.positions = first._settings.positions - 1
+        return first
 
     def temperature_of(self, row: int) -> float:
         """The temperature of a row. Waits for the device."""
@@ -174,14 +183,15 @@ class Sampler:
         warped, temperature = self.warped(logits)
         if self.kind.rows == "mixed" and self.purpose != Purpose.DRAFT:
             tokens = torch.arange(logits.shape[-1], device=logits.device)
-            others = tokens != argmax(logits)[..., None]  # NaN and infinity win the argmax, and stay in place
+            # NaN and infinity win the argmax, and stay in place.
+            others = tokens != self.backend.argmax(logits)[..., None]
             warped = warped.masked_fill(per_row(self.settings.greedy, logits) & others, -torch.inf)
-        return softmax(warped, temperature, watch)
+        return self.backend.softmax(warped, temperature, watch)
 
     def choose(self, logits: Tensor, watch: Watch | None = None) -> Tensor:
         """One token per distribution, LongTensor [B, ...]: the argmax of logits [B, ..., V] if greedy, else a draw."""
         if self.greedy:
-            return argmax(logits, watch)
+            return self.backend.argmax(logits, watch)
         return self.draw(self.probabilities(logits, watch))
 
     def draw(self, weights: Tensor, step: int = 0) -> Tensor:
@@ -189,27 +199,25 @@ class Sampler:
 
         step: number of the draw within the round; draws of one number are equal.
         """
-        # A race, because torch.multinomial waits for the device and draws its noise in fp32 (see `exponentials`).
-        return first_arrival(weights, self.exponentials(weights, step))
+        # Not torch.multinomial, which waits for the device and draws its noise in fp32 (see `exponentials`).
+        return self.backend.first_arrival(weights, self.exponentials(weights, step))
 
     def uniforms(self, like: Tensor) -> Tensor:
         """Independent uniform numbers in [0, 1), fp64, with the shape of `like`, [B, ...]."""
         # fp32 uniforms are multiples of 6e-8, too coarse for improbable tokens of a large vocabulary.
-        return row_uniforms(self.settings["seed"], self.settings.positions, self._stream(0, 0), like.shape[1:])
-
-    def coin(self, probability: Tensor, uniform: Tensor) -> Tensor:
-        """Coin flips from `uniforms`, bool: True with `probability`; values of 1 and above are always True."""
-        return uniform < probability
+        settings, stream = self.settings, self._stream(0, 0)
+        return self.backend.row_noise(settings["seed"], settings.positions, stream, like.shape[1:])
 
     def exponentials(self, like: Tensor, step: int = 0, first: int = 0) -> Tensor:
         """Independent exponential numbers of rate 1, fp64, with the shape of `like`, [B, ...]; `first` as in
-        `row_exponentials`.
+        `Backend.row_noise`.
 
         Constant in greedy rows: these draw the most probable token, and grow the same tree in every run.
         """
-        # CUDA's fp32 exponentials are never below 6e-8, so tokens of that probability could not win the race in `draw`.
+        # CUDA's fp32 exponentials are never below 6e-8, so `draw` could not draw tokens of that probability.
         settings, stream = self.settings, self._stream(1, step)
-        return row_exponentials(settings["seed"], settings.positions, stream, like.shape[1:], settings.greedy, first)
+        numbers = settings["seed"], settings.positions, stream, like.shape[1:], settings.greedy, first
+        return self.backend.row_noise(*numbers)
 
     def exponentials_by_part(self, like: Tensor, widths: Sequence[int]) -> list[Tensor]:
         """`exponentials` for like [B, N, V], split along N into contiguous parts of `widths`."""

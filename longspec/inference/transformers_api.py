@@ -198,6 +198,3 @@ def _pad_token_id(config: GenerationConfig) -> int:
     """The id to pad finished rows with: the pad token, else the first EOS as in transformers, else 0."""
     ids = config.pad_token_id if config.pad_token_id is not None else config.eos_token_id
     return 0 if ids is None else int(torch.as_tensor(ids).flatten()[0])
-
-
-GlideMixin.generate = generate_as_transformers  # type: ignore[method-assign]

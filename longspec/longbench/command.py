@@ -15,7 +15,7 @@ from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.errors import reports_user_errors
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE, METHODS, TREE_RULES
 from longspec.inference.pairs import PAIRS
-from longspec.kernels import BACKENDS
+from longspec.kernels import ATTENTIONS
 from longspec.longbench.prompts import DEFAULT_HEADROOM, DEFAULT_MIN_PROMPT_LEN
 from longspec.longbench.tasks import TASKS
 from longspec.models.packaged_targets import SMOLLM2
@@ -147,7 +147,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, default="auto", help="auto: that of the target's weights; float32 on a CPU")
     add("--device", help="default: cuda if there is one; under torchrun that of the rank")
     add("--tp_size", type=int, default=1, help="number of ranks that share the target, started by torchrun")
-    add("--attention", choices=("auto", *BACKENDS), default="auto", help="backend of the attention in decoding")
+    add("--attention", choices=("auto", *ATTENTIONS), default="auto", help="backend of the attention in decoding")
     add(
         "--compile",
         action=argparse.BooleanOptionalAction,

@@ -24,7 +24,7 @@ from longspec.inference.load_pair import check_loadable
 from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.options import FILTER_OPTIONS, REFUSED, STOPPING, report_ignored
 from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair
-from longspec.kernels.decoding.attention import decoding_attention
+from longspec.kernels.choice import attention_name
 from longspec.longbench.checks import (
     check_batch_memory,
     check_draft_settings,
@@ -219,8 +219,7 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
 
     # The device.
     dtype = choose_dtype(options.dtype, config, device)
-    # Only its name: the engine selects the backend again with the same arguments.
-    attention = decoding_attention(options.attention, device, dtype, head_dim(config)).name
+    attention = attention_name(options.attention, device, dtype, head_dim(config))
     listed = _list_length(options, draft_state)
     check_batch_memory(options, config, dtype, device, selection.prompts, max_new_tokens, listed)
 

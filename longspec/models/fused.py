@@ -1,7 +1,7 @@
 """Decoder layers for decoding: few large products on the modules' own parameters, few operations between products.
 
-Each layer computes queries, keys and values in one product, and gate and up in another. The operations are those of a
-residual stream: `models.triton_stream` on CUDA, `models.native_stream` or `models.torch_stream` on a CPU.
+Each layer computes queries, keys and values in one product, and gate and up in another. The operations are those of the
+backend's residual stream (`layers` in `kernels.triton`, `kernels.native` and `kernels.torch`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,16 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from longspec.kernels.shared.reference import HeadNorms
+from longspec.kernels.shared.residual import HeadNorms, ResidualStream, RopeTable, TokenSlots
 from longspec.models.draft_layer import DraftCrossAttention, GlideDecoderLayer
-from longspec.models.parallel import VocabularyEmbedding, VocabularyHead, sum_output
-from longspec.models.residual import ResidualStream, RopeTable, TokenSlots
+from longspec.models.glide import GlideMixin
+from longspec.models.parallel import (
+    VocabularyEmbedding,
+    VocabularyHead,
+    model_parallel_rank_and_size,
+    sum_output,
+    sum_over_ranks,
+)
 from longspec.models.target_attention import QueryAttend
 
 PROJECTIONS = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
@@ -29,19 +35,35 @@ def can_fuse(model: Any) -> bool:
 
     They need contiguous parameters of one dtype, plain linears, biases on q, k and v only, the family's RMSNorm, a
     gated SiLU MLP, and weights that own their memory, so that they can become views of merged weights. No module of the
-    pair may have a hook but the sum over the ranks that share a target. An adapter, a quantized linear or another
-    lm_head rules a pair out.
+    pair may have a hook but the sum over the ranks that share a target. An adapter, a quantized linear, another lm_head
+    or a subclass with its own code rules a pair out.
     """
     backbone, head, norm_class = model.model, model.lm_head, model.draft_layer_class.norm_class
     return (
         type(head) in (nn.Linear, VocabularyHead)
         and getattr(head, "bias", None) is None
         and type(backbone.embed_tokens) in (nn.Embedding, VocabularyEmbedding)
-        and isinstance(backbone.norm, norm_class)
+        and type(backbone.norm) is norm_class
+        and _keeps(model, GlideMixin, "embed")
+        and not any(_has_own_code(module) for module in (*backbone.modules(), *model.draft_model.modules()))
         and not any(_has_hook(module) for module in model.modules())
         and all(_is_plain(layer, norm_class) for layer in (*backbone.layers, model.draft_model))
         and all(x.dtype == head.weight.dtype and x.is_contiguous() for x in model.parameters())
     )
+
+
+def _has_own_code(module: nn.Module) -> bool:
+    """Whether a module may run other code than that of torch, transformers or this package."""
+    if "forward" in vars(module):
+        return True
+    if isinstance(module, GlideDecoderLayer):  # subclasses may have other weights or another initialization
+        return not _keeps(module, GlideDecoderLayer, "forward", "keys_values", "feature")
+    return not type(module).__module__.startswith(("torch.nn.", "transformers.", "longspec.models."))
+
+
+def _keeps(module: nn.Module, base: type, *methods: str) -> bool:
+    """Whether the class of a module has inherited these methods of `base`."""
+    return all(getattr(type(module), name) is getattr(base, name) for name in methods)
 
 
 def _has_hook(module: nn.Module) -> bool:
@@ -62,7 +84,7 @@ def _is_plain(layer: Any, norm_class: type) -> bool:
         {name.rpartition(".")[2] for name in linears} - {FEATURE} == PROJECTIONS
         and all(type(x) is nn.Linear for x in linears.values())
         and all(x.bias is None for name, x in linears.items() if not name.endswith(("q_proj", "k_proj", "v_proj")))
-        and all(isinstance(x, norm_class | nn.SiLU | SiLUActivation) for x in others)
+        and all(type(x) in (norm_class, nn.SiLU, SiLUActivation) for x in others)
         and all(_can_merge(linears) for linears in _merged_linears(layer))
     )
 
@@ -137,6 +159,14 @@ def _heads_last(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2).flatten(2)
 
 
+def _add_product(stream: ResidualStream, x: Tensor, weight: Tensor, last: bool = False) -> None:
+    """`ResidualStream.add_product`, summed over the ranks that share the target."""
+    if model_parallel_rank_and_size()[1] > 1:
+        stream.add(sum_over_ranks(stream.linear(x, weight)))
+    else:
+        stream.add_product(x, weight, last)
+
+
 class _FusedMLP:
     def __init__(self, norm: Any, mlp: Any) -> None:
         self.norm = norm.weight
@@ -144,7 +174,7 @@ class _FusedMLP:
         self.gate_up = MergedLinear([mlp.gate_proj, mlp.up_proj])
 
     def add_to(self, stream: ResidualStream, last: bool = False) -> None:
-        stream.add_product(stream.project_gated(self.norm, self.gate_up.weight), self.down, last)
+        _add_product(stream, stream.project_gated(self.norm, self.gate_up.weight), self.down, last)
 
 
 def _head_norms(attention: Any) -> HeadNorms | None:
@@ -165,7 +195,7 @@ class _FusedSelfAttention:
         # One product for queries, keys and values, which are then rotated and stored together.
         qkv = stream.project(self.norm, self.qkv.weight, self.qkv.bias)
         q = stream.rotate_and_store(qkv, slots, self.head_norms)
-        stream.add_product(_heads_last(attend(q)), self.output)
+        _add_product(stream, _heads_last(attend(q)), self.output)
 
 
 class FusedTargetLayer:
@@ -197,7 +227,7 @@ class _FusedCrossAttentions:
         q = stream.project(self.norm, self.queries.weight, self.queries.bias)
         q = stream.rotate(q, slots, self.head_dim)
         heads = [_heads_last(attend(own)) for attend, own in zip(attends, q.chunk(len(attends), 1), strict=True)]
-        stream.add_product(heads[0] if len(heads) == 1 else torch.cat(heads, -1), self.output)
+        _add_product(stream, heads[0] if len(heads) == 1 else torch.cat(heads, -1), self.output)
 
 
 class FusedDraftLayer:

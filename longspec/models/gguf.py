@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrainedConfig
 
 from longspec.errors import UserError, first_line
-from longspec.models.families import class_of
 from longspec.models.gguf_tokenizer import write_tokenizer
 from longspec.models.weight_writing import write_weights
 
@@ -64,7 +63,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
         if architecture not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise UserError(f"a GGUF file of architecture {architecture!r}; supported are {known}")
-        model_class = class_of(architecture).target_class
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[architecture]]
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         config = _config(model_class, metadata, tensors)
         stored = {_name(name): tensor for name, tensor in tensors.items() if name != ROPE_FACTORS}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,9 +15,11 @@ from transformers import PreTrainedConfig
 
 from longspec.errors import UserError
 from longspec.kernels.training.segments import Segments
-from longspec.kernels.training.varlen import block_attention, resolve_attention, varlen_attention
+from longspec.kernels.training.varlen import resolve_attention, training_attention
+from longspec.kernels.training.varlen_padded import PaddedAttention
+from longspec.models import generation
 from longspec.models.draft_files import DraftSettings, check_draft, draft_settings
-from longspec.models.draft_layer import DraftOptions
+from longspec.models.draft_layer import DraftOptions, head_dim
 from longspec.models.parallel import gather_heads
 from longspec.models.pretrained import LOADED_WITH, PretrainedPairMixin, checked_dtype
 from longspec.models.target_attention import ATTENTION_NAME, ChosenKV, KeysValues, last_keys_values, run_backbone
@@ -151,12 +152,8 @@ class GlideMixin(PretrainedPairMixin):
         return objective.reads_target or self.draft_model.options.target_feature
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Speculative decoding with transformers' arguments: `longspec.inference.transformers_api`.
-
-        That module is imported at the first call and replaces this method, because models must not import inference.
-        """
-        import_module("longspec.inference.transformers_api")
-        return self.generate(*args, **kwargs)
+        """Speculative decoding with transformers' arguments; see `transformers_api.generate_as_transformers`."""
+        return generation.generate(self, *args, **kwargs)
 
     def run_target(
         self,
@@ -172,7 +169,11 @@ class GlideMixin(PretrainedPairMixin):
         the layers `others`, None for the draft's `kv_layers`. Unless `whole`, the pass ends at the last layer's keys
         and values, and the hidden states are None.
         """
-        causal = partial(self._causal, segments=segments)
+        varlen = self._training_attention().varlen
+
+        def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            return _on_flat(varlen, q, k, v, segments, scale)
+
         # The last layer's attention and MLP cost 1 / L of the pass and are skipped where nothing reads them.
         if others is None:
             others = self.draft_model.options.kv_layers
@@ -183,8 +184,11 @@ class GlideMixin(PretrainedPairMixin):
         hidden = run_backbone(self.model, input_ids, position_ids, kv, causal)
         return hidden, list(kv.kept.values())
 
-    def _causal(self, q: Tensor, k: Tensor, v: Tensor, scale: float, segments: Segments) -> Tensor:
-        return _on_flat(partial(varlen_attention, use_flash=self.use_flash), q, k, v, segments, scale)
+    def _training_attention(self) -> PaddedAttention:
+        """The attention of this pair's device and dtype."""
+        # Never quantized. DeepSpeed would keep a weight gathered that is read as an attribute.
+        weight = next(self.model.embed_tokens.parameters())
+        return training_attention(weight.device, weight.dtype, head_dim(self.config), self.use_flash)
 
     def draft_forward(
         self,
@@ -203,7 +207,7 @@ class GlideMixin(PretrainedPairMixin):
         of the target, one per row of lags. labels, cu_seqlens and lags are read on the host.
         """
         segments = Segments(cu_seqlens.tolist(), input_ids.device)
-        varlen = partial(varlen_attention, use_flash=self.use_flash)
+        training = self._training_attention()
         with torch.no_grad():
             embeddings, rope = self.embed(input_ids, position_ids)
             run_target = self.target_pass or self.run_target
@@ -214,12 +218,12 @@ class GlideMixin(PretrainedPairMixin):
         scale = self.draft_model.self_attn.head_dim**-0.5
 
         def self_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return _on_flat(varlen, q, k, v, segments, scale, window=self.draft_model.window)
+            return _on_flat(training.varlen, q, k, v, segments, scale, window=self.draft_model.window)
 
         def draft(lags: Tensor | None) -> Any:
             # Lag s is the situation at level s - 1 of a tree in decoding, where the newest target key is s positions
             # before the query. In the block pattern the lags 1 to 4 alternate.
-            attention = block_attention if lags is None else varlen
+            attention = training.block if lags is None else training.varlen
             seen = segments if lags is None else segments.lagging(lags.tolist())
 
             def cross_attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -2,13 +2,12 @@
 
 Each rank holds the heads, MLP columns and vocabulary rows that `target_split` assigned to it, in modules of that size.
 Partial sums are all-reduced after the embedding, each attention and each MLP. The target is frozen, so these sums need
-no backward. In training the group is fairscale's model-parallel one and each rank holds the whole draft; in decoding
-`share_target` sets the group and the draft is split as well. Without a group every function here returns its input.
+no backward. `share_target` sets the group of the ranks. In training each of them holds the whole draft; in decoding the
+draft is split as well. Without a group every function here returns its input.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,45 +20,39 @@ from longspec.models.draft_layer import GlideDecoderLayer
 from longspec.models.target_split import cut_weights, has_parts, rank_config, rank_folder, vocabulary_rows
 
 CHECKSUM_MODULUS = 2**31 - 1
-_decoding_group: dist.ProcessGroup | None = None
+_group: dist.ProcessGroup | None = None
+"""The ranks that share a target; None if this process has the whole target."""
 
 
 def share_target(group: dist.ProcessGroup | None) -> None:
-    """Let the ranks of `group` share a target in decoding. None ends this."""
-    global _decoding_group
-    _decoding_group = group
-
-
-def _group() -> Any:
-    """The process group of the ranks that share a target; None if this process has the whole target."""
-    if _decoding_group is not None:
-        return _decoding_group
-    # If nothing has imported fairscale, it has no group.
-    groups = sys.modules.get("fairscale.nn.model_parallel.initialize")
-    if groups is None or not dist.is_initialized() or not groups.model_parallel_is_initialized():
-        return None
-    return groups.get_model_parallel_group()
+    """Let the ranks of `group` share a target. None ends this."""
+    global _group
+    _group = group
 
 
 def model_parallel_rank_and_size() -> tuple[int, int]:
     """This process's (rank, world size) among the ranks that share a target; (0, 1) if it has the whole target."""
-    group = _group()
-    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    return (0, 1) if _group is None else (dist.get_rank(_group), dist.get_world_size(_group))
 
 
-def _gather(part: Tensor) -> Tensor:
+class _Gathered(torch.autograd.Function):
     """The parts [..., n] of all ranks, concatenated along the last dimension: [..., world * n].
 
     The backward pass returns to each rank the gradient of its own part.
     """
-    if part.requires_grad:
-        from fairscale.nn.model_parallel.mappings import gather_from_model_parallel_region
 
-        return gather_from_model_parallel_region(part)
-    part = part.contiguous()
-    parts = [torch.empty_like(part) for _ in range(model_parallel_rank_and_size()[1])]
-    dist.all_gather(parts, part, _group())
-    return torch.cat(parts, -1)
+    @staticmethod
+    def forward(ctx: Any, part: Tensor) -> Tensor:
+        rank, world = model_parallel_rank_and_size()
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(world)]
+        dist.all_gather(parts, part, _group)
+        ctx.rank, ctx.width = rank, part.shape[-1]
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Tensor:  # type: ignore[override]
+        return upstream.narrow(-1, ctx.rank * ctx.width, ctx.width).contiguous()
 
 
 class PretrainedModelParallelPreSplitMixin:
@@ -109,7 +102,7 @@ class VocabularyHead(nn.Module):
         """The logits of all ranks [..., size], bitwise the same on each, from those of this rank's rows [..., rows]."""
         most = len(vocabulary_rows(self.size, 0, model_parallel_rank_and_size()[1]))
         padded = F.pad(logits, (0, most - len(self.weight)))  # only the last rank has fewer
-        return _gather(padded)[..., : self.size].contiguous()
+        return _Gathered.apply(padded)[..., : self.size].contiguous()
 
 
 def first_token(lm_head: nn.Module) -> int:
@@ -176,21 +169,21 @@ def gather_heads(heads: Tensor) -> Tensor:
     if model_parallel_rank_and_size()[1] == 1:
         return heads
     # Heads become the last dimension, along which parts are concatenated: [B, T, K · D].
-    whole = _gather(heads.transpose(1, 2).flatten(2))
+    whole = _Gathered.apply(heads.transpose(1, 2).flatten(2))
     return whole.unflatten(2, (-1, heads.shape[-1])).transpose(1, 2)
 
 
 def sum_over_ranks(partial: Tensor) -> Tensor:
     """`partial` summed over the ranks that share a target, in place; bitwise the same on each."""
     if model_parallel_rank_and_size()[1] > 1:
-        dist.all_reduce(partial, group=_group())
+        dist.all_reduce(partial, group=_group)
     return partial
 
 
 def max_over_ranks(values: Tensor) -> Tensor:
     """The elementwise maximum of `values` over the ranks that share a target, in place."""
     if model_parallel_rank_and_size()[1] > 1:
-        dist.all_reduce(values, dist.ReduceOp.MAX, _group())
+        dist.all_reduce(values, dist.ReduceOp.MAX, _group)
     return values
 
 
@@ -218,13 +211,4 @@ def log_sum_exp_over_ranks(partial: Tensor) -> Tensor:
     if model_parallel_rank_and_size()[1] == 1:
         return partial
     # log sum over ranks of exp(partial), one number per token and rank.
-    return _gather(partial[:, None]).logsumexp(-1)
-
-
-def vocabulary_log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Log-probabilities [N, rows] of this rank's tokens, normalized over the whole vocabulary; logits [N, rows]."""
-    if model_parallel_rank_and_size()[1] == 1:
-        return logits.log_softmax(-1, dtype=dtype)
-    # log p(v) = logit(v) - LSE over the parts of all ranks.
-    logits = logits.to(dtype)
-    return logits - log_sum_exp_over_ranks(logits.logsumexp(-1))[:, None]
+    return _Gathered.apply(partial[:, None]).logsumexp(-1)

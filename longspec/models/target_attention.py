@@ -15,11 +15,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from longspec.kernels.decoding.attention_interface import Attend
-from longspec.kernels.shared.device import runs_triton
+from longspec.kernels.shared.attention import Attend
 from longspec.models.draft_layer import Rope, rotate
 
 ATTENTION_NAME = "longspec"
+
+ROTATION = "rotated"
+"""Attribute of an attention module that rotates with another function than `rotated`, of the same signature."""
 
 QueryAttend = Callable[[Tensor], Tensor]
 """q [B, H, T, D] -> [B, H, T, D], over keys and values that are already stored"""
@@ -86,7 +88,7 @@ def last_keys_values(
     """Keys and values of the last layer, then those of the layers `others`. The pass stops before the last attention.
 
     embeddings [B, T, hidden] of the tokens, their rotary table and positions [B, T]. The results are bitwise equal to
-    those that `run_backbone` writes to a cache (on CUDA, if the target runs on `target_kernels`).
+    those that `run_backbone` writes to a cache.
     """
     # The draft reads K and V of the last layer, which depend on the layers before it only.
     *before, last = backbone.layers  # type: ignore[misc, union-attr]
@@ -105,7 +107,7 @@ def last_keys_values(
     hidden = last.input_layernorm(hidden)
     keys = projected_heads(attention, "k", hidden)
     values = projected_heads(attention, "v", hidden).transpose(1, 2)
-    keys = rotated_by_kernel(keys, rope) if runs_triton(keys) else rotate(keys.transpose(1, 2), rope)
+    keys = getattr(attention, ROTATION, rotated)(keys, rope)
     return [(keys, values), *kept.kept.values()]
 
 
@@ -119,10 +121,6 @@ def projected_heads(attention: Any, name: str, hidden: Tensor) -> Tensor:
     return heads if norm is None else norm(heads)
 
 
-def rotated_by_kernel(heads: Tensor, rope: Rope) -> Tensor:
-    """Rotary embedding of heads [B, T, H, D] by the Triton kernel: [B, H, T, D]."""
-    from longspec.kernels.shared.elementwise import rotate_queries  # imports Triton
-
-    cos, sin = (table.expand(*heads.shape[:2], -1).flatten(0, 1).contiguous() for table in rope)
-    rows = torch.arange(len(cos), device=heads.device).view(heads.shape[:2])
-    return rotate_queries(heads.flatten(2).contiguous(), rows, (cos, sin), heads.shape[-1])
+def rotated(heads: Tensor, rope: Rope) -> Tensor:
+    """Rotary embedding of heads [B, T, H, D], as transformers computes it: [B, H, T, D]."""
+    return rotate(heads.transpose(1, 2), rope)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from longspec.kernels.shared.elementwise import rms_norm, swiglu
+from longspec.kernels.triton.elementwise import rms_norm, rotate_queries, swiglu
 from longspec.models.draft_layer import GlideDecoderLayer, Rope
-from longspec.models.target_attention import projected_heads, rotated_by_kernel
+from longspec.models.target_attention import ROTATION, projected_heads
 
 
 def use_kernels(backbone: Any, family: type[GlideDecoderLayer]) -> None:
@@ -26,6 +26,7 @@ def use_kernels(backbone: Any, family: type[GlideDecoderLayer]) -> None:
             module.forward = MethodType(_norm, module)
     for layer in backbone.layers:
         layer.self_attn.forward = MethodType(_attention, layer.self_attn)
+        setattr(layer.self_attn, ROTATION, _rotated)
         if type(layer.mlp) is family.mlp_class and isinstance(layer.mlp.act_fn, nn.SiLU | SiLUActivation):
             layer.mlp.forward = MethodType(_mlp, layer.mlp)
 
@@ -59,10 +60,17 @@ def _attention(
             past_key_values=past_key_values,
             **kwargs,
         )
-    queries = rotated_by_kernel(projected_heads(module, "q", hidden_states), position_embeddings)
-    keys = rotated_by_kernel(projected_heads(module, "k", hidden_states), position_embeddings)
+    queries = _rotated(projected_heads(module, "q", hidden_states), position_embeddings)
+    keys = _rotated(projected_heads(module, "k", hidden_states), position_embeddings)
     values = projected_heads(module, "v", hidden_states).transpose(1, 2)
     if past_key_values is not None:
         keys, values = past_key_values.update(keys, values, module.layer_idx)
     heads = attend(queries, keys, values, module.scaling)
     return module.o_proj(heads.transpose(1, 2).flatten(2)), None
+
+
+def _rotated(heads: Tensor, rope: Rope) -> Tensor:
+    """`target_attention.rotated` by the kernel."""
+    cos, sin = (table.expand(*heads.shape[:2], -1).flatten(0, 1).contiguous() for table in rope)
+    rows = torch.arange(len(cos), device=heads.device).view(heads.shape[:2])
+    return rotate_queries(heads.flatten(2).contiguous(), rows, (cos, sin), heads.shape[-1])

@@ -13,7 +13,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from longspec import __version__
 from longspec.data.prompts import PromptFiles
 from longspec.data.target_format import resolve_chat_format
 from longspec.errors import UserError
@@ -28,6 +27,7 @@ from longspec.regenerate.settings import LATER, Settings, check_settings
 from longspec.regenerate.shards import SplitShards
 from longspec.regenerate.writer import Writer
 from longspec.signals import StopSignals
+from longspec.version import __version__
 
 LIBRARIES = ("torch", "transformers")
 """Libraries whose versions are noted with the text."""

@@ -8,13 +8,12 @@ from torch import Tensor
 
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError
-from longspec.kernels.shared.device import runs_triton
-from longspec.kernels.training.reference import OUTSIDE
+from longspec.kernels.choice import backend_of
+from longspec.kernels.torch.backend import TorchBackend
 from longspec.models.parallel import (
     log_sum_exp_over_ranks,
     max_over_ranks,
     sum_over_ranks,
-    vocabulary_log_softmax,
 )
 from longspec.train.losses import OwnLoss, own_loss
 
@@ -113,7 +112,7 @@ def chunk_terms(
     For the label OUTSIDE, only share · KL and its gradient remain. The loss `acceptance` is that of
     `_acceptance_terms`, and a registered one that of `_own_terms`.
 
-    The gradient may reuse the memory of `logits`.
+    Overwrites `logits`.
     """
     own = own_loss(loss_name)
     if own is not None or loss_name == "acceptance":
@@ -124,52 +123,26 @@ def chunk_terms(
             loss, terms, gradient = _acceptance_terms(logits, teacher_logits, labels)
         sums += torch.cat([loss.sum()[None], terms.sum(0)]).to(sums.dtype)
         return gradient
-    compute = _kernel_terms if runs_triton(logits) else _plain_terms
-    terms, gradient = compute(logits, teacher_logits, labels, share)
+    norm, teacher_norm = _norm(logits), None if teacher_logits is None else _norm(teacher_logits)
+    backend = backend_of(logits.device, logits.dtype)
+    terms = backend.terms_and_gradient(logits, teacher_logits, labels, share, norm, teacher_norm)
     ce, kl, target_ce = terms.sum(0).to(sums.dtype)
     sums += torch.stack([(1 - share) * ce + share * kl, ce, kl, target_ce])
-    return gradient
+    return logits
 
 
-def _kernel_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """`_plain_terms` as a Triton kernel. The gradient overwrites the logits."""
-    from longspec.kernels.shared.logit_statistics import log_sum_exp
-    from longspec.kernels.training.divergence import terms_and_gradient
-
-    norm = log_sum_exp_over_ranks(log_sum_exp(logits))
-    teacher_norm = None if teacher_logits is None else log_sum_exp_over_ranks(log_sum_exp(teacher_logits))
-    return terms_and_gradient(logits, teacher_logits, labels, share, norm, teacher_norm), logits
-
-
-def _plain_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """Cross-entropy, KL and the target's cross-entropy [N, 3], and the loss's gradient [N, V], in fp32 or fp64."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    on_this_rank = ((labels >= 0) & (labels < logits.shape[1])).to(dtype)[:, None]
-    label_index = labels.clamp(0, logits.shape[1] - 1)[:, None]
-    log_q = vocabulary_log_softmax(logits, dtype)
-    terms = log_q.new_zeros(len(logits), 3)
-    terms[:, 0] = -(on_this_rank * log_q.gather(1, label_index))[:, 0]
-
-    p = None
-    if teacher_logits is not None:
-        log_p = vocabulary_log_softmax(teacher_logits, dtype)
-        terms[:, 2] = -(on_this_rank * log_p.gather(1, label_index))[:, 0]
-        if share:
-            p = log_p.exp()
-            # KL(p ‖ q) = Σ p · (log p - log q), where p = 0 contributes 0. In place: a chunk takes some GB.
-            terms[:, 1] = log_p.sub_(log_q).mul_(p).masked_fill_(p == 0, 0).sum(1)
-
-    gradient = log_q.exp_().mul_(torch.where(labels == OUTSIDE, share, 1.0).to(dtype)[:, None])
-    if p is not None:
-        gradient.sub_(p, alpha=share)
-    return terms, gradient.scatter_add_(1, label_index, -(1 - share) * on_this_rank)
+def _norm(logits: Tensor) -> Tensor:
+    """Log-sum-exp [N] over the whole vocabulary, in fp32 or wider, of this rank's part [N, V]."""
+    return log_sum_exp_over_ranks(backend_of(logits.device, logits.dtype).log_sum_exp(logits))
 
 
 def _own_terms(
     own: OwnLoss, logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, share: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A registered loss per token [N], the terms of `_plain_terms`, and the gradient by autograd."""
-    terms, _ = _plain_terms(logits, teacher_logits, labels, share)
+    """A registered loss per token [N], its `terms_and_gradient`, and the gradient by autograd."""
+    norm, teacher_norm = _norm(logits), None if teacher_logits is None else _norm(teacher_logits)
+    overwritten = logits.to(norm.dtype, copy=True)
+    terms = TorchBackend.terms_and_gradient(overwritten, teacher_logits, labels, share, norm, teacher_norm)
     shown = teacher_logits.to(terms.dtype) if own.reads_target and teacher_logits is not None else None
     labels = labels.masked_fill((labels < 0) | (labels >= logits.shape[1]), IGNORED)
     with torch.enable_grad():
@@ -185,12 +158,15 @@ def _own_terms(
 
 
 def _acceptance_terms(logits: Tensor, teacher_logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's part [N] of the loss -log a with a = Σ min(p, q), the terms of `_plain_terms`, and the gradient:
+    """This rank's part [N] of the loss -log a with a = Σ min(p, q), its `terms_and_gradient`, and the gradient:
 
     d loss / d logits = q / a · (m - [q < p]),    m = Σ q over the tokens with q < p
     """
-    terms, difference = _plain_terms(logits, teacher_logits, labels, 1.0)  # the gradient of KL is q - p
-    q = vocabulary_log_softmax(logits, difference.dtype).exp_()
+    norm = _norm(logits)
+    q = (logits.to(norm.dtype) - norm[:, None]).exp_()
+    difference = logits.to(norm.dtype, copy=True)
+    # The gradient of KL is q - p.
+    terms = TorchBackend.terms_and_gradient(difference, teacher_logits, labels, 1.0, norm, _norm(teacher_logits))
     is_below = difference < 0
     part = (q - difference.clamp_(min=0)).sum(1)
     accepted = sum_over_ranks(part.clone()).clamp_(min=LEAST_ACCEPTANCE)

@@ -12,7 +12,7 @@ from fairscale.nn.model_parallel import initialize as groups
 from torch import Tensor, nn
 
 from longspec.errors import UserError
-from longspec.models.parallel import sum_over_ranks
+from longspec.models.parallel import share_target, sum_over_ranks
 from longspec.ranks.agreement import complete_environment, connecting, from_rank_zero, launched_ranks
 from longspec.signals import STOP_SIGNALS
 
@@ -103,6 +103,7 @@ def share_targets(tp_size: int) -> None:
     # Neighbors are on one host, where the links between GPUs are fastest.
     if tp_size > 1:
         groups.initialize_model_parallel(tp_size)
+        share_target(groups.get_model_parallel_group())
 
 
 def ignore_stop_signals(_: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.integrations import HfDeepSpeedConfig
 
 from longspec.errors import UserError
-from longspec.kernels.shared.device import runs_triton
+from longspec.kernels.choice import backend_of
 from longspec.kernels.training import varlen_flash
 from longspec.models.draft_files import DRAFT_PREFIX, draft_settings
 from longspec.models.draft_layer import head_dim
@@ -148,7 +148,8 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
         engine.save_non_zero_checkpoint = engine.save_zero_checkpoint = False
 
     _restore_rotary(engine.module.model)
-    if runs_triton(next(engine.module.model.parameters())):
+    weight = next(engine.module.model.parameters())
+    if backend_of(weight.device, weight.dtype).name == "triton":
         whole_target = config.deepspeed.zero_optimization["stage"] < 3 and tp_size == 1
         _use_kernels(engine.module, whole_target)
     return engine

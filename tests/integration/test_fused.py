@@ -1,13 +1,15 @@
 """The fused passes against transformers' modules on the same parameters. On the CPU, Triton runs in its interpreter."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pairs import OPTIONS, make_pair
+from interpreted import InterpretedBackend
+from pairs import FAMILIES, GLIDE, OPTIONS, make_pair, target_greedy
 from samplers import sampler
 from torch import Tensor
 
@@ -16,17 +18,19 @@ from longspec.inference.drafting import magicdec
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
+from longspec.inference.generate import generate
 from longspec.inference.methods import METHODS, Drafting, make_drafter
-from longspec.inference.runner import Runner
+from longspec.inference.runner import Runner, model_backend
 from longspec.inference.sampling import GREEDY
 from longspec.inference.select_runner import make_runner
+from longspec.kernels.backend import Backend
+from longspec.kernels.native.backend import NativeBackend
+from longspec.kernels.torch.attention import SdpaAttention
+from longspec.kernels.torch.backend import TorchBackend
+from longspec.kernels.triton.backend import TritonBackend
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.fused import MergedLinear, can_fuse
 from longspec.models.glide import GlideMixin
-from longspec.models.native_stream import NativeOperations
-from longspec.models.residual import Operations
-from longspec.models.torch_stream import TorchOperations
-from longspec.models.triton_stream import TritonOperations
 
 SHAPE = (2, 4, 3)
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -48,13 +52,13 @@ CASES = [
 ]
 
 
-OPERATIONS: dict[str, type[Operations]] = {
-    "triton": TritonOperations,
-    "native": NativeOperations,
-    "torch": TorchOperations,
+BACKENDS: dict[str, type[Backend]] = {
+    "triton": TritonBackend if torch.cuda.is_available() else InterpretedBackend,
+    "native": NativeBackend,
+    "torch": TorchBackend,
 }
 NATIVE = pytest.param("native", marks=pytest.mark.gcc)
-each_operations = pytest.mark.parametrize("operations", ["triton", NATIVE, "torch"])
+each_backend = pytest.mark.parametrize("backend", ["triton", NATIVE, "torch"])
 
 
 def random_pair(folder: Path, family: str, **overrides: Any) -> GlideMixin:
@@ -82,13 +86,13 @@ def passes(runner: Runner, prompts: Tensor, lengths: list[int], rounds: int) -> 
     return [*found, engine.cache.keys[..., used, :], engine.cache.values[..., used, :], ring.keys, ring.values]
 
 
-@each_operations
+@each_backend
 @pytest.mark.parametrize(("family", "layout"), CASES)
 @torch.no_grad()
 def test_fused_passes_equal_transformers_modules(
-    tmp_path: Path, family: str, layout: str, device: str, operations: str
+    tmp_path: Path, family: str, layout: str, device: str, backend: str
 ) -> None:
-    if operations == "native" and device != "cpu":
+    if backend == "native" and device != "cpu":
         pytest.skip("for a CPU")
     model = random_pair(tmp_path, family, **LAYOUTS[layout]).to(device)
     model.draft_model.window = 8  # the ring wraps around, and the interpreter is slow
@@ -99,21 +103,21 @@ def test_fused_passes_equal_transformers_modules(
         lengths, prompts = lengths[:1], prompts[:1]
         model.draft_model.set_vocabulary(torch.tensor([3, 4, 9, 20, 33, 60]))
     plain = passes(Runner(model), prompts, lengths, rounds=2)
-    fused = passes(FusedRunner(model, OPERATIONS[operations]()), prompts, lengths, rounds=2)
+    fused = passes(FusedRunner(model, BACKENDS[backend](model_backend(model).attention)), prompts, lengths, rounds=2)
     for want, got in zip(plain, fused, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@each_operations
+@each_backend
 @pytest.mark.parametrize(
     ("dtype", "batch", "count"), [(torch.float32, 1, 1), (torch.float32, 2, 3), (torch.float16, 2, 3)]
 )
 @torch.no_grad()
 def test_each_cross_attention_has_its_own_queries_and_outputs(
-    tmp_path: Path, dtype: torch.dtype, batch: int, count: int, operations: str
+    tmp_path: Path, dtype: torch.dtype, batch: int, count: int, backend: str
 ) -> None:
     """With every way to multiply: a vector, the library's product, a product in parts."""
-    if operations == "native" and dtype != torch.float32:
+    if backend == "native" and dtype != torch.float32:
         pytest.skip("float32 only")
     model = random_pair(tmp_path, "qwen2", dtype=dtype, options=DraftOptions(8, (1, 0), target_feature=True))
     generator = torch.Generator().manual_seed(2)
@@ -121,7 +125,7 @@ def test_each_cross_attention_has_its_own_queries_and_outputs(
     positions = torch.arange(5, 5 + count).expand(batch, -1)
     attends = [partial(torch.mul, factor) for factor in (1.0, -2.0, 3.0)]
     found = []
-    for runner in (Runner(model), FusedRunner(model, OPERATIONS[operations](), "sdpa")):
+    for runner in (Runner(model), FusedRunner(model, BACKENDS[backend](SdpaAttention()))):
         runner.prepare(16)
         cache = DraftCache(model.config, batch, 8, count, dtype, torch.device("cpu"))
         feature = runner.feature(hidden)
@@ -132,11 +136,11 @@ def test_each_cross_attention_has_its_own_queries_and_outputs(
     assert not torch.allclose(found[0], found[1], **tolerance)
 
 
-@each_operations
+@each_backend
 @pytest.mark.parametrize("method", METHODS)
 @torch.no_grad()
 def test_a_round_on_the_empty_cache_changes_nothing(
-    tmp_path: Path, method: str, operations: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, method: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What warms kernels up before prefill, for every method."""
     monkeypatch.setattr(magicdec, "RECENT", 8)
@@ -144,7 +148,7 @@ def test_a_round_on_the_empty_cache_changes_nothing(
     prompts = torch.randint(0, 61, (2, 5), generator=torch.Generator().manual_seed(1))
     found = []
     for warm in (False, True):
-        runner, sampler = FusedRunner(model, OPERATIONS[operations](), "sdpa"), GREEDY
+        runner, sampler = FusedRunner(model, BACKENDS[backend](SdpaAttention())), GREEDY
         drafter = make_drafter(Drafting(method, (2, 3), 2), runner, 2, GREEDY)
         engine = Engine(runner, drafter, sampler, prompts, [5, 2], max_new_tokens=8)
         if warm:
@@ -180,9 +184,9 @@ def test_engines_that_launch_other_kernels_are_of_another_kind(tmp_path: Path) -
 def test_merging_changes_no_parameter_and_happens_once(tmp_path: Path) -> None:
     model = random_pair(tmp_path, "qwen2", options=OPTIONS["both"])
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    FusedRunner(model, TritonOperations())
+    FusedRunner(model)
     storages = {name: value.data_ptr() for name, value in model.state_dict().items()}
-    FusedRunner(model, TritonOperations())
+    FusedRunner(model)
     after = model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert {name: value.data_ptr() for name, value in after.items()} == storages
@@ -201,9 +205,9 @@ def test_a_model_can_be_trained_after_a_runner_was_made_in_inference_mode(tmp_pa
 def test_decoding_on_a_cpu_is_fused_unless_told_otherwise(tmp_path: Path) -> None:
     model = make_pair(tmp_path)
     fused = make_runner(model, "auto", compiled=True)
-    assert isinstance(fused, FusedRunner) and isinstance(fused.operations, NativeOperations) and not fused.capturable
+    assert isinstance(fused, FusedRunner) and fused.backend.name == "native" and not fused.capturable
     bfloat = make_runner(make_pair(tmp_path, dtype=torch.bfloat16), "auto", compiled=True)
-    assert isinstance(bfloat, FusedRunner) and type(bfloat.operations) is TorchOperations
+    assert isinstance(bfloat, FusedRunner) and bfloat.backend.name == "torch"
     assert type(make_runner(model, "auto", compiled=False)) is Runner
     model.model.register_forward_hook(lambda *_: None)
     assert type(make_runner(model, "auto", compiled=True)) is Runner
@@ -213,7 +217,7 @@ def test_decoding_on_a_cpu_is_fused_unless_told_otherwise(tmp_path: Path) -> Non
 def test_large_hidden_states_are_normalized(dtype: torch.dtype) -> None:
     """The sum of their squares does not fit into float16."""
     hidden, weight = torch.full((1, 3, 576), 20.0, dtype=dtype), torch.ones(576, dtype=dtype)
-    stream = TorchOperations().stream(hidden, 1e-5)
+    stream = TorchBackend.stream(hidden, 1e-5)
     torch.testing.assert_close(stream.normed(weight), torch.ones_like(hidden))
 
 
@@ -228,21 +232,46 @@ def test_weights_that_were_moved_apart_are_merged_again() -> None:
     torch.testing.assert_close(torch.nn.functional.linear(x, merged.weight, merged.bias), expected)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_draft_layer_with_its_own_forward_is_decoded_with_it(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the two tokens that a round drafts is a pass of it, and the target's tokens come out."""
+    passes = []
+
+    class Own(GLIDE[family].draft_layer_class):  # type: ignore[misc, name-defined]
+        def forward(self, embeddings: Tensor, *args: Any) -> Tensor:
+            passes.append(embeddings.shape)
+            return 0.5 * super().forward(embeddings, *args)
+
+    monkeypatch.setattr(GLIDE[family], "draft_layer_class", Own)
+    model, prompt = make_pair(tmp_path, family), torch.tensor([[5, 6, 7]])
+    out = generate(model, prompt, method="seq", gamma=2, max_new_tokens=6, temperature=0.0)
+    assert len(passes) == 2 * out.stats.rounds > 0
+    assert out.sequences[0, 3:].tolist() == target_greedy(model, prompt[0], 6)
+
+
 def test_what_cannot_be_fused_is_told(tmp_path: Path) -> None:
     """What a fused pass would drop without a word: another module, a hook, a dtype, a piece of a flat buffer."""
 
     class Adapted(torch.nn.Linear):
         pass
 
+    untouched = make_pair(tmp_path, options=OPTIONS["both"])
+    assert can_fuse(untouched)
+
     def changed(change: Callable[[Any], object]) -> bool:
-        model = make_pair(tmp_path, options=OPTIONS["both"])
-        assert can_fuse(model)
+        model = deepcopy(untouched)
         change(model)
         return can_fuse(model)
 
     def flatten(model: Any) -> None:
         flat = torch.cat([x.data.flatten() for x in (model.draft_model.mlp.up_proj.weight,) * 2])
         model.draft_model.mlp.up_proj.weight.data = flat[: 48 * 32].view(48, 32)
+
+    def subclass(module: Any, method: str = "forward") -> None:
+        own = {method: lambda *_: None}
+        module.__class__ = type("Own", (type(module),), own)
 
     def refused(change: Callable[[Any], object]) -> bool:
         return not changed(change)
@@ -263,6 +292,15 @@ def test_what_cannot_be_fused_is_told(tmp_path: Path) -> None:
     assert refused(lambda m: setattr(m, "lm_head", torch.nn.Sequential(m.lm_head)))
     assert refused(lambda m: setattr(m.model, "embed_tokens", torch.nn.EmbeddingBag(61, 32)))
     assert refused(lambda m: setattr(m.model, "norm", torch.nn.LayerNorm(32)))
+    assert refused(lambda m: setattr(m.model.layers[0].mlp, "forward", m.model.layers[0].mlp.forward))
+    for name in ("model.layers.1", "model.layers.0.self_attn", "model.layers.2.mlp", "model.layers.0.input_layernorm"):
+        assert refused(lambda m, name=name: subclass(m.get_submodule(name)))
+    for name in ("model", "model.norm", "draft_model.self_attn", "draft_model.cross_attn", "draft_model.mlp"):
+        assert refused(lambda m, name=name: subclass(m.get_submodule(name)))
+    for method in ("forward", "keys_values", "feature"):
+        assert refused(lambda m, method=method: subclass(m.draft_model, method))
+    assert refused(lambda m: subclass(m, "embed"))
     assert refused(flatten)
+    assert changed(lambda m: subclass(m.draft_model, "reset_parameters")), "decoding does not run it"
     assert changed(lambda m: m(torch.tensor([[1, 2]]), output_hidden_states=True)), "transformers' own hooks"
-    assert changed(lambda m: FusedRunner(m, TritonOperations())), "merged once, it can be merged again"
+    assert changed(lambda m: FusedRunner(m)), "merged once, it can be merged again"

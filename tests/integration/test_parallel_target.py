@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fairscale.nn.model_parallel import initialize as groups
 from pairs import save_target
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from longspec.models.parallel import head_rows
 from longspec.models.qwen2 import Qwen2Glide
 from longspec.models.qwen3 import Qwen3Glide
 from longspec.models.target_split import split_target
-from longspec.train.distributed import keep_drafts_equal
+from longspec.train.distributed import keep_drafts_equal, share_targets
 from longspec.train.evaluation import DraftScores
 from longspec.train.loss import DraftLoss
 
@@ -79,7 +78,7 @@ def outcome(model: Any) -> dict[str, Tensor]:
 def on_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    groups.initialize_model_parallel(2)
+    share_targets(2)
     for name, (glide, _) in CASES.items():
         place = Path(folder) / name
         found = outcome(glide.from_pretrained(place / "split", glide_path=place / "draft.pth", torch_dtype="float64"))

@@ -14,7 +14,7 @@ from longspec.inference.engine import Engine
 from longspec.inference.methods import METHODS, Drafting, make_drafter
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY
-from longspec.kernels.decoding.sdpa_attention import SdpaAttention
+from longspec.kernels.torch.attention import SdpaAttention
 
 LENGTHS = [30, 3, 9, 25, 2]
 

@@ -3,17 +3,17 @@
 import importlib.util
 import os
 
+import attention_reference
 import pytest
 import torch
+from attention_reference import attention_with_lse
 from torch import Tensor
 
-from longspec.kernels.decoding import attention_reference
-from longspec.kernels.decoding.attention import decoding_attention
-from longspec.kernels.decoding.attention_interface import DecodingAttention
-from longspec.kernels.decoding.native_attention import NativeAttention
-from longspec.kernels.decoding.sdpa_attention import SdpaAttention, masked_sdpa
+from longspec.kernels.choice import choose_backend
+from longspec.kernels.native.attention import NativeAttention
+from longspec.kernels.shared.attention import DecodingAttention
 from longspec.kernels.shared.device import Gpu
-from longspec.kernels.shared.reference import attention_with_lse
+from longspec.kernels.torch.attention import SdpaAttention, masked_sdpa
 
 FLASH = importlib.util.find_spec("fa3_fwd_interface") is not None
 INTERPRETED = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs interpreter")
@@ -41,7 +41,8 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
         return SdpaAttention(), device
     if backend == "native":
         return NativeAttention(), device
-    from longspec.kernels.decoding import flash_attention, triton_attention
+    from longspec.kernels.triton import attention as triton_attention
+    from longspec.kernels.triton import flash_attention
 
     monkeypatch.setattr(
         triton_attention, "count_splits", lambda programs, capacity, at_once: 1 + min(4, at_once // programs)
@@ -49,7 +50,7 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     monkeypatch.setattr(flash_attention, "FLASH_FROM", (0, 0, 0))
     if device == "cpu":
         return triton_attention.TritonAttention(Gpu(16, 160 * 1024, overlaps=False)), device
-    return decoding_attention(backend, torch.device(device), torch.bfloat16, 64), device
+    return choose_backend(backend, torch.device(device), torch.bfloat16, 64).attention, device
 
 
 def takes(attend: DecodingAttention, device: str, dtype: torch.dtype) -> bool:
@@ -183,7 +184,7 @@ def test_prefill_chunk_is_causal_up_to_its_end(nodes: int, slots: int, attend: t
 def test_cpu_takes_every_float_dtype(dtype: torch.dtype) -> None:
     q, k, v, n = (x.to(dtype) if x.is_floating_point() else x for x in make_cache([50, 0], 2, 2, 3, 64, 3))
     tree_mask = torch.ones(2, 3, 3, dtype=torch.bool).tril()
-    got = decoding_attention("auto", torch.device("cpu"), dtype, 64).hybrid(n, tree_mask)(q, k, v, 0.1)
+    got = choose_backend("auto", torch.device("cpu"), dtype, 64).attention.hybrid(n, tree_mask)(q, k, v, 0.1)
     expected = dense(q, k, v, hybrid_mask(n, tree_mask, k.shape[2]), 0.1)
     tolerance = 2 * torch.finfo(dtype).eps
     assert got.dtype == dtype
@@ -237,7 +238,7 @@ def test_reference_gradient_is_clean_where_nothing_is_visible() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_split_blocks_gives_equal_shares_of_the_whole_blocks_of_each_row(device: str) -> None:
     """Ordered by part, then by row: the row, its first slot and its end. Rows with few blocks have empty parts."""
-    from longspec.kernels.decoding.flash_attention import split_blocks
+    from longspec.kernels.triton.flash_attention import split_blocks
 
     lengths = torch.tensor([1000, 175, 353], device=device)
     shares = split_blocks(lengths, 3, 176)
@@ -263,7 +264,7 @@ def test_hybrid_over_a_long_prefix_on_the_gpu(dtype: torch.dtype, backend: str) 
     q = torch.randn(2, 32, nodes, 128, generator=generator, device="cuda").to(dtype)
     k, v = torch.randn(2, 2, 8, 33000, 128, generator=generator, device="cuda").to(dtype)
     tree_mask = torch.ones(2, nodes, nodes, dtype=torch.bool, device="cuda").tril()
-    attend = decoding_attention(backend, torch.device("cuda"), dtype, 128).hybrid(lengths, tree_mask)
+    attend = choose_backend(backend, torch.device("cuda"), dtype, 128).attention.hybrid(lengths, tree_mask)
     got = attend(q, k, v, 128**-0.5)
     torch.testing.assert_close(attend(q, k, v, 128**-0.5), got, rtol=0, atol=0)  # the next layer
     for row, length in enumerate(lengths.tolist()):
@@ -281,11 +282,11 @@ def test_a_captured_call_follows_lengths_masks_and_keys(
     backend: str, nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One CUDA graph of all calls, replayed after all inputs have changed, equals eager calls. None of them waits."""
-    from longspec.kernels.decoding import flash_attention
+    from longspec.kernels.triton import flash_attention
 
     monkeypatch.setattr(flash_attention, "FLASH_FROM", (0, 0, 0))
     dtype = torch.bfloat16 if backend == "flash" else torch.float16
-    attend = decoding_attention(backend, torch.device("cuda"), dtype, 128)
+    attend = choose_backend(backend, torch.device("cuda"), dtype, 128).attention
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -334,6 +335,6 @@ def test_the_fa3_package_equals_dense_attention_in_prefill(
     q = torch.randn(2, kv_heads * group, nodes, head_dim, generator=generator).bfloat16()
     k, v = torch.randn(2, 2, kv_heads, slots, head_dim, generator=generator).bfloat16()
     visible = torch.ones(2, nodes, slots, dtype=torch.bool).tril(slots - nodes)
-    flash = decoding_attention("flash", torch.device("cuda"), q.dtype, head_dim)
+    flash = choose_backend("flash", torch.device("cuda"), q.dtype, head_dim).attention
     got = flash.prefill(q.cuda(), k.cuda(), v.cuda(), 0.15)
     torch.testing.assert_close(got.cpu().double(), dense(q, k, v, visible, 0.15), atol=3e-2, rtol=3e-2)

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from longspec.errors import UserError
-from longspec.kernels.decoding import attention
-from longspec.kernels.decoding.attention import decoding_attention
-from longspec.kernels.shared import device as device_module
+from longspec.kernels import choice
+from longspec.kernels.choice import attention_name, backend_of, choose_backend
 from longspec.kernels.training import varlen, varlen_flash
 from longspec.kernels.training.varlen import resolve_attention
 
@@ -20,7 +19,7 @@ from longspec.kernels.training.varlen import resolve_attention
 def test_unknown_and_unsupported_backends_raise_an_error_that_names_them() -> None:
     for name, problem in [("fast", "unknown backend 'fast'"), ("triton", "CUDA"), ("flash", "CUDA")]:
         with pytest.raises(UserError, match=problem):
-            decoding_attention(name, torch.device("cpu"), torch.bfloat16, 128)
+            choose_backend(name, torch.device("cpu"), torch.bfloat16, 128)
 
 
 @pytest.mark.parametrize(
@@ -36,22 +35,22 @@ def test_a_gpu_before_ampere_and_one_under_rocm_run_on_torchs_own_kernels(
 ) -> None:
     """One line says so. torch reports an MI300 as a CUDA device of capability 9.4, which is not a Hopper GPU."""
     gpu = torch.device("cuda")
-    memories = (attention._log_plain_gpu, device_module._triton_runs_on, varlen_flash._torch_has_flash)
+    memories = (choice._log_plain_gpu, varlen_flash._torch_has_flash)
     for remembered in (*memories, varlen_flash._forward_only):
         remembered.cache_clear()
-    monkeypatch.setattr(attention, "_installed", lambda module: True)
+    monkeypatch.setattr(choice, "_installed", lambda module: True)
     monkeypatch.setattr(torch.version, "hip", rocm)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(varlen_flash, "FORWARD_MODULE", "math")
 
-    assert {decoding_attention("auto", gpu, torch.bfloat16, 128).name for _ in range(3)} == {"sdpa"}
+    assert {attention_name("auto", gpu, torch.bfloat16, 128) for _ in range(3)} == {"sdpa"}
     assert len(caplog.records) == 1 and reason in caplog.text
     for name in ("triton", "flash"):
         with pytest.raises(UserError, match=reason):
-            decoding_attention(name, gpu, torch.bfloat16, 128)
+            attention_name(name, gpu, torch.bfloat16, 128)
 
-    assert not device_module._triton_runs_on(gpu)
+    assert backend_of(gpu, torch.float32).name == "torch"
     assert not varlen_flash.runs(gpu, torch.bfloat16, 128)
     assert varlen_flash._forward_only(gpu) is None
     for remembered in (*memories, varlen_flash._forward_only):
@@ -77,14 +76,14 @@ def test_auto_selects_the_fastest_backend_and_logs_missing_packages_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a Hopper GPU. A missing package that does not take the dtype is not logged; an installed one is."""
-    attention._log_missing.cache_clear()
-    attention._log_half_precision.cache_clear()
-    monkeypatch.setattr(attention, "_installed", lambda module: module in installed)
+    choice._log_missing.cache_clear()
+    choice._log_half_precision.cache_clear()
+    monkeypatch.setattr(choice, "_installed", lambda module: module in installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     properties = SimpleNamespace(major=9, multi_processor_count=132, shared_memory_per_block_optin=2**17)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     with caplog.at_level(logging.WARNING):
-        names = {decoding_attention("auto", torch.device("cuda"), dtype, 128).name for _ in range(3)}
+        names = {attention_name("auto", torch.device("cuda"), dtype, 128) for _ in range(3)}
     assert names == {used}
     assert len(caplog.records) == len(named) and all(module in caplog.text for module in named)
 
@@ -96,7 +95,8 @@ def test_flash_attention_falls_back_to_sdpa_and_logs_it_once(
     varlen._log_replacement.cache_clear()
     names = [resolve_attention("flash_attention_2") for _ in range(3)]
     assert names == ["sdpa"] * 3
-    assert len(caplog.records) == 1 and "flash_attention_2" in caplog.text and "sdpa" in caplog.text
+    assert len(caplog.records) == 1 and "flash_attention_2" in caplog.text and "PyTorch's own" in caplog.text
+    assert "decoding" not in caplog.text, "decoding chooses its own attention, by length on some GPUs"
 
 
 def test_other_attention_names_are_kept_and_unknown_ones_raise_an_error() -> None:
@@ -110,11 +110,11 @@ def test_cpu_decoding_needs_no_triton() -> None:
         import sys
         sys.modules["triton"] = None  # importing it now fails
         import torch
-        from longspec.kernels.decoding.attention import decoding_attention
-        from longspec.kernels.training.varlen import varlen_attention
+        from longspec.kernels.choice import choose_backend
+        from longspec.kernels.training.varlen import training_attention
         x = torch.ones(1, 1, 2, 16)
         mask = torch.ones(1, 1, 1, dtype=torch.bool)
-        attend = decoding_attention("auto", torch.device("cpu"), torch.float32, 16)
+        attend = choose_backend("auto", torch.device("cpu"), torch.float32, 16).attention
         print(attend.hybrid(torch.tensor([1]), mask)(x[:, :, :1], x, x, 1.0).sum().item())
     """
     run = subprocess.run([sys.executable, "-c", dedent(program)], capture_output=True, text=True)

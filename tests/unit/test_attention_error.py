@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspec.kernels.decoding.attention import decoding_attention
-from longspec.kernels.decoding.sdpa_attention import SdpaAttention
+from longspec.kernels.choice import choose_backend
+from longspec.kernels.torch.attention import SdpaAttention
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LOGITS = [
@@ -142,8 +142,8 @@ def test_interpreted_kernels_are_as_exact_as_their_dtype(
 ) -> None:
     """The kernels in the order in which CUDA runs them, with the number of splits fixed."""
     pytest.importorskip("triton")
-    from longspec.kernels.decoding import triton_attention
     from longspec.kernels.shared.device import Gpu
+    from longspec.kernels.triton import attention as triton_attention
 
     monkeypatch.setattr(triton_attention, "count_splits", lambda *shape: splits)
     attend = triton_attention.TritonAttention(Gpu(16, 160 * 1024, overlaps=False))
@@ -162,10 +162,10 @@ NEEDS_FLASH = pytest.mark.skipif(not importlib.util.find_spec("fa3_fwd_interface
 def test_gpu_attention_is_as_exact_as_its_dtype(
     length: int, nodes: int, logits: str, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from longspec.kernels.decoding import flash_attention
+    from longspec.kernels.triton import flash_attention
 
     if backend == "flash" and dtype != torch.bfloat16:
         pytest.skip("not for this dtype")
     monkeypatch.setattr(flash_attention, "FLASH_FROM", (0, 0, 0))
-    attend = decoding_attention(backend, torch.device("cuda"), dtype, 128)
+    attend = choose_backend(backend, torch.device("cuda"), dtype, 128).attention
     check(attend.hybrid, make_case(logits, [length], 8, 4, nodes, 128, "cuda"), dtype)

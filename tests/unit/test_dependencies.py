@@ -25,7 +25,9 @@ DISTRIBUTIONS = {
     "pydantic_core": "pydantic",
 }
 """Distributions whose name is not that of their package."""
-OURS = {"longspec", "scripts", "benchmarks", "experiments", *(file.stem for file in (ROOT / "tests").rglob("*.py"))}
+OURS = {"longspec", "scripts", "benchmarks", "experiments"}
+TESTS = {file.stem for file in (ROOT / "tests").rglob("*.py")}
+"""Modules that only tests may import."""
 USED = {
     "longspec/inference/server": ["serve"],
     "longspec/cli/picture.py": ["demo"],
@@ -38,8 +40,7 @@ USED = {
 }
 """Extras that a module or a folder's modules may import; the tests may import those of `dev`, the rest none."""
 ON_DEMAND = {
-    "longspec/models/parallel.py": ["train"],  # fairscale, with tensor parallelism
-    "longspec/kernels/decoding/flash_attention.py": ["fa3"],
+    "longspec/kernels/triton/flash_attention.py": ["fa3"],
 }
 """Extras that a module imports inside a function."""
 
@@ -57,12 +58,13 @@ def requirements(*extras: str) -> set[str]:
 
 def third_party_imports(file: Path) -> Iterator[tuple[str, bool]]:
     """The distribution of each import in a file, and whether it is imported together with the file."""
+    ours = OURS | sys.stdlib_module_names | (TESTS if file.is_relative_to(ROOT / "tests") else set())
     for node in ast.walk(ast.parse(file.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = [node.module]
         for package in {name.partition(".")[0] for name in names}:
-            if package not in OURS | sys.stdlib_module_names:
+            if package not in ours:
                 yield canonicalize_name(DISTRIBUTIONS.get(package, package)), node.col_offset == 0
 
 
@@ -86,7 +88,7 @@ def test_dev_installs_every_extra_that_the_tests_need() -> None:
 
 def test_the_version_is_written_once() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert "version" not in PROJECT and setuptools["dynamic"]["version"] == {"attr": "longspec.__version__"}
+    assert "version" not in PROJECT and setuptools["dynamic"]["version"] == {"attr": "longspec.version.__version__"}
     assert longspec.__version__
 
 

@@ -6,10 +6,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longspec.kernels.shared.logit_statistics import log_sum_exp
-from longspec.kernels.training import reference
-from longspec.kernels.training.divergence import terms_and_gradient
-from longspec.train.chunked_loss import _plain_terms
+import training_reference as reference
+
+from longspec.kernels.backend import OUTSIDE
+from longspec.kernels.torch import loss
+from longspec.kernels.triton.divergence import terms_and_gradient
+from longspec.kernels.triton.logit_statistics import log_sum_exp
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Error of one rounding of the gradient; the interpreter rounds toward 0."""
@@ -43,7 +45,7 @@ def test_terms_and_gradient_equal_the_reference(
     """Including labels in other parts of the vocabulary and outside the draft's."""
     logits = logits_of(vocab, dtype, device, seed=1)
     teacher_logits = logits_of(vocab, dtype, device, seed=2) if teacher else None
-    labels = torch.tensor([0, vocab - 1, 3, -1, vocab, reference.OUTSIDE, 2], device=device)
+    labels = torch.tensor([0, vocab - 1, 3, -1, vocab, OUTSIDE, 2], device=device)
     expected, gradient = exact(logits, teacher_logits, labels, share)
 
     teacher_norm = None if teacher_logits is None else log_sum_exp(teacher_logits)
@@ -55,8 +57,11 @@ def test_terms_and_gradient_equal_the_reference(
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_the_loss_without_kernels_equals_the_reference(share: float) -> None:
     logits, teacher = (logits_of(9, torch.float64, "cpu", seed) for seed in (1, 2))
-    labels = torch.tensor([0, 8, reference.OUTSIDE, -1, 9, 7, 2])
-    torch.testing.assert_close(_plain_terms(logits, teacher, labels, share), exact(logits, teacher, labels, share))
+    labels = torch.tensor([0, 8, OUTSIDE, -1, 9, 7, 2])
+    expected = exact(logits, teacher, labels, share)
+    norms = logits.logsumexp(-1), teacher.logsumexp(-1)
+    terms = loss.terms_and_gradient(logits, teacher, labels, share, *norms)
+    torch.testing.assert_close((terms, logits), expected)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])

@@ -1,16 +1,16 @@
 """The elementwise kernels and the compaction kernel against their references, and these against transformers."""
 
+import layer_reference as reference
 import pytest
 import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from longspec.kernels.decoding import tree_reference
-from longspec.kernels.decoding.compaction import compact
-from longspec.kernels.shared import reference
-from longspec.kernels.shared.elementwise import gather_rows, rms_norm, rotate_and_store, rotate_queries, swiglu
-from longspec.kernels.shared.reference import HeadNorms
+from longspec.kernels.shared.residual import HeadNorms
+from longspec.kernels.torch import trees
+from longspec.kernels.triton.compaction import compact
+from longspec.kernels.triton.elementwise import embed, rms_norm, rotate_and_store, rotate_queries, swiglu
 from longspec.models.draft_layer import rotate
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}
@@ -45,10 +45,10 @@ def test_rms_norm_first_adds_the_parts_of_a_product_in_place(dtype: torch.dtype,
     torch.testing.assert_close(got, expected, rtol=2 * tolerance, atol=2 * tolerance)
 
 
-def test_gather_rows_is_indexing(device: str) -> None:
+def test_embed_is_indexing(device: str) -> None:
     table = random(7, 1500).to(device, torch.float16)
     index = torch.tensor([[6, 0, 3], [3, 1, 6]], device=device)[:, :2]
-    assert torch.equal(gather_rows(table, index), reference.gather_rows(table, index))
+    assert torch.equal(embed(table, index), table[index])
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -146,7 +146,7 @@ def test_compaction_equals_its_reference_and_a_loop(device: str) -> None:
             expected_keys[:, row, :, length + step] = keys[:, row, :, source]
             expected_values[:, row, :, length + step] = values[:, row, :, source]
 
-    for function in (tree_reference.compact, compact):
+    for function in (trees.compact, compact):
         got_keys, got_values = keys.clone(), values.clone()
         function(got_keys, got_values, lengths, path, counts)
         assert torch.equal(got_keys, expected_keys) and torch.equal(got_values, expected_values)

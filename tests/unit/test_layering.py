@@ -1,7 +1,9 @@
 """The layers of the house: kernels and models serve both sides, so they import neither."""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -19,14 +21,40 @@ FORBIDDEN = {
 }
 
 
+MODULES = {
+    ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): file
+    for file in PACKAGE.rglob("*.py")
+}
+
+
 def imported_modules(file: Path) -> set[str]:
+    """The modules and names that a file imports, inside functions and by `import_module` too, but not for types only.
+
+    Of a module name that is put together, the part that is known; of one that is looked up, all names in the file.
+    """
+    tree = ast.parse(file.read_text())
+    for_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
     names: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in set(ast.walk(tree)) - for_types:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            literal = isinstance(node.args[0], ast.Constant | ast.JoinedStr)
+            names |= {text for text in strings(node.args[0] if literal else tree) if text.startswith("longspec.")}
     return names
+
+
+def strings(tree: ast.AST) -> set[str]:
+    constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return {value for value in constants if isinstance(value, str)}
 
 
 @pytest.mark.parametrize("layer", FORBIDDEN)
@@ -35,3 +63,31 @@ def test_layer_imports_only_what_lies_below_it(layer: str) -> None:
         for other in FORBIDDEN[layer]:
             wrong = {name for name in imported_modules(file) if f"{name}.".startswith(f"longspec.{other}.")}
             assert not wrong, f"{file.relative_to(PACKAGE)} imports {wrong}"
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Not even inside a function."""
+    graph = {}
+    for module, file in MODULES.items():
+        names = imported_modules(file)
+        unfinished = tuple(name for name in names if name.endswith("."))
+        graph[module] = {other for other in MODULES if other in names or other.startswith(unfinished)} - {module}
+    TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_lazy_and_dynamic_imports_are_found(tmp_path: Path) -> None:
+    source = """
+        if TYPE_CHECKING:
+            from longspec.a import A
+        TABLE = {"b": "longspec.b"}
+        def f(name):
+            from longspec.c import d
+            return import_module(f"longspec.e.{name}")
+        def g():
+            return importlib.import_module(%s)
+    """
+    file = tmp_path / "module.py"
+    file.write_text(dedent(source % '"longspec.f"'))
+    assert imported_modules(file) == {"longspec.c", "longspec.c.d", "longspec.e.", "longspec.f"}
+    file.write_text(dedent(source % "TABLE[name]"))
+    assert {"longspec.b", "longspec.c"} < imported_modules(file)

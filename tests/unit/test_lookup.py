@@ -15,8 +15,9 @@ from longspec.inference.drafting.lookup import (
     LookupBranches,
     LookupDrafter,
 )
-from longspec.kernels.decoding import lookup_reference
-from longspec.kernels.decoding.tree import LookupState
+from longspec.kernels.shared.tree import LookupState
+from longspec.kernels.torch.backend import TorchBackend
+from longspec.kernels.torch.lookup import longest_matches
 
 GAMMA, POSITIONS = 4, 64
 
@@ -126,7 +127,9 @@ def test_branches_are_what_a_plain_search_finds(vocab: int, depth: int, monkeypa
     text = torch.randint(vocab, (3, 25), generator=generator).repeat(1, 8)
     noise = torch.rand(text.shape, generator=generator) < 0.05
     text[noise] = torch.randint(vocab, (int(noise.sum()),), generator=generator)
-    branches, plain = LookupBranches(3, depth, torch.device("cpu")), [PlainBranches(depth) for _ in lengths]
+    runner = SimpleNamespace(backend=TorchBackend, device=torch.device("cpu"))
+    branches = LookupBranches(runner, 3, depth)  # type: ignore[arg-type]
+    plain = [PlainBranches(depth) for _ in lengths]
     branches.reserve(256)
     branches.start(text[:, :40], torch.tensor(lengths))
     root_at, seen = torch.tensor(lengths), 0
@@ -135,7 +138,7 @@ def test_branches_are_what_a_plain_search_finds(vocab: int, depth: int, monkeypa
         twin = LookupState(*(values.clone() for values in branches.state))
         got = branches.propose(root, root_at.int())
         if os.environ.get("TRITON_INTERPRET") == "1" and step % 5 == 3:
-            from longspec.kernels.decoding import lookup_branches
+            from longspec.kernels.triton import lookup_branches
 
             monkeypatch.setattr(lookup_branches, "CHUNK", 64)
             lookup_branches.extend_branches(twin, root, root_at.int(), branches.sizes, PRIOR_WEIGHT)
@@ -163,5 +166,5 @@ def test_branches_are_what_a_plain_search_finds(vocab: int, depth: int, monkeypa
 def test_the_second_branch_is_found_across_chunks() -> None:
     """The reference needs no chunks; the longest match and the runner-up follow in any order."""
     history = torch.tensor([[1, 2, 9, 5, 2, 8, 7, 2, 9, 1, 2, 0]])
-    ends, matched = lookup_reference.longest_matches(history, torch.tensor([10]), 8, chains=2)
+    ends, matched = longest_matches(history, torch.tensor([10]), 8, chains=2)
     assert ends.tolist() == [[1, 4]] and matched.tolist() == [[2, 1]]

@@ -4,22 +4,22 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
+import layer_reference as reference
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_reference import attention_with_lse
 from pairs import make_pair
 from torch import Tensor
 
 from longspec.errors import UserError
 from longspec.inference.generate import generate
 from longspec.inference.select_runner import make_runner
-from longspec.kernels.decoding.attention import decoding_attention
+from longspec.kernels.choice import choose_backend
 from longspec.kernels.native import library, operations
 from longspec.kernels.native.library import native_library
 from longspec.kernels.native.operations import MOST_TOKENS, Stores
-from longspec.kernels.shared import reference
-from longspec.kernels.shared.reference import HeadNorms
-from longspec.models.torch_stream import TorchOperations
+from longspec.kernels.shared.residual import HeadNorms
 
 CPU = torch.device("cpu")
 WIDTHS = [(64, 96), (1, 1), (37, 5), (576, 51), (20, 130)]
@@ -152,7 +152,7 @@ def test_attention_takes_every_head_dimension(head_dim: int, threads: None) -> N
     for row, length in enumerate(lengths.tolist()):
         visible[row, :, :length] = True
         visible[row, :, length : length + 4] = mask[row]
-    expected = reference.attention_with_lse(q, k, v, visible, 0.3)[0]
+    expected = attention_with_lse(q, k, v, visible, 0.3)[0]
     torch.testing.assert_close(operations.attention(q, k, v, lengths, mask, 0.3), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -192,11 +192,11 @@ def test_without_a_compiler_one_line_says_so_and_torch_decodes(
     caplog.clear()
     monkeypatch.setattr(library.shutil, "which", lambda name: None)
     runner = make_runner(model, "auto", compiled=True)
-    assert type(runner.operations) is TorchOperations and runner.attention.name == "sdpa"
+    assert runner.backend.name == "torch" and runner.attention.name == "sdpa"
     assert torch.equal(generate(model, ids, max_new_tokens=8, eos_token_id=()).new_tokens[0], expected)
     assert caplog.text.count("gcc is not installed") == 1
     with pytest.raises(UserError, match="'native' cannot run here: it needs a CPU, float32 and gcc"):
-        decoding_attention("native", CPU, torch.float32, 64)
+        choose_backend("native", CPU, torch.float32, 64)
 
 
 @pytest.mark.gcc

@@ -8,10 +8,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from longspec.kernels.decoding import tree_reference
-from longspec.kernels.decoding.node_selection import select_nodes
-from longspec.kernels.decoding.tree import Branches, Tree, new_tree
-from longspec.kernels.decoding.vocabulary import best_children, sampled_children
+from longspec.kernels.shared.tree import Branches, Draws, Tree, new_tree
+from longspec.kernels.torch import trees
+from longspec.kernels.triton.node_selection import select_nodes
 
 DEVICES = [
     pytest.param(
@@ -32,9 +31,9 @@ def grown(batch: int, shape: tuple[int, ...], vocab: int, sampled: bool, seed: i
             logits[torch.rand(logits.shape, generator=generator) < 0.3] = -torch.inf
             logits[..., 0] = 0
             noise = torch.empty(logits.shape, dtype=torch.float64).exponential_(generator=generator)
-            sampled_children(tree, above, width, logits, None, noise, torch.empty(logits.shape))
+            trees.grow_level(tree, above, width, logits, None, Draws(noise, torch.empty(logits.shape)))
         else:
-            best_children(tree, above, width, logits, None)
+            trees.grow_level(tree, above, width, logits, None)
         above = slice(above.stop, above.stop + width)
     levels = torch.arange(len(shape) + 1).repeat_interleave(torch.tensor([1, *shape]))
     return tree, levels
@@ -59,7 +58,7 @@ def test_the_best_nodes_are_selected(
 ) -> None:
     """In their old order, with their ancestors; and every prefix of the ranks is a smaller selection."""
     tree, levels = grown(6, shape, vocab, sampled, seed=len(shape) + vocab)
-    expected = tree_reference.select_nodes(tree, levels, nodes, sampled)
+    expected = trees.select_nodes(tree, levels, nodes, sampled)
     on_device = Tree(*(values.to(device) for values in tree))
     for mine, plain in zip(select_nodes(on_device, levels.to(device), nodes, sampled), expected, strict=True):
         assert torch.equal(mine.cpu(), plain)
@@ -79,7 +78,7 @@ def test_the_best_nodes_are_selected(
             assert set(expected.visible[row, i].nonzero()[:, 0].tolist()) == above | {i}
         ranks = expected.ranks[row].tolist()
         assert sorted(ranks) == list(range(nodes)) and ranks[0] == 0
-        smaller = tree_reference.select_nodes(tree, levels, nodes - 1, sampled)
+        smaller = trees.select_nodes(tree, levels, nodes - 1, sampled)
         assert torch.equal(expected.wide[row][expected.ranks[row] < nodes - 1], smaller.wide[row])
 
 
@@ -91,7 +90,7 @@ def test_rounding_does_not_separate_a_node_from_its_parent(device: str) -> None:
         values[0] = torch.tensor(row)
     tree.visible[0, 3, 1] = tree.visible[0, 1:, 0] = True
     levels = torch.tensor([0, 1, 1, 2], device=device)
-    for select in (select_nodes, tree_reference.select_nodes):
+    for select in (select_nodes, trees.select_nodes):
         assert select(tree, levels, 3, False).tokens.tolist() == [[9, 1, 2]]
         assert select(tree, levels, 4, False).ranks.tolist() == [[0, 2, 1, 3]]
 
@@ -103,7 +102,7 @@ def test_faulty_scores_select_some_nodes(device: str) -> None:
     tree.scores[0, 1:] = torch.nan
     on_device = Tree(*(values.to(device) for values in tree))
     got = select_nodes(on_device, levels.to(device), 4, False)
-    expected = tree_reference.select_nodes(tree, levels, 4, False)
+    expected = trees.select_nodes(tree, levels, 4, False)
     assert torch.equal(got.wide.cpu(), expected.wide) and got.ranks.sort(1).values.tolist() == [[0, 1, 2, 3]] * 2
 
 
@@ -134,7 +133,7 @@ def test_branches_compete_with_the_tree_and_absorb_its_nodes(
     """Every path is verified once. Paths of a branch come first; next to a sampled tree, all of them."""
     tree, levels = grown(8, shape, vocab, sampled, seed=vocab)
     branches = random_branches(tree, 6, vocab, seed=nodes)
-    expected = tree_reference.select_nodes(tree, levels, nodes, sampled, branches)
+    expected = trees.select_nodes(tree, levels, nodes, sampled, branches)
     on_device = [type(group)(*(values.to(device) for values in group)) for group in (tree, branches)]
     got = select_nodes(on_device[0], levels.to(device), nodes, sampled, on_device[1])
     for mine, plain in zip(got, expected, strict=True):

@@ -8,8 +8,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longspec.kernels.decoding import attention_reference
-from longspec.kernels.decoding.attention_tiles import (
+import attention_reference
+
+from longspec.kernels.triton.attention_tiles import (
     LONG_CACHE,
     Tiles,
     count_splits,
@@ -17,7 +18,7 @@ from longspec.kernels.decoding.attention_tiles import (
     prefix_tiles,
     programs_at_once,
 )
-from longspec.kernels.decoding.prefix_attention import prefix_attention
+from longspec.kernels.triton.prefix_attention import prefix_attention
 
 DEVICES = [
     pytest.param(

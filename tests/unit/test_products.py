@@ -3,17 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
+import product_reference
 import pytest
 import torch
 from torch import Tensor
 
-from longspec.kernels.decoding import product_reference
-from longspec.kernels.decoding import skinny_product as skinny
-from longspec.kernels.decoding import vector_product as vector
-from longspec.kernels.decoding.skinny_product import count_parts, skinny_product, split_product
-from longspec.kernels.decoding.vector_product import vector_product
 from longspec.kernels.shared.device import describe_gpu
-from longspec.models.triton_stream import TritonOperations
+from longspec.kernels.triton import skinny_product as skinny
+from longspec.kernels.triton import vector_product as vector
+from longspec.kernels.triton.layers import TritonStream
+from longspec.kernels.triton.skinny_product import count_parts, skinny_product, split_product
+from longspec.kernels.triton.vector_product import vector_product
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -182,7 +182,7 @@ def test_the_residual_stream_equals_plain_sums_for_any_number_of_tokens(
     for project in (lambda y: y @ first.double().t(), lambda y: gate(y @ gate_up.double().t())):
         x = x + project(rms(x, norm.double(), 1e-5)) @ back.double().t()
     expected = x + x.new_ones(batch, nodes, 40) @ back.double().t()
-    stream = TritonOperations().stream(hidden, 1e-5)
+    stream = TritonStream(hidden, 1e-5)
     stream.add_product(stream.project(norm, first, None), back)
     stream.add_product(stream.project_gated(norm, gate_up), back)
     close = {"rtol": 3 * TOLERANCE[dtype], "atol": 3 * TOLERANCE[dtype]}

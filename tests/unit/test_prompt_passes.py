@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longspec.inference import capture as capture_module
 from longspec.inference.prefill import SIZES, PromptReader
-from longspec.kernels.decoding.flash_attention import FlashAttention
+from longspec.kernels.triton.flash_attention import FlashAttention
 
 CPU = torch.device("cpu")
 

@@ -1,46 +1,40 @@
-"""Each function that launches a kernel has a torch reference with its name and signature in the same folder."""
+"""Each function that launches a kernel has a plain torch counterpart with its name and signature.
+
+For an operation of the backends that is torch's, which the tests compare with brute force; for a kernel that other
+backends do not have, a reference among the tests.
+"""
 
 import ast
 import importlib
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 pytest.importorskip("triton")
 
-KERNELS = Path(__file__).resolve().parents[2] / "longspec" / "kernels"
+from longspec.kernels.backend import Backend
+from longspec.kernels.torch.backend import TorchBackend
+from longspec.kernels.triton.backend import TritonBackend
+
+KERNELS = Path(__file__).resolve().parents[2] / "longspec" / "kernels" / "triton"
 REFERENCES = {
-    "decoding.compaction": "decoding.tree_reference",
-    "decoding.descent": "decoding.tree_reference",
-    "decoding.flash_attention": "decoding.attention_reference",
-    "decoding.lookup_branches": "decoding.lookup_reference",
-    "decoding.node_selection": "decoding.tree_reference",
-    "decoding.prefix_attention": "decoding.attention_reference",
-    "decoding.rejection": "decoding.tree_reference",
-    "decoding.row_argmax": "decoding.tree_reference",
-    "decoding.row_noise_kernel": "decoding.row_noise",
-    "decoding.skinny_product": "decoding.product_reference",
-    "decoding.tree_attention": "decoding.attention_reference",
-    "decoding.tree_growth": "decoding.tree_reference",
-    "decoding.vector_product": "decoding.product_reference",
-    "decoding.window_attention": "decoding.attention_reference",
-    "shared.elementwise": "shared.reference",
-    "shared.logit_statistics": "shared.reference",
-    "training.divergence": "training.reference",
-    "training.varlen": "training.reference",
+    "flash_attention": "attention_reference",
+    "prefix_attention": "attention_reference",
+    "tree_attention": "attention_reference",
+    "window_attention": "attention_reference",
+    "elementwise": "layer_reference",
+    "logit_statistics": "layer_reference",
+    "skinny_product": "product_reference",
+    "vector_product": "product_reference",
 }
-
-
-def module(name: str) -> ModuleType:
-    return importlib.import_module(f"longspec.kernels.{name}")
+"""Modules of the tests with the references of a module's kernels."""
 
 
 def launchers(name: str) -> list[str]:
     """Public functions of a module that launch a kernel, `_x_kernel[grid](...)`, directly or through a private one."""
-    tree = ast.parse((KERNELS / f"{name.replace('.', '/')}.py").read_text())
+    tree = ast.parse((KERNELS / f"{name}.py").read_text())
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     launching = {name for name, node in functions.items() if launches(node)}
     private = {name for name in launching if name.startswith("_")}
@@ -66,24 +60,28 @@ def signature(function: Callable[..., object]) -> list[tuple[object, ...]]:
     return [(parameter.name, parameter.kind, parameter.default) for parameter in parameters]
 
 
-def test_every_file_with_a_kernel_is_listed() -> None:
-    with_kernels = set()
-    for file in KERNELS.rglob("*.py"):
-        name = ".".join(file.relative_to(KERNELS).with_suffix("").parts)
-        if launchers(name):
-            with_kernels.add(name)
-    assert with_kernels <= set(REFERENCES)
-
-
-@pytest.mark.parametrize("name", REFERENCES)
-def test_each_launcher_has_a_reference_with_its_signature(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(file.stem for file in KERNELS.glob("*.py")))
+def test_each_launcher_has_a_counterpart_with_its_signature(name: str) -> None:
     functions = launchers(name)
-    if name == "decoding.flash_attention":
+    if name == "flash_attention":
         functions.append("flash_prefix")  # launches a kernel of fa3-fwd
-    if name == "training.varlen":
-        functions += ["varlen_attention", "block_attention"]  # launch kernels of flash-attn or torch
-    assert functions
+    module = importlib.import_module(f"longspec.kernels.triton.{name}")
     for function in functions:
-        reference = getattr(module(REFERENCES[name]), function, None)
-        assert reference is not None, f"{name}.{function} has no reference"
-        assert signature(reference) == signature(getattr(module(name), function)), function
+        kernel = getattr(module, function)
+        if getattr(TritonBackend, function, None) is kernel:
+            counterpart = getattr(TorchBackend, function)
+        else:
+            counterpart = getattr(importlib.import_module(REFERENCES[name]), function, None)
+        assert counterpart is not None, f"{name}.{function} has no counterpart"
+        assert signature(counterpart) == signature(kernel), function
+
+
+@pytest.mark.parametrize("backend", [TorchBackend, TritonBackend])
+def test_operations_have_the_signatures_of_the_interface(backend: type[Backend]) -> None:
+    for name in Backend.__abstractmethods__:
+        assert signature(getattr(backend, name)) == signature(getattr(Backend, name)), name
+
+
+def test_references_are_among_the_tests_alone() -> None:
+    """No file of the package computes what only tests need."""
+    assert not [file for file in KERNELS.parent.rglob("*reference*")]

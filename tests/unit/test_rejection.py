@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
+import acceptance_reference
 import pytest
 import torch
 from samplers import sampler
@@ -14,12 +15,12 @@ pytest.importorskip("triton")
 from longspec.inference.acceptance import follow, reject
 from longspec.inference.drafting.proposal import Proposal, chain
 from longspec.inference.sampling import Sampler
-from longspec.kernels.decoding import tree_reference
-from longspec.kernels.decoding.descent import follow_choices
-from longspec.kernels.decoding.rejection import reject_children
-from longspec.kernels.decoding.row_argmax import first_arrival
-from longspec.kernels.decoding.tree import new_tree
-from longspec.kernels.decoding.vocabulary import sampled_children, select_nodes
+from longspec.kernels.shared.tree import Draws, new_tree
+from longspec.kernels.torch import trees, vocabulary
+from longspec.kernels.torch.backend import TorchBackend
+from longspec.kernels.triton.descent import follow_choices
+from longspec.kernels.triton.rejection import reject_children
+from longspec.kernels.triton.row_argmax import first_arrival
 
 DEVICES = [
     pytest.param(
@@ -58,12 +59,12 @@ def sampled_tree(
         logits[torch.rand(logits.shape, generator=generator) < 0.2] = -torch.inf
         logits[..., 0] = 0
         noise = torch.empty(logits.shape, dtype=torch.float64).exponential_(generator=generator)
-        sampled_children(tree, above, width, logits, None, noise, q[:, above])
+        trees.grow_level(tree, above, width, logits, None, Draws(noise, q[:, above]))
         above = slice(above.stop, above.stop + width)
     if selected is None:
         return Proposal(tree.tokens, tree.parents, torch.empty(0), tree.visible, len(shape), q)
     levels = torch.arange(len(shape) + 1).repeat_interleave(torch.tensor([1, *shape]))
-    few = select_nodes(tree, levels, selected, by_arrival=True)
+    few = trees.select_nodes(tree, levels, selected, by_arrival=True)
     return Proposal(few.tokens, few.parents, few.levels, few.visible, len(shape), q, few.wide)
 
 
@@ -86,8 +87,8 @@ def check_rejection(tree: Proposal, p: Tensor, device: str, seed: int = 0) -> tu
     coins, noise = draws(*tree.tokens.shape, p.shape[-1], seed)
     inputs = (tree.tokens, tree.parents, tree.sampled_from, p, coins)
     rules = (tree.depth, tree.q_rows, tree.from_lookup)
-    path, count, residual = tree_reference.reject_children(*inputs, *rules)
-    expected = (path, count, tree_reference.first_arrival(residual, noise))
+    path, count, residual = acceptance_reference.reject_children(*inputs, *rules)
+    expected = (path, count, vocabulary.first_arrival(residual, noise))
 
     on_device = [x.clone().to(device) for x in inputs]
     rules = (tree.depth, *(None if x is None else x.to(device) for x in (tree.q_rows, tree.from_lookup)))
@@ -167,10 +168,10 @@ def test_following_choices_equals_its_reference(device: str) -> None:
         tree = sampled_tree(16, (2, 4, 5), 6, seed, sharpness=0.5)
         choice = torch.randint(0, 6, tree.tokens.shape, generator=torch.Generator().manual_seed(seed))
         inputs = (tree.tokens, tree.parents, choice)
-        expected = tree_reference.follow_choices(*inputs, tree.depth)
+        expected = acceptance_reference.follow_choices(*inputs, tree.depth)
         on_device = [x.to(device) for x in inputs]
         check_same(follow_choices(*on_device, tree.depth), expected)
-        accepted = follow(tree, choice)
+        accepted = follow(tree, choice, TorchBackend)
         check_same((accepted.path, accepted.count, accepted.bonus), expected)
         steps |= set(expected[1].tolist())
     assert steps == {0, 1, 2, 3}

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from longspec.kernels.decoding.row_noise import row_exponentials, row_uniforms
+from longspec.kernels.torch.row_noise import row_noise
 
 DEVICES = [
     pytest.param(
@@ -21,12 +21,12 @@ CONSTANT = torch.tensor([False, True, False, False])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stream", [0, 1, 5 << 20])
 def test_the_kernel_has_the_bits_of_the_reference(device: str, stream: int) -> None:
-    fill_rows = pytest.importorskip("longspec.kernels.decoding.row_noise_kernel").fill_rows
+    kernel = pytest.importorskip("longspec.kernels.triton.row_noise").row_noise
     seeds, positions, constant = (x.to(device) for x in (SEEDS, POSITIONS, CONSTANT))
-    uniforms = fill_rows(seeds, positions, stream, (3, 421))
-    assert torch.equal(uniforms.cpu(), row_uniforms(SEEDS, POSITIONS, stream, (3, 421)))
-    exponentials = fill_rows(seeds, positions, stream, (3, 421), constant)
-    expected = row_exponentials(SEEDS, POSITIONS, stream, (3, 421), CONSTANT)
+    uniforms = kernel(seeds, positions, stream, (3, 421))
+    assert torch.equal(uniforms.cpu(), row_noise(SEEDS, POSITIONS, stream, (3, 421)))
+    exponentials = kernel(seeds, positions, stream, (3, 421), constant)
+    expected = row_noise(SEEDS, POSITIONS, stream, (3, 421), CONSTANT)
     torch.testing.assert_close(exponentials.cpu(), expected, rtol=1e-14, atol=0)
 
 
@@ -43,14 +43,14 @@ def test_the_first_number_is_that_of_splitmix64() -> None:
     seed, position, stream, number = 2**64 - 3, 11, 2, 4
     key = mix((mix((mix(seed) + (position + 1) * gamma) % 2**64) + (stream + 1) * gamma) % 2**64)
     expected = (mix((key + (number + 1) * gamma) % 2**64) >> 11) * 2.0**-53
-    numbers = row_uniforms(torch.tensor([seed - 2**64]), torch.tensor([position]), stream, (9,))
+    numbers = row_noise(torch.tensor([seed - 2**64]), torch.tensor([position]), stream, (9,))
     assert numbers[0, number].item() == expected
 
 
 def test_law_of_the_numbers() -> None:
     seeds, positions = torch.arange(40) // 8, torch.arange(40) % 8
-    uniforms = row_uniforms(seeds, positions, 0, (2500,))
-    exponentials = row_exponentials(seeds, positions, 1, (2500,), torch.zeros(40, dtype=torch.bool))
+    uniforms = row_noise(seeds, positions, 0, (2500,))
+    exponentials = row_noise(seeds, positions, 1, (2500,), torch.zeros(40, dtype=torch.bool))
     assert exponentials.min() > 0 and exponentials.isfinite().all()
     both = torch.cat([uniforms, 1 - (-exponentials).exp()])
     ordered = both.flatten().sort().values
@@ -61,6 +61,6 @@ def test_law_of_the_numbers() -> None:
 
 
 def test_numbers_depend_on_the_row_alone() -> None:
-    numbers = row_uniforms(SEEDS, POSITIONS, 2, (5, 6))
-    part = row_uniforms(SEEDS[2:3], POSITIONS[2:3], 2, (1, 6))
+    numbers = row_noise(SEEDS, POSITIONS, 2, (5, 6))
+    part = row_noise(SEEDS[2:3], POSITIONS[2:3], 2, (1, 6))
     assert torch.equal(numbers[2, :1], part[0])

@@ -114,7 +114,7 @@ def test_bf16_keeps_rotary_frequencies_and_master_weights_in_fp32(load: Any, one
 def test_the_target_runs_as_graphs_where_it_is_whole_and_its_attention_reads_borders_on_the_device(
     load: Any, one_rank: None, monkeypatch: pytest.MonkeyPatch, zero: int, flash: bool, graphs: bool
 ) -> None:
-    monkeypatch.setattr(engine_module, "runs_triton", lambda _: True)
+    monkeypatch.setattr(engine_module, "backend_of", lambda *_: SimpleNamespace(name="triton"))
     monkeypatch.setattr(engine_module.varlen_flash, "runs", lambda *_: flash)
     monkeypatch.setattr("longspec.models.target_kernels.use_kernels", lambda *_: None)
     monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)  # DeepSpeed replaces it for good

@@ -8,11 +8,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longspec.kernels.decoding import attention_reference
-from longspec.kernels.decoding.attention_interface import PrefixParts
-from longspec.kernels.decoding.tree_attention import masked_attention, prefix_and_tree_attention
-from longspec.kernels.decoding.window_attention import window_attention
-from longspec.kernels.shared.reference import attention_with_lse
+import attention_reference
+from attention_reference import attention_with_lse
+
+from longspec.kernels.shared.attention import PrefixParts
+from longspec.kernels.triton.tree_attention import masked_attention, prefix_and_tree_attention
+from longspec.kernels.triton.window_attention import window_attention
 
 DEVICES = [
     pytest.param(

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
+import training_reference as reference
 from torch import Tensor
 
-from longspec.kernels.training import reference
 from longspec.kernels.training.segments import Segments
-from longspec.kernels.training.varlen import block_attention, varlen_attention
+from longspec.kernels.training.varlen import training_attention
+from longspec.kernels.training.varlen_padded import PaddedAttention
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -24,6 +26,18 @@ def make_inputs(lengths: list[int], heads: int = 4, kv_heads: int = 2, head_dim:
     generator = torch.Generator().manual_seed(sum(lengths))
     tokens = sum(lengths)
     return [torch.randn(tokens, h, head_dim, generator=generator) for h in (heads, kv_heads, kv_heads)]
+
+
+def attention_of(q: Tensor) -> PaddedAttention:
+    return training_attention(q.device, q.dtype, q.shape[-1], use_flash=True)
+
+
+def varlen_attention(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return attention_of(q).varlen(q, *args, **kwargs)
+
+
+def block_attention(q: Tensor, *args: Any) -> Tensor:
+    return attention_of(q).block(q, *args)
 
 
 def check(inputs: list[Tensor], attend: Attention, expected: Attention, device: str = "cpu") -> None:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_varlen import check, make_inputs, segments_of
+import training_reference as reference
+from test_varlen import attention_of, block_attention, check, make_inputs, segments_of, varlen_attention
 from torch import Tensor
 
-from longspec.kernels.training import reference, varlen_flash
-from longspec.kernels.training.varlen import block_attention, varlen_attention
+from longspec.kernels.training import varlen_flash
+from longspec.kernels.training.varlen_flash import FlashAttention
 
 CASES = [
     ([7], None, None),
@@ -80,17 +81,17 @@ def test_torchs_kernel_with_lags_and_windows_equals_the_reference(
     segments = segments_of(lengths, lags)
     check(
         make_inputs(lengths),
-        lambda q, k, v: varlen_flash.attention(q, k, v, segments, 0.3, window, use_flash=False),
+        lambda q, k, v: FlashAttention(False).varlen(q, k, v, segments, 0.3, window),
         lambda q, k, v: reference.varlen_attention(q, k, v, segments, 0.3, window),
     )
 
 
 @pytest.mark.parametrize(("lengths", "block"), BLOCKS)
 def test_the_block_pattern_equals_the_reference(kernels: None, lengths: list[int], block: int) -> None:
-    segments = segments_of(lengths, [block] * len(lengths))
+    segments = segments_of(lengths)
     check(
         make_inputs(lengths),
-        lambda q, k, v: varlen_flash.block_attention(q, k, v, segments, 0.3, block),
+        lambda q, k, v: FlashAttention(False).block(q, k, v, segments, 0.3, block),
         lambda q, k, v: reference.block_attention(q, k, v, segments, 0.3, block),
     )
 
@@ -108,7 +109,7 @@ def test_an_installed_flash_attention_gets_the_same_call(
     monkeypatch.setattr(varlen_flash, "_installed_varlen", lambda: installed)
     q, k, v = make_inputs(lengths)
     segments = segments_of(lengths, lags)
-    got = varlen_flash.attention(q, k, v, segments, 0.3, window, use_flash=True)
+    got = FlashAttention(True).varlen(q, k, v, segments, 0.3, window)
     torch.testing.assert_close(got, reference.varlen_attention(q, k, v, segments, 0.3, window))
 
 
@@ -143,7 +144,7 @@ def test_the_forward_of_fa3_runs_only_the_targets_pass(
     q, k, v = (x.to(changes.get("dtype", torch.bfloat16)) for x in make_inputs([9]))
     q.requires_grad_(changes.get("learns", False))
     segments = segments_of([9], changes.get("lags"))
-    varlen_flash.attention(q, k, v, segments, 0.3, changes.get("window"), changes.get("use_flash", False))
+    FlashAttention(changes.get("use_flash", False)).varlen(q, k, v, segments, 0.3, changes.get("window"))
     assert calls == [used]
 
 
@@ -170,7 +171,7 @@ def test_half_precision_on_the_gpu(dtype: torch.dtype, head_dim: int) -> None:
     lengths, lags = [700, 64, 3, 1300, 1], [5, 1, 4, 2, 3]
     for window, lag in [(None, None), (None, lags), (512, None)]:
         segments = segments_of(lengths, lag, "cuda")
-        assert varlen_flash.takes(torch.empty(1, 8, head_dim, device="cuda", dtype=dtype), segments, window)
+        assert type(attention_of(torch.empty(1, 8, head_dim, device="cuda", dtype=dtype))) is FlashAttention
         mask = reference.causal_mask(segments_of(lengths, lag), window)
         agree(lengths, mask, lambda q, k, v, s=segments, w=window: varlen_attention(q, k, v, s, 0.125, w))
     segments = segments_of(lengths, device="cuda")
@@ -245,7 +246,7 @@ def test_the_fa3_package_equals_the_reference_in_the_targets_pass(lengths: list[
     assert varlen_flash._forward_only(torch.device("cuda")) is package.flash_attn_varlen_func
     inputs = [x.bfloat16() for x in make_inputs(lengths, 8, 2, head_dim)]
     segments = segments_of(lengths, device="cuda")
-    got = varlen_flash.attention(*(x.cuda() for x in inputs), segments, 0.125, None, use_flash=False)
+    got = FlashAttention(False).varlen(*(x.cuda() for x in inputs), segments, 0.125, None)
     exact = [x.double() for x in inputs]
     expected = reference.varlen_attention(*exact, segments_of(lengths), 0.125)
     torch.testing.assert_close(got.cpu().double(), expected, atol=3e-2, rtol=3e-2)

@@ -10,10 +10,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longspec.kernels.decoding import row_argmax, tree_growth, tree_reference, vocabulary
-from longspec.kernels.decoding.tree import Tree, new_tree
-from longspec.kernels.shared import logit_statistics, reference
+import layer_reference as reference
+
+from longspec.kernels.shared.tree import Draws, Tree, new_tree
 from longspec.kernels.shared.watch import Watch
+from longspec.kernels.torch import trees, vocabulary
+from longspec.kernels.triton import logit_statistics, row_argmax, tree_growth
 
 DEVICES = [
     pytest.param(
@@ -66,7 +68,7 @@ def check_best(tree: Tree, above: slice, width: int, logits: Tensor, temperature
     got = Tree(*(x.clone().to(device) for x in tree))
     own = temperatures(len(logits), temperature)
     tree_growth.grow_level(got, above, width, logits.to(device), None if own is None else own.to(device))
-    tree_reference.grow_level(tree, above, width, logits, own)
+    trees.grow_level(tree, above, width, logits, own)
     check_same(got, tree)
     return got
 
@@ -80,8 +82,8 @@ def check_sampled(tree: Tree, above: slice, width: int, logits: Tensor, temperat
     q = torch.empty(logits.shape)
     own = temperatures(batch, temperature)
     on_device = None if own is None else own.to(device)
-    tree_growth.grow_level(got, above, width, logits.to(device), on_device, noise.to(device), all_q[:, 1:-1])
-    tree_reference.grow_level(tree, above, width, logits, own, noise, q)
+    tree_growth.grow_level(got, above, width, logits.to(device), on_device, Draws(noise.to(device), all_q[:, 1:-1]))
+    trees.grow_level(tree, above, width, logits, own, Draws(noise, q))
     check_same(got, tree)
     torch.testing.assert_close(all_q[:, 1:-1].cpu(), q, atol=0, rtol=1e-5)
     assert all_q[:, 0].isnan().all() and all_q[:, -1].isnan().all(), "rows of other levels changed"
@@ -127,14 +129,14 @@ def test_a_level_of_a_reduced_vocabulary_equals_the_reference(sampled: bool, dev
     ids[:, 290:] = ids[:, 3:4]
     noise = torch.empty(logits.shape, dtype=torch.float64).exponential_(generator=generator)
 
-    trees, qs, warm = [], [], torch.tensor([0.8, 0.5]).double()
-    for grow, place in ((tree_reference.grow_level, "cpu"), (tree_growth.grow_level, device)):
+    grown, qs, warm = [], [], torch.tensor([0.8, 0.5]).double()
+    for grow, place in ((trees.grow_level, "cpu"), (tree_growth.grow_level, device)):
         tree, above = half_grown(batch, parents, width, sampled)
-        trees.append(Tree(*(x.to(place) for x in tree)))
+        grown.append(Tree(*(x.to(place) for x in tree)))
         qs.append(torch.full((batch, parents + 2, vocab), torch.nan, device=place))
-        draws = (noise.to(place), qs[-1][:, 1:-1]) if sampled else ()
-        grow(trees[-1], above, width, logits.to(place), warm.to(place), *draws, ids=ids.to(place))
-    check_same(trees[1], trees[0])
+        draws = Draws(noise.to(place), qs[-1][:, 1:-1]) if sampled else None
+        grow(grown[-1], above, width, logits.to(place), warm.to(place), draws, ids=ids.to(place))
+    check_same(grown[1], grown[0])
 
     # The same level of the whole vocabulary, where all other tokens are impossible.
     whole = torch.full((batch, parents, vocab), -torch.inf)
@@ -143,8 +145,8 @@ def test_a_level_of_a_reduced_vocabulary_equals_the_reference(sampled: bool, dev
     whole_noise.scatter_(2, ids[:, None, :290].expand(-1, parents, -1), noise[..., :290])
     tree, above = half_grown(batch, parents, width, sampled)
     whole_q = torch.empty(whole.shape)
-    tree_reference.grow_level(tree, above, width, whole, warm, *((whole_noise, whole_q) if sampled else ()))
-    check_same(trees[0], tree)
+    trees.grow_level(tree, above, width, whole, warm, Draws(whole_noise, whole_q) if sampled else None)
+    check_same(grown[0], tree)
     for q in qs if sampled else ():
         torch.testing.assert_close(q[:, 1:-1].cpu(), whole_q, atol=1e-9, rtol=1e-5)
         assert q[:, 0].isnan().all() and q[:, -1].isnan().all(), "rows of other levels changed"
@@ -211,18 +213,14 @@ def read_by_growth(logits: Tensor, temperature: Tensor, watch: Watch, sampled: b
     tree, above = half_grown(len(logits), 2, 1, sampled)
     tree = Tree(*(x.to(logits.device) for x in tree))
     noise = torch.ones(logits.shape, dtype=torch.float64, device=logits.device)
-    draws = (noise, torch.empty(logits.shape, device=logits.device)) if sampled else ()
-    if not torch_path:
-        tree_growth.grow_level(tree, above, 1, logits, temperature, *draws, watch=watch)
-    elif sampled:
-        vocabulary.sampled_children(tree, above, 1, logits, temperature, *draws, watch)
-    else:
-        vocabulary.best_children(tree, above, 1, logits, temperature, watch)
+    draws = Draws(noise, torch.empty(logits.shape, device=logits.device)) if sampled else None
+    grow_level = trees.grow_level if torch_path else tree_growth.grow_level
+    grow_level(tree, above, 1, logits, temperature, draws, watch)
     return tree.tokens[:, above.stop :]
 
 
 TORCH: dict[str, Read] = {
-    "softmax": lambda logits, temperature, watch: vocabulary.probabilities(logits, temperature, watch).argmax(-1),
+    "softmax": lambda logits, temperature, watch: vocabulary.softmax(logits, temperature, watch).argmax(-1),
     "argmax": lambda logits, temperature, watch: vocabulary.argmax(
         logits / temperature[:, None, None].float(), watch=watch
     ),
@@ -262,7 +260,7 @@ def test_best_children_are_the_global_top_k(dtype: torch.dtype) -> None:
     """Best first, over all parents and the vocabulary, by the log-probability of the path."""
     tree, above = half_grown(2, 4, 7, sampled=False)
     logits = (3 * torch.randn(2, 4, 11, generator=torch.Generator().manual_seed(0))).to(dtype)
-    vocabulary.best_children(tree, above, 7, logits, None)
+    trees.grow_level(tree, above, 7, logits, None)
     every = tree.scores[:, above, None] + logits.float().log_softmax(-1)
     expected = every.flatten(1).sort(dim=-1, descending=True)
     torch.testing.assert_close(tree.scores[:, above.stop :], expected.values[:, :7])
@@ -280,7 +278,7 @@ def test_softmax_equals_its_reference(vocab: int, dtype: torch.dtype, device: st
     logits[0, 1, 1:] -= 80
     warm = torch.tensor([0.7, 1.3]).double()
     out = logit_statistics.softmax(logits, warm.to(device))
-    torch.testing.assert_close(out, reference.softmax(logits, warm.to(device)), atol=1e-38, rtol=3e-5)
+    torch.testing.assert_close(out, vocabulary.softmax(logits, warm.to(device)), atol=1e-38, rtol=3e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -290,13 +288,13 @@ def test_log_sum_exp_equals_its_reference(vocab: int, dtype: torch.dtype, device
     logits = random_logits(2, 3, vocab, dtype)
     logits[0, 1] -= 40  # far from zero
     found = logit_statistics.log_sum_exp(logits.to(device)).cpu()
-    torch.testing.assert_close(found, reference.log_sum_exp(logits), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(found, vocabulary.log_sum_exp(logits), rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocab", [1, 300, 8195])
 def test_logit_statistics_equal_their_reference(vocab: int, device: str) -> None:
-    """For plain logits and for a race."""
+    """For plain logits and with noise."""
     logits = random_logits(2, 3, vocab).to(device)
     logits[0, 0, 4096:] = -torch.inf
     noise = torch.empty(logits.shape, dtype=torch.float64)
@@ -311,11 +309,11 @@ def test_logit_statistics_equal_their_reference(vocab: int, device: str) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 300, 12300])
 def test_argmax_equals_its_reference(vocab: int, dtype: torch.dtype, device: str) -> None:
-    """The first of equal values, rows with a single possible token, and the first arrival of a race."""
+    """The first of equal values, rows with a single possible token, and the first arrival."""
     values = random_logits(2, 3, vocab, dtype).to(device)
     values[0, 0, :-1] = -torch.inf
     values[0, 1] = 0
-    assert torch.equal(row_argmax.argmax(values), tree_reference.argmax(values))
+    assert torch.equal(row_argmax.argmax(values), vocabulary.argmax(values))
     noise = torch.empty(values.shape, dtype=torch.float64).exponential_(generator=torch.Generator().manual_seed(1))
     noise, rates = noise.to(device), values.float().softmax(-1)
-    assert torch.equal(row_argmax.first_arrival(rates, noise), tree_reference.first_arrival(rates, noise))
+    assert torch.equal(row_argmax.first_arrival(rates, noise), vocabulary.first_arrival(rates, noise))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from longspec.inference.adaptive.tracked_mean import TrackedMean
-from longspec.inference.methods import LONGEST_MATCH
+from longspec.inference.drafting.lookup import LONGEST_MATCH
 
 
 class LookupTrace:

@@ -88,7 +88,7 @@ class PlanDrafters(DraftState):
         self.tree: TreeDrafter | None = None
         if any(plan.kind == "tree" for plan in plans):
             # A round feeds as many tokens as its longest path has, and the draft's ring takes at most a window of them.
-            branches = LookupBranches(batch, runner.model.draft_model.window - 1, runner.device)
+            branches = LookupBranches(runner, batch, runner.model.draft_model.window - 1)
             tree_shape = drafting.tree_shape
             if runner.device.type == "cpu":
                 tree_shape = [min(width, CPU_WIDTH) for width in tree_shape]

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from longspec.inference.cache import TargetCache
 from longspec.inference.drafting.proposal import Drafter, Proposal, chain
-from longspec.inference.methods import LONGEST_MATCH
+from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
-from longspec.kernels.decoding.lookup_reference import longest_matches
-from longspec.kernels.decoding.tree import Branches, LookupState
-from longspec.kernels.decoding.vocabulary import extend_branches
+from longspec.kernels.shared.tree import Branches, LookupState
+from longspec.kernels.torch.lookup import longest_matches
 
+LONGEST_MATCH = 3
+"""Maximum length of a match in tokens, the root included."""
 BRANCH_SIZES = (20, 4)
 """Number of tokens of each branch; the first one follows the longest match."""
 PRIORS = (0.15, 0.4, 0.55, 0.65, 0.75, 0.8, 0.85, 0.92)
@@ -94,8 +95,9 @@ class LookupBranches:
     The branches depend on the tokens before the tree's root alone, and not on draws of the round.
     """
 
-    def __init__(self, batch: int, depth: int, device: torch.device) -> None:
+    def __init__(self, runner: Runner, batch: int, depth: int) -> None:
         """depth: largest number of tokens of a branch."""
+        self.backend, device = runner.backend, runner.device
         self.depth = min(depth, max(BRANCH_SIZES))
         sizes = [min(size, self.depth) for size in BRANCH_SIZES]
         self.nodes = sum(sizes)
@@ -142,5 +144,5 @@ class LookupBranches:
 
     def propose(self, root: Tensor, lengths: Tensor) -> Branches:
         """The branches below root, LongTensor [B], at positions lengths [B]. Every round returns the same tensors."""
-        extend_branches(self.state, root, lengths, self.sizes, PRIOR_WEIGHT)
+        self.backend.extend_branches(self.state, root, lengths, self.sizes, PRIOR_WEIGHT)
         return Branches(self.state.tokens, self.state.merits)

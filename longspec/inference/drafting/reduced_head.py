@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from longspec.inference.methods import AUTO, GLIDE_METHODS, Drafting
 from longspec.inference.runner import Runner
-from longspec.models.glide import GlideMixin
 from longspec.models.parallel import head_rows
 
 MOST_EXTRA = 2048
@@ -108,13 +106,6 @@ def head_bytes(config: PreTrainedConfig, dtype: torch.dtype, listed: int | None,
     columns = rows * (listed + extra)
     weight = (listed + rows * extra) * config.hidden_size
     return (weight + columns) * dtype.itemsize + columns * torch.long.itemsize
-
-
-def list_length(model: GlideMixin, drafting: Drafting) -> int | None:
-    """Length of the vocabulary list of the draft that the method uses; None without one."""
-    uses_draft = drafting.method in GLIDE_METHODS or (drafting.method == AUTO and drafting.has_draft)
-    vocabulary = model.draft_model.vocabulary
-    return len(vocabulary) if uses_draft and vocabulary is not None else None
 
 
 def prompt_tokens(prompts: Tensor, lengths: Tensor, listed: Tensor, vocab: int) -> Tensor:

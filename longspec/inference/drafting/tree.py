@@ -17,8 +17,7 @@ from longspec.inference.drafting.lookup import LookupBranches
 from longspec.inference.drafting.proposal import Drafter, Proposal
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
-from longspec.kernels.decoding.tree import Branches, Tree, new_tree
-from longspec.kernels.decoding.vocabulary import best_children, sampled_children, select_nodes
+from longspec.kernels.shared.tree import Branches, Draws, Tree, new_tree
 
 LEAST_PROBABILITY = 0.1
 """Estimated probability from which on a node of a lookup branch is verified next to a sampled tree."""
@@ -63,7 +62,7 @@ class TreeDrafter(Drafter):
         self.nodes = min(nodes or most_nodes, most_nodes)
         self.depth = self._longest_path()
         self.selects = self.nodes < grown_nodes or lookup is not None
-        self.sampler = sampler
+        self.sampler = sampler.on(runner.backend)
         self.kind: Hashable = (type(self), self.shape, tree_rule, self.nodes, lookup and lookup.depth)
         self.draft = draft or GlideDraft(runner, batch, grown_nodes)
         if self.draft.ids is not None and max(self.shape) > self.draft.columns:
@@ -99,7 +98,7 @@ class TreeDrafter(Drafter):
             )
 
         part = copy(self)
-        part.sampler = sampler
+        part.sampler = sampler.on(self.runner.backend)
         part.draft = draft
         part.lookup = lookup
         part.tree = Tree(*(values[rows] for values in self.tree))
@@ -152,17 +151,18 @@ class TreeDrafter(Drafter):
         tree.tokens[:, 0] = root
         noise = self._noise()
         watch, feature = cache.watch(Fault.DRAFT), self.draft.feature(cache)
+        grow_level = self.runner.backend.grow_level
         above = slice(0, 1)  # node numbers of the level above
         for level, width in enumerate(self.shape):
             nodes = (tree.tokens[:, above], level, above.start, tree.visible[:, above])
             logits = self.draft.level(*nodes, cache, feature)
             if self.q is None:
                 # At temperature 0 the paths are ranked by the draft's own probabilities.
-                best_children(tree, above, width, logits, self.sampler.temperature, watch, self.draft.ids)
+                grow_level(tree, above, width, logits, self.sampler.temperature, watch=watch, ids=self.draft.ids)
             else:
                 warped, temperature = self.sampler.warped(logits)
-                q = self.q[:, above]
-                sampled_children(tree, above, width, warped, temperature, noise[level], q, watch, self.draft.ids)
+                draws = Draws(noise[level], self.q[:, above])
+                grow_level(tree, above, width, warped, temperature, draws, watch, self.draft.ids)
             above = slice(above.stop, above.stop + width)
         return self.proposal(self._branches(root, cache))
 
@@ -181,7 +181,7 @@ class TreeDrafter(Drafter):
         tree = self.tree
         if not self.selects:
             return Proposal(tree.tokens, tree.parents, self.levels, tree.visible, self.depth, self.q)
-        selected = select_nodes(tree, self.levels, self.nodes, self.q is not None, branches)
+        selected = self.runner.backend.select_nodes(tree, self.levels, self.nodes, self.q is not None, branches)
         return Proposal(
             selected.tokens,
             selected.parents,

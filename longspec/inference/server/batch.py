@@ -193,7 +193,7 @@ class Batch:
         return Rounds(self.runner, selective, sampler, self.cache.narrow(rows), self.root[rows], mode.report)
 
     def _sampler(self, kind: SamplingKind, rows: slice) -> Sampler:
-        return Sampler(kind, self.settings.narrow(rows))
+        return Sampler(kind, self.settings.narrow(rows)).on(self.runner.backend)
 
     def play(self, mode: Mode, size: int) -> RoundResult:
         """Play a round of the first `size` rows, one of `sizes`."""

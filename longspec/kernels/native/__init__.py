@@ -1,1 +1,1 @@
-"""Kernels of decoding on a CPU, written in C and compiled at their first use."""
+"""Decoding on a CPU: functions written in C, which are compiled at their first use."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longspec.kernels.native.library import native_library
-from longspec.kernels.shared.reference import HeadNorms
+from longspec.kernels.shared.residual import HeadNorms
 
 MOST_TOKENS = 32
 """Largest number of tokens for which products are faster than torch's. Those of more are bound by arithmetic."""

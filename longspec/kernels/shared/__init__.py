@@ -1,1 +1,1 @@
-"""Operations that decoding and training both use, and the properties of the device."""
+"""What backends exchange, and the properties of the device."""

@@ -1,7 +1,5 @@
 """Properties of the device on which the launches of the kernels depend."""
 
-import importlib.util
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -56,17 +54,6 @@ def plain_gpu(device: torch.device) -> str | None:
         major, minor = torch.cuda.get_device_capability(device)
         return f"this GPU has compute capability {major}.{minor}, the kernels need {OLDEST_GPU}.0 (Ampere)"
     return None
-
-
-def runs_triton(x: Tensor) -> bool:
-    """Whether operations on x run as Triton kernels: on an NVIDIA GPU with Triton, in any dtype but fp64."""
-    return x.is_cuda and x.dtype != torch.float64 and _triton_runs_on(x.device)
-
-
-@cache
-def _triton_runs_on(device: torch.device) -> bool:
-    installed = importlib.util.find_spec("triton") is not None
-    return installed and gpu_generation(device) >= OLDEST_GPU
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:

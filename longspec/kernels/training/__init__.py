@@ -1,1 +1,1 @@
-"""Attention over packed segments and the loss, with gradients."""
+"""Attention over packed segments, with gradients."""

@@ -47,6 +47,10 @@ class Segments:
         """The same segments with other lags."""
         return Segments(self.bounds, self.device, lags)
 
+    def all_lagging(self, lag: int) -> "Segments":
+        """The same segments with one lag."""
+        return self.lagging([lag] * len(self.lengths))
+
     def check(self, tokens: int) -> None:
         """Raise ValueError unless the segments cover exactly `tokens` tokens."""
         if self.bounds[0] != 0 or self.bounds[-1] != tokens:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from longspec.errors import first_line
 from longspec.kernels.shared.device import HOPPER, gpu_generation, plain_gpu
-from longspec.kernels.training.segments import Segments
+from longspec.kernels.training.segments import BLOCK, Segments
+from longspec.kernels.training.varlen_padded import PaddedAttention
 
 logger = logging.getLogger(__name__)
 
@@ -27,19 +28,6 @@ FORWARD_MODULE = "fa3_fwd_interface"
 """FlashAttention-3 without backward and without windows, in bf16."""
 MAX_HEAD_DIM = 256
 """Largest head_dim of FlashAttention-2."""
-
-
-def takes(q: Tensor, segments: Segments, window: int | None) -> bool:
-    """Whether FlashAttention takes these queries: half precision on CUDA, and some visible key.
-
-    With a window, all segments must have the same lag, which is at most the window.
-    """
-    lag = segments.common_lag
-    return (
-        runs(q.device, q.dtype, q.shape[-1])
-        and segments.keys.longest > 0
-        and (window is None or (lag is not None and lag <= window))
-    )
 
 
 def runs(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -63,21 +51,39 @@ def _torch_has_flash(device: torch.device) -> bool:
     return torch.__version__ >= "2.7" and torch.backends.cuda.is_flash_attention_available()
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None, use_flash: bool
-) -> Tensor:
-    """See `varlen.varlen_attention`."""
-    plain = window is None and segments.common_lag == 0
-    has_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    flash: Callable[..., Any] | None = None
-    # fa3-fwd is the fastest but has neither backward nor windows; then flash-attn; then torch's own build.
-    if plain and not has_backward and q.dtype == torch.bfloat16:
-        flash = _forward_only(q.device)
-    if flash is None and use_flash:
-        flash = _installed_varlen()
-    # FlashAttention counts the window back from the newest visible key, which is `lag` back.
-    reach = -1 if window is None else window - segments.lags[0]
-    return _run(flash or _torch_varlen, q, k, v, segments, scale, reach)
+class FlashAttention(PaddedAttention):
+    """On FlashAttention where it takes the segments."""
+
+    def __init__(self, use_flash: bool) -> None:
+        """use_flash: whether to run flash-attn where it is installed."""
+        self.use_flash = use_flash
+
+    def varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None = None
+    ) -> Tensor:
+        segments.check(len(q))
+        lag = segments.common_lag
+        # A window counts from one lag for all segments.
+        if not segments.keys.longest or (window is not None and (lag is None or lag > window)):
+            return super().varlen(q, k, v, segments, scale, window)
+        plain = window is None and lag == 0
+        has_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        flash: Callable[..., Any] | None = None
+        # fa3-fwd is the fastest but has neither backward nor windows; then flash-attn; then torch's own build.
+        if plain and not has_backward and q.dtype == torch.bfloat16:
+            flash = _forward_only(q.device)
+        if flash is None and self.use_flash:
+            flash = _installed_varlen()
+        # FlashAttention counts the window back from the newest visible key, which is `lag` back.
+        reach = -1 if window is None else window - segments.lags[0]
+        return _run(flash or _torch_varlen, q, k, v, segments, scale, reach)
+
+    def block(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, block: int = BLOCK) -> Tensor:
+        segments.check(len(q))
+        lagging = segments.all_lagging(block)
+        if not lagging.keys.longest:
+            return super().block(q, k, v, segments, scale, block)
+        return _BlockFlash.apply(q, k, v, lagging, scale, block)
 
 
 def _run(
@@ -198,11 +204,6 @@ def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         reach=options["window_size"][0],
     )
     return _TorchFlash.apply(q, k, v, call)
-
-
-def block_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, block: int) -> Tensor:
-    """See `varlen.block_attention`; `segments` lag by `block`."""
-    return _BlockFlash.apply(q, k, v, segments, scale, block)
 
 
 class _BlockFlash(torch.autograd.Function):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from longspec.kernels.training.segments import Segments
+from longspec.kernels.training.segments import BLOCK, Segments
 
 BUCKET = 64
 """Segments whose lengths round up to the same multiple of this are padded to one batch."""
@@ -24,7 +24,7 @@ WINDOW_CHUNK = 256
 BLOCK_CHUNK = 512
 """Queries per chunk of block attention, rounded down to whole blocks."""
 
-PaddedAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttendPadded = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q [G, H, T, D], k, v [G, K, T', D]) -> [G, H, T, D]; padding is at the end and invisible to real queries."""
 
 
@@ -38,32 +38,47 @@ class Span(NamedTuple):
     lag: int
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None) -> Tensor:
-    """See `varlen.varlen_attention`."""
-    # Segments of one bucket are padded by at most BUCKET - 1 tokens.
-    groups: dict[tuple[int, int | None], list[Span]] = defaultdict(list)
-    for span in _spans(segments):
-        # Among the visible keys of a query, those from i - window to i - lag: `reach` before the newest one.
-        reach = None if window is None else window - span.lag
-        if reach is None or reach >= 0:
-            groups[-(-span.queries // BUCKET), reach].append(span)
+class PaddedAttention:
+    """Attention over packed segments; differentiable. N counts flattened tokens: q [N, H, D]; k, v [N, K, D]."""
 
-    batches = []
-    for (_, reach), spans in groups.items():
-        batches.append((spans, partial(_windowed, scale=scale, reach=reach)))
-    return _run(q, k, v, batches)
+    def varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None = None
+    ) -> Tensor:
+        """Causal attention within each segment, optionally with a window and a lag per segment.
 
+        The query at offset i of a segment sees the keys at offsets i - window … i - lag. (Flash noisy training is a lag
+        without a window.) Returns [N, H, D]; a query that sees no key gets 0. Raises ValueError unless the segments
+        cover N tokens.
+        """
+        segments.check(len(q))
+        # Segments of one bucket are padded by at most BUCKET - 1 tokens.
+        groups: dict[tuple[int, int | None], list[Span]] = defaultdict(list)
+        for span in _spans(segments):
+            # Among the visible keys of a query, those from i - window to i - lag: `reach` before the newest one.
+            reach = None if window is None else window - span.lag
+            if reach is None or reach >= 0:
+                groups[-(-span.queries // BUCKET), reach].append(span)
 
-def block_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, block: int) -> Tensor:
-    """See `varlen.block_attention`; `segments` lag by `block`."""
-    groups: dict[int, list[Span]] = defaultdict(list)
-    for span in _spans(segments):
-        groups[-(-span.queries // BUCKET)].append(span)
+        batches = []
+        for (_, reach), spans in groups.items():
+            batches.append((spans, partial(_windowed, scale=scale, reach=reach)))
+        return _run(q, k, v, batches)
 
-    # The queries start one block late, so "key block < query block" becomes "key block <= query block".
-    attend = partial(_block_causal, scale=scale, block=block)
-    batches = [(spans, attend) for spans in groups.values()]
-    return _run(q, k, v, batches, round_keys=block)
+    def block(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, block: int = BLOCK) -> Tensor:
+        """GLIDE's block cross-attention: query i of a segment sees the keys j with j // block < i // block.
+
+        Errors as in `varlen`; lags are ignored. The first block of a segment sees no key and gets 0.
+        """
+        segments.check(len(q))
+        groups: dict[int, list[Span]] = defaultdict(list)
+        # Every key at a distance of `block` or more is visible.
+        for span in _spans(segments.all_lagging(block)):
+            groups[-(-span.queries // BUCKET)].append(span)
+
+        # The queries start one block late, so "key block < query block" becomes "key block <= query block".
+        attend = partial(_block_causal, scale=scale, block=block)
+        batches = [(spans, attend) for spans in groups.values()]
+        return _run(q, k, v, batches, round_keys=block)
 
 
 def _spans(segments: Segments) -> list[Span]:
@@ -76,7 +91,7 @@ def _run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    batches: Iterable[tuple[list[Span], PaddedAttention]],
+    batches: Iterable[tuple[list[Span], AttendPadded]],
     round_keys: int = 1,
 ) -> Tensor:
     """Attention of each padded batch, written to the rows of its tokens; all other rows are 0.

@@ -1,0 +1,130 @@
+"""The choice of a backend, once per runner, and of the kernels that read its prefix."""
+
+import importlib.util
+import logging
+from functools import cache
+
+import torch
+
+from longspec.errors import UserError
+from longspec.kernels import ATTENTIONS
+from longspec.kernels.backend import Backend
+from longspec.kernels.native.attention import NativeAttention
+from longspec.kernels.native.backend import NativeBackend
+from longspec.kernels.native.library import runs_native
+from longspec.kernels.shared.attention import DecodingAttention
+from longspec.kernels.shared.device import HOPPER, OLDEST_GPU, describe_gpu, gpu_generation, plain_gpu
+from longspec.kernels.torch.attention import SdpaAttention
+from longspec.kernels.torch.backend import TorchBackend
+
+logger = logging.getLogger(__name__)
+
+MODULES = {"flash": ("triton", "fa3_fwd_interface"), "triton": ("triton",), "native": (), "sdpa": ()}
+"""Modules that each attention imports. The package fa3-fwd provides FlashAttention-3."""
+
+
+def choose_backend(attention: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+    """The backend of a pair's device and dtype, with the requested attention: "flash" (FlashAttention-3), "triton",
+    "native" (compiled for the CPU), "sdpa", or "auto" for the fastest that runs here.
+
+    Logs once why a GPU runs on torch's own kernels alone, and with "auto" which missing package or other dtype would
+    provide a faster attention. Raises UserError for an unknown name, and for one that cannot run here.
+    """
+    kind: type[Backend] = NativeBackend if runs_native(device, dtype) else backend_of(device, dtype)
+    return kind(_attention(attention_name(attention, device, dtype, head_dim), device))
+
+
+def backend_of(device: torch.device, dtype: torch.dtype) -> type[Backend]:
+    """The backend of tensors on a device: Triton's on an NVIDIA GPU with Triton, in any dtype but fp64, else torch's.
+
+    Its operations need no object but for attention.
+    """
+    if gpu_generation(device) < OLDEST_GPU or dtype == torch.float64 or not _installed("triton"):
+        return TorchBackend
+    from longspec.kernels.triton.backend import TritonBackend  # imports triton, which a machine without a GPU may lack
+
+    return TritonBackend
+
+
+def attention_name(requested: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """The name of the attention that `choose_backend` selects; the same messages and errors."""
+    if requested not in ("auto", *ATTENTIONS):
+        raise UserError(f"attention: unknown backend {requested!r}; choose one of auto, {', '.join(ATTENTIONS)}")
+    plain = plain_gpu(device) if device.type == "cuda" else None
+    if plain:
+        _log_plain_gpu(plain)
+    if requested != "auto":
+        reason = _unsupported(requested, device, dtype, head_dim) or _missing_module(requested)
+        if reason:
+            raise UserError(f"attention: {requested!r} cannot run here: {reason}")
+        return requested
+
+    supported = [name for name in ATTENTIONS if _unsupported(name, device, dtype, head_dim) is None]
+    name = next(name for name in supported if not _missing_module(name))
+    faster = supported[: supported.index(name)]
+    _log_missing(tuple(faster), name)
+    if dtype == torch.float16 and _unsupported("flash", device, torch.bfloat16, head_dim) is None:
+        _log_half_precision(name)
+    return name
+
+
+def _attention(name: str, device: torch.device) -> DecodingAttention:
+    if name == "native":
+        return NativeAttention()
+    if name == "sdpa":
+        return SdpaAttention()
+    # These modules import triton and fa3-fwd.
+    if name == "flash":
+        from longspec.kernels.triton.flash_attention import FlashAttention
+
+        return FlashAttention(describe_gpu(device))
+    from longspec.kernels.triton.attention import TritonAttention
+
+    return TritonAttention(describe_gpu(device))
+
+
+def _unsupported(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the attention cannot run here with any package installed; None if it can."""
+    if name == "sdpa":
+        return None
+    if name == "native":
+        return None if runs_native(device, dtype) else "it needs a CPU, float32 and gcc"
+    if device.type != "cuda":
+        return f"it needs a CUDA device, not {device.type}"
+    plain = plain_gpu(device)
+    if plain:
+        return plain
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"it does not take {dtype}"
+    if name == "flash" and (dtype != torch.bfloat16 or head_dim > 256 or head_dim % 8):
+        return f"it takes bfloat16 and a head_dim of 8, 16, … 256, not {dtype} and {head_dim}"
+    if name == "flash" and gpu_generation(device) != HOPPER:
+        return "it needs a Hopper GPU"
+    return None
+
+
+def _missing_module(name: str) -> str | None:
+    missing = [module for module in MODULES[name] if not _installed(module)]
+    return f"{' and '.join(missing)} cannot be imported" if missing else None
+
+
+@cache
+def _log_missing(faster: tuple[str, ...], used: str) -> None:
+    for name in faster:
+        logger.warning("decoding attention runs on %s; %s would be faster, but %s", used, name, _missing_module(name))
+
+
+@cache
+def _log_half_precision(used: str) -> None:
+    if _missing_module("flash") is None:
+        logger.warning("decoding attention runs on %s: FlashAttention-3 takes bfloat16, not float16", used)
+
+
+@cache
+def _log_plain_gpu(reason: str) -> None:
+    logger.warning("decoding runs on PyTorch's own kernels, without CUDA graphs: %s", reason)
+
+
+@cache
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None

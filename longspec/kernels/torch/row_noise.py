@@ -1,0 +1,45 @@
+"""Random numbers that depend on their row alone: a counter-based generator, keyed by seed, position and stream.
+
+A row gets the same numbers in any batch. Number i of a row is
+    mix(key + (i + 1) * GAMMA),  key = mix(mix(mix(seed) + (position + 1) * GAMMA) + (stream + 1) * GAMMA)
+in 64-bit integers, where mix is the finalizer of SplitMix64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longspec.kernels.shared.split_mix import FIRST_FACTOR, GAMMA, SECOND_FACTOR, signed, stream_offset
+
+
+def row_noise(
+    seeds: Tensor, positions: Tensor, stream: int, shape: Sequence[int], constant: Tensor | None = None, first: int = 0
+) -> Tensor:
+    """See `Backend.row_noise`."""
+    bits = _bits(seeds, positions, stream, shape, first)
+    if constant is None:
+        return _shift(bits, 11).double() * 2.0**-53
+    # The middle of each of 2^52 intervals: neither 0 nor 1, and exact in fp64.
+    uniform = (_shift(bits, 12).double() + 0.5) * 2.0**-52
+    return (-uniform.log()).masked_fill(constant.view(-1, *[1] * len(shape)), 1.0)
+
+
+def _bits(seeds: Tensor, positions: Tensor, stream: int, shape: Sequence[int], first: int) -> Tensor:
+    """64 random bits per number, LongTensor [B, *shape]."""
+    key = _mix(_mix(_mix(seeds) + (positions.long() + 1) * signed(GAMMA)) + stream_offset(stream))
+    number = torch.arange(first + 1, first + torch.Size(shape).numel() + 1, device=seeds.device)
+    return _mix(key[:, None] + number * signed(GAMMA)).view(len(seeds), *shape)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift(x, 30)) * signed(FIRST_FACTOR)
+    x = (x ^ _shift(x, 27)) * signed(SECOND_FACTOR)
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """x >> bits for x as an unsigned number."""
+    return (x >> bits) & (2 ** (64 - bits) - 1)

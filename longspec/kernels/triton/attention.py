@@ -1,0 +1,82 @@
+"""Decoding attention on our Triton kernels: a prefix kernel, then a kernel for the tree that merges both results.
+
+Grids and the number of splits follow from shapes and the device alone, and lengths stay on the device, so each call may
+be captured in a CUDA graph and replayed at other lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import triton
+from torch import Tensor
+
+from longspec.kernels.shared.attention import Attend, PrefixParts
+from longspec.kernels.shared.device import Gpu
+from longspec.kernels.torch.attention import causal_prefill
+from longspec.kernels.triton.attention_tiles import count_splits, prefix_tiles, programs_at_once
+from longspec.kernels.triton.prefix_attention import prefix_attention
+from longspec.kernels.triton.tree_attention import masked_attention, prefix_and_tree_attention
+from longspec.kernels.triton.window_attention import window_attention
+
+PrefixPass = Callable[[Tensor, Tensor, Tensor, float], PrefixParts]
+"""The prefix kernel for one layer: (q, k, v, scale) -> the states of attention to parts of the prefix."""
+
+
+class TritonAttention:
+    """Decoding attention on our own kernels; prefill on torch's."""
+
+    name = "triton"
+    capturable = True
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+
+    def hybrid(self, lengths: Tensor, tree_mask: Tensor | None) -> Attend:
+        attend_to_prefix = self.prefix_pass(lengths)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            parts = attend_to_prefix(q, k, v, scale)
+            return prefix_and_tree_attention(q, k, v, lengths, tree_mask, scale, parts, self.gpu.shared_memory)
+
+        return attend
+
+    def prefix(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+        # Without a tree the second kernel still reads the slots after the last whole block and merges the parts.
+        return self.hybrid(lengths, None)(q, k, v, scale)
+
+    def window(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float
+    ) -> Tensor:
+        return window_attention(q, k, v, lengths, level, tree_mask, scale, self.gpu.shared_memory)
+
+    def masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+        return masked_attention(q, k, v, mask, scale, self.gpu.shared_memory)
+
+    def chunk(self, rows: Tensor, ends: Tensor) -> Attend | None:
+        return None
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return causal_prefill(q, k, v, scale)
+
+    def prefix_pass(self, lengths: Tensor) -> PrefixPass:
+        """The prefix kernel at these lengths, to be called once per layer."""
+
+        def attend_to_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float) -> PrefixParts:
+            rows = q.shape[1] // k.shape[1] * q.shape[2]
+            tiles = prefix_tiles(rows, q.shape[3], q.dtype, self.gpu.shared_memory)
+            at_once = programs_at_once(tiles, q.shape[3], q.dtype, self.gpu.shared_memory)
+            splits = self.splits(q, k, tiles.block_m, at_once)
+            return prefix_attention(q, k, v, lengths, scale, splits, tiles, self.gpu.overlaps)
+
+        return attend_to_prefix
+
+    def splits(self, q: Tensor, k: Tensor, tile_rows: int, at_once: int) -> int:
+        """Number of splits of the prefix.
+
+        tile_rows: query rows of a KV head that a program takes. at_once: programs that a multiprocessor runs at a time.
+        """
+        batch, heads, nodes, _ = q.shape
+        kv_heads, slots = k.shape[1:3]
+        programs = batch * kv_heads * triton.cdiv(heads // kv_heads * nodes, tile_rows)
+        return count_splits(programs, slots, at_once * self.gpu.multiprocessors)

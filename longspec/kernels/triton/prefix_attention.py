@@ -1,0 +1,152 @@
+"""Attention to the whole blocks of the cached prefix: split-KV flash decoding without a mask.
+
+The slots after the last whole block of a prefix are left to `tree_attention`. The lengths stay on the device: each
+program reads its row's length and takes an equal share of its blocks, so a ragged batch needs neither padding nor a
+host synchronization, and the grid depends on shapes alone.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longspec.kernels.shared.attention import PrefixParts
+from longspec.kernels.triton.attention_tiles import (
+    LOG2_E,
+    Tiles,
+    check_layout,
+    load_block,
+    load_query_tile,
+    padded_dim,
+    share_begin,
+)
+
+
+# For a query q and the keys k_j and values v_j of split p, by online softmax over blocks of keys:
+#   lse_p = log sum_j exp(scale * q . k_j)
+#   out_p = sum_j exp(scale * q . k_j - lse_p) * v_j
+# Split p of P of a prefix of n whole blocks has the blocks floor(p * n / P) ... floor((p + 1) * n / P) - 1.
+# One program takes BLOCK_M query rows of one KV head and one split.
+@triton.jit(do_not_specialize=["kv_heads", "group", "num_rows"])
+def _prefix_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    lengths_ptr,
+    out_ptr,
+    lse_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qn,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    scale_log2,
+    kv_heads,
+    group,
+    num_rows,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        # The tree attention kernel may start as soon as there is room. It waits before it reads the parts.
+        tl.extra.cuda.gdc_launch_dependents()
+    LN_2: tl.constexpr = 0.6931471805599453
+
+    # Grid: tiles of query rows, splits, sequences x KV heads.
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
+    batch = (tl.program_id(2) // kv_heads).to(tl.int64)
+    kv_head = (tl.program_id(2) % kv_heads).to(tl.int64)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, BLOCK_D)
+    blocks = tl.load(lengths_ptr + batch).to(tl.int32) // BLOCK_N
+    first = share_begin(blocks, split, splits)
+    last = share_begin(blocks, split + 1, splits)
+
+    q_base = q_ptr + batch * stride_qb + kv_head * group * stride_qh
+    q = load_query_tile(q_base, stride_qh, stride_qn, row, dim, group, num_rows, HEAD_DIM)
+
+    # Slots may be far apart in a large cache, so the start of the split is a 64-bit offset.
+    key = tl.arange(0, BLOCK_N)
+    k_tile = k_ptr + batch * stride_kb + kv_head * stride_kh + (first * BLOCK_N).to(tl.int64) * stride_ks
+    v_tile = v_ptr + batch * stride_vb + kv_head * stride_vh + (first * BLOCK_N).to(tl.int64) * stride_vs
+    k_offsets = key[:, None] * stride_ks + dim[None, :]
+    v_offsets = key[:, None] * stride_vs + dim[None, :]
+
+    # Online softmax: row_max is the running maximum of the scores, row_sum and acc are relative to it.
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for _ in range(first, last):
+        k = load_block(k_tile, k_offsets, dim, HEAD_DIM, BLOCK_D)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - new_max[:, None])
+        decay = tl.exp2(row_max - new_max)  # rescales what was summed relative to the old maximum
+        row_sum = row_sum * decay + tl.sum(weights, 1)
+        v = load_block(v_tile, v_offsets, dim, HEAD_DIM, BLOCK_D)
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        row_max = new_max
+        k_tile += BLOCK_N * stride_ks
+        v_tile += BLOCK_N * stride_vs
+
+    # An empty split has the sum 0 and the maximum -inf: its output becomes 0 and its LSE -inf.
+    divisor = tl.where(row_sum > 0.0, row_sum, 1.0)
+    # The parts are laid out [P, B, N, H]; row = node * group + head within the group.
+    part_row = ((split * (tl.num_programs(2) // kv_heads) + batch) * (num_rows // group) + row // group).to(tl.int64)
+    part_row = (part_row * kv_heads + kv_head) * group + row % group
+    tl.store(lse_ptr + part_row, (row_max + tl.log2(divisor)) * LN_2, mask=row < num_rows)
+    in_tile = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
+    tl.store(out_ptr + part_row[:, None] * HEAD_DIM + dim[None, :], acc / divisor[:, None], mask=in_tile)
+
+
+def prefix_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, num_splits: int, tiles: Tiles, overlap: bool
+) -> PrefixParts:
+    """Attention of each query to the whole blocks of its prefix, in P = `num_splits` parts.
+
+    q [B, H, N, D]; k, v: the cache [B, K, S, D] in any strides with a contiguous last dimension; all of one dtype
+    (fp32, fp16, bf16). lengths int [B]; scale > 0. Sequence b sees slots 0 … lengths[b] // block_n * block_n - 1;
+    later slots are never read. A part is a run of whole blocks and may be empty. overlap: let the next kernel start
+    early. Returns parts in fp32, views of [P, B, N, H, D] and [P, B, N, H]. Raises ValueError for tensors of other
+    layouts.
+    """
+    check_layout(q, k, v)
+    batch, heads, nodes, head_dim = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+
+    # In fp32, because rounding the parts would add to the error of their merge.
+    out = torch.empty((num_splits, batch, nodes, heads, head_dim), dtype=torch.float32, device=q.device)
+    lse = torch.empty(out.shape[:-1], dtype=torch.float32, device=q.device)
+
+    _prefix_kernel[(triton.cdiv(group * nodes, tiles.block_m), num_splits, batch * kv_heads)](
+        q,
+        k,
+        v,
+        lengths,
+        out,
+        lse,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        scale * LOG2_E,
+        kv_heads,
+        group,
+        group * nodes,
+        HEAD_DIM=head_dim,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_D=padded_dim(head_dim),
+        OVERLAP=overlap,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    return PrefixParts(out.transpose(2, 3), lse.transpose(2, 3), tiles.block_n, overlap)

@@ -1,0 +1,126 @@
+"""Attention in plain torch, and references of the attention kernels with their signatures.
+
+Arithmetic is in fp32 or wider. Query head h reads KV head h // (H // K). LSE is the natural logarithm. A query that
+sees no key gets output 0 and LSE -inf. Parameters of a launch have no effect.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longspec.kernels.shared.attention import PrefixParts
+from longspec.kernels.torch.attention import ring_visible
+
+if TYPE_CHECKING:
+    from longspec.kernels.triton.attention_tiles import Tiles
+
+
+def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Dense attention and its log-sum-exp, computed in fp32 (in fp64 if q is fp64).
+
+    q [B, H, N, D]; k, v [B, K, S, D]; mask bool [B, N, S], True where a key is visible, or None for all.
+    Returns the output [B, H, N, D] in q's dtype and the LSE [B, H, N] in fp32 or fp64.
+    """
+    compute_dtype = torch.promote_types(q.dtype, torch.float32)
+    batch, heads, nodes, head_dim = q.shape
+    kv_heads, slots = k.shape[1], k.shape[2]
+    grouped = q.to(compute_dtype).view(batch, kv_heads, heads // kv_heads, nodes, head_dim)
+    scores = torch.einsum("bkgnd,bksd->bkgns", grouped, k.to(compute_dtype)) * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
+
+    lse = scores.logsumexp(-1) if slots else scores.new_full(scores.shape[:-1], -torch.inf)
+    # Where no key is visible, -inf - -inf would be NaN; with an LSE of 0 every weight is 0.
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp()
+    out = torch.einsum("bkgns,bksd->bkgnd", weights, v.to(compute_dtype))
+    return out.reshape(q.shape).to(q.dtype), lse.reshape(batch, heads, nodes)
+
+
+def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to all keys, (output [..., D], LSE [...]), from its states over P parts of the keys.
+
+    o = sum_p exp(lse_p - lse) * o_p with lse = log sum_p exp(lse_p). outs [P, ..., D]; lses [P, ...], -inf for an empty
+    part, whose output may hold anything.
+    """
+    lse = lses.logsumexp(0)
+    weights = lses.softmax(0).masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)
+    # 0 * NaN is NaN, so the outputs of empty parts are cleared.
+    return (weights * outs.masked_fill(weights == 0.0, 0.0)).sum(0), lse
+
+
+def prefix_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, num_splits: int, tiles: Tiles, overlap: bool
+) -> PrefixParts:
+    """Reference of `prefix_attention.prefix_attention`."""
+    shares = split_blocks(lengths, num_splits, tiles.block_n)
+    return flash_prefix(q.float(), k.float(), v.float(), scale, shares, tiles.block_n)._replace(overlap=overlap)
+
+
+def flash_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float, shares: Tensor, block: int) -> PrefixParts:
+    """Reference of `flash_attention.flash_prefix`."""
+    splits = shares.shape[1] // len(q)
+    outs = q.new_zeros(splits, *q.shape)
+    lses = outs.new_full(outs.shape[:-1], -torch.inf, dtype=torch.float32)
+    for part, (row, begin, end) in enumerate(shares.T.tolist()):
+        split = part // len(q)
+        out, lse = attention_with_lse(q[row, None], k[row, None, :, begin:end], v[row, None, :, begin:end], None, scale)
+        outs[split, row] = out[0]
+        lses[split, row] = lse[0]
+    return PrefixParts(outs, lses, block, overlap=False)
+
+
+def split_blocks(lengths: Tensor, splits: int, block: int) -> Tensor:
+    """Reference of `flash_attention.split_blocks`."""
+    blocks = lengths.long() // block
+    rows = torch.arange(len(lengths), device=lengths.device)
+    columns = []
+    for part in range(splits):
+        begin = blocks * part // splits * block
+        end = blocks * (part + 1) // splits * block
+        columns.append(torch.stack([rows, begin, end]))
+    return torch.cat(columns, 1).int()
+
+
+def prefix_and_tree_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    tree_mask: Tensor | None,
+    scale: float,
+    parts: PrefixParts,
+    shared_memory: int,
+) -> Tensor:
+    """Reference of `tree_attention.prefix_and_tree_attention`."""
+    out = torch.empty_like(q)
+    for row, length in enumerate(lengths.tolist()):
+        first = length // parts.block * parts.block
+        mask = torch.ones(1, q.shape[2], length - first, dtype=torch.bool, device=q.device)
+        if tree_mask is not None:
+            mask = torch.cat([mask, tree_mask[row, None]], 2)
+        slots = slice(first, first + mask.shape[2])
+        q_row = q[row, None].float()
+        k_row = k[row, None, :, slots].float()
+        v_row = v[row, None, :, slots].float()
+        rest_out, rest_lse = attention_with_lse(q_row, k_row, v_row, mask, scale)
+        outs = torch.cat([parts.outs[:, row].float(), rest_out])
+        lses = torch.cat([parts.lses[:, row], rest_lse])
+        out[row] = merge_states(outs, lses)[0]
+    return out
+
+
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float, shared_memory: int
+) -> Tensor:
+    """Reference of `window_attention.window_attention`."""
+    window = k.shape[2] - tree_mask.shape[2]
+    ring_mask = ring_visible(lengths, level, window, q.shape[2])
+    return attention_with_lse(q, k, v, torch.cat([ring_mask, tree_mask], 2), scale)[0]
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, shared_memory: int) -> Tensor:
+    """Reference of `tree_attention.masked_attention`."""
+    return attention_with_lse(q, k, v, mask, scale)[0]
