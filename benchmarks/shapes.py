@@ -46,6 +46,18 @@ QWEN2_7B = Qwen2Config(
     tie_word_embeddings=False,
     rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
 )
+QWEN2_CODER_1_5B = Qwen2Config(
+    vocab_size=151936,
+    hidden_size=1536,
+    intermediate_size=8960,
+    num_hidden_layers=28,
+    num_attention_heads=12,
+    num_key_value_heads=2,
+    max_position_embeddings=1 << 15,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+)
 QWEN3_8B = Qwen3Config(
     vocab_size=151936,
     hidden_size=4096,
@@ -86,6 +98,7 @@ TINY = LlamaConfig(
 SHAPES: dict[str, PreTrainedConfig] = {
     "llama3-8b": LLAMA3_8B,
     "qwen2-7b": QWEN2_7B,
+    "qwen2.5-coder-1.5b": QWEN2_CODER_1_5B,
     "qwq-32b": QWQ_32B,
     "qwen3-8b": QWEN3_8B,
     "qwen3-32b": QWEN3_32B,

@@ -4,6 +4,7 @@ import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -50,7 +51,8 @@ def _write(
     for count, group in groupby(processes, key=processes.__getitem__):
         names = list(group)
         ranks = count * max(1, torch.cuda.device_count())
-        if ranks == 1:
+        runs = [run for name in names for run in _runs(name, settings, root)]
+        if ranks == 1 or all(_output(run).exists() for run in runs):
             _write_share(names, settings, root, Replicas())
             continue
         launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", str(free_port())]
@@ -63,10 +65,18 @@ def _write(
 def _write_share(names: Sequence[str], settings: Settings, root: Path, replicas: Replicas) -> None:
     """Write this process's share of some runs."""
     for name in names:
-        for split in SPLITS:
-            run = _chat_run(settings, root, split) if name == CHAT else _answer_run(settings, root, name, split)
-            if run is not None:
-                _run_target(run, replicas)
+        for run in _runs(name, settings, root):
+            _run_target(run, replicas)
+
+
+def _runs(name: str, settings: Settings, root: Path) -> list[AnswerRun]:
+    """A run of each split that has something to write."""
+    make = partial(_chat_run, settings, root) if name == CHAT else partial(_answer_run, settings, root, name)
+    return [run for split in SPLITS if (run := make(split)) is not None]
+
+
+def _output(run: AnswerRun) -> Path:
+    return Path(run.output_dir) / f"{run.split}.jsonl"
 
 
 def _chat_run(settings: Settings, root: Path, split: str) -> AnswerRun | None:
@@ -114,7 +124,7 @@ def _answer_run(settings: Settings, root: Path, name: str, split: str) -> Answer
 
 def _run_target(run: AnswerRun, replicas: Replicas) -> None:
     """Write the answers shard by shard unless the file exists. Repetition loops and duplicates are dropped."""
-    output = Path(run.output_dir) / f"{run.split}.jsonl"
+    output = _output(run)
     facts = asdict(run)
     del facts["output_dir"]
     replicas.from_rank_zero(lambda: claim(output.with_suffix(".settings.json"), facts))

@@ -272,13 +272,13 @@ def test_a_pair_that_does_not_load_says_why(load: Any, tmp_path: Path) -> None:
         ("data.aligners=[{_target_: longspec.data.aligners.no_aligner}]", r"data.aligners\[0\]"),
         ("data.aligners=[{_target_: longspec.data.aligners.add_id_aligner, fields: x}]", r"data.aligners\[0\]"),
         ("data.aligners=[add_id_aligner]", r"data.aligners\[0\]"),
-        ("tp_size=2", "tp_size: .* --tp_size 2 --output DIR"),
+        ("tp_size=3", ".*num_key_value_heads 2 cannot be split for 3 ranks; tp_size must divide it"),
         ("eos_token_id=265", "eos_token_id"),
         ("model.kv_layers=[0,2]", "model.kv_layers: the draft's kv_layers contain layer 2"),
         ("model.pad_token_id=-1", "model.pad_token_id"),
     ],
 )
 def test_what_only_the_target_or_an_import_can_tell_is_named_by_key(load: Any, override: str, key: str) -> None:
-    with pytest.raises(UserError, match=f"^(config key )?{key}") as error:  # tp_size is a flag of decoding, too
+    with pytest.raises(UserError, match=f"^(config key )?{key}") as error:  # tp_size names the target
         read_inputs(load(override))
     assert "\n" not in str(error.value)
