@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from longspec.models import generation
 from longspec.models.families import FAMILIES
-from longspec.version import __version__
+from longspec.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from longspec.inference.generate import generate
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 if os.environ.keys().isdisjoint(("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")):
     os.environ["GOMP_SPINCOUNT"] = "1000"
 
-__all__ = ["LlamaGlide", "MistralGlide", "Qwen2Glide", "Qwen3Glide", "__version__", "generate", "load_pair"]
+__all__ = ["LlamaGlide", "MistralGlide", "Qwen2Glide", "Qwen3Glide", "generate", "load_pair"]
 
 # Modules of the public names.
 _MODULES = {
