@@ -2,11 +2,12 @@
 
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from experiments.settings import AnswerSettings, Settings
 from experiments.sources import SPLITS
 from experiments.target import CHAT_FORMAT
 from longspec.errors import UserError
+from longspec.inference.load_pair import load_pair
 from longspec.ranks.replicas import Replicas, joined_replicas
 from longspec.regenerate.run import regenerate
 from longspec.regenerate.settings import Settings as AnswerRun
@@ -64,9 +66,10 @@ def _write(
 
 def _write_share(names: Sequence[str], settings: Settings, root: Path, replicas: Replicas) -> None:
     """Write this process's share of some runs."""
+    load = cache(load_pair)
     for name in names:
         for run in _runs(name, settings, root):
-            _run_target(run, replicas)
+            _run_target(run, replicas, load)
 
 
 def _runs(name: str, settings: Settings, root: Path) -> list[AnswerRun]:
@@ -122,7 +125,7 @@ def _answer_run(settings: Settings, root: Path, name: str, split: str) -> Answer
     )
 
 
-def _run_target(run: AnswerRun, replicas: Replicas) -> None:
+def _run_target(run: AnswerRun, replicas: Replicas, load: Callable[..., Any]) -> None:
     """Write the answers shard by shard unless the file exists. Repetition loops and duplicates are dropped."""
     output = _output(run)
     facts = asdict(run)
@@ -131,6 +134,6 @@ def _run_target(run: AnswerRun, replicas: Replicas) -> None:
     if replicas.from_rank_zero(output.exists):
         return
     devices = torch.cuda.device_count()
-    regenerate(run, device=f"cuda:{replicas.rank % devices}" if devices else None, replicas=replicas)
+    regenerate(run, device=f"cuda:{replicas.rank % devices}" if devices else None, replicas=replicas, load=load)
     if replicas.rank == 0:
         print(f"regenerate: wrote {output}", flush=True)

@@ -6,6 +6,7 @@ A split is SPLIT.jsonl with SPLIT.provenance.yaml next to it; its shards are in 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -34,11 +35,16 @@ LIBRARIES = ("torch", "transformers")
 
 
 def regenerate(
-    settings: Settings, dtype: str = "auto", device: str | None = None, replicas: Replicas | None = None
+    settings: Settings,
+    dtype: str = "auto",
+    device: str | None = None,
+    replicas: Replicas | None = None,
+    load: Callable[..., Any] = load_pair,
 ) -> Path | None:
     """Write this rank's share of the missing shards. Returns the split's file on rank 0, once all shards exist.
 
-    replicas: those of the launch; None for a single process. Raises UserError for settings that cannot work, and for a
+    replicas: those of the launch; None for a single process. load: reads the target; several runs of a process can
+    share a cached `load_pair`. Raises UserError for settings that cannot work, and for a
     folder with shards of other settings, and SystemExit if another rank has ended before.
     """
     replicas = replicas or Replicas()
@@ -54,7 +60,7 @@ def regenerate(
         identity = {name: value for name, value in run.facts.items() if name != "versions"}
         missing = agree(claim, identity, shards.folder, replicas)
         if missing:
-            writer = replicas.together(lambda: run.writer(dtype, device))
+            writer = replicas.together(lambda: run.writer(dtype, device, load))
 
             done = shards.total - sum(len(shards.range(shard)) for shard in missing)
             # A stop signal ends the process at once.
@@ -95,9 +101,9 @@ class _Run:
     """Everything that determines the text, and versions."""
     shards: SplitShards
 
-    def writer(self, dtype: str, device: str | None) -> Writer:
+    def writer(self, dtype: str, device: str | None, load: Callable[..., Any]) -> Writer:
         """Load the weights."""
-        model, _ = load_pair(self.target, self.settings.draft, dtype=dtype, device=device)
+        model, _ = load(self.target, self.settings.draft, dtype=dtype, device=device)
         return Writer(self.settings, model, self.tokenizer, self.files)
 
     def load(self, shard: int) -> int:
