@@ -25,12 +25,16 @@ for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.
 torch.set_num_threads(1)  # tensors this small lose more to the hand-over between threads than they gain
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    missing = {"gpu": not torch.cuda.is_available(), "gcc": shutil.which("gcc") is None}
-    for item in items:
-        for name, device in (("gpu", "a CUDA device"), ("gcc", "gcc")):
-            if missing[name] and item.get_closest_marker(name):
-                item.add_marker(pytest.mark.skip(reason=f"needs {device}"))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests that need a GPU where there is none, and skip those that need gcc."""
+    if not torch.cuda.is_available():
+        on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=on_gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    if shutil.which("gcc") is None:
+        for item in items:
+            if item.get_closest_marker("gcc"):
+                item.add_marker(pytest.mark.skip(reason="needs gcc"))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
