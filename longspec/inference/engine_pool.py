@@ -101,14 +101,14 @@ def borrowed(
     model = runner.model
     pooled = _take(model, kind)
     if pooled is not None and pooled.room >= room:
-        pooled.engine.runner.adopt(runner)
+        pooled.engine.runner.take_weights(runner)
     else:
         del pooled  # its memory is free for the new engine
         source = with_released_memory(model, build)
         pooled = PooledEngine(kind, room, source, _size(source.engine, room, listed))
     yield pooled
     if pooled.reusable:
-        pooled.engine.runner.disown()
+        pooled.engine.runner.drop_weights()
         _give_back(model, pooled)
 
 

@@ -35,8 +35,8 @@ class FusedRunner(Runner):
         self.cross_output = self.draft_layer.cross.merged_output
         """The merged outputs of the draft's cross-attentions, which captured rounds read; None for a single one."""
 
-    def adopt(self, other: Runner) -> None:
-        super().adopt(other)
+    def take_weights(self, other: Runner) -> None:
+        super().take_weights(other)
         if self.cross_output is not None:
             # The weights can have changed since the copy was made, but captured rounds read it at its address.
             self.cross_output.copy_(self.draft_layer.cross.output)

@@ -54,12 +54,12 @@ class Runner:
             model_parallel_rank_and_size()[1],
         )
 
-    def disown(self) -> None:
-        """Drop all weights. No pass may run until `adopt` is called."""
+    def drop_weights(self) -> None:
+        """Drop all weights. No pass may run until `take_weights` is called."""
         for name in self.owned:
             delattr(self, name)
 
-    def adopt(self, other: Runner) -> None:
+    def take_weights(self, other: Runner) -> None:
         """Take over the weights of another runner of the same type, which are at the same addresses as before."""
         for name in self.owned:
             setattr(self, name, getattr(other, name))

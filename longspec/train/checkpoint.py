@@ -29,7 +29,7 @@ from longspec.models.target_sample import TargetSample, read_sample
 from longspec.ranks.agreement import from_every_rank, from_rank_zero
 from longspec.train.config import CONFIG_NAME, is_checkpoint, read_config_file, to_yaml
 from longspec.train.config_schema import TrainConfig
-from longspec.train.generations import BEST, DRAFTS, STATES, settle
+from longspec.train.generations import BEST, DRAFTS, STATES, complete_saves
 from longspec.train.seals import Progress, Run, damage, describe, read_seal, seal
 from longspec.train.shards import MASTERS, Shards, adopt
 from longspec.untrusted import read_json
@@ -57,7 +57,7 @@ def save_checkpoint(
 
     def clear_staging() -> None:
         with _write_errors(output, progress):
-            settle(output)
+            complete_saves(output)
 
     def complete() -> None:
         with _write_errors(output, progress):
@@ -68,7 +68,7 @@ def save_checkpoint(
             # The seal of the draft folder comes last, because it makes the whole generation valid.
             seal(state_folder, progress, run, reports)
             seal(draft_folder, progress, run)
-            settle(output)
+            complete_saves(output)
 
     # Rank 0 clears the staging folders before any rank writes, and completes the save once all ranks have written.
     from_rank_zero(clear_staging)
@@ -114,14 +114,14 @@ def save_best(
 
     def write() -> None:
         with _write_errors(output, progress):
-            settle(output)
+            complete_saves(output)
             folder = output / BEST[0]
             _write_draft(folder, draft, config.model.draft_options, model.draft_target, tokenizer)
             _write_config(folder, config)
             # The metrics are part of the sealed folder, so a resumed run can trust them.
             (folder / EVALUATION_NAME).write_text(json.dumps({"step": progress.step, **metrics}, indent=2) + "\n")
             seal(folder, progress, run)
-            settle(output)
+            complete_saves(output)
 
     from_rank_zero(write)
 

@@ -8,10 +8,10 @@ An output folder holds, newest first,
     checkpoint-earlier-1, -2, …     drafts of earlier runs in this folder, which are never removed
 
 A save writes into `saving_*` folders and seals each of them at its end (see `seals`). The marker of `saving_checkpoint`
-decides whether the save counts. If it exists, only renames are left, which `settle` completes even after a crash. If
-not, the save is discarded. At least one generation is therefore complete at any moment after the first save.
+decides whether the save counts. If it exists, only renames are left, which `complete_saves` does even after a crash.
+If not, the save is discarded. At least one generation is therefore complete at any moment after the first save.
 
-Only the run that holds the folder's lock (see `folder_lock`) calls `settle`. The other functions only read.
+Only the run that holds the folder's lock (see `folder_lock`) calls `complete_saves`. The other functions only read.
 """
 
 import logging
@@ -36,7 +36,7 @@ EARLIER = "checkpoint-earlier"
 """Prefix of the folders with drafts of earlier runs."""
 
 
-def settle(output: Path) -> None:
+def complete_saves(output: Path) -> None:
     """Complete the renames of finished saves and remove unfinished ones. Can be repeated after a crash.
 
     Checkpoints of another run are not rotated. Their drafts are kept as `checkpoint-earlier-*`, or removed if the run

@@ -16,7 +16,7 @@ from longspec.train import generations, seals
 from longspec.train.checkpoint import locate, read_best, read_draft, save_checkpoint
 from longspec.train.config import CONFIG_NAME, compose_config, to_yaml, typed
 from longspec.train.config_schema import TrainConfig
-from longspec.train.generations import BEST, DRAFTS, STATES, find_draft, find_latest, settle
+from longspec.train.generations import BEST, DRAFTS, STATES, complete_saves, find_draft, find_latest
 from longspec.train.resume import check_same_run
 from longspec.train.seals import MARKER, Progress, Run, describe, is_whole, seal
 
@@ -80,7 +80,7 @@ def test_saves_rotate_newest_to_last(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write(tmp_path / STATES[0], step)
         write(tmp_path / DRAFTS[0], step)
-        settle(tmp_path)
+        complete_saves(tmp_path)
     assert whole_folders(tmp_path) == [
         ("checkpoint-2last", 2),
         ("checkpoint-last", 3),
@@ -100,16 +100,16 @@ def test_a_crash_in_rotation_loses_nothing(act: int, tmp_path: Path, monkeypatch
         crash_at(act, dying)
         if act < 8:
             with pytest.raises(Crash):
-                settle(tmp_path)
+                complete_saves(tmp_path)
         else:
-            settle(tmp_path)
+            complete_saves(tmp_path)
     for names in (STATES, DRAFTS):
         assert any(is_whole(tmp_path / name) and step_of(tmp_path / name) >= 2 for name in names)
     before = contents(tmp_path)
     latest = find_latest(tmp_path)
     assert latest is not None and latest[0].name in STATES[:2] and latest[1] == progress(3)
     assert contents(tmp_path) == before, "looking changes nothing"
-    settle(tmp_path)
+    complete_saves(tmp_path)
     assert find_latest(tmp_path) == (tmp_path / "last_ds", progress(3))
     assert step_of(tmp_path / "checkpoint-last") == 3
     assert not (tmp_path / STATES[0]).exists() and not (tmp_path / DRAFTS[0]).exists()
@@ -126,11 +126,11 @@ def test_a_crash_in_keeping_the_best_loses_nothing(act: int, tmp_path: Path, mon
         crash_at(act, dying)
         if act < 3:
             with pytest.raises(Crash):
-                settle(tmp_path)
-    settle(tmp_path)
+                complete_saves(tmp_path)
+    complete_saves(tmp_path)
     assert whole_folders(tmp_path) == [("checkpoint-best", 2)]
     write(staged, 3, whole=False)
-    settle(tmp_path)
+    complete_saves(tmp_path)
     assert whole_folders(tmp_path) == [("checkpoint-best", 2)]
 
 
@@ -163,7 +163,7 @@ def test_a_crash_before_the_last_marker_leaves_the_earlier_pair(state_whole: boo
     write(tmp_path / STATES[0], 3, whole=state_whole)
     write(tmp_path / DRAFTS[0], 3, whole=False)
     assert find_latest(tmp_path) == (tmp_path / "last_ds", progress(2))
-    settle(tmp_path)
+    complete_saves(tmp_path)
     assert find_latest(tmp_path) == (tmp_path / "last_ds", progress(2))
     assert step_of(tmp_path / "checkpoint-last") == 2 and len(whole_folders(tmp_path)) == 4
 
@@ -180,7 +180,7 @@ def test_a_damaged_newest_never_pushes_out_the_whole_older_one(tmp_path: Path) -
     write(tmp_path / "last_2ds", 2)
     write(tmp_path / STATES[0], 3)
     write(tmp_path / DRAFTS[0], 3)
-    settle(tmp_path)
+    complete_saves(tmp_path)
     assert [step_of(tmp_path / name) for name in ("last_ds", "last_2ds")] == [3, 2]
 
 
@@ -223,7 +223,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(kind: str, tmp_path: Path, ca
     assert said in caplog.text and "older checkpoint" in caplog.text
     for names in (STATES, DRAFTS):
         write(tmp_path / names[0], 4444, run=Run("run", "second", start=3333))
-    settle(tmp_path)
+    complete_saves(tmp_path)
     assert [step_of(tmp_path / name) for names in (STATES, DRAFTS) for name in names[1:]] == [4444, 3333] * 2
     assert step_of(tmp_path / "checkpoint-earlier-1") == 4444
     for name in STATES[1:]:
@@ -238,7 +238,7 @@ def save_twice(output: Path, first: int, run: Run) -> None:
     for step in (first, first + 1):
         for names in (STATES, DRAFTS):
             write(output / names[0], step, run=run)
-        settle(output)
+        complete_saves(output)
 
 
 @pytest.mark.parametrize("overwrites", [False, True])
@@ -252,11 +252,11 @@ def test_rotation_never_pushes_out_the_draft_of_an_earlier_run(overwrites: bool,
     before = contents(tmp_path)
     write(tmp_path / STATES[0], 1, run=Run("new", "new", overwrites=overwrites))
     write(tmp_path / DRAFTS[0], 1, whole=False)
-    settle(tmp_path)
+    complete_saves(tmp_path)
     assert contents(tmp_path) == before, "an unfinished save touches no draft"
     save_twice(tmp_path, 1, Run("new", "new", overwrites=overwrites))
     write(tmp_path / BEST[0], 1, run=Run("new", "new", overwrites=overwrites))
-    settle(tmp_path)
+    complete_saves(tmp_path)
     earlier = [("checkpoint-earlier-1", 19), ("checkpoint-earlier-2", 20), ("checkpoint-earlier-3", 12)]
     new = [("checkpoint-2last", 1), ("checkpoint-best", 1), ("checkpoint-last", 2), ("last_2ds", 1), ("last_ds", 2)]
     assert whole_folders(tmp_path) == sorted(new if overwrites else [*new, *earlier])
@@ -298,7 +298,7 @@ def test_a_linked_generation_rotates_and_what_it_links_to_stays(tmp_path: Path) 
     for step in (5, 6):
         for names in (STATES, DRAFTS):
             write(output / names[0], step)
-        settle(output)
+        complete_saves(output)
     assert [step for _, step in whole_folders(output)] == [5, 6, 5, 6]
     assert step_of(tmp_path / "last_ds") == 4
 
@@ -381,7 +381,7 @@ def test_a_full_disk_is_said_and_the_older_checkpoints_stay(error: Exception, on
         save_checkpoint(FullDisk(error), None, stored_config(), progress(3), tmp_path)
     assert "\n" not in str(said.value)
     assert find_latest(tmp_path) == (tmp_path / "last_ds", progress(2))
-    settle(tmp_path)
+    complete_saves(tmp_path)
     assert whole_folders(tmp_path) == [("checkpoint-2last", 1), ("checkpoint-last", 2), ("last_2ds", 1), ("last_ds", 2)]
 
 

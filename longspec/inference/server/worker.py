@@ -32,17 +32,6 @@ class Launch(NamedTuple):
     """For method "auto"."""
 
 
-class Played(NamedTuple):
-    """The result of a round, or of prefill, for one request."""
-
-    ids: list[int]
-    logprobs: list[float]
-    origins: list[Origin]
-    tree: Tree | None
-    scores: list[list[float]] | None
-    """`logprobs.scores` of each token; None unless requested."""
-
-
 class Worker:
     """All of it runs on one thread. Events of a round wait in an outbox until the next round is launched.
 
