@@ -36,7 +36,7 @@ class Writer:
 
         max_positions = position_limit(model.config)
 
-        # SourcePrompt and longest answer must fit the target together.
+        # Prompt and longest answer must fit the target together.
         self.longest_prompt = settings.max_prompt_tokens or max_positions - settings.max_new_tokens
         if self.longest_prompt < 1 or self.longest_prompt + settings.max_new_tokens > max_positions:
             raise UserError(

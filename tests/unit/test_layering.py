@@ -1,4 +1,4 @@
-"""The layers of the house: kernels and models serve both sides, so they import neither."""
+"""The layers of the package: kernels and models serve training and decoding, so they import neither."""
 
 import ast
 from graphlib import TopologicalSorter
