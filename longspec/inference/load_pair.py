@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from longspec.data.target_format import stop_tokens
 from longspec.inference.device import choose_device, choose_dtype
 from longspec.inference.process_group import on_every_rank, repeat_load
-from longspec.inference.registry import PAIRS, choose_pair
+from longspec.inference.registry import named_pair
 from longspec.models.families import family_class
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import model_parallel_rank_and_size, split_draft
@@ -38,7 +38,7 @@ def load_pair(
     Raises UserError for unknown names, files that do not load, and a draft that does not fit.
     """
     device = choose_device(device)
-    pair = choose_pair(name, None, draft) if name in PAIRS else choose_pair(None, name, draft)
+    pair = named_pair(name, draft)
     config = read_config(pair.target)
     # Bad input is reported before the weights are read.
     family_class(config, pair.target)

@@ -57,10 +57,14 @@ def _pair_of_target(target: str, draft: str | None) -> Pair:
     return Pair(name, resolve_target(target), draft)
 
 
+def named_pair(name: str, draft: str | None = None) -> Pair:
+    """A pair by its name, or by the hub id, folder or GGUF file of its target. draft: as for `choose_pair`."""
+    return choose_pair(name, None, draft) if name in PAIRS else choose_pair(None, name, draft)
+
+
 def choose_target(name: str) -> str:
     """The folder or hub id of a target, by the name of its pair or by its own."""
-    pair = choose_pair(name, None, None) if name in PAIRS else choose_pair(None, name, None)
-    return pair.target
+    return named_pair(name).target
 
 
 def check_draft_tokenizer(draft: str, target: str, tokenizer: Any) -> None:

@@ -18,8 +18,9 @@ from longspec.data.prompts import PromptFiles
 from longspec.data.target_format import resolve_chat_format
 from longspec.errors import UserError
 from longspec.inference.load_pair import load_pair
+from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.options import report_ignored
-from longspec.inference.registry import choose_target
+from longspec.inference.registry import named_pair
 from longspec.jobs.job import Count, ResumableJob, agree
 from longspec.models.content import target_digest
 from longspec.models.target_files import load_tokenizer, read_config, read_generation_config
@@ -44,8 +45,8 @@ def regenerate(
     """Write this rank's share of the missing shards. Returns the split's file on rank 0, once all shards exist.
 
     replicas: those of the launch; None for a single process. load: reads the target; several runs of a process can
-    share a cached `load_pair`. Raises UserError for settings that cannot work, and for a
-    folder with shards of other settings, and SystemExit if another rank has ended before.
+    share a cached `load_pair`. Raises UserError for settings that cannot work, and for a folder with shards of other
+    settings, and SystemExit if another rank has ended before.
     """
     replicas = replicas or Replicas()
     run = replicas.rank_zero_first(lambda: _prepare(settings, replicas))
@@ -94,6 +95,8 @@ class _Run:
     """The settings, with the chat format by name."""
     target: str
     """Folder or hub id."""
+    draft: str | None
+    """A .pth file, a folder or a hub id; None if the method needs none."""
     tokenizer: Any
     files: PromptFiles | None
     """The prompts; None if the target writes the user turns."""
@@ -103,7 +106,7 @@ class _Run:
 
     def writer(self, dtype: str, device: str | None, load: Callable[..., Any]) -> Writer:
         """Load the weights."""
-        model, _ = load(self.target, self.settings.draft, dtype=dtype, device=device)
+        model, _ = load(self.target, self.draft, dtype=dtype, device=device)
         return Writer(self.settings, model, self.tokenizer, self.files)
 
     def load(self, shard: int) -> int:
@@ -116,7 +119,12 @@ class _Run:
 def _prepare(settings: Settings, replicas: Replicas) -> _Run:
     check_settings(settings)
     files = PromptFiles(settings.files) if settings.files else None
-    target = choose_target(settings.target)
+    pair = named_pair(settings.target, settings.draft)
+    target, draft = pair.target, pair.draft if settings.method in (*GLIDE_METHODS, AUTO) else settings.draft
+    if settings.method in GLIDE_METHODS and draft is None:
+        raise UserError(
+            f"method: {settings.method} needs a trained draft of {settings.target}; give its draft, or method lookup"
+        )
     config = read_config(target)
     tokenizer = load_tokenizer(target, config, settings.chat_template_kwargs)
     report = print if replicas.rank == 0 else lambda line: None
@@ -127,7 +135,7 @@ def _prepare(settings: Settings, replicas: Replicas) -> _Run:
     if files and replicas.rank == 0:
         _check_prompts(files, total, settings, config.model_type, tokenizer)
     facts = _facts(settings, files, target_digest(target, config))
-    return _Run(settings, target, tokenizer, files, facts, SplitShards(settings, total))
+    return _Run(settings, target, draft, tokenizer, files, facts, SplitShards(settings, total))
 
 
 def _check_prompts(files: PromptFiles, total: int, settings: Settings, family: str, tokenizer: Any) -> None:

@@ -19,6 +19,7 @@ from longspec import generate, load_pair
 from longspec.data.prompts import PromptFiles, loops, prompt_key, user_turn_marks
 from longspec.errors import UserError
 from longspec.inference.methods import Drafting
+from longspec.inference.pairs import PAIRS, Pair
 from longspec.inference.request import Sampling, row_seed
 from longspec.regenerate.answering import Answer, Answerer
 from longspec.regenerate.command import main
@@ -247,6 +248,7 @@ def test_bad_input_is_one_line(
         ([], "count: the number of prompts"),
         (["--count", "3", "--temperatures", "-1"], "temperature: -1.0; it must be 0"),
         (["--count", "3", "--max_prompt_tokens", "9999"], "the target has 4096 positions"),
+        (["--count", "3", "--method", "tree"], "method: tree needs a trained draft"),
     ):
         with pytest.raises(SystemExit) as end:
             main(base + options)
@@ -257,6 +259,22 @@ def test_bad_input_is_one_line(
     with pytest.raises(SystemExit, match="2"):
         main([*base, "--count", "3"])
     assert "environment variable RANK: 'x' is not a number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("method", "draft"), [("tree", "pair-draft"), ("auto", "pair-draft"), ("vanilla", None)])
+def test_a_named_pair_brings_its_draft(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, draft: str | None
+) -> None:
+    class Loaded(Exception):
+        pass
+
+    def load(target: str, draft: str | None, **options: object) -> None:
+        raise Loaded(target, draft)
+
+    monkeypatch.setitem(PAIRS, "some-pair", Pair("some-pair", str(target), "pair-draft"))
+    with pytest.raises(Loaded) as loaded:
+        regenerate(Settings("some-pair", str(tmp_path), count=1, method=method), load=load)
+    assert loaded.value.args == (str(target), draft)
 
 
 def test_prompts_that_the_chat_template_rejects_are_named_before_any_work_and_counted(
