@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 
 from longspec.cli.options import (
-    EMBEDDED_PAIR,
     MODEL_HELP,
     OUTPUT,
     PROMPTS,
@@ -24,6 +23,7 @@ from longspec.cli.options import (
     TemplateOption,
     loading,
 )
+from longspec.models.packaged_targets import SMOLLM2
 
 DEFAULT_PROMPTS = (
     "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
@@ -36,7 +36,7 @@ DEFAULT_PROMPTS = (
 
 
 def bench(
-    pair: Annotated[str | None, typer.Argument(help=MODEL_HELP, show_default=EMBEDDED_PAIR)] = None,
+    pair: Annotated[str | None, typer.Argument(help=MODEL_HELP, show_default=SMOLLM2)] = None,
     model: ModelOption = None,
     draft: DraftOption = None,
     device: DeviceOption = None,

@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 
 from longspec.cli.options import (
-    EMBEDDED_PAIR,
     LARGEST_SEED,
     MODEL_HELP,
     PROMPTS,
@@ -36,10 +35,11 @@ from longspec.cli.options import (
     drafting_options,
     loading,
 )
+from longspec.models.packaged_targets import SMOLLM2
 
 
 def chat(
-    pair: Annotated[str | None, typer.Argument(help=MODEL_HELP, show_default=EMBEDDED_PAIR)] = None,
+    pair: Annotated[str | None, typer.Argument(help=MODEL_HELP, show_default=SMOLLM2)] = None,
     model: ModelOption = None,
     draft: DraftOption = None,
     method: MethodOption = None,

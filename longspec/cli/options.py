@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from longspec.errors import UserError
+from longspec.models.packaged_targets import SMOLLM2
 
-EMBEDDED_PAIR = "smollm2-135m"
 Method = Literal["vanilla", "seq", "tree", "magicdec", "lookup", "auto"]
 TreeRule = Literal["reject", "descend"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 LARGEST_SEED = 2**63 - 1
-"""torch takes larger seeds, but the number of a turn or batch is added to a seed."""
+"""`longspec.generate` takes larger seeds, but the number of a turn is added to a seed."""
 
 # Groups of options in the help.
 PAIR = "Pair"
@@ -29,7 +29,7 @@ OUTPUT = "Output"
 MODEL_HELP = "Pair by name, hub id, folder or .gguf file."
 
 ModelOption = Annotated[
-    str | None, typer.Option("--model", help=MODEL_HELP, show_default=EMBEDDED_PAIR, rich_help_panel=PAIR)
+    str | None, typer.Option("--model", help=MODEL_HELP, show_default=SMOLLM2, rich_help_panel=PAIR)
 ]
 DraftOption = Annotated[
     str | None,
@@ -162,7 +162,7 @@ def drafting_options(
 @contextmanager
 def loading(pair: str | None) -> Iterator[None]:
     """Context that shows on a terminal that a pair is loaded, which takes seconds from the first import on."""
-    with Console(stderr=True, highlight=False).status(f"loading {escape(pair or EMBEDDED_PAIR)}"):
+    with Console(stderr=True, highlight=False).status(f"loading {escape(pair or SMOLLM2)}"):
         yield
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from longspec.cli.options import (
-    EMBEDDED_PAIR,
     MODEL_HELP,
     DeviceOption,
     DraftOption,
@@ -27,6 +26,7 @@ from longspec.cli.options import (
     TreeShapeOption,
     drafting_options,
 )
+from longspec.models.packaged_targets import SMOLLM2
 
 if TYPE_CHECKING:
     from longspec.cli.pair import LoadedPair
@@ -38,7 +38,7 @@ ROWS, ROWS_ON_CPU = 16, 4
 
 
 def serve(
-    pair: Annotated[str | None, typer.Argument(help=MODEL_HELP, show_default=EMBEDDED_PAIR)] = None,
+    pair: Annotated[str | None, typer.Argument(help=MODEL_HELP, show_default=SMOLLM2)] = None,
     model: ModelOption = None,
     draft: DraftOption = None,
     method: MethodOption = None,

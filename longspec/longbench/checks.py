@@ -21,8 +21,8 @@ from longspec.longbench.prompts import TaskPrompt
 from longspec.models.draft_files import draft_settings
 from longspec.models.target_split import rank_config
 
-SEED_LIMIT = 2**63
-"""Seeds are below this value. torch takes larger ones, but batch numbers are added to a seed."""
+INT64_LIMIT = 2**63
+"""Seeds and top_k are below this value, so that they fit into a LongTensor."""
 
 
 def drafting_of(options: argparse.Namespace) -> Drafting:
@@ -49,7 +49,7 @@ def check_numbers(options: argparse.Namespace) -> None:
     ):
         if getattr(options, name) < least:
             raise UserError(f"--{name}: {getattr(options, name)}; it must be at least {least}")
-    for name, limit in (("seed", SEED_LIMIT), ("top_k", SEED_LIMIT)):
+    for name, limit in (("seed", INT64_LIMIT), ("top_k", INT64_LIMIT)):
         if getattr(options, name) >= limit:
             raise UserError(f"--{name}: {getattr(options, name)}; it must be less than {limit}")
 
