@@ -118,15 +118,13 @@ class Sampler:
     probability 1, so a greedy row is exact under every rule of acceptance.
     """
 
-    def __init__(
-        self, kind: SamplingKind = GREEDY_KIND, settings: RowSettings | None = None, purpose: Purpose = Purpose.VERIFY
-    ) -> None:
+    def __init__(self, kind: SamplingKind = GREEDY_KIND, settings: RowSettings | None = None) -> None:
         """settings: not needed for greedy rows."""
         self.backend: Backend | type[Backend] = TorchBackend
         self.kind = kind
         self.greedy = kind.rows == "greedy"
         self._settings = settings
-        self.purpose = purpose
+        self.purpose = Purpose.VERIFY
 
     def on(self, backend: Backend) -> Sampler:
         """The same sampler with the operations of a backend; plain torch's run anywhere."""

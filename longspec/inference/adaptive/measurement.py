@@ -21,14 +21,9 @@ LAUNCHES = 3
 LOW_CONTEXT = 64
 """Prefix slots per row of the shorter context, at most half of the longer one."""
 
-Clock = Callable[[], float]
-"""Returns the time in seconds."""
-
 
 @torch.no_grad()
-def measure_times(
-    state: Rounds, rounds: Mapping[Plan, Round], refill: Callable[[], None], room: int, clock: Clock = time.perf_counter
-) -> RoundTimes:
+def measure_times(state: Rounds, rounds: Mapping[Plan, Round], refill: Callable[[], None], room: int) -> RoundTimes:
     """Time the rounds of each plan at a short context and at `room` prefix slots per row.
 
     state: the tensors that the rounds work on. Its cache is empty before and after.
@@ -39,13 +34,13 @@ def measure_times(
 
     def seconds(action: Callable[[], object], context: int, launches: int) -> float:
         lengths.tolist()  # the device is idle
-        start = clock()
+        start = time.perf_counter()
         for _ in range(launches):
             # The content of the cache does not matter: a round on zeros takes as long.
             lengths.fill_(context)
             action()
         lengths.tolist()  # waits for the rounds
-        return (clock() - start) / launches
+        return (time.perf_counter() - start) / launches
 
     def usual_seconds(action: Callable[[], object], context: int) -> float:
         seconds(action, context, 1)
