@@ -5,7 +5,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-# transformers gives every tokenizer beside a Qwen2 config an <|endoftext|>.
+# transformers gives every tokenizer next to a Qwen2 config an <|endoftext|>.
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 

@@ -65,7 +65,7 @@ def test_a_mistake_on_the_launch_line_is_one_line_of_all_ranks() -> None:
 
 @pytest.fixture(scope="module", params=["mistral", "qwen3"])
 def curriculum(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All three stages of one family, each from the draft of the one before: folders 1, 2, 3 beside target and data.
+    """All three stages of one family, each from the draft of the one before: folders 1, 2, 3 next to target and data.
 
     Other tests train Llama and Qwen2 (`test_equivalence.py`, `test_tensor_parallel.py`).
 

@@ -33,7 +33,7 @@ SHORT = ["--min_prompt_len", "10", "--headroom", "3000"]  # the tiny target has 
 
 
 def make_target(folder: Path, family: str = "llama", **overrides: object) -> Path:
-    """A target with its tokenizer in `folder`, its random draft beside it as `folder`-draft.pth."""
+    """A target with its tokenizer in `folder`, its random draft next to it as `folder`-draft.pth."""
     model = make_pair(folder, family, vocab_size=VOCAB_SIZE, **overrides)
     save_tokenizer(folder)
     state = {f"draft_model.{name}": weight for name, weight in model.draft_model.state_dict().items()}

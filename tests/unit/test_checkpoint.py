@@ -411,7 +411,7 @@ def test_checkpoint_folder_as_model_names_target_and_draft(tmp_path: Path) -> No
         locate(stored_config(model_name_or_path=str(folder)))
 
 
-def test_deepspeed_state_as_model_is_told_to_be_the_folder_beside_it(tmp_path: Path) -> None:
+def test_deepspeed_state_as_model_is_told_to_be_the_folder_next_to_it(tmp_path: Path) -> None:
     (tmp_path / CONFIG_NAME).write_text(to_yaml(stored_config()))
     (tmp_path / "latest").write_text("step4")
     with pytest.raises(UserError, match="give checkpoint-last"):

@@ -347,7 +347,7 @@ def test_broken_draft_file_is_one_clear_line(tmp_path: Path, name: str, content:
 
 
 @pytest.mark.parametrize("content", ["{broken", "[1]"])
-def test_broken_config_beside_a_draft_is_one_clear_line(tmp_path: Path, content: str) -> None:
+def test_broken_config_next_to_a_draft_is_one_clear_line(tmp_path: Path, content: str) -> None:
     folder = write(published_state(), "safetensors", tmp_path)
     (folder / "config.json").write_text(content)
     with pytest.raises(UserError, match="not a readable config"):
