@@ -28,7 +28,7 @@ def split(
     tp_size: Annotated[int, typer.Option("--tp_size", min=2, help="Number of ranks that share the target.")],
     output: Annotated[Path, typer.Option("--output", help="Folder to write; it must not exist.")],
 ) -> None:
-    """Split a target for tensor-parallel training."""
+    """Split a target into a folder per rank, for training and decoding with `tp_size`."""
     from longspec.inference.registry import choose_target
     from longspec.models.target_files import local_target
     from longspec.models.target_split import split_target
