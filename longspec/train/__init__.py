@@ -1,5 +1,5 @@
 """Training. DeepSpeed's remark that there is no GPU is left out, because every run logs its device."""
 
-import logging
+from logging import getLogger  # the module's name is that of a module of this package
 
-logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
+getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
