@@ -22,7 +22,8 @@ from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.options import report_ignored
 from longspec.inference.registry import named_pair
 from longspec.jobs.job import Count, ResumableJob, agree
-from longspec.models.content import target_digest
+from longspec.models.content import state_digest, target_digest
+from longspec.models.draft_files import load_draft
 from longspec.models.target_files import load_tokenizer, read_config, read_generation_config
 from longspec.ranks.replicas import LostRank, Replicas
 from longspec.regenerate.settings import LATER, Settings, check_settings
@@ -135,6 +136,9 @@ def _prepare(settings: Settings, replicas: Replicas) -> _Run:
     if files and replicas.rank == 0:
         _check_prompts(files, total, settings, config.model_type, tokenizer)
     facts = _facts(settings, files, target_digest(target, config))
+    if draft is not None and settings.method in (*GLIDE_METHODS, AUTO):
+        # The path may later hold another draft, whose trees draw other random numbers.
+        facts["draft_digest"] = state_digest(load_draft(draft))
     return _Run(settings, target, draft, tokenizer, files, facts, SplitShards(settings, total))
 
 

@@ -261,20 +261,27 @@ def test_bad_input_is_one_line(
     assert "environment variable RANK: 'x' is not a number" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("method", "draft"), [("tree", "pair-draft"), ("auto", "pair-draft"), ("vanilla", None)])
-def test_a_named_pair_brings_its_draft(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, draft: str | None
+@pytest.mark.parametrize(("method", "drafts"), [("tree", True), ("auto", True), ("vanilla", False)])
+def test_a_named_pair_brings_its_draft_and_shards_of_another_one_are_refused(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, drafts: bool
 ) -> None:
+    draft = tmp_path / "draft.pth"
+    torch.save({"weight": torch.zeros(1)}, draft)
+
     class Loaded(Exception):
         pass
 
     def load(target: str, draft: str | None, **options: object) -> None:
         raise Loaded(target, draft)
 
-    monkeypatch.setitem(PAIRS, "some-pair", Pair("some-pair", str(target), "pair-draft"))
+    monkeypatch.setitem(PAIRS, "some-pair", Pair("some-pair", str(target), str(draft)))
+    settings = Settings("some-pair", str(tmp_path / "text"), count=1, method=method)
     with pytest.raises(Loaded) as loaded:
-        regenerate(Settings("some-pair", str(tmp_path), count=1, method=method), load=load)
-    assert loaded.value.args == (str(target), draft)
+        regenerate(settings, load=load)
+    assert loaded.value.args == (str(target), str(draft) if drafts else None)
+    torch.save({"weight": torch.ones(1)}, draft)
+    with pytest.raises(UserError if drafts else Loaded, match="draft_digest" if drafts else None):
+        regenerate(settings, load=load)
 
 
 def test_prompts_that_the_chat_template_rejects_are_named_before_any_work_and_counted(
