@@ -190,7 +190,7 @@ def test_help_imports_no_library(script: str) -> None:
     assert all(line.startswith("import time:") for line in done.stderr.splitlines())
 
 
-@pytest.mark.parametrize(("policy", "spins"), [({}, "1000"), ({"OMP_WAIT_POLICY": "passive"}, "0")])
+@pytest.mark.parametrize(("policy", "spins"), [({}, "4000"), ({"OMP_WAIT_POLICY": "passive"}, "0")])
 def test_waiting_threads_spin_shortly_unless_the_user_chose_a_policy(policy: dict[str, str], spins: str) -> None:
     """OpenMP's runtime says so when it is loaded after `import longspec`, as torch does."""
     spec = find_spec("torch")
