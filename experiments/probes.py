@@ -1,7 +1,7 @@
 """Step `probe`: compare fresh drafts with one change each, trained next to each other on stage 1's text."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,11 @@ Scores = dict[str, dict[str, list[tuple[float, float]]]]
 def write_probes(settings: Settings, root: Path) -> None:
     """Run the probes that have no result yet, in order, and write their tables."""
     target = TargetText.load(settings.target).path
-    for name, settings_of_probe in settings.probes.items():
+    for name, setting in settings.probes.items():
         file = root / "probes" / f"{name}.json"
-        claim(file.with_suffix(".settings.json"), {"candidates": settings_of_probe.candidates})
+        claim(file.with_suffix(".settings.json"), asdict(setting))
         if not file.exists():
-            scores = run_probe(settings, settings_of_probe, root, target)
+            scores = run_probe(settings, setting, root, target)
             write_atomically(file, json.dumps(scores) + "\n")
         table = markdown(probe_table(json.loads(file.read_text())))
         write_atomically(file.with_suffix(".md"), table + "\n")

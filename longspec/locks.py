@@ -107,7 +107,7 @@ def locked(folder: str | Path) -> Iterator[None]:
 def locked_file(path: Path, mode: str = "ab", wait: bool = False) -> Iterator[IO[bytes]]:
     """A file, opened and locked until the context ends. Raises UserError if another process has locked it.
 
-    wait: for the other process to release it.
+    wait: whether to wait until the other process releases it.
     """
     try:
         stream = path.open(mode)

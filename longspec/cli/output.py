@@ -23,7 +23,7 @@ class StdoutLines:
     """
 
     def __init__(self, numbers: Sequence[int]) -> None:
-        """numbers: of all prompts, in order."""
+        """numbers: the numbers of all prompts, in order."""
         self.done: set[int] = set()
         """The prompts that have an answer."""
         self._waiting: dict[int, Line] = {}

@@ -110,8 +110,8 @@ class ResumableJob:
 def agree(prepare: Callable[[], T], identity: Identity, folder: Path, replicas: Replicas) -> T:
     """The result of `prepare()`, which opens the results on rank 0 only, on every rank.
 
-    identity: of the run. folder: of the results. Raises UserError if a rank's identity differs from that of rank 0, or
-    if it does not see the folder of rank 0.
+    identity: what determines the run's results. folder: that of the results. Raises UserError if a rank's identity
+    differs from that of rank 0, or if it does not see the folder of rank 0.
     """
     prepared, first_identity = replicas.from_rank_zero(lambda: (prepare(), identity))
     replicas.check_shared(folder)

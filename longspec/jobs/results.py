@@ -86,8 +86,8 @@ class Results:
     def collect(self, wait: bool = False) -> None:
         """Append the lines in the part files of other ranks, and remove these files.
 
-        wait: for ranks that have not closed their files yet; without it, such a rank is a UserError. Raises UserError
-        also for lines of another run, and if the lines cannot be written.
+        wait: whether to wait for ranks that have not closed their files yet. Otherwise such a rank raises UserError, as
+        do lines of another run and lines that cannot be written.
         """
         with all_parts(self.path, wait) as parts:
             for part in parts:

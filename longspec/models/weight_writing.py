@@ -25,7 +25,8 @@ def write_weights(
 ) -> None:
     """Write weights in the files that transformers would write, a block at a time, with a progress bar.
 
-    shapes: of the weights by name. blocks: for a name, consecutive rows of the weight, contiguous and as `dtype`.
+    shapes: the shape of each weight. blocks: function from a weight's name to its rows in order, in contiguous parts of
+    `dtype`.
     label: text of the progress bar, which appears after a second.
     """
     weights = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
