@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from longspec.inference.capture import CAPTURE_MODE
+from longspec.inference.engine.capture import CAPTURE_MODE
 
 
 @dataclass(frozen=True)

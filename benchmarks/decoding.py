@@ -34,9 +34,9 @@ from benchmarks.shapes import SHAPES, random_pair
 from benchmarks.tables import round_name, tables
 from benchmarks.transformers_baseline import PEERS, peer_ms
 from longspec.errors import UserError, reports_user_errors
-from longspec.inference.capture import CapturedRound, warm_up
 from longspec.inference.decoder import Decoder
-from longspec.inference.engine import Engine
+from longspec.inference.engine.capture import CapturedRound, warm_up
+from longspec.inference.engine.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import GLIDE_METHODS, METHODS, Drafting, make_drafter
 from longspec.inference.process_group import equal_ranks

@@ -25,7 +25,7 @@ from longspec import generate
 from longspec.data.prompts import loops
 from longspec.errors import UserError, reports_user_errors
 from longspec.inference.drafting.proposal import chain as chain_proposal
-from longspec.inference.engine import Engine
+from longspec.inference.engine.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import Drafting, make_drafter
 from longspec.inference.sampling import GREEDY

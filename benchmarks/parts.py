@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.ceilings import captured_ms
 from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.drafting.tree import TreeDrafter
-from longspec.inference.engine import Engine
+from longspec.inference.engine.engine import Engine
 from longspec.models.parallel import model_parallel_rank_and_size, sum_over_ranks
 
 

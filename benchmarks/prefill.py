@@ -20,7 +20,7 @@ from benchmarks.ceilings import measure_ceilings
 from benchmarks.shapes import SHAPES, random_pair
 from longspec import generate
 from longspec.errors import UserError, reports_user_errors
-from longspec.inference.engine import Engine
+from longspec.inference.engine.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import Drafting, make_drafter
 from longspec.inference.sampling import GREEDY

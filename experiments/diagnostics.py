@@ -24,7 +24,7 @@ from longspec import load_pair
 from longspec.data.templates import encode_texts
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
-from longspec.inference.engine import Engine
+from longspec.inference.engine.engine import Engine
 from longspec.inference.methods import DEFAULT_SHAPE
 from longspec.inference.sampling import Sampler
 from longspec.inference.select_runner import make_runner

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspec.inference import acceptance, filters, rounds
+from longspec.inference import acceptance, filters
 from longspec.inference.acceptance import Accepted
 from longspec.inference.drafting import chain as chain_drafting
 from longspec.inference.drafting.proposal import Proposal
+from longspec.inference.engine import rounds
 from longspec.inference.sampling import Sampler, per_row
 from longspec.kernels.shared.tree import Branches, Draws, SelectedNodes, Tree
 from longspec.kernels.torch import acceptance as torch_acceptance

@@ -13,9 +13,9 @@ from tiny_tokenizer import VOCAB_SIZE, byte_tokenizer
 from longspec.data.aligners import Turn
 from longspec.data.prompts import conversation_text
 from longspec.data.templates import encode_texts
+from longspec.inference.engine.scheduler import Scheduler
 from longspec.inference.server.app import build_app
 from longspec.inference.server.limits import Limits
-from longspec.inference.server.scheduler import Scheduler
 from longspec.inference.server.served_model import ServedModel
 from longspec.inference.server.serving import allowed_hosts, http_server, listen, url_of
 from longspec.models.glide import GlideMixin

@@ -7,7 +7,7 @@ import os
 import signal
 from typing import Any
 
-from longspec.inference.engine import Engine
+from longspec.inference.engine.engine import Engine
 from longspec.longbench.command import main
 
 FAULT = os.environ["FAULT"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks import parts
 from benchmarks.decoding import decoding_pair, filled_engine, random_vocabulary
 from benchmarks.parts import glide_draft, parts_of_round, sums_ms
-from longspec.inference.engine import Engine
+from longspec.inference.engine.engine import Engine
 from longspec.inference.process_group import equal_ranks
 from longspec.inference.runner import Runner
 from longspec.models.fused import can_fuse

@@ -12,19 +12,19 @@ from interpreted import InterpretedBackend
 from torch.nn.utils.rnn import pad_sequence
 
 from longspec.errors import UserError
-from longspec.inference import engine
 from longspec.inference import generate as generate_module
 from longspec.inference.arguments import checked_drafting
+from longspec.inference.engine import engine
+from longspec.inference.engine.request_engine import RequestEngine
+from longspec.inference.engine.requests import Request
 from longspec.inference.engine_pool import PooledEngine
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.load_pair import load_model
 from longspec.inference.methods import AUTO, METHODS, Drafting
 from longspec.inference.process_group import shared_target
 from longspec.inference.request import Sampling
-from longspec.inference.request_engine import RequestEngine
 from longspec.inference.runner import Runner
 from longspec.inference.select_runner import make_runner
-from longspec.inference.server.requests import Request
 from longspec.kernels.torch.attention import SdpaAttention
 from longspec.models.fused import can_fuse
 from longspec.models.glide import GlideMixin

@@ -106,10 +106,10 @@ def serve(
     from longspec.cli.pair import choose_model, note_plain_format, open_pair
     from longspec.errors import UserError
     from longspec.extras import extra
+    from longspec.inference.engine.requests import NotServing
+    from longspec.inference.engine.scheduler import Scheduler
     from longspec.inference.options import FILTER_OPTIONS
     from longspec.inference.process_group import shared_target
-    from longspec.inference.server.requests import NotServing
-    from longspec.inference.server.scheduler import Scheduler
     from longspec.signals import StopSignals
 
     with extra("serve"):

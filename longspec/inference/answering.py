@@ -11,10 +11,10 @@ from functools import partial
 import torch
 
 from longspec.errors import UserError
+from longspec.inference.engine.prefill import PREFILL_TOKENS
+from longspec.inference.engine.request_engine import RequestEngine
+from longspec.inference.engine.requests import Event, Finished, Request, Tokens
 from longspec.inference.methods import Drafting
-from longspec.inference.prefill import PREFILL_TOKENS
-from longspec.inference.request_engine import RequestEngine
-from longspec.inference.server.requests import Event, Finished, Request, Tokens
 from longspec.inference.stats import GenerationStats, pool
 from longspec.models.glide import GlideMixin
 

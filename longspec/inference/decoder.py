@@ -12,10 +12,10 @@ from torch import Tensor
 
 from longspec.errors import UserError
 from longspec.inference.cache import fault_message
-from longspec.inference.engine import Engine
+from longspec.inference.engine.engine import Engine
+from longspec.inference.engine.round_record import Flight, RowRound
 from longspec.inference.engine_pool import with_released_memory
 from longspec.inference.origins import Origin, round_origins
-from longspec.inference.round_record import Flight, RowRound
 from longspec.inference.round_source import RoundSource
 from longspec.inference.stats import GenerationStats
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from longspec.inference.device import free_bytes
 from longspec.inference.drafting.reduced_head import head_bytes
-from longspec.inference.engine import Engine
-from longspec.inference.kernel_key import CAPACITY_STEP, MOST_SIZE_CLASSES, KernelKey
+from longspec.inference.engine.engine import Engine
+from longspec.inference.engine.kernel_key import CAPACITY_STEP, MOST_SIZE_CLASSES, KernelKey
 from longspec.inference.memory import row_bytes
 from longspec.inference.request import Sampling
 from longspec.inference.round_source import RoundSource

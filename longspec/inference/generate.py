@@ -30,18 +30,18 @@ from longspec.inference.arguments import (
     prompt_rows,
 )
 from longspec.inference.decoder import Decoder, Stops, Streamer
-from longspec.inference.engine import Engine
+from longspec.inference.engine.engine import Engine
+from longspec.inference.engine.kernel_key import kernel_key
+from longspec.inference.engine.request_engine import check_positive
+from longspec.inference.engine.requests import Request
 from longspec.inference.engine_pool import borrowed, engine_kind, rounded_room
-from longspec.inference.kernel_key import kernel_key
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE, Drafting, list_length, make_drafter
 from longspec.inference.options import FILTER_OPTIONS, REFUSED, STOPPING, filter_values, refuse_options, report_ignored
 from longspec.inference.process_group import repeat_generation
 from longspec.inference.request import Sampling
-from longspec.inference.request_engine import check_positive
 from longspec.inference.round_source import FixedRounds, RoundSource
 from longspec.inference.sampling import RowSettings, Sampler, row_seeds, sampling_kind
 from longspec.inference.select_runner import make_runner
-from longspec.inference.server.requests import Request
 from longspec.inference.stats import GenerationStats
 from longspec.inference.streaming import ends_streamer
 from longspec.models.glide import GlideMixin, check_pair

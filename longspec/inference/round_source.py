@@ -8,10 +8,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from longspec.inference.capture import CapturedRound, warm_up
-from longspec.inference.engine import Engine
-from longspec.inference.round_record import Report, RoundResult, RowRound
-from longspec.inference.rounds import Round, Rounds
+from longspec.inference.engine.capture import CapturedRound, warm_up
+from longspec.inference.engine.engine import Engine
+from longspec.inference.engine.round_record import Report, RoundResult, RowRound
+from longspec.inference.engine.rounds import Round, Rounds
 from longspec.inference.stats import GenerationStats
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from longspec.inference.answering import answer_all
+from longspec.inference.engine.requests import Request
 from longspec.inference.methods import Drafting
 from longspec.inference.request import Sampling, row_seed
-from longspec.inference.server.requests import Request
 from longspec.models.glide import GlideMixin
 
 Progress = Callable[[int, int], None]

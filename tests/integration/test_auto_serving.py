@@ -11,8 +11,8 @@ from longspec.inference.adaptive import measurement
 from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.plan_drafters import served_plans
 from longspec.inference.adaptive.plans import Plan
+from longspec.inference.engine.requests import Request, Sampling
 from longspec.inference.methods import Drafting
-from longspec.inference.server.requests import Request, Sampling
 from longspec.models.glide import GlideMixin
 
 VOCAB = 7

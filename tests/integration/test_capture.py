@@ -12,10 +12,10 @@ from torch import Tensor
 
 from longspec import generate
 from longspec.errors import UserError
-from longspec.inference import capture as capture_module
 from longspec.inference import engine_pool
 from longspec.inference import generate as generate_module
-from longspec.inference.engine import Engine
+from longspec.inference.engine import capture as capture_module
+from longspec.inference.engine.engine import Engine
 from longspec.inference.methods import GLIDE_METHODS, METHODS, Drafting, make_drafter
 from longspec.inference.sampling import GREEDY
 from longspec.inference.select_runner import _log_plain, make_runner

@@ -6,11 +6,11 @@ import pytest
 import torch
 from pairs import make_pair
 
+from longspec.inference.engine import draft_starter
+from longspec.inference.engine.batch import Batch
 from longspec.inference.methods import AUTO, Drafting
 from longspec.inference.sampling import GREEDY_KIND
 from longspec.inference.select_runner import make_runner
-from longspec.inference.server import draft_starter
-from longspec.inference.server.batch import Batch
 
 PROMPTS = {2: 70, 0: 9, 1: 1}
 """Number of prompt tokens by row. Row 2 starts twice, the second time with fewer tokens."""

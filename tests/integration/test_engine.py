@@ -9,7 +9,7 @@ from pairs import FAMILIES, OPTIONS, make_pair, target_greedy
 from torch import Tensor
 
 from longspec.inference.drafting.tree import TreeDrafter
-from longspec.inference.engine import Engine
+from longspec.inference.engine.engine import Engine
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY
 from longspec.models.draft_layer import WINDOW

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from longspec import generate
 from longspec.errors import UserError
-from longspec.inference import engine_pool, kernel_key, process_group
+from longspec.inference import engine_pool, process_group
 from longspec.inference.drafting.reduced_head import head_bytes
-from longspec.inference.engine import Engine
+from longspec.inference.engine import kernel_key
+from longspec.inference.engine.engine import Engine
 from longspec.inference.methods import METHODS
 from longspec.models.draft_vocabulary import vocabulary_maps
 from longspec.models.glide import GlideMixin

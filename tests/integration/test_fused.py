@@ -16,7 +16,7 @@ from torch import Tensor
 from longspec.inference.cache import DraftCache
 from longspec.inference.drafting import magicdec
 from longspec.inference.drafting.tree import TreeDrafter
-from longspec.inference.engine import Engine
+from longspec.inference.engine.engine import Engine
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.generate import generate
 from longspec.inference.methods import METHODS, Drafting, make_drafter

@@ -14,9 +14,9 @@ from transformers import GenerationMixin, LlamaForCausalLM, TextStreamer
 
 from longspec import generate
 from longspec.errors import UserError
-from longspec.inference import engine as engine_module
 from longspec.inference.decoder import Decoder
 from longspec.inference.drafting import magicdec
+from longspec.inference.engine import engine as engine_module
 from longspec.inference.methods import GLIDE_METHODS, METHODS
 from longspec.inference.runner import Runner
 

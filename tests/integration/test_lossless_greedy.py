@@ -19,12 +19,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longspec import generate
-from longspec.inference import engine as engine_module
 from longspec.inference import engine_pool
 from longspec.inference import generate as generate_module
 from longspec.inference.drafting import magicdec
 from longspec.inference.drafting.lookup import BRANCH_SIZES
-from longspec.inference.engine import Engine
+from longspec.inference.engine import engine as engine_module
+from longspec.inference.engine.engine import Engine
 from longspec.inference.generate import GenerationOutput
 from longspec.inference.methods import GLIDE_METHODS, METHODS, TREE_RULES
 from longspec.inference.runner import Runner

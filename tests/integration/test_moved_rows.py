@@ -12,11 +12,11 @@ from pairs import OPTIONS, make_pair
 from serving import SMALL, alone
 
 from longspec.inference.adaptive.plans import Plan
-from longspec.inference.server import batch as batch_module
-from longspec.inference.server.admission import longest_request
-from longspec.inference.server.requests import Event, Finished, Request, Sampling, Ticket, Tokens
-from longspec.inference.server.scheduler import Scheduler
-from longspec.inference.server.worker import Worker
+from longspec.inference.engine import batch as batch_module
+from longspec.inference.engine.admission import longest_request
+from longspec.inference.engine.requests import Event, Finished, Request, Sampling, Ticket, Tokens
+from longspec.inference.engine.scheduler import Scheduler
+from longspec.inference.engine.worker import Worker
 from longspec.models.glide import GlideMixin
 
 VOCAB = 7
@@ -101,7 +101,7 @@ def test_rounds_over_a_row_that_has_ended_stay_within_the_cache(
 ) -> None:
     """The row reaches the largest length in rounds that accept all nodes, and rounds of the others go on over it."""
     capacity = 256
-    monkeypatch.setattr("longspec.inference.request_engine.row_capacity", lambda *_: capacity)
+    monkeypatch.setattr("longspec.inference.engine.request_engine.row_capacity", lambda *_: capacity)
     model = pair(tmp_path, "published")
     session = Session(model, 4, ahead, method="lookup", gamma=15)
     session.batch.sizes = [1, 2, 4]  # as where rounds are captured

@@ -15,10 +15,10 @@ from longspec.inference.adaptive import measurement
 from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.plan_drafters import PlanDrafter
 from longspec.inference.drafting.tree import TreeDrafter
-from longspec.inference.round_record import RoundResult
-from longspec.inference.rounds import Rounds
-from longspec.inference.server.requests import Request
-from longspec.inference.server.selective import SelectiveDrafter
+from longspec.inference.engine.requests import Request
+from longspec.inference.engine.round_record import RoundResult
+from longspec.inference.engine.rounds import Rounds
+from longspec.inference.engine.selective import SelectiveDrafter
 from longspec.models.glide import GlideMixin
 
 PROMPT = [1, 5, 1, 4, 2, 5, 1, 5, 1, 4, 2, 3]

@@ -12,7 +12,7 @@ from torch import Tensor
 from longspec.inference.drafting.chain import ChainDrafter
 from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.drafting.tree import TreeDrafter
-from longspec.inference.engine import Engine
+from longspec.inference.engine.engine import Engine
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY
 from longspec.models.draft_layer import WINDOW, DraftOptions

@@ -7,7 +7,7 @@ import torch
 from pairs import make_pair
 
 from longspec.inference.cache import TargetCache
-from longspec.inference.prefill import PromptReader
+from longspec.inference.engine.prefill import PromptReader
 from longspec.inference.select_runner import make_runner
 
 pytestmark = pytest.mark.gpu

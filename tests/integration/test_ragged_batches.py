@@ -9,8 +9,8 @@ from pairs import OPTIONS, make_pair, target_greedy
 from torch import Tensor
 
 from longspec import generate
-from longspec.inference import engine as engine_module
-from longspec.inference.engine import Engine
+from longspec.inference.engine import engine as engine_module
+from longspec.inference.engine.engine import Engine
 from longspec.inference.methods import METHODS, Drafting, make_drafter
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY

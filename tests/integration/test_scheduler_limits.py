@@ -14,7 +14,7 @@ from pairs import make_pair
 from serving import Answer, alone, answers, random_requests, serving
 
 from longspec.errors import UserError
-from longspec.inference.server.requests import (
+from longspec.inference.engine.requests import (
     Event,
     Finished,
     NotServing,

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from longspec.cli.app import app
 from longspec.errors import UserError
-from longspec.inference import request_engine
+from longspec.inference.engine import request_engine
 from longspec.inference.server import serving
 from longspec.inference.server.serving import allowed_hosts, is_loopback, listen, url_of
 

@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizer import byte_tokenizer
 
+from longspec.inference.engine.requests import Tokens
 from longspec.inference.origins import Origin
 from longspec.inference.server.answer_text import AnswerText, Piece
-from longspec.inference.server.requests import Tokens
 
 TOKENIZER = byte_tokenizer()
 

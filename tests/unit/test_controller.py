@@ -11,7 +11,7 @@ from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.lookup_trace import LookupTrace
 from longspec.inference.adaptive.plans import LOOKUPS, VANILLA, Plan
 from longspec.inference.adaptive.tracked_mean import TrackedMean
-from longspec.inference.round_record import RowRound
+from longspec.inference.engine.round_record import RowRound
 
 TREES = [Plan("tree", nodes, levels) for nodes, levels in ((16, 2), (16, 5), (32, 3), (32, 5), (64, 5))]
 SHALLOW = [tree for tree in TREES if tree.levels < 5]

@@ -19,7 +19,7 @@ from experiments.settings import MethodSettings
 from longspec import generate
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
-from longspec.inference.engine import Engine
+from longspec.inference.engine.engine import Engine
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY
 from longspec.models.glide import GlideMixin

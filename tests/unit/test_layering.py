@@ -65,6 +65,15 @@ def test_layer_imports_only_what_lies_below_it(layer: str) -> None:
             assert not wrong, f"{file.relative_to(PACKAGE)} imports {wrong}"
 
 
+def test_only_commands_import_the_server() -> None:
+    """It translates between HTTP and the engine, which knows nothing of it."""
+    server = "longspec.inference.server."
+    for module, file in MODULES.items():
+        if not f"{module}.".startswith((server, "longspec.cli.")):
+            wrong = {name for name in imported_modules(file) if f"{name}.".startswith(server)}
+            assert not wrong, f"{module} imports {wrong}"
+
+
 def test_no_module_imports_itself_through_others() -> None:
     """Not even inside a function."""
     graph = {}

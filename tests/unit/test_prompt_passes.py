@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspec.inference import capture as capture_module
-from longspec.inference.prefill import SIZES, PromptReader
+from longspec.inference.engine import capture as capture_module
+from longspec.inference.engine.prefill import SIZES, PromptReader
 from longspec.kernels.triton.flash_attention import FlashAttention
 
 CPU = torch.device("cpu")

@@ -21,15 +21,7 @@ import longspec.inference.server.app
 from longspec.data.prompts import conversation_text
 from longspec.data.templates import encode_texts
 from longspec.errors import UserError
-from longspec.inference.server.app import build_app
-from longspec.inference.server.errors import ApiError
-from longspec.inference.server.job import Job
-from longspec.inference.server.known_fields import MESSAGE_FIELDS, MESSAGE_HINTS, REQUEST_FIELDS, REQUEST_HINTS, UNSET
-from longspec.inference.server.limits import BodyLimit, Limits
-from longspec.inference.server.metrics import Metrics
-from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
-from longspec.inference.server.replies import server_sent_event
-from longspec.inference.server.requests import (
+from longspec.inference.engine.requests import (
     Event,
     Finished,
     OnEvent,
@@ -44,6 +36,14 @@ from longspec.inference.server.requests import (
     Tokens,
     Tree,
 )
+from longspec.inference.server.app import build_app
+from longspec.inference.server.errors import ApiError
+from longspec.inference.server.job import Job
+from longspec.inference.server.known_fields import MESSAGE_FIELDS, MESSAGE_HINTS, REQUEST_FIELDS, REQUEST_HINTS, UNSET
+from longspec.inference.server.limits import BodyLimit, Limits
+from longspec.inference.server.metrics import Metrics
+from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
+from longspec.inference.server.replies import server_sent_event
 from longspec.inference.server.sampling_defaults import WITHOUT_CONFIG, SamplingDefaults
 from longspec.inference.server.served_model import ServedModel
 

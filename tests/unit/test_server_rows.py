@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longspec.inference.server.rows import Rows
+from longspec.inference.engine.rows import Rows
 
 
 def rows(*contents: str, busy: str = "") -> Rows:

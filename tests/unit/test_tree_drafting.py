@@ -14,8 +14,8 @@ from longspec.inference.adaptive.plans import Plan
 from longspec.inference.drafting.lookup import LookupBranches
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
-from longspec.inference.engine import Engine
-from longspec.inference.round_record import Report, RowRound
+from longspec.inference.engine.engine import Engine
+from longspec.inference.engine.round_record import Report, RowRound
 from longspec.inference.runner import Runner
 from longspec.models.glide import GlideMixin
 

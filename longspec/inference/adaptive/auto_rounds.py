@@ -12,10 +12,10 @@ from longspec.inference.adaptive.measurement import measure_times
 from longspec.inference.adaptive.plan_drafters import PlanDrafters
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.adaptive.time_cache import RoundTimes, cache_key, known_times
-from longspec.inference.engine import Engine
-from longspec.inference.round_record import PLAIN, Report, RoundResult, RowRound
+from longspec.inference.engine.engine import Engine
+from longspec.inference.engine.round_record import PLAIN, Report, RoundResult, RowRound
+from longspec.inference.engine.rounds import Round, Rounds
 from longspec.inference.round_source import playable
-from longspec.inference.rounds import Round, Rounds
 from longspec.inference.stats import GenerationStats
 
 

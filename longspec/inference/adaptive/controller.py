@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from longspec.inference.adaptive.lookup_trace import LookupTrace
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.adaptive.tracked_mean import TrackedMean
-from longspec.inference.round_record import RowRound
+from longspec.inference.engine.round_record import RowRound
 
 PRIOR_WEIGHT = 4.0
 """Weight of the priors below, in rounds. With less, a few unlucky rounds end the trees of a whole answer."""

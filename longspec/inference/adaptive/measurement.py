@@ -12,7 +12,7 @@ import torch
 from longspec.first_use import announce_first_use
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.adaptive.time_cache import RoundTimes
-from longspec.inference.rounds import Round, Rounds
+from longspec.inference.engine.rounds import Round, Rounds
 
 REPLAYS = 3
 """Times that are taken of each plan at each of two contexts, after a round that is not timed. The median counts."""

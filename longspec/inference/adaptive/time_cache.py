@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from longspec.inference.adaptive.plans import Plan
-from longspec.inference.kernel_key import KernelKey
+from longspec.inference.engine.kernel_key import KernelKey
 from longspec.inference.process_group import same_on_all_ranks
 from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.replacing import replacing

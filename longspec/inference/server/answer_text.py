@@ -8,8 +8,8 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from longspec.inference.detokenizer import Detokenizer
+from longspec.inference.engine.requests import Alternatives, PromptScores, Tokens
 from longspec.inference.origins import Origin
-from longspec.inference.server.requests import Alternatives, PromptScores, Tokens
 
 
 @dataclass

@@ -17,6 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from longspec.inference.engine.requests import Snapshot
 from longspec.inference.server.access import HostCheck, KeyCheck
 from longspec.inference.server.errors import ApiError, error_response, validation_error
 from longspec.inference.server.job import Delta, Engine, Job
@@ -25,7 +26,6 @@ from longspec.inference.server.metrics import Metrics
 from longspec.inference.server.openai_api import NAME_CHARACTERS, ChatRequest, CompletionRequest
 from longspec.inference.server.page import load_page
 from longspec.inference.server.replies import DONE, ChatReplies, Replies, server_sent_event
-from longspec.inference.server.requests import Snapshot
 from longspec.inference.server.served_model import ServedModel
 from longspec.inference.server.tokenizer_api import add_tokenizer_routes
 

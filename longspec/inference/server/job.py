@@ -10,10 +10,7 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 from longspec.errors import UserError
-from longspec.inference.server.answer_text import AnswerText, Piece, prompt_pieces
-from longspec.inference.server.errors import ApiError
-from longspec.inference.server.metrics import Latencies
-from longspec.inference.server.requests import (
+from longspec.inference.engine.requests import (
     Event,
     Finished,
     NotServing,
@@ -27,6 +24,9 @@ from longspec.inference.server.requests import (
     Tokens,
     Tree,
 )
+from longspec.inference.server.answer_text import AnswerText, Piece, prompt_pieces
+from longspec.inference.server.errors import ApiError
+from longspec.inference.server.metrics import Latencies
 
 RETRY_AFTER_S = 1
 """Advice to a client that finds the queue full; a row becomes free each time an answer ends."""

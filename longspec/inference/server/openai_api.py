@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from longspec.data.aligners import ROLES, Turn
+from longspec.inference.engine.requests import MOST_ALTERNATIVES
 from longspec.inference.server.errors import encodable
 from longspec.inference.server.known_fields import (
     MESSAGE_FIELDS,
@@ -22,7 +23,6 @@ from longspec.inference.server.known_fields import (
     UNSET,
     does_nothing,
 )
-from longspec.inference.server.requests import MOST_ALTERNATIVES
 
 NOT_SUPPORTED = "not supported by this server; leave it out"
 NAME_CHARACTERS = 64

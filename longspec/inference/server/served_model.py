@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from longspec.errors import UserError
+from longspec.inference.engine.requests import Request
 from longspec.inference.options import FILTER_OPTIONS
 from longspec.inference.request import Sampling
 from longspec.inference.server.errors import ApiError, encodable
 from longspec.inference.server.limits import Limits
 from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
-from longspec.inference.server.requests import Request
 from longspec.inference.server.sampling_defaults import WITHOUT_CONFIG, SamplingDefaults
 
 

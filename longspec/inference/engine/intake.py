@@ -14,11 +14,11 @@ import torch
 
 from longspec.errors import first_line
 from longspec.inference.adaptive.controller import Controller
-from longspec.inference.prefill import joined_rows
-from longspec.inference.server.batch import KINDS, Batch, served_kind
-from longspec.inference.server.logprobs import TokenScore
-from longspec.inference.server.requests import Event, PromptScores, Ticket
-from longspec.inference.server.rows import Counts, Row, Rows, Running
+from longspec.inference.engine.batch import KINDS, Batch, served_kind
+from longspec.inference.engine.logprobs import TokenScore
+from longspec.inference.engine.prefill import joined_rows
+from longspec.inference.engine.requests import Event, PromptScores, Ticket
+from longspec.inference.engine.rows import Counts, Row, Rows, Running
 
 logger = logging.getLogger(__name__)
 

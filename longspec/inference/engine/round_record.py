@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longspec.inference.adaptive.plans import Plan
-from longspec.inference.server.logprobs import scores
+from longspec.inference.engine.logprobs import scores
 from longspec.kernels.backend import Backend
 from longspec.kernels.shared.device import Download
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longspec.inference.server.requests import MOST_ALTERNATIVES, Alternatives
+from longspec.inference.engine.requests import MOST_ALTERNATIVES, Alternatives
 
 LEAST = -9999.0
 """Stands for minus infinity, which JSON does not have."""

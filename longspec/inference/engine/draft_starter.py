@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from longspec.inference.capture import CapturedPass, capture_pass
 from longspec.inference.drafting.proposal import DraftState
+from longspec.inference.engine.capture import CapturedPass, capture_pass
 from longspec.inference.sampling import Sampler
 from longspec.kernels.shared.device import upload
 

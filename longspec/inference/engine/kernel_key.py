@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from longspec.inference.round_record import PLAIN, Report
+from longspec.inference.engine.round_record import PLAIN, Report
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import SamplingKind
 

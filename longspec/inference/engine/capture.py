@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from longspec.inference.round_record import RoundResult
-from longspec.inference.rounds import Rounds
+from longspec.inference.engine.round_record import RoundResult
+from longspec.inference.engine.rounds import Rounds
 
 T = TypeVar("T")
 CAPTURE_MODE = "thread_local"

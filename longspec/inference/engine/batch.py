@@ -15,19 +15,19 @@ from longspec.inference.adaptive.plan_drafters import PlanDrafters, served_plans
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.adaptive.time_cache import RoundTimes, cache_key, known_times
 from longspec.inference.cache import Fault, TargetCache
-from longspec.inference.capture import CapturedRound, warm_up
 from longspec.inference.drafting.chain import NoDraft
 from longspec.inference.drafting.proposal import Drafter, DraftState
+from longspec.inference.engine.capture import CapturedRound, warm_up
+from longspec.inference.engine.draft_starter import DraftStarter
+from longspec.inference.engine.logprobs import scores
+from longspec.inference.engine.prefill import PromptReader
+from longspec.inference.engine.round_record import Report, RoundResult
+from longspec.inference.engine.rounds import Round, Rounds
+from longspec.inference.engine.selective import SelectiveDrafter
 from longspec.inference.methods import AUTO, Drafting, make_drafter
-from longspec.inference.prefill import PromptReader
 from longspec.inference.request import FILTERS, Sampling
-from longspec.inference.round_record import Report, RoundResult
-from longspec.inference.rounds import Round, Rounds
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY, GREEDY_KIND, RowSettings, Sampler, SamplingKind
-from longspec.inference.server.draft_starter import DraftStarter
-from longspec.inference.server.logprobs import scores
-from longspec.inference.server.selective import SelectiveDrafter
 from longspec.kernels.shared.device import upload
 
 PREFILL_CHUNK = 1024

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.drafting.proposal import Drafter
-from longspec.inference.kernel_key import CAPACITY_STEP
-from longspec.inference.prefill import LEAST_PREFILL_TOKENS, PREFILL_TOKENS, PromptReader, joined_rows
-from longspec.inference.rounds import Rounds
+from longspec.inference.engine.kernel_key import CAPACITY_STEP
+from longspec.inference.engine.prefill import LEAST_PREFILL_TOKENS, PREFILL_TOKENS, PromptReader, joined_rows
+from longspec.inference.engine.rounds import Rounds
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
 

@@ -11,13 +11,13 @@ from typing import NamedTuple
 from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.cache import fault_message
+from longspec.inference.engine.batch import KINDS, Batch, Mode, served_kind
+from longspec.inference.engine.intake import Intake, Outcome
+from longspec.inference.engine.logprobs import TokenScore
+from longspec.inference.engine.requests import Event, Finished, FinishReason, Ticket, Timings, Tokens, Tree
+from longspec.inference.engine.round_record import Flight, RowRound
+from longspec.inference.engine.rows import Counts, Row, Rows
 from longspec.inference.origins import Origin, round_origins
-from longspec.inference.round_record import Flight, RowRound
-from longspec.inference.server.batch import KINDS, Batch, Mode, served_kind
-from longspec.inference.server.intake import Intake, Outcome
-from longspec.inference.server.logprobs import TokenScore
-from longspec.inference.server.requests import Event, Finished, FinishReason, Ticket, Timings, Tokens, Tree
-from longspec.inference.server.rows import Counts, Row, Rows
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from longspec.inference.adaptive.lookup_trace import LookupTrace
-from longspec.inference.server.requests import Ticket, Timings
+from longspec.inference.engine.requests import Ticket, Timings
 
 
 @dataclass

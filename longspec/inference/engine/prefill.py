@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longspec.inference.cache import TargetCache
-from longspec.inference.capture import CapturedPass, capture_pass
+from longspec.inference.engine.capture import CapturedPass, capture_pass
 from longspec.inference.runner import Runner
 from longspec.kernels.shared.device import upload
 

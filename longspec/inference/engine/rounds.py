@@ -10,8 +10,8 @@ from torch import Tensor
 from longspec.inference.acceptance import accept
 from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.drafting.proposal import Drafter, Proposal
-from longspec.inference.kernel_key import KernelKey, kernel_key
-from longspec.inference.round_record import PLAIN, Report, RoundResult, pack
+from longspec.inference.engine.kernel_key import KernelKey, kernel_key
+from longspec.inference.engine.round_record import PLAIN, Report, RoundResult, pack
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
 

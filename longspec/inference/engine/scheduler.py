@@ -8,10 +8,9 @@ from threading import Condition, Thread
 
 from longspec.errors import first_line
 from longspec.inference.arguments import checked_drafting
-from longspec.inference.methods import AUTO, DEFAULT_SHAPE, Drafting
-from longspec.inference.request_engine import RequestEngine, check_positive
-from longspec.inference.server.batch import PREFILL_CHUNK
-from longspec.inference.server.requests import (
+from longspec.inference.engine.batch import PREFILL_CHUNK
+from longspec.inference.engine.request_engine import RequestEngine, check_positive
+from longspec.inference.engine.requests import (
     FinishReason,
     NotServing,
     OnEvent,
@@ -20,6 +19,7 @@ from longspec.inference.server.requests import (
     Snapshot,
     Ticket,
 )
+from longspec.inference.methods import AUTO, DEFAULT_SHAPE, Drafting
 from longspec.models.glide import GlideMixin, check_pair
 
 logger = logging.getLogger(__name__)

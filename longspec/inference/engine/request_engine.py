@@ -19,10 +19,7 @@ from longspec.inference.adaptive.plans import MOST_SERVED_NODES
 from longspec.inference.device import free_bytes
 from longspec.inference.drafting.lookup import BRANCH_SIZES
 from longspec.inference.drafting.reduced_head import head_bytes
-from longspec.inference.methods import AUTO, Drafting, list_length
-from longspec.inference.process_group import end_calls, repeat_calls
-from longspec.inference.select_runner import make_runner
-from longspec.inference.server.admission import (
+from longspec.inference.engine.admission import (
     SHARE,
     check_request,
     chunk_bytes,
@@ -30,9 +27,12 @@ from longspec.inference.server.admission import (
     longest_request,
     row_capacity,
 )
-from longspec.inference.server.batch import PREFILL_CHUNK, REPEATED, Batch
-from longspec.inference.server.requests import Finished, FinishReason, OnEvent, Request, Ticket
-from longspec.inference.server.worker import Worker
+from longspec.inference.engine.batch import PREFILL_CHUNK, REPEATED, Batch
+from longspec.inference.engine.requests import Finished, FinishReason, OnEvent, Request, Ticket
+from longspec.inference.engine.worker import Worker
+from longspec.inference.methods import AUTO, Drafting, list_length
+from longspec.inference.process_group import end_calls, repeat_calls
+from longspec.inference.select_runner import make_runner
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import least_over_ranks, model_parallel_rank_and_size
 from longspec.models.target_split import rank_config

@@ -7,10 +7,10 @@ from transformers import PreTrainedConfig
 
 from longspec.errors import UserError
 from longspec.inference.arguments import check_sampling, check_seed
-from longspec.inference.kernel_key import CAPACITY_STEP
+from longspec.inference.engine.kernel_key import CAPACITY_STEP
+from longspec.inference.engine.requests import Request, RequestTooLarge
 from longspec.inference.memory import slot_bytes
 from longspec.inference.options import FILTER_OPTIONS, check_filter
-from longspec.inference.server.requests import Request, RequestTooLarge
 from longspec.models.draft_layer import head_dim
 from longspec.models.target_files import position_limit
 

@@ -1,0 +1,1 @@
+"""The request engine: requests in, events out. Prefill, rounds, rows, captured rounds, plans and memory."""
