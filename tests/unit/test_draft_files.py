@@ -9,11 +9,14 @@ import torch
 from pairs import OPTIONS, make_pair, tiny_config
 from safetensors.torch import save_file
 from tiny_tokenizer import byte_tokenizer
+from transformers import AutoConfig
 
 from longspec.errors import UserError
+from longspec.inference.registry import DRAFTS, EMBEDDED_DRAFTS
 from longspec.models.draft_files import check_draft, draft_settings, draft_window, load_draft
 from longspec.models.draft_layer import DraftOptions, check_window
 from longspec.models.draft_saving import save_draft_file, save_draft_folder
+from longspec.models.families import family_class
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
 from longspec.models.target_sample import take_sample
 from longspec.models.weight_files import read_metadata
@@ -370,3 +373,12 @@ def test_missing_draft_is_one_clear_line(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=str(tmp_path / name)):
         load_draft(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", sorted(EMBEDDED_DRAFTS.values()))
+def test_an_embedded_draft_fits_the_target_of_its_config_and_is_small(name: str) -> None:
+    folder = DRAFTS / name
+    config = AutoConfig.from_pretrained(folder)
+    check_draft(folder, config, family_class(config, name).draft_layer_class)
+    assert (folder / "model.safetensors").stat().st_size <= 40e6
+    assert (folder / "README.md").is_file()
