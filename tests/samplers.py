@@ -4,6 +4,7 @@ import torch
 
 from longspec.inference.request import Sampling
 from longspec.inference.sampling import RowSettings, Sampler, sampling_kind
+from longspec.kernels.choice import backend_of
 
 
 def sampler(
@@ -13,4 +14,6 @@ def sampler(
     sampling = Sampling(temperature, **settings)  # type: ignore[arg-type]
     own = RowSettings.allocate(rows, torch.device(device))
     own.assign(slice(0, rows), [sampling] * rows, range(seed, seed + rows))
-    return Sampler(sampling_kind([sampling]), own)
+    made = Sampler(sampling_kind([sampling]), own)
+    made.backend = backend_of(torch.device(device), torch.float32)
+    return made

@@ -69,6 +69,7 @@ class ResumableJob:
         signal, or once another rank has ended.
         """
         start = time.perf_counter()
+        self.replicas.start_counts()
         hidden = self.is_hidden or self.replicas.rank > 0
         with tqdm(total=self.total, initial=done, desc=label, unit=self.item, disable=hidden) as bar:
 

@@ -55,6 +55,7 @@ class Replicas:
         self.local_rank = local_rank
         self._store = store
         self._counts: Counter[str] = Counter()
+        self._run = 0
 
     def device(self, device: str | None) -> str | None:
         """The device of this rank for the option `--device`: the GPU with the number of the rank on its host."""
@@ -136,13 +137,18 @@ class Replicas:
         """The indices of this rank's items. All ranks must call it with the same loads."""
         return balanced(loads, self.size)[self.rank]
 
+    def start_counts(self) -> None:
+        """Start all shared counters at 0. All ranks must call it, before they count."""
+        self._run += 1
+        self._counts.clear()
+
     def count(self, name: str, items: int) -> int:
         """Add to the shared counter `name`, and return its value, to which all ranks have added."""
         if self._store is None:
             self._counts[name] += items
         else:
             with self._connected():
-                self._counts[name] = self._store.add(f"count/{name}", items)
+                self._counts[name] = self._store.add(f"count/{self._run}/{name}", items)
         return self._counts[name]
 
     def last_count(self, name: str) -> int:

@@ -17,12 +17,14 @@ from typer.testing import CliRunner
 from experiments.processes import free_port
 from longspec.cli.app import app
 from longspec.errors import UserError
+from longspec.jobs.job import ResumableJob
 from longspec.jobs.results import part_path
 from longspec.locks import LOCK_NAME, locked_file
 from longspec.longbench import measurement
 from longspec.longbench.command import main
-from longspec.ranks.replicas import balanced, joined_replicas
+from longspec.ranks.replicas import Replicas, balanced, joined_replicas
 from longspec.regenerate.command import main as regenerate
+from longspec.signals import StopSignals
 
 SAMPLED = ("--method", "seq", "--max_gen_len", "6", "--temperature", "1", "--batch_size", "2")
 TIMES = ("ttft_s", "decode_s", "tokens_per_second")
@@ -119,6 +121,14 @@ def test_longest_items_go_first_to_the_rank_with_the_smallest_load() -> None:
     assert balanced([5, 9, 1, 7, 3, 3], 2) == [[1, 4, 5], [0, 2, 3]]  # 9 + 3 + 3 and 7 + 5 + 1
     assert balanced([2, 2, 2], 2) == [[0, 2], [1]]
     assert balanced([4], 3) == [[0], [], []]
+
+
+def test_the_progress_of_a_second_run_of_a_process_starts_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    replicas = Replicas()
+    for done in (0, 2):
+        job = ResumableJob(5, "prompt", None, StopSignals(), replicas)
+        job.run(range(done, 5), lambda unit: 1, lambda unit, count: count(1, 1), done)
+        assert "5/5" in capsys.readouterr().err.split("\r")[-1]
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def check_sampled(tree: Tree, above: slice, width: int, logits: Tensor, temperat
     tree_growth.grow_level(got, above, width, logits.to(device), on_device, Draws(noise.to(device), all_q[:, 1:-1]))
     trees.grow_level(tree, above, width, logits, own, Draws(noise, q))
     check_same(got, tree)
-    torch.testing.assert_close(all_q[:, 1:-1].cpu(), q, atol=0, rtol=1e-5)
+    torch.testing.assert_close(all_q[:, 1:-1].cpu(), q, atol=0, rtol=2e-5)
     assert all_q[:, 0].isnan().all() and all_q[:, -1].isnan().all(), "rows of other levels changed"
     return got
 
