@@ -42,8 +42,9 @@ from longspec.inference.methods import GLIDE_METHODS, METHODS, Drafting, make_dr
 from longspec.inference.process_group import equal_ranks
 from longspec.inference.request import Sampling
 from longspec.inference.round_source import FixedRounds
+from longspec.inference.row_settings import RowSettings
 from longspec.inference.runner import Runner, model_backend
-from longspec.inference.sampling import RowSettings, Sampler, sampling_kind
+from longspec.inference.sampling import Sampler, sampling_kind
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import model_parallel_rank_and_size, split_draft
 from longspec.models.target_split import check_divisible

@@ -134,6 +134,7 @@ def served(args: argparse.Namespace) -> Iterator[Client]:
     """A server of the pair in a process of its own."""
     options = [f"--{name}={value}" for name in ("draft", "method", "dtype", "device") if (value := getattr(args, name))]
     command = [sys.executable, "-m", "longspec", "serve", args.model, "--port=0", f"--max_rows={args.rows}", *options]
+    command.append("--generation_config=none")  # as `measure_generate`
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
@@ -180,7 +181,7 @@ def parser() -> argparse.ArgumentParser:
 @reports_user_errors
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
-    pair = open_pair(args.model, args.draft, args.method, args.dtype, args.device)
+    pair = open_pair(args.model, args.draft, args.method, args.dtype, args.device, applied=())
     load = make_load(args.text.read_text(), pair.tokenizer, args.shortest, args.longest, args.rows, args.tokens)
     base = measure_generate(pair, load)
     machine = torch.cuda.get_device_name(pair.model.device) if pair.model.device.type == "cuda" else "cpu"

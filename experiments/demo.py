@@ -60,7 +60,7 @@ def main(overrides: Sequence[str] | None = None) -> None:
     settings = load_settings(PRESET, [*sizes, *(sys.argv[1:] if overrides is None else overrides)])
     root, console, began = Path(settings.root), Console(highlight=False), time.perf_counter()
     with StopSignals(at_once=True):
-        pair = open_pair(settings.target, settings.evaluation.draft, AUTO)
+        pair = open_pair(settings.target, settings.evaluation.draft, AUTO, applied=())
         if not pair.model.draft_is_trained:
             raise UserError(f"{pair.name}: no trained draft in drafts/; restore it, or set evaluation.draft=FOLDER")
         answers = side_by_side(pair, QUESTION, SamplingOptions(64), console, AUTO)
@@ -96,7 +96,7 @@ def train(settings: Settings, folder: Path) -> dict[str, Any]:
         train_stage(folder / name, short, settings, folder, target, draft, settings.seed)
         draft = folder / name / CHECKPOINT
         losses[name] = [line["eval_loss"] for line in read_jsonl(folder / name / METRICS) if "eval_loss" in line]
-    pair = open_pair(settings.target, str(draft), AUTO)
+    pair = open_pair(settings.target, str(draft), AUTO, applied=())
     return {"losses": losses, "fresh draft": compared(pair, DEFAULT_PROMPTS[:1], 12)}
 
 

@@ -24,6 +24,7 @@ from longspec import generate, load_pair
 from longspec.data.prompts import loops
 from longspec.errors import UserError
 from longspec.inference.device import device_name, versions
+from longspec.inference.options import WITHOUT_FILE
 from longspec.models.content import state_digest
 
 FACTS = "settings.json"
@@ -172,6 +173,7 @@ class Decoder:
             gamma=method.gamma,
             eos_token_id=() if warm_up else None,
             seed=seed,
+            **WITHOUT_FILE,
         )
         names = ("rounds", "decoded_tokens", "decode_s", "ttft_s", "accepted_by_depth", "tree_shape", "rounds_by_plan")
         figures = {name: value for name, value in asdict(output.stats).items() if name in names}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from longspec.errors import UserError
+from longspec.inference.token_options import COMMAND_OPTIONS
 
 
 class _Format(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -27,3 +28,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see --help)")
+
+
+def add_token_options(add: Callable[..., Any]) -> None:
+    """Add COMMAND_OPTIONS, which are None unless they are given."""
+    for name, (kind, text) in COMMAND_OPTIONS.items():
+        add(f"--{name}", type=kind, help=text[0].lower() + text[1:].rstrip("."))

@@ -6,7 +6,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from longspec.inference.sampling import RowSettings, Sampler, SamplingKind
+from longspec.inference.row_settings import RowSettings
+from longspec.inference.sampling import Sampler, SamplingKind
 
 Result = TypeVar("Result")
 Tokens = tuple[int, ...]

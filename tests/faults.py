@@ -13,6 +13,8 @@ from longspec.inference.acceptance import Accepted
 from longspec.inference.drafting import chain as chain_drafting
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.engine import rounds
+from longspec.inference.penalties import Nodes
+from longspec.inference.penalty_rows import NO_TOKEN, PenaltyRows
 from longspec.inference.sampling import Sampler, per_row
 from longspec.kernels.shared.tree import Branches, Draws, SelectedNodes, Tree
 from longspec.kernels.torch import acceptance as torch_acceptance
@@ -213,6 +215,54 @@ def rounds_repeat_their_draws(patch: Patch) -> None:
     patch.setattr(TorchBackend, "row_noise", staticmethod(faulty))
 
 
+def _with_nodes(change: Callable[[Nodes, Proposal], Nodes]) -> Callable[[Patch], None]:
+    """A fault in what the nodes of a tree see of each other."""
+    read = Nodes.read
+
+    def plant(patch: Patch) -> None:
+        patch.setattr(Nodes, "read", lambda proposal: change(read(proposal), proposal))
+
+    return plant
+
+
+def _without_ancestors(nodes: Nodes, proposal: Proposal) -> Nodes:
+    return Nodes(torch.zeros_like(nodes.levels), torch.full_like(nodes.paths, NO_TOKEN))
+
+
+def _of_parents(nodes: Nodes, proposal: Proposal) -> Nodes:
+    """Each node has the penalties of its parent: it does not see itself."""
+    parents = proposal.parents.clamp(min=0)
+    paths = nodes.paths.gather(1, parents[..., None].expand_as(nodes.paths))
+    return Nodes(nodes.levels.gather(1, parents), paths)
+
+
+def _of_siblings(nodes: Nodes, proposal: Proposal) -> Nodes:
+    """Each node has the penalties of the node before it."""
+    return Nodes(nodes.levels.roll(1, 1), nodes.paths.roll(1, 1))
+
+
+def rows_forget_their_rounds(patch: Patch) -> None:
+    """The text of a row does not grow by what its rounds accept."""
+    append = PenaltyRows.append
+
+    def faulty(rows: PenaltyRows, tokens: Tensor, positions: Tensor, counts: Tensor) -> None:
+        if tokens.shape[1] == 1:
+            append(rows, tokens, positions, counts)
+
+    patch.setattr(PenaltyRows, "append", faulty)
+
+
+def answers_count_their_prompts(patch: Patch) -> None:
+    """Presence and frequency penalties count the prompt."""
+    start = PenaltyRows.start
+
+    def faulty(rows: PenaltyRows, prompts: Tensor, lengths: list[int]) -> None:
+        start(rows, prompts, lengths)
+        rows.prompt_lengths.zero_()
+
+    patch.setattr(PenaltyRows, "start", faulty)
+
+
 BY_REJECTION = ("seq", "tree", "magicdec")
 IN_SELECTION = {
     "selection sees the target's draw": Fault(selection_sees_the_targets_draw, ("tree, descend, budget",)),
@@ -238,6 +288,15 @@ IN_THE_OUTPUT = IN_THE_RULE | {
     "warpers in another order": Fault(warpers_in_another_order, ("tree, descend",), {"top_p": 0.8}),
 }
 """Faults detected in the distribution of generated text."""
+_TREES, _COUNTED = ("seq", "tree, descend", "tree"), {"frequency_penalty": 1.5}
+PENALTY_FAULTS = {
+    "nodes do not see their ancestors": Fault(_with_nodes(_without_ancestors), _TREES, _COUNTED),
+    "nodes have the penalties of their parents": Fault(_with_nodes(_of_parents), _TREES, _COUNTED),
+    "nodes have the penalties of their siblings": Fault(_with_nodes(_of_siblings), _TREES, _COUNTED),
+    "rows forget their rounds": Fault(rows_forget_their_rounds, ("seq", "tree"), _COUNTED),
+    "answers count their prompts": Fault(answers_count_their_prompts, ("tree", "lookup"), _COUNTED),
+}
+"""Faults of penalties, detected node by node and in the distribution of generated text."""
 IN_CORRELATIONS = {
     "rows share their draws": Fault(rows_share_their_draws, ("seq", "tree, descend", "tree", "magicdec")),
     "rounds repeat their draws": Fault(rounds_repeat_their_draws, ("seq", "tree, descend", "tree", "magicdec")),

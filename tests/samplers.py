@@ -3,7 +3,8 @@
 import torch
 
 from longspec.inference.request import Sampling
-from longspec.inference.sampling import RowSettings, Sampler, sampling_kind
+from longspec.inference.row_settings import RowSettings
+from longspec.inference.sampling import Sampler, sampling_kind
 from longspec.kernels.choice import backend_of
 
 

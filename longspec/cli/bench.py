@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,6 +23,7 @@ from longspec.cli.options import (
     TemperatureOption,
     TemplateOption,
     loading,
+    with_token_options,
 )
 from longspec.models.packaged_targets import SMOLLM2
 
@@ -35,6 +37,7 @@ DEFAULT_PROMPTS = (
 """A story, a calculation, code, and text that repeats its prompt."""
 
 
+@with_token_options("none")
 def bench(
     pair: Annotated[str | None, typer.Argument(help=MODEL_HELP, show_default=SMOLLM2)] = None,
     model: ModelOption = None,
@@ -64,6 +67,7 @@ def bench(
     measure_again: Annotated[
         bool, typer.Option("--measure_again", help="Forget the measured times of rounds, from which auto chooses.")
     ] = False,
+    token_options: Mapping[str, Any] = {},
 ) -> None:
     """Compare vanilla, lookup, tree and auto: a table, a picture, and a JSON line on stdout.
 
@@ -84,13 +88,13 @@ def bench(
     picture = png or (Path("bench.png") if has_matplotlib else None)
     check_folder(picture, "--png")
     name = choose_model(pair, model)
-    sampling = SamplingOptions(max_new_tokens, temperature)
+    sampling = SamplingOptions(max_new_tokens, temperature, token_options=token_options)
     if prompts is not None and not Path(prompts).is_file():
         raise UserError(f"--prompts {prompts}: no such file")
     asked = read_prompts([prompts] if prompts is not None else DEFAULT_PROMPTS)
     # vanilla, because a pair without a draft can be compared, too; `compare` gives each method by name.
     with loading(name):
-        loaded = open_pair(name, draft, "vanilla", dtype, device, chat_template_kwargs)
+        loaded = open_pair(name, draft, "vanilla", dtype, device, chat_template_kwargs, applied=())
     if measure_again:
         forget_times()
     console = Console(stderr=True, highlight=False)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -34,10 +35,12 @@ from longspec.cli.options import (
     TypicalPOption,
     drafting_options,
     loading,
+    with_token_options,
 )
 from longspec.models.packaged_targets import SMOLLM2
 
 
+@with_token_options("that of the target")
 def chat(
     pair: Annotated[str | None, typer.Argument(help=MODEL_HELP, show_default=SMOLLM2)] = None,
     model: ModelOption = None,
@@ -74,6 +77,7 @@ def chat(
         str | None,
         typer.Option("--system", help="System prompt.", show_default="that of the template", rich_help_panel=PROMPTS),
     ] = None,
+    token_options: Mapping[str, Any] = {},
 ) -> None:
     """Chat in the terminal. Ctrl-C stops an answer, /quit or Ctrl-D ends the chat, /help lists the commands."""
     with ExitStack() as stack:
@@ -84,7 +88,9 @@ def chat(
             from longspec.signals import StopSignals
 
             name = choose_model(pair, model)
-            sampling = SamplingOptions(max_new_tokens, temperature, top_p, top_k, min_p, typical_p, epsilon_cutoff)
+            sampling = SamplingOptions(
+                max_new_tokens, temperature, top_p, top_k, min_p, typical_p, epsilon_cutoff, token_options
+            )
             drafting = drafting_options(tree_shape, tree_rule, tree_nodes, lookup_branches, gamma)
             if tp_size > 1:  # only rank 0 goes on
                 stop = stack.enter_context(StopSignals(at_once=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from operator import eq
 from typing import Any
 
@@ -50,7 +51,7 @@ def compare(
         else:
             outputs[label] = []
             # The longest prompt, so that kernels are compiled and caches allocated before the measurement.
-            warm_up = SamplingOptions(min(WARM_UP_TOKENS, sampling.max_new_tokens), sampling.temperature)
+            warm_up = replace(sampling, max_new_tokens=min(WARM_UP_TOKENS, sampling.max_new_tokens))
             answer(pair, max(token_ids, key=len), warm_up, arguments)
     for prompt in token_ids:
         for label, answers in outputs.items():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,9 +28,11 @@ from longspec.cli.options import (
     TopPOption,
     TpSizeOption,
     loading,
+    with_token_options,
 )
 
 
+@with_token_options("that of the target")
 def generate(
     prompts: Annotated[
         list[str] | None,
@@ -85,6 +88,7 @@ def generate(
         bool, typer.Option("--overwrite", help="Replace the output file.", rich_help_panel=OUTPUT)
     ] = False,
     json_file: JsonOption = None,
+    token_options: Mapping[str, Any] = {},
 ) -> None:
     """Answer prompts, and write one JSON line per prompt in the same order; a terminal shows the texts.
 
@@ -106,7 +110,7 @@ def generate(
 
         def read() -> tuple[list[Prompt], SamplingOptions]:
             check_folder(json_file, "--json")
-            sampling = SamplingOptions(max_new_tokens, temperature, top_p, top_k)
+            sampling = SamplingOptions(max_new_tokens, temperature, top_p, top_k, token_options=token_options)
             if output is None and replicas.size > 1:
                 raise UserError("--output: give a file; several ranks do not write to stdout")
             asked = read_prompts(prompts or [])

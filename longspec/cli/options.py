@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from longspec.errors import UserError
+from longspec.inference.token_options import COMMAND_OPTIONS, given_options
 from longspec.models.packaged_targets import SMOLLM2
 
 Method = Literal["vanilla", "seq", "tree", "magicdec", "lookup", "auto"]
@@ -143,6 +146,30 @@ JsonOption = Annotated[
     Path | None,
     typer.Option("--json", help="Write a JSON summary to this file; - is stderr.", rich_help_panel=OUTPUT),
 ]
+
+
+def with_token_options(default: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator of commands: their argument `token_options` has those of COMMAND_OPTIONS that are given.
+
+    default: how the help names the value of an option that is not given.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(**arguments: Any) -> None:
+            own = {name: arguments.pop(name) for name in COMMAND_OPTIONS}
+            command(**arguments, token_options=given_options(own))
+
+        signature = inspect.signature(command, eval_str=True)
+        others = [parameter for name, parameter in signature.parameters.items() if name != "token_options"]
+        for name, (kind, text) in COMMAND_OPTIONS.items():
+            option = typer.Option(f"--{name}", help=text, show_default=default, rich_help_panel=SAMPLING)
+            annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
+            others.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+        run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def drafting_options(

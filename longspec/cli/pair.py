@@ -21,7 +21,9 @@ from longspec.inference.generate import GenerationOutput, generate
 from longspec.inference.load_pair import load_pair
 from longspec.inference.methods import AUTO as AUTO_METHOD
 from longspec.inference.methods import GLIDE_METHODS
-from longspec.inference.options import FILTER_OPTIONS, check_filter, ignored_options, report_ignored
+from longspec.inference.options import FILE_OPTIONS, FILTER_OPTIONS, WITHOUT_FILE, check_filter, report_ignored
+from longspec.inference.request import ALWAYS
+from longspec.inference.token_options import token_settings, with_word_ids
 from longspec.models.glide import GlideMixin
 from longspec.models.packaged_targets import SMOLLM2
 from longspec.models.target_files import position_limit, set_template_arguments
@@ -39,6 +41,8 @@ class SamplingOptions:
     """None of this and the next two: the value of the target's generation config."""
     typical_p: float | None = None
     epsilon_cutoff: float | None = None
+    token_options: Mapping[str, Any] = field(default_factory=dict)
+    """Entries of `token_options.COMMAND_OPTIONS`; others have the values of the target's generation config."""
 
     def __post_init__(self) -> None:
         """Raises UserError."""
@@ -46,6 +50,8 @@ class SamplingOptions:
         for name in FILTER_OPTIONS:
             if getattr(self, name) is not None:
                 check_filter(name, getattr(self, name))
+        # Whether the target has the tokens is checked with its weights.
+        token_settings(self.token_options, (), ALWAYS)
 
 
 @dataclass
@@ -62,6 +68,8 @@ class LoadedPair:
     """The tokens that end an answer."""
     drafting: dict[str, Any] = field(default_factory=dict)
     """Arguments of `longspec.generate` in addition to the method; see `cli.options.drafting_options`."""
+    applied: Collection[str] = FILE_OPTIONS
+    """The options whose defaults are those of the target's generation config."""
 
     @property
     def positions(self) -> int:
@@ -86,10 +94,11 @@ class LoadedPair:
 
     def generate(self, prompts: list[list[int]], sampling: SamplingOptions, **options: Any) -> GenerationOutput:
         """Call `longspec.generate` on token ids. options: its other arguments."""
-        # `open_pair` has said that these are ignored.
-        ignored = dict.fromkeys(ignored_options(self.model.generation_config))
+        # `open_pair` has said which of them the target's generation config sets.
+        ignored = {name: None for name in WITHOUT_FILE if name not in self.applied}
         settings = {"method": self.method, "eos_token_id": self.stop_ids, **self.drafting, **ignored}
         given = {name: value for name, value in vars(sampling).items() if value is not None}
+        given |= with_word_ids(given.pop("token_options"), self.tokenizer)
         return generate(self.model, prompts, **(settings | given | options))
 
 
@@ -101,7 +110,7 @@ def open_pair(
     device: str | None = None,
     chat_template_kwargs: str | None = None,
     repeats: bool = False,
-    applied: Collection[str] | None = FILTER_OPTIONS,
+    applied: Collection[str] | None = FILE_OPTIONS,
 ) -> LoadedPair:
     """Load a pair by name, hub id, folder or GGUF file; None is the embedded pair.
 
@@ -127,7 +136,7 @@ def open_pair(
     target = str(model.config.name_or_path)
     chat_format = resolve_chat_format(AUTO, target, model.config.model_type, tokenizer)
     stop_ids = stop_tokens(tokenizer, sorted(end_tokens(model.generation_config.eos_token_id)))
-    return LoadedPair(name, model, tokenizer, method, chat_format, stop_ids)
+    return LoadedPair(name, model, tokenizer, method, chat_format, stop_ids, applied=applied or ())
 
 
 def note_plain_format(pair: LoadedPair) -> None:

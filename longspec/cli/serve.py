@@ -108,7 +108,7 @@ def serve(
     from longspec.extras import extra
     from longspec.inference.engine.requests import NotServing
     from longspec.inference.engine.scheduler import Scheduler
-    from longspec.inference.options import FILTER_OPTIONS
+    from longspec.inference.options import FILE_OPTIONS
     from longspec.inference.process_group import shared_target
     from longspec.signals import StopSignals
 
@@ -127,12 +127,12 @@ def serve(
             stack.enter_context(shared_target(tp_size, device, stop))
         # A port in use is reported before the weights load, and clients that connect meanwhile wait.
         listening = stack.enter_context(listen(host, port, api_key))
-        applied = FILTER_OPTIONS if generation_config == "auto" else None
+        applied = FILE_OPTIONS if generation_config == "auto" else None
         loaded = open_pair(name, draft, method, dtype, device, chat_template_kwargs, applied=applied)
         note_plain_format(loaded)
         defaults = WITHOUT_CONFIG
         if generation_config == "auto":
-            defaults = SamplingDefaults.read(loaded.model.generation_config)
+            defaults = SamplingDefaults.read(loaded.model.generation_config, loaded.model.config.vocab_size)
         rows = max_rows or (ROWS_ON_CPU if loaded.model.device.type == "cpu" else ROWS)
         scheduler = Scheduler(loaded.model, method=loaded.method, max_rows=rows, max_queue=max_queue, **drafting)
         served = ServedModel(

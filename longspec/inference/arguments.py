@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from longspec.errors import UserError
 from longspec.inference.methods import AUTO, GLIDE_METHODS, TREE_RULES, Drafting, method_names
+from longspec.inference.token_options import is_integer, is_real
 from longspec.models.draft_layer import check_window
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import position_limit
@@ -53,7 +53,7 @@ def prompt_batch(input_ids: Any, attention_mask: Any) -> tuple[Tensor, Tensor | 
 
 def _padded(rows: list[Any]) -> tuple[Tensor, Tensor]:
     """Lists of token ids as a batch with its mask."""
-    if not rows or not all(isinstance(row, Sequence) and row and all(map(_is_integer, row)) for row in rows):
+    if not rows or not all(isinstance(row, Sequence) and row and all(map(is_integer, row)) for row in rows):
         raise UserError("input_ids: a list; give one list of token ids per row, none empty")
     tensors = [torch.tensor(row) for row in rows]
     pad = torch.nn.utils.rnn.pad_sequence
@@ -109,7 +109,7 @@ def checked_drafting(model: GlideMixin, drafting: Drafting, allow_untrained_draf
     The levels of method "auto" have no more nodes than the vocabulary has tokens.
     """
     method, shape, vocab_size = drafting.method, drafting.tree_shape, model.config.vocab_size
-    if method == AUTO and not isinstance(shape, str) and all(map(_is_integer, shape)):
+    if method == AUTO and not isinstance(shape, str) and all(map(is_integer, shape)):
         drafting = replace(drafting, tree_shape=tuple(min(width, vocab_size) for width in shape))
     check_drafting(drafting, vocab_size)
     has_draft = model.draft_is_trained or allow_untrained_draft
@@ -153,7 +153,7 @@ def _check_tree_shape(tree_shape: Any, vocab_size: int) -> None:
             f"tree_shape: {AUTO!r} is not a shape; use method {AUTO!r}, which chooses the tree in each round"
         )
     is_sequence = isinstance(tree_shape, Sequence) and not isinstance(tree_shape, str)
-    if not is_sequence or not all(_is_integer(width) for width in tree_shape):
+    if not is_sequence or not all(is_integer(width) for width in tree_shape):
         raise UserError(f"tree_shape: {tree_shape!r}; give the nodes of each level, as in 4 16 16 16 16")
     if not tree_shape:
         raise UserError("tree_shape: empty; give the number of nodes of each level, as in 4 16 16 16 16")
@@ -168,7 +168,7 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k:
     _check_integer("max_new_tokens", max_new_tokens, 1)
     _check_integer("top_k", top_k, 0)
     for name, value in (("temperature", temperature), ("top_p", top_p)):
-        if not _is_real(value):
+        if not is_real(value):
             raise UserError(f"{name}: {value!r}; it must be a number")
     if not (temperature == 0 or LEAST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE):
         valid = f"from {LEAST_TEMPERATURE:.2g} to {LARGEST_TEMPERATURE:.2g}"
@@ -212,7 +212,7 @@ def end_tokens(eos_token_id: Any) -> set[int]:
         return set()
     ids = eos_token_id.flatten().tolist() if isinstance(eos_token_id, Tensor) else eos_token_id
     ids = ids if isinstance(ids, Collection) and not isinstance(ids, str) else [ids]
-    if not all(_is_integer(token) for token in ids):
+    if not all(is_integer(token) for token in ids):
         raise UserError(f"eos_token_id: {eos_token_id!r}; give an id, or a list or tensor of ids")
     return {int(token) for token in ids}
 
@@ -222,21 +222,13 @@ def pad_token(model: GlideMixin, pad_token_id: Any) -> int:
     candidates = (pad_token_id, model.generation_config.pad_token_id, model.config.pad_token_id)
     value = next((candidate for candidate in candidates if candidate is not None), 0)
     value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    if not _is_integer(value) or abs(value) >= 2**31:
+    if not is_integer(value) or abs(value) >= 2**31:
         raise UserError(f"pad_token_id: {value!r}; give a token id")
     return int(value)
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
 def _check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
     """Raise UserError unless `value` is an integer from `least` to `most`."""
-    if not _is_integer(value) or value < least or (most is not None and value > most):
+    if not is_integer(value) or value < least or (most is not None and value > most):
         valid = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
         raise UserError(f"{name}: {value!r}; it must be {valid}")

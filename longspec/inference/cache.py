@@ -38,7 +38,7 @@ def fault_message(fault: int, position: int, temperature: float) -> str:
         )
     return (
         f"position {position}: the {Fault(fault).name.lower()}'s logits are NaN or infinite at temperature "
-        f"{temperature:g}; check its weights and its dtype"
+        f"{temperature:g}; check its weights and its dtype, and options that ban tokens"
     )
 
 

@@ -62,7 +62,7 @@ class PooledEngine:
         """Prepare for other prompts [B, P], padded on the right, and for other settings of the same kind."""
         engine = self.engine
         engine.prompts, engine.prompt_lengths = prompts, list(lengths)
-        if not engine.sampler.greedy:
+        if engine.sampler.has_settings:
             engine.sampler.settings.assign(slice(0, len(lengths)), [sampling] * len(lengths), seeds)
 
 

@@ -36,14 +36,16 @@ from longspec.inference.engine.request_engine import check_positive
 from longspec.inference.engine.requests import Request
 from longspec.inference.engine_pool import borrowed, engine_kind, rounded_room
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE, Drafting, list_length, make_drafter
-from longspec.inference.options import FILTER_OPTIONS, REFUSED, STOPPING, filter_values, refuse_options, report_ignored
+from longspec.inference.options import FILE_OPTIONS, REFUSED, STOPPING, filter_values, refuse_options, report_ignored
 from longspec.inference.process_group import repeat_generation
 from longspec.inference.request import Sampling
 from longspec.inference.round_source import FixedRounds, RoundSource
-from longspec.inference.sampling import RowSettings, Sampler, row_seeds, sampling_kind
+from longspec.inference.row_settings import RowSettings
+from longspec.inference.sampling import GREEDY_KIND, Sampler, row_seeds, sampling_kind
 from longspec.inference.select_runner import make_runner
 from longspec.inference.stats import GenerationStats
 from longspec.inference.streaming import ends_streamer
+from longspec.inference.token_options import token_settings, token_values
 from longspec.models.glide import GlideMixin, check_pair
 from longspec.models.target_files import position_limit
 
@@ -116,9 +118,11 @@ def generate(
     batch_size: rows that are decoded at the same time; a row that ends goes to the next prompt, and prompts are read
     between rounds, in which common prefixes are read once. None decodes all rows in one batch. `ttft_s` is then the
     time of all prefills.
-    options: transformers' min_p, typical_p and epsilon_cutoff, applied above temperature 0; they default to the model's
-    generation config. Every other option that changes the distribution is refused by name; in the generation config it
-    is ignored with a warning (see `options`).
+    options: transformers' min_p, typical_p and epsilon_cutoff, applied above temperature 0; its repetition_penalty,
+    no_repeat_ngram_size, bad_words_ids, suppress_tokens and min_new_tokens, and OpenAI's presence_penalty,
+    frequency_penalty and logit_bias, a mapping of token ids to -100 ... 100, applied at every temperature (see
+    `penalties`). They default to the model's generation config; None is neutral. Every other option that changes the
+    distribution is refused by name; in the generation config it is ignored with a warning (see `options`).
     Raises UserError (a ValueError) for settings that cannot work, and for logits that are NaN or infinite.
     """
     arguments = dict(locals())  # for the other ranks, if several share the target
@@ -134,7 +138,7 @@ def generate(
     drafting = checked_drafting(model, drafting, allow_untrained_draft)
     _check_options(options)
     refuse_options(options, (*REFUSED, *STOPPING))
-    report_ignored(model.generation_config, model.config.name_or_path, (*FILTER_OPTIONS, *options))
+    report_ignored(model.generation_config, model.config.name_or_path, (*FILE_OPTIONS, *options))
     input_ids, attention_mask = prompt_batch(input_ids, attention_mask)
     rows = prompt_rows(input_ids, attention_mask)
     check_sampling(max_new_tokens, temperature, top_p, top_k)
@@ -144,7 +148,9 @@ def generate(
     eos_ids = end_tokens(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
     pad_id = pad_token(model, pad_token_id)
     arguments |= {"input_ids": input_ids, "attention_mask": attention_mask, "eos_token_id": sorted(eos_ids)}
-    sampling = Sampling(temperature, top_p, top_k, None, **filter_values(options, model.generation_config))
+    config = model.generation_config
+    penalties = token_settings(token_values(options, config), eos_ids, model.config.vocab_size)
+    sampling = Sampling(temperature, top_p, top_k, None, **filter_values(options, config), **penalties)
     check_seed(seed, len(rows))
     if batch_size is not None:
         check_positive(batch_size=batch_size)
@@ -178,7 +184,8 @@ def generate(
         room = rounded_room(max(lengths) + max_new_tokens, position_limit(model.config))
 
         def build() -> RoundSource:
-            sampler = Sampler(kind, None if sampling.greedy else RowSettings.allocate(len(rows), device))
+            needs_none = kind == GREEDY_KIND
+            sampler = Sampler(kind, None if needs_none else RowSettings.allocate(len(rows), device, kind.penalties))
             if method == AUTO:
                 plans = plans_for(drafting, device.type == "cpu")
                 drafters = PlanDrafters(runner, len(rows), sampler.drafting(), plans, drafting)
@@ -217,7 +224,7 @@ def _log_no_draft(target: str) -> None:
 
 def _check_options(options: Mapping[str, Any]) -> None:
     """Raise UserError for a keyword argument that `generate` does not know."""
-    known = (*REFUSED, *STOPPING, *FILTER_OPTIONS, "token_type_ids")  # some tokenizers return token_type_ids
+    known = (*REFUSED, *STOPPING, *FILE_OPTIONS, "token_type_ids")  # some tokenizers return token_type_ids
     for name in options:
         if name not in known:
             raise UserError(f"{name}: not an argument of longspec.generate; model.generate takes those of transformers")

@@ -1,8 +1,8 @@
 """Options of transformers' `generate`: those that decoding applies, those without effect, and those it cannot apply.
 
-A filter that depends on one row of logits alone is applied to target and draft alike, so every acceptance rule stays
-exact. Options that depend on earlier tokens and options of other decoding algorithms are refused by name if the caller
-sets them. If only the target's generation config does, they are ignored, and a warning names them.
+Filters and penalties are applied to the target's logits at every node, so every acceptance rule stays exact. Options of
+other decoding algorithms are refused by name if the caller sets them. If only the target's generation config does, they
+are ignored, and a warning names them.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ from transformers import GenerationConfig
 
 from longspec.errors import UserError
 from longspec.inference.request import FILTERS
+from longspec.inference.token_options import TOKEN_OPTIONS
 
 logger = logging.getLogger(__name__)
 
 FILTER_OPTIONS = ("min_p", "typical_p", "epsilon_cutoff")
 """The filters of `request.FILTERS` that are options."""
+FILE_OPTIONS = (*FILTER_OPTIONS, *TOKEN_OPTIONS)
+"""Options whose defaults are those of the target's generation config, in `generate` and in the commands that answer."""
 STOPPING = ("max_time", "stop_strings")
 """Options that only `model.generate` supports, as stopping criteria."""
 NEUTRAL: dict[str, Any] = {
-    "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
     "guidance_scale": 1.0,
     "num_beams": 1,
     "num_beam_groups": 1,
     **{name: FILTERS[name] for name in FILTER_OPTIONS},
+    **TOKEN_OPTIONS,
 }
 """Values at which an option has no effect. Other options have none at None, 0, False or an empty value."""
 CACHES = ("cache_implementation", "cache_config")
@@ -44,7 +47,7 @@ _SILENT = {
 """Options in a target's generation config that are ignored without a warning."""
 # Options that decoding applies, and those that change no token.
 _APPLIED = {
-    *FILTER_OPTIONS,
+    *FILE_OPTIONS,
     *STOPPING,
     *("do_sample", "temperature", "top_k", "top_p", "max_length", "max_new_tokens"),
     *("num_return_sequences", "return_dict_in_generate", "bos_token_id", "eos_token_id", "pad_token_id"),
@@ -64,6 +67,8 @@ REFUSED = tuple(
     if not name.startswith("_") and name not in _APPLIED and name not in _WITHOUT_EFFECT
 )
 """Options that a caller must leave at a neutral value. They include all that later versions of transformers add."""
+WITHOUT_FILE: dict[str, Any] = dict.fromkeys((*REFUSED, *STOPPING, *FILE_OPTIONS))
+"""Arguments of `generate` with which the target's generation config does not apply, for measurements."""
 
 
 def is_neutral(name: str, value: Any) -> bool:
@@ -84,12 +89,12 @@ def refuse_options(arguments: Mapping[str, Any], names: Sequence[str] = REFUSED)
             raise UserError(f"{name}: {value!r} {reason}; leave it out or pass {name}={NEUTRAL.get(name)!r}")
 
 
-def ignored_options(config: GenerationConfig, applied: Collection[str] = FILTER_OPTIONS) -> dict[str, Any]:
+def ignored_options(config: GenerationConfig, applied: Collection[str] = FILE_OPTIONS) -> dict[str, Any]:
     """The options of a target's generation config that change its answers and that decoding ignores, with their values.
 
-    applied: options of FILTER_OPTIONS and STOPPING that the caller does apply.
+    applied: options of FILE_OPTIONS and STOPPING that the caller does apply.
     """
-    names = [name for name in (*REFUSED, *STOPPING, *FILTER_OPTIONS) if name not in _SILENT and name not in applied]
+    names = [name for name in (*REFUSED, *STOPPING, *FILE_OPTIONS) if name not in _SILENT and name not in applied]
     values = {name: getattr(config, name, None) for name in names}
     return {name: value for name, value in values.items() if not is_neutral(name, value)}
 
@@ -97,7 +102,7 @@ def ignored_options(config: GenerationConfig, applied: Collection[str] = FILTER_
 def report_ignored(
     config: GenerationConfig,
     target: str | None,
-    applied: Collection[str] = FILTER_OPTIONS,
+    applied: Collection[str] = FILE_OPTIONS,
     report: Callable[[str], object] | None = None,
 ) -> None:
     """Say in one line which options of a target's generation config are ignored, if there are any.
@@ -118,7 +123,7 @@ def _warn_once(line: str) -> None:
     logger.warning(line)
 
 
-def filter_values(arguments: Mapping[str, Any], config: GenerationConfig) -> dict[str, float]:
+def filter_values(arguments: Mapping[str, Any], config: GenerationConfig) -> dict[str, Any]:
     """The values of FILTER_OPTIONS. Raises UserError for a value outside its range.
 
     arguments: override the model's generation config.

@@ -9,17 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from enum import IntEnum
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longspec.inference.filters import keep_likely
-from longspec.inference.request import FILTERS, Sampling, row_seed
+from longspec.inference.penalties import Nodes, RowTerms, penalize
+from longspec.inference.penalty_rows import PenaltyRows
+from longspec.inference.request import FILTERS, PenaltyKind, Sampling, joined_penalties, row_seed
+from longspec.inference.row_settings import RowSettings
 from longspec.kernels.backend import Backend
-from longspec.kernels.shared.device import upload
 from longspec.kernels.shared.watch import Watch
 from longspec.kernels.torch.backend import TorchBackend
+
+if TYPE_CHECKING:
+    from longspec.inference.drafting.proposal import Proposal
 
 MOST_DRAWS = 1 << 20
 """Draws of one kind and purpose per round; above the depth of any tree."""
@@ -34,6 +39,8 @@ class SamplingKind(NamedTuple):
     """The names of `request.FILTERS` that are applied, in their order. Rows with a neutral value keep all tokens."""
     largest_k: int = 0
     """The largest top_k of a row, rounded up, if no other filter sorts the vocabulary; 0 for any."""
+    penalties: PenaltyKind | None = None
+    """None if no logits depend on earlier tokens."""
 
 
 GREEDY_KIND = SamplingKind()
@@ -42,14 +49,15 @@ GREEDY_KIND = SamplingKind()
 def sampling_kind(samplings: Sequence[Sampling]) -> SamplingKind:
     """The kind with the fewest kernels that follows all these settings."""
     greedy = sum(sampling.greedy for sampling in samplings)
+    penalties = joined_penalties(samplings)
     if greedy == len(samplings):
-        return GREEDY_KIND
+        return GREEDY_KIND._replace(penalties=penalties)
     filters = {name for sampling in samplings for name in sampling.filters}
     largest_k = 0
     if "top_k" in filters and "top_p" not in filters and all(s.greedy or s.top_k for s in samplings):
         largest_k = 1 << (max(sampling.top_k for sampling in samplings if not sampling.greedy) - 1).bit_length()
     names = tuple(name for name in FILTERS if name in filters)
-    return SamplingKind("mixed" if greedy else "sampled", names, largest_k)
+    return SamplingKind("mixed" if greedy else "sampled", names, largest_k, penalties)
 
 
 class Purpose(IntEnum):
@@ -57,58 +65,6 @@ class Purpose(IntEnum):
 
     DRAFT = 0
     VERIFY = 1
-
-
-FIELDS = ("seed", "top_k", "temperature", *(name for name in FILTERS if name != "top_k"))
-"""The settings of a row that are numbers: two integers, then fractions."""
-
-
-class RowSettings:
-    """Settings of B rows, in tensors that are changed in place. Greedy rows draft at temperature 1 and keep all tokens.
-
-    Sampling with a repetition penalty or other values that depend on earlier tokens would add its tensors here.
-    """
-
-    def __init__(self, numbers: Tensor, greedy: Tensor, positions: Tensor) -> None:
-        """The parts of `allocate` or `narrow`."""
-        self.numbers = numbers
-        """int64 [FIELDS, B]: integers, and the bits of fractions in fp64."""
-        self.greedy = greedy
-        """bool [B]."""
-        self.positions = positions
-        """int32 [B]: the root's position. A cache has this tensor as the number of its accepted tokens."""
-
-    @classmethod
-    def allocate(cls, rows: int, device: torch.device) -> RowSettings:
-        """Greedy rows."""
-        numbers = torch.zeros(len(FIELDS), rows, dtype=torch.long, device=device)
-        positions = torch.zeros(rows, dtype=torch.int32, device=device)
-        settings = cls(numbers, torch.ones(rows, dtype=torch.bool, device=device), positions)
-        settings.assign(slice(0, rows), [Sampling()] * rows, [0] * rows)
-        return settings
-
-    def narrow(self, rows: slice) -> RowSettings:
-        """The consecutive `rows`, in the same tensors."""
-        return RowSettings(self.numbers[:, rows], self.greedy[rows], self.positions[rows])
-
-    def __getitem__(self, name: str) -> Tensor:
-        """One of FIELDS, [B]: int64 for the first two, fp64 for the others. A top_k above the size of the vocabulary
-        keeps all tokens. All 64 bits of a seed count."""
-        index = FIELDS.index(name)
-        return self.numbers[index] if index < 2 else self.numbers[index].view(torch.float64)
-
-    def assign(self, rows: slice, samplings: Sequence[Sampling], seeds: Sequence[int]) -> None:
-        """Set the settings of some rows, without waiting for the device.
-
-        seeds: 0 to 2^64 - 1; they replace those of `samplings`.
-        """
-        settings = [Sampling(temperature=1.0) if sampling.greedy else sampling for sampling in samplings]
-        integers = [[seed - (seed >> 63 << 64) for seed in seeds], [s.top_k or 2**31 for s in settings]]
-        fractions = [[getattr(sampling, name) for sampling in settings] for name in FIELDS[2:]]
-        packed = torch.cat([torch.tensor(integers), torch.tensor(fractions, dtype=torch.float64).view(torch.long)])
-        device = self.numbers.device
-        self.numbers[:, rows] = upload(packed, device)
-        self.greedy[rows] = upload(torch.tensor([sampling.greedy for sampling in samplings]), device)
 
 
 class Sampler:
@@ -119,7 +75,7 @@ class Sampler:
     """
 
     def __init__(self, kind: SamplingKind = GREEDY_KIND, settings: RowSettings | None = None) -> None:
-        """settings: not needed for greedy rows."""
+        """settings: not needed for greedy rows without penalties."""
         self.backend: Backend | type[Backend] = TorchBackend
         self.kind = kind
         self.greedy = kind.rows == "greedy"
@@ -134,8 +90,17 @@ class Sampler:
 
     @property
     def settings(self) -> RowSettings:
-        assert self._settings is not None, "only greedy rows have no settings"
+        assert self._settings is not None, "only greedy rows without penalties have no settings"
         return self._settings
+
+    @property
+    def has_settings(self) -> bool:
+        return self._settings is not None
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for texts of this number of positions."""
+        if self._texts is not None:
+            self._texts.reserve(capacity)
 
     def drafting(self) -> Sampler:
         """The sampler of the draft, with the same settings."""
@@ -145,12 +110,54 @@ class Sampler:
 
     def after_prefill(self) -> Sampler:
         """The sampler of the first token: it draws as a round whose root is the prompt's last token would."""
-        if self.greedy:
+        if self._settings is None:
             return self
         first = copy(self)
         first._settings = copy(self.settings)
         first._settings.positions = first._settings.positions - 1
         return first
+
+    def first_tokens(
+        self, logits: Tensor, prompts: Tensor, lengths: Sequence[int], watch: Watch | None = None
+    ) -> Tensor:
+        """The first tokens of answers, LongTensor [B]; logits [B, V]: at the last tokens of the prompts.
+
+        prompts: LongTensor [B, P], padded on the right with tokens; lengths: those of the B prompts.
+        """
+        first, texts = self.after_prefill(), self._texts
+        if texts is None:
+            return first.choose(logits, watch)
+        texts.start(prompts, lengths)
+        tokens = first.choose(first._penalized(logits[:, None], Nodes.roots(logits))[:, 0], watch)
+        texts.append(tokens[:, None], first.settings.positions, torch.ones_like(tokens))
+        return tokens
+
+    def append(self, tokens: Tensor, counts: Tensor) -> None:
+        """Add the first counts[b] of tokens, LongTensor [B, T], after the roots to the texts that penalties read."""
+        if (texts := self._texts) is not None:
+            texts.append(tokens, self.settings.positions, counts)
+
+    def penalized(self, logits: Tensor, proposal: Proposal) -> Tensor:
+        """The target's logits [B, N, V] after the penalties; every node sees its row's text and its own ancestors."""
+        return logits if self._texts is None else self._penalized(logits, Nodes.read(proposal))
+
+    def draft_terms(self, vocab: int, ids: Tensor | None = None) -> RowTerms | None:
+        """What penalties do to a draft's logits in a round; None for nothing. Drafts see the text up to the root.
+
+        ids: LongTensor [B, C], the token of each column of the logits; None if columns are tokens.
+        """
+        if (texts := self._texts) is None or self.kind.penalties is None:
+            return None
+        where = texts, self.kind.penalties, self.settings.positions, vocab
+        return RowTerms.read(*where).with_bias(*where).of_columns(ids)
+
+    def _penalized(self, logits: Tensor, nodes: Nodes) -> Tensor:
+        assert self._texts is not None and self.kind.penalties is not None
+        return penalize(self._texts, self.kind.penalties, self.settings.positions, logits, nodes)
+
+    @property
+    def _texts(self) -> PenaltyRows | None:
+        return None if self.kind.penalties is None else self.settings.penalties
 
     def temperature_of(self, row: int) -> float:
         """The temperature of a row. Waits for the device."""

@@ -20,9 +20,18 @@ from longspec.errors import UserError
 from longspec.inference.arguments import check_stopping, check_token_ids
 from longspec.inference.decoder import Streamer
 from longspec.inference.generate import generate
-from longspec.inference.options import CACHES, FILTER_OPTIONS, REFUSED, STOPPING, refuse_options, report_ignored
+from longspec.inference.options import (
+    CACHES,
+    FILE_OPTIONS,
+    FILTER_OPTIONS,
+    REFUSED,
+    STOPPING,
+    refuse_options,
+    report_ignored,
+)
 from longspec.inference.stats import GenerationStats
 from longspec.inference.streaming import ends_streamer
+from longspec.inference.token_options import TOKEN_OPTIONS, token_settings, token_values
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import check_special_tokens
 
@@ -66,6 +75,7 @@ def generate_as_transformers(
     Defaults come from `generation_config` or the model's own. Returns LongTensor [B * num_return_sequences, length]:
     the prompts as passed in and the new tokens, padded on the right; with return_dict_in_generate a
     `SpeculativeOutput`. stopping_criteria and stop_strings (which need `tokenizer`) end each row independently.
+    OpenAI's presence_penalty, frequency_penalty and logit_bias are arguments, too.
     Raises UserError for beam search, assistants, logits processors and every other option that decoding cannot apply
     (see `options`).
     """
@@ -90,8 +100,16 @@ def generate_as_transformers(
     options |= {name: kwargs[name] for name in names if name in kwargs}
     refuse_options(options)
     tokenizer = kwargs.pop("tokenizer", None)
-    applied = (*FILTER_OPTIONS, *options, "max_time", *(() if tokenizer is None else ("stop_strings",)))
+    applied = (*FILE_OPTIONS, *options, "max_time", *(() if tokenizer is None else ("stop_strings",)))
     report_ignored(self.generation_config, self.config.name_or_path, applied)
+
+    # Arguments come before the config that is passed in, and this before the model's own.
+    own = {name: getattr(generation_config, name, None) for name in TOKEN_OPTIONS}
+    own = {name: value for name, value in own.items() if value is not None}
+    penalties = token_values(
+        own | {name: kwargs[name] for name in TOKEN_OPTIONS if name in kwargs}, self.generation_config
+    )
+    token_settings(penalties, (), self.config.vocab_size)  # checks them before long work
 
     criteria = list(stopping_criteria or ())
     if options.get("stop_strings") and tokenizer is None:
@@ -100,7 +118,7 @@ def generate_as_transformers(
     if stop_strings and tokenizer is not None:
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
     # These are checked above or part of the criteria, or belong to transformers' own decoding loop.
-    handled = (*REFUSED, *CACHES, "stop_strings")
+    handled = (*REFUSED, *TOKEN_OPTIONS, *CACHES, "stop_strings")
     for name in handled:
         kwargs.pop(name, None)
 
@@ -116,7 +134,7 @@ def generate_as_transformers(
         pad_token_id = _pad_token_id(generation_config)
 
         # The model's own config must not apply again.
-        neutral: dict[str, Any] = dict.fromkeys((*REFUSED, *STOPPING))
+        neutral: dict[str, Any] = dict.fromkeys((*REFUSED, *STOPPING)) | penalties
         out = generate(
             self,
             input_ids,

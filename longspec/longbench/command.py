@@ -9,12 +9,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from longspec.command_line import Parser
+from longspec.command_line import Parser, add_token_options
 from longspec.data.target_format import AUTO as AUTO_FORMAT
 from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.errors import reports_user_errors
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE, METHODS, TREE_RULES
 from longspec.inference.pairs import PAIRS
+from longspec.inference.token_options import given_options
 from longspec.kernels import ATTENTIONS
 from longspec.longbench.prompts import DEFAULT_HEADROOM, DEFAULT_MIN_PROMPT_LEN
 from longspec.longbench.tasks import TASKS
@@ -73,6 +74,7 @@ def parse_options(argv: Sequence[str] | None = None, prog: str | None = None) ->
     options = parser.parse_args(argv)
     # Folder names leave out options at their default values.
     options.defaults = {name: parser.get_default(name) for name in vars(options)}
+    options.token_options = given_options(vars(options))
     return options
 
 
@@ -120,6 +122,7 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--top_p", type=float, default=1.0, help="nucleus mass; 1 keeps all tokens")
     add("--top_k", type=int, default=0, help="0 keeps all tokens")
+    add_token_options(add)
     add(
         "--tree_shape",
         type=_width,

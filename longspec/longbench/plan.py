@@ -22,8 +22,9 @@ from longspec.inference.arguments import check_drafting, check_sampling
 from longspec.inference.device import choose_device, choose_dtype, device_name, versions
 from longspec.inference.load_pair import check_loadable
 from longspec.inference.methods import AUTO, GLIDE_METHODS
-from longspec.inference.options import FILTER_OPTIONS, REFUSED, STOPPING, report_ignored
+from longspec.inference.options import WITHOUT_FILE, report_ignored
 from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair
+from longspec.inference.token_options import token_settings, with_word_ids
 from longspec.kernels.choice import attention_name
 from longspec.longbench.checks import (
     check_batch_memory,
@@ -117,7 +118,8 @@ class EvaluationPlan:
             "eos_token_id": self.pair.eos_token_id,
             "pad_token_id": self.pair.pad_token_id,
             # generation_config.json does not apply: the command's options alone define the distribution.
-            **dict.fromkeys((*REFUSED, *STOPPING, *FILTER_OPTIONS)),
+            **WITHOUT_FILE,
+            **with_word_ids(options.token_options, self.tokenizer),
         }
 
     @property
@@ -135,6 +137,7 @@ class EvaluationPlan:
             **{name: getattr(options, name) for name in (*OTHER_OPTIONS, *SHAPE_OPTIONS[options.method])},
             # Absent for a target on one device, whose folders keep their names.
             **({"tp_size": options.tp_size} if options.tp_size > 1 else {}),
+            **options.token_options,
             "max_gen_len": self.max_new_tokens,
             "dtype": str(self.dtype).removeprefix("torch."),
             "attention": self.attention,
@@ -192,6 +195,7 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     check_loadable(config, pair.target)
     check_drafting(drafting_of(options), config.vocab_size)
     tokenizer = load_tokenizer(pair.target, config, options.chat_template_kwargs)
+    token_settings(with_word_ids(options.token_options, tokenizer), (), config.vocab_size)
     notes: list[str] = []
     chat_format = resolve_chat_format(options.chat_format, pair.target, config.model_type, tokenizer, notes.append)
     report_ignored(read_generation_config(pair.target, config), pair.target, (), notes.append)

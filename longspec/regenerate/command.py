@@ -12,11 +12,12 @@ from typing import Any
 
 import transformers
 
-from longspec.command_line import Parser
+from longspec.command_line import Parser, add_token_options
 from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.errors import reports_user_errors
 from longspec.inference.methods import AUTO, METHODS, TREE_RULES
 from longspec.inference.process_group import shared_target
+from longspec.inference.token_options import COMMAND_OPTIONS, given_options
 from longspec.models.packaged_targets import SMOLLM2
 from longspec.ranks.replicas import joined_replicas
 from longspec.regenerate.run import regenerate
@@ -42,10 +43,13 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m longspec.rege
     dtype = options.pop("dtype")
     device = options.pop("device")
     tp_size = options.pop("tp_size")
+    options["token_options"] = given_options(options) or None
 
     transformers.utils.logging.disable_progress_bar()
     settings: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in options.items()
+        if name not in COMMAND_OPTIONS
     }
     with StopSignals(at_once=True) as stop:
         try:
@@ -91,6 +95,7 @@ def _parser(prog: str) -> Parser:
     add("--min_p", type=float, help="leave out tokens of less than this share of the highest probability")
     add("--typical_p", type=float, help="mass of the tokens of typical probability; 1 keeps all tokens")
     add("--epsilon_cutoff", type=float, help="leave out tokens of lower probability")
+    add_token_options(add)
     add("--max_new_tokens", type=int, help="longest answer, in tokens")
     add("--seed", type=int, help="of prompts and answers")
 

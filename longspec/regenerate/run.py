@@ -131,6 +131,7 @@ def _prepare(settings: Settings, replicas: Replicas) -> _Run:
     report = print if replicas.rank == 0 else lambda line: None
     chat_format = resolve_chat_format(settings.chat_format, target, config.model_type, tokenizer, report)
     report_ignored(read_generation_config(target, config), target, (), report)
+    settings.penalties(tokenizer, config.vocab_size)  # checks them
     settings = replace(settings, chat_format=chat_format)
     total = _total(settings, files)
     if files and replicas.rank == 0:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from longspec.data.target_format import AUTO
 from longspec.errors import UserError
@@ -11,11 +13,12 @@ from longspec.inference.arguments import check_sampling, checked_drafting
 from longspec.inference.methods import DEFAULT_SHAPE, TREE_RULES, Drafting
 from longspec.inference.options import FILTER_OPTIONS, check_filter
 from longspec.inference.request import FILTERS, Sampling
+from longspec.inference.token_options import token_settings, with_word_ids
 from longspec.models.glide import GlideMixin
 
 DRAFTING = ("method", "tree_shape", "gamma", "tree_rule", "tree_nodes", "lookup_branches")
 """The settings that are those of `Drafting`."""
-LATER = (*FILTERS, *DRAFTING, "draft")
+LATER = (*FILTERS, *DRAFTING, "draft", "token_options")
 """Settings that folders of earlier versions lack; their defaults are not stored."""
 SPLITS = ("train", "validation", "test")
 
@@ -41,6 +44,8 @@ class Settings:
     min_p: float = 0.0
     typical_p: float = 1.0
     epsilon_cutoff: float = 0.0
+    token_options: Mapping[str, Any] | None = None
+    """Entries of `token_options.COMMAND_OPTIONS`; those of the target's generation config do not apply."""
     max_new_tokens: int = 512
     """Longest answer, in tokens."""
     max_prompt_tokens: int = 0
@@ -67,9 +72,14 @@ class Settings:
     draft: str | None = None
     """A .pth file, a folder or a hub id; None takes the pair's own."""
 
-    def sampling(self, temperature: float) -> Sampling:
+    def sampling(self, temperature: float, penalties: Mapping[str, Any]) -> Sampling:
         """The distribution of texts at a temperature."""
-        return Sampling(temperature, **{name: getattr(self, name) for name in FILTERS})
+        return Sampling(temperature, **{name: getattr(self, name) for name in FILTERS}, **penalties)
+
+    def penalties(self, tokenizer: Any, vocab: int, stop_ids: Collection[int] = ()) -> dict[str, Any]:
+        """The fields of `Sampling` that follow from `token_options`, for texts that end with stop_ids. Raises
+        UserError."""
+        return token_settings(with_word_ids(self.token_options or {}, tokenizer), stop_ids, vocab)
 
     def drafting(self, model: GlideMixin) -> Drafting:
         """The drafting settings for a model. Raises UserError if they do not fit."""

@@ -65,7 +65,8 @@ class Writer:
 
     def _write_turns(self, shard: int, rows: range, dropped: Counter[str], progress: Progress) -> list[SourcePrompt]:
         """Prompts whose user turns the target writes."""
-        sampling = self.settings.sampling(TURN_TEMPERATURE)
+        penalties = self.settings.penalties(self.tokenizer, self.vocab_size, self.turn_stop_ids)
+        sampling = self.settings.sampling(TURN_TEMPERATURE, penalties)
         answers = [Answer(self.turn_opening, sampling, self.settings.max_turn_tokens) for _ in rows]
         seed = shard_seed(self.settings, shard, "turns")
         # Only answers count as finished prompts.
@@ -98,7 +99,8 @@ class Writer:
         kept = [row for row in fitting if max(token_ids[row]) < self.vocab_size]
         dropped["prompts: with a token that has no embedding"] += len(fitting) - len(kept)
 
-        samplings = [self.settings.sampling(temperature) for temperature in temperatures]
+        penalties = self.settings.penalties(self.tokenizer, self.vocab_size, self.stop_ids)
+        samplings = [self.settings.sampling(temperature, penalties) for temperature in temperatures]
         answers = [Answer(token_ids[row], samplings[row], self.settings.max_new_tokens) for row in kept]
         seed = shard_seed(self.settings, shard, "answers")
         self.answerer.complete(answers, self.stop_ids, seed, progress)

@@ -24,6 +24,7 @@ from longspec.models.glide import GlideMixin
 pytestmark = pytest.mark.gpu
 VOCAB = 61
 SHAPE = (2, 4, 3, 2)
+PENALTIES = {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "no_repeat_ngram_size": 3}
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +125,9 @@ def test_capture_survives_changing_lengths_batches_shapes_and_settings(tmp_path:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 9}])
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 9}, PENALTIES]
+)
 def test_a_second_call_replays_the_captured_round(tmp_path: Path, method: str, sampling: dict[str, float]) -> None:
     """Same tokens as a new engine, whatever the earlier calls left; weights changed in place take effect."""
     model = make_pair(tmp_path, options=OPTIONS["both"], initializer_range=0.1).cuda()

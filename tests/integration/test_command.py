@@ -155,8 +155,8 @@ def test_the_options_alone_define_the_sampling(tmp_path: Path, capsys: pytest.Ca
     """Settings of generation_config.json that would change answers have no effect, and one line names them."""
     target, data = make_target(tmp_path / "target"), write_records(tmp_path / "data", count=1)
 
-    def sampled(name: str) -> list[int]:
-        more = ("--method", "vanilla", "--temperature", "1.5", "--max_gen_len", "8")
+    def sampled(name: str, *options: str) -> list[int]:
+        more = ("--method", "vanilla", "--temperature", "1.5", "--max_gen_len", "8", *options)
         main(arguments(target, data, tmp_path / name, *more))
         return lines_of(tmp_path / name)[0]["token_ids"]
 
@@ -165,8 +165,11 @@ def test_the_options_alone_define_the_sampling(tmp_path: Path, capsys: pytest.Ca
     file.write_text(json.dumps(json.loads(file.read_text()) | given))
     assert "generation config" not in capsys.readouterr().out
     assert sampled("configured") == plain
-    names = "no_repeat_ngram_size 2, max_time 0.01, stop_strings ['a'], min_p 0.9"
+    names = "max_time 0.01, stop_strings ['a'], min_p 0.9, no_repeat_ngram_size 2"
     assert f"{target}: its generation config sets {names}, which is ignored" in capsys.readouterr().out
+    banned = {str(token): -100 for token in plain}
+    assert set(plain).isdisjoint(sampled("banned", "--logit_bias", json.dumps(banned)))
+    assert json.loads((tmp_path / "banned" / "run.json").read_text())["run"]["logit_bias"] == banned
 
 
 def test_vanilla_and_magicdec_need_no_draft(tmp_path: Path) -> None:

@@ -115,23 +115,46 @@ QWEN = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repet
 """Options of Qwen2.5-Instruct's generation_config.json, and a time limit."""
 
 
-def test_commands_ignore_a_penalty_of_the_target_and_say_so_once(
+def test_commands_say_once_which_options_of_the_target_they_ignore(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "qwen"
     shutil.copytree(target, folder)
     (folder / "generation_config.json").write_text(json.dumps(QWEN | {"min_p": 0.1, "cache_implementation": "static"}))
-    notice = f"{folder}: its generation config sets repetition_penalty 1.1, max_time 9.0, which is ignored"
     size = ("--max_new_tokens", 3)
-    for given in (
-        ["generate", "hi", "ho", "--batch_size", 1, "--model", folder],
-        ["chat", folder],
-        ["bench", folder, "--png", tmp_path / "bench.png"],
+    for given, named in (
+        (["generate", "hi", "ho", "--batch_size", 1, "--model", folder], "max_time 9.0"),
+        (["chat", folder], "max_time 9.0"),
+        (["bench", folder, "--png", tmp_path / "bench.png"], "max_time 9.0, min_p 0.1, repetition_penalty 1.1"),
     ):
         result = invoke(*given, *size, input="hi\nho\n")
+        notice = f"{folder}: its generation config sets {named}, which is ignored"
         assert result.stderr.count("generation config") == 1 and notice in result.stderr
-    pairs.open_pair(str(folder), None, "vanilla", applied=())
-    assert "max_time 9.0, min_p 0.1, which" in capsys.readouterr().err
+
+
+def test_generate_has_the_targets_penalties_and_bench_only_its_own(target: Path, tmp_path: Path) -> None:
+    """Both take them as options, one that is given replaces the target's."""
+    folder, tokenizer = tmp_path / "banning", byte_tokenizer()
+    shutil.copytree(target, folder)
+
+    def answer(*options: Any) -> str:
+        output = invoke("generate", "hi", "--model", folder, "--max_new_tokens", 4, *options).stdout
+        return json.loads(output)["text"]
+
+    plain = answer()
+    ids = tokenizer(plain, add_special_tokens=False)["input_ids"]
+    banned = {str(token): -100 for token in ids}
+    assert set(ids).isdisjoint(tokenizer(answer("--logit_bias", json.dumps(banned)))["input_ids"])
+    assert plain[:2] not in answer("--bad_words", json.dumps([plain[:2]]))
+    (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": ids}))
+    pair = pairs.open_pair(str(folder), None, "vanilla")
+    first = pair.generate([ids], pairs.SamplingOptions(1)).new_tokens[0]
+    assert first not in ids
+    measured = pairs.open_pair(str(folder), None, "vanilla", applied=())
+    own = measured.generate([ids], pairs.SamplingOptions(1)).new_tokens
+    assert own == pair.generate([ids], pairs.SamplingOptions(1), suppress_tokens=None).new_tokens
+    error = invoke("bench", folder, "--logit_bias", "[]", code=1).exception
+    assert isinstance(error, UserError) and "--logit_bias: '[]' is no JSON dict" in str(error)
 
 
 class TerminalOutput(io.BytesIO):

@@ -17,7 +17,11 @@ from longspec.regenerate.answering import Answer, Answerer
 
 SETTINGS = {"tree_shape": (2, 3), "gamma": 3, "max_new_tokens": 12, "seed": 0}
 RULES = [*({"method": method} for method in METHODS), {"method": "tree", "tree_rule": "descend"}]
-SAMPLING: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.0, "top_p": 0.9}]
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.5},
+]
 
 
 class Spoiled(nn.Module):

@@ -379,9 +379,16 @@ def test_same_seed_same_samples(tmp_path: Path, settings: dict) -> None:
         ({"attention": "fast"}, "attention"),
         ({"stopping_criteria": print}, "stopping_criteria"),
         ({"do_sample": True}, "do_sample: not an argument"),
-        ({"repetition_penalty": 1.3}, "repetition_penalty: 1.3"),
-        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size: 2"),
-        ({"bad_words_ids": [[3]]}, "bad_words_ids"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty: 0.0; it must be greater than 0"),
+        ({"presence_penalty": -3}, "presence_penalty: -3; it must be from -2 to 2"),
+        ({"no_repeat_ngram_size": 33}, "no_repeat_ngram_size: 33; it must be an integer from 0 to 32"),
+        ({"min_new_tokens": 1.5}, "min_new_tokens: 1.5"),
+        ({"bad_words_ids": [[]]}, "bad_words_ids: a word of 0 tokens"),
+        ({"bad_words_ids": [3]}, "bad_words_ids: 3; give a list"),
+        ({"suppress_tokens": [61]}, "suppress_tokens: 61 is not a token id; the vocabulary has 61"),
+        ({"logit_bias": {3: 101}}, "logit_bias: 101 for token 3; it must be a number from -100 to 100"),
+        ({"logit_bias": [3]}, r"logit_bias: \[3\]; give a mapping"),
+        ({"logit_bias": dict.fromkeys(range(61), 1), "bad_words_ids": [[1]] * 964}, "1025 biases and bans in all"),
         ({"eta_cutoff": 0.1}, "eta_cutoff"),
         ({"num_beams": 4}, "num_beams: 4"),
         ({"min_p": 1.5, "temperature": 1.0}, "min_p: 1.5"),
@@ -425,21 +432,23 @@ def test_bad_prompts_are_one_clear_line(tmp_path: Path) -> None:
 def test_options_of_the_generation_config_are_ignored_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Those that would change the answer are named; an argument is refused. Sampling options do not matter here."""
+    """Those that would change the answer are named; an argument is refused. Sampling options do not matter here, and
+    penalties are applied."""
     model = make_pair(tmp_path)
     (row,) = prompts(8)
-    settings = {"repetition_penalty": 1.05, "max_time": 0.5, "min_p": 0.2, "output_scores": True, "num_beams": 1}
-    model.generation_config.update(**settings, cache_implementation="static")
+    settings = {"guidance_scale": 1.05, "max_time": 0.5, "min_p": 0.2, "output_scores": True, "num_beams": 1}
+    expected = target_greedy(model, row, 9)
+    model.generation_config.update(**settings, cache_implementation="static", suppress_tokens=expected[:1])
     for _ in range(2):
-        out = generate(model, row[None], max_new_tokens=9)
-        assert out.new_tokens[0].tolist() == target_greedy(model, row, 9)
+        assert generate(model, row[None], max_new_tokens=9).new_tokens[0][0] != expected[0]
+    assert generate(model, row[None], max_new_tokens=9, suppress_tokens=None).new_tokens[0].tolist() == expected
     (record,) = [record for record in caplog.records if "generation config" in record.message]
-    assert f"{tmp_path}: its generation config sets repetition_penalty 1.05, max_time 0.5, which" in record.message
+    assert f"{tmp_path}: its generation config sets guidance_scale 1.05, max_time 0.5, which" in record.message
     caplog.clear()
-    generate(model, row[None], max_new_tokens=1, repetition_penalty=1.0, max_time=None)
+    generate(model, row[None], max_new_tokens=1, guidance_scale=1.0, max_time=None)
     assert "generation config" not in caplog.text
-    with pytest.raises(UserError, match=r"^repetition_penalty: 1.1 .* pass repetition_penalty=1.0"):
-        generate(model, row[None], repetition_penalty=1.1)
+    with pytest.raises(UserError, match=r"^guidance_scale: 1.1 .* pass guidance_scale=1.0"):
+        generate(model, row[None], guidance_scale=1.1)
 
 
 def test_a_fresh_draft_needs_an_explicit_argument(tmp_path: Path) -> None:

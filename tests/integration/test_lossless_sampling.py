@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from distributions import hardest_to_see, p_value
-from faults import IN_CORRELATIONS, IN_THE_OUTPUT
+from faults import IN_CORRELATIONS, IN_THE_OUTPUT, PENALTY_FAULTS
 from pairs import FAMILIES, make_pair
+from penalty_reference import processed
 from torch import Tensor
 from transformers import (
     EpsilonLogitsWarper,
@@ -48,13 +49,17 @@ TEMPERATURES = (0.6, 1.0, 1.5)
 EXTRA_WARPS: tuple[dict[str, Any], ...] = tuple(
     {"temperature": 1.5} | warp for warp in ({"min_p": 0.25}, {"typical_p": 0.8}, {"epsilon_cutoff": 0.15})
 )
+PENALTIES: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.0, "repetition_penalty": 1.8, "presence_penalty": 0.6, "frequency_penalty": 0.9},
+    {"temperature": 1.5, "no_repeat_ngram_size": 3, "bad_words_ids": [[1, 2], [0, 0]], "logit_bias": {3: 1.0}},
+)
 # Each method under each warper; each method meets each temperature, and each warper does.
 CASES = [
     (method, {"temperature": TEMPERATURES[(row + column) % 3]} | warp)
     for row, method in enumerate(METHODS)
     for column, warp in enumerate(({}, {"top_p": 0.8}, {"top_k": 3}))
 ]
-CASES += [(method, warp) for method in METHODS for warp in EXTRA_WARPS]
+CASES += [(method, warp) for method in METHODS for warp in (*EXTRA_WARPS, *PENALTIES)]
 # One setting a method in the fast tests, each temperature and each warper once.
 FAST_WARPS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},
@@ -67,12 +72,14 @@ FAST_WARPS: tuple[dict[str, Any], ...] = (
 FAST = list(zip(METHODS, FAST_WARPS, strict=True))
 FAST += zip(("seq", "tree", "tree, descend"), EXTRA_WARPS, strict=True)
 FAST += zip(BUDGETS, ({"temperature": 1.0}, {"temperature": 1.5, "top_k": 3}, {"temperature": 1.0}), strict=True)
+FAST += [("tree, lookup", PENALTIES[0])]
 LEVEL = 1e-3 / (len(CASES) + len(FAST))
 TRIALS = 2**16
 DISTANCE = 0.028
 """Total-variation error that TRIALS rows show, and a quarter of them in the fast tests if it is twice that."""
 BATCH_1_LEVEL, BATCH_1_TRIALS, BATCH_1_DISTANCE = 1e-3 / len(METHODS), 2000, 0.1
 PROMPTS = torch.tensor([[0, 0, 0, 0, 0, 0, 2], [3, 1, 0, 2, 2, 1, 3]])
+FAULTS = IN_THE_OUTPUT | PENALTY_FAULTS
 MASK = torch.tensor([[0, 0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 1, 1]])
 
 
@@ -117,6 +124,9 @@ def target_probabilities(model: GlideMixin, prompt: Tensor, tokens: Tensor, warp
     ids = torch.cat([prompt.expand(len(tokens), -1), tokens], 1).to(model.device)
     with torch.no_grad():
         logits = model(ids).logits[:, len(prompt) - 1 : -1]
+    ends = range(len(prompt), ids.shape[1])
+    own = [processed(ids[:, :end], logits[:, number], len(prompt), warp) for number, end in enumerate(ends)]
+    logits = torch.stack(own, 1)
     return warpers(ids, logits.flatten(0, 1)).softmax(-1).view(logits.shape).cpu()
 
 
@@ -130,7 +140,7 @@ def law_of_three(model: GlideMixin, warp: dict[str, Any]) -> Tensor:
     return torch.stack(laws)
 
 
-@pytest.mark.parametrize("warp", EXTRA_WARPS, ids=str)
+@pytest.mark.parametrize("warp", (*EXTRA_WARPS, *PENALTIES), ids=str)
 def test_extra_warps_change_the_law(model: GlideMixin, warp: dict) -> None:
     """By more than the test sees, and several continuations remain."""
     plain, warped = law_of_three(model, {"temperature": warp["temperature"]}), law_of_three(model, warp)
@@ -178,6 +188,7 @@ LISTED = torch.tensor([0, 2])
         ("tree", {"temperature": 1.0}),
         ("tree, budget", {"temperature": 0.6}),
         ("seq", {"temperature": 1.5, "top_p": 0.8}),
+        pytest.param("tree", PENALTIES[1], marks=pytest.mark.slow),
     ],
 )
 def test_tokens_of_a_draft_with_a_vocabulary_follow_the_targets_law(
@@ -233,12 +244,12 @@ def test_the_test_sees_small_errors(model: GlideMixin, warp: dict) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "method"), [(name, method) for name, fault in IN_THE_OUTPUT.items() for method in fault.methods]
+    ("name", "method"), [(name, method) for name, fault in FAULTS.items() for method in fault.methods]
 )
 def test_planted_faults_are_seen(model: GlideMixin, name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first test fails for each of them, with a quarter of the rows already."""
-    IN_THE_OUTPUT[name].plant(monkeypatch)
-    assert fit(model, method, {"temperature": 1.5} | IN_THE_OUTPUT[name].warp, TRIALS // 4) < LEVEL
+    FAULTS[name].plant(monkeypatch)
+    assert fit(model, method, {"temperature": 1.5} | FAULTS[name].warp, TRIALS // 4) < LEVEL
 
 
 def correlations(model: GlideMixin, method: str) -> dict[str, float]:

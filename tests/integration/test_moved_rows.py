@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ VOCAB = 7
 LISTED = (0, 2, 5)
 LONG = Request([4, 1] * 30, 40, Sampling(1.0, seed=1), trace=True)
 """Runs in the last row until the rows before it are free."""
+PENALIZED = replace(LONG, sampling=Sampling(1.0, seed=1, frequency_penalty=0.7, no_repeat_ngram_size=3))
 
 
 @pytest.fixture(autouse=True)
@@ -113,20 +115,21 @@ def test_rounds_over_a_row_that_has_ended_stay_within_the_cache(
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("options", "settings"),
+    ("options", "settings", "long"),
     [
-        ("both", {}),
-        ("listed", {"tree_nodes": 10, "lookup_branches": True}),
-        ("listed", {"method": "seq"}),
-        ("both", {"method": "lookup"}),
-        ("both", {"method": "magicdec"}),
-        ("both", {"method": "auto"}),
+        ("both", {}, LONG),
+        ("listed", {"tree_nodes": 10, "lookup_branches": True}, LONG),
+        ("listed", {"method": "seq"}, LONG),
+        ("both", {"method": "lookup"}, LONG),
+        ("both", {"method": "magicdec"}, LONG),
+        ("both", {"method": "auto"}, LONG),
+        ("listed", {}, PENALIZED),
     ],
-    ids=["tree", "lookup branches", "seq", "lookup", "magicdec", "auto"],
+    ids=["tree", "lookup branches", "seq", "lookup", "magicdec", "auto", "penalties"],
 )
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_rows_that_are_exchanged_go_on_as_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, settings: Any, ahead: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, settings: Any, long: Request, ahead: int
 ) -> None:
     """The row that gives way is in the middle of its prompt, and is read on in its new place. An exchange copies
     two layers, then the third."""
@@ -144,11 +147,11 @@ def test_rows_that_are_exchanged_go_on_as_alone(
 
     monkeypatch.setattr(session.batch, "move", recorded)
     short = [Request([1, 2], 10, speculate=False), Request([3] * 20, 30, speculate=False)]
-    answers = session.finish([*short, LONG, late])
+    answers = session.finish([*short, long, late])
     assert moves[0] == (2, 0, True), "no row in prefill gave way"
     for request, answer in zip((*short, late), (*answers[:2], answers[3]), strict=True):
         assert ids(answer) == alone(model, request)
-    unmoved = Session(model, 1, **settings).finish([LONG])[0]
+    unmoved = Session(model, 1, **settings).finish([long])[0]
     assert ids(answers[2]) == ids(unmoved)
     assert [event.tree for event in answers[2]] == [event.tree for event in unmoved]
 

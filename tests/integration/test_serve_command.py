@@ -95,8 +95,7 @@ def test_an_answer_without_a_limit_fits_into_a_row(tmp_path: Path, monkeypatch: 
     assert "GiB for 4 rows" in plain  # the default on a CPU
     assert "repetition" not in plain
     assert refused[:1] == ["n: 4 is above this server's limit of 3"]
-    assert "temperature 0.5, top_p 1, top_k 9" in result.stderr
-    assert "sets repetition_penalty 1.25, which is ignored" in result.stderr
+    assert "temperature 0.5, top_p 1, top_k 9, repetition_penalty 1.25 for requests" in result.stderr
     assert answer["usage"]["total_tokens"] <= positions and answer["choices"][0]["finish_reason"] in ("stop", "length")
 
 

@@ -55,6 +55,8 @@ def target_alone(model: GlideMixin, **settings: Any) -> Any:
         {"max_new_tokens": 9, "eos_token_id": torch.tensor([11, 17, 40])},
         {"max_new_tokens": 9, "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(12)])},
         {"max_new_tokens": 9, "repetition_penalty": 1.0, "num_beams": 1, "min_new_tokens": 0},
+        {"max_new_tokens": 9, "no_repeat_ngram_size": 2, "min_new_tokens": 6, "eos_token_id": [11, 17, 40]},
+        {"max_new_tokens": 9, "generation_config": GenerationConfig(suppress_tokens=[*range(30)])},
     ],
 )
 @pytest.mark.parametrize("family", FAMILIES)
@@ -91,14 +93,14 @@ def test_options_of_the_models_config_that_cannot_be_applied_are_ignored_with_a_
     model = make_pair(tmp_path)
     settings = {"max_new_tokens": 5, "method": "lookup"}
     expected = model.generate(**padded_prompts(), **settings)
-    options = {"repetition_penalty": 1.1, "num_beams": 3, "bad_words_ids": [[3]], "prompt_lookup_num_tokens": 3}
+    options = {"guidance_scale": 1.1, "num_beams": 3, "constraints": [[3]], "prompt_lookup_num_tokens": 3}
     model.generation_config.update(**options, cache_implementation="quantized", output_scores=True, stop_strings=["a"])
     before = model.generation_config.to_dict()
     # A pipeline passes a copy of the model's own config.
     for own in (None, GenerationConfig(do_sample=False), deepcopy(model.generation_config)):
         assert torch.equal(model.generate(**padded_prompts(), **settings, generation_config=own), expected)
     assert model.generation_config.to_dict() == before
-    names = "num_beams 3, repetition_penalty 1.1, bad_words_ids [[3]], stop_strings ['a']"
+    names = "num_beams 3, guidance_scale 1.1, constraints [[3]], stop_strings ['a']"
     assert f"sets {names}, which is ignored" in caplog.text
     model.generation_config.eos_token_id = "2"
     with pytest.raises(UserError, match="eos_token_id '2' is not a token id"):
@@ -148,13 +150,10 @@ def test_stop_strings_end_where_transformers_ends(tmp_path: Path, gamma: int) ->
         ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
         ({"dola_layers": "low"}, "dola_layers"),
-        ({"repetition_penalty": 1.3}, "repetition_penalty"),
-        ({"generation_config": GenerationConfig(repetition_penalty=1.3)}, "repetition_penalty"),
-        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size"),
-        ({"min_new_tokens": 4}, "min_new_tokens"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"generation_config": GenerationConfig(guidance_scale=1.3)}, "guidance_scale"),
         ({"min_length": 20}, "min_length"),
-        ({"bad_words_ids": [[3]]}, "bad_words_ids"),
-        ({"suppress_tokens": [3]}, "suppress_tokens"),
+        ({"bad_words_ids": [[99]]}, "bad_words_ids"),
         ({"eta_cutoff": 0.1}, "eta_cutoff"),
         ({"top_h": 0.4}, "top_h"),
         ({"guidance_scale": 1.5}, "guidance_scale"),

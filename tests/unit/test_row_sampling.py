@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from longspec.inference.request import Sampling
-from longspec.inference.sampling import RowSettings, Sampler, SamplingKind, sampling_kind
+from longspec.inference.row_settings import RowSettings
+from longspec.inference.sampling import Sampler, SamplingKind, sampling_kind
 from longspec.kernels.shared.watch import Watch
 
 VOCAB = 13

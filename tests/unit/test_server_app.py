@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -29,13 +30,13 @@ from longspec.inference.engine.requests import (
     QueueFull,
     Request,
     RequestTooLarge,
-    Sampling,
     Snapshot,
     Ticket,
     Timings,
     Tokens,
     Tree,
 )
+from longspec.inference.request import Rule, Sampling
 from longspec.inference.server.app import build_app
 from longspec.inference.server.errors import ApiError
 from longspec.inference.server.job import Job
@@ -163,14 +164,19 @@ def test_a_request_reaches_the_scheduler_with_all_its_settings(client: TestClien
     ("fields", "param", "part"),
     [
         ({"tools": [{}]}, "tools", "not supported"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "less than or equal to 2"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5", "less than or equal to 100"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "'a' is not a token id"),
+        ({"bad_words_ids": [[VOCAB_SIZE]]}, "bad_words_ids", "the vocabulary has"),
+        ({"bad_words": [" "]}, "bad_words", "not empty"),
+        ({"min_new_tokens": -1}, "min_tokens", "greater than or equal to 0"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "less than or equal to 20"),
         ({"top_logprobs": 2}, "top_logprobs", "only with logprobs"),
         ({"echo": True}, "echo", "not supported"),
         ({"top_a": 0.1}, "top_a", "not supported"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty", "not supported"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+        ({"repeat_penalty": 1.1}, "repeat_penalty", "not supported"),
         ({"ignore_eos": True}, "ignore_eos", "not supported"),
         ({"skip_special_tokens": False}, "skip_special_tokens", "not supported"),
         ({"function_call": {"name": "f"}}, "function_call", "not supported"),
@@ -304,19 +310,33 @@ def test_unknown_fields_are_ignored_and_named_once(client: TestClient, script: S
 
 def test_settings_that_a_request_lacks_are_the_generation_configs(script: Script) -> None:
     config = GenerationConfig(temperature=0.6, top_p=0.9, top_k=20, max_new_tokens=7, do_sample=True)
-    with TestClient(application(script, defaults=SamplingDefaults.read(config))) as client:
+    config.update(repetition_penalty=1.1, bad_words_ids=[[5, 6]], no_repeat_ngram_size=0)
+    with TestClient(application(script, defaults=SamplingDefaults.read(config, VOCAB_SIZE))) as client:
         chat(client, **HELLO)
-        chat(client, **HELLO, temperature=0, top_p=1, top_k=0, max_tokens=3)
+        neutral = {"repetition_penalty": 1, "logit_bias": {"5": 0}, "bad_words_ids": [[EOS]]}
+        chat(client, **HELLO, temperature=0, top_p=1, top_k=0, max_tokens=3, **neutral)
         chat(client, path="completions", prompt="a", temperature=None)
     first, second, third = script.submitted
-    assert first.sampling == third.sampling == Sampling(0.6, 0.9, 20)
+    assert first.sampling == third.sampling
+    assert first.sampling == Sampling(0.6, 0.9, 20, repetition_penalty=1.1, rules=(Rule(6, -inf, (5,)),))
     assert second.sampling == Sampling() and (first.max_new_tokens, second.max_new_tokens) == (7, 3)
-    assert SamplingDefaults.read(GenerationConfig()) == SamplingDefaults()
-    for wrong in ({"temperature": "hot"}, {"top_p": 2.0}, {"top_k": 1.5}):
+    assert SamplingDefaults.read(GenerationConfig(), VOCAB_SIZE) == SamplingDefaults()
+    for wrong in ({"temperature": "hot"}, {"top_p": 2.0}, {"top_k": 1.5}, {"repetition_penalty": "a"}):
         config = GenerationConfig()
         config.__dict__ |= wrong
         with pytest.raises(UserError, match=f"^generation_config.{next(iter(wrong))}"):
-            SamplingDefaults.read(config)
+            SamplingDefaults.read(config, VOCAB_SIZE)
+
+
+def test_a_request_sets_penalties_and_rules(client: TestClient, script: Script) -> None:
+    """Bad words are banned at the beginning of a text and after a space; stop tokens wait for min_tokens."""
+    fields = {"presence_penalty": 0.5, "frequency_penalty": -1, "no_repeat_ngram_size": 3, "repetition_penalty": 1.2}
+    chat(client, **HELLO, **fields, logit_bias={"5": -2.5}, min_tokens=4, bad_words=["ab"], typical=0.5)
+    (request,) = script.submitted
+    alone, spaced = ids("ab"), ids(" ab")
+    rules = [Rule(EOS, -inf, (), 4), Rule(5, -2.5)]
+    rules += [Rule(word[-1], -inf, tuple(word[:-1])) for word in (alone, spaced)]
+    assert request.sampling == Sampling(1.0, typical_p=0.5, rules=tuple(rules), **fields)
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,11 @@ class ChainDrafter(Drafter):
         watch, feature = cache.watch(Fault.DRAFT), self.model.feature(cache)
         tokens = [root]
         distributions = []
+        terms = None
         for step in range(self.depth):
             logits = self.model.next_logits(tokens[-1], step, cache, feature)
+            terms = terms or self.sampler.draft_terms(logits.shape[1])
+            logits = logits if terms is None else terms.applied(logits)
             if self.sampler.greedy:
                 tokens.append(self.sampler.choose(logits, watch))
             else:

@@ -152,10 +152,12 @@ class TreeDrafter(Drafter):
         noise = self._noise()
         watch, feature = cache.watch(Fault.DRAFT), self.draft.feature(cache)
         grow_level = self.runner.backend.grow_level
+        terms = self.sampler.draft_terms(self.runner.config.vocab_size, self.draft.ids)
         above = slice(0, 1)  # node numbers of the level above
         for level, width in enumerate(self.shape):
             nodes = (tree.tokens[:, above], level, above.start, tree.visible[:, above])
             logits = self.draft.level(*nodes, cache, feature)
+            logits = logits if terms is None else terms.applied(logits)
             if self.q is None:
                 # At temperature 0 the paths are ranked by the draft's own probabilities.
                 grow_level(tree, above, width, logits, self.sampler.temperature, watch=watch, ids=self.draft.ids)

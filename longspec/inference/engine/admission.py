@@ -11,6 +11,7 @@ from longspec.inference.engine.kernel_key import CAPACITY_STEP
 from longspec.inference.engine.requests import Request, RequestTooLarge
 from longspec.inference.memory import slot_bytes
 from longspec.inference.options import FILTER_OPTIONS, check_filter
+from longspec.inference.token_options import check_penalties
 from longspec.models.draft_layer import head_dim
 from longspec.models.target_files import position_limit
 
@@ -83,6 +84,7 @@ def check_request(request: Request, config: PreTrainedConfig, limit: int) -> Non
     check_sampling(request.max_new_tokens, sampling.temperature, sampling.top_p, sampling.top_k)
     for name in FILTER_OPTIONS:
         check_filter(name, getattr(sampling, name))
+    check_penalties(sampling, config.vocab_size)
     check_seed(sampling.seed)
     if not request.prompt:
         raise UserError("prompt: empty; it needs at least one token")

@@ -25,9 +25,11 @@ from longspec.inference.engine.round_record import Report, RoundResult
 from longspec.inference.engine.rounds import Round, Rounds
 from longspec.inference.engine.selective import SelectiveDrafter
 from longspec.inference.methods import AUTO, Drafting, make_drafter
-from longspec.inference.request import FILTERS, Sampling
+from longspec.inference.penalty_rows import SERVED_PENALTIES, PenaltyRows, served_penalties
+from longspec.inference.request import FILTERS, Sampling, joined_penalties
+from longspec.inference.row_settings import RowSettings
 from longspec.inference.runner import Runner
-from longspec.inference.sampling import GREEDY, GREEDY_KIND, RowSettings, Sampler, SamplingKind
+from longspec.inference.sampling import GREEDY, GREEDY_KIND, Sampler, SamplingKind
 from longspec.kernels.shared.device import upload
 
 PREFILL_CHUNK = 1024
@@ -44,7 +46,8 @@ REPEATED = (
 )
 """The methods that the ranks which share a target call alike. Their arguments are on the host."""
 KINDS = (GREEDY_KIND, *(SamplingKind("mixed", names) for names in ((), ("top_k", "top_p"), tuple(FILTERS))))
-"""The kinds of sampling in order of what their rounds can do. The last one is captured when it is first needed."""
+"""The kinds of sampling in order of what their rounds can do. The last one is captured when it is first needed, and so
+are all with penalties, which are those of SERVED_PENALTIES."""
 
 
 class Mode(NamedTuple):
@@ -53,7 +56,7 @@ class Mode(NamedTuple):
     speculates: bool
     """Whether any row speculates."""
     sampling: SamplingKind
-    """One of KINDS."""
+    """One of KINDS, with or without penalties."""
     plan: Plan | None = None
     """The plan of method "auto", if any row speculates."""
     details: bool = True
@@ -152,6 +155,14 @@ class Batch:
             for size in sorted({1, most}):
                 self.times[size] = self._measured_times(size)
 
+    def kind_of(self, samplings: Sequence[Sampling]) -> SamplingKind:
+        """The first of KINDS that follows all these settings, with penalties that cover theirs."""
+        greedy = all(sampling.greedy for sampling in samplings)
+        filters = {name for sampling in samplings for name in sampling.filters}
+        kind = GREEDY_KIND if greedy else next(kind for kind in KINDS[1:] if filters <= set(kind.filters))
+        joined = served_penalties if self.runner.capturable else joined_penalties
+        return kind._replace(penalties=joined(samplings))
+
     def round_time(self, plan: Plan, read: int, size: int) -> float:
         """The time of a round of the first `size` rows that reads `read` prefix slots, in seconds."""
         # Linear in the number of rows between the two sizes that were measured.
@@ -188,7 +199,8 @@ class Batch:
         sampler = self._sampler(mode.sampling, rows)
         drafter: Drafter = NoDraft()
         if mode.speculates:
-            drafter = self.drafters[mode.sampling].share(rows, sampler.drafting()).for_plan(mode.plan)
+            shared = self.drafters[mode.sampling._replace(penalties=None)]
+            drafter = shared.share(rows, sampler.drafting()).for_plan(mode.plan)
         selective = SelectiveDrafter(drafter, self.speculates[rows])
         return Rounds(self.runner, selective, sampler, self.cache.narrow(rows), self.root[rows], mode.report)
 
@@ -241,11 +253,13 @@ class Batch:
         cache = self.cache.narrow(rows)
         cache.faults.zero_()
         logits = self.runner.logits(last_hidden)[:, 0]
-        tokens = self._sampler(kind, rows).after_prefill().choose(logits, cache.watch(Fault.TARGET))
+        ids, lengths = self.upload(prompts), [len(prompt) for prompt in prompts]
+        sampler, watch = self._sampler(kind, rows), cache.watch(Fault.TARGET)
+        tokens = sampler.first_tokens(logits, ids, lengths, watch)
         self.root[rows] = tokens
         if self.drafters[GREEDY_KIND].reads_hidden:
             cache.newest_hidden.copy_(last_hidden)
-        self.starter.start(rows, self.upload(prompts), [len(prompt) for prompt in prompts])
+        self.starter.start(rows, ids, lengths)
         cache.compare_ranks(tokens[:, None], torch.ones_like(tokens))
         self.active[rows] = True
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -264,6 +278,10 @@ class Batch:
 
     def assign(self, row: int, sampling: Sampling, seed: int, speculates: bool) -> None:
         """Set the sampling settings of a row."""
+        if sampling.penalties is not None and self.settings.penalties is None:
+            self.settings.penalties = PenaltyRows.allocate(
+                self.max_rows, self.capacity, SERVED_PENALTIES[-1], self.device
+            )
         self.settings.assign(slice(row, row + 1), [sampling], [seed])
         self.speculates[row] = speculates
 
@@ -304,7 +322,8 @@ class Batch:
             state[b] = state[a]  # row b has no draft yet
         _exchange(settings.numbers[:, a], settings.numbers[:, b])
         states = (cache.lengths, cache.newest_hidden, cache.faults, self.root, self.active, self.speculates)
-        for state in (*states, settings.greedy):
+        texts = [] if settings.penalties is None else settings.penalties.tensors
+        for state in (*states, settings.greedy, *texts):
             _exchange(state[a], state[b])
 
 
@@ -317,10 +336,3 @@ def _exchange(x: Tensor, y: Tensor) -> None:
 def _sizes(max_rows: int) -> list[int]:
     """1, 2, 4, ... and `max_rows`."""
     return sorted({2**power for power in range(max_rows.bit_length()) if 2**power < max_rows} | {max_rows})
-
-
-def served_kind(sampling: Sampling) -> SamplingKind:
-    """The first of KINDS that follows these settings."""
-    if sampling.greedy:
-        return GREEDY_KIND
-    return next(kind for kind in KINDS[1:] if set(sampling.filters) <= set(kind.filters))

@@ -40,7 +40,8 @@ class Engine(Rounds):
         # accepted tokens.
         slots = prompts.shape[1] + max_new_tokens + drafter.depth + 1 + drafter.nodes
         capacity = -(-slots // CAPACITY_STEP) * CAPACITY_STEP
-        positions = None if sampler.greedy else sampler.settings.positions
+        positions = sampler.settings.positions if sampler.has_settings else None
+        sampler.reserve(capacity)
         cache = TargetCache(runner.config, len(prompts), capacity, runner.dtype, runner.device, positions)
         super().__init__(runner, drafter, sampler, cache, prompts[:, 0].clone())
         runner.prepare(capacity)
@@ -58,7 +59,8 @@ class Engine(Rounds):
 
         self.cache.faults.zero_()
         logits = self.runner.logits(last_hidden)[:, 0]
-        self.root.copy_(self.sampler.after_prefill().choose(logits, self.cache.watch(Fault.TARGET)))
+        watch = self.cache.watch(Fault.TARGET)
+        self.root.copy_(self.sampler.first_tokens(logits, self.prompts, self.prompt_lengths, watch))
         self.cache.compare_ranks(self.root[:, None], torch.ones_like(self.root))
         return self.root.clone()
 

@@ -14,7 +14,7 @@ import torch
 
 from longspec.errors import first_line
 from longspec.inference.adaptive.controller import Controller
-from longspec.inference.engine.batch import KINDS, Batch, served_kind
+from longspec.inference.engine.batch import Batch
 from longspec.inference.engine.logprobs import TokenScore
 from longspec.inference.engine.prefill import joined_rows
 from longspec.inference.engine.requests import Event, PromptScores, Ticket
@@ -193,7 +193,7 @@ class Intake:
         chosen = []
         for part in joined_rows([(number, 1) for number in complete], len(rows), gap=0):
             jobs = [row.job for row in rows[part] if row.job is not None]
-            kind = max((served_kind(job.ticket.request.sampling) for job in jobs), key=KINDS.index)
+            kind = self.batch.kind_of([job.ticket.request.sampling for job in jobs])
             numbers = slice(rows[part.start].number, rows[part.stop - 1].number + 1)
             scored = any(job.ticket.request.alternatives for row in rows if (job := row.job) is not None)
             prompts = [job.prompt for job in jobs]

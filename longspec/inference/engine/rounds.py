@@ -67,7 +67,8 @@ class Rounds:
         logits = self.runner.logits(hidden)
 
         # Accept. The bonus token costs no pass of its own: its distribution is that of the last accepted node.
-        accepted = accept(proposal, logits, self.sampler, self.cache.watch(Fault.TARGET))
+        penalized = self.sampler.penalized(logits, proposal)
+        accepted = accept(proposal, penalized, self.sampler, self.cache.watch(Fault.TARGET))
         if self.drafter.reads_hidden:
             last = accepted.path.gather(1, accepted.count[:, None])[..., None]
             newest = hidden.gather(1, last.expand(-1, -1, hidden.shape[2]))
@@ -78,10 +79,11 @@ class Rounds:
         path_tokens = proposal.tokens.gather(1, accepted.path)
         steps = torch.arange(proposal.depth + 1, device=count.device)
         self.drafter.feed(path_tokens, self.cache.lengths[:, None] + steps, steps < count[:, None])
-        self.cache.keep(accepted.path, count, self.runner.backend)
-
         # The path starts with the root, which an earlier round emitted. The bonus token comes after the last node.
         emitted = path_tokens.roll(-1, dims=1).scatter(1, accepted.count[:, None], accepted.bonus[:, None])
+        self.sampler.append(emitted, count)
+        self.cache.keep(accepted.path, count, self.runner.backend)
+
         self.cache.compare_ranks(emitted, count)
         given = proposal, accepted, emitted, count, self.cache.faults, logits, self.report
         result = pack(*given, self.runner.backend)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.cache import fault_message
-from longspec.inference.engine.batch import KINDS, Batch, Mode, served_kind
+from longspec.inference.engine.batch import Batch, Mode
 from longspec.inference.engine.intake import Intake, Outcome
 from longspec.inference.engine.logprobs import TokenScore
 from longspec.inference.engine.requests import Event, Finished, FinishReason, Ticket, Timings, Tokens, Tree
@@ -128,7 +128,7 @@ class Worker:
                 break
             self._move_down(row)
         requests = [row.job.ticket.request for row in running if row.job is not None]
-        kind = max((served_kind(request.sampling) for request in requests), key=KINDS.index)
+        kind = batch.kind_of([request.sampling for request in requests])
         speculates = batch.depth > 0 and any(request.speculate for request in requests)
         self.counts.rounds += 1
         self._size = size = batch.size_for(max(row.number for row in running) + 1)

@@ -29,21 +29,20 @@ REQUEST_HINTS = frozenset(
 """Fields of a request that never change an answer."""
 
 REQUEST_FIELDS: dict[str, tuple[Any, ...]] = {
-    # OpenAI. The penalties come from it, too.
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs"), (0,)),
+    # OpenAI.
+    "top_logprobs": (0,),
     **dict.fromkeys(("audio", "functions", "tools", "web_search_options", "suffix"), ()),
     "echo": (False,),
     "function_call": ("none", "auto"),
-    "logit_bias": (0,),
     "modalities": (["text"],),
     "response_format": ("text", {"type": "text"}),
     "tool_choice": ("none", "auto"),
     # Penalties and filters of other samplers.
-    **dict.fromkeys(("repetition_penalty", "repeat_penalty", "rep_pen", "encoder_repetition_penalty"), (1,)),
-    **dict.fromkeys(("typ_p", "typical", "tfs", "tfs_z", "guidance_scale", "cfg_scale"), (1,)),
+    **dict.fromkeys(("repeat_penalty", "rep_pen", "encoder_repetition_penalty"), (1,)),
+    **dict.fromkeys(("tfs", "tfs_z", "guidance_scale", "cfg_scale"), (1,)),
     **dict.fromkeys(("top_a", "eta_cutoff", "skew", "min_keep", "penalty_alpha"), (0,)),
     **dict.fromkeys(("dry_multiplier", "xtc_probability", "smoothing_factor", "dynatemp_range"), (0,)),
-    **dict.fromkeys(("dynatemp_min", "dynatemp_max", "mirostat", "mirostat_mode", "no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("dynatemp_min", "dynatemp_max", "mirostat", "mirostat_mode"), (0,)),
     **dict.fromkeys(("top_n_sigma", "nsigma", "adaptive_target"), (0, -1)),
     **dict.fromkeys(("dynamic_temperature", "temperature_last", "watermark"), (False,)),
     **dict.fromkeys(("sampler_order", "sampler_priority", "samplers"), ()),
@@ -53,12 +52,12 @@ REQUEST_FIELDS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_beams", "num_beam_groups"), (1,)),
     **dict.fromkeys(("use_beam_search", "beam_search"), (False,)),
     # Length, stop tokens and banned tokens.
-    **dict.fromkeys(("min_tokens", "min_new_tokens", "min_length", "max_tokens_second"), (0,)),
+    **dict.fromkeys(("min_length", "max_tokens_second"), (0,)),
     **dict.fromkeys(("n_predict", "max_new_tokens", "num_predict", "max_length"), (-1,)),
     **dict.fromkeys(("t_max_predict_ms", "n_indent"), (0, -1)),
     **dict.fromkeys(("ignore_eos", "ban_eos_token", "bypass_eos", "use_default_badwordsids"), (False,)),
     **dict.fromkeys(("stop_token_ids", "stop_regex", "stop_sequences", "stop_sequence"), ()),
-    **dict.fromkeys(("bad_words", "bad_words_ids", "banned_tokens", "banned_strings", "custom_token_bans"), ()),
+    **dict.fromkeys(("banned_tokens", "banned_strings", "custom_token_bans"), ()),
     **dict.fromkeys(("allowed_token_ids", "suppress_tokens", "logits_processors", "custom_logit_processor"), ()),
     # The text of the answer.
     **dict.fromkeys(("include_stop_str_in_output", "no_stop_trim", "return_full_text", "raw_output"), (False,)),
@@ -89,8 +88,11 @@ REQUEST_FIELDS: dict[str, tuple[Any, ...]] = {
 }
 """Fields of a request that would change its answer: the values at which they do nothing, those of `UNSET` aside.
 
-A mapping does nothing if all its values do: `logit_bias` of zeros, for instance.
+A mapping does nothing if all its values do.
 """
+
+REQUEST_NAMES = {"typ_p": "typical_p", "typical": "typical_p", "min_new_tokens": "min_tokens"}
+"""Names of other servers for fields of a request."""
 
 MESSAGE_HINTS = frozenset({"name", "cache_control", "annotations", "id"})
 """Fields of a message that never change an answer. A name is not shown to the target."""

@@ -20,9 +20,11 @@ from longspec.inference.server.known_fields import (
     PART_HINTS,
     REQUEST_FIELDS,
     REQUEST_HINTS,
+    REQUEST_NAMES,
     UNSET,
     does_nothing,
 )
+from longspec.inference.token_options import BIAS_RANGE, MOST_NGRAM, PENALTY_RANGE
 
 NOT_SUPPORTED = "not supported by this server; leave it out"
 NAME_CHARACTERS = 64
@@ -80,6 +82,9 @@ def _token_limit(value: int) -> int:
 Count = Annotated[int, Field(ge=1)]
 TokenLimit = Annotated[int, AfterValidator(_token_limit)]
 Text = Annotated[str, AfterValidator(_unicode)]
+TokenId = Annotated[int, Field(ge=0)]
+Penalty = Annotated[float, Field(ge=PENALTY_RANGE[0], le=PENALTY_RANGE[1])]
+Bias = Annotated[float, Field(ge=BIAS_RANGE[0], le=BIAS_RANGE[1])]
 Stops = Annotated[list[Text], BeforeValidator(_one_or_more)]
 TemplateValue = Annotated[Any, AfterValidator(_template_value)]
 Prompts = Annotated[list[Any], BeforeValidator(_prompts)]
@@ -94,6 +99,8 @@ class Strict(BaseModel):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Further fields that would change the answer, and the values at which they do nothing."""
     refuses_unknown: ClassVar[bool] = False
+    other_names: ClassVar[dict[str, str]] = {}
+    """Other names of fields."""
 
     @model_validator(mode="before")
     @classmethod
@@ -103,6 +110,8 @@ class Strict(BaseModel):
         kept = {}
         for name, value in values.items():
             name = encodable(str(name))  # pydantic takes no lone surrogates
+            if (field_name := cls.other_names.get(name)) is not None and values.get(field_name) in UNSET:
+                name = field_name
             own = cls.model_fields.get(name)
             if own is not None and own.is_required():
                 kept[name] = value
@@ -156,6 +165,7 @@ class _Generation(Strict):
     """Sampling fields that are None have the server's defaults."""
 
     hints: ClassVar = REQUEST_HINTS
+    other_names: ClassVar = REQUEST_NAMES
 
     model: Text | None = None
     n: Count = 1
@@ -169,6 +179,16 @@ class _Generation(Strict):
     typical_p: float | None = Field(default=None, gt=0, le=1)
     """1 keeps all tokens."""
     epsilon_cutoff: float | None = Field(default=None, ge=0, lt=1)
+    repetition_penalty: float | None = Field(default=None, gt=0)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    no_repeat_ngram_size: int | None = Field(default=None, ge=0, le=MOST_NGRAM)
+    min_tokens: int | None = Field(default=None, ge=0, lt=2**31)
+    """Tokens that end an answer are banned before this length. Strings of `stop` are not."""
+    logit_bias: dict[str, Bias] | None = None
+    """By token id."""
+    bad_words: list[Text] | None = None
+    bad_words_ids: list[list[TokenId]] | None = None
     seed: Annotated[int | None, BeforeValidator(_unless_fresh)] = Field(default=None, ge=0, lt=2**63)
     """Choice i of a request is drawn with seed + i."""
     stop: Stops = []

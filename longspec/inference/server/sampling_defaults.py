@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from textwrap import shorten
+from typing import Any
 
 from transformers import GenerationConfig
 
 from longspec.errors import UserError
 from longspec.inference.arguments import check_sampling
 from longspec.inference.options import FILTER_OPTIONS, check_filter
+from longspec.inference.token_options import TOKEN_OPTIONS, token_settings
 
 
 @dataclass(frozen=True)
@@ -24,22 +28,31 @@ class SamplingDefaults:
     epsilon_cutoff: float = 0.0
     max_new_tokens: int | None = None
     """Of a chat answer; None is the server's own default."""
+    token_options: Mapping[str, Any] = field(default_factory=dict)
+    """Those of `token_options.TOKEN_OPTIONS` that have an effect."""
 
     @classmethod
-    def read(cls, config: GenerationConfig) -> SamplingDefaults:
-        """Raises UserError for a value of a wrong type or outside its range."""
-        known = {field.name: getattr(config, field.name) for field in fields(cls)}
+    def read(cls, config: GenerationConfig, vocab: int) -> SamplingDefaults:
+        """Raises UserError for a value of a wrong type or outside its range. vocab: size of the vocabulary."""
+        known = {field.name: getattr(config, field.name, None) for field in fields(cls)}
+        options = {name: getattr(config, name, None) for name in TOKEN_OPTIONS}
+        known["token_options"] = {
+            name: value for name, value in options.items() if value not in (None, TOKEN_OPTIONS[name])
+        }
         defaults = cls(**{name: value for name, value in known.items() if value is not None})
         try:
             check_sampling(defaults.max_new_tokens or 1, defaults.temperature, defaults.top_p, defaults.top_k)
             for name in FILTER_OPTIONS:
                 check_filter(name, getattr(defaults, name))
+            token_settings(defaults.token_options, (), vocab)
         except UserError as error:
             raise UserError(f"generation_config.{error}; correct the file, or use --generation_config none") from error
         return defaults
 
     def __str__(self) -> str:
-        return f"temperature {self.temperature:g}, top_p {self.top_p:g}, top_k {self.top_k} for requests that name none"
+        basic = f"temperature {self.temperature:g}, top_p {self.top_p:g}, top_k {self.top_k}"
+        others = (f"{name} {shorten(str(value), 60)}" for name, value in self.token_options.items())
+        return f"{', '.join((basic, *others))} for requests that name none"
 
 
 WITHOUT_CONFIG = SamplingDefaults()

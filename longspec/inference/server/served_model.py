@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from longspec.errors import UserError
@@ -15,6 +15,10 @@ from longspec.inference.server.errors import ApiError, encodable
 from longspec.inference.server.limits import Limits
 from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
 from longspec.inference.server.sampling_defaults import WITHOUT_CONFIG, SamplingDefaults
+from longspec.inference.token_options import TOKEN_OPTIONS, token_settings, word_ids
+
+FIELDS = {"min_new_tokens": "min_tokens"}
+"""Fields of requests with other names than the options."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +41,15 @@ class ServedModel:
     def requests(self, body: ChatRequest | CompletionRequest, limits: Limits) -> list[Request]:
         """The scheduler's requests, `n` per prompt, prompt by prompt. Raises ApiError."""
         self._check(body, limits)
+        stop_ids = frozenset() if body.longspec.ignore_eos else self.stop_ids
+        sampling = self._sampling(body, stop_ids)
         seeds = [None if body.seed is None else body.seed + index for index in range(body.n)]
-        sampling = [self._sampling(body, seed) for seed in seeds]
         return [
             Request(
                 prompt,
                 self._new_tokens(prompt, body, limits),
-                choice,
-                frozenset() if body.longspec.ignore_eos else self.stop_ids,
+                replace(sampling, seed=seed),
+                stop_ids,
                 speculate=body.longspec.speculate,
                 logprobs=body.alternatives is not None,
                 alternatives=body.alternatives or 0,
@@ -52,7 +57,7 @@ class ServedModel:
                 trace=body.longspec.tokens,
             )
             for prompt in self._prompts(body)
-            for choice in sampling
+            for seed in seeds
         ]
 
     def ignored(self, body: ChatRequest | CompletionRequest) -> Iterator[str]:
@@ -69,13 +74,24 @@ class ServedModel:
         given = body.chat_template_kwargs.items()
         return {name: value for name, value in given if value is not None and name in words and name.isidentifier()}
 
-    def _sampling(self, body: ChatRequest | CompletionRequest, seed: int | None) -> Sampling:
+    def _sampling(self, body: ChatRequest | CompletionRequest, stop_ids: frozenset[int]) -> Sampling:
+        given = {name: getattr(body, FIELDS.get(name, name), None) for name in TOKEN_OPTIONS}
+        options = dict(self.defaults.token_options) | {
+            name: value for name, value in given.items() if value is not None
+        }
+        try:
+            if body.bad_words is not None:
+                options["bad_words_ids"] = [*(body.bad_words_ids or []), *word_ids(body.bad_words, self.tokenizer)]
+            penalties = token_settings(options, stop_ids, self.vocab_size)
+        except UserError as error:
+            raise ApiError(400, str(error), str(error).partition(":")[0]) from error  # it starts with the field's name
         return Sampling(
             self.defaults.temperature if body.temperature is None else body.temperature,
             self.defaults.top_p if body.top_p is None else body.top_p,
             self.defaults.top_k if body.top_k is None else max(0, body.top_k),
-            seed,
+            None,
             *(getattr(self.defaults if getattr(body, name) is None else body, name) for name in FILTER_OPTIONS),
+            **penalties,
         )
 
     def _check(self, body: ChatRequest | CompletionRequest, limits: Limits) -> None:

@@ -1,0 +1,173 @@
+"""Options of an answer that depend on its earlier tokens or on single tokens: their checks, and the settings of
+`Sampling` that follow from them. Importing this module loads no library.
+
+Names are those of transformers' generation config where it has the option, else those of OpenAI's API.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+from longspec.errors import UserError
+from longspec.inference.request import Rule, Sampling
+
+TOKEN_OPTIONS: dict[str, Any] = {
+    **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "no_repeat_ngram_size": 0},
+    **{"min_new_tokens": 0, "logit_bias": {}, "bad_words_ids": [], "suppress_tokens": []},
+}
+"""The options, with the values at which they do nothing. So does None."""
+PENALTY_RANGE = (-2.0, 2.0)
+"""Of presence and frequency penalties, as in OpenAI's API."""
+BIAS_RANGE = (-100.0, 100.0)
+"""Of logit_bias, as in OpenAI's API."""
+MOST_NGRAM = 32
+"""Largest no_repeat_ngram_size."""
+MOST_RULES = 1024
+"""Most banned and biased tokens and words of an answer."""
+LONGEST_WORD = 17
+"""Most tokens of a bad word."""
+
+
+COMMAND_OPTIONS: dict[str, tuple[type, str]] = {
+    "repetition_penalty": (float, "Weaken the tokens of prompt and answer by this factor; 1 does nothing."),
+    "presence_penalty": (float, "Subtract this from the logits of the tokens in the answer."),
+    "frequency_penalty": (float, "Subtract this for each time that the answer has the token."),
+    "no_repeat_ngram_size": (int, "Ban tokens that would repeat this many tokens; 0 bans none."),
+    "min_new_tokens": (int, "Ban the tokens that end an answer before this length."),
+    "logit_bias": (str, 'Biases by token id, as JSON: {"13": -2.5}.'),
+    "bad_words": (str, 'Texts that answers must not contain, as JSON: ["foo"].'),
+}
+"""The options of commands: the type of their text, and their help. `with_word_ids` replaces bad_words."""
+_JSON_TYPES = {"logit_bias": dict, "bad_words": list}
+
+
+def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of COMMAND_OPTIONS that are set, from a command's options by name. Raises UserError for bad JSON."""
+    given = {name: options[name] for name in COMMAND_OPTIONS if options[name] is not None}
+    for name in _JSON_TYPES.keys() & given:
+        try:
+            value = json.loads(given[name])
+        except ValueError:
+            value = None
+        if not isinstance(value, _JSON_TYPES[name]):
+            raise UserError(f"--{name}: {given[name]!r} is no JSON {_JSON_TYPES[name].__name__}; see --help")
+        given[name] = value
+    return given
+
+
+def with_word_ids(options: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Options with `bad_words`, texts, replaced by bad_words_ids. Raises UserError for a text that is none."""
+    words = options.get("bad_words")
+    if words is None:
+        return dict(options)
+    rest = {name: value for name, value in options.items() if name != "bad_words"}
+    return rest | {"bad_words_ids": [*(rest.get("bad_words_ids") or []), *word_ids(words, tokenizer)]}
+
+
+def word_ids(words: Iterable[str], tokenizer: Any) -> list[list[int]]:
+    """The token ids of each text, at the beginning of a text and after a space."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if not isinstance(word, str) or not word.strip():
+            raise UserError(f"bad_words: {word!r}; give texts that are not empty")
+        for text in (word.lstrip(), f" {word.lstrip()}"):
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            if ids:
+                found[tuple(ids)] = None
+    return [list(ids) for ids in found]
+
+
+def token_values(arguments: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """The value of each of TOKEN_OPTIONS: that of the arguments, else that of a generation config."""
+    values = {name: arguments[name] if name in arguments else getattr(config, name, None) for name in TOKEN_OPTIONS}
+    return {name: neutral if values[name] is None else values[name] for name, neutral in TOKEN_OPTIONS.items()}
+
+
+def token_settings(
+    values: Mapping[str, Any], stop_ids: Collection[int], vocab: int, source: str = ""
+) -> dict[str, Any]:
+    """The fields of `Sampling` that follow from TOKEN_OPTIONS.
+
+    stop_ids: the tokens that end an answer, which min_new_tokens delays. Bad words do not ban them, as in transformers.
+    vocab: size of the vocabulary. source: precedes the names in messages. Raises UserError for a value of a wrong type
+    or outside its range.
+    """
+    values = {name: values.get(name, neutral) for name, neutral in TOKEN_OPTIONS.items()}
+    numbers = {name: values[name] for name in NUMBERS}
+    _check_numbers(numbers, source)
+    least = values["min_new_tokens"]
+    if not is_integer(least) or not 0 <= least < 2**31:
+        raise UserError(f"{source}min_new_tokens: {least!r}; it must be an integer of at least 0")
+
+    def check(name: str, token: Any) -> int:
+        if not is_integer(token) or not 0 <= token < vocab:
+            raise UserError(f"{source}{name}: {token!r} is not a token id; the vocabulary has {vocab}")
+        return int(token)
+
+    rules = [Rule(token, -float("inf"), until=int(least)) for token in sorted(stop_ids) if least]
+    for key, bias in _entries(values["logit_bias"], f"{source}logit_bias").items():
+        if not is_real(bias) or not BIAS_RANGE[0] <= bias <= BIAS_RANGE[1]:
+            raise UserError(f"{source}logit_bias: {bias!r} for token {key}; it must be a number from -100 to 100")
+        token = check("logit_bias", int(key) if isinstance(key, str) and key.isdecimal() else key)
+        if bias:
+            rules.append(Rule(token, float(bias)))
+    for token in _list(values["suppress_tokens"], f"{source}suppress_tokens"):
+        rules.append(Rule(check("suppress_tokens", token), -float("inf")))
+    for word in _list(values["bad_words_ids"], f"{source}bad_words_ids"):
+        ids = [check("bad_words_ids", token) for token in _list(word, f"{source}bad_words_ids")]
+        if not 1 <= len(ids) <= LONGEST_WORD:
+            raise UserError(f"{source}bad_words_ids: a word of {len(ids)} tokens; it must have 1 to {LONGEST_WORD}")
+        if len(ids) > 1 or ids[0] not in stop_ids:
+            rules.append(Rule(ids[-1], -float("inf"), tuple(ids[:-1])))
+    if len(rules) > MOST_RULES:
+        raise UserError(f"{source}logit_bias: {len(rules)} biases and bans in all; there may be {MOST_RULES}")
+    return numbers | {"rules": tuple(rules)}
+
+
+NUMBERS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size")
+"""The options that are fields of `Sampling`."""
+
+
+def check_penalties(sampling: Sampling, vocab: int) -> None:
+    """Raise UserError for penalties that `token_settings` would not return."""
+    _check_numbers({name: getattr(sampling, name) for name in NUMBERS}, "")
+    if len(sampling.rules) > MOST_RULES:
+        raise UserError(f"rules: {len(sampling.rules)}; there may be {MOST_RULES}")
+    for rule in sampling.rules:
+        if not all(0 <= token < vocab for token in (rule.token, *rule.after)) or len(rule.after) >= LONGEST_WORD:
+            raise UserError(f"rules: {rule}; it needs token ids below {vocab}, at most {LONGEST_WORD} of them")
+
+
+def _check_numbers(values: Mapping[str, Any], source: str) -> None:
+    repetition, size = values["repetition_penalty"], values["no_repeat_ngram_size"]
+    if not is_real(repetition) or not 0 < repetition < float("inf"):
+        raise UserError(f"{source}repetition_penalty: {repetition!r}; it must be greater than 0")
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = values[name]
+        if not is_real(value) or not PENALTY_RANGE[0] <= value <= PENALTY_RANGE[1]:
+            raise UserError(f"{source}{name}: {value!r}; it must be from -2 to 2")
+    if not is_integer(size) or not 0 <= size <= MOST_NGRAM:
+        raise UserError(f"{source}no_repeat_ngram_size: {size!r}; it must be an integer from 0 to {MOST_NGRAM}")
+
+
+def _entries(value: Any, name: str) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise UserError(f"{name}: {value!r}; give a mapping of token ids to biases")
+    return value
+
+
+def _list(value: Any, name: str) -> Sequence[Any]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise UserError(f"{name}: {value!r}; give a list")
+    return value
+
+
+def is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_real(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -1,0 +1,135 @@
+"""Options that depend on earlier tokens: every method gives the target's own answers under them, row by row."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from pairs import make_pair
+from penalty_reference import greedy
+from transformers import GenerationMixin
+
+from longspec import generate
+from longspec.errors import UserError
+from longspec.inference.answering import answer_all
+from longspec.inference.arguments import checked_drafting
+from longspec.inference.engine.requests import Request
+from longspec.inference.methods import Drafting
+from longspec.inference.penalty_rows import PenaltyRows
+from longspec.inference.request import Sampling
+from longspec.inference.token_options import token_settings
+from longspec.models.glide import GlideMixin
+
+VOCAB, NEW_TOKENS = 13, 16
+PROMPTS = ([1, 2, 3, 4, 5, 1, 2, 3], [6, 7, 6, 7, 6], [9, 9, 1])
+OPTIONS: tuple[tuple[dict[str, Any], list[int]], ...] = (
+    ({"repetition_penalty": 1.7}, []),
+    ({"no_repeat_ngram_size": 2}, []),
+    ({"bad_words_ids": [[3], [5, 6], [1, 2, 7], [9, 9], [4, 4]]}, []),
+    ({"repetition_penalty": 1.3, "no_repeat_ngram_size": 4, "suppress_tokens": [1, 2]}, []),
+    ({"min_new_tokens": 7}, [2, 8, 4, 3, 7]),
+    ({"presence_penalty": 1.5, "frequency_penalty": 0.6, "logit_bias": {5: 4.0}}, []),
+)
+"""Options and EOS tokens. All but the last are transformers' own."""
+METHODS: dict[str, dict[str, Any]] = {
+    "vanilla": {},
+    "seq": {"gamma": 3},
+    "tree": {"tree_shape": (2, 3, 3), "tree_nodes": 6, "lookup_branches": True},
+    "lookup": {"gamma": 3},
+    "magicdec": {"gamma": 3},
+    "auto": {"tree_shape": (2, 3, 3)},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> GlideMixin:
+    return make_pair(tmp_path_factory.mktemp("pair"), vocab_size=VOCAB, seed=3)
+
+
+@pytest.fixture(scope="module")
+def expected(model: GlideMixin) -> list[list[list[int]]]:
+    """The answers to PROMPTS under each of OPTIONS, by transformers."""
+    own = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": NEW_TOKENS}
+    answers = []
+    for options, eos in OPTIONS[:-1]:
+        settings = {**own, **options, "eos_token_id": eos or None}
+        whole = [GenerationMixin.generate(model, torch.tensor([prompt]), **settings)[0] for prompt in PROMPTS]
+        answers.append([ids[len(prompt) :].tolist() for ids, prompt in zip(whole, PROMPTS, strict=True)])
+    options, eos = OPTIONS[-1]
+    return [*answers, [greedy(model, prompt, NEW_TOKENS, options, eos) for prompt in PROMPTS]]
+
+
+def answers(model: GlideMixin, method: str, options: dict[str, Any], eos: Sequence[int] = ()) -> list[list[int]]:
+    settings = METHODS[method] | options
+    out = generate(model, list(PROMPTS), method=method, max_new_tokens=NEW_TOKENS, eos_token_id=eos, **settings)
+    return [tokens.tolist() for tokens in out.new_tokens]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_answers_are_transformers_own(
+    model: GlideMixin, expected: list[list[list[int]]], method: str, device: str
+) -> None:
+    for (options, eos), own in zip(OPTIONS, expected, strict=True):
+        assert answers(model.to(device), method, options, eos) == own
+
+
+def test_options_change_answers(model: GlideMixin, expected: list[list[list[int]]]) -> None:
+    for (_, eos), own in zip(OPTIONS, expected, strict=True):
+        assert answers(model, "vanilla", {}, eos) != own
+
+
+ASKED = [{}, *(options for options, eos in OPTIONS if not eos), {}]
+"""The options of requests that run together: unequal answers, each under other options than its neighbors'."""
+
+
+def answered(model: GlideMixin, method: str, temperature: float = 0.0) -> list[list[int]]:
+    """The answers to requests with the options ASKED, in 3 rows: rows end, move and go to the next request."""
+    requests = []
+    for number, options in enumerate(ASKED):
+        sampling = Sampling(temperature, seed=number, **token_settings(options, (), VOCAB))
+        requests.append(Request(PROMPTS[number % 3], NEW_TOKENS + 3 * number, sampling))
+    drafting = checked_drafting(model, Drafting(method, **METHODS[method]), True)
+    found: list[list[int]] = [[] for _ in requests]
+    answer_all(model, drafting, requests, 3, lambda number, tokens, ended: found[number].extend(tokens))
+    return found
+
+
+@pytest.mark.parametrize(("method", "temperature"), [("tree", 0.0), ("tree", 1.0), ("lookup", 0.0)])
+def test_rows_with_different_options_do_not_disturb_each_other(
+    model: GlideMixin, method: str, temperature: float, device: str
+) -> None:
+    """Each answer is that of its request alone."""
+    settings = {"method": method, "temperature": temperature, "eos_token_id": (), **METHODS[method]}
+    for number, found in enumerate(answered(model.to(device), method, temperature)):
+        own: dict[str, Any] = settings | ASKED[number]
+        prompt = [PROMPTS[number % 3]]
+        out = generate(model, prompt, max_new_tokens=NEW_TOKENS + 3 * number, seed=number, **own)
+        assert out.new_tokens[0].tolist() == found
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("narrow", lambda rows, part: PenaltyRows(*(values.roll(1, 0)[part] for values in rows.tensors))),
+        ("append", lambda rows, tokens, positions, counts: None),
+    ],
+    ids=["a row has its neighbor's penalties", "texts do not grow"],
+)
+def test_planted_faults_of_rows_are_seen(
+    model: GlideMixin, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answered(model, "lookup")
+    monkeypatch.setattr(PenaltyRows, name, fault)
+    assert answered(model, "lookup") != expected
+
+
+def test_model_generate_takes_openais_options(model: GlideMixin, expected: list[list[list[int]]]) -> None:
+    """Those that transformers does not have; its own are tested with `model.generate`."""
+    options, settings = OPTIONS[-1][0], {"method": "lookup", "max_new_tokens": NEW_TOKENS}
+    found = model.generate(torch.tensor([PROMPTS[0]]), **settings, **options)
+    assert found[0, len(PROMPTS[0]) :].tolist() == expected[-1][0]
+
+
+def test_an_answer_without_a_token_left_is_refused(model: GlideMixin) -> None:
+    with pytest.raises(UserError, match="options that ban tokens"):
+        answers(model, "vanilla", {"suppress_tokens": [*range(VOCAB)]})

@@ -1,0 +1,56 @@
+"""What penalties do to the logits after a text: transformers' processors, and OpenAI's formula in plain torch."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+
+
+def processed(
+    ids: Tensor, logits: Tensor, prompt_length: int, options: Mapping[str, Any], eos: Sequence[int] = ()
+) -> Tensor:
+    """The logits [B, V] of the tokens after ids [B, P], whose first `prompt_length` are the prompt, under options."""
+    processors = LogitsProcessorList()
+    if "logit_bias" in options:
+        biases = {(int(token),): float(bias) for token, bias in options["logit_bias"].items()}
+        processors.append(SequenceBiasLogitsProcessor(biases))
+    if "repetition_penalty" in options:
+        processors.append(RepetitionPenaltyLogitsProcessor(options["repetition_penalty"]))
+    logits = processors(ids, logits)
+
+    answer = torch.nn.functional.one_hot(ids[:, prompt_length:], logits.shape[1]).sum(1)
+    logits = logits - options.get("presence_penalty", 0) * (answer > 0) - options.get("frequency_penalty", 0) * answer
+
+    bans = LogitsProcessorList()
+    if "no_repeat_ngram_size" in options:
+        bans.append(NoRepeatNGramLogitsProcessor(options["no_repeat_ngram_size"]))
+    if "bad_words_ids" in options:
+        bans.append(NoBadWordsLogitsProcessor(options["bad_words_ids"], list(eos) or None))
+    if "min_new_tokens" in options:
+        bans.append(MinNewTokensLengthLogitsProcessor(prompt_length, options["min_new_tokens"], list(eos)))
+    if "suppress_tokens" in options:
+        bans.append(SuppressTokensLogitsProcessor(options["suppress_tokens"]))
+    return bans(ids, logits)
+
+
+def greedy(model: Any, prompt: Sequence[int], count: int, options: Mapping[str, Any], eos: Sequence[int]) -> list[int]:
+    """The target's greedy answer of at most `count` tokens, token by token without a cache."""
+    ids = torch.tensor([prompt])
+    while ids.shape[1] < len(prompt) + count:
+        with torch.no_grad():
+            logits = model(ids).logits[:, -1]
+        token = processed(ids, logits, len(prompt), options, eos).argmax(-1)
+        ids = torch.cat([ids, token[:, None]], 1)
+        if int(token) in eos:
+            break
+    return ids[0, len(prompt) :].tolist()

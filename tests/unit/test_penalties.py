@@ -1,0 +1,175 @@
+"""Penalties: every node of a tree gets the logits that its own whole text gives, whatever its neighbors are."""
+
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+from faults import PENALTY_FAULTS
+from penalty_reference import processed
+
+from longspec.errors import UserError
+from longspec.inference import sampling
+from longspec.inference.drafting.proposal import Proposal
+from longspec.inference.penalty_rows import SERVED_PENALTIES, served_penalties
+from longspec.inference.request import PenaltyKind, Rule, Sampling, joined_penalties
+from longspec.inference.row_settings import RowSettings
+from longspec.inference.sampling import Sampler, SamplingKind
+from longspec.inference.token_options import MOST_NGRAM, check_penalties, token_settings, with_word_ids
+
+VOCAB, EOS = 7, 6
+OPTIONS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.7},
+    {"presence_penalty": 0.8, "frequency_penalty": -0.6},
+    {"frequency_penalty": 1.3, "logit_bias": {2: 3.0, "4": -1.5}},
+    {"no_repeat_ngram_size": 1},
+    {"no_repeat_ngram_size": 2, "repetition_penalty": 0.6},
+    {"no_repeat_ngram_size": 3, "min_new_tokens": 6},
+    {"bad_words_ids": [[1], [2, 3], [0, 0], [4, 1, 2], [1, 2, 3, 4], [EOS]], "suppress_tokens": [5]},
+    {"repetition_penalty": 1.2, "presence_penalty": 1.0, "no_repeat_ngram_size": 4, "min_new_tokens": 5},
+    {},
+]
+
+
+def sampling_of(options: dict[str, Any]) -> Sampling:
+    return Sampling(**token_settings(options, [EOS], VOCAB))
+
+
+def random_tree(rows: int, nodes: int, generator: torch.Generator) -> Proposal:
+    """Any parents and tokens; siblings may be equal."""
+    tokens = torch.randint(VOCAB, (rows, nodes), generator=generator)
+    parents = torch.stack([torch.randint(node or 1, (rows,), generator=generator) for node in range(nodes)], 1)
+    parents[:, 0] = -1
+    visible = torch.eye(nodes, dtype=torch.bool).repeat(rows, 1, 1)
+    levels = torch.zeros(rows, nodes, dtype=torch.long)
+    for row in range(rows):
+        for node in range(1, nodes):
+            parent = parents[row, node]
+            visible[row, node] |= visible[row, parent]
+            levels[row, node] = levels[row, parent] + 1
+    return Proposal(tokens, parents, levels, visible, int(levels.max()))
+
+
+def check_tree(samplings: list[dict[str, Any]], seed: int, kind: PenaltyKind | None) -> None:
+    """Rows of unequal texts with these options, each node compared with the reference on its own text."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = len(samplings)
+    lengths = torch.randint(1, 9, (rows,), generator=generator)
+    history = torch.randint(VOCAB, (rows, 24), generator=generator)
+    settings = RowSettings.allocate(rows, torch.device("cpu"), kind)
+    sampler = Sampler(SamplingKind(penalties=kind), settings)
+    sampler.reserve(24)
+    settings.assign(slice(0, rows), [sampling_of(options) for options in samplings], [0] * rows)
+    # A prompt, the first token, and the tokens of a round, of which each row keeps some.
+    prompt_logits = torch.randn(rows, VOCAB, generator=generator)
+    settings.positions.copy_(lengths)
+    first = sampler.first_tokens(prompt_logits, history[:, :9], lengths.tolist())
+    texts = []
+    for row, options in enumerate(samplings):
+        prompt = history[row, : lengths[row]].tolist()
+        expected = processed(torch.tensor([prompt]), prompt_logits[row, None], len(prompt), options, [EOS])
+        assert first[row] == expected.argmax()
+        texts.append([*prompt, int(first[row])])
+    tokens, counts = history[:, 12:16], torch.randint(0, 5, (rows,), generator=generator)
+    sampler.append(tokens, counts)
+    settings.positions += counts.int()
+    for row, text in enumerate(texts):
+        text += tokens[row, : counts[row]].tolist()
+
+    tree = random_tree(rows, 9, generator)
+    logits = torch.randn(rows, 9, VOCAB, generator=generator)
+    found = sampler.penalized(logits, tree)
+    for row, options in enumerate(samplings):
+        for node in range(9):
+            path = tree.tokens[row, 1:][tree.visible[row, node, 1:]].tolist()
+            ids = torch.tensor([texts[row] + path])
+            expected = processed(ids, logits[row, node, None], int(lengths[row]), options, [EOS])
+            torch.testing.assert_close(found[row, node], expected[0], rtol=1e-6, atol=1e-6)
+            if not options:
+                assert torch.equal(found[row, node], logits[row, node])  # to the bit
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_node_sees_its_rows_text_and_its_own_ancestors(seed: int) -> None:
+    """Random trees of rows with different options, and of one option in all rows; with the operations that they need,
+    and with those of a server."""
+    samplings = [sampling_of(options) for options in OPTIONS]
+    for kind in (joined_penalties(samplings), served_penalties(samplings)):
+        check_tree(OPTIONS, seed, kind)
+    for options in OPTIONS[:-1]:
+        check_tree([options] * 3, seed, sampling_of(options).penalties)
+
+
+@pytest.mark.parametrize("name", PENALTY_FAULTS)
+def test_planted_faults_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    PENALTY_FAULTS[name].plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_tree(OPTIONS, 0, joined_penalties([sampling_of(options) for options in OPTIONS]))
+
+
+def test_the_draft_sees_its_rows_text() -> None:
+    """Its logits are the target's at the root, but for n-grams and words; of a vocabulary list, the listed ones."""
+    options = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {1: 2.0}, "suppress_tokens": [3]}
+    kind = sampling_of(options).penalties
+    settings = RowSettings.allocate(2, torch.device("cpu"), kind)
+    sampler = Sampler(SamplingKind(penalties=kind), settings)
+    sampler.reserve(8)
+    settings.assign(slice(0, 2), [sampling_of(options), Sampling()], [0, 0])
+    text = torch.tensor([[1, 2, 2, 5, 4], [1, 2, 2, 5, 4]])
+    settings.positions.copy_(torch.tensor([2, 2]))
+    sampler.first_tokens(torch.zeros(2, VOCAB), text[:, :2], [2, 2])
+    settings.positions -= 1
+    sampler.append(text[:, 2:], torch.tensor([3, 3]))
+    settings.positions += 3
+    logits = torch.randn(2, 3, VOCAB, generator=torch.Generator().manual_seed(0))
+    terms = sampler.draft_terms(VOCAB)
+    assert terms is not None
+    found = terms.applied(logits)
+    expected = processed(text[:1].expand(3, -1), logits[0], 2, options)
+    torch.testing.assert_close(found[0].clamp(min=-1000), expected.clamp(min=-1000))
+    assert torch.equal(found[1], logits[1])
+    ids = torch.tensor([[4, 3, 1], [0, 1, 2]])
+    listed = sampler.draft_terms(VOCAB, ids)
+    assert listed is not None
+    columns = ids[:, None].expand(-1, 3, -1)
+    assert torch.equal(listed.applied(logits.gather(2, columns)), found.gather(2, columns))
+
+
+def test_rows_without_penalties_run_none_of_this(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neutral values are no penalties, whatever the option."""
+    neutral = {"repetition_penalty": 1, "logit_bias": {3: 0}, "bad_words_ids": [], "min_new_tokens": 0}
+    assert sampling_of(neutral) == Sampling() and joined_penalties([Sampling(), Sampling(1.0)]) is None
+    sampler = Sampler(SamplingKind("sampled"), RowSettings.allocate(1, torch.device("cpu")))
+    logits = torch.zeros(1, 9, VOCAB)
+    for name in ("penalize", "RowTerms", "Nodes"):
+        monkeypatch.setattr(sampling, name, None)
+    tree = random_tree(1, 9, torch.Generator().manual_seed(0))
+    assert sampler.penalized(logits, tree) is logits and sampler.draft_terms(VOCAB) is None
+
+
+def test_kinds_of_a_server_are_few_and_cover_all() -> None:
+    largest = [Rule(0, 1.0, (1,) * 16)] * 1024
+    for own, number in (
+        (Sampling(presence_penalty=1.0), 0),
+        (Sampling(rules=(Rule(0, 1.0),)), 1),
+        (Sampling(rules=tuple(largest)), 2),
+        (Sampling(no_repeat_ngram_size=MOST_NGRAM), 5),
+    ):
+        assert served_penalties([Sampling(), own]) is SERVED_PENALTIES[number]
+        check_penalties(own, 2)
+    for wrong in (
+        Sampling(rules=(Rule(9, 1.0),)),
+        Sampling(rules=(*largest, *largest)),
+        Sampling(repetition_penalty=-1),
+    ):
+        with pytest.raises(UserError):
+            check_penalties(wrong, 2)
+
+
+def test_bad_words_are_banned_at_the_start_and_after_a_space() -> None:
+    def tokenizer(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) % 8 for letter in text]}
+
+    given = with_word_ids({"bad_words": ["ab", " ab"], "min_new_tokens": 2}, tokenizer)
+    assert given == {"bad_words_ids": [[1, 2], [0, 1, 2]], "min_new_tokens": 2}
+    assert token_settings(given, [5], 8)["rules"] == (Rule(5, -inf, (), 2), Rule(2, -inf, (1,)), Rule(2, -inf, (0, 1)))
