@@ -7,18 +7,21 @@ Names are those of transformers' generation config where it has the option, else
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from math import inf
 from numbers import Integral, Real
 from typing import Any
 
 from longspec.errors import UserError
-from longspec.inference.request import Rule, Sampling
+from longspec.inference.request import ALWAYS, Rule, Sampling
 
 TOKEN_OPTIONS: dict[str, Any] = {
     **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "no_repeat_ngram_size": 0},
     **{"min_new_tokens": 0, "logit_bias": {}, "bad_words_ids": [], "suppress_tokens": []},
 }
 """The options, with the values at which they do nothing. So does None."""
+NUMBERS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size")
+"""The options that are fields of `Sampling`."""
 PENALTY_RANGE = (-2.0, 2.0)
 """Of presence and frequency penalties, as in OpenAI's API."""
 BIAS_RANGE = (-100.0, 100.0)
@@ -29,7 +32,6 @@ MOST_RULES = 1024
 """Most banned and biased tokens and words of an answer."""
 LONGEST_WORD = 17
 """Most tokens of a bad word."""
-
 
 COMMAND_OPTIONS: dict[str, tuple[type, str]] = {
     "repetition_penalty": (float, "Weaken the tokens of prompt and answer by this factor; 1 does nothing."),
@@ -86,54 +88,42 @@ def token_values(arguments: Mapping[str, Any], config: Any) -> dict[str, Any]:
     return {name: neutral if values[name] is None else values[name] for name, neutral in TOKEN_OPTIONS.items()}
 
 
-def token_settings(
-    values: Mapping[str, Any], stop_ids: Collection[int], vocab: int, source: str = ""
-) -> dict[str, Any]:
+def token_settings(values: Mapping[str, Any], stop_ids: Collection[int], vocab: int) -> dict[str, Any]:
     """The fields of `Sampling` that follow from TOKEN_OPTIONS.
 
     stop_ids: the tokens that end an answer, which min_new_tokens delays. Bad words do not ban them, as in transformers.
-    vocab: size of the vocabulary. source: precedes the names in messages. Raises UserError for a value of a wrong type
-    or outside its range.
+    vocab: size of the vocabulary. Raises UserError for a value of a wrong type or outside its range.
     """
     values = {name: values.get(name, neutral) for name, neutral in TOKEN_OPTIONS.items()}
     numbers = {name: values[name] for name in NUMBERS}
-    _check_numbers(numbers, source)
+    _check_numbers(numbers)
     least = values["min_new_tokens"]
-    if not is_integer(least) or not 0 <= least < 2**31:
-        raise UserError(f"{source}min_new_tokens: {least!r}; it must be an integer of at least 0")
+    if not is_integer(least) or not 0 <= least <= ALWAYS:
+        raise UserError(f"min_new_tokens: {least!r}; it must be an integer of at least 0")
 
     def check(name: str, token: Any) -> int:
         if not is_integer(token) or not 0 <= token < vocab:
-            raise UserError(f"{source}{name}: {token!r} is not a token id; the vocabulary has {vocab}")
+            raise UserError(f"{name}: {token!r} is not a token id; the vocabulary has {vocab}")
         return int(token)
 
-    rules = [Rule(token, -float("inf"), until=int(least)) for token in sorted(stop_ids) if least]
-    for key, bias in _entries(values["logit_bias"], f"{source}logit_bias").items():
-        if not is_real(bias) or not BIAS_RANGE[0] <= bias <= BIAS_RANGE[1]:
-            raise UserError(f"{source}logit_bias: {bias!r} for token {key}; it must be a number from -100 to 100")
-        token = check("logit_bias", int(key) if isinstance(key, str) and key.isdecimal() else key)
-        if bias:
-            rules.append(Rule(token, float(bias)))
-    for token in _list(values["suppress_tokens"], f"{source}suppress_tokens"):
-        rules.append(Rule(check("suppress_tokens", token), -float("inf")))
-    for word in _list(values["bad_words_ids"], f"{source}bad_words_ids"):
-        ids = [check("bad_words_ids", token) for token in _list(word, f"{source}bad_words_ids")]
+    # Some tokenizers have more tokens than their target.
+    rules = [Rule(token, -inf, until=int(least)) for token in sorted(stop_ids) if least and 0 <= token < vocab]
+    rules += [Rule(check("logit_bias", token), bias) for token, bias in _biases(values["logit_bias"])]
+    rules += [Rule(check("suppress_tokens", token), -inf) for token in _list("suppress_tokens", values)]
+    for word in _list("bad_words_ids", values):
+        ids = [check("bad_words_ids", token) for token in _list("bad_words_ids", {"bad_words_ids": word})]
         if not 1 <= len(ids) <= LONGEST_WORD:
-            raise UserError(f"{source}bad_words_ids: a word of {len(ids)} tokens; it must have 1 to {LONGEST_WORD}")
+            raise UserError(f"bad_words_ids: a word of {len(ids)} tokens; it must have 1 to {LONGEST_WORD}")
         if len(ids) > 1 or ids[0] not in stop_ids:
-            rules.append(Rule(ids[-1], -float("inf"), tuple(ids[:-1])))
+            rules.append(Rule(ids[-1], -inf, tuple(ids[:-1])))
     if len(rules) > MOST_RULES:
-        raise UserError(f"{source}logit_bias: {len(rules)} biases and bans in all; there may be {MOST_RULES}")
+        raise UserError(f"logit_bias: {len(rules)} biases and bans in all; there may be {MOST_RULES}")
     return numbers | {"rules": tuple(rules)}
-
-
-NUMBERS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size")
-"""The options that are fields of `Sampling`."""
 
 
 def check_penalties(sampling: Sampling, vocab: int) -> None:
     """Raise UserError for penalties that `token_settings` would not return."""
-    _check_numbers({name: getattr(sampling, name) for name in NUMBERS}, "")
+    _check_numbers({name: getattr(sampling, name) for name in NUMBERS})
     if len(sampling.rules) > MOST_RULES:
         raise UserError(f"rules: {len(sampling.rules)}; there may be {MOST_RULES}")
     for rule in sampling.rules:
@@ -141,25 +131,32 @@ def check_penalties(sampling: Sampling, vocab: int) -> None:
             raise UserError(f"rules: {rule}; it needs token ids below {vocab}, at most {LONGEST_WORD} of them")
 
 
-def _check_numbers(values: Mapping[str, Any], source: str) -> None:
+def _check_numbers(values: Mapping[str, Any]) -> None:
     repetition, size = values["repetition_penalty"], values["no_repeat_ngram_size"]
-    if not is_real(repetition) or not 0 < repetition < float("inf"):
-        raise UserError(f"{source}repetition_penalty: {repetition!r}; it must be greater than 0")
+    if not is_real(repetition) or not 0 < repetition < inf:
+        raise UserError(f"repetition_penalty: {repetition!r}; it must be greater than 0")
     for name in ("presence_penalty", "frequency_penalty"):
         value = values[name]
         if not is_real(value) or not PENALTY_RANGE[0] <= value <= PENALTY_RANGE[1]:
-            raise UserError(f"{source}{name}: {value!r}; it must be from -2 to 2")
+            raise UserError(f"{name}: {value!r}; it must be from -2 to 2")
     if not is_integer(size) or not 0 <= size <= MOST_NGRAM:
-        raise UserError(f"{source}no_repeat_ngram_size: {size!r}; it must be an integer from 0 to {MOST_NGRAM}")
+        raise UserError(f"no_repeat_ngram_size: {size!r}; it must be an integer from 0 to {MOST_NGRAM}")
 
 
-def _entries(value: Any, name: str) -> Mapping[Any, Any]:
+def _biases(value: Any) -> Iterator[tuple[Any, float]]:
+    """Each token of logit_bias with its bias, unless this is 0. JSON has token ids as text."""
     if not isinstance(value, Mapping):
-        raise UserError(f"{name}: {value!r}; give a mapping of token ids to biases")
-    return value
+        raise UserError(f"logit_bias: {value!r}; give a mapping of token ids to biases")
+    for token, bias in value.items():
+        if not is_real(bias) or not BIAS_RANGE[0] <= bias <= BIAS_RANGE[1]:
+            raise UserError(f"logit_bias: {bias!r} for token {token}; it must be a number from -100 to 100")
+        if bias:
+            is_text = isinstance(token, str) and token.isdecimal() and len(token) < 10
+            yield int(token) if is_text else token, float(bias)
 
 
-def _list(value: Any, name: str) -> Sequence[Any]:
+def _list(name: str, values: Mapping[str, Any]) -> Sequence[Any]:
+    value = values[name]
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise UserError(f"{name}: {value!r}; give a list")
     return value
