@@ -149,7 +149,7 @@ def serve(
         reserved = f"{_gib(scheduler.cache_bytes)} for {rows} rows of up to {scheduler.longest} tokens"
         print(f"memory: {_gib(weights)} of weights, {reserved} (--max_rows)", file=sys.stderr)
         try:
-            scheduler.start()
+            scheduler.start(served.usual)
             # The choices of a request are queued together, so they must fit into an empty queue.
             limits = Limits(max_seconds=max_seconds, max_choices=min(Limits.max_choices, max_queue))
             app = build_app(served, scheduler, limits, api_key, allowed_hosts(host, api_key))

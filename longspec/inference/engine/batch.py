@@ -136,13 +136,20 @@ class Batch:
         """The smallest size of a round that covers the first `rows` rows."""
         return next(size for size in self.sizes if size >= rows)
 
-    def capture(self) -> None:
-        """Capture prefill and the rounds of every mode and size, if the runner can. The cache must be empty."""
+    def capture(self, usual: Sampling | None = None) -> None:
+        """Capture prefill and the rounds of every mode and size, if the runner can. The cache must be empty.
+
+        usual: settings of most requests, whose penalties the rounds have; None for no penalties.
+        """
         self.reader.capture()
         if self.runner.capturable:
             self.starter.capture()
+            usual = usual or Sampling()
+            self._make_room_for_penalties(usual)
+            penalties = self.kind_of([usual]).penalties
+            kinds = [kind._replace(penalties=penalties) for kind in KINDS[:-1]]
             for size in reversed(self.sizes):  # the largest first: the others fit into its memory
-                for kind in KINDS[:-1]:
+                for kind in kinds:
                     for plan in reversed(self.plans or (None,)):
                         if self.depth:
                             self.rounds(Mode(True, kind, plan, self.details), size)
@@ -278,12 +285,15 @@ class Batch:
 
     def assign(self, row: int, sampling: Sampling, seed: int, speculates: bool) -> None:
         """Set the sampling settings of a row."""
-        if sampling.penalties is not None and self.settings.penalties is None:
-            self.settings.penalties = PenaltyRows.allocate(
-                self.max_rows, self.capacity, SERVED_PENALTIES[-1], self.device
-            )
+        self._make_room_for_penalties(sampling)
         self.settings.assign(slice(row, row + 1), [sampling], [seed])
         self.speculates[row] = speculates
+
+    def _make_room_for_penalties(self, sampling: Sampling) -> None:
+        """Allocate the texts and penalties of all rows for the first request that has any."""
+        if sampling.penalties is not None and self.settings.penalties is None:
+            most = SERVED_PENALTIES[-1]
+            self.settings.penalties = PenaltyRows.allocate(self.max_rows, self.capacity, most, self.device)
 
     def set_length(self, row: int, length: int) -> None:
         self.cache.lengths[row] = length

@@ -32,6 +32,7 @@ from longspec.inference.engine.requests import Finished, FinishReason, OnEvent, 
 from longspec.inference.engine.worker import Worker
 from longspec.inference.methods import AUTO, Drafting, list_length
 from longspec.inference.process_group import end_calls, repeat_calls
+from longspec.inference.request import Sampling
 from longspec.inference.select_runner import make_runner
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import least_over_ranks, model_parallel_rank_and_size
@@ -76,14 +77,15 @@ class RequestEngine:
         self.on_finished: Callable[[], None] = lambda: None
         """Called after each `Finished`."""
 
-    def prepare(self, captures: bool = True) -> None:
+    def prepare(self, captures: bool = True, usual: Sampling | None = None) -> None:
         """Before the first request: measure the plans of method "auto", and capture what the usual requests need.
 
-        captures: if False, each kind of round is captured when it is first played.
+        captures: if False, each kind of round is captured when it is first played. usual: settings of most requests,
+        whose penalties the captured rounds have.
         """
         with torch.no_grad(), torch.cuda.device_of(self.model.lm_head.weight):
             if captures:
-                self.batch.capture()
+                self.batch.capture(usual)
             self.batch.measure()
 
     def add(self, request: Request, on_event: OnEvent) -> Ticket:

@@ -20,6 +20,7 @@ from longspec.inference.engine.requests import (
     Ticket,
 )
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE, Drafting
+from longspec.inference.request import Sampling
 from longspec.models.glide import GlideMixin, check_pair
 
 logger = logging.getLogger(__name__)
@@ -73,8 +74,12 @@ class Scheduler:
         self._error = ""
         self._thread = Thread(target=self._run, name="longspec-engine", daemon=True)
 
-    def start(self) -> None:
-        """Start the engine's thread and wait until its graphs are captured. Raises NotServing if that fails."""
+    def start(self, usual: Sampling | None = None) -> None:
+        """Start the engine's thread and wait until its graphs are captured. Raises NotServing if that fails.
+
+        usual: settings of most requests, whose penalties the captured rounds have.
+        """
+        self._usual = usual
         self._thread.start()
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._error)
@@ -138,7 +143,7 @@ class Scheduler:
     def _run(self) -> None:
         """The engine's thread."""
         try:
-            self.engine.prepare()
+            self.engine.prepare(usual=self._usual)
             with self._changed:
                 self._ready = True
                 self._changed.notify_all()

@@ -38,6 +38,11 @@ class ServedModel:
     defaults: SamplingDefaults = WITHOUT_CONFIG
     """Settings of requests that name none."""
 
+    @property
+    def usual(self) -> Sampling:
+        """The penalties of requests that name none."""
+        return Sampling(**token_settings(self.defaults.token_options, self.stop_ids, self.vocab_size))
+
     def requests(self, body: ChatRequest | CompletionRequest, limits: Limits) -> list[Request]:
         """The scheduler's requests, `n` per prompt, prompt by prompt. Raises ApiError."""
         self._check(body, limits)
