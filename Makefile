@@ -21,7 +21,8 @@ $(READY): constraints.txt pyproject.toml
 	touch $@
 
 demo: $(READY)
-	PATH="$(BIN):$$PATH" $(BIN)/python -m experiments.demo
+	$(BIN)/longspec bench smollm2-135m --device cpu --max_new_tokens 24 --png bench.png
+	CUDA_VISIBLE_DEVICES= $(BIN)/longspec draft smollm2-135m --config experiments/demo.yaml --output_dir outputs/demo --yes
 
 drill: $(READY)
 	PATH="$(BIN):$$PATH" $(BIN)/python -m scripts.drill

@@ -72,7 +72,7 @@ def _read(path: Path) -> tuple[str, list[tuple[Key, float, int]]]:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
             f"--acceptance {path}: not the summary.json of an evaluation or an experiment ({error!r}); give a file "
-            "that inference_long-bench.py or `python -m experiments report` wrote"
+            "that inference_long-bench.py or `longspec draft` wrote"
         ) from error
 
 

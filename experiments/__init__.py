@@ -1,3 +1,3 @@
-"""An experiment on a real target, from prompts to a report: `python -m experiments STEP --config FILE`."""
+"""The paper's claims on a real pair, on top of `longspec draft`: `python -m experiments --config FILE`."""
 
 import longspec  # noqa: F401  # before torch, so that its threads hardly spin while they wait

@@ -1,10 +1,14 @@
 """Verdicts on the measurements: the goals set for this pair, and the claims of the paper."""
 
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from experiments.samples import Samples
-from experiments.settings import CONTEXTS, RECIPE, SHORT, Goal
-from experiments.tables import NOTHING, Figure, context_name
+from omegaconf import MISSING
+
+from longspec.errors import UserError
+from longspec.pipeline.samples import Samples
+from longspec.pipeline.settings import TASKS
+from longspec.pipeline.tables import NOTHING, Figure, context_name
 
 PAPER = {
     "lcc": ((3.28, 4.21), (1.57, 2.65)),
@@ -13,12 +17,42 @@ PAPER = {
 }
 """Per task, the ranges of tokens per round and of speedup over the paper's five target models at T = 0."""
 
-Diagnostics = dict[str, dict[str, dict[str, float]]]
-"""Figures of `diagnostics.diagnose` by draft ("ARM-SEED STAGE") and by the run of the target whose answers it read."""
 DECIMALS_BELOW = 100
 """Figures from this value on, such as tokens/s, are shown without decimals."""
 NOISE = 0.02
 """Smallest relative difference of two drafts that counts, about twice the standard deviation between two seeds."""
+
+
+CONTEXTS = "longest over shortest context"
+FIGURES = ("tokens per round", "tokens/s", "tokens/s over vanilla", "tokens/s over lookup", CONTEXTS)
+"""Figures that may have goals. CONTEXTS compares the tree's tokens per round."""
+UNCHANGED = "short"
+"""Name of the arm that the others change."""
+
+
+@dataclass
+class Goal:
+    """The least value that a figure of the evaluation should have, on outputs without loops."""
+
+    figure: str = MISSING
+    """One of FIGURES."""
+    least: float = MISSING
+    method: str = "tree"
+    """Name of a method in evaluation.methods. Without samples, a goal is not measured."""
+    temperature: float = 0.0
+    tasks: list[str] = field(default_factory=list)
+    """Tasks whose samples are pooled; empty for all."""
+    contexts: list[int] = field(default_factory=list)
+    """Prompt lengths whose samples are pooled; empty for all."""
+    each: list[str] = field(default_factory=list)
+    """Columns, task or context: every combination of their values should have the least value; empty pools all."""
+
+
+def check_goal(goal: Goal, key: str) -> None:
+    """Raise UserError for an unknown figure, task or column. key: the goal's, for the message."""
+    for names, known in (([goal.figure], FIGURES), (goal.tasks, TASKS), (goal.each, ("task", "context"))):
+        if unknown := sorted(set(names) - set(known)):
+            raise UserError(f"config key {key}: no {unknown[0]}; use {', '.join(known)}")
 
 
 class Verdict(NamedTuple):
@@ -65,8 +99,8 @@ def _figure(samples: Samples, goal: Goal, **columns: Any) -> Figure:
     return samples.speed_up(goal.method, goal.figure.removeprefix("tokens/s over "), goal.temperature, **columns)
 
 
-def paper_claims(samples: Samples, diagnostics: Diagnostics) -> list[Verdict]:
-    """The claims of the paper next to the measurements on this pair."""
+def paper_claims(samples: Samples, arms: dict[str, float]) -> list[Verdict]:
+    """The claims of the paper next to the measurements on this pair. arms: see `__main__.arm_figures`."""
     rows = []
     for task, ((least, most), (slowest, fastest)) in PAPER.items():
         length = samples.tokens_per_round("tree", task=task)
@@ -85,8 +119,8 @@ def paper_claims(samples: Samples, diagnostics: Diagnostics) -> list[Verdict]:
     rows.append(_holds("Speedup at T = 1", "no comparable figure", sampled, 1.0))
     rows.append(_lossless(samples))
 
-    rows.append(_arm(diagnostics, "block-attention", "Noisy training lengthens acceptance", "+14.7%"))
-    rows.append(_arm(diagnostics, "no-anchor-offset", "Anchor-offset positions help", "same loss 3.9 x sooner"))
+    rows.append(_arm(arms, "block-attention", "Noisy training lengthens acceptance", "+14.7%"))
+    rows.append(_arm(arms, "no-anchor-offset", "Anchor-offset positions help", "same loss 3.9 x sooner"))
     return rows
 
 
@@ -106,26 +140,15 @@ def _lossless(samples: Samples) -> Verdict:
     return Verdict("Greedy output equals vanilla's", "yes", f"{same} of {len(both)} outputs", verdict)
 
 
-def _arm(diagnostics: Diagnostics, arm: str, claim: str, expected: str) -> Verdict:
-    """Teacher-forced acceptance with and without an arm's change, after the arm's last stage with the same seed.
+def _arm(arms: dict[str, float], arm: str, claim: str, expected: str) -> Verdict:
+    """Teacher-forced acceptance with and without an arm's change.
 
     The trainer's own evaluation is not comparable between variants: its chains are as deep as the variant trains.
     """
-    name = next((name for name in reversed(diagnostics) if name.startswith(f"{arm}-")), None)
-    changed = None if name is None else diagnostics[name]
-    # The arm that the others change: SHORT, or the recipe in an experiment without it.
-    runs = () if name is None else (name.replace(arm, other, 1) for other in (SHORT, RECIPE))
-    unchanged = next((diagnostics[run] for run in runs if diagnostics.get(run)), None)
-    if changed is None or unchanged is None:
+    if arm not in arms or UNCHANGED not in arms:
         return Verdict(claim, expected, "-", "not measured")
-    without, full = _pooled_tokens(changed), _pooled_tokens(unchanged)
+    without, full = arms[arm], arms[UNCHANGED]
     gain = full / without - 1
     measured = f"{without:.2f} to {full:.2f} tokens per round ({gain:+.1%}), teacher-forced"
     verdict = "no difference" if abs(gain) < NOISE else "holds" if gain > 0 else "does not hold"
     return Verdict(claim, expected, measured, verdict)
-
-
-def _pooled_tokens(by_run: dict[str, dict[str, float]]) -> float:
-    """Tokens per round over the answers of all runs of the target."""
-    rounds = sum(figures["rounds"] for figures in by_run.values())
-    return sum(figures["tokens"] * figures["rounds"] for figures in by_run.values()) / rounds

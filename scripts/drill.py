@@ -25,9 +25,9 @@ from tokenizers import ByteLevelBPETokenizer
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from experiments.files import write_atomically
-from experiments.training import launch_line
 from longspec.cli.train import ROOT
+from longspec.pipeline.files import write_atomically
+from longspec.pipeline.training import launch_line
 from longspec.train.checkpoint import read_draft
 from longspec.train.generations import STATES, find_latest
 from scripts.drill_faults import CPU_RANKS, END_LIMIT_S, KINDS, Live, environment, last_step, wait_until

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from experiments.processes import free_port
 from longspec.cli.train import ROOT, TRAINER
+from longspec.pipeline.processes import free_port
 from longspec.train.generations import STATES, find_latest, is_whole
 from longspec.train.logging import METRICS_NAME
 

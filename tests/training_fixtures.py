@@ -23,7 +23,7 @@ from pairs import Handed, save_target
 from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 from torch import Tensor
 
-from experiments.processes import free_port
+from longspec.pipeline.processes import free_port
 from longspec.ranks import agreement
 from longspec.train.config import load_config
 from longspec.train.config_schema import TrainConfig

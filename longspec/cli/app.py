@@ -15,7 +15,7 @@ from longspec.cli.bench import bench
 from longspec.cli.chat import chat
 from longspec.cli.generate import generate
 from longspec.cli.options import examples
-from longspec.cli.passthrough import PASSED_ON, evaluate, regenerate
+from longspec.cli.passthrough import PASSED_ON, draft, evaluate, regenerate
 from longspec.cli.serve import serve
 from longspec.cli.train import train
 from longspec.cli.weights import extract, split
@@ -87,6 +87,7 @@ app.command(
     epilog=examples("longspec bench", "longspec bench llama8b --prompts prompts.txt --png speed.png"),
 )(bench)
 app.command(rich_help_panel=USE, context_settings=PASSED_ON)(evaluate)
+app.command(rich_help_panel=TRAIN, context_settings=PASSED_ON)(draft)
 app.command(rich_help_panel=TRAIN, context_settings=PASSED_ON)(regenerate)
 app.command(
     rich_help_panel=TRAIN,

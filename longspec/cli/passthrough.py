@@ -22,3 +22,10 @@ def regenerate(context: typer.Context) -> None:
     from longspec.regenerate.command import main
 
     main(context.args, prog="longspec regenerate")
+
+
+def draft(context: typer.Context) -> None:
+    """Train a draft for any target and measure it, in one command (`longspec draft --help`)."""
+    from longspec.pipeline.command import main
+
+    main(context.args, prog="longspec draft")

@@ -123,7 +123,10 @@ def check_files(folder: Path) -> None:
 def weight_problem(error: BaseException) -> str:
     """Short text for one of WEIGHT_ERRORS, without torch's advice to allow code in the file."""
     if isinstance(error, UnpicklingError) or "weights_only" in str(error):
-        return "its pickle is damaged, or holds something other than tensors"
+        return (
+            "its pickle is damaged, or holds something other than tensors, such as a whole module, which is not loaded "
+            "because it can run code; its author can convert it with torch.save(module.state_dict(), FILE)"
+        )
     return first_line(error)
 
 

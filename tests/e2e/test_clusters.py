@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from training_fixtures import LIMIT_S, ROOT, launch_environment, make_target, metrics, plain_training, write_texts
 
-from experiments.processes import free_port
 from longspec.longbench.command import main
+from longspec.pipeline.processes import free_port
 from longspec.train.config import load_config
 
 pytestmark = pytest.mark.slow

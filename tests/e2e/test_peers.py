@@ -6,7 +6,7 @@ import sys
 import pytest
 from training_fixtures import LIMIT_S, ROOT, launch_environment
 
-from experiments.processes import free_port
+from longspec.pipeline.processes import free_port
 
 RANKS = 3
 

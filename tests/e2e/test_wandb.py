@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from training_fixtures import ROOT, metrics
 
-from experiments.processes import free_port
+from longspec.pipeline.processes import free_port
 
 pytestmark = pytest.mark.slow
 

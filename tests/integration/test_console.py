@@ -29,7 +29,6 @@ from longspec.cli import output as console_output
 from longspec.cli import pair as pairs
 from longspec.cli.app import app
 from longspec.cli.session import Session
-from longspec.cli.side_by_side import side_by_side
 from longspec.cli.stream import STYLES, AnswerStream
 from longspec.errors import UserError
 from longspec.inference.adaptive import time_cache
@@ -337,19 +336,6 @@ def test_an_answer_cannot_control_the_terminal() -> None:
     for token in tokenizer("a\x1b[2J\x07b\n", add_special_tokens=False)["input_ids"]:
         stream.put_from(torch.tensor([token]), "target")
     assert console.file.getvalue() == "a[2Jb\n"  # type: ignore[attr-defined]
-
-
-def test_two_answers_stand_next_to_each_other_or_line_by_line(tmp_path: Path) -> None:
-    model = make_pair(tmp_path, **SIZE)
-    loaded = pairs.LoadedPair("tiny", model, byte_tokenizer(), "tree", "plain", [])
-    live, plain = terminal(), Console(file=io.StringIO())
-    for console in (live, plain):
-        answers = side_by_side(loaded, "abcabcabc", pairs.SamplingOptions(40), console, "tree")
-        assert answers["vanilla"]["text"] == answers["tree"]["text"] and answers["tree"]["seconds"] > 0
-    red, green, blue = (int(STYLES["draft"][at : at + 2], 16) for at in (1, 3, 5))
-    assert f"38;2;{red};{green};{blue}m" in live.file.getvalue()  # type: ignore[attr-defined]
-    first, second = plain.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert first.startswith("vanilla, ") and second.startswith("tree, ")
 
 
 def test_origins_are_those_of_the_counts(target: Path) -> None:

@@ -23,6 +23,7 @@ from longspec.cli.app import app
 from longspec.errors import UserError
 from longspec.inference import methods
 from longspec.longbench.command import parse_options
+from longspec.pipeline import command as draft_command
 from longspec.regenerate import command as regenerate_command
 from longspec.train.config import compose_config, typed
 from longspec.train.recipe import auto_keys, with_auto_values
@@ -98,6 +99,8 @@ def test_console_commands_parse(composes: Callable[[str, str, list[str]], None])
             composes("conf/exp", config, overrides)
         elif name == "regenerate":
             regenerate_command._parser("regenerate").parse_args(rest)
+        elif name == "draft":
+            draft_command._parser("draft").parse_intermixed_args(rest)
 
 
 def test_python_examples_import_names_that_exist() -> None:

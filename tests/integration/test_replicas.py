@@ -14,7 +14,6 @@ from tiny_tokenizer import byte_tokenizer
 from training_fixtures import launch_environment
 from typer.testing import CliRunner
 
-from experiments.processes import free_port
 from longspec.cli.app import app
 from longspec.errors import UserError
 from longspec.jobs.job import ResumableJob
@@ -22,6 +21,7 @@ from longspec.jobs.results import part_path
 from longspec.locks import LOCK_NAME, locked_file
 from longspec.longbench import measurement
 from longspec.longbench.command import main
+from longspec.pipeline.processes import free_port
 from longspec.ranks.replicas import Replicas, balanced, joined_replicas
 from longspec.regenerate.command import main as regenerate
 from longspec.signals import StopSignals

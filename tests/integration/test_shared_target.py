@@ -13,12 +13,12 @@ from shared_target_run import SMALL_WINDOW
 from test_command import arguments, lines_of, make_target, write_records
 from training_fixtures import launch_environment
 
-from experiments.processes import free_port
 from longspec.cli.pair import SamplingOptions, open_pair
 from longspec.longbench.command import main
 from longspec.models.draft_layer import PUBLISHED, DraftOptions
 from longspec.models.draft_saving import save_draft_file
 from longspec.models.target_split import split_target
+from longspec.pipeline.processes import free_port
 
 LIMIT_S = 120
 HEADS = {2: (4, 2), 4: (8, 4)}

@@ -21,12 +21,12 @@ from benchmarks.shapes import random_pair
 from benchmarks.tables import round_name, tables
 from benchmarks.transformers_baseline import dynamic_ms, static_ms
 from experiments.claims import Samples
-from experiments.report import by_method
-from experiments.settings import MethodSettings
 from longspec.errors import UserError
 from longspec.inference.methods import DEFAULT_SHAPE
 from longspec.inference.runner import Runner
 from longspec.models.glide import GlideMixin
+from longspec.pipeline.report import by_method
+from longspec.pipeline.settings import MethodSettings
 
 SHAPE = [2, 3]
 COMMITTED = Path(__file__).resolve().parents[2] / "docs" / "results" / "smollm2-135m" / "summary.json"
@@ -211,7 +211,7 @@ def test_a_file_of_neither_kind_is_one_clear_line_before_any_work(
         main()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: --acceptance {path}: not the summary.json of an evaluation or an experiment")
-    assert line.endswith("give a file that inference_long-bench.py or `python -m experiments report` wrote")
+    assert line.endswith("give a file that inference_long-bench.py or `longspec draft` wrote")
 
 
 def result(acceptance_length: float | None) -> dict[str, Any]:

@@ -32,6 +32,7 @@ USED = {
     "longspec/inference/server": ["serve"],
     "longspec/cli/picture.py": ["demo"],
     "longspec/data": ["train"],
+    "longspec/pipeline": ["demo"],
     "longspec/train": ["train"],
     "benchmarks": ["demo", "fa3"],
     "experiments": ["demo"],
@@ -119,7 +120,7 @@ from longspec.longbench.command import main as evaluate
 
 TRAIN_DATA = ("dataset", "tokenization", "packing", "cache")
 TRAIN_ONLY = ("longspec.train.", *("longspec.data." + name for name in TRAIN_DATA))
-OTHERS = ("longspec.inference.server.", "longspec.cli.picture")
+OTHERS = ("longspec.inference.server.", "longspec.cli.picture", "longspec.pipeline.")
 for module in pkgutil.walk_packages(longspec.__path__, "longspec."):
     if not module.name.startswith((*TRAIN_ONLY, *OTHERS)):
         importlib.import_module(module.name)
@@ -148,7 +149,10 @@ def extract():
 def experiment():
     from experiments.__main__ import main
 
-    main(["all"])
+    main([])
+
+def draft():
+    run("draft", "no/such/target")
 
 def bench():
     run("bench", "no/such/pair", "--png", "a.png")
@@ -156,7 +160,7 @@ def bench():
 from longspec.cli import app
 
 commands = (lambda: train(["-cn", "any"]), lambda: index_lines([FileDigest("any", "")]), build_dataset, train_command)
-commands += (extract, serve, experiment, bench, lambda: run("bench", "no/such/pair"))
+commands += (extract, experiment, draft, serve, bench, lambda: run("bench", "no/such/pair"))
 for command in commands:
     try:
         reports_user_errors(command)()
@@ -177,7 +181,7 @@ def test_without_the_extras_all_but_training_serving_and_pictures_works() -> Non
     assert first == "everything else is imported"
     *lines, picture, pair = lines
     assert "--png: matplotlib is not installed" in picture and "no/such/pair" in pair
-    for line, extra in zip(lines, (*["train"] * 5, "serve", "demo"), strict=True):
+    for line, extra in zip(lines, (*["train"] * 5, "demo", "demo", "serve"), strict=True):
         assert line.startswith("error: the package ") and line.endswith(f"; run: pip install 'longspec[{extra}]'")
 
 

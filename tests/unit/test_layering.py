@@ -8,7 +8,7 @@ from textwrap import dedent
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "longspec"
-COMMANDS = ("longbench", "regenerate", "cli")
+COMMANDS = ("longbench", "regenerate", "pipeline", "cli")
 FORBIDDEN = {
     "kernels": ("models", "data", "train", "inference", *COMMANDS),
     "models": ("data", "train", "inference", *COMMANDS),

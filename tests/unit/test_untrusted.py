@@ -228,7 +228,8 @@ def test_a_pickle_with_code_is_refused_without_advice_to_run_it(run: Path, legac
     file = run / "draft_model_weights.pth"
     torch.save({"weight": Payload(run / "ran")}, file, _use_new_zipfile_serialization=not legacy)
     message = refusal(lambda: use_draft(run), file)
-    assert message.endswith("(its pickle is damaged, or holds something other than tensors)")
+    assert "holds something other than tensors, such as a whole module" in message and "weights_only" not in message
+    assert message.endswith("its author can convert it with torch.save(module.state_dict(), FILE))")
     assert not (run / "ran").exists()
 
 

@@ -1,4 +1,4 @@
-"""Typed settings of an experiment, read from a YAML file and key=value overrides."""
+"""Typed settings of `longspec draft`: derived from the target, or read from a YAML file, with key=value overrides."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,24 +13,17 @@ from longspec.errors import UserError, first_line
 from longspec.inference.methods import AUTO, METHODS, TREE_RULES
 
 FORCED = "forced"
-"""The default tree on vanilla's greedy answer, which is teacher-forced (see `diagnostics.forced_acceptance`)."""
-TASKS = ("lcc", "repobench-p", "qmsum", "gsm8k", "chat", "everyday", "aime24", "edit", "quote")
+"""The default tree on vanilla's greedy answer, which is teacher-forced (see `forced.forced_acceptance`)."""
+TASKS = ("lcc", "repobench-p", "qmsum", "gsm8k", "chat", "own", "everyday", "aime24", "edit", "quote")
 HEAD_TOKENS = 48
 """First tokens of a prompt that are kept when it is shortened; they hold the head of the chat format."""
+OWN = "own"
+"""The prompts in the user's files (`Settings.text`): a group, and a task."""
 GROUPS = (
     *("chat", "chat-long", "gsm8k", "gsm8k-long", "qmsum", "qmsum-short", "lcc", "lcc-short", "repobench-p"),
-    *("code-question", "code-question-short", "document", "document-short"),
+    *("code-question", "code-question-short", "document", "document-short", OWN),
 )
 """Groups of prompts for training and validation."""
-CONTEXTS = "longest over shortest context"
-FIGURES = ("tokens per round", "tokens/s", "tokens/s over vanilla", "tokens/s over lookup", CONTEXTS)
-"""Figures that may have goals. CONTEXTS compares the tree's tokens per round."""
-EVERY = "every"
-"""Key in an ablation arm for changes that apply to all stages."""
-RECIPE = "recipe"
-"""Name of the arm without changes."""
-SHORT = "short"
-"""Name of the arm with fewer steps, which the other arms change if it exists."""
 
 
 @dataclass
@@ -108,12 +101,6 @@ class StageSettings:
 @dataclass
 class TrainingSettings:
     stages: dict[str, StageSettings] = MISSING
-    seeds: list[int] = MISSING
-    """Seeds of the recipe. Ablation arms use the first one."""
-    arms: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Ablation arms by name. An arm maps a stage, or EVERY, to its changes; null skips the stage."""
-    only: list[str] = field(default_factory=list)
-    """Arms to train, RECIPE included; empty for all."""
     evaluation_rows: int = 64
 
 
@@ -128,6 +115,8 @@ class ProbeSettings:
     """Number of held-out rows of stage 1 and of stage 2."""
     shared: dict[str, Any] = field(default_factory=dict)
     """Values that all candidates have."""
+    adopt: bool = False
+    """Whether stage 1 takes the values of the best candidate, without `shared`."""
 
 
 @dataclass
@@ -175,38 +164,22 @@ class EvaluationSettings:
     tasks: dict[str, TaskSettings] = MISSING
     methods: list[MethodSettings] = MISSING
     draft: str | None = None
-    """Folder of the draft; None for the last stage of the recipe with the first seed."""
-    diagnostic_rows: int = 8
-    """Validation answers per run of the target that the step `diagnose` reads; 0 for none."""
-
-
-@dataclass
-class Goal:
-    """The least value that a figure of the evaluation should have, on outputs without loops."""
-
-    figure: str = MISSING
-    """One of FIGURES."""
-    least: float = MISSING
-    method: str = "tree"
-    """Name of a method in evaluation.methods. Without samples, a goal is not measured."""
-    temperature: float = 0.0
-    tasks: list[str] = field(default_factory=list)
-    """Tasks whose samples are pooled; empty for all."""
-    contexts: list[int] = field(default_factory=list)
-    """Prompt lengths whose samples are pooled; empty for all."""
-    each: list[str] = field(default_factory=list)
-    """Columns, task or context: every combination of their values should have the least value; empty pools all."""
+    """File, folder or hub id of the draft; None for the one that the settings train."""
 
 
 @dataclass
 class Settings:
     target: str = MISSING
-    """Target as in `longspec.load_pair`: a known name, a folder, or a GGUF file."""
-    root: str = MISSING
-    """Folder for all output except the report."""
-    report: str = MISSING
-    """Folder of the report."""
-    text: str | None = None
+    """Target as in `longspec.load_pair`: a known name, a folder, a hub id, or a GGUF file."""
+    hours: float | None = None
+    """Time for which the sizes were chosen; None for sizes that were written by hand."""
+    contexts: int | None = None
+    """Longest context for which they were chosen."""
+    tp_size: int = 1
+    """Number of GPUs that share the target when it writes text and in the evaluation."""
+    text: list[str] = field(default_factory=list)
+    """JSONL files with prompts, for the group and the task OWN."""
+    benchmarks: str | None = None
     """Folder with the records of gsm8k, qmsum and aime24; None skips these tasks."""
     documents: str | None = None
     """Folder of text files, COLLECTION/NAME.txt, for the group document; None skips it."""
@@ -214,27 +187,40 @@ class Settings:
     chat: ChatSettings = MISSING
     prompts: PromptSettings = MISSING
     code: CodeSettings = field(default_factory=CodeSettings)
-    answers: dict[str, AnswerSettings] = MISSING
-    training: TrainingSettings = MISSING
+    answers: dict[str, AnswerSettings] = field(default_factory=dict)
+    training: TrainingSettings = field(default_factory=lambda: TrainingSettings({}))
     evaluation: EvaluationSettings = MISSING
     probes: dict[str, ProbeSettings] = field(default_factory=dict)
-    goals: list[Goal] = field(default_factory=list)
+    int8: bool = False
+    """Whether the draft is stored in 8 bits, which only this project reads."""
+    experiment: dict[str, Any] = field(default_factory=dict)
+    """Settings of other programs that build on this file; ignored."""
 
 
-def load_settings(file: str | Path, overrides: Sequence[str] = ()) -> Settings:
-    """The settings in a YAML file after `key=value` overrides. Raises UserError that names the invalid key."""
-    if not Path(file).is_file():
-        raise UserError(f"--config: {file}: no such file; use experiments/smollm2.yaml or a copy of it")
+def load_settings(base: str | Path | Settings, overrides: Sequence[str] = ()) -> Settings:
+    """The settings in a YAML file, or `base` itself, after `key=value` overrides.
+
+    Raises UserError that names the invalid key.
+    """
+    if not isinstance(base, Settings) and not Path(base).is_file():
+        raise UserError(f"--config: {base}: no such file; `longspec draft TARGET --dry_run` prints one")
     merged = OmegaConf.structured(Settings)
     try:
-        for part in (OmegaConf.load(file), OmegaConf.from_dotlist(list(overrides))):
-            merged = OmegaConf.merge(merged, part)
+        part = OmegaConf.structured(base) if isinstance(base, Settings) else OmegaConf.load(base)
+        for source in (part, OmegaConf.from_dotlist(list(overrides))):
+            merged = OmegaConf.merge(merged, source)
         settings: Any = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, YAMLError, ValueError) as error:
         key = getattr(error, "full_key", None)
-        raise UserError(f"{file}: {f'key {key}: ' if key else ''}{first_line(error)}") from error
+        where = "settings" if isinstance(base, Settings) else base
+        raise UserError(f"{where}: {f'key {key}: ' if key else ''}{first_line(error)}") from error
     _check(settings)
     return settings
+
+
+def settings_yaml(settings: Settings) -> str:
+    """The settings as a file for `load_settings`."""
+    return OmegaConf.to_yaml(OmegaConf.structured(settings))
 
 
 def _check(settings: Settings) -> None:
@@ -251,25 +237,10 @@ def _check(settings: Settings) -> None:
         _require(name != "chat", "answers.chat", "this name is reserved for the section chat")
         unknown = set(answers.prompts) - set(GROUPS)
         _require(not unknown, f"answers.{name}.prompts", f"no such group: {', '.join(sorted(unknown))}")
-
     for name, stage in settings.training.stages.items():
-        _require(name != EVERY, f"training.stages.{EVERY}", "this name is reserved for all stages of an arm")
         check_data(settings, stage, f"training.stages.{name}")
-    _require(bool(settings.training.seeds), "training.seeds", "needs at least one seed")
-    unknown = set(settings.training.only) - {RECIPE, *settings.training.arms}
-    _require(not unknown, "training.only", f"no such arm: {', '.join(sorted(unknown))}")
-    _require(
-        RECIPE not in settings.training.arms,
-        f"training.arms.{RECIPE}",
-        "this name is reserved for the unchanged recipe",
-    )
-
-    for number, goal in enumerate(settings.goals):
-        key = f"goals[{number}]"
-        _require(goal.figure in FIGURES, key, f"no figure {goal.figure}; use {', '.join(FIGURES)}")
-        unknown = set(goal.tasks) - set(TASKS)
-        _require(not unknown, key, f"no task {', '.join(sorted(unknown))}; use {', '.join(TASKS)}")
-        _require(set(goal.each) <= {"task", "context"}, f"{key}.each", "must contain task and context only")
+    adopted = [name for name, probe in settings.probes.items() if probe.adopt]
+    _require(len(adopted) < 2, "probes", f"{' and '.join(adopted)} have adopt; one probe decides")
 
     for task in settings.evaluation.tasks:
         _require(task in TASKS, f"evaluation.tasks.{task}", f"no such task; use {', '.join(TASKS)}")
@@ -284,18 +255,6 @@ def _check(settings: Settings) -> None:
         _require(not unknown, key, f"no task {', '.join(sorted(unknown))} in evaluation.tasks")
         short = method.last_tokens is not None and method.last_tokens <= HEAD_TOKENS
         _require(not short, f"{key}.last_tokens", f"must be more than the head's {HEAD_TOKENS}")
-        answered = method.kind != FORCED or any(_answers(one, method) for one in settings.evaluation.methods[:number])
-        _require(answered, key, "method forced needs the greedy answers of a method vanilla before it in the list")
-
-
-def _answers(vanilla: MethodSettings, forced: MethodSettings) -> bool:
-    """Whether a method writes the answers that method FORCED needs."""
-    inside = [
-        not outer or (bool(inner) and set(inner) <= set(outer))
-        for inner, outer in ((forced.tasks, vanilla.tasks), (forced.contexts, vanilla.contexts))
-    ]
-    greedy = vanilla.name == "vanilla" and 0.0 in vanilla.temperatures and forced.temperatures == [0.0]
-    return greedy and all(inside) and vanilla.prompts >= forced.prompts
 
 
 def check_data(settings: Settings, stage: StageSettings, key: str) -> None:

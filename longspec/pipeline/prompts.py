@@ -1,4 +1,4 @@
-"""Step `prompts`: prompts for training, validation and test, of given lengths in tokens and in LongBench's wording."""
+"""Prompts for training, validation and test, of given lengths in tokens and in LongBench's wording."""
 
 import json
 import math
@@ -14,12 +14,11 @@ from typing import Any, TypeVar
 import yaml
 from tqdm import tqdm
 
-from experiments.answers import write_chat
-from experiments.files import answers_file, claim, prompts_file, read_jsonl, write_atomically
-from experiments.settings import Settings
-from experiments.sources import SPLITS, Meeting, SourceFile, Texts, read_code, read_texts
-from experiments.target import LONGEST_TOKEN, TargetText
 from longspec.longbench.tasks import TASKS
+from longspec.pipeline.files import answers_file, claim, prompts_file, read_jsonl, write_atomically
+from longspec.pipeline.settings import OWN, Settings
+from longspec.pipeline.sources import SPLITS, Meeting, SourceFile, Texts, read_code, read_own, read_texts
+from longspec.pipeline.target import LONGEST_TOKEN, TargetText
 
 T = TypeVar("T")
 Record = dict[str, Any]
@@ -65,18 +64,14 @@ DOCUMENT_QUESTIONS = (
 """Requests that follow a part of a repository or of a document in a prompt."""
 
 
-def write_prompts(settings: Settings, root: Path, options: Sequence[str]) -> None:
+def write_prompts(settings: Settings, root: Path) -> None:
     """Write the prompts of all groups that are missing. For a group without documents, the file is empty.
 
-    options: those of the command, for processes that write conversations. Raises UserError if existing prompts were
-    made with other settings.
+    Raises UserError if existing prompts were made with other settings.
     """
-    if settings.text is None:
-        print("no text folder (--text): gsm8k, qmsum, quote and aime24 are skipped")
-    write_chat(settings, root, options)
-
-    common = {"target": settings.target, "with_text": settings.text is not None, "seed": settings.seed}
+    common = {"target": settings.target, "with_text": settings.benchmarks is not None, "seed": settings.seed}
     common |= {"code": asdict(settings.code), "with_documents": settings.documents is not None}
+    common |= {"text": settings.text} if settings.text else {}
     missing: dict[str, dict[str, list[int]]] = {}
     for split in SPLITS:
         lengths_by_group = {group: lengths for group, lengths in planned_lengths(settings, split).items() if lengths}
@@ -95,8 +90,10 @@ def write_prompts(settings: Settings, root: Path, options: Sequence[str]) -> Non
 
     target = TargetText.load(settings.target)
     code = read_code(settings.code, settings.seed)
+    own = read_own(settings, target)
     for split, lengths_by_group in missing.items():
-        texts = read_texts(settings.text, settings.documents, split)
+        texts = read_texts(settings.benchmarks, settings.documents, split)
+        texts.own = own[split]
         makers = Makers(target, texts, code[split], chat_turns(root, split), split)
         with ThreadPoolExecutor() as pool:  # tokenization releases the GIL
             tasks = [
@@ -126,13 +123,11 @@ def planned_lengths(settings: Settings, split: str) -> dict[str, list[int]]:
     chance = random.Random(f"{settings.seed}/{split}/lengths")
     lengths: dict[str, list[int]] = {}
     for group, count in getattr(settings.prompts, split).items():
-        is_short = group.endswith("-short")
+        is_short, is_bare = group.endswith("-short"), group in ("gsm8k", "chat", OWN)
         shortest, longest = settings.prompts.short_contexts if is_short else settings.prompts.contexts
-        lengths[group] = [
-            # Evenly spread logarithms, because long prompts take most of the time.
-            0 if group in ("gsm8k", "chat") else round(math.exp(chance.uniform(math.log(shortest), math.log(longest))))
-            for _ in range(count)
-        ]
+        logs = math.log(shortest), math.log(longest)
+        # Evenly spread logarithms, because long prompts take most of the time.
+        lengths[group] = [0 if is_bare else round(math.exp(chance.uniform(*logs))) for _ in range(count)]
     return lengths
 
 
@@ -185,6 +180,8 @@ class Makers:
             return self.texts.questions, self.question
         if task == "chat":
             return self.chats, self.conversation
+        if task == OWN:
+            return self.texts.own, lambda record, *_: record
         if task == "everyday":
             return yaml.safe_load(EVERYDAY.read_text()), lambda question, *_: _user(question)
         return self.texts.problems, self.problem

@@ -1,4 +1,4 @@
-"""Step `diagnose`: two estimates of the acceptance length from validation answers, without generating text.
+"""Two estimates of the acceptance length from given answers, without generating text.
 
 Teacher-forced acceptance: every round drafts a tree as in decoding and accepts the nodes that agree with the answer.
 
@@ -7,21 +7,12 @@ of the target's probabilities along the path. A tree built without randomness th
 length 1 + sum of p(node) over all nodes. The logits of the verification pass give p.
 """
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from experiments.files import answers_file, read_jsonl, write_atomically
-from experiments.settings import Settings
-from experiments.target import TargetText
-from experiments.training import CHECKPOINT, all_runs, arm_stages, run_folder
-from longspec import load_pair
-from longspec.data.templates import encode_texts
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine.engine import Engine
@@ -29,10 +20,6 @@ from longspec.inference.methods import DEFAULT_SHAPE
 from longspec.inference.sampling import Sampler
 from longspec.inference.select_runner import make_runner
 from longspec.kernels.shared.watch import Watch
-
-DIAGNOSTICS = "diagnostics.json"
-ANSWER_TOKENS = 128
-"""Maximum number of tokens read per answer."""
 
 
 class TextSampler(Sampler):
@@ -95,54 +82,3 @@ def depth_probabilities(proposal: Proposal, logits: Tensor) -> Tensor:
     paths = torch.where(proposal.visible, step[:, None, :], 0.0).sum(-1).exp()
     depths = torch.arange(1, proposal.depth + 1, device=logits.device)
     return paths @ (proposal.levels[:, None] == depths).float()
-
-
-def diagnose(settings: Settings, root: Path, model: Any, text: TargetText) -> dict[str, dict[str, float]]:
-    """Rounds, tokens per round and the bound for the draft of `model`, by the run of the target that wrote the answers.
-
-    Runs without validation answers are left out, and runs with the answers of an earlier one: all are greedy, so
-    those that differ in temperatures only are the same.
-    """
-    figures = {}
-    read: list[list[Any]] = []
-    for name in ("chat", *settings.answers):
-        file = answers_file(root, name, "validation")
-        records = read_jsonl(file)[: settings.evaluation.diagnostic_rows] if file.exists() else []
-        pairs = [_split(record) for record in records]
-        if pairs in read:
-            continue
-        read.append(pairs)
-        texts, prompt_lengths = [], []
-        for prompt, answer in pairs:
-            ids = text.prompt_ids(prompt)
-            answer_ids = encode_texts([answer], text.tokenizer)[0][:ANSWER_TOKENS]
-            texts.append(torch.tensor(ids + answer_ids, device=model.device))
-            prompt_lengths.append(len(ids))
-        sums = forced_acceptance(model, texts, prompt_lengths) if texts else {"rounds": 0.0}
-        if rounds := sums["rounds"]:
-            figures[name] = {"rounds": rounds, "tokens": sums["tokens"] / rounds, "bound": sums["bound"] / rounds}
-    return figures
-
-
-def _split(record: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """A record's prompt and answer."""
-    if "prefix" in record:
-        return {"prefix": record["prefix"]}, record["suffix"]
-    return {"messages": record["messages"][:-1]}, record["messages"][-1]["content"]
-
-
-def write_diagnostics(settings: Settings, root: Path) -> None:
-    """Add the diagnostics of every trained stage that is not yet in training/diagnostics.json."""
-    file = root / "training" / DIAGNOSTICS
-    text = TargetText.load(settings.target)
-    done = json.loads(file.read_text()) if file.exists() else {}
-    drafts = {
-        f"{arm}-{seed} {stage}": run_folder(root, arm, seed) / stage / CHECKPOINT
-        for arm, seed in all_runs(settings)
-        for stage in arm_stages(settings, arm)
-    }
-    missing = {name: draft for name, draft in drafts.items() if name not in done and draft.exists()}
-    for name, draft in tqdm(missing.items(), desc="diagnose", unit="draft"):
-        model, _ = load_pair(settings.target, draft=str(draft))
-        done[name] = diagnose(settings, root, model, text)
-        write_atomically(file, json.dumps(done, indent=1) + "\n")

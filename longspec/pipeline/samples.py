@@ -6,8 +6,8 @@ from typing import Any
 
 import pandas
 
-from experiments.settings import TASKS
-from experiments.tables import NOTHING, Figure, speed_ratio, tokens_per_round, tokens_per_second
+from longspec.pipeline.settings import TASKS
+from longspec.pipeline.tables import NOTHING, Figure, speed_ratio, tokens_per_round, tokens_per_second
 
 
 @dataclass(frozen=True)

@@ -1,31 +1,32 @@
-"""Prompts of the experiment: lengths in tokens, wording, disjoint splits, bounded search for code."""
+"""Prompts of `longspec draft`: lengths in tokens, wording, disjoint splits, bounded search for code."""
 
 import json
 import random
 from pathlib import Path
 
 import pytest
-from experiment_fixtures import make_chat_target, write_text_folder
+from pipeline_fixtures import make_chat_target, write_text_folder
 
-from experiments import sources
-from experiments.cells import cells
-from experiments.files import claim, prompts_file, read_jsonl, write_atomically
-from experiments.prompts import Makers, planned_lengths, write_prompts
-from experiments.settings import CodeSettings, load_settings
-from experiments.sources import (
+from longspec.errors import UserError
+from longspec.longbench.tasks import TASKS
+from longspec.pipeline import sources
+from longspec.pipeline.cells import cells
+from longspec.pipeline.files import claim, prompts_file, read_jsonl, write_atomically
+from longspec.pipeline.prompts import Makers, planned_lengths, write_prompts
+from longspec.pipeline.settings import CodeSettings, load_settings
+from longspec.pipeline.sources import (
     SPLITS,
     SourceFile,
     Texts,
     is_written,
     read_code,
+    read_own,
     read_texts,
     sample_files,
-    split_of_package,
+    split_of,
     without_copies,
 )
-from experiments.target import TargetText
-from longspec.errors import UserError
-from longspec.longbench.tasks import TASKS
+from longspec.pipeline.target import TargetText
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,7 +77,7 @@ def test_a_task_may_have_its_own_number_of_prompts(target: TargetText, tmp_path:
     """Each everyday question is asked once, and every method decodes all of them."""
     tasks = "evaluation.tasks={everyday: {contexts: [0], max_new_tokens: 8, prompts: 30}}"
     settings = load_settings(
-        ROOT / "tests" / "tiny_experiment.yaml",
+        ROOT / "tests" / "tiny_draft.yaml",
         [f"target={target.path}", tasks, "evaluation.methods=[{name: tree, prompts: 1}]"],
     )
     lengths = planned_lengths(settings, "test")["everyday"]
@@ -120,22 +121,38 @@ def test_packages_are_split_by_name_and_forks_are_dropped(tmp_path: Path, monkey
         (tmp_path / name / "tests" / "skipped.py").write_text(body)
         for number in range(5):
             (tmp_path / name / f"m{number}.py").write_text(body.replace("function", f"{name}_{number}"))
-    held_out = next(name for name in names if split_of_package(name) == "test")
-    fork = next(name for name in names if split_of_package(name) == "train")
+    held_out = next(name for name in names if split_of(name) == "test")
+    fork = next(name for name in names if split_of(name) == "train")
     (tmp_path / fork / "m0.py").write_text("# a fork\n" + (tmp_path / held_out / "m0.py").read_text())
     monkeypatch.setattr(
         sources.sysconfig, "get_paths", lambda: dict.fromkeys(("stdlib", "purelib", "platlib"), tmp_path)
     )
     files = read_code(CodeSettings(), 0)
-    assert all(
-        file.package in names and split_of_package(file.package) == split for split in SPLITS for file in files[split]
-    )
+    assert all(file.package in names and split_of(file.package) == split for split in SPLITS for file in files[split])
     assert all(files.values()) and not any("skipped" in file.path for split in SPLITS for file in files[split])
     assert f"{fork}/m0.py" not in [file.path for file in files["train"]]
     assert f"{fork}/m1.py" in [file.path for file in files["train"]]
     assert len(sample_files(tmp_path / fork, CodeSettings(files_per_package=2), random.Random(0))) == 1, (
         "a quarter each"
     )
+
+
+def test_the_users_prompts_are_split_by_their_text(target: TargetText, tmp_path: Path) -> None:
+    """Records of any form; their answers are not read, and longer prompts are left out."""
+    records = [{"messages": [{"role": "user", "content": f"question {number}?"}]} for number in range(60)]
+    records += [{"source": f"asked {number}?", "target": "no"} for number in range(40)] + [{"source": "x" * 2000}]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    overrides = [f"target={target.path}", f"text=[{tmp_path / 'own.jsonl'}]"]
+    settings = load_settings(ROOT / "tests" / "tiny_draft.yaml", overrides)
+    own = read_own(settings, target)
+    contents = {split: {record["messages"][-1]["content"] for record in own[split]} for split in SPLITS}
+    assert all(contents.values()) and len(set().union(*contents.values())) == sum(map(len, contents.values())) == 100
+    makers = Makers(target, Texts(own=own["test"]), [], [], "test")
+    (record,) = makers.records("own", [0], random.Random(0))
+    assert record["messages"][-1]["content"] in contents["test"]
+    settings.prompts.contexts = [1, 5]
+    with pytest.raises(UserError, match="--text: no prompt of at most 5 tokens"):
+        read_own(settings, target)
 
 
 def test_tables_and_generated_files_are_not_code() -> None:
@@ -147,19 +164,17 @@ def test_tables_and_generated_files_are_not_code() -> None:
 
 
 def test_prompts_are_written_once(target: TargetText, texts: Path, tmp_path: Path) -> None:
-    chat = ["chat.train=0", "chat.validation=0", "chat.test=0", f"target={target.path}", f"text={texts}"]
-    settings = load_settings(
-        ROOT / "tests" / "tiny_experiment.yaml", [*chat, "code.packages=5", "prompts.train.gsm8k=9"]
-    )
-    write_prompts(settings, tmp_path, [])
+    chat = ["chat.train=0", "chat.validation=0", "chat.test=0", f"target={target.path}", f"benchmarks={texts}"]
+    settings = load_settings(ROOT / "tests" / "tiny_draft.yaml", [*chat, "code.packages=5", "prompts.train.gsm8k=9"])
+    write_prompts(settings, tmp_path)
     file = tmp_path / "prompts" / "train" / "gsm8k.jsonl"
     assert len(read_jsonl(file)) == 9
     file.write_text("kept\n")
-    write_prompts(settings, tmp_path, [])
+    write_prompts(settings, tmp_path)
     assert file.read_text() == "kept\n"
     settings.prompts.train["gsm8k"] = 10
     with pytest.raises(UserError, match="made with gsm8k"):
-        write_prompts(settings, tmp_path, [])
+        write_prompts(settings, tmp_path)
 
 
 def test_a_folder_keeps_the_facts_it_was_made_with(tmp_path: Path) -> None:

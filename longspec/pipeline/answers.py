@@ -1,6 +1,5 @@
-"""Text written by the target: short conversations, and the answers to prompts (step `regenerate`)."""
+"""Text written by the target: short conversations, and the answers to prompts."""
 
-import sys
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -11,14 +10,13 @@ from typing import Any
 
 import torch
 
-from experiments.files import answers_file, claim, prompts_file
-from experiments.processes import free_port, running
-from experiments.settings import AnswerSettings, Settings
-from experiments.sources import SPLITS
-from experiments.target import CHAT_FORMAT
-from longspec.errors import UserError
 from longspec.inference.load_pair import load_pair
-from longspec.ranks.replicas import Replicas, joined_replicas
+from longspec.pipeline.files import answers_file, claim, prompts_file
+from longspec.pipeline.processes import share_work
+from longspec.pipeline.settings import AnswerSettings, Settings
+from longspec.pipeline.sources import SPLITS
+from longspec.pipeline.target import CHAT_FORMAT
+from longspec.ranks.replicas import Replicas
 from longspec.regenerate.run import regenerate
 from longspec.regenerate.settings import Settings as AnswerRun
 
@@ -28,43 +26,27 @@ SHARD_BATCHES = 2
 """Batches per shard; an interrupted run resumes after its last complete shard, and ranks share the shards."""
 
 
-def write_chat(settings: Settings, root: Path, options: Sequence[str], part: str | None = None) -> None:
-    """Generate conversations of a user turn and an answer, both by the target, on all GPUs. See `write_answers`."""
-    _write({CHAT: settings.chat.processes}, "prompts", settings, root, options, part)
+def write_text(names: Sequence[str], settings: Settings, root: Path) -> None:
+    """Write the text of some runs of the target, on all GPUs: CHAT, or keys of `settings.answers`.
 
-
-def write_answers(settings: Settings, root: Path, options: Sequence[str], part: str | None = None) -> None:
-    """Generate the target's answers to all prompts for training and validation, on all GPUs.
-
-    options: those of the command, for the processes that are started. part: the runs that such a process shares with
-    others, separated by commas. Raises UserError if a process fails.
+    Raises UserError if a process fails.
     """
-    processes = {name: answers.processes for name, answers in settings.answers.items()}
-    _write(processes, "regenerate", settings, root, options, part)
-
-
-def _write(
-    processes: dict[str, int], step: str, settings: Settings, root: Path, options: Sequence[str], part: str | None
-) -> None:
-    """Write the text of some runs. processes: number of processes per GPU, by name of the run."""
-    if part is not None:
-        with joined_replicas() as replicas:
-            return _write_share(part.split(","), settings, root, replicas)
-    for count, group in groupby(processes, key=processes.__getitem__):
-        names = list(group)
-        ranks = count * max(1, torch.cuda.device_count())
-        runs = [run for name in names for run in _runs(name, settings, root)]
-        if ranks == 1 or all(_output(run).exists() for run in runs):
-            _write_share(names, settings, root, Replicas())
+    for count, group in groupby(names, key=lambda name: _processes(name, settings)):
+        own = list(group)
+        if all(_output(run).exists() for name in own for run in _runs(name, settings, root)):
+            write_share(settings, root, Replicas(), *own)  # compares the settings only
             continue
-        launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", str(free_port())]
-        own = ["-m", "experiments", step, "--part", ",".join(names), *options]
-        with running([sys.executable, *launcher, *own]) as child:
-            if code := child.wait():
-                raise UserError(f"{step}: {', '.join(names)}: a process ended with code {code}")
+        shared = settings.tp_size > 1
+        ranks = settings.tp_size if shared else count * max(1, torch.cuda.device_count())
+        share_work(write_share, settings, root, ranks, *own)
 
 
-def _write_share(names: Sequence[str], settings: Settings, root: Path, replicas: Replicas) -> None:
+def _processes(name: str, settings: Settings) -> int:
+    """Processes per GPU of a run."""
+    return settings.chat.processes if name == CHAT else settings.answers[name].processes
+
+
+def write_share(settings: Settings, root: Path, replicas: Replicas, *names: str) -> None:
     """Write this process's share of some runs."""
     load = cache(load_pair)
     for name in names:
@@ -133,7 +115,8 @@ def _run_target(run: AnswerRun, replicas: Replicas, load: Callable[..., Any]) ->
     replicas.from_rank_zero(lambda: claim(output.with_suffix(".settings.json"), facts))
     if replicas.from_rank_zero(output.exists):
         return
-    devices = torch.cuda.device_count()
+    # Several ranks may have the same GPU. Ranks that share a target have chosen theirs.
+    devices = torch.cuda.device_count() if replicas.size > 1 else 0
     regenerate(run, device=f"cuda:{replicas.rank % devices}" if devices else None, replicas=replicas, load=load)
     if replicas.rank == 0:
-        print(f"regenerate: wrote {output}", flush=True)
+        print(f"written: {output}", flush=True)

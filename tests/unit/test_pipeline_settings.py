@@ -1,26 +1,19 @@
-"""Settings of the experiment: one-line errors, ablation arms, launch commands, and resumed evaluations."""
+"""Settings of `longspec draft`: one-line errors, stages, launch commands, and resumed evaluations."""
 
 import json
 from pathlib import Path
 
 import pytest
-from experiment_fixtures import make_chat_target
+from pipeline_fixtures import make_chat_target
 
-from experiments.cells import SampleFile, cells, prompt_digest, read_samples
-from experiments.files import answers_file, read_jsonl, write_atomically
-from experiments.settings import Settings, load_settings
-from experiments.training import (
-    arm_stages,
-    final_draft,
-    launch_line,
-    stage_facts,
-    summary,
-    table,
-    train,
-    train_stage,
-    training_files,
-)
 from longspec.errors import UserError
+from longspec.pipeline import training
+from longspec.pipeline.cells import SampleFile, cells, prompt_digest, read_samples
+from longspec.pipeline.files import answers_file, read_jsonl, training_files, write_atomically
+from longspec.pipeline.probes import best_candidate, probe_table
+from longspec.pipeline.settings import Settings, load_settings, settings_yaml
+from longspec.pipeline.trainer import launch_line
+from longspec.pipeline.training import batches, run_folder, stage_facts, stage_table, train, train_stage
 from longspec.train.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,15 +28,12 @@ def load(*overrides: str) -> Settings:
     ("override", "message"),
     [
         ("prompts.train.gsm9k=1", "prompts.train.gsm9k: no such group"),
-        ("trainig.seeds=[1]", "trainig"),
-        ("training.seeds=[]", "training.seeds: needs at least one seed"),
+        ("trainig.stages={}", "trainig"),
         ("evaluation.tasks.lbc={contexts: [1], max_new_tokens: 1}", "evaluation.tasks.lbc: no such task"),
         ("evaluation.methods=[{name: forest, prompts: 1}]", "no method forest"),
         ("evaluation.methods=[{name: tree, prompts: 99}]", "must be at most prompts.test"),
-        ("evaluation.methods=[{name: forced, prompts: 1}]", "forced needs the greedy answers of a method vanilla"),
         ("evaluation.methods=[{name: forced, prompts: 1, last_tokens: 9}]", "last_tokens: must be more than the head"),
-        ("goals=[{figure: speed, least: 1}]", r"goals\[0\]: no figure speed; use tokens per round"),
-        ("goals=[{figure: tokens/s, least: 1, each: [id]}]", r"goals\[0\].each: must contain task and context only"),
+        ("probes={a: {candidates: {}, adopt: true}, b: {candidates: {}, adopt: true}}", "a and b have adopt"),
         ("prompts.contexts=[9,1]", r"prompts.contexts: must be \[shortest, longest\]"),
         ("prompts.short_contexts=[9]", r"prompts.short_contexts: must be \[shortest, longest\]"),
         ("code.packages=many", "code.packages"),
@@ -58,24 +48,10 @@ def test_a_mistake_is_one_line_with_its_key(override: str, message: str) -> None
     assert "\n" not in str(error.value)
 
 
-def test_forced_rounds_need_vanillas_answers_to_all_their_prompts() -> None:
-    load("evaluation.methods=[{name: vanilla, prompts: 2}, {name: forced, prompts: 2, contexts: [1024]}]")
-    for vanilla in ("prompts: 1", "prompts: 2, tasks: [lcc]", "prompts: 2, contexts: [7000]"):
-        with pytest.raises(UserError, match="forced needs the greedy answers"):
-            load(f"evaluation.methods=[{{name: vanilla, {vanilla}}}, {{name: forced, prompts: 2, contexts: [1024]}}]")
-
-
-def test_arms_change_stages_and_leave_some_out() -> None:
-    settings = load("training.arms={ce: {every: {overrides: {loss: ce}}, stage2: null, stage3: {steps: 7}}}")
-    recipe, arm = arm_stages(settings, "recipe"), arm_stages(settings, "ce")
-    assert list(recipe) == ["stage1", "stage2", "stage3"] and list(arm) == ["stage1", "stage3"]
-    assert arm["stage1"].overrides == recipe["stage1"].overrides | {"loss": "ce"} and arm["stage3"].steps == 7
-    assert arm["stage1"].answers == recipe["stage1"].answers
-    assert final_draft(settings, Path("out"), "ce").parts[1:4] == ("training", "ce-0", "stage3")
-    with pytest.raises(UserError, match=r"arms\.ce\.stage9: no such stage"):
-        arm_stages(load("training.arms={ce: {stage9: null}}"), "ce")
-    with pytest.raises(UserError, match=r"arms.ce: .*stepz"):
-        arm_stages(load("training.arms={ce: {stage1: {stepz: 7}}}"), "ce")
+def test_settings_read_back_as_they_were_written(tmp_path: Path) -> None:
+    settings = load("evaluation.draft=some/folder")
+    (tmp_path / "settings.yaml").write_text(settings_yaml(settings))
+    assert load_settings(tmp_path / "settings.yaml") == settings == load_settings(settings)
 
 
 def test_a_folder_trained_with_another_config_of_the_trainer_is_refused(tmp_path: Path) -> None:
@@ -87,7 +63,9 @@ def test_a_folder_trained_with_another_config_of_the_trainer_is_refused(tmp_path
     for split in ("train", "validation"):
         write_atomically(answers_file(tmp_path, "chat", split), "{}\n")
     write_atomically(tmp_path / "stage1" / "settings.json", json.dumps(facts | {"trainer.learning_rate": 2e-3}))
-    with pytest.raises(UserError, match=r"made with trainer\.learning_rate 0\.002, not 0\.004; use another --root"):
+    with pytest.raises(
+        UserError, match=r"made with trainer\.learning_rate 0\.002, not 0\.004; use another --output_dir"
+    ):
         train_stage(tmp_path / "stage1", stage, settings, tmp_path, "target", None, 0)
 
 
@@ -104,21 +82,40 @@ def test_records_to_replay_are_spread_over_their_run(tmp_path: Path) -> None:
     assert texts == [[f"chat\u2028{n}" for n in (0, 2, 4)], [f"short\u2028{n}" for n in range(7)]]
 
 
-def test_all_runs_are_checked_before_the_first_starts(tmp_path: Path) -> None:
+def test_a_step_runs_on_as_many_gpus_as_divide_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of rows per step stays the same, so that a run continues on another number of GPUs."""
+    stage = load("training.stages.stage1.micro_batch=5").training.stages["stage1"]
+    for gpus, expected in ((0, (1, 4, 4)), (1, (1, 4, 4)), (3, (2, 4, 2)), (8, (8, 2, 1)), (40, (16, 1, 1))):
+        monkeypatch.setattr(training.torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert batches("stage1", stage) == expected
+    stage.tokens_per_step = 1500
+    with pytest.raises(UserError, match=r"stages\.stage1: tokens_per_step 1500 is not a multiple of max_length 1024"):
+        batches("stage1", stage)
+
+
+def test_stage_1_takes_the_layer_of_the_best_candidate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    candidates = "{none: {model.kv_layers: []}, two: {model.kv_layers: [2]}, three: {model.kv_layers: [3]}}"
     target = make_chat_target(tmp_path / "target")
-    for override, message in (
-        ("training.arms.late={stage3: {tokens_per_step: 9000}}", "stage3: tokens_per_step 9000 is not a multiple"),
-        ("training.arms.late={stage3: {answers: [poems]}}", r"late\.stage3\.answers: no run poems"),
-        ("training.arms.late={every: {replay: {poems: 5}}}", r"late\.stage1\.replay: no run poems"),
-        ("training.arms.late={stage3: {answers: [meetings]}}", "meetings/train.jsonl: no such file"),
-    ):
-        settings = load(override, f"target={target}")
-        for name in {"chat", *settings.answers} - {"meetings"}:
-            for split in ("train", "validation"):
-                write_atomically(answers_file(tmp_path, name, split), "")
-        with pytest.raises(UserError, match=message):
-            train(settings, tmp_path)
-    assert not (tmp_path / "training").exists()
+    settings = load(f"probes={{layers: {{candidates: {candidates}, adopt: true}}}}", f"target={target}")
+    trained = []
+    monkeypatch.setattr(training, "train_stage", lambda folder, stage, *rest: trained.append((folder, stage, rest[3])))
+    with pytest.raises(UserError, match=r"layers\.json: no such file; stage 1 takes its layers"):
+        train("stage1", settings, tmp_path)
+    # (correct tokens, chains) per row; the longer texts decide between two and three.
+    short, long = [(10.0, 10.0), (30.0, 10.0)], [(5.0, 10.0)]
+    scores = {"none": {"short": [(10.0, 10.0), (5.0, 10.0)], "long": long}, "two": {"short": short, "long": long}}
+    scores["three"] = {"short": short, "long": [(9.0, 10.0)]}
+    write_atomically(tmp_path / "probes" / "layers.json", json.dumps(scores))
+    assert best_candidate(scores) == "three"
+    rows = probe_table(scores).set_index("candidate")
+    assert (rows["short"]["two"], rows["short, relative"]["none"]) == ("3.000", "")
+    assert rows["short, relative"]["two"].startswith("+71.4% ±")
+    train("stage1", settings, tmp_path)
+    train("stage2", settings, tmp_path)
+    (_, first, no_draft), (folder, second, draft) = trained
+    assert first.overrides["model.kv_layers"] == [3] and "model.kv_layers" not in second.overrides
+    assert no_draft is None and draft == run_folder(tmp_path, 0) / "stage1" / "checkpoint-last"
+    assert folder == run_folder(tmp_path, 0) / "stage2"
 
 
 @pytest.mark.parametrize("stage", ["stage1", "stage2", "stage3"])
@@ -137,19 +134,21 @@ def test_the_trainer_takes_the_launch_line_of_every_stage(stage: str, tmp_path: 
     assert config.data.files == [str(data)] and config.variant.name == "base"
 
 
-def test_the_table_of_arms_pools_seeds(tmp_path: Path) -> None:
-    settings = load("training.seeds=[0,1,2]", "training.arms={}")
-    for seed, length in ((0, 2.0), (1, 3.0)):
-        folder = tmp_path / "training" / f"recipe-{seed}" / "stage1"
+def test_the_table_of_stages_has_the_finished_ones(tmp_path: Path) -> None:
+    settings = load()
+    for name, steps in (("stage1", settings.training.stages["stage1"].steps), ("stage2", 5)):
+        folder = run_folder(tmp_path, 0) / name
         (folder / "checkpoint-last").mkdir(parents=True)
-        steps = settings.training.stages["stage1"].steps
-        last = {"step": steps, "loss": 1.0, "eval_acceptance_length": length}
-        (folder / "metrics.jsonl").write_text('{"step": 1}\n' + json.dumps(last) + "\n")
-    frame = table(settings, tmp_path)
-    assert frame["seed"].tolist() == [0, 1]
-    pooled = summary(frame).iloc[0]
-    assert (pooled["arm"], pooled["seeds"], pooled["eval_acceptance_length"]) == ("recipe", 2, 2.5)
-    assert pooled["sd over seeds"] == pytest.approx(0.5**0.5)
+        last = {"step": steps, "loss": 1.0, "eval_acceptance_length": 2.5, "seconds": 3.0}
+        (folder / "metrics.jsonl").write_text('{"step": 1, "seconds": 1.0}\n' + json.dumps(last) + "\n")
+        (folder / "seconds.jsonl").write_text("10.0\n2.5\n")
+    (row,) = stage_table(settings, tmp_path).to_dict("records")
+    assert (row["stage"], row["seconds"], row["seconds per step"], row["eval_acceptance_length"]) == (
+        "stage1",
+        12.5,
+        2.0,
+        2.5,
+    )
 
 
 def test_an_evaluation_resumes(tmp_path: Path) -> None:
@@ -176,3 +175,5 @@ def test_an_evaluation_resumes(tmp_path: Path) -> None:
     (other, *_) = cells(load(methods).evaluation, tmp_path)
     with pytest.raises(UserError, match="samples of other prompts"):
         again.missing(other)
+    with pytest.raises(UserError, match="forced needs the greedy answers of a method vanilla"):
+        again.answer(grid[0], prompts[0])

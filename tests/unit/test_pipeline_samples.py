@@ -1,30 +1,23 @@
-"""Figures of the experiment's report: pooled ratios, standard errors, pairing by prompt, verdicts, tables."""
+"""Figures of a report: pooled ratios, standard errors, pairing by prompt, verdicts, tables."""
 
 import math
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas
 import pytest
 
-from experiments.cells import SampleFile
-from experiments.claims import goal_verdict, paper_claims
-from experiments.evaluation import evaluation_folder
-from experiments.report import (
+from experiments.claims import Goal, goal_verdict, paper_claims
+from longspec.pipeline.report import (
     by_context,
     by_method,
-    by_seed,
     output_counts,
     same_text,
     untimed,
 )
-from experiments.samples import Samples
-from experiments.settings import Goal, load_settings
-from experiments.tables import markdown, pooled, speed_ratio, tokens_per_round, tokens_per_second
-
-PRESET = Path(__file__).resolve().parents[2] / "experiments" / "smollm2.yaml"
+from longspec.pipeline.samples import Samples
+from longspec.pipeline.tables import markdown, pooled, speed_ratio, tokens_per_round, tokens_per_second
 
 
 def line(method: str = "tree", number: int = 0, **changes: object) -> dict:
@@ -140,34 +133,17 @@ def test_contexts_compare_on_the_same_text() -> None:
 
 
 def test_every_claim_of_the_paper_has_a_row() -> None:
-    diagnostics = {
-        "recipe-0 stage1": {"chat": {"rounds": 10.0, "tokens": 2.0}, "code": {"rounds": 30.0, "tokens": 2.4}},
-        "recipe-0 stage2": {"chat": {"rounds": 10.0, "tokens": 9.0}},
-        "block-attention-0 stage1": {"chat": {"rounds": 20.0, "tokens": 2.0}},
-    }
-    rows = {row.claim: row for row in paper_claims(evaluation(), diagnostics)}
-    assert rows["Noisy training lengthens acceptance"].verdict == "holds"
-    assert "2.00 to 2.30 tokens per round (+15.0%)" in rows["Noisy training lengthens acceptance"].measured
-    assert rows["Anchor-offset positions help"].verdict == "not measured"
-    short = {"short-0 stage1": {"chat": {"rounds": 20.0, "tokens": 2.5}}}
-    changed = {row.claim: row for row in paper_claims(evaluation(), diagnostics | short)}
-    assert "2.00 to 2.50 tokens" in changed["Noisy training lengthens acceptance"].measured, "an arm changes short"
-    noise = {"no-anchor-offset-0 stage1": {"chat": {"rounds": 20.0, "tokens": 2.51}}}
-    close = {row.claim: row for row in paper_claims(evaluation(), diagnostics | short | noise)}
-    assert close["Anchor-offset positions help"].verdict == "no difference", "-0.4% is within the spread of seeds"
+    arms = {"short": 2.3, "block-attention": 2.0, "no-anchor-offset": 2.31}
+    rows = {row.claim: row for row in paper_claims(evaluation(), arms)}
+    noise = rows["Noisy training lengthens acceptance"]
+    assert noise.verdict == "holds" and "2.00 to 2.30 tokens per round (+15.0%)" in noise.measured
+    assert rows["Anchor-offset positions help"].verdict == "no difference", "-0.4% is within the spread of seeds"
+    del arms["short"]
+    unknown = {row.claim: row.verdict for row in paper_claims(evaluation(), arms)}
+    assert unknown["Noisy training lengthens acceptance"] == "not measured"
     assert rows["Greedy output equals vanilla's"].measured == "8 of 8 outputs"
     assert rows["Tokens per round, lcc"].verdict == "not measured"
     assert len(paper_claims(evaluation(), {})) == len(rows)
-
-
-def test_seeds_are_shown_with_their_spread(tmp_path: Path) -> None:
-    settings = load_settings(PRESET, ["training.seeds=[0,1,2]"])
-    assert by_seed(settings, tmp_path, evaluation()).empty, "one seed has no spread"
-    for seed, rounds in ((1, 10), (2, 5)):
-        SampleFile(evaluation_folder(tmp_path, seed)).append(line(rounds=rounds, prompt=0))
-    rows = by_seed(settings, tmp_path, Samples(frame(line(rounds=8)))).set_index("seed")
-    assert rows["gsm8k"].tolist() == pytest.approx([5.0, 4.0, 8.0, 17 / 3, np.std([5, 4, 8], ddof=1)])
-    assert rows.index.tolist() == ["0", "1", "2", "mean", "sd"]
 
 
 def test_contexts_compare_over_the_tasks_that_have_all_of_them() -> None:

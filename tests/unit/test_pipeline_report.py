@@ -1,14 +1,16 @@
-"""The summary of an experiment's report."""
+"""The summary of a report, and the last line of the command."""
 
 import json
 from pathlib import Path
 
 import pandas
+import pytest
 
-from experiments import report
-from experiments.report import LEAST_OUTPUTS, MAIN_METHODS, main_table, main_tasks
-from experiments.samples import Samples
-from experiments.settings import load_settings
+from longspec.pipeline import report
+from longspec.pipeline.command import verdict
+from longspec.pipeline.report import LEAST_OUTPUTS, MAIN_METHODS, main_table, main_tasks
+from longspec.pipeline.samples import Samples
+from longspec.pipeline.settings import load_settings
 
 SPEEDS = {"vanilla": 10, "lookup": 15, "tree": 20, "auto": 30}
 
@@ -44,7 +46,7 @@ def test_loops_are_left_out() -> None:
 
 def test_contexts_without_samples_are_named(tmp_path: Path) -> None:
     """Those that have prompts; the samples are of `chat` without context."""
-    settings = load_settings("experiments/smollm2.yaml", ["text=none"])
+    settings = load_settings("experiments/smollm2.yaml", [])
     folder = tmp_path / "prompts" / "test"
     folder.mkdir(parents=True)
     for task, lengths in {"chat": (0, 7000), "lcc": (1024,)}.items():
@@ -52,3 +54,11 @@ def test_contexts_without_samples_are_named(tmp_path: Path) -> None:
         (folder / f"{task}.jsonl").write_text("".join(records))
     measured = samples({"chat": 1}, {"chat": 0})
     assert report.unmeasured(settings, tmp_path, measured) == ["lcc (1024 tokens)", "chat (7000 tokens)"]
+
+
+def test_a_draft_slower_than_lookup_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = verdict(samples({"lcc": 6}, {"lcc": 0}))
+    assert "3.00 ± 0.00 tokens per round" in good and "1.33 ± 0.00 x as fast as prompt lookup" in good
+    monkeypatch.setitem(SPEEDS, "tree", 12)
+    bad = verdict(samples({"lcc": 6}, {"lcc": 0}))
+    assert bad.startswith("The draft is slower than prompt lookup") and "0.80 ± 0.00 x" in bad and "--text" in bad

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.files import prompts_file, read_jsonl
-from experiments.settings import EvaluationSettings, MethodSettings
 from longspec.errors import UserError
+from longspec.pipeline.files import prompts_file, read_jsonl
+from longspec.pipeline.settings import EvaluationSettings, MethodSettings
 
 CELL_KEY = ("task", "context", "method", "temperature", "seed")
 
@@ -82,8 +82,14 @@ class SampleFile:
         return missing
 
     def answer(self, cell: Cell, prompt: dict[str, Any]) -> list[int]:
-        """Vanilla's answer to a prompt of a greedy cell, in token ids."""
-        answer: list[int] = self.samples[sample_key({**cell.key, "method": "vanilla", "id": prompt["id"]})]["token_ids"]
+        """Vanilla's answer to a prompt of a greedy cell, in token ids. Raises UserError if there is none."""
+        sample = self.samples.get(sample_key({**cell.key, "method": "vanilla", "id": prompt["id"]}))
+        if sample is None:
+            raise UserError(
+                f"evaluation.methods, {cell.method.name}: method forced needs the greedy answers of a method vanilla "
+                "before it in the list"
+            )
+        answer: list[int] = sample["token_ids"]
         return answer
 
     def append(self, sample: dict[str, Any]) -> None:

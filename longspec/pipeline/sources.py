@@ -1,4 +1,4 @@
-"""Source texts of the prompts: questions and meetings from the user's folder, and installed Python code."""
+"""Source texts of the prompts: the user's prompts, benchmarks and documents, and installed Python code."""
 
 import hashlib
 import os
@@ -9,15 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from experiments.settings import CodeSettings
+from longspec.data.prompts import PromptFiles
 from longspec.data.records import RecordError, located, parse_record, text_of
+from longspec.errors import UserError
+from longspec.pipeline.settings import CodeSettings, Settings
+from longspec.pipeline.target import CHAT_FORMAT, TargetText
 
 T = TypeVar("T")
 SPLITS = ("train", "validation", "test")
 VALIDATION_SHARE = 20
 """One in this number of training questions and meetings is used for validation."""
 HELD_OUT_SHARE = 10
-"""One in this number of packages is used for validation, and another one for the test."""
+"""One in this number of packages and of the user's prompts is used for validation, and another one for the test."""
 COPIES = {"__pycache__", "_vendor", "_vendored", "vendor", "vendored", "third_party", "externals", "extern"}
 """Names of folders that hold copies of other packages."""
 TESTS = {"test", "tests", "testing", "idle_test"}
@@ -49,6 +52,8 @@ class Texts:
     problems: list[str] = field(default_factory=list)
     """Problems of AIME 2024."""
     documents: list["SourceFile"] = field(default_factory=list)
+    own: list[dict[str, Any]] = field(default_factory=list)
+    """The user's prompts, each with "messages" or a "prefix"."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ def read_texts(folder: str | None, documents: str | None, split: str) -> Texts:
     """
     texts = Texts()
     for file in sorted(Path(documents).glob("*/*.txt")) if documents else ():
-        if split_of_package(file.parent.name) == split and (text := _read(file)) is not None:
+        if split_of(file.parent.name) == split and (text := _read(file)) is not None:
             texts.documents.append(SourceFile(file.parent.name, f"{file.parent.name}/{file.name}", text))
     if folder is None:
         return texts
@@ -90,6 +95,24 @@ def read_texts(folder: str | None, documents: str | None, split: str) -> Texts:
     if split == "test":
         texts.problems = _read_task(folder, "aime24", source, lambda record: text_of(record.get("problem"), "problem"))
     return texts
+
+
+def read_own(settings: Settings, target: TargetText) -> dict[str, list[dict[str, Any]]]:
+    """The user's prompts of at most `prompts.contexts` tokens by split, which depends on the prompt's text.
+
+    Raises UserError for an invalid record, and if none is left.
+    """
+    prompts: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
+    if not settings.text:
+        return prompts
+    files = PromptFiles(tuple(settings.text))
+    for prompt in files.read(0, len(files), target.family, target.tokenizer, CHAT_FORMAT):
+        if target.count(prompt.text) <= settings.prompts.contexts[1]:
+            record = {"messages": prompt.turns} if prompt.turns else {"prefix": prompt.text}
+            prompts[split_of(prompt.text)].append(record)
+    if not prompts["train"]:
+        raise UserError(f"--text: no prompt of at most {settings.prompts.contexts[1]} tokens in {settings.text[0]}")
+    return prompts
 
 
 def _read_task(folder: str, task: str, split: str, read: Callable[[dict[str, Any]], T]) -> list[T]:
@@ -130,9 +153,9 @@ def _bucket(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
 
 
-def split_of_package(package: str) -> str:
-    """The split of a package, which depends only on its name."""
-    return {0: "test", 1: "validation"}.get(_bucket(package) % HELD_OUT_SHARE, "train")
+def split_of(name: str) -> str:
+    """The split of a package by its name, or of a prompt by its text."""
+    return {0: "test", 1: "validation"}.get(_bucket(name) % HELD_OUT_SHARE, "train")
 
 
 def read_code(settings: CodeSettings, seed: int) -> dict[str, list[SourceFile]]:
@@ -143,7 +166,7 @@ def read_code(settings: CodeSettings, seed: int) -> dict[str, list[SourceFile]]:
     packages = [package for folder in folders for package in _packages(Path(folder))]
     packages = sorted(chance.sample(packages, min(settings.packages, len(packages))))
     # Held-out packages come first: a text counts only once, so copies of held-out files are not trained on.
-    packages.sort(key=lambda path: SPLITS[::-1].index(split_of_package(path.stem)))
+    packages.sort(key=lambda path: SPLITS[::-1].index(split_of(path.stem)))
 
     files: dict[str, list[SourceFile]] = {split: [] for split in SPLITS}
     seen: set[bytes] = set()
@@ -155,7 +178,7 @@ def read_code(settings: CodeSettings, seed: int) -> dict[str, list[SourceFile]]:
                 continue
             seen.add(digest)
             relative = str(path.relative_to(package.parent))
-            files[split_of_package(package.stem)].append(SourceFile(package.stem, relative, text))
+            files[split_of(package.stem)].append(SourceFile(package.stem, relative, text))
 
     files["train"] = without_copies(files["train"], files["validation"] + files["test"])
     return files

@@ -1,10 +1,7 @@
-"""Step `evaluate`: decode held-out prompts with every method, in one process per device."""
+"""The evaluation: held-out prompts decoded with every method, on all GPUs."""
 
-import os
-import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,80 +10,62 @@ import torch
 from tqdm import tqdm
 from transformers.utils import logging
 
-from experiments.cells import Cell, SampleFile, cells, prompt_digest
-from experiments.diagnostics import forced_acceptance
-from experiments.files import claim
-from experiments.processes import running
-from experiments.settings import FORCED, HEAD_TOKENS, MethodSettings, Settings
-from experiments.target import TargetText
-from experiments.training import final_draft
 from longspec import generate, load_pair
 from longspec.data.prompts import loops
 from longspec.errors import UserError
 from longspec.inference.device import device_name, versions
 from longspec.inference.options import WITHOUT_FILE
 from longspec.models.content import state_digest
+from longspec.pipeline.cells import Cell, SampleFile, cells, prompt_digest
+from longspec.pipeline.files import claim
+from longspec.pipeline.forced import forced_acceptance
+from longspec.pipeline.processes import share_work
+from longspec.pipeline.settings import FORCED, HEAD_TOKENS, MethodSettings, Settings
+from longspec.pipeline.target import TargetText
+from longspec.pipeline.training import final_draft
+from longspec.ranks.replicas import Replicas
 
 FACTS = "settings.json"
 """File with the draft, target, device and versions that all samples of a folder share."""
 WARM_UP_TOKENS = 16
 
 
-def evaluation_folder(root: Path, seed: int | None = None) -> Path:
-    """Folder with the samples of the main draft, or of the recipe's draft with another seed."""
-    return root / ("evaluation" if seed is None else f"evaluation-seed{seed}")
+def evaluation_folder(root: Path) -> Path:
+    return root / "evaluation"
 
 
-def evaluate(settings: Settings, root: Path, options: Sequence[str], part: str | None = None) -> None:
-    """Measure the missing samples: all methods with the main draft, and the greedy tree with the drafts of other seeds.
+def evaluate(settings: Settings, root: Path) -> None:
+    """Measure the missing samples. Raises UserError if the draft does not exist or a process fails."""
+    if settings.evaluation.draft is None and not final_draft(settings, root).exists():
+        raise UserError(f"{final_draft(settings, root)}: no such draft; train it first, or set evaluation.draft")
+    samples = SampleFile(evaluation_folder(root))
+    if any(samples.missing(cell) for cell in cells(settings.evaluation, root)):
+        ranks = settings.tp_size if settings.tp_size > 1 else max(1, torch.cuda.device_count())
+        share_work(measure, settings, root, ranks)
 
-    On several GPUs, one process per GPU measures a part of the grid. options: the command's options, which are passed
-    on to these processes. part: NUMBER/COUNT, the part that such a process measures.
 
-    Raises UserError if the draft does not exist or a process fails.
+def measure(settings: Settings, root: Path, replicas: Replicas) -> None:
+    """Measure this process's share of the samples.
+
+    Raises UserError if the folder holds samples of a different draft, target, device or version.
     """
-    devices = torch.cuda.device_count()
-    if part is None and devices > 1:
-        return _start_parts(options, devices)
-    number, parts = map(int, (part or "0/1").split("/"))
     logging.disable_progress_bar()
+    folder = evaluation_folder(root)
     draft = settings.evaluation.draft or str(final_draft(settings, root))
-    if not Path(draft).exists():
-        raise UserError(f"{draft}: no such draft; run the step train first, or set evaluation.draft")
+    decoder = Decoder(settings.target, draft, replicas.device(None))
+    facts: dict[str, Any] = {"draft": state_digest(decoder.model.draft_model.state_dict()), "target": settings.target}
+    facts |= {"device": device_name(decoder.model.device), "versions": versions()}
+    replicas.from_rank_zero(lambda: claim(folder / FACTS, facts))
 
     grid = list(cells(settings.evaluation, root))
     # All methods of a task and context run on the same device, because they are compared.
     groups = list(dict.fromkeys((cell.task, cell.context) for cell in grid))
-    own_cells = [cell for cell in grid if groups.index((cell.task, cell.context)) % parts == number]
-    measure(settings, draft, evaluation_folder(root), own_cells, number)
-
-    if settings.evaluation.draft is None:
-        main_cells = [cell for cell in own_cells if is_main(cell)]
-        for seed in settings.training.seeds[1:]:
-            draft = str(final_draft(settings, root, seed=seed))
-            if Path(draft).exists():
-                measure(settings, draft, evaluation_folder(root, seed), main_cells, number)
-
-
-def is_main(cell: Cell) -> bool:
-    """Whether a cell belongs to the main method: the default tree at temperature 0."""
-    return cell.method.name == "tree" and cell.temperature == 0
-
-
-def measure(settings: Settings, draft: str, folder: Path, grid: list[Cell], number: int) -> None:
-    """Measure the missing samples of one draft. number: index of this device among those that write to `folder`.
-
-    Raises UserError if `folder` holds samples of a different draft, target, device or version.
-    """
-    decoder = Decoder(settings.target, draft)
-    if number == 0:
-        facts = {"draft": state_digest(decoder.model.draft_model.state_dict()), "target": settings.target}
-        claim(folder / FACTS, facts | {"device": device_name(decoder.model.device), "versions": versions()})
-
-    samples = SampleFile(folder, number)
-    missing = [(cell, samples.missing(cell)) for cell in grid]
-    with tqdm(total=sum(len(prompts) for _, prompts in missing), desc=folder.name, unit="sample") as bar:
-        warmed_up: set[tuple[str, float, int]] = set()
+    own = [cell for cell in grid if groups.index((cell.task, cell.context)) % replicas.size == replicas.rank]
+    samples = SampleFile(folder, replicas.rank)
+    missing = [(cell, samples.missing(cell)) for cell in own]
+    total = sum(len(prompts) for _, prompts in missing)
+    warmed_up: set[tuple[str, float, int]] = set()
+    with tqdm(total=total, desc="evaluation", unit="sample", disable=replicas.rank > 0) as bar:
         for cell, prompts in missing:
             kernels = cell.method.name, cell.temperature, cell.context
             is_forced = cell.method.kind == FORCED
@@ -94,24 +73,8 @@ def measure(settings: Settings, draft: str, folder: Path, grid: list[Cell], numb
                 warmed_up.add(kernels)
                 decoder.sample(cell, cell.prompts[0], warm_up=True)
             for prompt in prompts:
-                answer = samples.answer(cell, prompt) if is_forced else []
-                samples.append(decoder.sample(cell, prompt, answer))
+                samples.append(decoder.sample(cell, prompt, samples.answer(cell, prompt) if is_forced else []))
                 bar.update()
-
-
-def _start_parts(options: Sequence[str], devices: int) -> None:
-    """Run one process per device and wait for all of them. Raises UserError if one fails."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(number) for number in range(devices)]
-    with ExitStack() as stack:
-        children = []
-        for number, name in enumerate(names):
-            command = [sys.executable, "-m", "experiments", "evaluate", *options, "--part", f"{number}/{devices}"]
-            child = running(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": name})
-            children.append(stack.enter_context(child))
-        codes = [child.wait() for child in children]
-    if any(codes):
-        raise UserError(f"evaluate: the process of a device ended with code {max(codes, key=abs)}")
 
 
 def shortened(ids: list[int], tokens: int | None) -> list[int]:
@@ -122,9 +85,10 @@ def shortened(ids: list[int], tokens: int | None) -> list[int]:
 class Decoder:
     """Continues prompts with the methods of `longspec.generate` and with FORCED."""
 
-    def __init__(self, target: str, draft: str) -> None:
+    def __init__(self, target: str, draft: str, device: str | None) -> None:
+        """device: None for the default one."""
         self.text = TargetText.load(target)
-        self.model, _ = load_pair(target, draft=draft)
+        self.model, _ = load_pair(target, draft=draft, device=device)
 
     def sample(
         self, cell: Cell, prompt: dict[str, Any], answer: Sequence[int] = (), warm_up: bool = False

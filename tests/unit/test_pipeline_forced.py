@@ -1,21 +1,13 @@
 """Teacher-forced acceptance compared with decoding, and the bound of a tree compared with a sum over paths."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from pairs import make_pair
 from torch import Tensor
 
-from experiments import diagnostics
-from experiments.cells import Cell
-from experiments.diagnostics import depth_probabilities, diagnose, forced_acceptance
-from experiments.evaluation import Decoder
-from experiments.files import answers_file, write_atomically
-from experiments.settings import MethodSettings
 from longspec import generate
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
@@ -23,6 +15,10 @@ from longspec.inference.engine.engine import Engine
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY
 from longspec.models.glide import GlideMixin
+from longspec.pipeline.cells import Cell
+from longspec.pipeline.evaluation import Decoder
+from longspec.pipeline.forced import depth_probabilities, forced_acceptance
+from longspec.pipeline.settings import MethodSettings
 
 SHAPE = (8, 8, 8)
 
@@ -70,21 +66,6 @@ def test_a_forced_sample_reads_the_head_and_the_end_of_its_prompt(tmp_path: Path
     text = torch.cat([torch.tensor(ids[:48] + ids[-52:]), answer])
     expected = forced_acceptance(decoder.model, [text], [100], SHAPE)
     assert [samples[100][name] for name in ("rounds", "decoded_tokens", "bound")] == list(expected.values())
-
-
-def test_answers_that_two_runs_share_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs with other temperatures have the same greedy validation answers."""
-    for name, answer in (("chat", "a"), ("gsm8k", "b"), ("gsm8k-sampled", "b")):
-        record = {"id": name, "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]}
-        write_atomically(answers_file(tmp_path, name, "validation"), json.dumps(record) + "\n")
-    settings: Any = SimpleNamespace(
-        answers={"gsm8k": None, "gsm8k-sampled": None}, evaluation=SimpleNamespace(diagnostic_rows=4)
-    )
-    text: Any = SimpleNamespace(prompt_ids=lambda prompt: [1, 2], tokenizer=None)
-    monkeypatch.setattr(diagnostics, "encode_texts", lambda texts, tokenizer: [[3] for _ in texts])
-    monkeypatch.setattr(diagnostics, "forced_acceptance", lambda *_: {"rounds": 2.0, "tokens": 5.0, "bound": 3.0})
-    figures = diagnose(settings, tmp_path, SimpleNamespace(device="cpu"), text)
-    assert figures == {name: {"rounds": 2.0, "tokens": 2.5, "bound": 1.5} for name in ("chat", "gsm8k")}
 
 
 def test_the_bound_sums_the_targets_probabilities_over_paths() -> None:

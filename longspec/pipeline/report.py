@@ -1,4 +1,4 @@
-"""Step `report`: tables, plots, summary.json and a Markdown page from the results of the other steps."""
+"""The report of a run: tables and plots of the evaluation and the training, as a Markdown page."""
 
 import json
 from collections.abc import Callable
@@ -11,17 +11,16 @@ from typing import Any
 import matplotlib
 import pandas
 
-from experiments.cells import cells, read_samples
-from experiments.claims import Diagnostics, Verdict, goal_verdict, paper_claims
-from experiments.diagnostics import DIAGNOSTICS
-from experiments.evaluation import FACTS, evaluation_folder
-from experiments.files import write_atomically
-from experiments.samples import Samples
-from experiments.settings import RECIPE, Settings
-from experiments.tables import Figure, context_name, markdown, speed_ratio, tokens_per_round, tokens_per_second
-from experiments.training import SETTINGS, run_folder, summary, table
 from longspec.cli.picture import COLORS
 from longspec.errors import UserError
+from longspec.pipeline.cells import cells, read_samples
+from longspec.pipeline.evaluation import FACTS, evaluation_folder
+from longspec.pipeline.files import write_atomically
+from longspec.pipeline.probes import probe_file, probe_table, read_scores
+from longspec.pipeline.samples import Samples
+from longspec.pipeline.settings import Settings
+from longspec.pipeline.tables import Figure, context_name, markdown, speed_ratio, tokens_per_round, tokens_per_second
+from longspec.pipeline.training import stage_table
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -30,62 +29,93 @@ PICTURES = ("contexts.png", "tokens_per_second.png")
 MAIN_METHODS = ("vanilla", "lookup", "tree", "auto")
 LEAST_OUTPUTS = 5
 """Minimum number of outputs per method for a task to appear in the summary and in the plot of tokens/s."""
+Tables = dict[str, tuple[str, pandas.DataFrame]]
+"""An introduction and a table, by heading."""
 
 
-def report(settings: Settings, root: Path, command: str) -> None:
-    """Write the page and its files. Raises UserError if there are no samples. command: shown on the page."""
-    folder = Path(settings.report)
-    evaluation = evaluation_folder(root)
-    lines = read_samples(evaluation) if evaluation.exists() else []
+def measured(root: Path) -> list[dict[str, Any]]:
+    """The samples of the evaluation. Raises UserError if there are none."""
+    lines = read_samples(evaluation_folder(root)) if evaluation_folder(root).exists() else []
     if not lines:
-        raise UserError(f"{evaluation}: no samples; run the step evaluate first")
+        raise UserError(f"{evaluation_folder(root)}: no samples; nothing has been evaluated yet")
+    return lines
 
-    samples = Samples.of_lines(lines)
-    facts = json.loads((evaluation / FACTS).read_text())
+
+def tables_of(settings: Settings, root: Path, samples: Samples) -> Tables:
+    """The tables of a report."""
+    tables: Tables = {
+        "Summary": (
+            "T = 0, batch 1, outputs without repetition loops. Ratios compare tokens/s on prompts that both methods "
+            "decoded. The target wrote the user turns of chat; those of everyday were written by hand.",
+            main_table(samples),
+        ),
+        "Tokens per round": (
+            "Outputs without repetition loops, standard errors over prompts. The rows `all` pool the tasks that have "
+            "every context, as the plot does.",
+            by_context(samples, samples.tokens_per_round),
+        ),
+        "Speedup": (
+            "Tokens/s over vanilla's, on prompts where neither output has a repetition loop.",
+            by_context(samples, partial(samples.speed_up, other="vanilla")),
+        ),
+        "The same text": (
+            "Tokens per round of the tree, teacher-forced on vanilla's greedy answers to the longest prompts, which "
+            "are shortened to their head and their last tokens, so that only the context changes. The bound at T = 1 "
+            "is that of the deterministic tree.",
+            same_text(samples),
+        ),
+        "Methods": (
+            "Outputs without repetition loops. Ratios compare tokens/s on prompts that both methods decoded.",
+            by_method(samples),
+        ),
+        "Outputs": (
+            "Repetition loops inflate the acceptance length of any draft, so these outputs are counted separately.",
+            output_counts(samples),
+        ),
+    }
+    for name in settings.probes:
+        if probe_file(root, name).exists():
+            introduction = "Fresh drafts after a few steps: tokens per round of a chain, on held-out answers."
+            tables[f"Probe: {name}"] = introduction, probe_table(read_scores(root, name))
+    if len(stages := stage_table(settings, root)):
+        introduction = "The trainer's evaluation on held-out answers, chains of the depth that it trains."
+        tables["Training"] = introduction, stages
+    return tables
+
+
+def write_page(page: Path, title: str, settings: Settings, root: Path, command: str, more: Tables) -> None:
+    """Write a Markdown page with its plots and summary.json next to it. Raises UserError without samples.
+
+    more: further tables.
+    """
+    samples = Samples.of_lines(measured(root))
+    facts = json.loads((evaluation_folder(root) / FACTS).read_text())
     facts |= {"not measured": unmeasured(settings, root, samples), "not timed": untimed(samples)}
-    recipe = table(settings, root)
-    file = root / "training" / DIAGNOSTICS
-    diagnostics: Diagnostics = json.loads(file.read_text()) if file.exists() else {}
-    tables = {
-        "Summary": main_table(samples),
-        "Tokens per round": by_context(samples, samples.tokens_per_round),
-        "Speedup": by_context(samples, partial(samples.speed_up, other="vanilla")),
-        "The same text": same_text(samples),
-        "Methods": by_method(samples),
-        "Outputs": output_counts(samples),
-        "Goals": pandas.DataFrame([goal_verdict(samples, goal) for goal in settings.goals], columns=Verdict._fields),
-        "Claims of the paper": pandas.DataFrame(paper_claims(samples, diagnostics), columns=Verdict._fields),
-        "Seeds": by_seed(settings, root, samples),
-        "Recipe": summary(recipe),
-        "Diagnostics": diagnostics_table(diagnostics),
-    }
-
-    folder.mkdir(parents=True, exist_ok=True)
-    draw_contexts(samples, folder / PICTURES[0])
-    draw_tokens_per_second(samples, folder / PICTURES[1])
+    tables = tables_of(settings, root, samples) | more
+    page.parent.mkdir(parents=True, exist_ok=True)
+    draw_contexts(samples, page.with_name(PICTURES[0]))
+    draw_tokens_per_second(samples, page.with_name(PICTURES[1]))
     records = {
-        name: frame.astype(object).where(frame.notna(), None).to_dict("records") for name, frame in tables.items()
+        name: frame.astype(object).where(frame.notna(), None).to_dict("records") for name, (_, frame) in tables.items()
     }
-    content = {"command": command, "facts": facts, "settings": asdict(settings)}
-    content |= {"training": recipe_facts(settings, root), "tables": records}
-    write_atomically(folder / "summary.json", json.dumps(content, indent=1, default=str) + "\n")
-    write_atomically(folder / "samples.jsonl", "".join(json.dumps(_without_text(line)) + "\n" for line in lines))
-    write_atomically(folder / "README.md", page(settings, command, facts, tables))
-    print(f"report: {folder / 'README.md'}")
+    summary = {"command": command, "facts": facts, "settings": asdict(settings), "tables": records}
+    write_atomically(page.with_name("summary.json"), json.dumps(summary, indent=1, default=str) + "\n")
 
-
-def recipe_facts(settings: Settings, root: Path) -> dict[str, Any]:
-    """The settings of each trained stage of the recipe, those of the trainer included, with the first seed."""
-    folder = run_folder(root, RECIPE, settings.training.seeds[0])
-    files = {stage: folder / stage / SETTINGS for stage in settings.training.stages}
-    return {stage: json.loads(file.read_text()) for stage, file in files.items() if file.exists()}
+    setup = [f"- command: `{command}`", f"- target: {facts['target']}", f"- device: {facts['device']}"]
+    setup.append("- versions: " + ", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
+    setup += [f"- {gap}: " + ", ".join(facts[gap]) for gap in ("not measured", "not timed") if facts[gap]]
+    parts = [f"# {title}", "", *setup, ""]
+    parts += [*(f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in PICTURES), ""]
+    for name, (introduction, frame) in tables.items():
+        parts += [f"## {name}", "", introduction, "", markdown(frame) if len(frame) else "Not measured.", ""]
+    write_atomically(page, "\n".join(parts))
 
 
 def unmeasured(settings: Settings, root: Path, samples: Samples) -> list[str]:
     """The tasks and contexts of the evaluation that have prompts but no samples."""
     planned = dict.fromkeys((cell.task, cell.context) for cell in cells(settings.evaluation, root))
-    measured = set(zip(samples.frame["task"], samples.frame["context"], strict=True))
-    return [f"{task} ({context_name(context)})" for task, context in planned if (task, context) not in measured]
+    done = set(zip(samples.frame["task"], samples.frame["context"], strict=True))
+    return [f"{task} ({context_name(context)})" for task, context in planned if (task, context) not in done]
 
 
 def untimed(samples: Samples) -> list[str]:
@@ -93,10 +123,6 @@ def untimed(samples: Samples) -> list[str]:
     tokens per round once their times (`decode_s`, `ttft_s`, `wall_s`) are null."""
     cells = samples.frame.groupby(["task", "context"], sort=False)["decode_s"].count()
     return [f"{task} ({context_name(context)})" for (task, context), times in cells.items() if not times]
-
-
-def _without_text(line: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in line.items() if name != "token_ids"}
 
 
 def by_context(samples: Samples, figure: Callable[..., Figure]) -> pandas.DataFrame:
@@ -177,28 +203,6 @@ def by_method(samples: Samples) -> pandas.DataFrame:
     return pandas.DataFrame(rows)
 
 
-def by_seed(settings: Settings, root: Path, samples: Samples) -> pandas.DataFrame:
-    """Tokens per round of the greedy tree: one row per seed of the recipe, then mean and standard deviation.
-
-    Empty if fewer than two seeds were evaluated, or if the draft is not the recipe's.
-    """
-    drafts = {settings.training.seeds[0]: samples}
-    for seed in settings.training.seeds[1:]:
-        if lines := read_samples(evaluation_folder(root, seed)):
-            drafts[seed] = Samples(pandas.DataFrame(lines))
-    if len(drafts) < 2 or settings.evaluation.draft:
-        return pandas.DataFrame()
-
-    means = []
-    for seed_samples in drafts.values():
-        by_task = {task: seed_samples.tokens_per_round("tree", task=task).value for task in samples.tasks}
-        means.append(by_task | {"all": seed_samples.tokens_per_round("tree").value})
-    values = pandas.DataFrame(means)
-    rows = pandas.concat([values, values.mean().to_frame().T, values.std().to_frame().T], ignore_index=True)
-    rows.insert(0, "seed", [*map(str, drafts), "mean", "sd"])
-    return rows
-
-
 def output_counts(samples: Samples) -> pandas.DataFrame:
     """Number of outputs with and without loops, and tokens per round of the outputs with loops."""
     rows = []
@@ -207,18 +211,6 @@ def output_counts(samples: Samples) -> pandas.DataFrame:
         counts = {"outputs": len(group), "with loops": len(looped), "without loops": len(group) - len(looped)}
         looped_length = str(tokens_per_round(looped)) if len(looped) else "-"
         rows.append({"method": method, "T": temperature, **counts, "tokens per round with loops": looped_length})
-    return pandas.DataFrame(rows)
-
-
-def diagnostics_table(diagnostics: Diagnostics) -> pandas.DataFrame:
-    """Teacher-forced tokens per round, with the bound at T = 1 in parentheses: one row per draft, one column per run of
-    the target."""
-    rows = []
-    for draft, by_run in diagnostics.items():
-        row: dict[str, Any] = {"draft": draft}
-        for name, figures in by_run.items():
-            row[name] = f"{figures['tokens']:.2f} ({figures['bound']:.2f})"
-        rows.append(row)
     return pandas.DataFrame(rows)
 
 
@@ -266,40 +258,3 @@ def draw_tokens_per_second(samples: Samples, file: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
-
-
-def page(settings: Settings, command: str, facts: dict[str, Any], tables: dict[str, pandas.DataFrame]) -> str:
-    """The report as a Markdown page."""
-    intro = {
-        "Summary": "T = 0, batch 1, outputs without repetition loops. Ratios compare tokens/s on prompts that both "
-        "methods decoded. The target wrote the user turns of chat; those of everyday were written by hand.",
-        "Tokens per round": "Outputs without repetition loops, standard errors over prompts. The rows `all` pool the "
-        "tasks that have every context, as the plot does.",
-        "Speedup": "Tokens/s over vanilla's, on prompts where neither output has a repetition loop.",
-        "The same text": "Tokens per round of the tree, teacher-forced on vanilla's greedy answers to the longest "
-        "prompts, which are shortened to their head and their last tokens, so that only the context changes. The bound "
-        "at T = 1 is that of the deterministic tree.",
-        "Methods": "Outputs without repetition loops. Ratios compare tokens/s on prompts that both methods decoded.",
-        "Outputs": "Repetition loops inflate the acceptance length of any draft, so these outputs are counted "
-        "separately.",
-        "Goals": "The goals set for this pair. Outputs without repetition loops.",
-        "Claims of the paper": "The paper's target models have 7B to 32B parameters.",
-        "Seeds": "Tokens per round of `tree` at T = 0 on outputs without repetition loops. All seeds decode the same "
-        "prompts.",
-        "Recipe": "The trainer's evaluation on held-out answers. It drafts chains of the depth that the variant "
-        "trains. An arm changes the arm `short`, or the recipe if there is none.",
-        "Diagnostics": "Teacher-forced tokens per round on validation answers. In parentheses: the bound of the "
-        "deterministic tree at T = 1, which is 1 + the sum over its nodes of the target's probability of the "
-        "node's path.",
-    }
-    skipped = [] if settings.text else ["Run without a text folder: gsm8k, qmsum, quote and aime24 are skipped.", ""]
-    setup = [f"- command: `{command}`", f"- target: {facts['target']}", f"- device: {facts['device']}"]
-    setup.append("- versions: " + ", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
-    for gap in ("not measured", "not timed"):
-        if facts[gap]:
-            setup.append(f"- {gap}: " + ", ".join(facts[gap]))
-    pictures = [f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in PICTURES]
-    parts = [f"# {Path(settings.report).name}", "", *setup, "", *skipped, *pictures, ""]
-    for name, frame in tables.items():
-        parts += [f"## {name}", "", intro[name], "", markdown(frame) if len(frame) else "Not measured.", ""]
-    return "\n".join(parts)

@@ -1,0 +1,1 @@
+"""From a target to a trained, measured draft, in steps that resume: `longspec draft`."""

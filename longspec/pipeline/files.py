@@ -1,0 +1,78 @@
+"""Paths in the output folder, and functions that read and write files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from longspec.errors import UserError
+from longspec.pipeline.settings import StageSettings
+from longspec.replacing import replacing
+
+
+def settings_file(root: Path) -> Path:
+    """The settings that made the folder, with which every process of a step works."""
+    return root / "settings.yaml"
+
+
+def prompts_file(root: Path, split: str, group: str) -> Path:
+    return root / "prompts" / split / f"{group}.jsonl"
+
+
+def answers_file(root: Path, name: str, split: str) -> Path:
+    return root / "answers" / name / f"{split}.jsonl"
+
+
+def claim(file: Path, facts: dict[str, Any]) -> None:
+    """Record in a JSON file the facts that determine the content of other files.
+
+    Raises UserError if `file` exists and records different facts.
+    """
+    written = json.loads(json.dumps(facts))  # as they read back: tuples become lists
+    if not file.is_file():
+        write_atomically(file, json.dumps(written, indent=1) + "\n")
+        return
+    before = json.loads(file.read_text())
+    if differing := [name for name in written | before if written.get(name) != before.get(name)]:
+        name = differing[0]
+        raise UserError(
+            f"{file}: made with {name} {before.get(name)}, not {written.get(name)}; "
+            "use another --output_dir, or remove this file and the files it describes"
+        )
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Write a file completely or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(file) as unfinished:
+        unfinished.write_text(text)
+
+
+def read_jsonl(file: Path) -> list[dict[str, Any]]:
+    """The records of a JSONL file. An incomplete last line is ignored."""
+    lines = file.read_bytes().split(b"\n")[:-1]
+    return [json.loads(line) for line in lines if line.strip()]
+
+
+def answer_files(root: Path, names: list[str], split: str) -> list[str]:
+    """Absolute paths of the existing answer files of the runs `names`. Raises UserError if there are none."""
+    files = [answers_file(root, name, split).absolute() for name in names]
+    existing = [str(file) for file in files if file.exists()]
+    if not existing:
+        raise UserError(f"{files[0]}: no such file; the target has not written it yet")
+    return existing
+
+
+def training_files(root: Path, stage: StageSettings) -> list[str]:
+    """Absolute paths of a stage's training data. Records to replay are spread evenly over their run's file."""
+    files = answer_files(root, stage.answers, "train")
+    for name, count in stage.replay.items():
+        whole = answers_file(root, name, "train").absolute()
+        part = whole.with_name(f"train-{count}.jsonl")
+        if whole.exists():
+            if not part.exists():  # a running stage may read it
+                lines = whole.read_bytes().splitlines(keepends=True)
+                kept = min(count, len(lines))
+                chosen = (lines[number * len(lines) // kept] for number in range(kept))
+                write_atomically(part, b"".join(chosen).decode())
+            files.append(str(part))
+    return files

@@ -1,0 +1,87 @@
+"""The trained draft as a folder to share: config, safetensors, and a model card with figures and recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from longspec.models.draft_files import draft_settings, list_size, load_draft
+from longspec.models.draft_saving import save_draft_folder
+from longspec.models.draft_vocabulary import MAPS
+from longspec.models.target_files import read_config
+from longspec.pipeline.cells import read_samples
+from longspec.pipeline.evaluation import evaluation_folder
+from longspec.pipeline.files import write_atomically
+from longspec.pipeline.report import main_table
+from longspec.pipeline.samples import Samples
+from longspec.pipeline.settings import Settings, settings_yaml
+from longspec.pipeline.tables import markdown
+from longspec.pipeline.target import TargetText
+from longspec.pipeline.training import final_draft, stage_table
+
+CARD = """---
+base_model: {target}
+library_name: longspec
+tags: [speculative-decoding, glide]
+---
+# GLIDE draft for {target}
+
+A one-layer draft of {millions:.1f}M parameters. It proposes tokens to {target}, which verifies them, so the output
+distribution stays the target's.
+
+```python
+from longspec import generate, load_pair
+
+model, tokenizer = load_pair("{target}", draft="FOLDER_OR_HUB_ID")
+```
+
+## Figures
+
+T = 0, batch 1, outputs without repetition loops, on prompts that the draft has not seen.
+
+{figures}
+
+## Format
+
+| setting | value |
+|---|---|
+| input | the token's embedding, the KV cache of the target's last layer{inputs} |
+| self-attention window | {window} tokens |
+| vocabulary | {vocabulary} |
+| storage | {storage} |
+
+## Recipe
+
+The target wrote all training text. Each stage starts from the draft of the stage before.
+
+{stages}
+
+<details><summary>Settings of <code>longspec draft --config</code></summary>
+
+```yaml
+{settings}```
+
+</details>
+"""
+
+
+def write_draft(settings: Settings, root: Path) -> None:
+    """Write ROOT/draft from the last stage's checkpoint. Raises UserError for a damaged checkpoint."""
+    checkpoint, folder = final_draft(settings, root), root / "draft"
+    state, saved = load_draft(checkpoint), draft_settings(checkpoint)
+    config = read_config(TargetText.load(settings.target).path)
+    save_draft_folder(state, config, folder, saved.options, target=saved.target, int8=settings.int8)
+    options, listed = saved.options, list_size(checkpoint)
+    dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    layers = "".join(f", of layer {layer}" for layer in options.kv_layers)
+    card = CARD.format(
+        target=Path(settings.target).name if Path(settings.target).exists() else settings.target,
+        millions=sum(weight.numel() for name, weight in state.items() if name not in MAPS) / 1e6,
+        figures=markdown(main_table(Samples.of_lines(read_samples(evaluation_folder(root))))),
+        inputs=layers + (", the target's last hidden state" if options.target_feature else ""),
+        window=options.window,
+        vocabulary="all tokens" if listed is None else f"the {listed:,} most frequent tokens of the training text",
+        storage="8 bits" if settings.int8 else dtype,
+        stages=markdown(stage_table(settings, root)),
+        settings=settings_yaml(settings),
+    )
+    write_atomically(folder / "README.md", card)

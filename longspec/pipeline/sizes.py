@@ -1,0 +1,185 @@
+"""The settings of `longspec draft` for a target, a machine and a number of hours: recipe.yaml, scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+from packaging.version import Version
+
+from longspec.pipeline.estimates import estimate
+from longspec.pipeline.machine import Machine, Target
+from longspec.pipeline.settings import (
+    FORCED,
+    OWN,
+    MethodSettings,
+    ProbeSettings,
+    Settings,
+    StageSettings,
+    TaskSettings,
+    TrainingSettings,
+    load_settings,
+)
+from longspec.train.recipe import MUON_FROM, RATES
+
+RECIPE = Path(__file__).with_name("recipe.yaml")
+FACTORS = [2 ** (exponent / 4) for exponent in range(8, -29, -1)]
+"""Scales of the recipe that are tried, the largest first."""
+LATER_RATES = (1.0, 0.25, 0.075)
+"""Learning rates of the stages, relative to the first."""
+ROW, LONG_STEP = 1024, 131_072
+"""Tokens of a row in stage 1, and of a step in the later stages."""
+UNITS = 2**24 / 2**30 / 80
+"""Tokens of a micro-batch times hidden units, per byte of the GPU's memory. A probe takes twice as many."""
+LONG_UNITS = 2**27 / 2**30 / 80
+"""The same for a single long row and the memory that the weights leave."""
+PROBES, PROBE_STEPS = 16, 160
+"""Maximum number of layers to try, and steps of each."""
+MARGIN = 556
+"""Tokens of a long row that a prompt leaves to its answer."""
+MOST_OWN = 20_000
+
+
+def chosen_settings(
+    target: Target, machine: Machine, hours: float, contexts: int, text: Sequence[str], own: int
+) -> Settings:
+    """The settings that take about `hours` on a machine, or the smallest ones.
+
+    contexts: longest context of training and evaluation, in tokens. own: number of the user's prompts in `text`. Raises
+    UserError for a target that is too large for the machine.
+    """
+    base = _for_target(target, machine, contexts, text, own)
+    base.hours, base.contexts = hours, contexts
+    fitting = (
+        settings
+        for settings in (_scaled(base, factor) for factor in FACTORS)
+        if estimate(settings, target, machine).total <= 3600 * hours
+    )
+    return next(fitting, _scaled(base, FACTORS[-1]))
+
+
+def evaluation_of(draft: str, settings: Settings) -> Settings:
+    """The settings without text for training and without training: they evaluate a draft that exists."""
+    return replace(
+        settings,
+        chat=replace(settings.chat, train=0, validation=0),
+        prompts=replace(settings.prompts, train={}, validation={}),
+        answers={},
+        training=TrainingSettings({}),
+        probes={},
+        evaluation=replace(settings.evaluation, draft=draft),
+    )
+
+
+def _scaled(base: Settings, factor: float) -> Settings:
+    """The settings with more or less text and steps. The evaluation only gets smaller."""
+
+    def count(number: int, least: int) -> int:
+        return max(least, int(float(f"{number * factor:.2g}")))
+
+    def test(number: int) -> int:
+        return max(1, round(number * min(1, factor)))
+
+    train = {group: number if group == OWN else count(number, 16) for group, number in base.prompts.train.items()}
+    stages = {
+        name: replace(
+            stage,
+            steps=min(6000, count(stage.steps, 10)),
+            replay={run: count(number, 16) for run, number in stage.replay.items()},
+        )
+        for name, stage in base.training.stages.items()
+    }
+    methods = [replace(method, prompts=test(method.prompts)) for method in base.evaluation.methods]
+    return replace(
+        base,
+        chat=replace(base.chat, train=count(base.chat.train, 128)),
+        prompts=replace(base.prompts, train=train),
+        training=replace(base.training, stages=stages),
+        evaluation=replace(base.evaluation, methods=methods),
+    )
+
+
+def _for_target(target: Target, machine: Machine, contexts: int, text: Sequence[str], own: int) -> Settings:
+    """The unscaled recipe with everything that follows from target and machine."""
+    tp_size = machine.tp_size(target)
+    longest = _longest_row(target, machine, tp_size, contexts)
+    last = max(longest // 2, longest - MARGIN)
+    shortest = max(last // 15, min(600, last // 2))
+    recipe = load_settings(RECIPE, [f"target={target.name}", f"prompts.contexts=[{shortest},{last}]"])
+    recipe.tp_size, recipe.text = tp_size, list(text)
+    if machine.gpus and tp_size == 1 and 4 * target.bytes < machine.memory:
+        # Two processes keep a GPU busy with short answers.
+        recipe.chat.processes = recipe.answers["short"].processes = 2
+    for number, stage in enumerate(recipe.training.stages.values()):
+        _fit_stage(stage, number, target, machine, longest if number else min(ROW, longest))
+    if tp_size == 1 and target.layers > 3:
+        recipe.probes = {"layers": _layers(target, machine)}
+    _fit_evaluation(recipe, last)
+    if own:
+        recipe.prompts.train[OWN], recipe.prompts.validation[OWN] = min(own, MOST_OWN), 32
+        recipe.answers["short"].prompts.append(OWN)
+        recipe.evaluation.tasks[OWN] = TaskSettings([0], 256)
+    return recipe
+
+
+def _longest_row(target: Target, machine: Machine, tp_size: int, contexts: int) -> int:
+    """Tokens of a row in the stages with long prompts."""
+    free = machine.memory - target.bytes / tp_size
+    fitting = int(LONG_UNITS * free / target.hidden) if machine.gpus else contexts
+    longest = min(contexts, target.positions, max(ROW, fitting))
+    return longest // ROW * ROW or longest
+
+
+def _fit_stage(stage: StageSettings, number: int, target: Target, machine: Machine, length: int) -> None:
+    """Set rows, learning rate and draft of a stage. length: tokens of a row."""
+    first_rows = 32 if target.parameters > 4e8 else 16
+    rows = max(1, LONG_STEP // length) if number else first_rows
+    rows = -(-rows // machine.devices) * machine.devices
+    stage.max_length, stage.tokens_per_step = length, rows * length
+    stage.micro_batch = max(1, int(UNITS * machine.memory / target.hidden / length)) if machine.gpus else 4
+    is_split = machine.tp_size(target) > 1
+    has_muon = machine.gpus and not is_split and Version(deepspeed.__version__) >= Version(MUON_FROM)
+    optimizer = "muon" if has_muon else "adamw"
+    # 4e-3 for 576 hidden units and 16,384 tokens per step, 4.4e-3 for 1,536 units and twice as many.
+    rate = RATES[optimizer] * (576 / target.hidden) ** 0.25 * (first_rows / 16) ** 0.5 * LATER_RATES[number]
+    values: dict[str, Any] = {"optimizer": optimizer, "learning_rate": float(f"{rate:.2g}")}
+    values["variant.max_offset"] = max(0, min(30_000, target.positions - 1200))
+    if number == 0:
+        values["model.target_feature"] = True
+        values["model.mlp_size"] = min(target.intermediate, max(64, 8 * target.hidden // 3 // 64 * 64))
+    if is_split:
+        values["deepspeed"] = "zero3"
+    if not machine.gpus:
+        values |= {"data.num_proc": 1, "data.num_workers": 0}
+    stage.overrides |= values
+
+
+def _layers(target: Target, machine: Machine) -> ProbeSettings:
+    """Which layer the draft reads besides the last one: none, or one of the upper three fifths."""
+    first, last = 2 * target.layers // 5, target.layers - 2
+    layers = range(last, first - 1, -max(1, round((last - first + 1) / PROBES)))
+    candidates: dict[str, dict[str, Any]] = {"last-only": {"model.kv_layers": []}}
+    candidates |= {f"layer-{layer}": {"model.kv_layers": [layer]} for layer in reversed(layers)}
+    rows = min(16, max(1, int(2 * UNITS * machine.memory / target.hidden / ROW))) if machine.gpus else 4
+    return ProbeSettings(candidates, PROBE_STEPS, [64, 12], {"per_device_train_batch_size": rows}, True)
+
+
+def _fit_evaluation(recipe: Settings, last: int) -> None:
+    """Set the contexts of the evaluation. last: the longest one."""
+    contexts = [*(context for context in (1024, 4096, 16384) if context < 0.8 * last), last]
+    recipe.evaluation.tasks = {
+        "chat": TaskSettings([0, *contexts], 256),
+        "everyday": TaskSettings([0], 256),
+        "lcc": TaskSettings(contexts, 128),
+        "repobench-p": TaskSettings(contexts, 128),
+    }
+    if recipe.tp_size > 1:  # teacher-forced rounds run in one process
+        return
+    # The answers to the longest prompts again after the end of the prompt, so that only the context changes.
+    recipe.evaluation.methods += [
+        MethodSettings(f"forced-{context}", FORCED, prompts=12, contexts=[last], last_tokens=context)
+        for context in (*contexts[:-1], None)
+    ]

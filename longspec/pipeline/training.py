@@ -1,0 +1,138 @@
+"""The training stages, each by the trainer's own command line and from the draft of the stage before."""
+
+import statistics
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pandas
+import torch
+from omegaconf import OmegaConf
+
+from longspec.cli.train import CONFIGS, ROOT
+from longspec.errors import UserError
+from longspec.pipeline.files import answer_files, claim, read_jsonl, training_files
+from longspec.pipeline.probes import adopted
+from longspec.pipeline.settings import Settings, StageSettings
+from longspec.pipeline.target import TargetText
+from longspec.pipeline.trainer import METRICS, launch, launch_line
+from longspec.train.config import compose_config
+
+CHECKPOINT, FACTS = "checkpoint-last", "settings.json"
+SHOWN = ("eval_acceptance_length", "eval_loss", "eval_top1_lag_1", "loss")
+
+
+def train(name: str, settings: Settings, root: Path) -> None:
+    """Train a stage unless it is finished. Raises UserError."""
+    folder = run_folder(root, settings.seed)
+    stages = list(settings.training.stages)
+    previous = stages[: stages.index(name)]
+    draft = folder / previous[-1] / CHECKPOINT if previous else None
+    stage = settings.training.stages[name]
+    if draft is None:
+        stage = replace(stage, overrides=stage.overrides | adopted(settings, root))
+    train_stage(folder / name, stage, settings, root, TargetText.load(settings.target).path, draft, settings.seed)
+
+
+def run_folder(root: Path, seed: int, recipe: str = "recipe") -> Path:
+    """The folder of a run's stages. recipe: another name for stages that differ from those of the settings."""
+    return root / "training" / f"{recipe}-{seed}"
+
+
+def final_draft(settings: Settings, root: Path) -> Path:
+    """Path of the draft after the last stage."""
+    return run_folder(root, settings.seed) / list(settings.training.stages)[-1] / CHECKPOINT
+
+
+def train_stage(
+    folder: Path, stage: StageSettings, settings: Settings, root: Path, target: str, draft: Path | None, seed: int
+) -> None:
+    """Train one stage, starting from `draft` or, if None, from a fresh draft. An interrupted stage resumes.
+
+    Raises UserError if `folder` was made with other settings or the training fails.
+    """
+    ranks, micro_batch, accumulation = batches(folder.name, stage)
+    overrides: dict[str, Any] = {
+        "model_name_or_path": target,
+        "draft_model_name_or_path": str(draft.absolute()) if draft else None,
+        "output_dir": str(folder.absolute()),
+        "resume": "latest",
+        "seed": seed,
+        "data.files": training_files(root, stage),
+        "data.max_length": stage.max_length,
+        "data.cache_dir": str((root / "cache").absolute()),
+        "evaluation.files": answer_files(root, [*stage.answers, *stage.replay], "validation"),
+        "evaluation.rows": settings.training.evaluation_rows,
+        "evaluation.steps": stage.steps,
+        "max_steps": stage.steps,
+        "save_steps": max(1, stage.steps // 4),
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "wandb.mode": "disabled",
+        **stage.overrides,
+    }
+
+    claim(folder / FACTS, stage_facts(stage, seed))
+    steps = overrides["max_steps"]  # stage.overrides may replace it
+    if is_finished(folder, steps):
+        return
+
+    seconds = launch(launch_line(stage.config, overrides, ranks), folder, steps)
+    if not is_finished(folder, steps):
+        raise UserError(f"{folder}: training ended before its last step; see {folder / 'log.txt'}")
+    with (folder / "seconds.jsonl").open("a") as times:
+        times.write(f"{seconds:.1f}\n")
+
+
+def stage_facts(stage: StageSettings, seed: int) -> dict[str, Any]:
+    """What determines a stage's draft besides its text and its first draft: its settings and the trainer's config."""
+    config = OmegaConf.to_container(compose_config(ROOT / CONFIGS, stage.config))
+    values = pandas.json_normalize(config).to_dict("records")[0]  # type: ignore[arg-type]
+    return asdict(stage) | {"seed": seed} | {f"trainer.{key}": value for key, value in values.items()}
+
+
+def batches(name: str, stage: StageSettings) -> tuple[int, int, int]:
+    """Number of ranks, rows per micro-batch and micro-batches per step on each rank.
+
+    As many ranks as there are GPUs, or the next smaller number that divides the rows of a step. Raises UserError for
+    tokens_per_step that are not whole rows. name: the stage, for the message.
+    """
+    rows, remainder = divmod(stage.tokens_per_step, stage.max_length)
+    if remainder or not rows:
+        problem = f"tokens_per_step {stage.tokens_per_step} is not a multiple of max_length {stage.max_length}"
+        raise UserError(f"training.stages.{name}: {problem}")
+    ranks = _divisor(rows, torch.cuda.device_count())
+    micro_batch = _divisor(rows // ranks, stage.micro_batch)
+    return ranks, micro_batch, rows // ranks // micro_batch
+
+
+def _divisor(number: int, limit: int) -> int:
+    """The largest divisor up to `limit`, at least 1."""
+    return max(size for size in range(1, max(1, limit) + 1) if number % size == 0)
+
+
+def is_finished(folder: Path, steps: int) -> bool:
+    """Whether step `steps` is done and its checkpoint is saved."""
+    metrics = folder / METRICS
+    done = read_jsonl(metrics)[-1:] if metrics.exists() else []
+    return bool(done) and done[0]["step"] >= steps and (folder / CHECKPOINT).is_dir()
+
+
+def stage_row(folder: Path, stage: StageSettings) -> dict[str, Any] | None:
+    """Steps, seconds and the trainer's evaluation after the last step; None for a stage that is not finished."""
+    steps = stage.overrides.get("max_steps", stage.steps)
+    if not is_finished(folder, steps):
+        return None
+    metrics = read_jsonl(folder / METRICS)
+    times = folder / "seconds.jsonl"
+    row: dict[str, Any] = {"stage": folder.name, "steps": steps, "tokens per step": stage.tokens_per_step}
+    row["seconds"] = sum(map(float, times.read_text().split())) if times.exists() else None
+    row["seconds per step"] = statistics.median(line["seconds"] for line in metrics)
+    return row | {key: metrics[-1].get(key) for key in SHOWN}
+
+
+def stage_table(settings: Settings, root: Path) -> pandas.DataFrame:
+    """One row per finished stage."""
+    folder = run_folder(root, settings.seed)
+    rows = [stage_row(folder / name, stage) for name, stage in settings.training.stages.items()]
+    return pandas.DataFrame([row for row in rows if row])
