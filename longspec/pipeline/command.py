@@ -107,15 +107,13 @@ def plan_lines(settings: Settings, target: Target, machine: Machine, planned: Es
     shared = f", shared by {settings.tp_size} GPUs (training: ZeRO-3)" if settings.tp_size > 1 else ""
     billions, size = target.parameters / 1e9, target.bytes / GIB
     lines = [
-        f"target: {target.name}, {target.family}, {billions:.3g}B parameters, {target.layers} layers, "
-        f"{target.positions:,} positions",
+        f"target: {target.name}, {target.config.model_type}, {billions:.3g}B parameters, "
+        f"{target.config.num_hidden_layers} layers, {target.positions:,} positions",
         f"machine: {machine.name}; memory of the target: {size:.3g} GiB in bf16{shared}",
         f"output: {root}, about {planned.disk / GIB:.2g} GiB",
     ]
     for step in steps_of(settings, root):
-        runs = ["chat"] if step.name == "chat" else [*settings.answers] if step.name == "answers" else [step.name]
-        tokens = sum(planned.tokens.get(run, 0) for run in runs)
-        amount = f", {tokens / 1e6:,.3g}M tokens" if tokens else ""
+        amount = f", {planned.tokens[step.name] / 1e6:,.3g}M tokens" if step.name in planned.tokens else ""
         lines.append(f"  {step.name}: {duration(planned.seconds[step.name])}{amount}")
     return [*lines, f"in all: {duration(planned.total)} (estimated)"]
 
@@ -149,14 +147,15 @@ def _settings(options: argparse.Namespace, root: Path, target: Target, machine: 
     else:
         own = len(PromptFiles(tuple(texts))) if texts else 0
         hours = options.hours or (EVALUATION_HOURS if options.evaluate else HOURS)
-        chosen = chosen_settings(target, machine, hours, options.contexts or CONTEXTS, texts, own)
+        contexts = options.contexts or CONTEXTS
+        chosen = chosen_settings(target, machine, hours, contexts, texts, own, options.evaluate)
         settings = load_settings(chosen, overrides)
     return evaluation_of(options.evaluate, settings) if options.evaluate else settings
 
 
 def _check(options: argparse.Namespace, target: Target, machine: Machine, planned: Estimate, root: Path) -> None:
     """Raise UserError if the run would take days on a CPU or fill the disk."""
-    from longspec.pipeline.machine import free_disk
+    from longspec.pipeline.estimates import free_disk
     from longspec.pipeline.steps import duration
 
     limit = 3600 * 2 * (options.hours or HOURS)

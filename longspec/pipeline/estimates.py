@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
 
 from longspec.pipeline.answers import CHAT
 from longspec.pipeline.machine import (
@@ -14,31 +18,28 @@ from longspec.pipeline.machine import (
     pass_seconds,
     round_seconds,
 )
-from longspec.pipeline.prompts import planned_lengths
+from longspec.pipeline.prompts import length_range
 from longspec.pipeline.settings import MethodSettings, Settings
-from longspec.pipeline.sources import SPLITS
 
 START_S = 25
 """Seconds to start the processes of a step and to load the weights."""
-TOKENIZED = 300_000
+COMPOSED = 300_000
 """Tokens/s of prompts that are composed."""
-ROUND_TOKENS = {"vanilla": 1.0, "lookup": 1.4, "magicdec": 1.5}
+ROUND_TOKENS, TREE_TOKENS = {"vanilla": 1.0, "lookup": 1.4, "magicdec": 1.5}, 2.5
 """Tokens per round, as far as they differ from those of a tree."""
-TREE_TOKENS = 2.5
-TEXT_BYTES = 12
-"""Bytes on disk per token of text: JSON, shards, and the trainer's token ids."""
-STATE_BYTES = 2 * 16
-"""Bytes of a stage's checkpoints per parameter of the draft: two saves of weights, master weights and optimizer."""
+TEXT_BYTES, STATE_BYTES = 12, 450
+"""Bytes on disk per token of text (JSON, shards, token ids), and of a stage's saves per squared hidden unit."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds by step, in order, and the bytes and tokens that they write."""
+    """Seconds by step, in order, and what they write."""
 
     seconds: dict[str, float]
     tokens: dict[str, float]
-    """New tokens of a run of the target, or tokens that a stage trains on."""
+    """New tokens of the target, or tokens that a stage trains on, by step."""
     disk: float
+    """Bytes."""
 
     @property
     def total(self) -> float:
@@ -47,63 +48,63 @@ class Estimate:
 
 def estimate(settings: Settings, target: Target, machine: Machine) -> Estimate:
     """The estimate for all steps of the settings."""
-    lengths = {split: planned_lengths(settings, split) for split in SPLITS}
-    seconds: dict[str, float] = {}
-    tokens: dict[str, float] = {}
-
-    chat = settings.chat
-    tokens[CHAT] = (
-        (chat.train + chat.validation + chat.test) * FILLED * (chat.max_turn_tokens / 2 + chat.max_new_tokens)
+    asked = [settings.prompts.train, settings.prompts.validation]
+    chat, devices = settings.chat, machine.devices
+    new = (chat.train + chat.validation + chat.test) * FILLED * (chat.max_turn_tokens / 2 + chat.max_new_tokens)
+    tokens = {CHAT: new}
+    seconds = {CHAT: START_S + decode_seconds(target, machine, new, chat.batch_size) / devices}
+    text = sum(count * mean_length(settings, group) for counts in asked for group, count in counts.items())
+    text += sum(
+        (task.prompts or settings.prompts.test) * sum(task.contexts) for task in settings.evaluation.tasks.values()
     )
-    seconds[CHAT] = START_S + decode_seconds(target, machine, tokens[CHAT], chat.batch_size) / machine.devices
-    read: float = sum(sum(counts) for by_group in lengths.values() for counts in by_group.values())
-    seconds["prompts"] = START_S + read / TOKENIZED
-    writing = 0.0
-    for name, run in settings.answers.items():
-        prompts = [one for split in SPLITS[:2] for group in run.prompts for one in lengths[split].get(group, [])]
-        tokens[name] = len(prompts) * FILLED * run.max_new_tokens
-        mean = sum(prompts) / max(1, len(prompts))
-        writing += pass_seconds(target, machine, sum(prompts), mean)
-        writing += decode_seconds(target, machine, tokens[name], run.batch_size)
-        read += sum(prompts) + tokens[name]
-    if settings.answers:
-        seconds["answers"] = START_S + writing / machine.devices
+    seconds["prompts"] = START_S + text / COMPOSED
 
-    probing = 0.0
+    for run in settings.answers.values():
+        counts = {group: sum(counts.get(group, 0) for counts in asked) for group in run.prompts}
+        new = sum(counts.values()) * FILLED * run.max_new_tokens
+        work = decode_seconds(target, machine, new, run.batch_size)
+        for group, count in counts.items():
+            mean = mean_length(settings, group)
+            work += pass_seconds(target, machine, count * mean, mean)
+        tokens["answers"] = tokens.get("answers", 0) + new
+        seconds["answers"] = seconds.get("answers", START_S) + work / devices
     for probe in settings.probes.values():
         first = next(iter(settings.training.stages.values()))
-        step = int(probe.shared.get("per_device_train_batch_size", first.tokens_per_step // first.max_length))
-        step *= first.max_length
-        one = pass_seconds(target, machine, step, first.max_length)
-        one += len(probe.candidates) * draft_seconds(target, machine, step)
-        probing += probe.steps * one
-    if settings.probes:
-        seconds["probes"] = START_S + probing
+        rows = int(probe.shared.get("per_device_train_batch_size", first.tokens_per_step // first.max_length))
+        step = pass_seconds(target, machine, rows * first.max_length, first.max_length)
+        step += len(probe.candidates) * draft_seconds(target, machine, rows * first.max_length) / 2
+        seconds["probes"] = seconds.get("probes", START_S) + probe.steps * step
     for name, stage in settings.training.stages.items():
         tokens[name] = stage.steps * stage.tokens_per_step
         work = pass_seconds(target, machine, tokens[name], stage.max_length)
-        work += 2 * draft_seconds(target, machine, tokens[name])
-        seconds[name] = 2 * START_S + work / machine.devices
-    seconds["evaluation"] = START_S + _evaluation(settings, target, machine) / machine.devices
-    disk = TEXT_BYTES * (read + tokens[CHAT])
-    disk += len(settings.training.stages) * STATE_BYTES * target.draft_parameters
-    return Estimate(seconds, tokens, disk)
-
-
-def _evaluation(settings: Settings, target: Target, machine: Machine) -> float:
-    """Seconds of one GPU for all samples."""
-    return sum(
-        _sample(method, task.max_new_tokens, context, target, machine)
+        seconds[name] = 2 * START_S + (work + draft_seconds(target, machine, tokens[name])) / devices
+    samples = sum(
+        _sample_seconds(method, task.max_new_tokens, context, target, machine)
         * (task.prompts or method.prompts)
-        * sum(method.seeds if temperature else 1 for temperature in method.temperatures)
+        * len(method.temperatures)
         for name, task in settings.evaluation.tasks.items()
         for context in task.contexts
         for method in settings.evaluation.methods
         if name in (method.tasks or [name]) and context in (method.contexts or [context])
     )
+    seconds["evaluation"] = START_S + samples / devices
+    text += tokens[CHAT] + tokens.get("answers", 0)
+    drafts = len(settings.training.stages) * STATE_BYTES * target.config.hidden_size**2
+    return Estimate(seconds, tokens, TEXT_BYTES * text + drafts)
 
 
-def _sample(method: MethodSettings, new_tokens: int, context: int, target: Target, machine: Machine) -> float:
+def mean_length(settings: Settings, group: str) -> float:
+    """Mean length of a group's prompts in tokens; 0 for bare questions."""
+    first, last = length_range(settings, group)
+    return (last - first) / math.log(last / first) if last > first else last
+
+
+def _sample_seconds(method: MethodSettings, new_tokens: int, context: int, target: Target, machine: Machine) -> float:
     rounds = new_tokens / ROUND_TOKENS.get(method.kind, TREE_TOKENS)
-    prefill = pass_seconds(target, machine, context, context)
-    return prefill + rounds * round_seconds(target, machine, context)
+    return pass_seconds(target, machine, context, context) + rounds * round_seconds(target, machine, context)
+
+
+def free_disk(folder: Path) -> int:
+    """Free bytes of the disk that holds a folder or will hold it."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return int(psutil.disk_usage(str(existing)).free)

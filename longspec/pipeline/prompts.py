@@ -123,12 +123,18 @@ def planned_lengths(settings: Settings, split: str) -> dict[str, list[int]]:
     chance = random.Random(f"{settings.seed}/{split}/lengths")
     lengths: dict[str, list[int]] = {}
     for group, count in getattr(settings.prompts, split).items():
-        is_short, is_bare = group.endswith("-short"), group in ("gsm8k", "chat", OWN)
-        shortest, longest = settings.prompts.short_contexts if is_short else settings.prompts.contexts
-        logs = math.log(shortest), math.log(longest)
+        shortest, longest = length_range(settings, group)
+        logs = math.log(max(1, shortest)), math.log(max(1, longest))
         # Evenly spread logarithms, because long prompts take most of the time.
-        lengths[group] = [0 if is_bare else round(math.exp(chance.uniform(*logs))) for _ in range(count)]
+        lengths[group] = [round(math.exp(chance.uniform(*logs))) if longest else 0 for _ in range(count)]
     return lengths
+
+
+def length_range(settings: Settings, group: str) -> list[int]:
+    """Length of a group's shortest and longest prompt in tokens; 0 for bare questions."""
+    if group in ("gsm8k", "chat", OWN):
+        return [0, 0]
+    return settings.prompts.short_contexts if group.endswith("-short") else settings.prompts.contexts
 
 
 def chat_turns(root: Path, split: str) -> list[list[Turn]]:

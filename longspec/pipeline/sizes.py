@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import deepspeed
 from packaging.version import Version
 
 from longspec.pipeline.estimates import estimate
-from longspec.pipeline.machine import Machine, Target
+from longspec.pipeline.machine import TIGHT, Machine, Target
 from longspec.pipeline.settings import (
     FORCED,
     OWN,
@@ -44,21 +45,28 @@ MOST_OWN = 20_000
 
 
 def chosen_settings(
-    target: Target, machine: Machine, hours: float, contexts: int, text: Sequence[str], own: int
+    target: Target,
+    machine: Machine,
+    hours: float,
+    contexts: int,
+    text: Sequence[str] = (),
+    own: int = 0,
+    draft: str | None = None,
 ) -> Settings:
     """The settings that take about `hours` on a machine, or the smallest ones.
 
-    contexts: longest context of training and evaluation, in tokens. own: number of the user's prompts in `text`. Raises
-    UserError for a target that is too large for the machine.
+    contexts: longest context of training and evaluation, in tokens. own: number of the user's prompts in `text`. draft:
+    a draft to evaluate; None to train one. Raises UserError for a target that is too large for the machine.
     """
     base = _for_target(target, machine, contexts, text, own)
     base.hours, base.contexts = hours, contexts
-    fitting = (
-        settings
-        for settings in (_scaled(base, factor) for factor in FACTORS)
-        if estimate(settings, target, machine).total <= 3600 * hours
-    )
-    return next(fitting, _scaled(base, FACTORS[-1]))
+    base = evaluation_of(draft, base) if draft else base
+
+    def seconds_saved(factor: float) -> float:
+        return -estimate(_scaled(base, factor), target, machine).total
+
+    first = bisect_left(FACTORS, -3600 * hours, key=seconds_saved)
+    return _scaled(base, FACTORS[min(first, len(FACTORS) - 1)])
 
 
 def evaluation_of(draft: str, settings: Settings) -> Settings:
@@ -95,7 +103,7 @@ def _scaled(base: Settings, factor: float) -> Settings:
     methods = [replace(method, prompts=test(method.prompts)) for method in base.evaluation.methods]
     return replace(
         base,
-        chat=replace(base.chat, train=count(base.chat.train, 128)),
+        chat=replace(base.chat, train=count(base.chat.train, 128) if base.chat.train else 0),
         prompts=replace(base.prompts, train=train),
         training=replace(base.training, stages=stages),
         evaluation=replace(base.evaluation, methods=methods),
@@ -110,12 +118,13 @@ def _for_target(target: Target, machine: Machine, contexts: int, text: Sequence[
     shortest = max(last // 15, min(600, last // 2))
     recipe = load_settings(RECIPE, [f"target={target.name}", f"prompts.contexts=[{shortest},{last}]"])
     recipe.tp_size, recipe.text = tp_size, list(text)
-    if machine.gpus and tp_size == 1 and 4 * target.bytes < machine.memory:
+    batch = recipe.chat.batch_size * (recipe.chat.max_turn_tokens + recipe.chat.max_new_tokens) * target.slot_bytes
+    if machine.gpus and tp_size == 1 and 2 * (target.bytes + batch) < TIGHT * machine.memory:
         # Two processes keep a GPU busy with short answers.
         recipe.chat.processes = recipe.answers["short"].processes = 2
     for number, stage in enumerate(recipe.training.stages.values()):
         _fit_stage(stage, number, target, machine, longest if number else min(ROW, longest))
-    if tp_size == 1 and target.layers > 3:
+    if tp_size == 1 and target.config.num_hidden_layers > 3:
         recipe.probes = {"layers": _layers(target, machine)}
     _fit_evaluation(recipe, last)
     if own:
@@ -128,28 +137,31 @@ def _for_target(target: Target, machine: Machine, contexts: int, text: Sequence[
 def _longest_row(target: Target, machine: Machine, tp_size: int, contexts: int) -> int:
     """Tokens of a row in the stages with long prompts."""
     free = machine.memory - target.bytes / tp_size
-    fitting = int(LONG_UNITS * free / target.hidden) if machine.gpus else contexts
+    fitting = int(LONG_UNITS * free / target.config.hidden_size) if machine.gpus else contexts
     longest = min(contexts, target.positions, max(ROW, fitting))
     return longest // ROW * ROW or longest
 
 
 def _fit_stage(stage: StageSettings, number: int, target: Target, machine: Machine, length: int) -> None:
     """Set rows, learning rate and draft of a stage. length: tokens of a row."""
+    hidden = target.config.hidden_size
     first_rows = 32 if target.parameters > 4e8 else 16
     rows = max(1, LONG_STEP // length) if number else first_rows
     rows = -(-rows // machine.devices) * machine.devices
     stage.max_length, stage.tokens_per_step = length, rows * length
-    stage.micro_batch = max(1, int(UNITS * machine.memory / target.hidden / length)) if machine.gpus else 4
+    stage.micro_batch = max(1, int(UNITS * machine.memory / hidden / length)) if machine.gpus else 4
     is_split = machine.tp_size(target) > 1
     has_muon = machine.gpus and not is_split and Version(deepspeed.__version__) >= Version(MUON_FROM)
     optimizer = "muon" if has_muon else "adamw"
     # 4e-3 for 576 hidden units and 16,384 tokens per step, 4.4e-3 for 1,536 units and twice as many.
-    rate = RATES[optimizer] * (576 / target.hidden) ** 0.25 * (first_rows / 16) ** 0.5 * LATER_RATES[number]
+    rate = RATES[optimizer] * (576 / hidden) ** 0.25 * (first_rows / 16) ** 0.5 * LATER_RATES[number]
     values: dict[str, Any] = {"optimizer": optimizer, "learning_rate": float(f"{rate:.2g}")}
     values["variant.max_offset"] = max(0, min(30_000, target.positions - 1200))
     if number == 0:
         values["model.target_feature"] = True
-        values["model.mlp_size"] = min(target.intermediate, max(64, 8 * target.hidden // 3 // 64 * 64))
+        values["model.mlp_size"] = min(
+            target.config.intermediate_size, max(64, 8 * target.config.hidden_size // 3 // 64 * 64)
+        )
     if is_split:
         values["deepspeed"] = "zero3"
     if not machine.gpus:
@@ -159,11 +171,11 @@ def _fit_stage(stage: StageSettings, number: int, target: Target, machine: Machi
 
 def _layers(target: Target, machine: Machine) -> ProbeSettings:
     """Which layer the draft reads besides the last one: none, or one of the upper three fifths."""
-    first, last = 2 * target.layers // 5, target.layers - 2
+    first, last = 2 * target.config.num_hidden_layers // 5, target.config.num_hidden_layers - 2
     layers = range(last, first - 1, -max(1, round((last - first + 1) / PROBES)))
     candidates: dict[str, dict[str, Any]] = {"last-only": {"model.kv_layers": []}}
     candidates |= {f"layer-{layer}": {"model.kv_layers": [layer]} for layer in reversed(layers)}
-    rows = min(16, max(1, int(2 * UNITS * machine.memory / target.hidden / ROW))) if machine.gpus else 4
+    rows = min(16, max(1, int(2 * UNITS * machine.memory / target.config.hidden_size / ROW))) if machine.gpus else 4
     return ProbeSettings(candidates, PROBE_STEPS, [64, 12], {"per_device_train_batch_size": rows}, True)
 
 

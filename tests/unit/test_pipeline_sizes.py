@@ -2,61 +2,70 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pipeline_fixtures import make_chat_target
+from transformers import Qwen2Config
 
 from longspec.errors import UserError
 from longspec.pipeline import command
 from longspec.pipeline.estimates import estimate
 from longspec.pipeline.machine import Machine, Target
 from longspec.pipeline.settings import load_settings, settings_yaml
-from longspec.pipeline.sizes import chosen_settings, evaluation_of
+from longspec.pipeline.sizes import chosen_settings
 
 GIB = 2**30
 H100 = Machine(1, 80 * GIB, 1.0, "1 x H100")
-QWEN = Target("qwen", "Qwen2Glide", 1.54e9, 28, 1536, 8960, 2, 32768, 28672)
+
+
+def target(name: str, layers: int, hidden: int, mlp: int, heads: int, kv_heads: int, **values: Any) -> Target:
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": mlp}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return Target(name, Qwen2Config(**sizes, **values))
+
+
+QWEN = target("qwen", 28, 1536, 8960, 12, 2, tie_word_embeddings=True)
 TARGETS = {
-    "135m": Target("small", "LlamaGlide", 1.35e8, 30, 576, 1536, 3, 8192, 23040),
+    "135m": target("small", 30, 576, 1536, 9, 3, vocab_size=49152, max_position_embeddings=8192),
     "1.5b": QWEN,
-    "8b": Target("llama", "LlamaGlide", 8e9, 32, 4096, 14336, 8, 262144, 131072),
-    "32b": Target("qwq", "Qwen2Glide", 32.8e9, 64, 5120, 27648, 8, 32768, 262144),
+    "8b": target("llama", 32, 4096, 14336, 32, 8, vocab_size=128256, max_position_embeddings=262144),
+    "32b": target("qwq", 64, 5120, 27648, 40, 8),
 }
 
 
 @pytest.mark.parametrize(("size", "gpus", "hours"), [("135m", 1, 0.5), ("1.5b", 1, 0.5), ("8b", 1, 2), ("32b", 4, 2)])
 def test_the_plan_fills_the_hours_and_is_a_valid_file(size: str, gpus: int, hours: float, tmp_path: Path) -> None:
-    target, machine = TARGETS[size], replace(H100, gpus=gpus)
-    settings = chosen_settings(target, machine, hours, 32768, [], 0)
-    assert 0.8 * hours < estimate(settings, target, machine).total / 3600 <= hours
+    model, machine = TARGETS[size], replace(H100, gpus=gpus)
+    settings = chosen_settings(model, machine, hours, 32768)
+    assert 0.8 * hours < estimate(settings, model, machine).total / 3600 <= hours
     (tmp_path / "settings.yaml").write_text(settings_yaml(settings))
     assert load_settings(tmp_path / "settings.yaml") == settings
     assert list(settings.training.stages) == ["stage1", "stage2", "stage3"]
     for stage in settings.training.stages.values():
-        assert stage.tokens_per_step % (stage.max_length * gpus) == 0 and stage.max_length <= target.positions
+        assert stage.tokens_per_step % (stage.max_length * gpus) == 0 and stage.max_length <= model.positions
     assert settings.prompts.contexts[1] < settings.training.stages["stage2"].max_length
 
 
 def test_more_hours_and_more_gpus_train_longer() -> None:
     def steps(machine: Machine, hours: float) -> int:
-        return chosen_settings(QWEN, machine, hours, 32768, [], 0).training.stages["stage1"].steps
+        return chosen_settings(QWEN, machine, hours, 32768).training.stages["stage1"].steps
 
     assert steps(H100, 0.5) < steps(H100, 1)
     assert steps(H100, 0.5) < steps(replace(H100, gpus=2), 0.5)
 
 
 def test_a_target_that_is_too_large_for_a_gpu_is_shared() -> None:
-    target = TARGETS["32b"]
-    settings = chosen_settings(target, replace(H100, gpus=4), 2, 32768, [], 0)
+    settings = chosen_settings(TARGETS["32b"], replace(H100, gpus=4), 2, 32768)
     assert settings.tp_size == 2 and not settings.probes
     assert all(stage.overrides["deepspeed"] == "zero3" for stage in settings.training.stages.values())
     assert not any(method.kind == "forced" for method in settings.evaluation.methods)
     with pytest.raises(UserError, match="qwq: its weights have 61 GiB, which 1 of the GPUs here cannot share"):
-        chosen_settings(target, replace(H100, memory=40 * GIB), 2, 32768, [], 0)
+        chosen_settings(TARGETS["32b"], replace(H100, memory=40 * GIB), 2, 32768)
 
 
 def test_probes_try_every_layer_of_the_upper_part() -> None:
-    settings = chosen_settings(QWEN, H100, 0.5, 32768, [], 0)
+    settings = chosen_settings(QWEN, H100, 0.5, 32768)
     (probe,) = settings.probes.values()
     assert probe.adopt and next(iter(probe.candidates)) == "last-only"
     layers = [changes["model.kv_layers"] for changes in probe.candidates.values()]
@@ -70,43 +79,44 @@ def test_the_users_prompts_are_trained_on_and_measured() -> None:
 
 
 def test_the_evaluation_of_a_draft_trains_nothing() -> None:
-    settings = evaluation_of("me/draft", chosen_settings(QWEN, H100, 0.5, 16384, [], 0))
+    settings = chosen_settings(QWEN, H100, 0.1, 16384, draft="me/draft")
     assert settings.evaluation.draft == "me/draft" and settings.chat.train == 0 and settings.chat.test > 0
     assert not settings.training.stages and not settings.answers and not settings.probes
     assert max(settings.evaluation.tasks["lcc"].contexts) < 16384
+    assert settings.evaluation.methods[0].prompts > 3, "the time is spent on samples"
 
 
 def test_a_large_target_on_a_cpu_is_refused_with_an_estimate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = make_chat_target(tmp_path / "target")
+    folder = make_chat_target(tmp_path / "target")
     monkeypatch.setattr(command, "_ask", lambda: pytest.fail("asked before the refusal"))
     monkeypatch.setattr(Target, "read", classmethod(lambda cls, name, path: replace(QWEN, name=name)))
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: Machine(0, 16 * GIB, 1e-4, "2 CPU cores")))
     root = tmp_path / "out"
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
-        command.main([str(target), "--output_dir", str(root)])
+        command.main([str(folder), "--output_dir", str(root)])
     (line,) = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and not root.exists()
     assert "this would take about" in line and "hours on 2 CPU cores; run it on a machine with a GPU" in line
 
 
 def test_a_dry_run_prints_a_file_for_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = make_chat_target(tmp_path / "target")
+    folder = make_chat_target(tmp_path / "target")
     capsys.readouterr()
-    command.main([str(target), "--dry_run", "seed=7"])
+    command.main([str(folder), "--dry_run", "seed=7"])
     file = tmp_path / "settings.yaml"
     file.write_text(capsys.readouterr().out)
     settings = load_settings(file)
-    assert (settings.seed, settings.hours, settings.target) == (7, 0.5, str(target))
-    assert file.read_text().startswith(f"# target: {target}, LlamaGlide, ")
+    assert (settings.seed, settings.hours, settings.target) == (7, 0.5, str(folder))
+    assert file.read_text().startswith(f"# target: {folder}, llama, ")
 
 
 def test_a_folder_of_another_plan_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = make_chat_target(tmp_path / "target")
-    command.main([str(target), "--dry_run"])
+    folder = make_chat_target(tmp_path / "target")
+    command.main([str(folder), "--dry_run"])
     (tmp_path / "settings.yaml").write_text(capsys.readouterr().out)
     with pytest.raises(SystemExit):
-        command.main([str(target), "--output_dir", str(tmp_path), "--hours", "2", "--yes"])
+        command.main([str(folder), "--output_dir", str(tmp_path), "--hours", "2", "--yes"])
     assert "holds a run with hours 0.5, not 2.0; choose another --output_dir" in capsys.readouterr().err
