@@ -19,12 +19,14 @@ from longspec.pipeline.machine import (
     round_seconds,
 )
 from longspec.pipeline.prompts import length_range
-from longspec.pipeline.settings import MethodSettings, Settings
+from longspec.pipeline.settings import Settings
 
 START_S = 25
 """Seconds to start the processes of a step and to load the weights."""
 COMPOSED = 300_000
 """Tokens/s of prompts that are composed."""
+WARM_UP_S = 3.5
+"""Seconds of the first sample of a method, a temperature and a context on a GPU."""
 ROUND_TOKENS, TREE_TOKENS = {"vanilla": 1.0, "lookup": 1.4, "magicdec": 1.5}, 2.5
 """Tokens per round, as far as they differ from those of a tree."""
 TEXT_BYTES, STATE_BYTES = 12, 450
@@ -78,16 +80,7 @@ def estimate(settings: Settings, target: Target, machine: Machine) -> Estimate:
         tokens[name] = stage.steps * stage.tokens_per_step
         work = pass_seconds(target, machine, tokens[name], stage.max_length)
         seconds[name] = 2 * START_S + (work + draft_seconds(target, machine, tokens[name])) / devices
-    samples = sum(
-        _sample_seconds(method, task.max_new_tokens, context, target, machine)
-        * (task.prompts or method.prompts)
-        * len(method.temperatures)
-        for name, task in settings.evaluation.tasks.items()
-        for context in task.contexts
-        for method in settings.evaluation.methods
-        if name in (method.tasks or [name]) and context in (method.contexts or [context])
-    )
-    seconds["evaluation"] = START_S + samples / devices
+    seconds["evaluation"] = START_S + _evaluation_seconds(settings, target, machine)
     text += tokens[CHAT] + tokens.get("answers", 0)
     drafts = len(settings.training.stages) * STATE_BYTES * target.config.hidden_size**2
     return Estimate(seconds, tokens, TEXT_BYTES * text + drafts)
@@ -99,9 +92,19 @@ def mean_length(settings: Settings, group: str) -> float:
     return (last - first) / math.log(last / first) if last > first else last
 
 
-def _sample_seconds(method: MethodSettings, new_tokens: int, context: int, target: Target, machine: Machine) -> float:
-    rounds = new_tokens / ROUND_TOKENS.get(method.kind, TREE_TOKENS)
-    return pass_seconds(target, machine, context, context) + rounds * round_seconds(target, machine, context)
+def _evaluation_seconds(settings: Settings, target: Target, machine: Machine) -> float:
+    """Seconds for all samples, and for the first one of each kind on each device."""
+    samples, kinds = 0.0, set()
+    for name, task in settings.evaluation.tasks.items():
+        for method in settings.evaluation.methods:
+            for context in task.contexts:
+                if name in (method.tasks or [name]) and context in (method.contexts or [context]):
+                    rounds = task.max_new_tokens / ROUND_TOKENS.get(method.kind, TREE_TOKENS)
+                    one = pass_seconds(target, machine, context, context)
+                    one += rounds * round_seconds(target, machine, context)
+                    samples += one * (task.prompts or method.prompts) * len(method.temperatures)
+                    kinds |= {(method.name, temperature, context) for temperature in method.temperatures}
+    return samples / machine.devices + (WARM_UP_S * len(kinds) if machine.gpus else 0)
 
 
 def free_disk(folder: Path) -> int:

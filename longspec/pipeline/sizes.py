@@ -188,6 +188,9 @@ def _fit_evaluation(recipe: Settings, last: int) -> None:
         "lcc": TaskSettings(contexts, 128),
         "repobench-p": TaskSettings(contexts, 128),
     }
+    for method in recipe.evaluation.methods:
+        if method.name not in ("vanilla", "lookup", "tree", "auto") or method.temperatures != [0.0]:
+            method.contexts = [0, last]  # each context costs a compilation
     if recipe.tp_size > 1:  # teacher-forced rounds run in one process
         return
     # The answers to the longest prompts again after the end of the prompt, so that only the context changes.
