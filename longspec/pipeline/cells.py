@@ -16,24 +16,23 @@ CELL_KEY = ("task", "context", "method", "temperature", "seed")
 
 @dataclass(frozen=True)
 class Cell:
-    """One method, temperature and seed on the prompts of one task and context length."""
+    """One method and temperature on the prompts of one task and context length."""
 
     task: str
     context: int
     method: MethodSettings
     temperature: float
-    seed: int
     max_new_tokens: int
     prompts: tuple[dict[str, Any], ...]
 
     @property
     def key(self) -> dict[str, Any]:
-        values = (self.task, self.context, self.method.name, self.temperature, self.seed)
+        values = (self.task, self.context, self.method.name, self.temperature, 0)
         return dict(zip(CELL_KEY, values, strict=True))
 
     def prompt_seed(self, name: str) -> int:
         """The seed for decoding the prompt with id `name`. It differs between prompts and is shared by all methods."""
-        return zlib.crc32(f"{self.task} {self.context} {name} {self.seed}".encode())
+        return zlib.crc32(f"{self.task} {self.context} {name} 0".encode())
 
 
 def cells(settings: EvaluationSettings, root: Path) -> Iterator[Cell]:
@@ -49,9 +48,7 @@ def cells(settings: EvaluationSettings, root: Path) -> Iterator[Cell]:
 
                 chosen = tuple(prompts[: task_settings.prompts or method.prompts])
                 for temperature in method.temperatures:
-                    # A greedy output does not depend on the seed.
-                    for seed in range(method.seeds if temperature else 1):
-                        yield Cell(task, context, method, temperature, seed, task_settings.max_new_tokens, chosen)
+                    yield Cell(task, context, method, temperature, task_settings.max_new_tokens, chosen)
 
 
 class SampleFile:

@@ -133,7 +133,6 @@ class Decoder:
             tree_shape=method.tree_shape,
             tree_nodes=method.tree_nodes,
             lookup_branches=method.lookup_branches,
-            tree_rule=method.tree_rule,
             gamma=method.gamma,
             eos_token_id=() if warm_up else None,
             seed=seed,

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from longspec.errors import UserError, first_line
-from longspec.inference.methods import AUTO, METHODS, TREE_RULES
+from longspec.inference.methods import AUTO, METHODS
 
 FORCED = "forced"
 """The default tree on vanilla's greedy answer, which is teacher-forced (see `forced.forced_acceptance`)."""
@@ -62,8 +62,6 @@ class CodeSettings:
     """Folders of packages to search; empty for the standard library and the installed packages."""
     packages: int = 1000
     files_per_package: int = 60
-    entries_per_package: int = 3000
-    """Maximum number of directory entries read per package."""
 
 
 @dataclass
@@ -138,14 +136,12 @@ class MethodSettings:
     temperatures: list[float] = field(default_factory=lambda: [0.0])
     prompts: int = MISSING
     """Number of prompts per task and context; the first ones are used."""
-    seeds: int = 1
     tree_shape: list[int] = field(default_factory=lambda: [4, 16, 16, 16, 16])
     """Nodes per level of the tree."""
     tree_nodes: int | None = None
     """Nodes of a tree that are verified, the root included; None for all."""
     lookup_branches: bool = False
     """Whether continuations found in the context join a tree."""
-    tree_rule: str = "reject"
     gamma: int = 4
     tasks: list[str] = field(default_factory=list)
     """Tasks on which the method is measured; empty for all."""
@@ -246,9 +242,8 @@ def _check(settings: Settings) -> None:
         _require(task in TASKS, f"evaluation.tasks.{task}", f"no such task; use {', '.join(TASKS)}")
     for number, method in enumerate(settings.evaluation.methods):
         key = f"evaluation.methods[{number}]"
-        kinds, rule = (*METHODS, AUTO, FORCED), method.tree_rule
+        kinds = (*METHODS, AUTO, FORCED)
         _require(method.kind in kinds, key, f"no method {method.kind}; use one of {', '.join(kinds)}")
-        _require(rule in TREE_RULES, key, f"no tree_rule {rule}; use one of {', '.join(TREE_RULES)}")
         enough = method.prompts <= settings.prompts.test
         _require(enough, f"{key}.prompts", f"must be at most prompts.test ({settings.prompts.test})")
         unknown = set(method.tasks) - set(settings.evaluation.tasks)

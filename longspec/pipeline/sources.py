@@ -1,7 +1,6 @@
 """Source texts of the prompts: the user's prompts, benchmarks and documents, and installed Python code."""
 
 import hashlib
-import os
 import random
 import sysconfig
 from collections.abc import Callable
@@ -201,43 +200,18 @@ def _distinctive_lines(text: str) -> set[str]:
 
 def _packages(folder: Path) -> list[Path]:
     """Modules and package folders directly in a folder."""
-    if not folder.is_dir():
-        return []
     skipped = COPIES | TESTS | {"site-packages", "dist-packages"}
-    packages = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            name = entry.name
-            if name in skipped or name.startswith((".", "_")):
-                continue
-            if name.endswith(".py") or (name.isidentifier() and entry.is_dir()):
-                packages.append(Path(entry.path))
-    return packages
+    inside = [path for path in folder.glob("*") if path.name not in skipped and not path.name.startswith((".", "_"))]
+    return [path for path in inside if path.suffix == ".py" or (path.name.isidentifier() and path.is_dir())]
 
 
 def sample_files(package: Path, settings: CodeSettings, chance: random.Random) -> list[Path]:
-    """Source files of a package from a walk in random order that reads a bounded number of directory entries."""
+    """Random source files of a package, without tests and copies of other packages."""
     if package.is_file():
         return [package]
-    files: list[Path] = []
-    folders = [package]
-    entries = 0
-    while folders and len(files) < settings.files_per_package and entries < settings.entries_per_package:
-        folder = folders.pop(chance.randrange(len(folders)))
-        with os.scandir(folder) as listing:
-            inside = sorted(listing, key=lambda entry: entry.name)
-        entries += len(inside)
-        chance.shuffle(inside)
-        # At most a quarter of the files comes from one folder.
-        room = max(1, settings.files_per_package // 4)
-        for entry in inside:
-            if entry.is_dir(follow_symlinks=False):
-                if entry.name not in COPIES | TESTS and not entry.name.startswith("."):
-                    folders.append(Path(entry.path))
-            elif room and entry.name.endswith(".py") and FILE_BYTES[0] <= entry.stat().st_size <= FILE_BYTES[1]:
-                files.append(Path(entry.path))
-                room -= 1
-    return files[: settings.files_per_package]
+    skipped = COPIES | TESTS
+    files = [file for file in package.rglob("*.py") if skipped.isdisjoint(file.relative_to(package).parts)]
+    return chance.sample(sorted(files), min(len(files), settings.files_per_package))
 
 
 def _read(path: Path) -> str | None:

@@ -59,7 +59,7 @@ def test_a_forced_sample_reads_the_head_and_the_end_of_its_prompt(tmp_path: Path
     samples = {}
     for tokens in (100, 400, None):
         method = MethodSettings(name="f", method="forced", prompts=1, tree_shape=list(SHAPE), last_tokens=tokens)
-        cell = Cell("lcc", 200, method, 0.0, 0, 40, ({"id": "one"},))
+        cell = Cell("lcc", 200, method, 0.0, 40, ({"id": "one"},))
         samples[tokens] = decoder.sample(cell, cell.prompts[0], answer.tolist())
     assert [sample["prompt_tokens"] for sample in samples.values()] == [100, 200, 200]
     assert samples[400]["rounds"] == samples[None]["rounds"] and samples[100]["prompt"] == samples[None]["prompt"]

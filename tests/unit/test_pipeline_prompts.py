@@ -132,9 +132,7 @@ def test_packages_are_split_by_name_and_forks_are_dropped(tmp_path: Path, monkey
     assert all(files.values()) and not any("skipped" in file.path for split in SPLITS for file in files[split])
     assert f"{fork}/m0.py" not in [file.path for file in files["train"]]
     assert f"{fork}/m1.py" in [file.path for file in files["train"]]
-    assert len(sample_files(tmp_path / fork, CodeSettings(files_per_package=2), random.Random(0))) == 1, (
-        "a quarter each"
-    )
+    assert len(sample_files(tmp_path / fork, CodeSettings(files_per_package=2), random.Random(0))) == 2
 
 
 def test_the_users_prompts_are_split_by_their_text(target: TargetText, tmp_path: Path) -> None:

@@ -5,15 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pipeline_fixtures import make_chat_target
 from transformers import Qwen2Config
 
+from longspec.cli.train import CONFIGS, ROOT
 from longspec.errors import UserError
 from longspec.pipeline import command
 from longspec.pipeline.estimates import estimate
 from longspec.pipeline.machine import Machine, Target
 from longspec.pipeline.settings import load_settings, settings_yaml
 from longspec.pipeline.sizes import chosen_settings
+from longspec.pipeline.trainer import hydra_overrides
+from longspec.train.config import compose_config
 
 GIB = 2**30
 H100 = Machine(1, 80 * GIB, 1.0, "1 x H100")
@@ -58,7 +62,9 @@ def test_more_hours_and_more_gpus_train_longer() -> None:
 def test_a_target_that_is_too_large_for_a_gpu_is_shared() -> None:
     settings = chosen_settings(TARGETS["32b"], replace(H100, gpus=4), 2, 32768)
     assert settings.tp_size == 2 and not settings.probes
-    assert all(stage.overrides["deepspeed"] == "zero3" for stage in settings.training.stages.values())
+    for stage in settings.training.stages.values():
+        config = compose_config(ROOT / CONFIGS, stage.config, hydra_overrides(stage.overrides))
+        assert config.deepspeed.zero_optimization.stage == 3
     assert not any(method.kind == "forced" for method in settings.evaluation.methods)
     with pytest.raises(UserError, match="qwq: its weights have 61 GiB, which 1 of the GPUs here cannot share"):
         chosen_settings(TARGETS["32b"], replace(H100, memory=40 * GIB), 2, 32768)
@@ -100,6 +106,16 @@ def test_a_large_target_on_a_cpu_is_refused_with_an_estimate(
     (line,) = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and not root.exists()
     assert "this would take about" in line and "hours on 2 CPU cores; run it on a machine with a GPU" in line
+
+
+def test_a_pickled_module_is_refused_with_its_conversion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_chat_target(tmp_path / "target")
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pth")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        command.main([str(folder), "--evaluate", str(tmp_path / "module.pth"), "--output_dir", str(tmp_path / "out")])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "module.pth: not a readable file" in line and "torch.save(module.state_dict(), FILE)" in line
 
 
 def test_a_dry_run_prints_a_file_for_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
