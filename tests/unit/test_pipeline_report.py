@@ -7,8 +7,8 @@ import pandas
 import pytest
 
 from longspec.pipeline import report
-from longspec.pipeline.command import verdict
 from longspec.pipeline.report import LEAST_OUTPUTS, MAIN_METHODS, main_table, main_tasks
+from longspec.pipeline.run import verdict
 from longspec.pipeline.samples import Samples
 from longspec.pipeline.settings import load_settings
 

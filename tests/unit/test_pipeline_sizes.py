@@ -11,7 +11,7 @@ from transformers import Qwen2Config
 
 from longspec.cli.train import CONFIGS, ROOT
 from longspec.errors import UserError
-from longspec.pipeline import command
+from longspec.pipeline import command, run
 from longspec.pipeline.estimates import estimate
 from longspec.pipeline.machine import Machine, Target
 from longspec.pipeline.settings import load_settings, settings_yaml
@@ -96,7 +96,7 @@ def test_a_large_target_on_a_cpu_is_refused_with_an_estimate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_chat_target(tmp_path / "target")
-    monkeypatch.setattr(command, "_ask", lambda: pytest.fail("asked before the refusal"))
+    monkeypatch.setattr(run, "ask", lambda: pytest.fail("asked before the refusal"))
     monkeypatch.setattr(Target, "read", classmethod(lambda cls, name, path: replace(QWEN, name=name)))
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: Machine(0, 16 * GIB, 1e-4, "2 CPU cores")))
     root = tmp_path / "out"

@@ -1,0 +1,196 @@
+"""A run of `longspec draft`: its settings, its plan, its steps, and what it says at the end.
+
+Each step continues what an earlier run has left, or finds it done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from longspec.data.prompts import PromptFiles
+from longspec.errors import UserError
+from longspec.inference.registry import choose_target
+from longspec.locks import locked
+from longspec.models.draft_files import check_draft
+from longspec.models.families import family_class
+from longspec.pipeline.answers import CHAT, write_text
+from longspec.pipeline.estimates import Estimate, estimate, free_disk
+from longspec.pipeline.evaluation import evaluate
+from longspec.pipeline.files import settings_file, write_atomically
+from longspec.pipeline.machine import Machine, Target
+from longspec.pipeline.probes import write_probes
+from longspec.pipeline.prompts import write_prompts
+from longspec.pipeline.published import write_draft
+from longspec.pipeline.report import measured, write_page
+from longspec.pipeline.samples import Samples
+from longspec.pipeline.settings import Settings, load_settings, settings_yaml
+from longspec.pipeline.sizes import chosen_settings, evaluation_of
+from longspec.pipeline.training import train
+
+HOURS, CONTEXTS, EVALUATION_HOURS = 0.5, 32768, 0.1
+"""Default values of the options."""
+GIB = 2**30
+TIMES = "seconds.jsonl"
+"""File with the seconds of each step and their estimate."""
+DONE_S = 3
+"""A step that takes less was done before, and says nothing about the speed."""
+Steps = dict[str, Callable[[], object]]
+"""The steps by name, in order. The names are those of the estimate."""
+
+
+def draft(options: argparse.Namespace, command: str) -> None:
+    """Run the command with its parsed options. command: shown in the report. Raises UserError."""
+    path = choose_target(options.target)
+    target, machine = Target.read(options.target, path), Machine.here()
+    if options.evaluate:
+        check_draft(options.evaluate, target.config, family_class(target.config, path).draft_layer_class)
+    root = Path(options.output_dir or _default_folder(options))
+    settings = _settings(options, root, target, machine)
+    steps, planned = steps_of(settings, root), estimate(settings, target, machine)
+    plan = plan_lines(settings, target, machine, planned, root)
+    if options.dry_run:
+        print("".join(f"# {line}\n" for line in plan) + settings_yaml(settings), end="")
+        return
+    print("\n".join(plan), flush=True)
+    _check(3600 * 2 * (options.hours or HOURS), target, machine, planned, root)
+    if not options.yes and not settings_file(root).exists():
+        ask()
+    root.mkdir(parents=True, exist_ok=True)
+    with locked(root):
+        write_atomically(settings_file(root), settings_yaml(settings))
+        run_steps(steps, root, planned)
+        page = root / "report.md"
+        write_page(page, f"A draft for {settings.target}", settings, root, command, {})
+        if settings.evaluation.draft is None:
+            write_draft(settings, root)
+    own = settings.evaluation.draft or str(root / "draft")
+    print(f"draft: {own}\nreport: {page}")
+    for name in ("chat", "serve", "bench"):
+        print(shlex.join(["longspec", name, settings.target, "--draft", own]))
+    print(verdict(Samples.of_lines(measured(root))), flush=True)
+
+
+def _settings(options: argparse.Namespace, root: Path, target: Target, machine: Machine) -> Settings:
+    """The settings in `--config`, those of the run that the folder holds, or those chosen for target and machine."""
+    texts = [str(Path(file).absolute()) if Path(file).exists() else file for file in options.text]
+    overrides = [f"target={options.target}", *options.overrides]
+    if options.config:
+        settings = load_settings(options.config, overrides)
+        settings.text = texts or settings.text
+    elif settings_file(root).exists():
+        stored = load_settings(settings_file(root))
+        given = {"target": options.target, "hours": options.hours, "contexts": options.contexts, "text": texts or None}
+        for name, value in given.items():
+            if value is not None and value != (before := getattr(stored, name)):
+                raise UserError(f"{root}: holds a run with {name} {before}, not {value}; choose another --output_dir")
+        settings = load_settings(stored, overrides)
+    else:
+        own = len(PromptFiles(tuple(texts))) if texts else 0
+        hours = options.hours or (EVALUATION_HOURS if options.evaluate else HOURS)
+        contexts = options.contexts or CONTEXTS
+        settings = chosen_settings(target, machine, hours, contexts, texts, own, options.evaluate)
+        settings = load_settings(settings, overrides)
+    return evaluation_of(options.evaluate, settings) if options.evaluate else settings
+
+
+def steps_of(settings: Settings, root: Path) -> Steps:
+    """The steps of the settings."""
+    steps: Steps = {
+        CHAT: partial(write_text, [CHAT], settings, root),
+        "prompts": partial(write_prompts, settings, root),
+    }
+    if settings.answers:
+        steps["answers"] = partial(write_text, list(settings.answers), settings, root)
+    if settings.probes:
+        steps["probes"] = partial(write_probes, settings, root)
+    steps |= {name: partial(train, name, settings, root) for name in settings.training.stages}
+    return steps | {"evaluation": partial(evaluate, settings, root)}
+
+
+def run_steps(steps: Steps, root: Path, planned: Estimate) -> None:
+    """Run the steps in order. Before each one, print its number and the time left.
+
+    The time left follows from the estimate, corrected by the speed of the steps that this run has done.
+    """
+    spent = expected = 0.0
+    names = list(steps)
+    for number, (name, step) in enumerate(steps.items()):
+        pace = spent / expected if expected else 1.0
+        left = sum(planned.seconds[later] for later in names[number:]) * pace
+        own = duration(planned.seconds[name] * pace)
+        print(f"step {number + 1} of {len(steps)}: {name}, {own}; {duration(left)} left in all", flush=True)
+        began = time.perf_counter()
+        step()
+        seconds = time.perf_counter() - began
+        if seconds > DONE_S:
+            spent, expected = spent + seconds, expected + planned.seconds[name]
+            line = {"step": name, "seconds": round(seconds, 1), "estimate": round(planned.seconds[name], 1)}
+            with (root / TIMES).open("a") as times:
+                times.write(json.dumps(line) + "\n")
+
+
+def duration(seconds: float) -> str:
+    """Text such as "about 12 min"."""
+    if seconds < 90:
+        return f"about {max(1, round(seconds))} s"
+    return f"about {round(seconds / 60)} min" if seconds < 5400 else f"about {seconds / 3600:,.1f} hours"
+
+
+def plan_lines(settings: Settings, target: Target, machine: Machine, planned: Estimate, root: Path) -> list[str]:
+    """What the run will do, for the user to confirm. All times are estimates."""
+    shared = f", shared by {settings.tp_size} GPUs (training: ZeRO-3)" if settings.tp_size > 1 else ""
+    lines = [
+        f"target: {target.name}, {target.config.model_type}, {target.parameters / 1e9:.3g}B parameters, "
+        f"{target.config.num_hidden_layers} layers, {target.positions:,} positions",
+        f"machine: {machine.name}; memory of the target: {target.bytes / GIB:.3g} GiB in bf16{shared}",
+        f"output: {root}, about {planned.disk / GIB:.2g} GiB",
+    ]
+    for name, seconds in planned.seconds.items():
+        amount = f", {planned.tokens[name] / 1e6:,.3g}M tokens" if name in planned.tokens else ""
+        lines.append(f"  {name}: {duration(seconds)}{amount}")
+    return [*lines, f"in all: {duration(planned.total)} (estimated)"]
+
+
+def _check(limit: float, target: Target, machine: Machine, planned: Estimate, root: Path) -> None:
+    """Raise UserError if the run would take more than `limit` seconds on a CPU, or fill the disk."""
+    if not machine.gpus and planned.total > limit:
+        raise UserError(
+            f"{target.name}: this would take {duration(planned.total)} on {machine.name}; run it on a machine with a "
+            "GPU, or give smaller settings with --config"
+        )
+    if planned.disk > (free := free_disk(root)):
+        raise UserError(f"--output_dir {root}: needs about {planned.disk / GIB:.2g} GiB, {free / GIB:.2g} GiB are free")
+
+
+def ask() -> None:
+    """End the process unless the user agrees. Raises UserError without a terminal."""
+    if not sys.stdin.isatty():
+        raise UserError("give --yes to start without a terminal")
+    if input("start? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise SystemExit(1)
+
+
+def verdict(samples: Samples) -> str:
+    """The last line: the draft's speed compared with that of prompt lookup."""
+    ratio = samples.speed_up("tree", "lookup")
+    if ratio.samples and ratio.value < 1:
+        return (
+            f"The draft is slower than prompt lookup on its held-out prompts: {ratio} x its tokens/s. Try a larger "
+            "--hours, prompts like your own (--text FILE), or --method lookup, which needs no draft"
+        )
+    return (
+        f"On held-out prompts, the draft's tree emits {samples.tokens_per_round('tree')} tokens per round and is "
+        f"{ratio} x as fast as prompt lookup; auto is {samples.speed_up('auto', 'vanilla')} x as fast as vanilla"
+    )
+
+
+def _default_folder(options: argparse.Namespace) -> str:
+    name = Path(options.target).name.removesuffix(".gguf").lower()
+    return f"outputs/{name}" + (f"-evaluates-{Path(options.evaluate).name}" if options.evaluate else "")
