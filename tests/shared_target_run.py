@@ -37,7 +37,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "seq": {"temperature": 1.0},
     "tree": {"temperature": 0.8, "top_p": 0.9},
     "tree, descend": {"temperature": 1.2, "tree_rule": "descend", "top_k": 20},
-    "lookup": {"temperature": 0.7},
+    "lookup": {"temperature": 0.7, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
 }
 """Settings of the sampled generations by label, which starts with the method."""
 SMALL_WINDOW = 8
@@ -76,7 +76,7 @@ def answers(model: GlideMixin, method: str) -> list[list[int]]:
     engine = RequestEngine(model, drafting, 2, memory=2**27, prefill_chunk=8)
     engine.prepare()
     tokens: list[list[int]] = [[] for _ in range(5)]
-    sampled = Sampling(1.0, min_p=0.05, seed=3) if method == "tree" else Sampling()
+    sampled = Sampling(1.0, min_p=0.05, seed=3) if method == "tree" else Sampling(frequency_penalty=1.0)
     requests = [Request(prompt, 12) for prompt in (*PROMPTS, PROMPTS[0] * 2)] + [Request([7, 7], 9, sampled)]
     for own, request in zip(tokens, requests, strict=True):
         engine.add(request, lambda event, own=own: own.extend(getattr(event, "ids", ())))
