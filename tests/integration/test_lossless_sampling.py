@@ -71,8 +71,7 @@ FAST_WARPS: tuple[dict[str, Any], ...] = (
 )
 FAST = list(zip(METHODS, FAST_WARPS, strict=True))
 FAST += zip(("seq", "tree", "tree, descend"), EXTRA_WARPS, strict=True)
-FAST += zip(BUDGETS, ({"temperature": 1.0}, {"temperature": 1.5, "top_k": 3}, {"temperature": 1.0}), strict=True)
-FAST += [("tree, lookup", PENALTIES[0])]
+FAST += zip(BUDGETS, ({"temperature": 1.0}, {"temperature": 1.5, "top_k": 3}, PENALTIES[0]), strict=True)
 LEVEL = 1e-3 / (len(CASES) + len(FAST))
 TRIALS = 2**16
 DISTANCE = 0.028
