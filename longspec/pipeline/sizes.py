@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,8 +38,10 @@ UNITS = 2**24 / 2**30 / 80
 """Tokens of a micro-batch times hidden units, per byte of the GPU's memory. A probe takes twice as many."""
 LONG_UNITS = 2**27 / 2**30 / 80
 """The same for a single long row and the memory that the weights leave."""
-PROBES, PROBE_STEPS = 16, 160
+PROBES, PROBE_STEPS = 20, 160
 """Maximum number of layers to try, and steps of each."""
+PROBE_SHARE, DRAFT_BYTES = 0.3, 220
+"""Part of the GPU's memory for the drafts of a probe, and bytes of one of them per squared hidden unit."""
 MARGIN = 556
 """Tokens of a long row that a prompt leaves to its answer."""
 MOST_OWN = 20_000
@@ -172,7 +175,9 @@ def _fit_stage(stage: StageSettings, number: int, target: Target, machine: Machi
 def _layers(target: Target, machine: Machine) -> ProbeSettings:
     """Which layer the draft reads besides the last one: none, or one of the upper three fifths."""
     first, last = 2 * target.config.num_hidden_layers // 5, target.config.num_hidden_layers - 2
-    layers = range(last, first - 1, -max(1, round((last - first + 1) / PROBES)))
+    fitting = int(PROBE_SHARE * machine.memory / (DRAFT_BYTES * target.config.hidden_size**2))
+    most = max(3, min(PROBES, fitting)) if machine.gpus else PROBES
+    layers = range(last, first - 1, -math.ceil((last - first + 1) / most))
     candidates: dict[str, dict[str, Any]] = {"last-only": {"model.kv_layers": []}}
     candidates |= {f"layer-{layer}": {"model.kv_layers": [layer]} for layer in reversed(layers)}
     rows = min(16, max(1, int(2 * UNITS * machine.memory / target.config.hidden_size / ROW))) if machine.gpus else 4

@@ -76,6 +76,8 @@ def test_probes_try_every_layer_of_the_upper_part() -> None:
     assert probe.adopt and next(iter(probe.candidates)) == "last-only"
     layers = [changes["model.kv_layers"] for changes in probe.candidates.values()]
     assert layers[1:] == [[layer] for layer in range(11, 27)]
+    (wide,) = chosen_settings(TARGETS["8b"], H100, 2, 32768).probes.values()
+    assert 4 < len(wide.candidates) < 9, "the drafts of a wide target fill the memory"
 
 
 def test_the_users_prompts_are_trained_on_and_measured() -> None:
