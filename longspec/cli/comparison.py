@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import eq
 from typing import Any
@@ -16,13 +16,8 @@ from longspec.inference.generate import GenerationOutput
 from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.stats import pool
 
-METHODS: dict[str, dict[str, Any]] = {
-    "vanilla": {"method": "vanilla"},
-    "lookup": {"method": "lookup"},
-    "tree": {"method": "tree"},
-    "auto": {"method": AUTO},
-}
-"""The arguments of `longspec.generate` by label."""
+METHODS = ("vanilla", "lookup", "tree", AUTO)
+"""The methods that are compared."""
 WARM_UP_TOKENS = 16
 """New tokens of the warm-up."""
 SEED = 0
@@ -33,30 +28,29 @@ def compare(
     prompts: Sequence[Prompt],
     sampling: SamplingOptions,
     report: Callable[[str], object],
-    compared: Mapping[str, dict[str, Any]] = METHODS,
 ) -> dict[str, Any]:
     """Measure each method that the pair has a draft for. Returns a summary.
 
     The methods take turns at each prompt, so that a device whose speed changes affects all of them alike. report:
-    called with the label of a method before it answers a prompt. compared: arguments as in METHODS, vanilla first.
+    called with a method before it answers a prompt.
     """
     has_template = pair.chat_format != "plain"
     token_ids = pair.encode([prompt.as_turn() if has_template else prompt.content for prompt in prompts])
 
     skipped: dict[str, str] = {}
     outputs: dict[str, list[GenerationOutput]] = {}
-    for label, arguments in compared.items():
-        if arguments["method"] in GLIDE_METHODS and not pair.model.draft_is_trained:
+    for label in METHODS:
+        if label in GLIDE_METHODS and not pair.model.draft_is_trained:
             skipped[label] = f"{pair.name} has no trained draft"
         else:
             outputs[label] = []
             # The longest prompt, so that kernels are compiled and caches allocated before the measurement.
             warm_up = replace(sampling, max_new_tokens=min(WARM_UP_TOKENS, sampling.max_new_tokens))
-            answer(pair, max(token_ids, key=len), warm_up, arguments)
+            answer(pair, max(token_ids, key=len), warm_up, label)
     for prompt in token_ids:
         for label, answers in outputs.items():
             report(label)
-            answers.append(answer(pair, prompt, sampling, compared[label]))
+            answers.append(answer(pair, prompt, sampling, label))
 
     methods = {label: figures(answers) for label, answers in outputs.items()}
     tokens = {label: [output.new_tokens[0].tolist() for output in answers] for label, answers in outputs.items()}
@@ -76,11 +70,9 @@ def compare(
     }
 
 
-def answer(
-    pair: LoadedPair, prompt: list[int], sampling: SamplingOptions, arguments: dict[str, Any]
-) -> GenerationOutput:
+def answer(pair: LoadedPair, prompt: list[int], sampling: SamplingOptions, method: str) -> GenerationOutput:
     """Answer a prompt. Without an EOS, all methods generate the same number of tokens."""
-    return pair.generate([prompt], sampling, **arguments, eos_token_id=(), seed=SEED)
+    return pair.generate([prompt], sampling, method=method, eos_token_id=(), seed=SEED)
 
 
 def figures(answers: Sequence[GenerationOutput]) -> dict[str, Any]:

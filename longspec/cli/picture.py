@@ -12,22 +12,17 @@ from longspec.errors import UserError
 matplotlib.use("Agg")  # draws without a display
 from matplotlib import pyplot
 
-COLORS = {"vanilla": "#999999", "lookup": "#e69f00", "chain": "#009e73", "tree": "#56b4e9", "auto": "#0072b2"}
-
-
-def draw_speeds(axes: Any, summary: dict[str, Any]) -> None:
-    """Draw tokens per second as bars on matplotlib axes."""
-    speeds = {label: row["tokens_per_second"] for label, row in summary["methods"].items()}
-    bars = axes.bar(list(speeds), list(speeds.values()), color=[COLORS[label] for label in speeds], width=0.6)
-    axes.bar_label(bars, [f"{row['speedup']:.2f}x" for row in summary["methods"].values()])
-    axes.set_ylabel("tokens per second")
-    axes.set_title(f"{summary['model']}\n{summary['device']}", fontsize="medium")
+COLORS = {"vanilla": "#999999", "lookup": "#e69f00", "tree": "#56b4e9", "auto": "#0072b2"}
 
 
 def draw(summary: dict[str, Any], path: Path) -> None:
     """Draw tokens per second as bars in a PNG. Raises UserError for a path that cannot be written."""
-    figure, axes = pyplot.subplots(figsize=(2 + 1.2 * len(summary["methods"]), 4), layout="constrained")
-    draw_speeds(axes, summary)
+    speeds = {label: row["tokens_per_second"] for label, row in summary["methods"].items()}
+    figure, axes = pyplot.subplots(figsize=(2 + 1.2 * len(speeds), 4), layout="constrained")
+    bars = axes.bar(list(speeds), list(speeds.values()), color=[COLORS[label] for label in speeds], width=0.6)
+    axes.bar_label(bars, [f"{row['speedup']:.2f}x" for row in summary["methods"].values()])
+    axes.set_ylabel("tokens per second")
+    axes.set_title(f"{summary['model']}\n{summary['device']}", fontsize="medium")
     try:
         figure.savefig(path, dpi=120, format="png")
     except OSError as error:

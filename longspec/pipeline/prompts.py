@@ -26,8 +26,8 @@ Turn = dict[str, str]
 Make = Callable[[Any, int, random.Random], Record | None]
 """Maps (document, length in tokens, random generator) to a prompt, or to None if the document is too short."""
 
-EVERYDAY = Path(__file__).with_name("everyday.yaml")
-"""Questions of the task everyday."""
+QUESTIONS: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("questions.yaml").read_text())
+"""Questions of the task everyday, and requests that follow files in a prompt: about code, and about documents."""
 SHORTEST = 0.85
 """Minimum length of a prompt as a fraction of the requested length."""
 MARGIN = 8
@@ -36,32 +36,11 @@ LEAST_CHARACTERS = 3
 """Lower bound on the average number of characters per token of code."""
 CANDIDATES = 300
 """Maximum number of documents tried as worked questions or earlier turns of a prompt."""
-EDIT = "Add the comment `# reviewed` as the first line of this file, and return the whole file.\n\n```python\n{code}```"
-QUOTE = "{passage}\n\nRepeat the text above word for word."
+EDIT = "Add the comment `# reviewed` as the first line of this file, and return the whole file.\n\n```python\n{text}```"
+QUOTE = "{text}\n\nRepeat the text above word for word."
 """Prompts whose answers copy a part of the prompt."""
 TRIES = 200
 """Maximum number of documents tried per prompt. Most are rejected by their length alone."""
-CODE_QUESTIONS = (
-    "Explain what this code does, step by step.",
-    "Write unit tests for the most important function above.",
-    "Write a docstring for each public function above.",
-    "Find a possible bug or a fragile place in this code, and fix it.",
-    "Refactor the longest function above, and show the new code.",
-    "Write a short example that uses this code.",
-    "Which classes and functions are defined here, and how do they depend on each other?",
-    "Add type hints to the last function above, and return it.",
-)
-DOCUMENT_QUESTIONS = (
-    "Summarize the text above for a new user.",
-    "Write a step-by-step tutorial based on the documentation above.",
-    "List the most important options described above, and explain each in one sentence.",
-    "Write five questions that the text above answers, each with its answer.",
-    "Explain the main concept of the text above to a beginner, with an example.",
-    "Write a short program that uses what the documentation above describes.",
-    "What changes or limits does the text mention? Quote the relevant sentences.",
-    "Rewrite the first section of the text above in simpler words.",
-)
-"""Requests that follow a part of a repository or of a document in a prompt."""
 
 
 def write_prompts(settings: Settings, root: Path) -> None:
@@ -170,31 +149,22 @@ class Makers:
 
     def _documents(self, task: str) -> tuple[list[Any], Make]:
         """The documents of a task, and the function that makes a prompt from one of them."""
-        if task in ("lcc", "repobench-p"):
-            return self.code, self.line if task == "lcc" else self.repository
-        if task == "code-question":
-            return self.code, partial(self.about_files, CODE_QUESTIONS)
-        if task == "document":
-            return self.texts.documents, partial(self.about_files, DOCUMENT_QUESTIONS)
-        if task == "qmsum":
-            return self.texts.meetings, self.meeting
-        if task == "edit":
-            return self.code, self.file_to_edit
-        if task == "quote":
-            return self.texts.meetings, self.passage
-        if task == "gsm8k":
-            return self.texts.questions, self.question
-        if task == "chat":
-            return self.chats, self.conversation
-        if task == OWN:
-            return self.texts.own, lambda record, *_: record
-        if task == "everyday":
-            return yaml.safe_load(EVERYDAY.read_text()), lambda question, *_: _user(question)
-        return self.texts.problems, self.problem
-
-    def problem(self, problem: str, tokens: int, chance: random.Random) -> Record:
-        """A problem of AIME24, which has one length only."""
-        return _user(TASKS["aime24"].prompt.format(problem=problem))
+        texts = self.texts
+        by_task: dict[str, tuple[list[Any], Make]] = {
+            "lcc": (self.code, self.line),
+            "repobench-p": (self.code, self.repository),
+            "code-question": (self.code, partial(self.about_files, QUESTIONS["code"])),
+            "document": (texts.documents, partial(self.about_files, QUESTIONS["document"])),
+            "edit": (self.code, lambda file, tokens, _: self._copied(EDIT, file.text, tokens)),
+            "quote": (texts.meetings, lambda meeting, tokens, _: self._copied(QUOTE, meeting.transcript, tokens)),
+            "qmsum": (texts.meetings, self.meeting),
+            "gsm8k": (texts.questions, self.question),
+            "chat": (self.chats, self.conversation),
+            OWN: (texts.own, lambda record, *_: record),
+            "everyday": (QUESTIONS["everyday"], lambda question, *_: _user(question)),
+            "aime24": (texts.problems, lambda problem, *_: _user(TASKS["aime24"].prompt.format(problem=problem))),
+        }
+        return by_task[task]
 
     def line(self, file: SourceFile, tokens: int, chance: random.Random) -> Record | None:
         """Code completion in one file: the text before one of its lines."""
@@ -240,19 +210,11 @@ class Makers:
             before = self._other_files(file, room, tokens, chance)
         return None if before is None else _user(before + last + question)
 
-    def file_to_edit(self, file: SourceFile, tokens: int, chance: random.Random) -> Record | None:
-        """The beginning of a file, to be returned with a small change."""
-        return self._whole_lines(EDIT, "code", file.text, tokens)
-
-    def passage(self, meeting: Meeting, tokens: int, chance: random.Random) -> Record | None:
-        """The beginning of a meeting's transcript, to be repeated."""
-        return self._whole_lines(QUOTE, "passage", meeting.transcript, tokens)
-
-    def _whole_lines(self, prompt: str, field: str, text: str, tokens: int) -> Record | None:
+    def _copied(self, prompt: str, text: str, tokens: int) -> Record | None:
         """A prompt with as many lines of a text as fit into `tokens` tokens; None if the text is too short."""
-        room = tokens - MARGIN - self.target.count(prompt.format(**{field: ""})) - self.target.chat_overhead
+        room = tokens - MARGIN - self.target.count(prompt.format(text="")) - self.target.chat_overhead
         part, used = self.target.head(text, room)
-        return _user(prompt.format(**{field: part})) if used >= SHORTEST * room > 0 else None
+        return _user(prompt.format(text=part)) if used >= SHORTEST * room > 0 else None
 
     def _before_line(self, file: SourceFile, tokens: int, chance: random.Random) -> str | None:
         """At most `tokens` tokens of whole lines up to a random line of the file; None if the file is too short."""

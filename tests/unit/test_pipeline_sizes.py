@@ -1,5 +1,6 @@
 """The plan of `longspec draft`: sizes that follow from target, machine and hours, and its refusals."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import Qwen2Config
 from longspec.cli.train import CONFIGS, ROOT
 from longspec.errors import UserError
 from longspec.pipeline import command, run
-from longspec.pipeline.estimates import estimate
+from longspec.pipeline.estimates import Estimate, estimate
 from longspec.pipeline.machine import Machine, Target
 from longspec.pipeline.settings import load_settings, settings_yaml
 from longspec.pipeline.sizes import chosen_settings
@@ -138,3 +139,19 @@ def test_a_folder_of_another_plan_is_refused(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         command.main([str(folder), "--output_dir", str(tmp_path), "--hours", "2", "--yes"])
     assert "holds a run with hours 0.5, not 2.0; choose another --output_dir" in capsys.readouterr().err
+
+
+def test_the_time_left_follows_the_measured_speed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step a takes twice its estimate. Step b was done before, so it says nothing about the speed."""
+    clock = iter([0, 20, 20, 21, 21, 50])
+    monkeypatch.setattr(run.time, "perf_counter", lambda: next(clock))
+    run.run_steps(dict.fromkeys("abc", lambda: None), tmp_path, Estimate({"a": 10, "b": 100, "c": 60}, {}, 0))
+    assert capsys.readouterr().out.splitlines() == [
+        "step 1 of 3: a, about 10 s; about 3 min left in all",
+        "step 2 of 3: b, about 3 min; about 5 min left in all",
+        "step 3 of 3: c, about 2 min; about 2 min left in all",
+    ]
+    times = [json.loads(line) for line in (tmp_path / "seconds.jsonl").open()]
+    assert [(line["step"], line["seconds"], line["estimate"]) for line in times] == [("a", 20, 10), ("c", 29, 60)]
