@@ -205,7 +205,7 @@ def measure(
     tokens = options.tokens or STAGES[case.stage].tokens
     total = WARM_UP + options.steps + 3  # one step that is prepared but not run, one for the parts, one for the profile
     inputs = synthetic_inputs(shape, tokens, rows=32 if case.stage == 1 else 4, packed=case.stage == 1)
-    trainer = Trainer(config, engine, inputs, start_step=0, total_steps=total)
+    trainer = Trainer(config, engine, inputs, total_steps=total)
     engine.train()
     arrays = iter(trainer.loader)
     seconds: list[float] = []

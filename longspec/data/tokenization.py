@@ -10,7 +10,7 @@ import numpy as np
 
 from longspec.data import aligners as aligner_functions
 from longspec.data import lines, record_fields, records, templates
-from longspec.data.aligners import AlignedRecord, Aligner
+from longspec.data.aligners import DEFAULT_ALIGNERS, AlignedRecord, Aligner
 from longspec.data.cache import cache_folder, cached_table
 from longspec.errors import UserError, first_line
 from longspec.extras import extra
@@ -42,21 +42,29 @@ LINES_PER_BATCH = 64
 
 @dataclass(frozen=True)
 class Tokenize:
-    """A function from a batch of `lines.index_lines` rows to tokenized samples (TOKEN_FEATURES).
-
-    See `dataset.build_dataset` for the attributes.
-    """
+    """A function from a batch of `lines.index_lines` rows to tokenized samples (TOKEN_FEATURES)."""
 
     tokenizer: Any
     eos_token_id: int
+    """Token that ends documents and answers. That of a chat template can differ from the tokenizer's (Llama-3)."""
+    vocab_size: int
+    """Number of tokens that the target has embeddings for."""
     family: str
+    """Model type of the target, which selects the published chat format."""
     chat_format: str
+    """"published", "tokenizer" or "plain" (see `templates.render`)."""
     max_length: int
-    overflow: str
-    answer_only: bool
-    aligners: tuple[Aligner, ...]
+    """Tokens of the longest row, >= 2."""
+    overflow: str = "truncate"
+    """"split" cuts plain text and conversations of (article, abstract) pairs that are longer than max_length into
+    pieces; "truncate" keeps their beginning. Other records with a prompt are always truncated."""
+    answer_only: bool = False
+    """Whether only answers are in the loss. Records whose prompt leaves no room for an answer are then left out and
+    counted in the log, and each pair is a sample of its own."""
+    aligners: tuple[Aligner, ...] = DEFAULT_ALIGNERS
+    """Convert records to the common form; the last one must be `common_form_aligner`."""
     templates: Mapping[str, str] = field(default_factory=dict)
-    vocab_size: int | None = None
+    """Text around a record's {prompt} by kind, instead of the built-in one."""
 
     def __call__(self, index: dict[str, list]) -> dict[str, list]:
         aligned, texts, places = self._texts(index)
@@ -66,8 +74,7 @@ class Tokenize:
 
         columns: dict[str, list] = {name: [] for name in TOKEN_FEATURES}
         for record, (prompt, answer), place, ids in zip(aligned, texts, places, whole, strict=True):
-            if self.vocab_size is not None:
-                templates.check_embedded(ids, self.vocab_size, self.tokenizer, place)
+            templates.check_embedded(ids, self.vocab_size, self.tokenizer, place)
             prompt_length = _common_prefix(next(prompts), ids) if prompt else 0
             if answer.strip():
                 splits = not prompt or self._is_pairs(record)
@@ -149,7 +156,6 @@ class Tokenize:
 
         Pieces have no prompt, because samples that may be split have all tokens in the loss.
         """
-
         # The draft must learn to propose the EOS; a template may have written it already.
         if ids[-1:] != [self.eos_token_id]:
             ids = [*ids, self.eos_token_id]

@@ -168,11 +168,6 @@ def check_draft(path: str | Path, config: PreTrainedConfig, layer_class: Any) ->
     return {name: weight.clone() for name, weight in weights.items()}  # no longer mapped from the file
 
 
-def draft_window(path: str | Path) -> int:
-    """The self-attention window W, in tokens, of the draft at `path`; see `draft_settings`. Raises UserError."""
-    return draft_settings(path).options.window
-
-
 def list_size(path: str | Path) -> int | None:
     """Number of tokens in the vocabulary list of the draft at `path`; None if it has none. Raises UserError."""
     state = load_draft(path)

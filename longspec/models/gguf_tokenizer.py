@@ -15,6 +15,8 @@ from longspec.errors import UserError
 
 CONTROL, USER_DEFINED = 3, 4
 """GGUF token types: special tokens, and ordinary tokens that are never split."""
+SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""Special tokens by their names in transformers and in GGUF."""
 GPT2_SPLIT = pre_tokenizers.ByteLevel(add_prefix_space=False)
 DIGITS_SPLIT = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2_SPLIT])
 
@@ -60,18 +62,13 @@ def write_tokenizer(folder: Path, metadata: Mapping[str, Callable[..., Any]], ma
     if tokens is None:
         raise UserError("has no tokenizer; use the model's own folder")
 
-    special = {
-        name: tokens[number]
-        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-        if (number := value(f"ggml.{key}_token_id")) is not None
-    }
-
+    ids = {name: value(f"ggml.{key}_token_id") for name, key in SPECIAL.items()}
+    special = {name: tokens[number] for name, number in ids.items() if number is not None}
     if model == "gpt2":
         tokenizer = _byte_level_bpe(tokens, value("ggml.merges", []), value("ggml.pre", "gpt-2"))
     elif model == "llama":
-        scores = value("ggml.scores")
         prefixed = value("ggml.add_space_prefix", True)
-        tokenizer = _sentencepiece_bpe(tokens, scores, special.get("unk"), prefixed)
+        tokenizer = _sentencepiece_bpe(tokens, value("ggml.scores"), special.get("unk"), prefixed)
     else:
         raise UserError(f"a tokenizer of kind {model!r}; supported are 'gpt2' and 'llama'")
 
@@ -95,14 +92,19 @@ def write_tokenizer(folder: Path, metadata: Mapping[str, Callable[..., Any]], ma
         "clean_up_tokenization_spaces": False,
         **{f"{name}_token": token for name, token in special.items()},
     }
+    if templates := _chat_templates(value):
+        settings["chat_template"] = templates
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _chat_templates(value: Callable[..., Any]) -> str | list[dict[str, str]] | None:
+    """The chat template if it is the only one, all by name, or None. value: function of a key after "tokenizer."."""
     names = value("chat_templates", [])
     templates = {name: text for name in names if (text := value(f"chat_template.{name}"))}
     if default := value("chat_template"):
         templates[DEFAULT] = default
-    if templates:
-        named = [{"name": name, "template": text} for name, text in templates.items()]
-        settings["chat_template"] = named if len(templates) > 1 or not default else default
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    named = [{"name": name, "template": text} for name, text in templates.items()]
+    return default if default and len(named) == 1 else named or None
 
 
 def _byte_level_bpe(tokens: list[str], merges: list[str], split: str) -> Tokenizer:

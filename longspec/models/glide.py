@@ -21,7 +21,7 @@ from longspec.models import generation
 from longspec.models.draft_files import DraftSettings, check_draft, draft_settings
 from longspec.models.draft_layer import DraftOptions, head_dim
 from longspec.models.parallel import gather_heads
-from longspec.models.pretrained import LOADED_WITH, PretrainedPairMixin, checked_dtype
+from longspec.models.pretrained import PretrainedPairMixin, checked_dtype, copy_loading
 from longspec.models.target_attention import ATTENTION_NAME, ChosenKV, KeysValues, last_keys_values, run_backbone
 from longspec.models.target_files import at_revision, without_memory
 from longspec.models.target_graph import TargetGraphs
@@ -61,59 +61,47 @@ class GlideMixin(PretrainedPairMixin):
         torch_dtype: str | torch.dtype = torch.float16,
         attn_implementation: str | None = None,
         *,
-        revision: str | None = None,
-        device_map: Any = None,
-        quantization_config: Any = None,
         options: DraftOptions | None = None,
+        **loading: Any,
     ) -> None:
         """Load the target from `target_model_path` and the draft from `glide_path`, or create a fresh draft.
 
         glide_path: a `.pth` file, a folder holding `draft_model_weights.pth`, or a folder or hub id in Hugging Face
-        form. torch_dtype: that of the target's weights and of the draft, or "auto". revision, device_map and
-        quantization_config are transformers' arguments for the target; the draft is never quantized and goes to the
-        device of `lm_head`. options: None takes the draft's own, or the published ones for a fresh draft. Raises
+        form. torch_dtype: that of the target's weights and of the draft, or "auto". options: None takes the draft's
+        own, or the published ones for a fresh draft. loading: transformers' arguments revision, device_map and
+        quantization_config for the target; the draft is never quantized and goes to the device of `lm_head`. Raises
         UserError for a target of another family and for a draft that does not fit.
         """
         self.check_family(config, target_model_path)
-        draft = None if glide_path is None else check_draft(glide_path, config, self.draft_layer_class)
-        settings = DraftSettings() if glide_path is None else draft_settings(glide_path)
+        draft, settings = None, DraftSettings()
+        if glide_path is not None:
+            draft, settings = check_draft(glide_path, config, self.draft_layer_class), draft_settings(glide_path)
         draft_options = options or settings.options
         draft_options.check_target(config, str(target_model_path))
-
         config = copy.deepcopy(config)
         config._attn_implementation = ATTENTION_NAME
         # The loaded target's modules replace those built here, so these need no memory.
         with without_memory(config):
             super().__init__(config)
-
         # Logs which attention runs; `use_flash` alone decides about flash-attn.
         resolve_attention(attn_implementation)
         self.use_flash = (attn_implementation or "").startswith("flash")
-
-        loading = {"device_map": device_map, "quantization_config": quantization_config, **at_revision(revision)}
-        dtype = checked_dtype(torch_dtype)
-        target = self._load_target(config, target_model_path, dtype=dtype, **loading)
-        self.config = target.config
-        self.generation_config = target.generation_config
-        self.model = target.model
-        self.lm_head = target.lm_head
-        # Quantized and placed targets need these for `to` and `save_pretrained`.
-        for name in LOADED_WITH:
-            if hasattr(target, name):
-                setattr(self, name, getattr(target, name))
+        loading |= at_revision(loading.pop("revision", None))
+        target = self._load_target(config, target_model_path, dtype=checked_dtype(torch_dtype), **loading)
+        self.config, self.generation_config = target.config, target.generation_config
+        self.model, self.lm_head = target.model, target.lm_head
+        copy_loading(target, self)
         # Before the draft exists: target, embedding and head stay frozen.
         self.requires_grad_(False)
 
         self.draft_model = self.draft_layer_class(self.config, draft_options)
         # Initialized in fp32, so that a seed gives the same fresh draft in every dtype.
         self.draft_model.reset_parameters(self.config.initializer_range)
-        if isinstance(dtype, str):
-            dtype = self.model.embed_tokens.weight.dtype  # embeddings are never quantized
-        self.draft_model.to(device=self.lm_head.weight.device, dtype=dtype)
-        if draft is not None and glide_path is not None:
+        # The dtype of the embeddings is that of the target, because they are never quantized.
+        self.draft_model.to(device=self.lm_head.weight.device, dtype=self.model.embed_tokens.weight.dtype)
+        if draft is not None:
             self.load_draft_state(draft, source=str(glide_path))
-            self.draft_is_trained = settings.is_trained
-            self.draft_target = settings.target
+            self.draft_is_trained, self.draft_target = settings.is_trained, settings.target
             warn_if_other_target(settings.target, take_sample(self, str(target_model_path)), str(glide_path))
 
     def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -172,7 +160,7 @@ class GlideMixin(PretrainedPairMixin):
         varlen = self._training_attention().varlen
 
         def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            return _on_flat(varlen, q, k, v, segments, scale)
+            return _on_flat(partial(varlen, segments=segments, scale=scale), q, k, v)
 
         # The last layer's attention and MLP cost 1 / L of the pass and are skipped where nothing reads them.
         if others is None:
@@ -216,20 +204,15 @@ class GlideMixin(PretrainedPairMixin):
             layers = [(gather_heads(keys), gather_heads(values)) for keys, values in layers]
         # Scores are q · k / sqrt(D), as in the target.
         scale = self.draft_model.self_attn.head_dim**-0.5
-
-        def self_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return _on_flat(training.varlen, q, k, v, segments, scale, window=self.draft_model.window)
+        windowed = partial(training.varlen, segments=segments, scale=scale, window=self.draft_model.window)
+        self_attend = partial(_on_flat, windowed)
 
         def draft(lags: Tensor | None) -> Any:
             # Lag s is the situation at level s - 1 of a tree in decoding, where the newest target key is s positions
             # before the query. In the block pattern the lags 1 to 4 alternate.
-            attention = training.block if lags is None else training.varlen
             seen = segments if lags is None else segments.lagging(lags.tolist())
-
-            def cross_attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-                return _on_flat(attention, q, keys, values, seen, scale)
-
-            cross_attends = [partial(cross_attend, keys=keys, values=values) for keys, values in layers]
+            attention = partial(training.block if lags is None else training.varlen, segments=seen, scale=scale)
+            cross_attends = [partial(_on_flat, attention, k=keys, v=values) for keys, values in layers]
             feature = None
             if self.draft_model.options.target_feature:
                 assert target_hidden is not None
@@ -254,7 +237,7 @@ def _rows(hidden: Tensor, numbers: Tensor) -> Tensor:
     return rows.masked_fill((numbers < 0)[:, None], 0).view_as(hidden)
 
 
-def _on_flat(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _on_flat(attention: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Run a varlen attention on tensors [B, H, T, D]; it takes flattened tokens [B·T, H, D]."""
     flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    return attention(*flat, *args, **kwargs).unflatten(0, (q.shape[0], -1)).transpose(1, 2)
+    return attention(*flat).unflatten(0, (q.shape[0], -1)).transpose(1, 2)

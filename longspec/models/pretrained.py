@@ -51,6 +51,13 @@ LOADED_WITH = (
     "is_loaded_in_8bit",
 )
 """Attributes that transformers' `from_pretrained` sets on a model for its `to` and `save_pretrained`."""
+ARGUMENT_TYPES: dict[str, tuple[type, ...]] = {
+    "path": (str, os.PathLike),
+    "glide_path": (str, os.PathLike, type(None)),
+    "state_dict": (Mapping, type(None)),
+    "pad_token_id": (int, type(None)),
+}
+"""Accepted types of arguments of `from_pretrained`."""
 HUB_ARGUMENTS = ("repo_id", "commit_message", "create_pr", "private", "revision", "token")
 
 
@@ -62,6 +69,13 @@ def checked_dtype(value: str | torch.dtype) -> str | torch.dtype:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise UserError(f"torch_dtype: {value!r} is not a floating-point dtype; use auto, float32, float16 or bfloat16")
     return dtype
+
+
+def copy_loading(source: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Copy the attributes LOADED_WITH, without which a quantized or placed target cannot be moved or saved."""
+    for name in LOADED_WITH:
+        if hasattr(source, name):
+            setattr(model, name, getattr(source, name))
 
 
 def _draft_options(stated: dict[str, Any], glide_path: str | Path | None) -> DraftOptions:
@@ -143,13 +157,9 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         """
         if unknown:
             raise UserError(f"{cls.__name__}.from_pretrained: no argument {', '.join(sorted(unknown))}")
-        for name, value, kinds in (
-            ("path", path, (str, os.PathLike)),
-            ("glide_path", glide_path, (str, os.PathLike, type(None))),
-            ("state_dict", state_dict, (Mapping, type(None))),
-            ("pad_token_id", pad_token_id, (int, type(None))),
-        ):
-            if not isinstance(value, kinds) or isinstance(value, bool):
+        given = {"path": path, "glide_path": glide_path, "state_dict": state_dict, "pad_token_id": pad_token_id}
+        for name, value in given.items():
+            if not isinstance(value, ARGUMENT_TYPES[name]) or isinstance(value, bool):
                 raise UserError(f"{name}: a {type(value).__name__}; see {cls.__name__}.from_pretrained")
 
         # An argument takes precedence over the state dict's metadata.
@@ -167,20 +177,10 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
             vocabulary = checked_tokens(draft_vocabulary, config.vocab_size, "draft_vocabulary")
 
         # transformers renamed torch_dtype to dtype; both are accepted.
-        if dtype is None:
-            dtype = "auto" if torch_dtype is None else torch_dtype
-        model = cls(
-            config,
-            path,
-            glide_path,
-            dtype,
-            attn_implementation,
-            revision=revision,
-            device_map=device_map,
-            quantization_config=quantization_config,
-            options=_draft_options(stated, glide_path),
-        )
-
+        dtype = dtype or torch_dtype or "auto"
+        options = _draft_options(stated, glide_path)
+        loading = {"revision": revision, "device_map": device_map, "quantization_config": quantization_config}
+        model = cls(config, path, glide_path, dtype, attn_implementation, options=options, **loading)
         if vocabulary is not None:
             model.draft_model.set_vocabulary(vocabulary)
         if state_dict is not None:
@@ -246,9 +246,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         with torch.device("meta"):
             target = self.target_class(copy.deepcopy(self.config))
         target.model, target.lm_head, target.generation_config = self.model, self.lm_head, self.generation_config
-        for name in LOADED_WITH:
-            if hasattr(self, name):
-                setattr(target, name, getattr(self, name))
+        copy_loading(self, target)
         return target
 
     @classmethod

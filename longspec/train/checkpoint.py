@@ -30,7 +30,7 @@ from longspec.ranks.agreement import from_every_rank, from_rank_zero
 from longspec.train.config import CONFIG_NAME, is_checkpoint, read_config_file, to_yaml
 from longspec.train.config_schema import TrainConfig
 from longspec.train.generations import BEST, DRAFTS, STATES, complete_saves
-from longspec.train.seals import Progress, Run, damage, describe, read_seal, seal
+from longspec.train.markers import Progress, Run, damage, describe, read_marker, write_marker
 from longspec.train.shards import MASTERS, Shards, adopt
 from longspec.untrusted import read_json
 
@@ -45,14 +45,14 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def save_checkpoint(
-    engine: Any, tokenizer: Any, config: TrainConfig, progress: Progress, output_dir: str | Path, run: Run | None = None
+    engine: Any, tokenizer: Any, config: TrainConfig, progress: Progress, run: Run | None = None
 ) -> None:
     """Save the newest generation of `run`. All ranks call it; each writes its shard and rank 0 everything else.
 
-    Rank 0 seals the folders from every rank's report of the files that it wrote. Raises UserError if a file cannot be
+    Rank 0 writes the markers from every rank's report of the files that it wrote. Raises UserError if a file cannot be
     written or rank 0 does not see a file of another rank. The earlier generations stay as they are in that case.
     """
-    output = Path(output_dir)
+    output = Path(config.output_dir)
     state_folder, draft_folder = output / STATES[0], output / DRAFTS[0]
 
     def clear_staging() -> None:
@@ -65,9 +65,9 @@ def save_checkpoint(
             _write_config(state_folder, config)
             _write_target(state_folder, engine.module.draft_target)
             _write_config(draft_folder, config)
-            # The seal of the draft folder comes last, because it makes the whole generation valid.
-            seal(state_folder, progress, run, reports)
-            seal(draft_folder, progress, run)
+            # The marker of the draft folder comes last, because it makes the whole generation valid.
+            write_marker(state_folder, progress, run, reports)
+            write_marker(draft_folder, progress, run)
             complete_saves(output)
 
     # Rank 0 clears the staging folders before any rank writes, and completes the save once all ranks have written.
@@ -118,9 +118,9 @@ def save_best(
             folder = output / BEST[0]
             _write_draft(folder, draft, config.model.draft_options, model.draft_target, tokenizer)
             _write_config(folder, config)
-            # The metrics are part of the sealed folder, so a resumed run can trust them.
+            # The marker covers the metrics, so a resumed run can trust them.
             (folder / EVALUATION_NAME).write_text(json.dumps({"step": progress.step, **metrics}, indent=2) + "\n")
-            seal(folder, progress, run)
+            write_marker(folder, progress, run)
             complete_saves(output)
 
     from_rank_zero(write)
@@ -145,7 +145,7 @@ def _best_problem(folder: Path, config: TrainConfig, run: Run | None) -> str | N
     """The reason why the draft in `folder` cannot be compared with those of `run`; None if it can."""
     if problem := damage(folder):
         return problem
-    saved = read_seal(folder)
+    saved = read_marker(folder)
     if saved is None:
         return f"{folder} is no longer readable"
     if run is not None and saved.run.id != run.id:

@@ -37,7 +37,7 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """Arguments of `longspec.data.dataset.build_dataset`, and the number of loading processes per rank."""
+    """The data (see `data.tokenization.Tokenize`), and the number of loading processes per rank."""
 
     files: Any = MISSING
     # Tokens per row, the unit of a micro-batch.

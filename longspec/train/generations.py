@@ -7,7 +7,7 @@ An output folder holds, newest first,
     checkpoint-best                 the draft of the best evaluation, if evaluation.keep_best is set
     checkpoint-earlier-1, -2, …     drafts of earlier runs in this folder, which are never removed
 
-A save writes into `saving_*` folders and seals each of them at its end (see `seals`). The marker of `saving_checkpoint`
+A save writes into `saving_*` folders, and a marker (see `markers`) at the end of each. The one of `saving_checkpoint`
 decides whether the save counts. If it exists, only renames are left, which `complete_saves` does even after a crash.
 If not, the save is discarded. At least one generation is therefore complete at any moment after the first save.
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from longspec.errors import UserError
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME
 from longspec.replacing import sync
-from longspec.train.seals import MARKER, Progress, Run, Seal, damage, is_whole, read_seal
+from longspec.train.markers import MARKER, Marker, Progress, Run, damage, is_whole, read_marker
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def complete_saves(output: Path) -> None:
     """
     staged_draft = output / DRAFTS[0]
     if is_whole(staged_draft):
-        new = _seal_of(staged_draft)
+        new = _marker_of(staged_draft)
         # The state comes first: the staged draft marks the save as complete until its own rename.
         for names in (STATES, DRAFTS):
             _rotate(output, names, new)
@@ -54,8 +54,8 @@ def complete_saves(output: Path) -> None:
     staged_best = output / BEST[0]
     if is_whole(staged_best):
         best = output / BEST[1]
-        new = _seal_of(staged_best)
-        if is_whole(best) and _seal_of(best).run.id != new.run.id and not new.run.overwrites:
+        new = _marker_of(staged_best)
+        if is_whole(best) and _marker_of(best).run.id != new.run.id and not new.run.overwrites:
             _keep(best)
         _remove(best)
         staged_best.rename(best)
@@ -67,7 +67,7 @@ def complete_saves(output: Path) -> None:
         sync(output)
 
 
-def _rotate(output: Path, names: tuple[str, str, str], new: Seal) -> None:
+def _rotate(output: Path, names: tuple[str, str, str], new: Marker) -> None:
     """Rename the staged folder of `names` to the newest one, and the newest one to the second newest."""
     staged, last, second = (output / name for name in names)
     if not staged.exists():
@@ -89,22 +89,22 @@ def _rotate(output: Path, names: tuple[str, str, str], new: Seal) -> None:
     staged.rename(last)
 
 
-def _is_superseded(folder: Path, new: Seal) -> bool:
+def _is_superseded(folder: Path, new: Marker) -> bool:
     """Whether `folder` is not part of the history of the launch that saved `new`.
 
     It is of another run, or of a later step than the one from which the launch started, because its state was damaged.
     """
     if not is_whole(folder):
         return False
-    old = _seal_of(folder)
+    old = _marker_of(folder)
     # Its later steps were trained from a state that could not be loaded again.
     went_back = old.run.launch != new.run.launch and old.progress.step > new.run.start
     return old.run.id != new.run.id or went_back
 
 
-def _seal_of(folder: Path) -> Seal:
-    """The seal of a folder; that of an unknown run if its marker is invalid."""
-    return read_seal(folder) or Seal(Progress(0, 0), Run(id="unknown"))
+def _marker_of(folder: Path) -> Marker:
+    """The marker of a folder; that of an unknown run if it is invalid."""
+    return read_marker(folder) or Marker(Progress(0, 0), Run(id="unknown"))
 
 
 def _keep(folder: Path) -> None:
@@ -128,7 +128,7 @@ def _remove(folder: Path) -> None:
 
 def states(output: Path) -> list[Path]:
     """Folders with DeepSpeed state in an output folder, newest first, damaged or not."""
-    # A staged state counts as soon as the staged draft is sealed.
+    # A staged state counts as soon as the staged draft has its marker.
     names = STATES if is_whole(output / DRAFTS[0]) else STATES[1:]
     return [output / name for name in names if (output / name).exists()]
 
@@ -196,7 +196,7 @@ def _first_undamaged(folders: list[Path]) -> tuple[tuple[Path, Progress] | None,
     problems: list[str] = []
     for folder in folders:
         problem = damage(folder)
-        saved = None if problem else read_seal(folder)
+        saved = None if problem else read_marker(folder)
         if saved is not None:
             return (folder, saved.progress), problems
         problems.append(problem or f"{folder} is no longer readable")

@@ -17,8 +17,9 @@ from longspec.data.aligners import Aligner
 from longspec.data.collators import Collator
 from longspec.data.dataset import RowDataset, build_dataset
 from longspec.data.target_format import answer_end, published_target, resolve_chat_format
+from longspec.data.tokenization import Tokenize
 from longspec.errors import UserError, first_line
-from longspec.models.draft_files import check_draft, draft_window
+from longspec.models.draft_files import check_draft, draft_settings
 from longspec.models.families import pair_class
 from longspec.models.target_files import generation_eos, load_tokenizer, position_limit, read_config
 from longspec.models.target_split import check_shared
@@ -52,7 +53,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
     """Check target, tokenizer and draft, then tokenize the data or find it in the cache. Raises UserError."""
     name = config.model_name_or_path
     glide = pair_class(config.model._target_)
-    aligners = [_make_aligner(number, entry) for number, entry in enumerate(config.data.aligners)]
+    aligners = tuple(_make_aligner(number, entry) for number, entry in enumerate(config.data.aligners))
     target = read_config(name)
     glide.check_family(target, name)
     # Everything is checked before the data is tokenized, which can take hours.
@@ -74,6 +75,34 @@ def read_inputs(config: TrainConfig) -> Inputs:
     eos_text = tokenizer.convert_ids_to_tokens(eos)
     logger.info("chat format %s; EOS %d (%s), padding %d", chat_format, eos, eos_text, pad)
 
+    draft = _read_draft(config, target)
+    data = config.data
+    tokenize = Tokenize(
+        tokenizer=tokenizer,
+        eos_token_id=eos,
+        vocab_size=target.vocab_size,
+        family=target.model_type,
+        chat_format=chat_format,
+        max_length=data.max_length,
+        overflow=data.overflow,
+        answer_only=data.answer_only,
+        aligners=aligners,
+        templates=data.templates,
+    )
+    read_rows = partial(
+        build_dataset, tokenize=tokenize, pack=data.pack, num_proc=data.num_proc, cache_dir=data.cache_dir
+    )
+    rows = read_rows(data.files)
+    held_out = None if config.evaluation.files is None else read_rows(config.evaluation.files)
+    # All packed rows have the same length, so that the shapes of micro-batches repeat.
+    packed_length = data.max_length if data.pack else None
+    collate = Collator(pad, answer_only=data.answer_only, pad_to=packed_length)
+    collate_held_out = replace(collate, answer_only=True)
+    return Inputs(rows, held_out, collate, collate_held_out, tokenizer, draft, max_positions)
+
+
+def _read_draft(config: TrainConfig, target: PreTrainedConfig) -> dict[str, Tensor] | None:
+    """The draft of the previous stage, None for a fresh one. Raises UserError if it does not fit the target."""
     # A draft fits only targets with the same heads, width and layers.
     config.model.draft_options.check_target(target, "config key model.kv_layers")
     if (size := config.model.draft_vocabulary) is not None and size >= target.vocab_size:
@@ -81,31 +110,17 @@ def read_inputs(config: TrainConfig) -> Inputs:
             f"config key model.draft_vocabulary: {size}, but the target has only {target.vocab_size} tokens; use "
             "fewer, or null for all"
         )
-    draft = None
-    if config.draft_model_name_or_path is not None:
-        draft = check_draft(config.draft_model_name_or_path, target, glide.draft_layer_class)
-        # The weights fit any window, but the draft was trained with one.
-        _check_window(config.model.window, config.draft_model_name_or_path)
-
-    read_rows = partial(
-        _read_rows, config, tokenizer, target, chat_format=chat_format, eos_token_id=eos, aligners=aligners
-    )
-    rows = read_rows(config.data.files)
-    held_out = None if config.evaluation.files is None else read_rows(config.evaluation.files)
-    # All packed rows have the same length, so that the shapes of micro-batches repeat.
-    packed_length = config.data.max_length if config.data.pack else None
-    collate = Collator(pad, answer_only=config.data.answer_only, pad_to=packed_length)
-    collate_held_out = replace(collate, answer_only=True)
-    return Inputs(rows, held_out, collate, collate_held_out, tokenizer, draft, max_positions)
-
-
-def _check_window(window: int, draft: str) -> None:
-    trained_window = draft_window(draft)
-    if trained_window != window:
+    if (path := config.draft_model_name_or_path) is None:
+        return None
+    draft = check_draft(path, target, pair_class(config.model._target_).draft_layer_class)
+    # The weights fit any window, but the draft was trained with one.
+    window, trained = config.model.window, draft_settings(path).options.window
+    if trained != window:
         raise UserError(
-            f"config key model.window: {window}, but the draft at {draft} was trained with {trained_window}; "
-            f"set model.window={trained_window}"
+            f"config key model.window: {window}, but the draft at {path} was trained with {trained}; "
+            f"set model.window={trained}"
         )
+    return draft
 
 
 def _make_aligner(number: int, entry: Any) -> Aligner:
@@ -164,32 +179,3 @@ def _pad_token(config: TrainConfig, target: PreTrainedConfig, tokenizer: Any) ->
 def _check_token(key: str, token: int, vocab_size: int) -> None:
     if not 0 <= token < vocab_size:
         raise UserError(f"config key {key}: {token} is not a token id of the target; use one of 0 … {vocab_size - 1}")
-
-
-def _read_rows(
-    config: TrainConfig,
-    tokenizer: Any,
-    target: PreTrainedConfig,
-    files: list[str],
-    *,
-    chat_format: str,
-    eos_token_id: int,
-    aligners: Sequence[Aligner],
-) -> RowDataset:
-    data = config.data
-    return build_dataset(
-        files,
-        tokenizer,
-        family=target.model_type,
-        max_length=data.max_length,
-        pack=data.pack,
-        chat_format=chat_format,
-        templates=data.templates,
-        overflow=data.overflow,
-        answer_only=data.answer_only,
-        aligners=aligners,
-        eos_token_id=eos_token_id,
-        vocab_size=target.vocab_size,
-        num_proc=data.num_proc,
-        cache_dir=data.cache_dir,
-    )

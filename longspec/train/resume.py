@@ -17,8 +17,8 @@ from longspec.train.config_schema import TrainConfig
 from longspec.train.contents import Contents, changes, contents_of
 from longspec.train.distributed import data_parallel_rank_and_size
 from longspec.train.generations import check_folders, drafts, find_draft, find_latest, states
+from longspec.train.markers import Progress, Run, read_marker
 from longspec.train.recipe import recipe_steps
-from longspec.train.seals import Progress, Run, read_seal
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,10 @@ class Start:
     """Draft file to start from without its optimizer state; None for the configured one."""
 
 
+FRESH = Start(Run())
+"""The start of a run without checkpoints."""
+
+
 def where_to_start(config: TrainConfig, target: str) -> Start:
     """The start of a run, from what its output folder holds. Reads only. For rank 0, which holds the folder's lock.
 
@@ -70,7 +74,7 @@ def where_to_start(config: TrainConfig, target: str) -> Start:
 
     # The run keeps its id when it resumes, and each start has its own launch id.
     folder, progress = state
-    saved = read_seal(folder)
+    saved = read_marker(folder)
     saved_run = saved.run if saved else Run()
     _, world_size = data_parallel_rank_and_size()
     check_same_run(config, folder, progress, world_size, saved_run.contents, contents)
@@ -83,7 +87,7 @@ def _check_unused(output: Path) -> None:
     checkpoints = [*saved_drafts, *states(output)]
     if not checkpoints:
         return
-    saved = read_seal(checkpoints[0]) if saved_drafts else None
+    saved = read_marker(checkpoints[0]) if saved_drafts else None
     step = f" of step {saved.progress.step}" if saved else ""
     raise UserError(
         f"config key output_dir: {output} holds a checkpoint{step} ({checkpoints[0].name}); give resume=latest to "

@@ -80,26 +80,17 @@ def _train_locked(config: TrainConfig, termination: Termination, before_save: Ca
 
     # Data and draft are checked before the target's weights are loaded, which takes minutes.
     inputs = rank_zero_first(lambda: read_inputs(local_config))
-    start_step = start.progress.step
-    total_steps = from_rank_zero(lambda: last_step(run_config, len(inputs.rows), start_step))
+    total_steps = from_rank_zero(lambda: last_step(run_config, len(inputs.rows), start.progress.step))
     held_out_rows = from_rank_zero(lambda: held_out_row_count(run_config, inputs))
-    # The resumed run may no longer have held-out data.
-    evaluation_due = start.progress.evaluation_due and held_out_rows > 0
-    if start_step == total_steps and not evaluation_due:
+    if start.progress.step == total_steps and not (start.progress.evaluation_due and held_out_rows):
         logger.info("nothing left to do: %s already holds step %d, the last one", run_config.output_dir, total_steps)
         log_next_command(run_config)
         return True
-    logger.info(
-        "%d rows, %d per step; steps %d … %d", len(inputs.rows), rows_per_step(run_config), start_step + 1, total_steps
-    )
+    steps = f"{start.progress.step + 1} … {total_steps}"
+    logger.info("%d rows, %d per step; steps %s", len(inputs.rows), rows_per_step(run_config), steps)
     logger.info("target %s, draft %s", run_config.model_name_or_path, start.state or draft or "fresh")
-    if draft is None and total_steps < FEW_STEPS:
-        logger.warning(
-            "%d steps are few: with less than %d a fresh draft is rarely faster than prompt lookup; give it more data, "
-            "or train with the configuration your-model, which derives the steps from the data",
-            total_steps,
-            FEW_STEPS,
-        )
+    if draft is None:
+        warn_of_few_steps(total_steps)
 
     # A resumed run builds its draft from the saved master weights, otherwise from the previous stage.
     draft_weights = saved_draft(start.state) if start.state else inputs.draft
@@ -114,18 +105,26 @@ def _train_locked(config: TrainConfig, termination: Termination, before_save: Ca
         run_config,
         engine,
         inputs,
-        start_step=start_step,
         total_steps=total_steps,
+        start=start,
         held_out_rows=held_out_rows,
-        evaluation_due=evaluation_due,
-        run=start.run,
-        vocabulary=engine.module.draft_model.vocabulary,
         before_save=before_save,
     )
     finished = trainer.run(termination)
     if finished:
         log_next_command(run_config)
     return finished
+
+
+def warn_of_few_steps(steps: int) -> None:
+    """Log a warning if a fresh draft trains for so few steps that it is rarely of use."""
+    if steps < FEW_STEPS:
+        logger.warning(
+            "%d steps are few: with less than %d a fresh draft is rarely faster than prompt lookup; give it more data, "
+            "or train with the configuration your-model, which derives the steps from the data",
+            steps,
+            FEW_STEPS,
+        )
 
 
 def log_next_command(config: TrainConfig) -> None:

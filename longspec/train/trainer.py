@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from longspec.ranks.agreement import Termination, from_every_rank, from_rank_zero
 from longspec.train.checkpoint import read_best, save_best, save_checkpoint
@@ -17,8 +16,9 @@ from longspec.train.evaluation import Evaluation
 from longspec.train.inputs import Inputs
 from longspec.train.logging import RunLog
 from longspec.train.loss import DraftLoss
+from longspec.train.markers import Progress
+from longspec.train.resume import FRESH, Start
 from longspec.train.sampler import ResumableSampler, loader
-from longspec.train.seals import Progress, Run
 from longspec.train.steps import OptimizerSteps
 
 logger = logging.getLogger(__name__)
@@ -33,29 +33,25 @@ class Trainer:
         engine: Any,
         inputs: Inputs,
         *,
-        start_step: int,
         total_steps: int,
+        start: Start = FRESH,
         held_out_rows: int = 0,
-        evaluation_due: bool = False,
-        run: Run | None = None,
-        vocabulary: Tensor | None = None,
-        before_save: Callable[[], None] | None = None,
+        before_save: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare steps `start_step` + 1 … `total_steps`.
+        """Prepare the steps after `start` up to `total_steps`.
 
-        held_out_rows: number of rows per evaluation. evaluation_due: whether a request to stop interrupted the
-        evaluation after `start_step`. run: the run that the checkpoints belong to. vocabulary: the draft's list,
-        LongTensor [Vd]. before_save: called on all ranks before each save (see `sole_writer`).
+        held_out_rows: number of rows per evaluation, 0 for no evaluation. before_save: called on all ranks before each
+        save (see `sole_writer`).
         """
         self.config = config
         self.engine = engine
         self.inputs = inputs
-        self.start_step = start_step
+        self.start_step = start.progress.step
         self.total_steps = total_steps
-        self.run_identity = run
-        self.before_save = before_save or (lambda: None)
-        self.evaluation_due = evaluation_due
-        """Whether the last step's evaluation was interrupted."""
+        self.run_identity = start.run
+        self.before_save = before_save
+        self.evaluation_due = start.progress.evaluation_due and held_out_rows > 0
+        """Whether the last step's evaluation was interrupted. A resumed run may no longer have held-out data."""
         self.best_acceptance_length = -math.inf
         """Held-out acceptance length of the draft in `checkpoint-best`."""
 
@@ -67,11 +63,12 @@ class Trainer:
             rank=rank,
             world_size=self.world_size,
             seed=config.seed,
-            start=start_step * accumulation,
+            start=self.start_step * accumulation,
             stop=total_steps * accumulation,
         )
         self.loader = loader(inputs.rows, inputs.collate, sampler, config.data.num_workers, accumulation)
 
+        vocabulary = engine.module.draft_model.vocabulary
         self.objective = DraftLoss(config.loss, config.log_target_loss, vocabulary=vocabulary)
         self.steps = OptimizerSteps(config, engine, inputs, self.objective, sampler, total_steps)
         self.evaluation: Evaluation | None = None
@@ -137,9 +134,7 @@ class Trainer:
         self.before_save()
         # With an evaluation due, a resumed run repeats it before the next step.
         progress = Progress(step, self.world_size, self.evaluation_due)
-        save_checkpoint(
-            self.engine, self.inputs.tokenizer, self.config, progress, self.config.output_dir, self.run_identity
-        )
+        save_checkpoint(self.engine, self.inputs.tokenizer, self.config, progress, self.run_identity)
 
     def repeat_evaluation(self, log: RunLog, termination: Termination) -> None:
         """Run the evaluation of the checkpoint that training resumes from, if it was interrupted."""

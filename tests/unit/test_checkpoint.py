@@ -12,13 +12,13 @@ import torch
 from training_fixtures import ROOT, one_rank_alone
 
 from longspec.errors import UserError
-from longspec.train import generations, seals
+from longspec.train import generations, markers
 from longspec.train.checkpoint import locate, read_best, read_draft, save_checkpoint
 from longspec.train.config import CONFIG_NAME, compose_config, to_yaml, typed
 from longspec.train.config_schema import TrainConfig
 from longspec.train.generations import BEST, DRAFTS, STATES, complete_saves, find_draft, find_latest
+from longspec.train.markers import MARKER, Progress, Run, describe, is_whole, write_marker
 from longspec.train.resume import check_same_run
-from longspec.train.seals import MARKER, Progress, Run, describe, is_whole, seal
 
 DRAFT_FILE = "draft_model_weights.pth"
 
@@ -31,7 +31,7 @@ def write(folder: Path, step: int, whole: bool = True, run: Run | None = None) -
     (folder / "sub").mkdir(parents=True)
     (folder / "sub" / "content").write_text(str(step))
     if whole:
-        seal(folder, progress(step), run)
+        write_marker(folder, progress(step), run)
 
 
 def step_of(folder: Path) -> int:
@@ -145,7 +145,7 @@ def test_the_best_so_far_is_read_back_unless_it_cannot_be_compared(
     best.mkdir()
     (best / CONFIG_NAME).write_text(to_yaml(stored_config(**given)))
     (best / "evaluation.json").write_text('{"step": 4, "eval_acceptance_length": 2.5}')
-    seal(best, progress(4))
+    write_marker(best, progress(4))
     assert read_best(stored_config(**given)) == 2.5 and not caplog.text
     for other in ({"evaluation.files": "[other.jsonl]"}, {"evaluation.rows": "3"}):
         assert read_best(stored_config(**(given | other))) == -math.inf
@@ -272,7 +272,7 @@ def test_a_draft_without_its_marker_is_kept_unless_the_user_said_so(overwrites: 
     assert kept.exists() is not overwrites and step_of(tmp_path / "checkpoint-last") == 2
 
 
-def test_any_sealed_draft_is_found_and_the_newest_whole_one_taken(
+def test_any_complete_draft_is_found_and_the_newest_whole_one_taken(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert find_draft(tmp_path) is None
@@ -312,7 +312,7 @@ def test_a_dangling_link_is_refused(kind: str, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_seal_has_every_ranks_own_report(tmp_path: Path) -> None:
+def test_a_marker_has_every_ranks_own_report(tmp_path: Path) -> None:
     """Rank 0 does not see a shard of rank 1, or sees a truncated one, or one with another digest."""
     folder, elsewhere = tmp_path / "here", tmp_path / "there"
     write(folder, 1, whole=False)
@@ -323,11 +323,11 @@ def test_a_seal_has_every_ranks_own_report(tmp_path: Path) -> None:
         if text:
             (folder / "shard").write_text(text)
         with pytest.raises(UserError, match="here/shard: written by rank 1, but rank 0 does not see it") as error:
-            seal(folder, progress(1), reports=reports)
+            write_marker(folder, progress(1), reports=reports)
         assert "\n" not in str(error.value) and not is_whole(folder)
     (folder / "shard").write_text("other")
-    seal(folder, progress(1), reports=reports)
-    assert seals.damage(folder) == f"{folder / 'shard'} is not the file that was saved"
+    write_marker(folder, progress(1), reports=reports)
+    assert markers.damage(folder) == f"{folder / 'shard'} is not the file that was saved"
 
 
 def test_looking_for_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ def test_a_file_that_cannot_be_read_is_damage(tmp_path: Path, monkeypatch: pytes
         raise OSError(errno.EIO, "Input/output error", str(file))
 
     write(tmp_path / "last_ds", 4)
-    monkeypatch.setattr(seals, "_description", broken)
+    monkeypatch.setattr(markers, "_description", broken)
     with pytest.raises(UserError, match=r"content cannot be read \(Input/output error\)"):
         find_latest(tmp_path)
 
@@ -378,7 +378,7 @@ def test_a_full_disk_is_said_and_the_older_checkpoints_stay(error: Exception, on
         write(tmp_path / names[1], 2)
         write(tmp_path / names[2], 1)
     with pytest.raises(UserError, match=r"step 3 could not be written.*MiB are free.*resume=latest") as said:
-        save_checkpoint(FullDisk(error), None, stored_config(), progress(3), tmp_path)
+        save_checkpoint(FullDisk(error), None, stored_config(output_dir=str(tmp_path)), progress(3))
     assert "\n" not in str(said.value)
     assert find_latest(tmp_path) == (tmp_path / "last_ds", progress(2))
     complete_saves(tmp_path)
@@ -398,7 +398,7 @@ def test_checkpoint_folder_as_model_names_target_and_draft(tmp_path: Path) -> No
     torch.save({}, folder / DRAFT_FILE)
     with pytest.raises(UserError, match="not saved whole"):
         locate(stored_config(model_name_or_path=str(folder)))
-    seal(folder, progress(1))
+    write_marker(folder, progress(1))
     located = locate(stored_config(model_name_or_path=str(folder)))
     assert located.model_name_or_path == "the/target"
     assert located.draft_model_name_or_path == str(folder / DRAFT_FILE)

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from longspec.errors import UserError
 from longspec.inference.registry import DRAFTS, EMBEDDED_DRAFTS
-from longspec.models.draft_files import check_draft, draft_settings, draft_window, load_draft
+from longspec.models.draft_files import check_draft, draft_settings, load_draft
 from longspec.models.draft_layer import DraftOptions, check_window
 from longspec.models.draft_saving import save_draft_file, save_draft_folder
 from longspec.models.families import family_class
@@ -125,7 +125,7 @@ def test_a_drafts_window_lies_in_its_files(tmp_path: Path) -> None:
             run = {"model": {"_target_": "longspec.train.models.llama_glide.LlamaGlide.from_pretrained", "window": 128}}
             (folder / "training_config.yaml").write_text(json.dumps(run))
         model = LlamaGlide.from_pretrained(tmp_path / "target", glide_path=folder, torch_dtype=torch.float32)
-        assert model.draft_model.window == draft_window(folder) == window
+        assert model.draft_model.window == draft_settings(folder).options.window == window
 
 
 @pytest.mark.parametrize("form", ["pth", "hub", "saved pair"])
@@ -237,11 +237,12 @@ def test_the_windows_of_a_file_and_its_folder(tmp_path: Path) -> None:
     )
     assert draft_settings(folder).options == DraftOptions(96, (1,), True, 48)
     (folder / "training_config.yaml").write_text("model:\n  window: 96\n")
-    assert draft_window(folder) == 96
+    assert draft_settings(folder).options.window == 96
     (folder / "config.json").write_text('{"draft_window": 80}')
-    assert draft_window(folder) == 80
+    assert draft_settings(folder).options.window == 80
     save_draft_file(state, folder / "draft_model_weights.pth", DraftOptions(64))
-    assert draft_window(folder) == draft_window(folder / "draft_model_weights.pth") == 64
+    for draft in (folder, folder / "draft_model_weights.pth"):
+        assert draft_settings(draft).options.window == 64
 
 
 def test_a_window_must_exceed_the_depth() -> None:

@@ -37,7 +37,7 @@ def test_the_options_of_training_survive_extraction(one_rank: None, tmp_path: Pa
     config = load_config(["-cp", str(ROOT / "conf/exp"), "-cn", "tiny_glide_stage1_sinkpi-slicing", *given])
     assert config is not None
     engine = build_engine(config, build_pair(config, None))
-    save_checkpoint(engine, byte_tokenizer(), config, Progress(1, 1), config.output_dir)
+    save_checkpoint(engine, byte_tokenizer(), config, Progress(1, 1))
     out = tmp_path / "out"
     trained = load_draft(out / "checkpoint-last")
     for form in ("alone/draft.pth", "folder", "hub"):

@@ -19,7 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from longspec.errors import UserError
 from longspec.inference.registry import choose_pair
-from longspec.models.draft_files import check_draft, draft_settings, draft_window
+from longspec.models.draft_files import check_draft, draft_settings
 from longspec.models.draft_layer import PUBLISHED, DraftOptions
 from longspec.models.glide import GlideMixin, check_pair
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
@@ -74,7 +74,7 @@ def test_a_saved_pairs_draft_is_found_by_every_route(tmp_path: Path) -> None:
     folder = str(tmp_path / "pair")
     assert choose_pair(None, folder, None).draft == folder
     for path in (folder, f"{folder}/draft", f"{folder}/draft/model.safetensors"):
-        assert draft_window(path) == 77
+        assert draft_settings(path).options.window == 77
         assert check_draft(path, tiny_config("llama"), LlamaGlideDecoderLayer)
 
 

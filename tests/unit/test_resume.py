@@ -25,8 +25,8 @@ from longspec.train.contents import Contents, changes
 from longspec.train.evaluation import Evaluation
 from longspec.train.generations import find_latest
 from longspec.train.logging import RunLog
+from longspec.train.markers import MARKER, read_marker
 from longspec.train.run import train
-from longspec.train.seals import MARKER, read_seal
 from longspec.train.steps import OptimizerSteps
 from longspec.train.trainer import Trainer
 
@@ -122,11 +122,11 @@ def test_a_folder_is_overwritten_only_by_a_run_that_saves(
 ) -> None:
     output = work / "out"
     assert "overwrite_output_dir=true" in refusal(configured(work), capsys)
-    before = {name: read_seal(output / name) for name in ("last_ds", "checkpoint-last", "checkpoint-2last")}
+    before = {name: read_marker(output / name) for name in ("last_ds", "checkpoint-last", "checkpoint-2last")}
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "run", lambda self, termination: False)
         train(configured(work, "overwrite_output_dir=true", "seed=7"), Termination())
-    assert {name: read_seal(output / name) for name in before} == before
+    assert {name: read_marker(output / name) for name in before} == before
     train(configured(work, "overwrite_output_dir=true", "seed=7", "max_steps=1"), Termination())
     assert sorted(path.name for path in output.iterdir() if path.is_dir()) == ["checkpoint-last", "last_ds"]
     train(configured(work, "resume=latest", "seed=7"), Termination())

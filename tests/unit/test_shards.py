@@ -81,14 +81,14 @@ def test_another_layout_takes_the_same_next_step(
         return result.metrics
 
     engine = build_engine(config, build_pair(config, None))
-    first = Trainer(config, engine, inputs, start_step=0, total_steps=3)
+    first = Trainer(config, engine, inputs, total_steps=3)
     for step in (1, 2):
         take(first, step)
     steps, state = saved(first, tmp_path / "first")
     assert steps == 2 and all(value.abs().sum() > 0 for value in state.values())
     other_engine = build_engine(other_config, build_pair(other_config, saved_draft(tmp_path / "first")))
     adopt(other_engine, Shards(tmp_path / "first"))
-    second = Trainer(other_config, other_engine, inputs, start_step=0, total_steps=3)
+    second = Trainer(other_config, other_engine, inputs, total_steps=3)
     assert saved(second, tmp_path / "adopted")[0] == 2
     metrics = [take(trainer, 3) for trainer in (first, second)]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-6)

@@ -61,7 +61,7 @@ def handed_over(config: TrainConfig, rank: int, micro_step: int, monkeypatch: py
     inputs = Inputs([[]], None, lambda rows: {}, lambda rows: {}, None, None, MAX_POSITIONS)  # type: ignore[arg-type]
     tokens = torch.arange(32).view(2, 16)
     batch = {"input_ids": tokens, "labels": tokens + 1, "cu_seqlens": SEGMENTS}
-    trainer = Trainer(config, idle_engine(), inputs, start_step=0, total_steps=1)
+    trainer = Trainer(config, idle_engine(), inputs, total_steps=1)
     return trainer.steps.micro_batch_inputs(micro_step, batch)
 
 
@@ -177,7 +177,7 @@ def test_a_step_is_loaded_while_the_one_before_trains(load: Any, monkeypatch: py
         return {"labels": torch.ones(4)}
 
     inputs = Inputs([[]], None, collate, collate, None, None, MAX_POSITIONS)  # type: ignore[arg-type]
-    trainer = Trainer(config, idle_engine(), inputs, start_step=0, total_steps=1)
+    trainer = Trainer(config, idle_engine(), inputs, total_steps=1)
     assert trainer.loader.num_workers * trainer.loader.prefetch_factor >= 16 + trainer.loader.num_workers
     micro_batches, _ = take_micro_batches(iter(trainer.loader), 16)
     assert len(micro_batches) == 16 and not any(batch["labels"].is_shared() for batch in micro_batches)
@@ -218,7 +218,7 @@ def test_the_target_goes_on_to_the_next_micro_batch_before_the_optimizer_steps(
     inputs = Inputs([[]], None, lambda rows: {}, lambda rows: {}, None, None, MAX_POSITIONS)  # type: ignore[arg-type]
     patience: list[float] = []
     config, never = load("gradient_accumulation_steps=2", f"loss={loss}"), SimpleNamespace(agreed=patience.append)
-    trainer = Trainer(config, engine, inputs, start_step=0, total_steps=2)
+    trainer = Trainer(config, engine, inputs, total_steps=2)
     tokens = [torch.arange(32).view(2, 16) + number for number in range(4)]
     batches = iter([{"input_ids": x.numpy(), "labels": x.numpy(), "cu_seqlens": SEGMENTS.numpy()} for x in tokens])
     first = trainer.steps.take(1, trainer.steps.load(1, batches), never, batches)  # type: ignore[arg-type]
@@ -240,7 +240,7 @@ def test_the_chunked_losses_train_as_plain_ones_on_whole_logits(load: Any, one_r
     config = load(f"loss={loss}", "variant=base", "learning_rate=1e-3", "per_device_train_batch_size=2")
     inputs, steps, never = read_inputs(config), 6, SimpleNamespace(agreed=lambda *_: False)
     engine = build_engine(config, build_pair(config, None))
-    trainer = Trainer(config, engine, inputs, start_step=0, total_steps=steps)
+    trainer = Trainer(config, engine, inputs, total_steps=steps)
     arrays = iter(trainer.loader)
     losses = []
     for step in range(1, steps + 1):

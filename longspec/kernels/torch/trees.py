@@ -117,7 +117,6 @@ def _merge_branches(
     children follow that node. The pool's parents and ranks are not filled in.
     """
     batch, chains, depth = branches.tokens.shape
-    extra = chains * depth
     exists = (branches.merits > -torch.inf).flatten(1)
     branch_tokens = branches.tokens.flatten(1)
     slot_levels = torch.arange(1, depth + 1, device=merit.device).repeat(chains)
@@ -135,25 +134,12 @@ def _merge_branches(
     is_absorbed = absorbed_by.any(2)
 
     absorbed_merit = merit[..., None].where(absorbed_by, -torch.inf).amax(1)
-    if by_arrival:
-        extra_merit = torch.full_like(absorbed_merit, torch.inf)
-    else:
+    extra_merit = torch.full_like(absorbed_merit, torch.inf)
+    if not by_arrival:
         extra_merit = torch.maximum(branches.merits.flatten(1).to(merit.dtype), absorbed_merit)
     extra_merit = extra_merit.where(exists, -torch.inf)
     merit = merit.masked_fill(is_absorbed, -torch.inf)
     merit = torch.cat([merit[:, :1], extra_merit, merit[:, 1:]], 1)
-
-    size = pool.tokens.shape[1]
-    visible = torch.zeros(batch, extra + size, extra + size, dtype=torch.bool, device=merit.device)
-    tree_numbers = torch.arange(size, device=merit.device)
-    tree_numbers[1:] += extra
-    keeps = ~is_absorbed
-    in_tree = pool.visible & keeps[:, :, None] & keeps[:, None, :]
-    visible[:, tree_numbers[:, None], tree_numbers] = in_tree
-    visible[:, tree_numbers, 1 : extra + 1] = followed & keeps[..., None]
-    visible[:, 1 : extra + 1, 1 : extra + 1] = up_to.bool() & exists[..., None]
-    visible[:, 1 : extra + 1, 0] = exists
-    visible |= torch.eye(extra + size, dtype=torch.bool, device=merit.device)
 
     def join(first: Tensor, middle: Tensor) -> Tensor:
         return torch.cat([first[:, :1], middle.expand(batch, -1).to(first.dtype), first[:, 1:]], 1)
@@ -163,12 +149,30 @@ def _merge_branches(
         tokens=join(pool.tokens, branch_tokens.where(exists, 0)),
         parents=pool.parents,
         levels=join(pool.levels, slot_levels),
-        visible=visible,
+        visible=_merged_visible(pool.visible, ~is_absorbed, followed, exists, up_to.bool()),
         wide=join(pool.wide, wide),
         ranks=pool.ranks,
         in_branch=join(pool.in_branch, exists),
     )
     return merged, merit
+
+
+def _merged_visible(in_tree: Tensor, keeps: Tensor, followed: Tensor, exists: Tensor, up_to: Tensor) -> Tensor:
+    """The visible ancestors in a pool of the root, E slots of branches and the other M - 1 nodes of a tree.
+
+    bool: in_tree [B, M, M], visible in the tree. keeps [B, M]: nodes that are not absorbed. followed [B, M, E]: slots
+    on the path of each node. exists [B, E]: slots with a node. up_to [E, E]: slots on the path of each slot. Returns
+    [B, E + M, E + M].
+    """
+    size, extra = followed.shape[1:]
+    visible = torch.eye(extra + size, dtype=torch.bool, device=in_tree.device).repeat(len(in_tree), 1, 1)
+    numbers = torch.arange(size, device=in_tree.device)
+    numbers[1:] += extra
+    visible[:, numbers[:, None], numbers] |= in_tree & keeps[:, :, None] & keeps[:, None, :]
+    visible[:, numbers, 1 : extra + 1] = followed & keeps[..., None]
+    visible[:, 1 : extra + 1, 1 : extra + 1] |= up_to & exists[..., None]
+    visible[:, 1 : extra + 1, 0] = exists
+    return visible
 
 
 def compact(keys: Tensor, values: Tensor, lengths: Tensor, path: Tensor, counts: Tensor) -> None:

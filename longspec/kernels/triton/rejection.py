@@ -186,43 +186,27 @@ def reject_children(
     q_rows = None if q_rows is None else q_rows.contiguous()
     certain = None if certain is None else certain.contiguous().view(torch.uint8)
 
-    path = tokens.new_empty(batch, depth + 1)
-    count = tokens.new_empty(batch)
-    state = coins.new_empty(batch, 2)
-    residual = p.new_empty(batch, vocab)
+    path, count = tokens.new_empty(batch, depth + 1), tokens.new_empty(batch)
+    state, residual = coins.new_empty(batch, 2), p.new_empty(batch, vocab)
     sizes = (nodes, q.shape[1], vocab)
-    block = min(BLOCK, triton.next_power_of_2(vocab))
 
     # One program per path, because each step of a walk depends on the previous one.
     _rejection_kernel[(batch,)](
-        tokens,
-        parents,
-        q,
-        p,
-        coins,
-        q_rows,
-        certain,
-        path,
-        count,
-        state,
+        *(tokens, parents, q, p, coins, q_rows, certain),
+        *(path, count, state),
         *sizes,
         DEPTH=depth,
         OWN_ROWS=q_rows is not None,
         SOME_CERTAIN=certain is not None,
         BLOCK_D=triton.next_power_of_2(depth + 1),
-        BLOCK=block,
+        BLOCK=min(BLOCK, triton.next_power_of_2(vocab)),
         LARGEST_FACTOR=LARGEST_FACTOR,
         num_warps=8 if vocab > BLOCK else 4,
     )
 
     # The residual has its own launch: many programs read the vocabulary faster than the one that walks.
     _residual_kernel[(batch, triton.cdiv(vocab, RESIDUAL_BLOCK))](
-        q,
-        p,
-        q_rows,
-        path,
-        state,
-        residual,
+        *(q, p, q_rows, path, state, residual),
         *sizes,
         DEPTH=depth,
         OWN_ROWS=q_rows is not None,

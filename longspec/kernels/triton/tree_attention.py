@@ -169,10 +169,10 @@ def prefix_and_tree_attention(
     lengths: Tensor,
     tree_mask: Tensor | None,
     scale: float,
-    parts: PrefixParts,
+    parts: PrefixParts | None,
     shared_memory: int,
 ) -> Tensor:
-    """Attention to the prefix of each sequence, given the parts of its whole blocks, and to the tree after it.
+    """Attention to the prefix of each sequence, given the parts of its whole blocks, if any, and to the tree after it.
 
     q [B, H, N, D]; k, v: the cache [B, K, S, D]; last dimensions contiguous; one dtype (fp32, fp16, bf16). lengths int
     [B]. tree_mask bool [B, N, N], True where query node i sees the node in slot lengths[b] + j, or None without a tree.
@@ -180,67 +180,28 @@ def prefix_and_tree_attention(
     Returns [B, H, N, D] in q's dtype, a view of [B, N, H, D]; a query that sees no key gets 0. Raises ValueError for
     tensors of other layouts.
     """
-    return _launch(q, k, v, lengths, tree_mask, scale, parts, shared_memory)
-
-
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, shared_memory: int) -> Tensor:
-    """Attention to all S slots of k, v [B, K, S, D], which are finite, where mask, bool [B, N, S], is True.
-
-    Dtypes, layout, result and errors as in `prefix_and_tree_attention`.
-    """
-    # All slots count as nodes of a tree after an empty prefix.
-    no_prefix = torch.zeros(len(q), dtype=torch.int32, device=q.device)
-    return _launch(q, k, v, no_prefix, mask, scale, None, shared_memory)
-
-
-def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    tree_mask: Tensor | None,
-    scale: float,
-    parts: PrefixParts | None,
-    shared_memory: int,
-) -> Tensor:
     check_layout(q, k, v)
     batch, heads, nodes, head_dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
-
     # [B, N, H, D] in memory, so that the output projection reads contiguous rows.
     out = torch.empty((batch, nodes, heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
     tiles = tree_attention_tiles(head_dim, q.dtype, shared_memory)
-    num_parts = 0 if parts is None else len(parts.outs)
-    overlap = parts is not None and parts.overlap
-
     # A pointer argument that the kernel does not read is q.
+    outs, lses, block, overlap = (q[None], q[None, ..., 0], 1, False) if parts is None else parts
+    num_parts = 0 if parts is None else len(outs)
+    mask = q[..., 0] if tree_mask is None else tree_mask.view(torch.uint8)
     _tree_attention_kernel[(triton.cdiv(group * nodes, tiles.block_m), batch * kv_heads)](
-        q,
-        k,
-        v,
-        lengths,
-        q if tree_mask is None else tree_mask.view(torch.uint8),
-        q if parts is None else parts.outs,
-        q if parts is None else parts.lses,
-        out,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *((0, 0, 0) if tree_mask is None else tree_mask.stride()),
-        *((0, 0, 0, 0) if parts is None else parts.outs.stride()[:4]),
-        *((0, 0, 0, 0) if parts is None else parts.lses.stride()),
-        *out.stride()[:3],
-        scale * LOG2_E,
-        kv_heads,
-        group,
-        group * nodes,
+        *(q, k, v, lengths, mask, outs, lses, out),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask.stride()),
+        *(*outs.stride()[:4], *lses.stride(), *out.stride()[:3]),
+        *(scale * LOG2_E, kv_heads, group, group * nodes),
         HEAD_DIM=head_dim,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_D=padded_dim(head_dim),
         TREE_NODES=0 if tree_mask is None else tree_mask.shape[2],
-        PREFIX_BLOCK=1 if parts is None else parts.block,
+        PREFIX_BLOCK=block,
         PARTS=num_parts,
         PARTS_PADDED=triton.next_power_of_2(max(num_parts, 1)),
         OVERLAP=overlap,
@@ -250,3 +211,13 @@ def _launch(
         **({"launch_pdl": True} if overlap else {}),
     )
     return out
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, shared_memory: int) -> Tensor:
+    """Attention to all S slots of k, v [B, K, S, D], which are finite, where mask, bool [B, N, S], is True.
+
+    Dtypes, layout, result and errors as in `prefix_and_tree_attention`.
+    """
+    # All slots count as nodes of a tree after an empty prefix.
+    no_prefix = torch.zeros(len(q), dtype=torch.int32, device=q.device)
+    return prefix_and_tree_attention(q, k, v, no_prefix, mask, scale, None, shared_memory)

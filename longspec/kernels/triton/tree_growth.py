@@ -196,10 +196,9 @@ def grow_level(
     noise, q = draws or (None, None)
     logits = logits.contiguous()
     batch, num_parents, vocab = logits.shape
+    nodes = tree.tokens.shape[1]
     statistics = logit_statistics(logits, temperature, noise)
-    subs = statistics.best.shape[1]
-    chunks = statistics.chunk_sums.shape[1]
-
+    subs, chunks = statistics.best.shape[1], statistics.chunk_sums.shape[1]
     if q is not None and ids is not None:
         q.zero_()
 
@@ -209,24 +208,13 @@ def grow_level(
         noise,
         *statistics,
         q,
-        0 if q is None else q.stride(0),
-        0 if q is None else q.stride(1),
+        *((0, 0) if q is None else q.stride()[:2]),
         ids,
         0 if ids is None else ids.stride(0),
-        tree.tokens,
-        tree.parents,
-        tree.visible.view(torch.uint8),
-        tree.scores,
-        tree.arrivals,
+        *(tree.tokens, tree.parents, tree.visible.view(torch.uint8), tree.scores, tree.arrivals),
         *launch_arguments(watch),
         temperature,
-        vocab,
-        subs,
-        chunks,
-        num_parents,
-        tree.tokens.shape[1],
-        above.start,
-        above.stop,
+        *(vocab, subs, chunks, num_parents, nodes, above.start, above.stop),
         WIDTH=width,
         SUB=SUB,
         CHUNK=CHUNK,
@@ -238,6 +226,6 @@ def grow_level(
         BLOCK_P=triton.next_power_of_2(num_parents),
         BLOCK_C=triton.next_power_of_2(chunks),
         BLOCK_S=triton.next_power_of_2(subs),
-        BLOCK_N=triton.next_power_of_2(tree.tokens.shape[1]),
+        BLOCK_N=triton.next_power_of_2(nodes),
         num_warps=8,
     )

@@ -1,13 +1,13 @@
-"""Seals: the marker of a checkpoint folder, which lists its files with their digests and names its run.
+"""The marker of a complete checkpoint folder: its files with their digests, its progress and its run.
 
-Each rank describes the files that it wrote. Rank 0 checks that it sees all of them before it seals the folder.
+Each rank describes the files that it wrote. Rank 0 checks that it sees all of them before it writes the marker.
 """
 
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,6 +16,7 @@ from longspec.replacing import replacing, sync
 from longspec.train.contents import Contents
 
 MARKER = "complete.json"
+"""File name of the marker, the last file that a save writes."""
 Files = dict[str, dict[str, Any]]
 """Size in bytes and blake2b digest of each file, by its path relative to the checkpoint folder."""
 
@@ -48,7 +49,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Seal:
+class Marker:
     """Contents of a marker."""
 
     progress: Progress
@@ -65,7 +66,7 @@ def describe(folder: Path, files: Iterable[Path]) -> Files:
         return {str(file.relative_to(folder)): entry for file, entry in zip(files, descriptions, strict=True)}
 
 
-def seal(folder: Path, progress: Progress, run: Run | None = None, reports: Sequence[Files] = ()) -> None:
+def write_marker(folder: Path, progress: Progress, run: Run | None = None, reports: Sequence[Files] = ()) -> None:
     """Write the marker, the last file of a complete checkpoint folder.
 
     reports: each rank's description of the files that it wrote. This function describes all other files in the folder.
@@ -105,8 +106,8 @@ def is_whole(folder: Path) -> bool:
     return (folder / MARKER).is_file()
 
 
-def read_seal(folder: Path) -> Seal | None:
-    """The seal of a folder; None if its marker is invalid. Raises OSError."""
+def read_marker(folder: Path) -> Marker | None:
+    """The marker of a folder; None if it is invalid. Raises OSError."""
     try:
         marker = json.loads((folder / MARKER).read_text())
         progress = Progress(int(marker["step"]), int(marker["world_size"]), bool(marker.get("evaluation_due")))
@@ -116,29 +117,17 @@ def read_seal(folder: Path) -> Seal | None:
         }
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    return Seal(progress, run, files)
+    return Marker(progress, run, files)
 
 
 def _run(saved: dict[str, Any]) -> Run:
     """The run in a marker. Older versions wrote fewer fields."""
     contents = saved.get("contents")
     if contents is not None:
-        contents = Contents(
-            data=_digests(contents["data"]),
-            held_out=_digests(contents["held_out"]),
-            target=_digests(contents["target"]),
-        )
-    return Run(
-        id=str(saved.get("id", "")),
-        launch=str(saved.get("launch", "")),
-        start=int(saved.get("start", 0)),
-        overwrites=bool(saved.get("overwrites")),
-        contents=contents,
-    )
-
-
-def _digests(saved: Any) -> list[list[str]]:
-    return [[str(file), str(digest)] for file, digest in saved]
+        names = (key.name for key in fields(Contents))
+        contents = Contents(**{name: [[str(file), str(digest)] for file, digest in contents[name]] for name in names})
+    start, overwrites = int(saved.get("start", 0)), bool(saved.get("overwrites"))
+    return Run(str(saved.get("id", "")), str(saved.get("launch", "")), start, overwrites, contents)
 
 
 def damage(folder: Path) -> str | None:
@@ -146,7 +135,7 @@ def damage(folder: Path) -> str | None:
     if not is_whole(folder):
         return f"{folder} was not saved whole (no {MARKER})"
     try:
-        saved = read_seal(folder)
+        saved = read_marker(folder)
         if saved is None:
             return f"{folder / MARKER} is not a valid marker"
         # Digests read gigabytes, so sizes are compared first.
